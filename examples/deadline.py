@@ -1,0 +1,24 @@
+"""A deadline is a cancel scope: after a second the answer ends where it is, and its KV blocks go back.
+
+python examples/deadline.py
+"""
+
+import trio
+
+import trioserve
+
+
+async def main() -> None:
+    async with trioserve.open_engine("smollm2", max_num_seqs=8) as engine:
+        with trio.move_on_after(1.0) as scope:
+            async with engine.generate("Once upon a time,", trioserve.SamplingParams(seed=1)) as stream:
+                async for delta in stream:
+                    print(delta.text, end="", flush=True)
+        print("\n-- out of time" if scope.cancelled_caught else "\n-- finished")
+
+        await trio.sleep(0.5)  # a step is shorter than that
+        print("KV blocks in use:", engine.stats().blocks_used)
+
+
+if __name__ == "__main__":
+    trio.run(main)

@@ -1,0 +1,495 @@
+"""Requests over HTTP/1.1 and HTTP/2: whole answers, the times they are heard, and a client that leaves at once."""
+
+from __future__ import annotations
+
+import contextlib
+import ssl
+
+import h2.config
+import h2.connection
+import h2.errors
+import h2.events
+import pytest
+import trio
+import trio.testing
+import trustme
+
+from trioserve.bench.client import Client, FailureKind, stream_opener
+from trioserve.bench.http1 import Http1Client
+from trioserve.bench.http2 import Http2Client
+from trioserve.bench.settings import Target
+
+both = pytest.mark.parametrize("http", [1, 2])
+
+
+class Ear:
+    """A listener that writes down what it hears. leave_after: bytes after which it has heard enough."""
+
+    def __init__(self, leave_after: int | None = None) -> None:
+        self.status: int | None = None
+        self.data = b""
+        self.times: list[float] = []
+        self.leave_after = leave_after
+        self.first = trio.Event()
+
+    def head(self, status: int) -> None:
+        self.status = status
+
+    def body(self, data: bytes, now_seconds: float) -> bool:
+        self.data += data
+        self.times.append(now_seconds)
+        self.first.set()
+        return self.leave_after is None or len(self.data) < self.leave_after
+
+
+@contextlib.asynccontextmanager
+async def open_client(http, open_stream, connections=1):
+    async with trio.open_nursery() as nursery:
+        headers = [("authorization", "Bearer key")]
+        client: Client
+        if http == 1:
+            client = Http1Client(open_stream, [("host", "h"), *headers])
+        else:
+            client = Http2Client(nursery, open_stream, headers, scheme="http", authority="h", connections=connections)
+        yield client
+        await client.aclose()
+        nursery.cancel_scope.cancel()
+
+
+def post(client, ear, body=b'{"stream": true}'):
+    return client.request("POST", "/p", body, ear)
+
+
+async def answer_twice_a_second(call):
+    await call.start(200)
+    await trio.sleep(0.5)
+    await call.send(b"first ")
+    await trio.sleep(0.5)
+    await call.send(b"second")
+    await call.finish()
+
+
+async def answer_for_ever(call):
+    await call.start(200)
+    while True:
+        await call.send(b"0123456789")
+        await trio.sleep(1)
+
+
+@both
+async def test_an_answer_is_heard_when_it_comes(start_server, autojump_clock, http):
+    server = start_server(answer_twice_a_second, http=http)
+    async with open_client(http, server.open_stream) as client:
+        ear = Ear()
+        began_at = trio.current_time()
+        assert await post(client, ear) is None
+    assert (ear.status, ear.data) == (200, b"first second")
+    assert [time - began_at for time in ear.times] == pytest.approx([0.5, 1.0])
+    assert server.calls[0].headers["authorization"] == "Bearer key"
+    assert server.calls[0].path == "/p"
+
+
+@both
+async def test_an_answer_cut_into_single_bytes_is_the_same(start_server, autojump_clock, http):
+    server = start_server(answer_twice_a_second, http=http)
+    server.piece_bytes = 1
+    async with open_client(http, server.open_stream) as client:
+        ear = Ear()
+        assert await post(client, ear) is None
+    assert (ear.status, ear.data) == (200, b"first second")
+
+
+@both
+async def test_connections_are_used_again(start_server, autojump_clock, http):
+    server = start_server(answer_twice_a_second, http=http)
+    async with open_client(http, server.open_stream) as client:
+        for _ in range(3):
+            assert await post(client, Ear()) is None
+    assert server.connection_count == 1
+
+
+@pytest.mark.parametrize("http, connections, opened", [(1, 1, 4), (2, 1, 1), (2, 2, 2), (2, 9, 4)])
+async def test_requests_in_flight_share_connections_as_the_version_allows(
+    start_server, autojump_clock, http, connections, opened
+):
+    server = start_server(answer_twice_a_second, http=http)
+    async with open_client(http, server.open_stream, connections) as client, trio.open_nursery() as nursery:
+        ears = [Ear() for _ in range(4)]
+        for ear in ears:
+            nursery.start_soon(post, client, ear)
+    assert server.connection_count == opened
+    assert [ear.data for ear in ears] == [b"first second"] * 4
+
+
+@both
+async def test_a_long_body_arrives_whole_through_small_windows(start_server, autojump_clock, http):
+    server = start_server(answer_twice_a_second, http=http)
+    server.window_bytes = 1000
+    body = b'{"stream": true, "prompt": "' + bytes(b"abcdefg"[i % 7] for i in range(300_000)) + b'"}'
+    async with open_client(http, server.open_stream) as client:
+        assert await post(client, Ear(), body) is None
+    assert server.calls[0].raw_body == body
+
+
+@pytest.mark.parametrize("http, how", [(1, "close"), (2, "reset CANCEL")])
+async def test_a_cancelled_request_is_left_at_once(start_server, autojump_clock, http, how):
+    server = start_server(answer_for_ever, http=http)
+    async with open_client(http, server.open_stream) as client:
+        ear = Ear()
+        with trio.move_on_after(2.5):
+            await post(client, ear)
+        cancelled_at = trio.current_time()
+        await trio.testing.wait_all_tasks_blocked()
+        assert (server.calls[0].left, server.calls[0].left_at) == (how, cancelled_at)
+    assert ear.data == b"0123456789" * 3
+
+
+@pytest.mark.parametrize("http, how", [(1, "close"), (2, "reset CANCEL")])
+async def test_a_listener_that_has_heard_enough_leaves_at_once(start_server, autojump_clock, http, how):
+    server = start_server(answer_for_ever, http=http)
+    async with open_client(http, server.open_stream) as client:
+        ear = Ear(leave_after=20)
+        assert await post(client, ear) is None
+        left_at = trio.current_time()
+        await trio.testing.wait_all_tasks_blocked()
+        assert (server.calls[0].left, server.calls[0].left_at) == (how, left_at)
+        assert ear.data == b"0123456789" * 2
+
+
+async def test_leaving_one_stream_does_not_touch_the_others(start_server, autojump_clock):
+    server = start_server(answer_twice_a_second, http=2)
+    async with open_client(2, server.open_stream) as client, trio.open_nursery() as nursery:
+        ear = Ear()
+        nursery.start_soon(post, client, ear)
+        with trio.move_on_after(0.7):
+            await post(client, Ear())
+        assert await post(client, Ear()) is None
+        assert ear.data == b"first second"
+        assert server.connection_count == 1
+        assert sorted(call.left or "" for call in server.calls) == ["", "", "reset CANCEL"]
+
+
+@both
+async def test_a_connection_that_ends_early_is_a_disconnect(start_server, autojump_clock, http):
+    async def drop(call):
+        await call.start(200)
+        await call.send(b"a beginning")
+        await trio.sleep(1)
+        await call.drop()
+
+    server = start_server(drop, http=http)
+    async with open_client(http, server.open_stream) as client:
+        ear = Ear()
+        failure = await post(client, ear)
+    assert failure is not None
+    assert failure.kind is FailureKind.DISCONNECT
+    assert ear.data == b"a beginning"
+
+
+@both
+async def test_the_next_request_after_a_disconnect_gets_a_new_connection(start_server, autojump_clock, http):
+    async def drop_the_first(call):
+        if len(server.calls) == 1:
+            await call.drop()
+        else:
+            await answer_twice_a_second(call)
+
+    server = start_server(drop_the_first, http=http)
+    async with open_client(http, server.open_stream) as client:
+        failure = await post(client, Ear())
+        assert failure is not None
+        assert failure.kind is FailureKind.DISCONNECT
+        assert await post(client, Ear()) is None
+    assert server.connection_count == 2
+
+
+@both
+async def test_a_connection_that_the_server_retired_does_not_fail_the_next_request(start_server, autojump_clock, http):
+    server = start_server(answer_twice_a_second, http=http)
+    server.requests_per_connection = 2
+    async with open_client(http, server.open_stream) as client:
+        for _ in range(5):
+            assert await post(client, Ear()) is None
+    assert server.connection_count == 3
+    assert len(server.calls) == 5
+
+
+async def test_goaway_lets_earlier_streams_finish_and_sends_later_ones_elsewhere(start_server, autojump_clock):
+    server = start_server(answer_twice_a_second, http=2)
+    server.requests_per_connection = 2
+    server.piece_bytes = 5  # GOAWAY and what follows it come in pieces
+    ears = [Ear() for _ in range(5)]
+    failures = []
+
+    async def ask(client, ear):
+        failures.append(await post(client, ear))
+
+    async with open_client(2, server.open_stream) as client, trio.open_nursery() as nursery:
+        for ear in ears:
+            nursery.start_soon(ask, client, ear)
+            await trio.testing.wait_all_tasks_blocked()
+    assert failures == [None] * 5
+    assert [ear.data for ear in ears] == [b"first second"] * 5
+    assert server.connection_count == 3
+
+
+async def test_goaway_between_the_frames_of_an_answer_loses_none_of_them(autojump_clock):
+    async def answer_in_one_write(stream):
+        connection = h2.connection.H2Connection(h2.config.H2Configuration(client_side=False))
+        connection.initiate_connection()
+        await stream.send_all(connection.data_to_send())
+        while not connection.highest_inbound_stream_id:
+            connection.receive_data(await stream.receive_some())
+        connection.send_headers(1, [(":status", "200")])
+        connection.send_data(1, b"before ")
+        goaway = b"\0\0\x0b\x07\0\0\0\0\0" + (1).to_bytes(4) + bytes(4) + b"bye"
+        before = connection.data_to_send()
+        connection.send_data(1, b"after", end_stream=True)
+        await stream.send_all(before + goaway + connection.data_to_send())
+
+    async with trio.open_nursery() as nursery:
+
+        async def open_stream():
+            client, server = trio.testing.memory_stream_pair()
+            nursery.start_soon(answer_in_one_write, server)
+            return client
+
+        async with open_client(2, open_stream) as client:
+            ear = Ear()
+            assert await post(client, ear, b"") is None
+    assert ear.data == b"before after"
+
+
+async def test_a_stream_that_goaway_cut_off_is_asked_again_elsewhere(start_server, autojump_clock):
+    server = start_server(answer_twice_a_second, http=2)
+    server.requests_per_connection = 2
+    ears = [Ear() for _ in range(3)]
+    async with open_client(2, server.open_stream) as client, trio.open_nursery() as nursery:
+        for ear in ears:  # all three are on their way before the server says that it takes two
+            nursery.start_soon(post, client, ear)
+    assert [ear.data for ear in ears] == [b"first second"] * 3
+    assert server.connection_count == 2
+    assert len(server.calls) == 3
+
+
+async def test_a_reset_stream_is_named_by_its_code(start_server, autojump_clock):
+    server = start_server(lambda call: call.reset(h2.errors.ErrorCodes.REFUSED_STREAM), http=2)
+    async with open_client(2, server.open_stream) as client:
+        failure = await post(client, Ear())
+    assert failure is not None
+    assert failure.name == "reset REFUSED_STREAM"
+
+
+async def test_requests_wait_while_the_server_allows_no_more_streams(start_server, autojump_clock):
+    server = start_server(answer_twice_a_second, http=2)
+    server.streams_max = 2
+    ears = [Ear() for _ in range(5)]
+    async with open_client(2, server.open_stream) as client:
+        async with trio.open_nursery() as nursery:
+            for ear in ears:
+                nursery.start_soon(post, client, ear)
+        assert client.stream_wait_count == 3
+    assert [ear.data for ear in ears] == [b"first second"] * 5
+    assert server.in_flight_max == 2
+
+
+async def test_a_waiting_request_takes_the_place_of_one_that_left(start_server, autojump_clock):
+    server = start_server(answer_for_ever, http=2)
+    server.streams_max = 1
+    async with open_client(2, server.open_stream) as client, trio.open_nursery() as nursery:
+        nursery.start_soon(post, client, Ear())
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.start_soon(post, client, Ear(leave_after=10))
+        third = Ear(leave_after=10)
+        nursery.start_soon(post, client, third)
+        await trio.testing.wait_all_tasks_blocked()
+        assert len(server.calls) == 1
+        await server.calls[0].reset(h2.errors.ErrorCodes.INTERNAL_ERROR)
+        await third.first.wait()
+        await trio.testing.wait_all_tasks_blocked()
+        assert [call.left for call in server.calls] == [None, "reset CANCEL", "reset CANCEL"]
+
+
+@both
+async def test_an_early_refusal_is_heard_although_the_body_is_not_read(autojump_clock, http):
+    """A server that answers 413 after the head of a request, and gives no window for the rest."""
+    resets = []
+
+    async def refuse(stream):
+        if http == 1:
+            await stream.receive_some(10)
+            await stream.send_all(b"HTTP/1.1 413 Too Large\r\ncontent-length: 3\r\nconnection: close\r\n\r\nbig")
+        else:
+            connection = h2.connection.H2Connection(h2.config.H2Configuration(client_side=False))
+            connection.initiate_connection()
+            await stream.send_all(connection.data_to_send())
+            while not connection.highest_inbound_stream_id:
+                connection.receive_data(await stream.receive_some())
+            connection.send_headers(1, [(":status", "413")])
+            connection.send_data(1, b"big", end_stream=True)
+            await stream.send_all(connection.data_to_send())
+            while data := await stream.receive_some():
+                events = connection.receive_data(data)
+                resets.extend(event for event in events if isinstance(event, h2.events.StreamReset))
+
+    async with trio.open_nursery() as nursery:
+
+        async def open_stream():
+            client, server = trio.testing.memory_stream_pair()
+            nursery.start_soon(refuse, server)
+            return client
+
+        async with open_client(http, open_stream) as client:
+            ear = Ear()
+            assert await post(client, ear, bytes(500_000)) is None
+            assert (ear.status, ear.data) == (413, b"big")
+            await trio.testing.wait_all_tasks_blocked()
+            assert len(resets) == http - 1  # over HTTP/2 only this stream is given up, over HTTP/1.1 the connection
+
+
+async def speak_to(http, greeting):
+    """What a client says about a server that sends this and then nothing more."""
+
+    async def open_stream():
+        client, server = trio.testing.memory_stream_pair()
+        await server.send_all(greeting)
+        return client
+
+    async with open_client(http, open_stream) as client:
+        return await post(client, Ear())
+
+
+@both
+@pytest.mark.parametrize("greeting", [b"SSH-2.0-OpenSSH_9.6\r\n\r\n", b"\x15\x03\x03\x00\x02\x02\x46\r\n\r\n" * 3])
+async def test_a_server_of_another_protocol_is_told_apart(autojump_clock, http, greeting):
+    failure = await speak_to(http, greeting)
+    assert failure is not None
+    assert failure.kind is FailureKind.PROTOCOL
+
+
+async def test_an_http1_server_asked_for_http2_is_told_apart(autojump_clock):
+    failure = await speak_to(2, b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n")
+    assert failure is not None
+    assert failure.kind is FailureKind.PROTOCOL
+
+
+async def test_a_server_without_http2_settings_is_given_up(autojump_clock):
+    failure = await speak_to(2, b"")
+    assert failure is not None
+    assert failure.kind is FailureKind.PROTOCOL
+    assert "SETTINGS" in failure.message
+
+
+@both
+async def test_no_connection_is_a_failure_with_its_reason(autojump_clock, http):
+    async def refuse():
+        raise ConnectionRefusedError("nobody listens")
+
+    async with open_client(http, refuse) as client:
+        failure = await post(client, Ear())
+    assert failure is not None
+    assert (failure.kind, failure.message) == (FailureKind.CONNECT, "nobody listens")
+
+
+@both
+async def test_a_connection_that_does_not_open_is_given_up(autojump_clock, http):
+    async with open_client(http, trio.sleep_forever) as client:
+        failure = await post(client, Ear())
+    assert failure is not None
+    assert (failure.kind, failure.message) == (FailureKind.CONNECT, "no connection within 10 s")
+
+
+@both
+async def test_closing_the_client_closes_its_connections(start_server, autojump_clock, http):
+    server = start_server(answer_twice_a_second, http=http)
+    async with open_client(http, server.open_stream) as client:
+        assert await post(client, Ear()) is None
+        assert server.open_count == 1
+    await trio.testing.wait_all_tasks_blocked()
+    assert server.open_count == 0
+
+
+# --- real sockets ---
+
+
+@both
+async def test_plain_sockets_carry_both_versions(start_server, http):
+    server = start_server(answer_at_once, http=http)
+    async with listening(server) as port, open_client(http, opener("http", port, http)) as client:
+        ear = Ear()
+        assert await post(client, ear) is None
+        assert ear.data == b"hello"
+
+
+@pytest.fixture
+def authority(monkeypatch, tmp_path):
+    """A certificate authority that the client trusts, by the variable that OpenSSL itself reads."""
+    made = trustme.CA()
+    made.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
+    return made
+
+
+@pytest.mark.parametrize("http, offered", [(1, "http/1.1"), (2, "h2")])
+async def test_tls_agrees_on_the_version_by_alpn(start_server, authority, http, offered):
+    server = start_server(answer_at_once, http=http)
+    context = tls_context(authority, offered)
+    async with listening(server, context) as port, open_client(http, opener("https", port, http)) as client:
+        ear = Ear()
+        assert await post(client, ear) is None
+        assert ear.data == b"hello"
+
+
+async def test_tls_without_http2_is_refused(start_server, authority):
+    server = start_server(answer_at_once, http=1)
+    context = tls_context(authority, "http/1.1")
+    async with listening(server, context) as port, open_client(2, opener("https", port, 2)) as client:
+        failure = await post(client, Ear())
+    assert failure is not None
+    assert failure.kind is FailureKind.CONNECT
+    assert "did not agree to HTTP/2 (by ALPN)" in failure.message
+
+
+async def test_an_unknown_certificate_is_refused(start_server):
+    server = start_server(answer_at_once, http=1)
+    context = tls_context(trustme.CA(), "http/1.1")
+    async with listening(server, context) as port, open_client(1, opener("https", port, 1)) as client:
+        failure = await post(client, Ear())
+    assert failure is not None
+    assert failure.kind is FailureKind.CONNECT
+    assert "certificate verify failed" in failure.message
+
+
+async def answer_at_once(call):
+    await call.start(200)
+    await call.send(b"hello")
+    await call.finish()
+
+
+def opener(scheme, port, http):
+    return stream_opener(Target(scheme, "127.0.0.1", port, ""), http)
+
+
+def tls_context(authority, protocol):
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    context.set_alpn_protocols([protocol])
+    return context
+
+
+@contextlib.asynccontextmanager
+async def listening(server, context=None):
+    async def serve(stream):
+        if context is not None:
+            stream = trio.SSLStream(stream, context, server_side=True, https_compatible=True)
+            try:
+                await stream.do_handshake()
+            except trio.BrokenResourceError:
+                return  # the client did not want this certificate
+        await server.serve(stream)
+
+    listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(trio.serve_listeners, serve, listeners)
+        yield listeners[0].socket.getsockname()[1]
+        nursery.cancel_scope.cancel()

@@ -1,0 +1,129 @@
+"""Flags become settings, and what cannot be measured is refused in one sentence."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+
+import pytest
+
+from trioserve.bench.settings import BenchSettings, Target, add_arguments
+from trioserve.contracts.errors import StartupError
+
+
+def parse(flags: str) -> BenchSettings:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return BenchSettings.from_arguments(parser.parse_args(flags.split(" ") if flags else []))
+
+
+def test_no_flags_give_the_defaults():
+    assert parse("") == BenchSettings()
+
+
+def test_every_flag_reaches_its_setting():
+    settings = parse(
+        "--url https://localhost:8443/v1 --model m --endpoint chat --http 2 --connections 3 --concurrency 4 "
+        "--requests 5 --rate 1.5 --prompt-tokens 60 --prefix-tokens 7 --output-tokens 80 --prompt-mode text "
+        "--vocab-size 900 --abort-fraction 0.1 --abort-after-tokens 11 --temperature 0.5 --no-ignore-eos "
+        "--seed 12 --warmup 13 --timeout 14 --api-key k --json - --label l --allow-remote"
+    )
+    assert settings == BenchSettings(
+        url="https://localhost:8443/v1",
+        model="m",
+        endpoint="chat",
+        http=2,
+        connections=3,
+        concurrency=4,
+        requests=5,
+        rate_per_second=1.5,
+        prompt_tokens=60,
+        prefix_tokens=7,
+        output_tokens=80,
+        prompt_mode="text",
+        vocab_size=900,
+        abort_fraction=0.1,
+        abort_after_tokens=11,
+        temperature=0.5,
+        ignore_eos=False,
+        seed=12,
+        warmup_requests=13,
+        timeout_seconds=14.0,
+        api_key="k",
+        json_path="-",
+        label="l",
+        allow_remote=True,
+    )
+
+
+def test_every_help_text_can_be_printed_and_names_a_default(capsys):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    flags = [action for action in parser._actions if action.dest != "help"]
+    assert len(flags) == len(BenchSettings.__struct_fields__)
+    for action in flags:
+        assert "default" in action.help or "(off)" in action.help, action.dest
+    parser.print_help()
+    assert "%(" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--requests 0", "--requests is 0, allowed is 1"),
+        ("--concurrency 0", "--concurrency is 0"),
+        ("--rate 0", "--rate is 0"),
+        ("--rate nan", "--rate is nan"),
+        ("--temperature inf", "--temperature is inf"),
+        ("--abort-fraction 1.5", "--abort-fraction is 1.5, allowed is 0 to 1"),
+        ("--prompt-tokens 10 --prefix-tokens 11", "--prefix-tokens is 11, allowed is 0 to 10"),
+        ("--connections 2", "use --http 2"),
+        ("--endpoint chat --prompt-mode ids", "--prompt-mode ids needs --endpoint completions"),
+        ("--abort-fraction 0.5 --output-tokens 8 --abort-after-tokens 8", "must be below --output-tokens"),
+        ("--url ftp://127.0.0.1", "only http and https"),
+        ("--url 127.0.0.1:8000", "only http and https"),
+        ("--url http://127.0.0.1:70000", "cannot be read"),
+        ("--url http://user@127.0.0.1", "has no place in it"),
+        ("--url http://192.0.2.1:8000", "add --allow-remote"),
+        ("--url http://example.org", "add --allow-remote"),
+        ("--url http://localhost.example.org", "add --allow-remote"),
+        ("--json /nowhere/at/all.json", "--json /nowhere/at/all.json cannot be written"),
+        ("--json /", "cannot be written"),
+        ("--api-key key\n", "--api-key has characters"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_with_its_flag(flags, said):
+    with pytest.raises(StartupError) as refusal:
+        parse(flags)
+    assert said in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:8000", "http://127.8.9.1", "http://[::1]:80", "http://localhost"])
+def test_loopback_needs_no_permission(url):
+    assert BenchSettings(url=url).target.is_loopback
+
+
+def test_a_remote_server_is_measured_with_permission():
+    assert BenchSettings(url="http://192.0.2.1:8000", allow_remote=True).target.host == "192.0.2.1"
+
+
+@pytest.mark.parametrize(
+    "url, target, authority",
+    [
+        ("http://127.0.0.1:8000", Target("http", "127.0.0.1", 8000, ""), "127.0.0.1:8000"),
+        ("http://127.0.0.1:8000/v1/", Target("http", "127.0.0.1", 8000, ""), "127.0.0.1:8000"),
+        ("http://localhost/llm/v1", Target("http", "localhost", 80, "/llm"), "localhost"),
+        ("https://[::1]:443", Target("https", "::1", 443, ""), "[::1]"),
+    ],
+)
+def test_a_url_names_host_port_and_prefix(url, target, authority):
+    assert Target.from_url(url) == target
+    assert target.authority == authority
+
+
+def test_the_flags_can_be_shown_without_loading_trio_or_h2():
+    program = "import sys, trioserve.bench.settings; print([m for m in ('trio', 'h2', 'h11') if m in sys.modules])"
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "[]"

@@ -1,0 +1,93 @@
+"""The connector that carries nothing leaves every step as it would be without one."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from trioserve.connectors.none import NoConnector
+from trioserve.contracts.events import FinishReason
+from trioserve.contracts.ids import RequestId
+from trioserve.contracts.kv_transfer import HoldKind, KVConnector
+from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.core.engine import EngineCore
+from trioserve.core.settings import CoreSettings
+from trioserve.testing.fake_connector import FakeConnector
+from trioserve.testing.fake_executor import FakeExecutor
+from trioserve.testing.invariants import check_core, check_idle
+
+CALLS = [name for name in vars(KVConnector) if not name.startswith("_")]
+
+
+def request(name: str, prompt_count: int = 9) -> EngineRequest:
+    return EngineRequest(
+        id=RequestId(name),
+        prompt_token_ids=tuple(range(prompt_count)),
+        sampling=SamplingParams(temperature=0.0),
+        output_tokens_max=3,
+        stop_token_ids=frozenset(),
+        seed=0,
+    )
+
+
+def history(connector: KVConnector | None) -> tuple[list[object], EngineCore]:
+    """Plans and events of four requests in a small pool, one of which is aborted."""
+    core = EngineCore(
+        CoreSettings(block_count=8, block_size=2, context_tokens_max=16, running_requests_max=2, step_tokens_max=8),
+        connector=connector,
+    )
+    executor = FakeExecutor(block_count=8, block_size=2)
+    seen: list[object] = []
+    for name in "abcd":
+        core.add(request(name))
+    for step in range(100):
+        plan = core.schedule(float(step))
+        if plan is None:
+            break
+        seen.append([(chunk.request.id, chunk.start, chunk.count, list(chunk.block_table)) for chunk in plan.chunks])
+        result = executor.execute(plan)
+        assert result is not None
+        seen.append(core.update_from_output(plan, result, float(step)))
+        if step == 1:
+            seen.append(core.abort([RequestId("a")], now=1.0))
+        check_core(core)
+    check_idle(core)
+    return seen, core
+
+
+def test_steps_are_the_same_as_without_a_connector():
+    seen, core = history(NoConnector())
+    assert seen == history(None)[0]
+    stats = core.stats()
+    assert set(stats.transfer_faults_total.values()) == {0}
+    assert stats.blocks_held == 0
+    assert core.next_deadline() is None
+
+
+def test_nothing_is_matched_and_nothing_held():
+    connector = NoConnector()
+    assert connector.num_matched_tokens(request("a"), 0) == 0
+    assert not connector.request_finished(request("a"), [0, 1], [1, 2, 3], FinishReason.STOP)
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments"),
+    [
+        ("start_load", (request("a"), [0], 0, 1)),
+        ("load_abandoned", ("a",)),
+        ("request_aborted_after_finish", ("a",)),
+        ("hold_expired", ("a", HoldKind.SEND)),
+    ],
+)
+def test_what_the_core_must_not_ask_of_it_is_a_bug(call, arguments):
+    with pytest.raises(AssertionError, match=r"^a: |^a: no "):
+        getattr(NoConnector(), call)(*arguments)
+
+
+@pytest.mark.parametrize("connector", [NoConnector, FakeConnector])
+def test_every_call_of_the_contract_is_there_with_its_parameters(connector):
+    assert len(CALLS) == 6
+    for call in CALLS:
+        assert inspect.signature(getattr(connector, call)) == inspect.signature(getattr(KVConnector, call)), call

@@ -1,0 +1,52 @@
+"""Whose fault it was can be read off the type."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from trioserve.contracts import errors
+
+TREE = """
+    TrioserveError
+        InvalidRequest
+            ContextTooLong
+            UnknownModel
+            AlreadyEnded
+        StartupError
+            ModelLoadError
+        Overloaded
+            Draining
+        RequestFailed
+        EngineFault
+"""
+
+
+def parents() -> dict[str, str]:
+    """From the indented tree above: each name's parent."""
+    line_of: dict[int, str] = {-1: "Exception"}
+    result = {}
+    for line in TREE.strip("\n").splitlines():
+        depth = (len(line) - len(line.lstrip())) // 4 - 1
+        line_of[depth] = line.strip()
+        result[line.strip()] = line_of[depth - 1]
+    return result
+
+
+def test_the_tree_is_the_one_above():
+    found = {name: value.__base__.__name__ for name, value in vars(errors).items() if inspect.isclass(value)}
+    assert found == parents()
+    assert sorted(errors.__all__) == sorted(found)
+
+
+@pytest.mark.parametrize("error", [errors.InvalidRequest, errors.ContextTooLong, errors.UnknownModel])
+def test_the_callers_errors_name_the_field(error):
+    assert error("no", param="prompt").param == "prompt"
+    assert error("no").param is None
+
+
+@pytest.mark.parametrize("error", [errors.Overloaded, errors.Draining])
+def test_refusals_say_why_and_when_to_come_back(error):
+    raised = error("no", reason="queue_full", retry_after_seconds=1.5)
+    assert (str(raised), raised.reason, raised.retry_after_seconds) == ("no", "queue_full", 1.5)

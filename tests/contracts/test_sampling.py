@@ -1,0 +1,72 @@
+"""The ranges of the sampling parameters: what just fits is taken, what does not is named."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.sampling import TEMPERATURE_MIN, SamplingParams
+
+
+def check(name: str, value: object, *, allowed: bool, **others: object) -> None:
+    if allowed:
+        assert getattr(SamplingParams(**{name: value}, **others), name) == value
+        return
+    with pytest.raises(InvalidRequest) as raised:
+        SamplingParams(**{name: value}, **others)
+    assert raised.value.param == name
+    assert name.rstrip("s") in str(raised.value).replace("a stop string", "stop")
+
+
+@pytest.mark.parametrize(
+    ("name", "allowed", "refused"),
+    [
+        ("n", [1, 64], [0, -1, 65]),
+        ("temperature", [0.0, TEMPERATURE_MIN, 1.0, 100.0], [-0.1, 100.1, math.nan, math.inf]),
+        ("top_p", [1e-9, 0.5, 1.0], [0.0, -0.1, 1.1, math.nan]),
+        ("top_k", [-1, 0, 1, 10**9], [-2, -100]),
+        ("min_p", [0.0, 0.5, 1.0], [-0.1, 1.1, math.nan]),
+        ("presence_penalty", [-2.0, 0.0, 2.0], [-2.1, 2.1, math.nan]),
+        ("frequency_penalty", [-2.0, 0.0, 2.0], [-2.1, 2.1, math.inf]),
+        ("repetition_penalty", [0.01, 1.0, 100.0], [0.0, -1.0, 100.1, math.nan]),
+        ("seed", [None, -(2**63), 0, 2**64 - 1], [-(2**63) - 1, 2**64, 10**400]),
+        ("max_tokens", [None, 0, 1, 10**9], [-1]),
+        ("min_tokens", [0, 1, 10**9], [-1]),
+        ("logprobs", [None, 0, 20], [-1, 21]),
+        ("prompt_logprobs", [None, 0, 20], [-1, 21]),
+        ("stop", [(), ("a",), ("a" * 256,), ("a",) * 16], [("",), ("a", ""), ("a" * 257,), ("a",) * 17]),
+        ("stop_token_ids", [(), (0, 2**31 - 1), (1,) * 128], [(-1,), (1, 2**31), (1,) * 129]),
+        (
+            "logit_bias",
+            [None, {}, {0: -100.0, 2**31 - 1: 100.0}, dict.fromkeys(range(1024), 1.0)],
+            [{-1: 0.0}, {2**31: 0.0}, {1: 100.1}, {1: -100.1}, {1: math.nan}, dict.fromkeys(range(1025), 1.0)],
+        ),
+    ],
+)
+def test_each_value_has_its_range(name, allowed, refused):
+    for value in allowed:
+        check(name, value, allowed=True)
+    for value in refused:
+        check(name, value, allowed=False)
+
+
+def test_min_tokens_do_not_exceed_max_tokens():
+    check("min_tokens", 5, allowed=True, max_tokens=5)
+    check("min_tokens", 6, allowed=False, max_tokens=5)
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-9, TEMPERATURE_MIN / 2])
+def test_a_positive_temperature_never_becomes_greedy_by_overflow(temperature):
+    assert SamplingParams(temperature=temperature).temperature == TEMPERATURE_MIN
+
+
+def test_defaults_are_those_of_the_api():
+    params = SamplingParams()
+    assert (params.n, params.temperature, params.top_p, params.max_tokens, params.stop) == (1, 1.0, 1.0, None, ())
+
+
+def test_values_do_not_change_once_they_were_checked():
+    with pytest.raises(AttributeError):
+        SamplingParams().n = 0

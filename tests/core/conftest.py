@@ -1,0 +1,259 @@
+"""A core and a fake model, driven by a line of text, so that a case is data.
+
+A script is a list of steps divided by "|". What stands in a step happens before it, unless it says otherwise:
+
+    a:12       a arrives with a prompt of 12 tokens of its own
+    a:b8+4     ... with the first 8 tokens of b's prompt and 4 of its own
+    a:12>3     ... and may have 3 output tokens (otherwise 1)
+    a:12@-1    ... with priority -1        a:12#x  ... with the salt x        a:12=p  ... and wants prompt logprobs
+    a:12<8     ... and 8 of its prompt's tokens can be loaded from elsewhere
+    !a         a is aborted                ~a      a is aborted while the step runs
+    ?a         a fails in this step
+    +a  +a4    what a loads has come, all of it or 4 tokens          -a      its load has failed
+    _9         9 seconds pass
+
+What is expected is written the same way: "-b" for a request that lost its blocks, then the chunks in the order of the
+plan, "a0-7" for the tokens at positions 0 to 7, "a8*" for one that samples, and "." for a step that had nothing to do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+import pytest
+
+from trioserve.contracts.events import (
+    AbortOutcome,
+    AbortResult,
+    EngineEvent,
+    FinishReason,
+    PromptLogprobs,
+    RequestFinished,
+    TokenLogprob,
+    TokensReady,
+)
+from trioserve.contracts.ids import RequestId
+from trioserve.contracts.kv_transfer import TransferEvent, TransferFault
+from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.step import StepPlan
+from trioserve.core.engine import EngineCore
+from trioserve.core.settings import CoreSettings
+from trioserve.testing.fake_connector import FakeConnector
+from trioserve.testing.fake_executor import FakeExecutor, FakeModel
+from trioserve.testing.invariants import check_core, check_idle
+from trioserve.testing.reference_engine import ReferenceEngine
+
+ARRIVAL = re.compile(
+    r"(?P<name>\w):(?:(?P<other>\w)(?P<shared>\d+)\+)?(?P<own>\d+)(?:<(?P<remote>\d+))?"
+    r"(?:>(?P<output>\d+))?(?:@(?P<priority>-?\d+))?(?:#(?P<salt>\w+))?(?P<logprobs>=p)?"
+)
+ARRIVED = re.compile(r"\+(?P<name>\w)(?P<count>\d+)?")
+
+
+def own_tokens(name: str, count: int) -> tuple[int, ...]:
+    """Tokens that no other letter has."""
+    return tuple(ord(name) * 1000 + position for position in range(count))
+
+
+class Driver:
+    """Moves a core, checks it after every event, and keeps what it said. Answers are compared with the reference.
+
+    connector: it matches what `remote` says and holds what `holds` says, by name; None: the core has none.
+    """
+
+    def __init__(self, core: EngineCore, executor: FakeExecutor, connector: FakeConnector | None = None) -> None:
+        self.core = core
+        self.executor = executor
+        self.connector = connector
+        self.remote: dict[str, int] = {}
+        self.holds: set[str] = set()
+        if connector is not None:
+            connector.matched_count = lambda request, computed: max(0, self.remote.get(request.id, 0) - computed)
+            connector.holds = lambda request, reason: request.id in self.holds
+        self.now = 0.0
+        self.requests: dict[str, EngineRequest] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.logprobs: dict[str, list[TokenLogprob]] = {}
+        self.prompt_logprobs: dict[str, list[TokenLogprob | None]] = {}
+        self.finished: dict[str, RequestFinished] = {}
+
+    def add(self, name: str, prompt: Sequence[int], output_tokens_max: int = 1, **more: object) -> None:
+        # what both have, seed and stop_token_ids, is the engine request's
+        of_sampling = more.keys() & set(SamplingParams.__struct_fields__) - set(EngineRequest.__struct_fields__)
+        sampling = SamplingParams(temperature=0.0, **{key: more.pop(key) for key in of_sampling})
+        request = EngineRequest(
+            id=RequestId(name),
+            prompt_token_ids=tuple(prompt),
+            output_tokens_max=output_tokens_max,
+            sampling=sampling,
+            **{"stop_token_ids": frozenset(), "seed": 0, **more},
+        )
+        self.core.add(request)
+        self.requests[name] = request
+        self.tokens[name], self.logprobs[name], self.prompt_logprobs[name] = [], [], []
+        self.check()
+
+    def check(self) -> None:
+        check_core(self.core)
+        if self.connector is not None:
+            self.connector.check()
+            assert self.connector.finished == {name: event.reason for name, event in self.finished.items()}
+
+    def report(self, event: TransferEvent) -> None:
+        """The connector says so."""
+        for ended in self.core.on_transfer(event, self.now):
+            self._take(ended)
+        self.check()
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        for ended in self.core.expire(self.now):
+            self._take(ended)
+        self.check()
+
+    @property
+    def faults(self) -> dict[str, int]:
+        """What was counted so far, without what was not."""
+        totals: dict[TransferFault, int] = self.core.stats().transfer_faults_total
+        return {fault.value: total for fault, total in totals.items() if total}
+
+    def abort(self, *names: str, reason: FinishReason = FinishReason.ABORT) -> dict[RequestId, AbortResult]:
+        results = self.core.abort([RequestId(name) for name in names], reason, now=self.now)
+        for result in results.values():
+            if result.finished is not None:
+                self._take(result.finished)
+        self.check()
+        return results
+
+    def step(self, *, abort: Iterable[str] = (), fail: Iterable[str] = ()) -> StepPlan | None:
+        """One whole step; `abort` happens while it runs."""
+        plan = self.core.schedule(self.now)
+        self.check()
+        if plan is None:
+            return None
+        self.executor.errors.update({RequestId(name): f"{name} is broken" for name in fail})
+        result = self.executor.execute(plan)
+        for name in abort:
+            assert self.abort(name)[RequestId(name)].outcome is AbortOutcome.ABORTED
+        for event in self.core.update_from_output(plan, result, self.now):
+            self._take(event)
+        self.check()
+        return plan
+
+    def run(self, steps_max: int = 10_000) -> None:
+        """To the end; then nothing is left, and every answer that was not cut short is the reference's."""
+        for _ in range(steps_max):
+            if self.step() is None:
+                deadline = self.core.next_deadline()
+                if deadline is None:
+                    break
+                self.wait(deadline - self.now)
+        check_idle(self.core)
+        self.compare()
+
+    def compare(self) -> None:
+        reference = ReferenceEngine(self.executor.model)
+        assert set(self.finished) == set(self.requests)
+        for name, request in self.requests.items():
+            finished, answer = self.finished[name], reference.answer(request)
+            tokens = tuple(self.tokens[name])
+            assert tokens == answer.token_ids[: len(tokens)], name
+            assert tuple(self.logprobs[name]) == (answer.logprobs or ())[: len(self.logprobs[name])], name
+            prompt_logprobs = tuple(self.prompt_logprobs[name])
+            assert prompt_logprobs == (answer.prompt_logprobs or ())[: len(prompt_logprobs)], name
+            if finished.reason in (FinishReason.STOP, FinishReason.LENGTH):
+                assert tokens == answer.token_ids, name
+                assert (finished.reason, finished.stop_token_id) == (answer.reason, answer.stop_token_id), name
+                assert prompt_logprobs == (answer.prompt_logprobs or ()), name
+
+    def _take(self, event: EngineEvent) -> None:
+        name = str(event.request_id)
+        assert name not in self.finished, f"{name} has finished, and now {event}"
+        if isinstance(event, TokensReady):
+            assert len(event.token_ids) >= 1
+            self.tokens[name] += event.token_ids
+            self.logprobs[name] += event.logprobs or ()
+        elif isinstance(event, PromptLogprobs):
+            assert not self.tokens[name], "prompt logprobs come before the first token"
+            self.prompt_logprobs[name] += event.logprobs
+        else:
+            self.finished[name] = event
+
+
+def make_driver(*, model: FakeModel | None = None, connected: bool = False, **settings: object) -> Driver:
+    defaults = {"block_count": 64, "block_size": 4, "running_requests_max": 4, "step_tokens_max": 8}
+    merged = {**defaults, **settings}
+    merged.setdefault("context_tokens_max", merged["block_count"] * merged["block_size"])
+    executor = FakeExecutor(block_count=merged["block_count"], block_size=merged["block_size"], model=model)
+    connector = FakeConnector(executor) if connected else None
+    return Driver(EngineCore(CoreSettings(**merged), connector=connector), executor, connector)
+
+
+def shown(plan: StepPlan | None) -> str:
+    if plan is None:
+        return "."
+    parts = [f"-{request_id}" for request_id in plan.preempted]
+    for chunk in plan.chunks:
+        last = chunk.start + chunk.count - 1
+        span = f"{chunk.start}" if chunk.count == 1 else f"{chunk.start}-{last}"
+        parts.append(f"{chunk.request.id}{span}{'*' if chunk.samples else ''}")
+    return " ".join(parts)
+
+
+def run_script(script: str, expect: str, **settings: object) -> Driver:
+    driver = make_driver(**settings)
+    expected = [" ".join(step.split()) for step in expect.split("|")]
+    moments = [step.split() for step in script.split("|")]
+    steps: list[str] = []
+    while len(steps) < max(len(moments), len(expected)) or list(driver.core.live_requests()):
+        assert len(steps) < 200, f"no end is in sight: {' | '.join(steps)}"
+        during: dict[str, list[str]] = {"~": [], "?": []}
+        for word in moments[len(steps)] if len(steps) < len(moments) else []:
+            if word[0] in during:
+                during[word[0]].append(word[1:])
+            elif word[0] == "!":
+                driver.abort(word[1:])
+            elif word[0] == "-":
+                driver.report(driver.connector.load_failed(RequestId(word[1:])))
+            elif word[0] == "_":
+                driver.wait(float(word[1:]))
+            elif (arrived := ARRIVED.fullmatch(word)) is not None:
+                count = None if arrived["count"] is None else int(arrived["count"])
+                driver.report(driver.connector.loaded(RequestId(arrived["name"]), count))
+            else:
+                _arrive(driver, word)
+        steps.append(shown(driver.step(abort=during["~"], fail=during["?"])))
+    assert steps == expected, f"got {' | '.join(steps)}"
+    driver.run()
+    return driver
+
+
+def _arrive(driver: Driver, word: str) -> None:
+    match = ARRIVAL.fullmatch(word)
+    assert match is not None, f"{word} is not an arrival"
+    name, other = match["name"], match["other"]
+    if match["remote"] is not None:
+        driver.remote[name] = int(match["remote"])
+    shared = driver.requests[other].prompt_token_ids[: int(match["shared"])] if other else ()
+    driver.add(
+        name,
+        shared + own_tokens(name, int(match["own"])),
+        int(match["output"] or 1),
+        priority=int(match["priority"] or 0),
+        cache_salt=match["salt"],
+        prompt_logprobs=0 if match["logprobs"] else None,
+    )
+
+
+@pytest.fixture
+def check() -> Callable[..., Driver]:
+    """check(script, expect, **settings): run it to the end, compare steps and answers, and return the driver."""
+    return run_script
+
+
+@pytest.fixture
+def drive() -> Callable[..., Driver]:
+    """drive(**settings) -> Driver: for cases that a line of text cannot say."""
+    return make_driver

@@ -1,0 +1,436 @@
+"""Any history of arrivals, aborts, failures and steps, in pools that are too small for it, with and without a connector
+that reports late, twice, never, or about nothing.
+
+After every event the invariants hold, every answer is the one that a lonely request would have had, and when all have
+gone nothing is left.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from trioserve.contracts.block_hash import BlockHash, hash_block
+from trioserve.contracts.events import AbortOutcome, EngineEvent, FinishReason, PromptLogprobs, TokensReady
+from trioserve.contracts.ids import RequestId
+from trioserve.contracts.kv_transfer import HoldKind, KVConnector, TransferEvent, TransferFault
+from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.step import StepPlan
+from trioserve.core.engine import EngineCore
+from trioserve.core.request_state import RequestStatus
+from trioserve.core.settings import CoreSettings
+from trioserve.testing.fake_connector import FakeConnector
+from trioserve.testing.fake_executor import FakeExecutor, FakeModel
+from trioserve.testing.invariants import check_core, check_idle
+from trioserve.testing.reference_engine import ReferenceAnswer, ReferenceEngine
+
+VOCAB_SIZE = 4  # so few that prompts share prefixes, and answers repeat prompts, by chance
+CALLS = [name for name in vars(KVConnector) if not name.startswith("_")]
+HoldKey = tuple[str, HoldKind]
+HOLD_SECONDS_MAX, REMOTE_KV_SECONDS_MAX = 8.0, 4.0
+STEPS_MAX = 5_000  # far more than any history here needs; who is not done then is in a circle
+
+tokens = st.integers(0, VOCAB_SIZE - 1)
+
+
+def poor_hash(parent: BlockHash, token_ids) -> BlockHash:
+    """Forgets most of the prefix, so that different ones collide all the time."""
+    return BlockHash(bytes([parent[-1] % 2, token_ids[-1] % 2]))
+
+
+class Story:
+    """One request, and what the core said about it."""
+
+    def __init__(self, request: EngineRequest, answer: ReferenceAnswer) -> None:
+        self.request = request
+        self.answer = answer
+        self.token_ids: list[int] = []
+        self.logprob_count = 0
+        self.prompt_logprobs: list[object] = []
+        self.reason: FinishReason | None = None
+        self.aborted_for: FinishReason | None = None
+        self.fails = False
+
+    def take(self, event: EngineEvent) -> None:
+        assert self.reason is None, f"{event} after the end"
+        if isinstance(event, TokensReady):
+            assert self.aborted_for is None, "a token after the abort"
+            self.token_ids += event.token_ids
+            assert (event.logprobs is None) == (self.answer.logprobs is None)
+            for logprob in event.logprobs or ():
+                assert logprob == self.answer.logprobs[self.logprob_count]
+                self.logprob_count += 1
+        elif isinstance(event, PromptLogprobs):
+            assert self.aborted_for is None, "prompt logprobs after the abort"
+            assert not self.token_ids, "prompt logprobs after the first token"
+            self.prompt_logprobs += event.logprobs
+        else:
+            self._end(event.reason, event.stop_token_id)
+        assert tuple(self.token_ids) == self.answer.token_ids[: len(self.token_ids)]
+        expected = self.answer.prompt_logprobs or ()
+        assert tuple(self.prompt_logprobs) == expected[: len(self.prompt_logprobs)]
+
+    def _end(self, reason: FinishReason, stop_token_id: int | None) -> None:
+        self.reason = reason
+        if self.aborted_for is not None:
+            assert reason is self.aborted_for, "the first abort gives the reason"
+        elif self.fails:
+            assert reason is FinishReason.ERROR
+        else:
+            assert (reason, stop_token_id) == (self.answer.reason, self.answer.stop_token_id)
+            assert tuple(self.token_ids) == self.answer.token_ids
+            assert tuple(self.prompt_logprobs) == (self.answer.prompt_logprobs or ())
+
+
+class CoreHistory(RuleBasedStateMachine):
+    plan: StepPlan | None = None
+    now = 0.0
+
+    @initialize(
+        block_size=st.integers(1, 4),
+        block_count=st.integers(3, 10),
+        seats=st.integers(1, 5),
+        more_step_tokens=st.integers(0, 8),
+        caching=st.sampled_from([True, True, True, False]),
+        hash_function=st.sampled_from([hash_block, poor_hash]),
+        stop_period=st.integers(1, 6),
+        policy=st.sampled_from(["recompute", "recompute", "fail"]),
+    )
+    def begin(self, block_size, block_count, seats, more_step_tokens, caching, hash_function, stop_period, policy):
+        model = FakeModel(vocab_size=VOCAB_SIZE, stop_token_id=0, stop_period=stop_period)
+        self.executor = FakeExecutor(block_count=block_count, block_size=block_size, model=model)
+        self.reference = ReferenceEngine(model)
+        self.stories: dict[str, Story] = {}
+        self.connector = self.make_connector()
+        self.core = EngineCore(
+            CoreSettings(
+                block_count=block_count,
+                block_size=block_size,
+                context_tokens_max=block_count * block_size,
+                running_requests_max=seats,
+                step_tokens_max=seats + more_step_tokens,
+                enable_prefix_caching=caching,
+                hold_seconds_max=HOLD_SECONDS_MAX,
+                remote_kv_seconds_max=REMOTE_KV_SECONDS_MAX,
+                load_failure_policy=policy,
+            ),
+            hash_block=hash_function,
+            connector=self.connector,
+        )
+
+    def make_connector(self) -> FakeConnector | None:
+        return None
+
+    def alive(self) -> list[str]:
+        return [name for name, story in self.stories.items() if story.reason is None]
+
+    @rule(
+        data=st.data(),
+        own=st.lists(tokens, max_size=6),
+        priority=st.sampled_from([0, 0, 0, -1, 1]),
+        salt=st.sampled_from([None, None, None, None, None, "", "s"]),
+        stops=st.sampled_from([frozenset(), frozenset(), frozenset({0}), frozenset({1, 2})]),
+        min_tokens=st.sampled_from([0, 0, 2]),
+        logprobs=st.sampled_from([None, None, 1]),
+        prompt_logprobs=st.sampled_from([None, None, None, 1]),
+        temperature=st.sampled_from([0.0, 1.0]),
+        seed=st.integers(0, 1),
+    )
+    def arrive(self, data, own, priority, salt, stops, min_tokens, logprobs, prompt_logprobs, temperature, seed):
+        prompt = own or [0]
+        if self.stories and data.draw(st.sampled_from([True, True, False]), label="shares a prefix"):
+            # a prompt with a part of its answer, as in the next turn of a chat
+            earlier = self.stories[data.draw(st.sampled_from(sorted(self.stories)), label="with")]
+            whole = [*earlier.request.prompt_token_ids, *earlier.answer.token_ids]
+            prompt = whole[: data.draw(st.integers(1, len(whole)), label="of it")] + own
+        room = self.core.settings.context_tokens_max - 1
+        prompt = prompt[:room]
+        request = EngineRequest(
+            id=RequestId(f"r{len(self.stories)}"),
+            prompt_token_ids=tuple(prompt),
+            sampling=SamplingParams(
+                temperature=temperature, min_tokens=min_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs
+            ),
+            output_tokens_max=data.draw(st.integers(1, min(24, room + 1 - len(prompt))), label="output_tokens_max"),
+            stop_token_ids=stops,
+            seed=seed,
+            priority=priority,
+            cache_salt=salt,
+        )
+        self.note_arrival(data, request)
+        self.core.add(request)
+        self.stories[request.id] = Story(request, self.reference.answer(request))
+
+    def note_arrival(self, data, request: EngineRequest) -> None:
+        """Something else may have to be known about it."""
+
+    @precondition(lambda self: self.plan is None)
+    @rule()
+    def schedule(self):
+        before = self.core.stats()
+        self.plan = self.core.schedule(self.now)
+        if self.plan is None:
+            is_waiting = self.core.next_deadline() is not None
+            assert is_waiting or not self.alive(), "requests live, and nothing is computed or waited for"
+            assert self.core.schedule(self.now) is None, "whoever waits for a report sleeps through its turn"
+            return
+        assert 1 <= self.plan.token_count <= self.core.settings.step_tokens_max
+        assert len(set(self.plan.preempted)) == len(self.plan.preempted)
+        assert self.core.stats().preemptions_total == before.preemptions_total + len(self.plan.preempted)
+        assert self.core.stats().running_count == (
+            before.running_count + len(self.plan.admitted) - len(self.plan.preempted)
+        )
+        self.check_order(self.plan)
+
+    def check_order(self, plan: StepPlan) -> None:
+        lives = {live.request.id: live for live in self.core.live_requests()}
+        running = [live.order for live in lives.values() if live.status is RequestStatus.RUNNING]
+        waiting = [live.order for live in lives.values() if live.status is not RequestStatus.RUNNING]
+        admitted = [lives[name].order for name in plan.admitted]
+        if self.connector is not None:
+            # Whose KV has come goes first; and when all who ran have lost their blocks to holds, others may start.
+            started = [lives[name] for name in plan.admitted]
+            assert admitted == sorted(admitted) or any(live.loaded_token_count for live in started)
+            assert not (admitted and plan.preempted) or len(admitted) == len(running)
+            return
+        assert admitted == sorted(admitted)
+        for name in plan.preempted:
+            assert lives[name].order > max(running), "somebody made room for one that comes after it"
+        if admitted and not self.core.settings.enable_prefix_caching:
+            assert all(order > admitted[-1] for order in waiting), "somebody was overtaken"
+
+    @precondition(lambda self: self.plan is None)
+    @rule(count=st.integers(2, 6))
+    def some_steps(self, count):
+        for _ in range(count):
+            self.schedule()
+            if self.plan is None:
+                break
+            check_core(self.core)
+            self.finish_step()
+            check_core(self.core)
+
+    @precondition(lambda self: self.plan is not None)
+    @rule(data=st.data(), anybody_fails=st.sampled_from([False, False, False, True]))
+    def update(self, data, anybody_fails):
+        names = sorted(chunk.request.id for chunk in self.plan.chunks)
+        if anybody_fails:
+            for name in data.draw(st.sets(st.sampled_from(names), min_size=1), label="fail"):
+                self.executor.errors[name] = "broken"
+                self.stories[name].fails = True
+        self.finish_step()
+
+    def finish_step(self):
+        plan, self.plan = self.plan, None
+        events = self.core.update_from_output(plan, self.executor.execute(plan), self.now)
+        ended = [event.request_id for event in events if not isinstance(event, TokensReady | PromptLogprobs)]
+        assert len(set(ended)) == len(ended)
+        for event in events:
+            self.stories[event.request_id].take(event)
+        for chunk in plan.chunks:
+            story = self.stories[chunk.request.id]
+            assert story.reason is not None or (story.aborted_for is None and not story.fails)
+
+    @precondition(lambda self: self.stories)
+    @rule(
+        data=st.data(),
+        unknown=st.sampled_from([(), ("nobody",)]),
+        reason=st.sampled_from([FinishReason.ABORT, FinishReason.DEADLINE, FinishReason.STOP]),
+    )
+    def abort(self, data, unknown, reason):
+        names = data.draw(st.sets(st.sampled_from(sorted(self.stories)), max_size=2), label="abort")
+        in_flight = {chunk.request.id for chunk in self.plan.chunks} if self.plan else set()
+        results = self.core.abort([*unknown, *sorted(names)], reason, now=self.now)
+        assert set(results) == names | set(unknown)
+        for name in unknown:
+            assert results[name].outcome is AbortOutcome.UNKNOWN
+        for name in names:
+            story, result = self.stories[name], results[name]
+            if story.reason is not None:
+                assert (result.outcome, result.finished) == (AbortOutcome.ALREADY_FINISHED, None)
+                continue
+            assert result.outcome is AbortOutcome.ABORTED
+            story.aborted_for = story.aborted_for or reason
+            assert (result.finished is None) == (name in in_flight), "only what a step reads has to wait"
+            if result.finished is not None:
+                story.take(result.finished)
+
+    @invariant()
+    def everything_holds(self):
+        if hasattr(self, "core"):
+            check_core(self.core)
+            assert {live.request.id for live in self.core.live_requests()} == set(self.alive())
+
+    def teardown(self):
+        if not hasattr(self, "core"):
+            return
+        for _ in range(STEPS_MAX):
+            if self.plan is not None:
+                self.finish_step()
+                check_core(self.core)
+            self.schedule()
+            if self.plan is None and not self.something_else_happens():
+                break
+        assert not self.alive(), "no end is in sight"
+        check_idle(self.core)
+
+    def something_else_happens(self) -> bool:
+        """When nothing is left to compute: whether there is more to wait for."""
+        assert self.core.next_deadline() is None
+        return False
+
+
+class ConnectedHistory(CoreHistory):
+    """The same with a connector: what is out ends in any order, is reported by whoever likes to, or never."""
+
+    def make_connector(self) -> FakeConnector | None:
+        self.matches: dict[str, int] = {}
+        self.wants_to_hold: dict[str, bool] = {}
+        self.out_since: dict[HoldKey | str, float] = {}  # holds by key, loads that are waited for by name
+        self.by_report: dict[HoldKey, bool] = {}  # what is over: by a report, or by its deadline
+        return FakeConnector(
+            self.executor,
+            matched_count=lambda request, computed_count: self.matches[request.id],
+            holds=lambda request, reason: self.wants_to_hold[request.id],
+        )
+
+    def note_arrival(self, data, request: EngineRequest) -> None:
+        self.matches[request.id] = data.draw(st.sampled_from([0, 1, 2, 5, 100, -1]), label="match")
+        self.wants_to_hold[request.id] = data.draw(st.sampled_from([False, False, True]), label="wants to hold")
+
+    @rule(calls=st.sampled_from([set(), set(), *({call} for call in CALLS)]))
+    def break_calls(self, calls):
+        self.connector.raises = calls
+
+    @precondition(lambda self: self.stories)
+    @rule(
+        data=st.data(),
+        is_stray=st.sampled_from([False, False, False, True]),
+        token_count=st.sampled_from([None, None, None, 0, 1, 2, 99, -1]),
+        fails=st.sampled_from([False, False, True]),
+    )
+    def report(self, data, is_stray, token_count, fails):
+        out = self.out()
+        if is_stray or not out:
+            out = [(name, kind) for kind in HoldKind for name in [*sorted(self.stories), "nobody"]]
+        self.tell(data.draw(st.sampled_from(out), label="report"), token_count, fails=fails)
+
+    def out(self) -> list[HoldKey]:
+        """What the connector may report the end of."""
+        return [
+            *((name, HoldKind.SEND) for name in sorted(self.connector.sends)),
+            *((name, HoldKind.LOAD) for name in sorted(self.connector.loads)),
+        ]
+
+    def tell(self, key: HoldKey, token_count: int | None, *, fails: bool) -> None:
+        """The connector says that something is over, whether it was out or not."""
+        self.note_what_is_out()
+        name, kind = key
+        load = self.connector.loads.get(name)
+        event: TransferEvent
+        expected: list[TransferFault] = []
+        if kind is HoldKind.SEND:
+            event = self.connector.released(RequestId(name))
+        elif fails:
+            event = self.connector.load_failed(RequestId(name))
+            expected = [TransferFault.LOAD_FAILED]
+        else:
+            event = self.connector.loaded(RequestId(name), token_count)
+            if load is not None and not 0 <= event.token_count <= load.token_count:
+                expected = [TransferFault.BAD_COUNT]
+        if key in self.out_since:
+            expected = []  # a hold ends, however it is said
+        elif kind is HoldKind.SEND or name not in self.out_since:
+            expected = [self.stray_fault(key)]
+        if expected != [TransferFault.UNKNOWN]:
+            self.by_report[key] = True
+        before = self.faults()
+        self.take_unserved(self.core.on_transfer(event, self.now), {name})
+        assert self.faults() - before == Counter(expected)
+
+    @rule(seconds=st.sampled_from([0.5, 3.0, 9.0]))
+    def pass_time(self, seconds):
+        self.note_what_is_out()
+        self.now += seconds
+        late = {key for key, since in self.out_since.items() if since + self.patience(key) <= self.now}
+        late_loads = {key for key in late if isinstance(key, str)}
+        late_holds = late - late_loads
+        expired_before, before = len(self.connector.expired), self.faults()
+        self.take_unserved(self.core.expire(self.now), late_loads)
+        assert sorted(map(str, self.connector.expired[expired_before:])) == sorted(map(str, late_holds))
+        assert all(self.connector.loads[name].is_abandoned for name in late_loads)
+        expected = {TransferFault.LOAD_EXPIRED: len(late_loads), TransferFault.HOLD_EXPIRED: len(late_holds)}
+        assert self.faults() - before == +Counter(expected)
+        self.by_report.update(dict.fromkeys(late_holds, False))
+        self.note_what_is_out()
+        deadline = self.core.next_deadline()
+        assert deadline is None or deadline > self.now, "something is overdue"
+
+    def something_else_happens(self) -> bool:
+        deadline = self.core.next_deadline()
+        if deadline is None:
+            return False
+        key, others = self.out()[0], self.out()[1:]
+        way = int(key[0].removeprefix("r")) % 5
+        if way == 4 and not others:
+            self.pass_time(deadline - self.now)
+        else:
+            key = key if way != 4 else others[0]
+            self.tell(key, 1 if way == 3 else None, fails=way == 2)
+        return True
+
+    def patience(self, key: HoldKey | str) -> float:
+        return REMOTE_KV_SECONDS_MAX if isinstance(key, str) else HOLD_SECONDS_MAX
+
+    def stray_fault(self, key: HoldKey) -> TransferFault:
+        if key not in self.by_report:
+            return TransferFault.UNKNOWN
+        return TransferFault.DOUBLE if self.by_report[key] else TransferFault.LATE
+
+    def faults(self) -> Counter[TransferFault]:
+        """What was counted, but for what is counted without a report."""
+        totals = Counter(self.core.stats().transfer_faults_total)
+        assert totals.pop(TransferFault.RAISED) == self.connector.raised_count
+        return totals
+
+    def take_unserved(self, events: list[EngineEvent], names: set[str]) -> None:
+        for event in events:
+            assert self.core.settings.load_failure_policy == "fail"
+            assert event.request_id in names
+            self.stories[event.request_id].fails = True
+            self.stories[event.request_id].take(event)
+
+    @invariant()
+    def note_what_is_out(self):
+        """Both sides agree on it, and on who has finished; and its time begins now."""
+        if not hasattr(self, "core"):
+            return
+        self.connector.check()
+        ended = {name: story.reason for name, story in self.stories.items() if story.reason is not None}
+        assert self.connector.finished == ended
+        waited_for = {name for name, load in self.connector.loads.items() if not load.is_abandoned}
+        held = {(name, HoldKind.LOAD) for name in self.connector.loads if name not in waited_for}
+        held |= {(name, HoldKind.SEND) for name in self.connector.sends}
+        assert {(hold.request_id, hold.kind) for hold in self.core.transfers.holds} == held
+        assert self.core.stats().remote_kv_count == len(waited_for)
+        # A load that raised when it began is late from the start.
+        load_since = self.now - (REMOTE_KV_SECONDS_MAX if "start_load" in self.connector.raises else 0.0)
+        since = dict.fromkeys(held, self.now) | dict.fromkeys(waited_for, load_since)
+        self.out_since = {key: self.out_since.get(key, begun) for key, begun in since.items()}
+
+
+MANY = settings(
+    max_examples=200,
+    stateful_step_count=50,
+    deadline=None,
+    report_multiple_bugs=False,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+TestAnyHistory = CoreHistory.TestCase
+TestAnyHistory.settings = MANY
+TestAnyConnectedHistory = ConnectedHistory.TestCase
+TestAnyConnectedHistory.settings = MANY

@@ -1,0 +1,350 @@
+"""Holds on blocks of requests that are over: they end once, by a report or by their deadline."""
+
+from __future__ import annotations
+
+import pytest
+
+from trioserve.contracts.events import AbortOutcome, FinishReason
+from trioserve.contracts.ids import RequestId
+from trioserve.contracts.kv_transfer import HoldKind, Loaded, LoadFailed, Released
+from trioserve.core.block_holds import BlockHolds
+from trioserve.core.kv_blocks import BlockPool
+from trioserve.core.transfer_faults import TransferFaults
+
+SEND, LOAD = HoldKind.SEND, HoldKind.LOAD
+
+
+class Books:
+    """A pool, and the holds on its blocks; a hold lasts 10 seconds."""
+
+    def __init__(self, block_count: int = 4) -> None:
+        self.pool = BlockPool(block_count)
+        self.faults = TransferFaults()
+        self.holds = BlockHolds(self.pool, 10.0, self.faults)
+
+    def hold(self, name: str, count: int, *, kind: HoldKind = SEND, now: float = 0.0) -> list[int]:
+        """A request has these blocks, ends, and somebody holds them."""
+        blocks = self.pool.allocate(count)
+        self.holds.add(RequestId(name), kind, blocks, now)
+        self.pool.release(blocks)
+        return blocks
+
+    def check(self, *, free: int, held: int, cached: int = 0, used: int = 0, **faults: int) -> None:
+        pool = self.pool
+        pool.check()
+        assert (pool.free_count, pool.cached_count, pool.used_count, pool.held_count) == (free, cached, used, held)
+        assert {fault.value: total for fault, total in self.faults.totals.items() if total} == faults
+
+
+# --- the pool -------------------------------------------------------------------------------------------------------
+
+
+def test_a_held_block_is_used_as_long_as_it_has_a_user():
+    books = Books()
+    blocks = books.pool.allocate(2)
+    books.holds.add(RequestId("a"), SEND, blocks, 0.0)
+    books.check(free=2, used=2, held=0)
+    books.pool.release(blocks)
+    books.check(free=2, used=0, held=2)
+    assert books.pool.available_count == 2
+    assert [books.pool.user_count(block) for block in blocks] == [0, 0]
+
+
+def test_a_held_block_is_not_allocated():
+    books = Books(block_count=3)
+    held = books.hold("a", 2)
+    assert not set(books.pool.allocate(1)) & set(held)
+    with pytest.raises(AssertionError):
+        books.pool.allocate(1)
+
+
+def test_a_published_block_that_is_held_can_be_shared_and_is_cached_in_the_end():
+    books = Books()
+    blocks = books.pool.allocate(1)
+    books.pool.publish(blocks[0])
+    books.holds.add(RequestId("a"), SEND, blocks, 0.0)
+    books.pool.release(blocks)
+    assert not books.pool.is_idle(blocks[0])
+    books.pool.share(blocks)
+    books.check(free=3, used=1, held=0)
+    books.holds.let_go(RequestId("a"), SEND)
+    books.check(free=3, used=1, held=0)
+    books.pool.release(blocks)
+    books.check(free=3, cached=1, held=0)
+
+
+def test_a_user_that_leaves_twice_does_not_take_the_holders_claim():
+    books = Books()
+    blocks = books.hold("a", 1)
+    with pytest.raises(AssertionError, match="without a user"):
+        books.pool.release(blocks)
+    books.check(free=3, held=1)
+
+
+def test_only_a_used_block_can_be_held():
+    books = Books()
+    with pytest.raises(AssertionError, match="its user has gone before"):
+        books.holds.add(RequestId("a"), SEND, [0], 0.0)
+    books.hold("a", 1)
+    with pytest.raises(AssertionError, match="its user has gone before"):
+        books.pool.hold(next(iter(books.holds)).blocks)
+
+
+def test_a_block_with_several_holders_is_free_when_the_last_lets_go():
+    books = Books()
+    blocks = books.pool.allocate(1)
+    books.holds.add(RequestId("a"), SEND, blocks, 0.0)
+    books.holds.add(RequestId("b"), SEND, blocks, 0.0)
+    books.pool.release(blocks)
+    books.holds.let_go(RequestId("b"), SEND)
+    books.check(free=3, held=1)
+    books.holds.let_go(RequestId("a"), SEND)
+    books.check(free=4, held=0)
+
+
+# --- reports --------------------------------------------------------------------------------------------------------
+
+
+def test_a_send_and_a_load_of_one_request_end_each_for_itself():
+    books = Books()
+    books.hold("a", 1, kind=SEND)
+    books.hold("a", 2, kind=LOAD)
+    books.holds.let_go(RequestId("a"), LOAD)
+    books.check(free=3, held=1)
+    books.holds.let_go(RequestId("a"), LOAD)
+    books.check(free=3, held=1, double=1)
+    books.holds.let_go(RequestId("a"), SEND)
+    books.check(free=4, held=0, double=1)
+
+
+def test_what_is_reported_again_is_a_double_and_changes_nothing():
+    books = Books()
+    books.hold("a", 2)
+    books.hold("b", 1)
+    for double in range(3):
+        books.holds.let_go(RequestId("a"), SEND)
+        books.check(free=3, held=1, **({"double": double} if double else {}))
+
+
+def test_what_is_reported_about_nothing_is_unknown():
+    books = Books()
+    books.hold("a", 2)
+    for name, kind in [("A", SEND), ("a ", SEND), ("", SEND), ("a", LOAD)]:
+        books.holds.let_go(RequestId(name), kind)
+    books.check(free=2, held=2, unknown=4)
+
+
+def test_what_is_reported_after_the_deadline_is_late_once_and_then_a_double():
+    books = Books()
+    books.hold("a", 2)
+    assert [hold.request_id for hold in books.holds.expire(10.0)] == ["a"]
+    books.check(free=4, held=0, hold_expired=1)
+    books.hold("b", 4, now=10.0)
+    books.holds.let_go(RequestId("a"), SEND)
+    books.check(free=0, held=4, hold_expired=1, late=1)
+    books.holds.let_go(RequestId("a"), SEND)
+    books.check(free=0, held=4, hold_expired=1, late=1, double=1)
+
+
+def test_what_is_over_is_forgotten_after_many_others():
+    books = Books()
+    for number in range(10_001):
+        books.holds.note_ended(RequestId(f"r{number}"), LOAD)
+    books.holds.let_go(RequestId("r0"), LOAD)
+    books.holds.let_go(RequestId("r1"), LOAD)
+    books.check(free=4, held=0, unknown=1, double=1)
+
+
+def test_a_request_is_held_once_for_each_kind():
+    books = Books()
+    books.hold("a", 1)
+    with pytest.raises(AssertionError, match="held twice"):
+        books.hold("a", 1)
+
+
+# --- deadlines ------------------------------------------------------------------------------------------------------
+
+
+def test_holds_expire_in_order_and_not_before_their_time():
+    books = Books()
+    assert books.holds.next_deadline() is None
+    books.hold("a", 1, now=1.0)
+    books.hold("b", 1, now=2.0)
+    books.hold("c", 1, now=3.0)
+    assert books.holds.next_deadline() == 11.0
+    assert books.holds.expire(10.999) == []
+    books.check(free=1, held=3)
+    assert [hold.request_id for hold in books.holds.expire(12.0)] == ["a", "b"]
+    books.check(free=3, held=1, hold_expired=2)
+    assert books.holds.next_deadline() == 13.0
+    books.holds.let_go(RequestId("c"), SEND)
+    assert books.holds.next_deadline() is None
+    assert books.holds.expire(99.0) == []
+
+
+# --- a whole request ------------------------------------------------------------------------------------------------
+
+
+def finished_and_held(drive, **more):
+    driver = drive(connected=True, **more)
+    driver.holds = {"a"}
+    driver.add("a", range(6))
+    driver.step()
+    assert driver.finished["a"].reason is FinishReason.LENGTH
+    assert driver.core.stats().blocks_held == 2
+    return driver
+
+
+def test_the_blocks_of_a_finished_request_are_back_when_the_connector_releases_them(drive):
+    driver = finished_and_held(drive)
+    send = driver.connector.sends["a"]
+    assert send.tokens == tuple(range(6)), "the KV of the last token, which was sampled, does not exist"
+    assert len(send.block_table) == 2
+    driver.report(driver.connector.released(RequestId("a")))
+    stats = driver.core.stats()
+    assert (stats.blocks_held, stats.blocks_cached, stats.blocks_free) == (0, 1, 63)
+    driver.run()
+    assert driver.faults == {}
+
+
+def test_an_abort_after_the_end_is_told_once_and_the_blocks_come_back_through_the_release(drive):  # S02
+    driver = finished_and_held(drive)
+    for _ in range(3):
+        assert driver.abort("a")["a"].outcome is AbortOutcome.ALREADY_FINISHED
+        assert driver.core.stats().blocks_held == 2
+    assert driver.connector.calls["request_aborted_after_finish"] == 1
+    driver.report(driver.connector.released(RequestId("a")))
+    assert driver.core.stats().blocks_held == 0
+    driver.abort("a")
+    assert driver.connector.calls["request_aborted_after_finish"] == 1
+    driver.run()
+    assert driver.faults == {}
+
+
+def test_an_abort_of_a_finished_request_that_is_not_held_is_not_told(drive):
+    driver = drive(connected=True)
+    driver.add("a", range(6))
+    driver.run()
+    driver.abort("a", "nobody")
+    assert driver.connector.calls["request_aborted_after_finish"] == 0
+
+
+def test_a_hold_whose_release_never_comes_ends_at_its_deadline(drive):
+    driver = finished_and_held(drive, hold_seconds_max=3.0)
+    assert driver.core.next_deadline() == 3.0
+    driver.wait(2.9)
+    assert driver.core.stats().blocks_held == 2
+    driver.wait(0.1)
+    assert driver.core.stats().blocks_held == 0
+    assert driver.connector.expired == [("a", SEND)]
+    assert driver.faults == {"hold_expired": 1}
+    driver.report(driver.connector.released(RequestId("a")))
+    driver.report(driver.connector.released(RequestId("a")))
+    assert driver.faults == {"hold_expired": 1, "late": 1, "double": 1}
+    driver.run()
+
+
+@pytest.mark.parametrize("event", [Released("z"), Loaded("z", 4), LoadFailed("z")], ids=lambda event: type(event))
+def test_a_report_about_nobody_is_counted_and_stops_nothing(drive, event):  # S05
+    driver = finished_and_held(drive)
+    driver.report(event)
+    assert driver.faults == {"unknown": 1}
+    assert driver.core.stats().blocks_held == 2
+
+
+def test_a_report_to_a_core_without_a_connector_stops_nothing(drive):
+    driver = drive()
+    driver.report(Released(RequestId("a")))
+    assert driver.core.expire(1e9) == []
+    assert driver.core.next_deadline() is None
+
+
+@pytest.mark.parametrize("when", ["waiting", "running", "in a step", "preempted", "failed", "finished"])
+def test_the_connector_is_told_of_every_end_exactly_once(drive, when):  # S06
+    driver = drive(connected=True, block_count=3)
+    driver.add("z", range(4), 8, priority=-1)
+    driver.add("a", range(10, 14), 1 if when == "finished" else 8)
+    if when != "waiting":
+        driver.step(fail=["a"] if when == "failed" else [])
+    if when == "preempted":
+        assert driver.step().preempted == ("a",)
+    if when == "in a step":
+        driver.abort("z")
+        driver.step(abort=["a"])
+    if when in ("waiting", "running", "preempted"):
+        driver.abort("a")
+    driver.run()
+    expected = {"failed": FinishReason.ERROR, "finished": FinishReason.LENGTH}.get(when, FinishReason.ABORT)
+    assert driver.connector.finished["a"] is expected
+    assert driver.connector.calls["request_finished"] == 2
+
+
+def test_a_request_with_a_held_prefix_shares_it_and_both_let_go(drive):
+    driver = finished_and_held(drive)
+    driver.add("b", [*range(6), 9, 9], 3)
+    driver.step()
+    stats = driver.core.stats()
+    assert (stats.prefix_hit_tokens_total, stats.blocks_used, stats.blocks_held) == (4, 2, 1)
+    driver.report(driver.connector.released(RequestId("a")))
+    assert driver.core.stats().blocks_held == 0
+    driver.run()
+    assert driver.finished["b"].cached_token_count == 4
+
+
+def test_those_who_wait_for_held_blocks_go_on_when_these_are_back(drive):
+    driver = finished_and_held(drive, block_count=3)
+    driver.add("b", range(20, 28), 2)
+    assert driver.step() is None, "it does not fit, and only a release can help"
+    driver.report(driver.connector.released(RequestId("a")))
+    assert driver.step().admitted == ("b",)
+    driver.run()
+
+
+def test_one_that_loses_its_blocks_to_holds_makes_room_for_nobody_and_comes_back(drive):
+    driver = drive(connected=True, block_count=4)
+    driver.holds = {"a"}
+    driver.add("a", range(8))
+    driver.add("b", range(20, 24), 8)
+    driver.step()
+    driver.step()
+    assert driver.core.stats().blocks_held == 2
+    while driver.step() is not None:
+        pass
+    assert driver.core.stats().preemptions_total == 1
+    assert driver.core.next_deadline() == 10.0
+    driver.run()
+    assert driver.finished["b"].reason is FinishReason.LENGTH
+
+
+def test_when_all_who_ran_lose_their_blocks_to_holds_somebody_else_starts_at_once(drive):
+    driver = drive(connected=True, block_count=4)
+    driver.holds = {"a"}
+    driver.add("a", range(8))
+    driver.add("b", range(20, 24), 8)
+    while len(driver.tokens["b"]) < 5:
+        driver.step()
+    driver.add("c", range(30, 34), priority=-1)
+    plan = driver.step()
+    assert (plan.preempted, plan.admitted) == (("b",), ("c",))
+    driver.run()
+
+
+def test_an_id_whose_blocks_are_held_is_not_taken_again(drive):
+    driver = finished_and_held(drive)
+    with pytest.raises(AssertionError, match="a is held"):
+        driver.add("a", range(3))
+
+
+def test_a_connector_that_raises_at_the_end_of_a_request_holds_nothing(drive):
+    driver = drive(connected=True)
+    driver.connector.raises = {"request_finished"}
+    driver.holds = {"a"}
+    driver.add("a", range(6))
+    driver.run()
+    assert driver.faults == {"raised": 1}
+    assert "request_finished is broken" in next(iter(driver.core.transfers.faults.latest.values()))
+
+
+def test_held_blocks_count_as_used_up(drive):
+    driver = finished_and_held(drive, block_count=4)
+    assert driver.core.stats().kv_usage == 0.5

@@ -1,0 +1,146 @@
+"""The states of a block: free, cached, used."""
+
+from __future__ import annotations
+
+import pytest
+
+from trioserve.core.kv_blocks import BlockPool
+
+
+def check(pool: BlockPool, *, free: int, cached: int, used: int) -> None:
+    pool.check()
+    assert (pool.free_count, pool.cached_count, pool.used_count) == (free, cached, used)
+    assert pool.available_count == free + cached
+    assert pool.block_count == free + cached + used
+
+
+def test_blocks_are_handed_out_once_until_they_are_released():
+    pool = BlockPool(3)
+    first = pool.allocate(2)
+    check(pool, free=1, cached=0, used=2)
+    second = pool.allocate(1)
+    assert sorted(first + second) == [0, 1, 2]
+    check(pool, free=0, cached=0, used=3)
+    pool.release(first)
+    check(pool, free=2, cached=0, used=1)
+    assert sorted(pool.allocate(2)) == sorted(first)
+
+
+def test_nothing_can_be_allocated_from_nothing():
+    pool = BlockPool(1)
+    assert pool.allocate(0) == []
+    pool.allocate(1)
+    assert pool.allocate(0) == []
+    with pytest.raises(AssertionError):
+        pool.allocate(1)
+    with pytest.raises(AssertionError):
+        BlockPool(1).allocate(-1)
+
+
+def test_a_shared_block_is_back_when_its_last_user_releases_it():
+    pool = BlockPool(1)
+    blocks = pool.allocate(1)
+    pool.share(blocks)
+    assert pool.user_count(blocks[0]) == 2
+    pool.release(blocks)
+    check(pool, free=0, cached=0, used=1)
+    pool.release(blocks)
+    check(pool, free=1, cached=0, used=0)
+
+
+def test_a_second_release_is_refused_and_changes_nothing():
+    pool = BlockPool(2)
+    blocks = pool.allocate(1)
+    pool.release(blocks)
+    with pytest.raises(AssertionError, match="released without a user"):
+        pool.release(blocks)
+    check(pool, free=2, cached=0, used=0)
+
+
+def test_a_free_block_cannot_be_shared():
+    with pytest.raises(KeyError):
+        BlockPool(1).share([0])
+
+
+def test_a_published_block_is_cached_when_released_and_can_be_shared_again():
+    pool = BlockPool(2)
+    blocks = pool.allocate(1)
+    pool.publish(blocks[0])
+    assert not pool.is_idle(blocks[0])
+    pool.release(blocks)
+    check(pool, free=1, cached=1, used=0)
+    assert pool.is_idle(blocks[0])
+    pool.share(blocks)
+    check(pool, free=1, cached=0, used=1)
+    pool.release(blocks)
+    check(pool, free=1, cached=1, used=0)
+
+
+def test_only_a_used_block_can_be_published():
+    with pytest.raises(AssertionError):
+        BlockPool(1).publish(0)
+
+
+def evicted(pool: BlockPool, count: int) -> list[int]:
+    """The blocks that were evicted to allocate `count`, in order."""
+    seen: list[int] = []
+    pool.on_evict = seen.append
+    pool.allocate(count)
+    return seen
+
+
+def cached_chain(pool: BlockPool, count: int) -> list[int]:
+    blocks = pool.allocate(count)
+    for block in blocks:
+        pool.publish(block)
+    pool.release(blocks)
+    return blocks
+
+
+def test_free_blocks_are_taken_before_cached_ones():
+    pool = BlockPool(3)
+    cached_chain(pool, 1)
+    assert evicted(pool, 2) == []
+    check(pool, free=0, cached=1, used=2)
+
+
+def test_a_chain_is_evicted_from_its_end_the_oldest_chain_first():
+    pool = BlockPool(4)
+    old, new = cached_chain(pool, 2), cached_chain(pool, 2)
+    assert evicted(pool, 3) == [old[1], old[0], new[1]]
+    check(pool, free=0, cached=1, used=3)
+
+
+def test_use_makes_a_cached_block_young_again():
+    pool = BlockPool(4)
+    old, new = cached_chain(pool, 2), cached_chain(pool, 2)
+    pool.share(old)
+    pool.release(old)
+    assert evicted(pool, 2) == [new[1], new[0]]
+
+
+def test_an_evicted_block_is_not_published_any_more():
+    pool = BlockPool(1)
+    cached_chain(pool, 1)
+    blocks = pool.allocate(1)
+    pool.release(blocks)
+    check(pool, free=1, cached=0, used=0)
+
+
+def test_withdrawing_a_cached_block_frees_it():
+    pool = BlockPool(1)
+    blocks = cached_chain(pool, 1)
+    pool.withdraw(blocks[0])
+    check(pool, free=1, cached=0, used=0)
+
+
+def test_withdrawing_a_used_block_frees_it_when_it_is_released():
+    pool = BlockPool(1)
+    blocks = pool.allocate(1)
+    pool.publish(blocks[0])
+    pool.withdraw(blocks[0])
+    check(pool, free=0, cached=0, used=1)
+    pool.release(blocks)
+    check(pool, free=1, cached=0, used=0)
+    with pytest.raises(AssertionError):
+        pool.withdraw(blocks[0])

@@ -1,0 +1,385 @@
+"""Requests whose KV comes from elsewhere: it arrives, in part or whole, late, twice, or never, and some do not wait."""
+
+from __future__ import annotations
+
+import pytest
+
+from trioserve.contracts.errors import StartupError
+from trioserve.contracts.events import AbortOutcome, FinishReason, Phase
+from trioserve.contracts.ids import RequestId
+from trioserve.contracts.kv_transfer import HoldKind
+from trioserve.core.settings import CoreSettings
+
+# block_size is 4, step_tokens_max is 8, there are 4 seats and 64 blocks, unless a case says otherwise. A load may take
+# 10 seconds, and a hold another 10.
+
+
+@pytest.mark.parametrize(
+    ("script", "expect"),
+    [
+        pytest.param("a:12<8 | +a", ". | a8-11*", id="what has come is not computed"),
+        pytest.param("a:12<100 | +a", ". | a11*", id="but the last token always is"),
+        pytest.param("a:12<7>2 | +a", ". | a7-11* | a12*", id="not only whole blocks"),
+        pytest.param("a:20<6 | +a", ". | a6-13 | a14-19*", id="a long rest comes in chunks"),
+        pytest.param("a:12<8 | +a5", ". | a5-11*", id="what has not come is computed"),
+        pytest.param("a:12<8 | +a0", ". | a0-7 | a8-11*", id="all of it"),
+        pytest.param("a:12<8 | -a", ". | a0-7 | a8-11*", id="also after a failure"),
+        pytest.param("a:12<8 | _9 | _1", ". | . | a0-7 | a8-11*", id="or when it takes too long"),
+        pytest.param("a:12<8 | +a99", ". | a0-7 | a8-11*", id="and when more came than was asked for"),
+        pytest.param("a:12<8=p", "a0-7 | a8-11*", id="nothing is loaded for one that wants its prompt's logprobs"),
+        pytest.param("a:8 | b:a8+4<4", "a0-7* | b8-11*", id="nor for one who has more of it here"),
+        pytest.param("a:8 | b:a8+8<12 | +b", "a0-7* | . | b12-15*", id="what is cached here is not loaded"),
+        pytest.param("a:12<8 b:4>3 | | +a", "b0-3* | b4* | b5* a8-11*", id="others run meanwhile"),
+        pytest.param("a:12<8 b:12<8 | +b | +a", ". | b8-11* | a8-11*", id="whoever's comes first runs first"),
+        pytest.param("a:12<8>2 | +a b:8@-9", ". | a8-11* b0-3 | a12* b4-7*", id="before those who have nothing yet"),
+        pytest.param("a:12<8 b:12<8@-1 | +a +b", ". | b8-11* a8-11*", id="in order among themselves"),
+        pytest.param("a:12<8 b:12<8 | +b +a", ". | a8-11* b8-11*", id="that is, who came first"),
+        pytest.param("a:12<8 b:4@-1 | -a c:4", "b0-3* | a0-7 | a8-11* c0-3*", id="failed, it has its place again"),
+    ],
+)
+def test_a_request_runs_when_its_kv_has_come_and_computes_only_the_rest(check, script, expect):
+    check(script, expect, connected=True)
+
+
+@pytest.mark.parametrize(
+    ("script", "expect", "faults"),
+    [
+        pytest.param("a:12<8 | +a5", ". | a5-11*", {}, id="in part"),
+        pytest.param("a:12<8 | -a", ". | a0-7 | a8-11*", {"load_failed": 1}, id="not"),
+        pytest.param("a:12<8 | _10", ". | a0-7 | a8-11*", {"load_expired": 1, "hold_expired": 1}, id="never"),
+        pytest.param("a:12<8 | _10 +a", ". | a0-7 | a8-11*", {"load_expired": 1}, id="while it is held"),
+        pytest.param("a:12<8 | _10 _9.5 -a", ". | a0-7 | a8-11*", {"load_expired": 1}, id="just so"),
+        pytest.param("a:12<8 | +a +a", ". | a8-11*", {"double": 1}, id="twice"),
+        pytest.param("a:12<8 | -a +a", ". | a0-7 | a8-11*", {"load_failed": 1, "double": 1}, id="after all"),
+        pytest.param(
+            "a:12<8 | _10 _10 +a +a",
+            ". | a0-7 | a8-11*",
+            {"load_expired": 1, "hold_expired": 1, "late": 1, "double": 1},
+            id="too late",
+        ),
+        pytest.param("a:12<8 | +a99", ". | a0-7 | a8-11*", {"bad_count": 1}, id="too much"),
+        pytest.param("a:12 | +a", "a0-7 | a8-11*", {"unknown": 1}, id="unasked"),
+    ],
+)
+def test_what_comes_otherwise_is_counted(check, script, expect, faults):
+    assert check(script, expect, connected=True).faults == faults
+
+
+def test_the_rest_of_a_loaded_prompt_has_its_blocks_already(check):
+    driver = check("a:19<6 | +a", ". | a6-13 | a14-18*", connected=True, block_count=5)
+    assert driver.core.stats().preemptions_total == 0
+
+
+def test_a_loading_request_has_its_blocks_and_no_seat(drive):
+    driver = drive(connected=True, running_requests_max=1)
+    driver.remote = {"a": 8}
+    driver.add("a", range(12))
+    driver.add("b", range(20, 24), 2)
+    assert driver.step().admitted == ("b",)
+    stats = driver.core.stats()
+    assert (stats.remote_kv_count, stats.waiting_count, stats.running_count, stats.blocks_used) == (1, 1, 1, 4)
+    load = driver.connector.loads["a"]
+    assert (load.start, load.token_count, len(load.block_table)) == (0, 8, 3)
+    driver.report(driver.connector.loaded(RequestId("a")))
+    driver.run()
+    assert driver.finished["a"].cached_token_count == 0, "the prefix cache had nothing"
+    assert driver.core.stats().loaded_tokens_total == 8
+
+
+def test_one_that_would_load_waits_aside_while_as_many_load_as_may(drive):
+    driver = drive(connected=True, running_requests_max=1)
+    driver.add("p", range(100, 105))  # a part of b's prompt, that it finds in the cache
+    driver.run()
+    driver.connector.calls.clear()
+    driver.remote = {"a": 8, "b": 8}
+    for index, name in enumerate("abcd"):
+        driver.add(name, range(100 * index, 100 * index + 12))
+    steps = [driver.step().chunks[0].request.id for _ in range(4)]
+    assert steps == ["c", "c", "d", "d"]
+    assert set(driver.connector.loads) == {"a"}
+    assert driver.step() is None
+    assert driver.connector.calls["num_matched_tokens"] == 4, "who waits aside is not looked up at every step"
+    driver.report(driver.connector.load_failed(RequestId("a")))
+    assert driver.step().admitted == ("a",)
+    driver.step()
+    assert driver.step() is None
+    assert set(driver.connector.loads) == {"b"}
+    assert driver.connector.loads["b"].start == 4
+    driver.run()
+
+
+def test_one_whose_load_failed_is_looked_at_afresh(drive):
+    driver = drive(connected=True, block_count=12, step_tokens_max=64)
+    driver.remote, driver.holds = {"a": 8}, {"q"}
+    driver.add("a", range(31))
+    driver.add("q", range(16))  # the beginning of a's prompt, which is held from now on
+    driver.step()
+    assert driver.core.stats().blocks_held == 4
+    driver.report(driver.connector.load_failed(RequestId("a")))
+    driver.add("p", range(50, 54), 2, priority=-1)
+    assert driver.step().admitted == ("p", "a"), "half of what it wanted when it came is here by now"
+    driver.run()
+
+
+def test_no_more_requests_load_at_a_time_than_can_run(drive):
+    driver = drive(connected=True, running_requests_max=2)
+    for index, name in enumerate("abcd"):
+        driver.remote[name] = 8
+        driver.add(name, range(100 * index, 100 * index + 12))
+    assert driver.step() is None
+    assert driver.step() is None
+    assert set(driver.connector.loads) == {"a", "b"}
+    driver.report(driver.connector.loaded(RequestId("a")))
+    assert driver.step().admitted == ("a",)
+    assert set(driver.connector.loads) == {"b", "c"}
+    driver.run()
+
+
+def test_a_load_begins_only_when_everything_known_fits(drive):
+    driver = drive(connected=True, block_count=4)
+    driver.remote = {"b": 4}
+    driver.add("a", range(8), 4)
+    driver.add("b", range(20, 32))
+    driver.step()
+    assert not driver.connector.loads
+    driver.abort("a")
+    assert driver.step() is None
+    assert driver.connector.loads["b"].token_count == 4
+    driver.run()
+
+
+def test_what_was_loaded_is_found_by_the_next_one_with_the_same_prefix(drive):
+    driver = drive(connected=True)
+    driver.remote = {"a": 8}
+    driver.add("a", range(12))
+    driver.step()
+    driver.report(driver.connector.loaded(RequestId("a")))
+    driver.run()
+    driver.add("b", range(12))
+    driver.run()
+    assert driver.finished["b"].cached_token_count == 8
+
+
+# --- leaving --------------------------------------------------------------------------------------------------------
+
+
+def loading(drive, *, prefix: bool = False, **more):
+    """`a` waits for 8 tokens; with a prefix, for those after 4 that are cached here."""
+    driver = drive(connected=True, **more)
+    if prefix:
+        driver.add("p", range(5))
+        driver.run()
+    driver.remote = {"a": 12 if prefix else 8}
+    driver.add("a", range(14), 2)
+    assert driver.step() is None
+    assert driver.connector.loads["a"].token_count == 8
+    return driver
+
+
+@pytest.mark.parametrize("prefix", [False, True], ids=["nothing cached", "a cached prefix"])
+@pytest.mark.parametrize("report", ["loaded", "load_failed"])
+def test_an_abort_while_it_loads_holds_what_may_still_be_written_until_the_report(drive, prefix, report):  # S03
+    driver = loading(drive, prefix=prefix)
+    result = driver.abort("a")["a"]
+    assert (result.outcome, result.finished.phase) == (AbortOutcome.ABORTED, Phase.QUEUED)
+    assert driver.connector.loads["a"].is_abandoned
+    stats = driver.core.stats()
+    assert (stats.blocks_used, stats.blocks_held, stats.blocks_cached) == (0, 3 if prefix else 4, 1 if prefix else 0)
+    assert driver.abort("a")["a"].outcome is AbortOutcome.ALREADY_FINISHED
+    driver.report(getattr(driver.connector, report)(RequestId("a")))
+    assert driver.core.stats().blocks_held == 0
+    driver.run()
+    assert driver.faults == {}
+
+
+def test_an_abort_while_it_loads_ends_at_the_deadline_when_no_report_comes(drive):  # S03
+    driver = loading(drive, hold_seconds_max=3.0)
+    driver.wait(2.0)
+    driver.abort("a")
+    assert driver.core.next_deadline() == 5.0
+    driver.wait(3.0)
+    assert driver.connector.expired == [("a", HoldKind.LOAD)]
+    assert driver.core.stats().blocks_free == 64
+    driver.report(driver.connector.loaded(RequestId("a")))
+    assert driver.faults == {"hold_expired": 1, "late": 1}
+    driver.run()
+
+
+def test_an_abort_with_a_receive_and_a_send_open_waits_for_both_and_survives_second_reports(drive):  # S04
+    driver = loading(drive, prefix=True)
+    driver.holds = {"a"}
+    driver.abort("a")
+    assert driver.connector.sends["a"].tokens == tuple(range(4)), "only what is known to be right is sent"
+    assert driver.core.stats().blocks_held == 4
+    driver.report(driver.connector.loaded(RequestId("a")))
+    assert driver.core.stats().blocks_held == 1
+    driver.report(driver.connector.loaded(RequestId("a")))
+    driver.report(driver.connector.released(RequestId("a")))
+    driver.report(driver.connector.released(RequestId("a")))
+    stats = driver.core.stats()
+    assert (stats.blocks_held, stats.blocks_used) == (0, 0)
+    assert driver.faults == {"double": 2}
+    driver.run()
+
+
+def test_one_that_goes_on_without_a_slow_load_computes_in_other_blocks(drive):
+    driver = loading(drive)
+    written = set(driver.connector.loads["a"].block_table)
+    driver.wait(10.0)
+    plan = driver.step()
+    assert (plan.admitted, plan.chunks[0].start) == (("a",), 0)
+    assert not written & set(plan.chunks[0].block_table)
+    assert driver.core.stats().blocks_held == 4
+    driver.report(driver.connector.loaded(RequestId("a")))
+    driver.run()
+    assert driver.faults == {"load_expired": 1}
+
+
+def test_an_abort_before_its_load_began_tells_the_connector(drive):  # S07
+    driver = drive(connected=True)
+    driver.remote = {"a": 8}
+    driver.add("a", range(12))
+    driver.abort("a")
+    assert driver.connector.finished == {"a": FinishReason.ABORT}
+    assert driver.connector.calls["start_load"] == 0
+    driver.run()
+
+
+def test_an_abort_after_its_kv_came_and_before_its_seat_gives_everything_back(drive):
+    driver = loading(drive, running_requests_max=1)
+    driver.add("b", range(50, 54), 9)
+    driver.step()
+    driver.report(driver.connector.loaded(RequestId("a")))
+    driver.step()
+    assert driver.core.stats().waiting_count == 1
+    assert driver.abort("a")["a"].finished is not None
+    stats = driver.core.stats()
+    assert (stats.waiting_count, stats.blocks_held, stats.blocks_used) == (0, 0, 2)
+    driver.run()
+
+
+def test_one_that_was_loaded_and_preempted_computes_it_again(drive):
+    driver = drive(connected=True, block_count=5)
+    driver.remote = {"a": 8}
+    driver.add("a", range(11), 6)
+    driver.step()
+    driver.add("b", range(50, 54), 9, priority=-1)
+    driver.step()
+    driver.report(driver.connector.loaded(RequestId("a")))
+    while not driver.core.stats().preemptions_total:
+        assert driver.step() is not None
+    driver.run()
+    assert driver.connector.calls["start_load"] == 1
+    assert driver.finished["a"].reason is FinishReason.LENGTH
+
+
+def test_one_that_has_run_is_not_loaded_after_it_was_preempted(drive):
+    driver = drive(connected=True, block_count=3)
+    driver.add("b", range(4), 6, priority=-1)
+    driver.add("a", range(50, 54), 6)
+    driver.step()
+    driver.remote = {"a": 4}
+    assert driver.step().preempted == ("a",)
+    driver.run()
+    assert driver.connector.calls["start_load"] == 0
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("fails", "the other side is gone"),
+        ("is empty", "nothing of it came"),
+        ("is too much", "9 tokens of it are said to have come, and 8 were asked for"),
+        ("is less than nothing", "-1 tokens of it are said to have come, and 8 were asked for"),
+        ("takes too long", "it did not come within 10.0 seconds"),
+    ],
+)
+def test_a_request_ends_with_an_error_when_its_kv_does_not_come_if_that_is_the_policy(drive, what, message):
+    driver = loading(drive, load_failure_policy="fail")
+    name = RequestId("a")
+    if what == "takes too long":
+        driver.wait(10.0)
+        assert driver.core.stats().blocks_held == 4
+        driver.report(driver.connector.loaded(name))
+    elif what == "fails":
+        driver.report(driver.connector.load_failed(name))
+    else:
+        counts = {"is empty": 0, "is too much": 9, "is less than nothing": -1}
+        driver.report(driver.connector.loaded(name, counts[what]))
+    finished = driver.finished["a"]
+    assert finished.reason is FinishReason.ERROR
+    assert finished.message == f"the KV of this prompt could not be loaded: {message}"
+    stats = driver.core.stats()
+    assert (stats.blocks_held, stats.blocks_used) == (0, 0)
+    driver.run()
+
+
+# --- a connector that breaks its promises ---------------------------------------------------------------------------
+
+
+def test_a_load_that_raises_when_it_begins_is_late_at_once_and_its_blocks_are_held(drive):
+    driver = drive(connected=True)
+    driver.connector.raises = {"start_load"}
+    driver.remote = {"a": 8, "b": 8}
+    driver.add("b", range(50, 62))
+    driver.add("a", range(12))
+    assert driver.step() is None
+    assert driver.core.next_deadline() == 0.0
+    driver.wait(0.0)
+    assert driver.core.stats().blocks_held == 6
+    assert driver.step().admitted == ("b",)
+    driver.run()
+    assert driver.faults == {"raised": 2, "load_expired": 2, "hold_expired": 2}
+
+
+def test_a_load_that_raises_does_not_wait_for_those_that_began_before(drive):
+    driver = drive(connected=True)
+    driver.remote = {"a": 8, "b": 8}
+    driver.add("a", range(12))
+    driver.step()
+    driver.wait(1.0)
+    driver.connector.raises = {"start_load"}
+    driver.add("b", range(50, 62))
+    driver.step()
+    assert driver.core.next_deadline() == 1.0
+    driver.wait(0.0)
+    assert driver.step().admitted == ("b",)
+    assert driver.core.next_deadline() == 10.0
+    driver.run()
+
+
+@pytest.mark.parametrize("answer", [-1, None, "8", 2.5], ids=repr)
+def test_a_match_that_is_no_count_is_none(drive, answer):
+    driver = drive(connected=True)
+    driver.connector.matched_count = lambda request, computed_count: answer
+    driver.add("a", range(8))
+    driver.run()
+    assert driver.connector.calls["start_load"] == 0
+    assert driver.faults == {"bad_count": 1}
+
+
+@pytest.mark.parametrize("call", ["load_abandoned", "hold_expired", "num_matched_tokens"])
+def test_a_call_that_raises_is_counted_and_everything_comes_back(drive, call):
+    driver = drive(connected=True)
+    driver.connector.raises = {call}
+    driver.remote = {"a": 8}
+    driver.add("a", range(12))
+    driver.step()
+    driver.abort("a")
+    driver.run()
+    assert driver.faults["raised"] == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hold_seconds_max": 0.0}, "hold_seconds_max is 0.0, it must be above 0"),
+        ({"hold_seconds_max": float("inf")}, "hold_seconds_max is inf"),
+        ({"remote_kv_seconds_max": -1.0}, "remote_kv_seconds_max is -1.0"),
+        ({"remote_kv_seconds_max": float("nan")}, "remote_kv_seconds_max is nan"),
+        ({"load_failure_policy": "retry"}, 'it may be "recompute" or "fail"'),
+    ],
+)
+def test_no_wait_is_endless(change, message):
+    with pytest.raises(StartupError, match=message):
+        CoreSettings(block_count=4, context_tokens_max=64, running_requests_max=2, **change)

@@ -1,0 +1,35 @@
+"""Limits that contradict each other are refused with a sentence that says what to change."""
+
+from __future__ import annotations
+
+import pytest
+
+from trioserve.contracts.errors import StartupError
+from trioserve.core.settings import CoreSettings
+
+GOOD = {
+    "block_count": 4,
+    "block_size": 16,
+    "context_tokens_max": 64,
+    "running_requests_max": 2,
+    "step_tokens_max": 2,
+}
+
+
+def test_limits_that_just_fit_are_accepted():
+    assert CoreSettings(**GOOD).enable_prefix_caching
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        *[({name: 0}, f"{name} is 0") for name in GOOD],
+        *[({name: -1}, f"{name} is -1") for name in GOOD],
+        ({"step_tokens_max": 1}, "raise --max-num-batched-tokens or lower --max-num-seqs"),
+        ({"context_tokens_max": 65}, "holds 64 tokens, less than the 65 of one full context"),
+        ({"block_count": 3}, "holds 48 tokens"),
+    ],
+)
+def test_limits_that_cannot_be_kept_are_refused(change, message):
+    with pytest.raises(StartupError, match=message):
+        CoreSettings(**{**GOOD, **change})

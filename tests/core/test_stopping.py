@@ -1,0 +1,52 @@
+"""When the last token ends a request."""
+
+from __future__ import annotations
+
+import pytest
+
+from trioserve.contracts.ids import RequestId
+from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.core.request_state import LiveRequest
+from trioserve.core.stopping import finish_reason_of
+
+
+def check(output: list[int], expect: str | None, *, stops: set[int], tokens_max: int, tokens_min: int) -> None:
+    """The prompt is (7, 8), so a stop token in the prompt is there too."""
+    request = EngineRequest(
+        id=RequestId("a"),
+        prompt_token_ids=(7, 8),
+        sampling=SamplingParams(min_tokens=tokens_min),
+        output_tokens_max=tokens_max,
+        stop_token_ids=frozenset(stops),
+        seed=0,
+    )
+    live = LiveRequest(request, 0)
+    live.tokens += output
+    reason = finish_reason_of(live)
+    assert (reason and reason.value) == expect
+
+
+@pytest.mark.parametrize(
+    ("output", "stops", "tokens_min", "expect"),
+    [
+        ([1], set(), 0, None),
+        ([1, 2], set(), 0, None),
+        ([1, 2, 3], set(), 0, "length"),
+        ([7], {7}, 0, "stop"),
+        ([1, 7], {7, 9}, 0, "stop"),
+        ([1, 9], {7, 9}, 0, "stop"),
+        ([1], {7, 8}, 0, None),
+        ([1, 2, 7], {7}, 0, "stop"),  # both at once: the model had finished
+        # two tokens first: the third may stop it, and the second may not, whatever it is
+        ([7], {7}, 2, None),
+        ([1, 7], {7}, 2, None),
+        ([1, 2, 7], {7}, 2, "stop"),
+        ([7], {7}, 1, None),
+        ([1, 7], {7}, 1, "stop"),
+        ([1, 2, 7], {7}, 3, "length"),
+        ([1, 2, 7], {7}, 99, "length"),
+    ],
+)
+def test_a_stop_token_or_the_last_allowed_one_ends_a_request(output, stops, tokens_min, expect):
+    check(output, expect, stops=stops, tokens_max=3, tokens_min=tokens_min)

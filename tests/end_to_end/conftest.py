@@ -1,0 +1,94 @@
+"""The server as its users start it: a process of its own, the real model, a real socket."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+
+import pytest
+
+START_SECONDS_MAX = 120  # generous: a shared machine with a cold disk
+
+
+class ServerProcess:
+    """lines: what it has written to stderr. url: where it serves."""
+
+    def __init__(self, *flags: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "trioserve", "serve", "--port", "0", *flags],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+        self.lines: list[str] = []
+        self.url = ""
+        self._is_serving = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def wait_until_serving(self) -> None:
+        assert self._is_serving.wait(START_SECONDS_MAX), "".join(self.lines)
+        assert self.url, "".join(self.lines)
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Send a signal and wait for the end; returns the exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        code = self.process.wait(START_SECONDS_MAX)
+        self._reader.join(10)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+        return code
+
+    def metric(self, series: str) -> float:
+        """The value of one series, without the model's label: `metric('kv_blocks{state="used"}')`."""
+        name, _brace, labels = series.partition("{")
+        wanted = {*filter(None, labels.rstrip("}").split(",")), 'model_name="smollm2"'}
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
+            for line in answer.read().decode().splitlines():
+                found = re.fullmatch(r"([\w:]+)\{(.*)\} (\S+)", line)
+                if found and found[1] == name and set(found[2].split(",")) == wanted:
+                    return float(found[3])
+        raise KeyError(series)
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line)
+            found = re.search(r"serving .* at (http\S+)", line)
+            if found:
+                self.url = found[1]
+                self._is_serving.set()
+        self._is_serving.set()
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[ServerProcess]:
+    """One server for all tests that leave it as they found it."""
+    process = ServerProcess("--max-num-seqs", "16")
+    try:
+        process.wait_until_serving()
+        yield process
+    finally:
+        process.stop()
+
+
+@pytest.fixture
+def start_server() -> Iterator[Callable[..., ServerProcess]]:
+    """For tests that end their server."""
+    started: list[ServerProcess] = []
+
+    def start(*flags: str) -> ServerProcess:
+        started.append(ServerProcess(*flags))
+        started[-1].wait_until_serving()
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.stop(signal.SIGKILL)

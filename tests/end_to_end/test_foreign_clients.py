@@ -1,0 +1,245 @@
+"""HTTP/2 clients that others have written, against the server as its users start it: nghttp and h2load, of nghttp2.
+
+Debian and Ubuntu have them in the package nghttp2-client. They disagree with h2 where h2 is wrong with itself.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import ssl
+import subprocess
+import urllib.request
+from pathlib import Path
+
+import pytest
+import trustme
+
+SECONDS_MAX = 120  # until the slowest client has its answer, on a machine that does other things, too
+
+pytestmark = pytest.mark.skipif(
+    not (shutil.which("nghttp") and shutil.which("h2load")),
+    reason="nghttp and h2load are not installed: apt-get install nghttp2-client",
+)
+
+
+def nghttp(*arguments: str) -> str:
+    """What it says: with -v every frame, otherwise the bodies of answers. Fails unless everything was answered."""
+    ran = subprocess.run(
+        ["nghttp", *arguments], capture_output=True, text=True, timeout=SECONDS_MAX, check=False, errors="replace"
+    )
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr
+    assert "not processed" not in ran.stderr, ran.stderr
+    return ran.stdout
+
+
+def h2load(*arguments: str) -> dict[str, int]:
+    """The numbers of its summary: total, succeeded, failed, errored, timeout, 2xx, 5xx, ..."""
+    ran = subprocess.run(["h2load", *arguments], capture_output=True, text=True, timeout=SECONDS_MAX, check=False)
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr
+    summary = "".join(line for line in ran.stdout.splitlines() if line.startswith(("requests:", "status codes:")))
+    return {name: int(number) for number, name in re.findall(r"(\d+) (\w+)", summary)}
+
+
+def texts(output: str) -> list[str]:
+    """The text of every event of streamed completions."""
+    lines = re.findall(r"^data: (\{.*\})$", output, re.MULTILINE)
+    return [json.loads(line)["choices"][0]["text"] for line in lines]
+
+
+@pytest.fixture
+def body_file(tmp_path: Path):
+    """body_file(fields) -> path of the JSON of a completion."""
+
+    def write(**fields: object) -> str:
+        path = tmp_path / f"body-{len(list(tmp_path.iterdir()))}.json"
+        base = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0, "ignore_eos": True, "stream": True}
+        path.write_text(json.dumps({**base, **fields}))
+        return str(path)
+
+    return write
+
+
+def check_unharmed(server) -> None:
+    """Nothing is left of the clients, and no bound was reached on the way."""
+    # One is whoever asks; others may be leaving just now.
+    assert any(server.metric("trioserve:connections_open") == 1 for _ in range(1000))
+    assert server.metric("trioserve:num_requests_running") == 0
+    assert server.metric('trioserve:kv_blocks{state="used"}') == 0
+    assert server.metric('trioserve:connections_refused_total{reason="malformed"}') == 0
+    assert server.metric('trioserve:connections_refused_total{reason="control_frames"}') == 0
+    assert server.process.poll() is None
+
+
+# --- one request ---
+
+
+def test_answer_to_get(server):
+    assert json.loads(nghttp(server.url + "/health")) == {"status": "alive"}
+    check_unharmed(server)
+
+
+def test_stream_arrives_in_frames_of_its_own_and_ends(server, body_file):
+    """S25: the id is in the head, which comes before the first token."""
+    output = nghttp("-v", "-d", body_file(), server.url + "/v1/completions")
+    lengths = [int(n) for n in re.findall(r"recv DATA frame <length=(\d+),", output)]
+    assert len(lengths) >= 8  # the end may travel with the last token
+    assert "END_STREAM" in output.rpartition("recv DATA")[2]
+    assert output.count("recv HEADERS") == 1
+    assert output.index("x-request-id: ") < output.index("recv DATA")
+    assert len(texts(output)) == 8
+    assert "data: [DONE]" in output
+    check_unharmed(server)
+
+
+@pytest.mark.parametrize(
+    "manner",
+    [
+        ["--continuation"],
+        ["--padding=200"],
+        ["--window-bits=5"],
+        ["--connection-window-bits=16", "--window-bits=8"],
+        ["--header-table-size=0"],
+        ["--header-table-size=1000000", "--encoder-header-table-size=0"],
+        ["--trailer=x-checksum: 1"],
+        ["--expect-continue"],
+        ["--no-content-length"],
+        ["--no-dep"],
+        ["--weight=1"],
+        ["--no-rfc7540-pri"],
+        ["--peer-max-concurrent-streams=1", "--multiply=3"],
+        ["--multiply=16"],
+    ],
+    ids=" ".join,
+)
+def test_every_manner_of_asking_gets_the_same_answer(server, body_file, manner):
+    path = body_file(max_tokens=4)
+    plain = nghttp("-d", path, server.url + "/v1/completions")
+    output = nghttp(*manner, "-d", path, server.url + "/v1/completions")
+    times = next((int(flag.partition("=")[2]) for flag in manner if flag.startswith("--multiply")), 1)
+    assert sorted(texts(output)) == sorted(texts(plain) * times)
+    assert output.count("data: [DONE]") == times
+    check_unharmed(server)
+
+
+def test_upgrade_is_passed_over_and_answered_in_http_1(server):
+    """RFC 9113 has no Upgrade to h2c any more; a client that offers it goes on in HTTP/1.1."""
+    ran = subprocess.run(
+        ["nghttp", "-u", server.url + "/health"], capture_output=True, text=True, timeout=SECONDS_MAX, check=False
+    )
+    assert "HTTP Upgrade failed" in ran.stdout + ran.stderr
+    check_unharmed(server)
+
+
+# --- many ---
+
+
+@pytest.mark.parametrize("shape", [["-c1", "-m100"], ["-c16", "-m1"], ["-c8", "-m32"], ["-c8", "--h1"]], ids=" ".join)
+def test_load_of_small_requests_is_answered_to_the_last(server, shape):
+    numbers = h2load("-n1000", *shape, server.url + "/version")
+    assert (numbers["succeeded"], numbers["2xx"], numbers["failed"]) == (1000, 1000, 0)
+    check_unharmed(server)
+
+
+@pytest.mark.parametrize("shape", [["-c1", "-m32"], ["-c8", "-m4"], ["-c2", "-m16", "-w6"]], ids=" ".join)
+def test_load_of_streams_is_answered_to_the_last(server, body_file, shape):
+    path = body_file(max_tokens=4)
+    numbers = h2load("-n64", *shape, "-d", path, server.url + "/v1/completions")
+    assert (numbers["succeeded"], numbers["2xx"], numbers["failed"]) == (64, 64, 0)
+    check_unharmed(server)
+
+
+def test_streams_beyond_the_limit_are_refused_and_the_others_answered(server):
+    """h2load opens all of them before it has read how many are allowed."""
+    series = 'trioserve:streams_refused_total{reason="streams_max"}'
+    before = server.metric(series)
+    numbers = h2load("-n600", "-c1", "-m600", server.url + "/health")
+    refused = server.metric(series) - before
+    assert refused <= 600 - 256
+    assert (numbers["succeeded"], numbers["failed"]) == (600 - refused, refused)
+    check_unharmed(server)
+
+
+# --- leaving ---
+
+
+def wait_until_running(server, count: int) -> None:
+    for _ in range(5000):
+        if server.metric("trioserve:num_requests_running") == count:
+            return
+    raise AssertionError(f"{server.metric('trioserve:num_requests_running')} run, not {count}")
+
+
+def test_client_that_is_killed_takes_its_requests_along(server, body_file):
+    """S11."""
+    path = body_file(max_tokens=4000)
+    client = subprocess.Popen(
+        ["nghttp", "-n", "-m4", "-d", path, server.url + "/v1/completions"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_until_running(server, 4)
+    finally:
+        client.kill()
+        client.wait()
+    wait_until_running(server, 0)
+    check_unharmed(server)
+
+
+def test_drain_says_goaway_and_lets_the_stream_end(start_server, body_file):
+    """S21."""
+    server = start_server()
+    client = subprocess.Popen(
+        ["nghttp", "-v", "-d", body_file(max_tokens=60), server.url + "/v1/completions"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    wait_until_running(server, 1)
+    server.process.send_signal(signal.SIGTERM)
+    output, _ = client.communicate(timeout=SECONDS_MAX)
+    assert client.returncode == 0
+    goaway = re.search(r"recv GOAWAY .*\n.*last_stream_id=(\d+), error_code=NO_ERROR", output)
+    assert goaway, output[-2000:]
+    assert goaway[1] == re.search(r"recv \(stream_id=(\d+)\) :status: 200", output)[1]
+    assert output.index("recv GOAWAY") < output.index("[DONE]")
+    assert len(texts(output)) > 30
+    assert server.stop() == 0
+
+
+# --- TLS, and pages in browsers ---
+
+
+def test_tls_agrees_on_http_2_and_client_certificates_open_the_door(start_server, body_file, tmp_path):
+    authority = trustme.CA()
+    server_files, client_files = (
+        authority.issue_cert("127.0.0.1"),
+        authority.issue_cert("client@example.org"),
+    )
+    for name, issued in (("server", server_files), ("client", client_files)):
+        issued.cert_chain_pems[0].write_to_path(tmp_path / f"{name}.pem")
+        issued.private_key_pem.write_to_path(tmp_path / f"{name}.key")
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    server = start_server(
+        *("--ssl-certfile", str(tmp_path / "server.pem"), "--ssl-keyfile", str(tmp_path / "server.key")),
+        *("--ssl-ca-certs", str(tmp_path / "ca.pem"), "--ssl-client-certs", "required"),
+        *("--cors-origin", "https://chat.example.org"),
+    )
+    assert server.url.startswith("https://")
+    shows = ["-y", "--cert", str(tmp_path / "client.pem"), "--key", str(tmp_path / "client.key")]
+    url = server.url + "/v1/completions"
+    output = nghttp("-v", *shows, "-H", "origin: https://chat.example.org", "-d", body_file(), url)
+    assert "The negotiated protocol: h2" in output
+    assert "access-control-allow-origin: https://chat.example.org" in output
+    assert len(texts(output)) == 8
+    ran = subprocess.run(
+        ["nghttp", "-y", server.url + "/health"], capture_output=True, text=True, timeout=SECONDS_MAX, check=False
+    )
+    assert "alive" not in ran.stdout
+    context = ssl.create_default_context(cafile=tmp_path / "ca.pem")
+    context.load_cert_chain(tmp_path / "client.pem", tmp_path / "client.key")
+    with urllib.request.urlopen(server.url + "/health", context=context, timeout=SECONDS_MAX) as answer:
+        assert json.loads(answer.read()) == {"status": "alive"}  # HTTP/1.1
+    assert server.stop() == 0

@@ -1,0 +1,220 @@
+"""Requests made from the API's own description, right ones and wrong ones, over a real socket: no fault of ours, no
+hang, and no answer that is not described. The model is played, so that an answer takes milliseconds."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import requests
+import trio
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from trioserve.frontend import answer_types as answers
+from trioserve.frontend.limits import FrontendLimits
+from trioserve.frontend.listener import addresses, open_listeners
+from trioserve.frontend.openapi import OPERATIONS
+from trioserve.frontend.routes import App
+from trioserve.frontend.server import FrontendServer
+from trioserve.testing.fake_engine import open_fake_engine
+from trioserve.testing.invariants import check_idle
+
+schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed: pip install '.[test]'")
+
+EXAMPLES = 80  # of each operation and mode; the whole takes half a minute
+ANSWER_SECONDS_MAX = 20  # a hang, rather than a machine with much else to do
+
+
+class ServerThread(threading.Thread):
+    """A whole server on a thread of its own, until it is told to stop. url: where it serves."""
+
+    def __init__(self) -> None:
+        super().__init__(name="server")
+        self.url = ""
+        self.fault: BaseException | None = None
+        self._is_serving = threading.Event()
+        self.start()
+        assert self._is_serving.wait(60)
+        if self.fault is not None:
+            raise self.fault
+
+    def stop(self) -> None:
+        trio.from_thread.run_sync(self._is_told_to_stop.set, trio_token=self._token)
+        self.join(60)
+        assert not self.is_alive()
+        if self.fault is not None:
+            raise self.fault
+
+    def run(self) -> None:
+        try:
+            trio.run(self._serve)
+        except BaseException as fault:
+            self.fault = fault
+        finally:
+            self._is_serving.set()
+
+    async def _serve(self) -> None:
+        self._token = trio.lowlevel.current_trio_token()
+        self._is_told_to_stop = trio.Event()
+        listeners = await open_listeners("127.0.0.1", 0)
+        async with open_fake_engine(running_requests_max=32, waiting_requests_max=256, block_count=1024) as fake:
+            # Bodies that are announced and never come must not take two minutes each.
+            server = FrontendServer(App(fake.engine), limits=FrontendLimits(body_seconds_max=5))
+            async with trio.open_nursery() as nursery:
+                await nursery.start(server.serve, listeners)
+                self.url = f"http://{addresses(listeners)[0]}"
+                self._is_serving.set()
+                await self._is_told_to_stop.wait()
+                server.drain()
+            check_idle(fake.core)
+            assert server.counters().exchanges_open == 0
+            assert server.counters().exchanges_failed_total == 0
+            assert server.counters().connections_failed_total == 0
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    thread = ServerThread()
+    try:
+        yield thread.url
+    finally:
+        thread.stop()
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[requests.Session]:
+    with requests.Session() as session:
+        session.trust_env = False
+        yield session
+
+
+@pytest.fixture(scope="module")
+def schema(url: str, session: requests.Session) -> Any:
+    document = session.get(url + "/openapi.json", timeout=ANSWER_SECONDS_MAX).json()
+    schema = schemathesis.openapi.from_dict(document)
+    schema.config.update(base_url=url)
+    return schema
+
+
+# The first is stricter below. Types do not say every range; what is out of range is refused with 400, as described.
+EXCLUDED_CHECKS = [schemathesis.checks.not_a_server_error, schemathesis.checks.positive_data_acceptance]
+
+fuzzed = settings(
+    max_examples=EXAMPLES,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@pytest.fixture(autouse=True)
+def no_error_in_the_log(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    yield
+    assert [record.getMessage() for record in caplog.get_records("call") if record.levelno >= logging.ERROR] == []
+
+
+@pytest.mark.parametrize("mode", list(schemathesis.GenerationMode), ids=lambda mode: mode.value)
+@pytest.mark.parametrize("operation", OPERATIONS, ids=" ".join)
+def test_every_answer_is_described_and_none_is_a_fault(schema, session, operation, mode):
+    method, path = operation
+
+    @fuzzed
+    @given(case=schema[path][method].as_strategy(generation_mode=mode))
+    def check(case: Any) -> None:
+        response = case.call(session=session, timeout=ANSWER_SECONDS_MAX)
+        # 504 is no fault: a request may ask to be answered within a nanosecond.
+        assert response.status_code < 500 or response.status_code == 504, response.text
+        case.validate_response(response, excluded_checks=EXCLUDED_CHECKS)
+
+    check()
+
+
+SAMPLING = st.fixed_dictionaries(
+    {},
+    optional={
+        "n": st.integers(1, 4),
+        "max_tokens": st.integers(1, 8),
+        "min_tokens": st.integers(0, 1),
+        "temperature": st.floats(0, 2),
+        "top_p": st.floats(0.01, 1),
+        "top_k": st.integers(-1, 100),
+        "min_p": st.floats(0, 1),
+        "presence_penalty": st.floats(-2, 2),
+        "frequency_penalty": st.floats(-2, 2),
+        "repetition_penalty": st.floats(0.5, 2),
+        "seed": st.integers(-(2**63), 2**64 - 1),
+        "stop": st.text(min_size=1, max_size=3) | st.lists(st.text(min_size=1, max_size=3), max_size=4),
+        "stop_token_ids": st.lists(st.integers(0, 300), max_size=3),
+        "logit_bias": st.dictionaries(st.integers(0, 300).map(str), st.floats(-100, 100), max_size=3),
+        "ignore_eos": st.booleans(),
+        "include_stop_str_in_output": st.booleans(),
+        "skip_special_tokens": st.booleans(),
+        "return_token_ids": st.booleans(),
+        "echo": st.booleans(),
+        "priority": st.integers(-10, 10),
+        "cache_salt": st.text(min_size=1, max_size=5),
+        "timeout": st.floats(5, 100),
+        "stream": st.booleans(),
+    },
+)
+TEXT = st.text(max_size=20)
+CHATS = st.fixed_dictionaries(
+    {
+        "messages": st.lists(
+            st.fixed_dictionaries(
+                {
+                    "role": st.sampled_from(["system", "user", "assistant"]),
+                    "content": TEXT | st.lists(TEXT.map(lambda text: {"type": "text", "text": text}), max_size=2),
+                }
+            ),
+            min_size=1,
+            max_size=3,
+        )
+    },
+    optional={"logprobs": st.booleans(), "chat_template_kwargs": st.dictionaries(TEXT, TEXT, max_size=2)},
+)
+PROMPTS = st.fixed_dictionaries(
+    {"prompt": TEXT | st.lists(TEXT, min_size=1, max_size=3) | st.lists(st.integers(0, 255), min_size=1, max_size=20)},
+    optional={"logprobs": st.integers(0, 20), "suffix": st.just("")},
+)
+
+
+@pytest.mark.parametrize(
+    "path, bodies, whole, event",
+    [
+        ("/v1/chat/completions", CHATS, answers.ChatCompletion, answers.ChatCompletionChunk),
+        ("/v1/completions", PROMPTS, answers.Completion, answers.Completion),
+    ],
+)
+def test_everything_within_the_ranges_is_answered_as_described(url, session, path, bodies, whole, event):
+    answered = 0
+
+    @settings(fuzzed, max_examples=4 * EXAMPLES)
+    @given(body=bodies, sampling=SAMPLING)
+    def check(body: dict[str, Any], sampling: dict[str, Any]) -> None:
+        nonlocal answered
+        with session.post(url + path, json={**body, **sampling}, timeout=ANSWER_SECONDS_MAX) as response:
+            content = response.content
+        if response.status_code != 200:
+            # An empty prompt, or fields that exclude each other: refused, with the field.
+            assert response.status_code == 400
+            assert msgspec.json.decode(content, type=answers.Error).error.param is not None, content
+            return
+        answered += 1
+        if not sampling.get("stream"):
+            msgspec.json.decode(content, type=whole)
+            return
+        *events, done, end = content.split(b"\n\n")
+        assert (done, end) == (b"data: [DONE]", b"")
+        for line in events:
+            msgspec.json.decode(line.removeprefix(b"data: "), type=event)
+
+    check()
+    assert answered > 2 * EXAMPLES

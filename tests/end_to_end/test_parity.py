@@ -1,0 +1,176 @@
+"""The same weights give the same greedy tokens as transformers, whatever the schedule: float32, the whole engine.
+
+The reference generates each prompt alone. Tokens must be identical; log probabilities differ by the order of additions
+only (float32, 30 layers: below 1e-3, measured below 1e-4).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import trio
+
+from trioserve import SamplingParams, open_engine
+from trioserve.contracts.events import TokenLogprob
+from trioserve.contracts.stats import EngineStats
+from trioserve.model.loading.default_model import find_default_model
+from trioserve.testing.invariants import check_idle
+
+OUTPUT_TOKENS = 64
+LOGPROB_TOLERANCE = 1e-3
+KV_BYTES_PER_TOKEN = 2 * 30 * 3 * 64 * 4
+
+COMMON = "You are reading a list of short exercises. Continue each one in plain English, without comments.\n\n"
+PROMPTS = [
+    COMMON + text
+    for text in (
+        "The capital of France is",
+        "Once upon a time, in a village by the sea,",
+        "def fibonacci(n):\n",
+        "1, 2, 3, 5, 8,",
+        "Dear Sir or Madam,",
+        "Water boils at",
+        "The three primary colours are",
+    )
+] + [
+    "The quick brown fox",
+    "import numpy as np\n\n",
+    "Q: Who wrote Hamlet?\nA:",
+    "In 1969, the first",
+    "A",
+    "Roses are red,",
+    "To be, or not to be,",
+    "SELECT name FROM users WHERE",
+    "Die Hauptstadt von Deutschland ist",
+    "<|im_start|>user\nWhat is a cancel scope?<|im_end|>\n<|im_start|>assistant\n",
+    "The following is a very long list of animals: " + "cat, dog, horse, cow, sheep, goat, " * 12,
+    "x = 3\ny = 4\nprint(x + y)  #",
+    "There are seven days in a week:",
+]
+
+
+class Answer:
+    def __init__(self) -> None:
+        self.prompt_token_ids: tuple[int, ...] = ()
+        self.token_ids: tuple[int, ...] = ()
+        self.logprobs: tuple[TokenLogprob, ...] = ()
+        self.cached_token_count = 0
+
+
+class Reference:
+    """transformers' own model, float32. Greedy generation gives exactly those tokens each of which is the most likely
+    one after the tokens before it; so a whole answer is checked in one forward pass."""
+
+    def __init__(self) -> None:
+        path = find_default_model("smollm2")
+        assert path is not None
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, dtype=torch.float32
+        ).eval()
+
+    @torch.inference_mode()
+    def continued(self, prompt_token_ids: tuple[int, ...], answer: tuple[int, ...]) -> tuple[list[int], list[float]]:
+        """The most likely token at each place of the answer, and its log probability."""
+        logits = self.model(torch.tensor([prompt_token_ids + answer])).logits[0, len(prompt_token_ids) - 1 : -1]
+        best = torch.log_softmax(logits, dim=-1).max(dim=-1)
+        return best.indices.tolist(), best.values.tolist()
+
+    def generated(self, prompt_token_ids: tuple[int, ...]) -> list[int]:
+        output = self.model.generate(
+            torch.tensor([prompt_token_ids]),
+            attention_mask=torch.ones(1, len(prompt_token_ids)),
+            do_sample=False,
+            min_new_tokens=OUTPUT_TOKENS,
+            max_new_tokens=OUTPUT_TOKENS,
+            eos_token_id=[],
+            pad_token_id=0,
+        )
+        return output[0, len(prompt_token_ids) :].tolist()
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return Reference()
+
+
+def answers_of(
+    prompts: list[str] = PROMPTS, *, rounds: int = 1, at_a_time: int = len(PROMPTS), **options: Any
+) -> tuple[list[Answer], EngineStats]:
+    """Each prompt's answer in the last of `rounds` rounds, and the engine's figures at the end."""
+    sampling = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, logprobs=1)
+
+    async def main() -> tuple[list[Answer], EngineStats]:
+        async with open_engine("smollm2", dtype="float32", max_model_len=512, **options) as engine:
+            answers: list[Answer] = []
+            limiter = trio.CapacityLimiter(at_a_time)
+
+            async def ask(prompt: str, answer: Answer) -> None:
+                async with limiter, engine.generate(prompt, sampling) as stream:
+                    async for delta in stream:
+                        answer.token_ids += delta.token_ids
+                        answer.logprobs += delta.logprobs or ()
+                    answer.prompt_token_ids = stream.prompt_token_ids
+                    answer.cached_token_count = stream.cached_token_count
+
+            for _ in range(rounds):
+                answers = [Answer() for _ in prompts]
+                async with trio.open_nursery() as nursery:
+                    for prompt, answer in zip(prompts, answers, strict=True):
+                        nursery.start_soon(ask, prompt, answer)
+            check_idle(engine._core)
+            return answers, engine.stats()
+
+    return trio.run(main)
+
+
+def check_equal(answers: list[Answer], reference: Reference) -> None:
+    for answer in answers:
+        token_ids, logprobs = reference.continued(answer.prompt_token_ids, answer.token_ids)
+        assert len(answer.token_ids) == OUTPUT_TOKENS
+        assert list(answer.token_ids) == token_ids
+        for ours, theirs in zip(answer.logprobs, logprobs, strict=True):
+            assert ours.logprob == pytest.approx(theirs, abs=LOGPROB_TOLERANCE)
+
+
+def test_one_after_another_is_what_transformers_generates(reference):
+    answers, stats = answers_of(PROMPTS[:2], at_a_time=1, enable_prefix_caching=False)
+    check_equal(answers, reference)
+    assert [list(answer.token_ids) for answer in answers] == [
+        reference.generated(answer.prompt_token_ids) for answer in answers
+    ]
+    assert stats.steps_total >= 2 * OUTPUT_TOKENS
+
+
+def test_batched(reference):
+    assert len(PROMPTS) == 20
+    answers, stats = answers_of(enable_prefix_caching=False)
+    check_equal(answers, reference)
+    assert stats.steps_total < 3 * OUTPUT_TOKENS
+
+
+def test_with_prompts_in_chunks(reference):
+    answers, stats = answers_of(enable_prefix_caching=False, max_num_seqs=8, max_num_batched_tokens=11)
+    check_equal(answers, reference)
+    assert stats.steps_total > 3 * OUTPUT_TOKENS
+
+
+def test_with_prefix_hits(reference):
+    answers, stats = answers_of(rounds=2)
+    check_equal(answers, reference)
+    assert stats.prefix_hit_tokens_total > 0
+    assert sum(answer.cached_token_count > 0 for answer in answers) >= 8
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [False, True])
+def test_with_preemption(reference, enable_prefix_caching):
+    # 36 blocks of 16 tokens, where the 20 sequences want more than 120 at the end.
+    memory = 36 * 16 * KV_BYTES_PER_TOKEN / 2**30
+    answers, stats = answers_of(
+        kv_cache_memory=memory, max_num_batched_tokens=64, enable_prefix_caching=enable_prefix_caching
+    )
+    check_equal(answers, reference)
+    assert stats.blocks_total == 36
+    assert stats.preemptions_total > 3

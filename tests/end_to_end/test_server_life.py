@@ -1,0 +1,228 @@
+"""Starting, refusing to start, draining, and being killed by a signal, as a user sees it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+ANSWER_SECONDS_MAX = 120
+
+
+def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "trioserve", *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=ANSWER_SECONDS_MAX,
+        check=False,
+    )
+
+
+def check_refusal(result: subprocess.CompletedProcess[str], *words: str) -> None:
+    """One clear sentence and a non-zero exit, no traceback."""
+    assert result.returncode != 0
+    assert "Traceback" not in result.stderr
+    *progress, sentence = result.stderr.strip().splitlines()
+    assert all(line.startswith("loading ") for line in progress), result.stderr
+    assert sentence.startswith("trioserve: ")
+    for word in words:
+        assert word in sentence
+
+
+def test_a_wrong_path_is_one_sentence():
+    check_refusal(run("--model", "/nowhere/at-all", "--port", "0"), "/nowhere/at-all", "not found")
+
+
+def test_a_directory_without_weights_is_one_sentence(tmp_path: Path):
+    check_refusal(run("--model", str(tmp_path), "--port", "0"), str(tmp_path), "no weights")
+
+
+def test_a_truncated_file_is_one_sentence(tmp_path: Path):
+    from trioserve.model.loading.default_model import find_default_model
+
+    whole = find_default_model("smollm2")
+    assert whole is not None
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(whole.read_bytes()[:50_000_000])
+    check_refusal(run("--model", str(damaged), "--port", "0"), "damaged.gguf")
+
+
+def test_a_corrupt_file_is_one_sentence(tmp_path: Path):
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(b"GGUF" + bytes(range(256)) * 100)
+    check_refusal(run("generate", "--model", str(damaged), "hello"), "damaged.gguf")
+
+
+def test_an_unknown_architecture_is_one_sentence(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}))
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    check_refusal(run("--model", str(tmp_path), "--port", "0"), "Mamba", "Llama")
+
+
+def test_a_port_in_use_is_one_sentence_and_known_before_the_model_is_loaded():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = run("--port", str(port))
+    check_refusal(result, str(port), "in use")
+    assert "loading" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--max-num-seqs", "0"], ["--max-num-seqs", "'0'"]),
+        (["--port", "http"], ["--port", "'http'"]),
+        (["--max-num-batched-tokens", "8"], ["--max-num-batched-tokens", "--max-num-seqs"]),
+        (["--max-model-len", "100000"], ["--max-model-len", "8192"]),
+        (["--kv-cache-memory", "0.01", "--max-model-len", "8192"], ["KV cache", "8192"]),
+        (["--kv-cache-memory", "-1"], ["--kv-cache-memory", "'-1'"]),
+        (["--kv-cache-memory", "100000"], ["KV cache", "are free"]),
+        (["--ssl-certfile", "/nowhere.pem"], ["/nowhere.pem"]),
+        (["--ssl-keyfile", "/nowhere.pem"], ["--ssl-certfile"]),
+        (["--ssl-ca-certs", "/nowhere.pem"], ["--ssl-certfile"]),
+        (["--ssl-client-certs", "required"], ["--ssl-certfile"]),
+        (["--cors-origin", "chat.example.org"], ["CORS origin", "https://"]),
+        (["--max-connections", "0"], ["--max-connections", "'0'"]),
+        (["--stall-timeout", "0"], ["--stall-timeout", "'0'"]),
+        (["--api-key", "k\u00e9y"], ["API key"]),
+        (["--config", "/nowhere.toml"], ["/nowhere.toml"]),
+    ],
+)
+def test_a_bad_option_is_one_sentence(flags, words):
+    check_refusal(run("--port", "0", *flags), *words)
+
+
+def test_generate_answers_one_prompt():
+    result = run("generate", "--temperature", "0", "--max-tokens", "12", "What is the capital of France?")
+    assert result.returncode == 0
+    assert "Paris" in result.stdout
+
+
+def test_generate_reads_a_raw_prompt_from_standard_input():
+    result = run("generate", "--raw", "--temperature", "0", "--max-tokens", "8", "-", stdin="1, 2, 3, 4,")
+    assert result.returncode == 0
+    assert "5" in result.stdout
+
+
+def test_chat_remembers_what_was_said():
+    result = run(
+        "chat", "--temperature", "0", "--max-tokens", "20", stdin="My name is Ada.\nWhat is my name?\n/new\nHi\n"
+    )
+    assert result.returncode == 0
+    assert "Ada" in result.stdout.splitlines()[1]
+
+
+def stream(url: str, max_tokens: int) -> list[bytes]:
+    """The events of a streamed completion, until the server ends it."""
+    body = json.dumps({"prompt": "Once", "max_tokens": max_tokens, "stream": True, "ignore_eos": True}).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", data=body, headers={"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=ANSWER_SECONDS_MAX) as answer:
+        return [line for line in answer if line.strip()]
+
+
+class Client(threading.Thread):
+    """Reads one stream in the background."""
+
+    def __init__(self, url: str, max_tokens: int) -> None:
+        super().__init__(daemon=True)
+        self.url = url
+        self.max_tokens = max_tokens
+        self.events: list[bytes] = []
+        self.error: OSError | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.events = stream(self.url, self.max_tokens)
+        except OSError as error:
+            self.error = error
+
+
+def wait_until_running(server, count: int) -> None:
+    for _ in range(2000):
+        if server.metric("trioserve:num_requests_running") == count:
+            return
+    raise AssertionError("no request runs")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains_and_running_requests_finish(start_server, number):
+    server = start_server()
+    client = Client(server.url, max_tokens=40)
+    wait_until_running(server, 1)
+    assert server.stop(number) == 0
+    client.join(ANSWER_SECONDS_MAX)
+    assert client.error is None
+    assert client.events[-1].strip() == b"data: [DONE]"
+    assert len(client.events) > 30
+
+
+def test_the_deadline_of_a_drain_ends_a_request_with_an_error_event(start_server):
+    server = start_server("--drain-timeout", "0.2")
+    client = Client(server.url, max_tokens=5000)
+    wait_until_running(server, 1)
+    assert server.stop() == 0
+    client.join(ANSWER_SECONDS_MAX)
+    last = json.loads(client.events[-1].removeprefix(b"data: "))
+    assert "shutting down" in last["error"]["message"]
+
+
+def test_a_signal_while_loading_ends_at_once():
+    process = subprocess.Popen([sys.executable, "-m", "trioserve", "--port", "0"], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    with process.stderr:
+        assert "loading" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+    assert process.wait(ANSWER_SECONDS_MAX) == 130
+    assert "Traceback" not in rest
+    assert "serving" not in rest
+
+
+def test_hypercorn_serves_the_same_api(start_server):
+    server = start_server("--frontend", "hypercorn")
+    assert stream(server.url, max_tokens=3)[-1].strip() == b"data: [DONE]"
+    assert any("hypercorn" in line.lower() for line in server.lines)
+    assert server.stop() == 0
+
+
+@pytest.mark.parametrize("frontend", ["native", "hypercorn"])
+def test_a_client_that_stopped_reading_does_not_hold_up_the_end(start_server, frontend):
+    server = start_server("--frontend", frontend, "--drain-timeout", "0.5")
+    host, port = server.url.removeprefix("http://").split(":")
+    # Some 20 KB a step: what the kernel takes for a client that does not read is full after a few.
+    wide = {"prompt": "Once", "max_tokens": 4000, "n": 8, "logprobs": 20, "stream": True, "ignore_eos": True}
+    body = json.dumps(wide).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    with socket.socket() as stalled:
+        stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        stalled.connect((host, int(port)))
+        stalled.sendall(head + body)
+        wait_until_running(server, 8)
+        tokens_before = server.metric("trioserve:generation_tokens_total")
+        while server.metric("trioserve:generation_tokens_total") < tokens_before + 8 * 40:
+            pass
+        assert server.stop() == 0
+
+
+def test_output_into_a_closed_pipe_is_no_traceback():
+    with subprocess.Popen(
+        [sys.executable, "-m", "trioserve", "generate", "--max-tokens", "30", "hi"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
+    assert process.returncode != 0

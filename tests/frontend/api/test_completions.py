@@ -1,0 +1,293 @@
+"""POST /v1/completions: shapes of prompts, several at once, echoes, and OpenAI's older shape of logprobs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import trio
+from openai.types import Completion
+
+from trioserve.contracts.errors import EngineFault, Overloaded
+from trioserve.contracts.events import FinishReason
+from trioserve.contracts.output import Delta
+
+PATH = "/v1/completions"
+
+
+def chunks(exchange: Any) -> list[Any]:
+    *events, done = exchange.events()
+    assert done == "[DONE]"
+    for event in events:
+        # The client reads chunks with the same class as whole answers, although these nulls are usual in chunks.
+        filled = [
+            {**choice, "finish_reason": choice["finish_reason"] or "stop", "logprobs": None}
+            for choice in event["choices"]
+        ]
+        Completion.model_validate({**event, "choices": filled}, strict=True)
+    return events
+
+
+def streamed_texts(exchange: Any) -> dict[int, str]:
+    texts: dict[int, str] = {}
+    for chunk in chunks(exchange):
+        for choice in chunk["choices"]:
+            texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    return texts
+
+
+async def test_whole_answer_is_a_text_completion(api: Any) -> None:
+    exchange = await api.complete()
+    answer = Completion.model_validate(exchange.json(), strict=True)
+    assert (answer.object, answer.model) == ("text_completion", "letters")
+    assert answer.id == "cmpl-" + exchange.answer_headers["x-request-id"]
+    [choice] = answer.choices
+    assert (choice.index, choice.text, choice.finish_reason, choice.logprobs) == (0, "Hello!", "stop", None)
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (3, 6, 9)
+    assert api.left()
+
+
+async def test_stream_gives_text_then_the_finish_reason_then_done(api: Any) -> None:
+    exchange = await api.complete(stream=True, stream_options={"include_usage": True})
+    assert streamed_texts(exchange) == {0: "Hello!"}
+    *texts, usage = exchange.events()[:-1]
+    assert [event["choices"][0]["finish_reason"] for event in texts] == [None, "stop"]
+    assert all(event["usage"] is None for event in texts)
+    assert usage["choices"] == []
+    assert usage["usage"]["total_tokens"] == 9
+
+
+@pytest.mark.parametrize(
+    "prompt, prompts",
+    [
+        ("ab", ["ab"]),
+        ([97, 98], [[97, 98]]),
+        (["a", "bc"], ["a", "bc"]),
+        ([[97], [98, 99]], [[97], [98, 99]]),
+    ],
+)
+async def test_a_prompt_has_four_shapes(api: Any, prompt: Any, prompts: list[Any]) -> None:
+    answer = (await api.complete(prompt=prompt)).json()
+    assert [stream.prompt for stream in api.engine.streams] == prompts
+    assert [choice["index"] for choice in answer["choices"]] == list(range(len(prompts)))
+
+
+@pytest.mark.parametrize(
+    "fields, param",
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[1], []]}, "prompt[1]"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": [[1], "a"]}, "prompt"),
+        ({"prompt": [True]}, "prompt[0]"),
+        ({"prompt": [2**40]}, "prompt[0]"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": ["a"] * 129}, "prompt"),
+        ({"best_of": 3}, "best_of"),
+        ({"suffix": "end"}, "suffix"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1, "echo": True}, "max_tokens"),
+        ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"use_beam_search": True}, "use_beam_search"),
+    ],
+)
+async def test_what_cannot_be_served_is_refused_with_the_field(api: Any, fields: dict[str, Any], param: str) -> None:
+    await api.check_refused(PATH, {"prompt": "ab", **fields}, param=param)
+    assert api.engine.streams == []
+
+
+async def test_no_prompt_is_refused(api: Any) -> None:
+    await api.check_refused(PATH, {"model": "letters"}, param="prompt")
+
+
+async def test_best_of_that_ranks_nothing_is_taken(api: Any) -> None:
+    assert (await api.complete(best_of=1)).status == 200
+    assert (await api.complete(best_of=2, n=2)).status == 200
+
+
+async def test_sixteen_tokens_are_made_unless_another_number_or_null_is_given(api: Any) -> None:
+    for fields in ({}, {"max_tokens": 5}, {"max_tokens": None}):
+        await api.complete(**fields)
+    assert [stream.sampling.max_tokens for stream in api.engine.streams] == [16, 5, None]
+
+
+async def test_special_tokens_can_be_left_out(api: Any) -> None:
+    await api.complete(prompt="ab")
+    await api.complete(prompt="ab", add_special_tokens=False)
+    assert [options["add_special_tokens"] for options in api.engine.options] == [True, False]
+
+
+# --- several prompts ---
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_choices_are_numbered_prompt_by_prompt(api: Any, stream: bool) -> None:
+    def repeat(prompt_token_ids: tuple[int, ...], sampling: Any) -> list[Delta]:
+        return [
+            Delta(
+                index=index,
+                text=f"{chr(prompt_token_ids[-1])}{index}",
+                token_ids=(1, 2),
+                finish_reason=FinishReason.LENGTH,
+            )
+            for index in range(sampling.n)
+        ]
+
+    api.engine.script = repeat
+    exchange = await api.complete(prompt=["x", "y"], n=2, stream=stream)
+    expected = {0: "x0", 1: "x1", 2: "y0", 3: "y1"}
+    if stream:
+        assert streamed_texts(exchange) == expected
+    else:
+        answer = exchange.json()
+        assert {choice["index"]: choice["text"] for choice in answer["choices"]} == expected
+        assert answer["usage"]["prompt_tokens"] == 4
+        assert answer["usage"]["completion_tokens"] == 8
+    assert len({stream.id for stream in api.engine.streams}) == 1
+    assert api.left()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_prompt_that_fails_cancels_the_others(
+    api: Any, stream: bool, autojump_clock: trio.testing.MockClock
+) -> None:
+    def script(prompt_token_ids: tuple[int, ...], sampling: Any) -> list[Any]:
+        if prompt_token_ids[-1] == ord("b"):
+            return [Delta(index=0, text="", token_ids=(), finish_reason=FinishReason.ERROR, message="no memory")]
+        return [trio.Event()]
+
+    api.engine.script = script
+    with trio.fail_after(1):
+        exchange = await api.complete(prompt=["a", "b", "c"], stream=stream)
+    error = exchange.events()[-1] if stream else exchange.json()
+    assert error["error"]["message"] == "no memory"
+    assert error["error"]["code"] == "request_failed"
+    assert api.left()
+
+
+async def test_an_engine_fault_in_all_streams_is_told_once(api: Any) -> None:
+    api.engine.script = lambda *_: [EngineFault("broken")]
+    exchange = await api.complete(prompt=["a", "b"], stream=True)
+    assert [event["error"]["code"] for event in exchange.events()] == ["engine_fault"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_that_is_refused_takes_the_others_back(api: Any, stream: bool) -> None:
+    api.engine.enter_errors = [None, Overloaded("full", reason="queue_full", retry_after_seconds=1)]
+    exchange = await api.complete(prompt=["a", "b", "c"], stream=stream)
+    assert exchange.status == 429
+    assert [stream.entered for stream in api.engine.streams] == [True, False]
+    assert api.left()
+
+
+async def test_a_client_that_leaves_takes_all_prompts_along(api: Any, autojump_clock: trio.testing.MockClock) -> None:
+    api.engine.script = lambda *_: [trio.Event()]
+    exchange = api.exchange("POST", PATH, {"prompt": ["a", "b", "c"], "stream": True})
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(api.app, exchange)
+        await trio.testing.wait_all_tasks_blocked()
+        assert len(api.engine.streams) == 3
+        nursery.cancel_scope.cancel()
+    assert all(stream.left for stream in api.engine.streams)
+
+
+@pytest.mark.parametrize("prompt", ["a", ["a", "b", "c"]])
+async def test_a_slow_client_stops_the_reading(api: Any, prompt: Any, autojump_clock: trio.testing.MockClock) -> None:
+    api.engine.script = api.say(*["word "] * 50)
+    exchange = api.exchange("POST", PATH, {"prompt": prompt, "stream": True})
+    exchange.gate = trio.Event()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(api.app, exchange)
+        await trio.testing.wait_all_tasks_blocked()
+        # One delta in the client's hands, and one that waits to follow it.
+        assert sum(stream.taken_count for stream in api.engine.streams) <= 1 + len(api.engine.streams)
+        exchange.gate.set()
+    assert set(streamed_texts(exchange).values()) == {"word " * 50}
+
+
+# --- logprobs and echoes ---
+
+
+async def test_logprobs_are_four_lists(api: Any) -> None:
+    answer = Completion.model_validate((await api.complete(logprobs=2)).json(), strict=True)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens == list("Hello!")
+    assert logprobs.token_logprobs == [-0.5] * 6
+    assert logprobs.top_logprobs is not None
+    assert logprobs.top_logprobs[0] == {"H": -0.5, "I": -1.5}
+    assert logprobs.text_offset == [0, 1, 2, 3, 4, 5]
+
+
+async def test_offsets_count_on_from_chunk_to_chunk(api: Any) -> None:
+    events = (await api.complete(logprobs=0, stream=True)).events()[:-1]
+    offsets = [offset for event in events for offset in event["choices"][0]["logprobs"]["text_offset"]]
+    assert offsets == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("prompt", ["ab", [1, 97, 98]])
+async def test_echo_puts_the_prompt_before_each_choice(api: Any, prompt: Any) -> None:
+    answer = (await api.complete(prompt=prompt, echo=True, n=2)).json()
+    assert [choice["text"] for choice in answer["choices"]] == ["abHello!"] * 2
+    assert streamed_texts(await api.complete(prompt=prompt, echo=True, n=2, stream=True)) == {
+        0: "abHello!",
+        1: "abHello!",
+    }
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_echo_with_logprobs_has_those_of_the_prompt_first(api: Any, stream: bool) -> None:
+    exchange = await api.complete(echo=True, logprobs=1, stream=stream)
+    pieces = [event["choices"][0]["logprobs"] for event in exchange.events()[:-1]] if stream else []
+    pieces = pieces or [exchange.json()["choices"][0]["logprobs"]]
+    joined = {name: [value for piece in pieces for value in piece[name]] for name in pieces[0]}
+    assert joined["tokens"] == ["\x01", "a", "b", *"Hello!"]
+    assert joined["token_logprobs"] == [None] + [-0.5] * 8
+    assert joined["top_logprobs"][0] is None
+    assert joined["text_offset"] == list(range(9))
+    assert api.engine.streams[0].sampling.prompt_logprobs == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_alone_can_be_scored(api: Any, stream: bool) -> None:
+    exchange = await api.complete(echo=True, logprobs=0, max_tokens=0, stream=stream)
+    if stream:
+        assert streamed_texts(exchange) == {0: "ab"}
+        assert exchange.events()[-2]["choices"][0]["finish_reason"] == "length"
+    else:
+        answer = exchange.json()
+        [choice] = answer["choices"]
+        assert (choice["text"], choice["finish_reason"]) == ("ab", "length")
+        assert choice["logprobs"]["token_logprobs"] == [None, -0.5, -0.5]
+        assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (3, 0)
+
+
+async def test_prompt_logprobs_come_by_token_id(api: Any) -> None:
+    answer = (await api.complete(prompt_logprobs=1)).json()
+    assert [entry and list(entry) for entry in answer["choices"][0]["prompt_logprobs"]] == [
+        None,
+        ["97", "98"],
+        ["98", "99"],
+    ]
+
+
+async def test_token_ids_come_when_asked(api: Any) -> None:
+    choice = (await api.complete(return_token_ids=True)).json()["choices"][0]
+    assert choice["token_ids"] == list(map(ord, "Hello!"))
+    assert choice["prompt_token_ids"] == [1, 97, 98]
+    events = (await api.complete(return_token_ids=True, stream=True)).events()[:-1]
+    assert events[0]["choices"][0]["prompt_token_ids"] == [1, 97, 98]
+    assert [i for event in events for i in event["choices"][0].get("token_ids", [])] == list(map(ord, "Hello!"))
+
+
+async def test_what_stopped_it_is_told(api: Any) -> None:
+    def script(*_: Any) -> list[Delta]:
+        return [Delta(index=0, text="a", token_ids=(97,), finish_reason=FinishReason.STOP, stop_reason="END")]
+
+    api.engine.script = script
+    assert (await api.complete()).json()["choices"][0]["stop_reason"] == "END"
+    assert (await api.complete(stream=True)).events()[-2]["choices"][0]["stop_reason"] == "END"

@@ -1,0 +1,188 @@
+"""Deadlines, live requests and keep-alive comments as clients see them: the whole server in memory."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+import trioserve.frontend.routes as routes
+from trioserve.testing.invariants import check_idle
+from trioserve.testing.memory_server import MemoryServer, open_memory_server
+
+
+class Answer:
+    def __init__(self, raw: bytes) -> None:
+        head, _, self.body = raw.partition(b"\r\n\r\n")
+        lines = head.decode().split("\r\n")
+        self.status = int(lines[0].split()[1])
+        self.headers = {line.partition(":")[0].lower(): line.partition(":")[2].strip() for line in lines[1:]}
+
+    @property
+    def json(self):
+        return json.loads(self.body)
+
+
+class Asking:
+    """One request over HTTP/1.1 whose answer ends with the connection."""
+
+    def __init__(self, server: MemoryServer) -> None:
+        self.stream = server.connect()
+        self.raw = b""
+
+    async def ask(self, method: str, path: str, body: object = None, **headers: str) -> Answer:
+        data = b"" if body is None else json.dumps(body).encode()
+        fields = {"host": "test", "connection": "close", "content-length": str(len(data)), **headers}
+        head = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in fields.items())
+        await self.stream.send_all(f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + data)
+        async for piece in self.stream:
+            self.raw += piece
+        return Answer(self.raw)
+
+
+def completion(prompt: str = "prompt", **more: object) -> dict[str, object]:
+    return {"prompt": prompt, "max_tokens": 100, "temperature": 0, "ignore_eos": True, **more}
+
+
+async def ask(server: MemoryServer, method: str, path: str, body: object = None, **headers: str) -> Answer:
+    return await Asking(server).ask(method, path, body, **headers)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("fields", "headers", "reason", "seconds"),
+    [
+        ({"queue_timeout": 2}, {}, "queue_timeout", 2),
+        ({}, {"x_queue_timeout": "1.5"}, "queue_timeout", 1.5),
+        ({}, {"x_ttft_timeout": "2"}, "ttft_timeout", 2),
+        ({}, {"x_request_timeout": "3"}, "timeout", 3),
+        ({"timeout": 1}, {"x_request_timeout": "3"}, "timeout", 1),
+    ],
+)
+async def test_time_that_ran_out_in_the_line_is_a_504(stream, fields, headers, reason, seconds, autojump_clock):
+    async with (
+        open_memory_server(step_seconds=0.1, running_requests_max=1) as server,
+        server.fake.engine.generate("in the way") as _,
+    ):
+        await trio.sleep(0.25)
+        started_at = trio.current_time()
+        answer = await ask(server, "POST", "/v1/completions", completion(stream=stream, **fields), **headers)
+        assert trio.current_time() - started_at == pytest.approx(seconds, abs=0.01)
+        assert answer.status == 504
+        assert answer.headers["x-trioserve-reason"] == answer.json["error"]["code"] == reason
+        assert int(answer.headers["retry-after"]) > 0
+
+
+async def test_time_that_runs_out_in_the_middle_of_a_stream_is_an_error_event_and_no_clean_end(autojump_clock):
+    async with open_memory_server(step_seconds=0.1) as server:
+        answer = await ask(server, "POST", "/v1/completions", completion(stream=True, timeout=1.05))
+        assert answer.status == 200
+        events = [line for line in answer.body.split(b"\n") if line.startswith(b"data: ")]
+        assert json.loads(events[-1].removeprefix(b"data: "))["error"]["code"] == "timeout"
+        assert b"[DONE]" not in answer.body
+        assert len(events) > 8
+        await trio.sleep(0.2)
+        check_idle(server.fake.core)
+
+
+@pytest.mark.parametrize(
+    ("fields", "headers", "param"),
+    [
+        ({"timeout": -1}, {}, "timeout"),
+        ({"queue_timeout": "x"}, {}, "queue_timeout"),
+        ({}, {"x_ttft_timeout": "soon"}, "X-TTFT-Timeout"),
+    ],
+)
+async def test_a_bad_deadline_is_a_400_that_names_it(fields, headers, param, autojump_clock):
+    async with open_memory_server() as server:
+        answer = await ask(server, "POST", "/v1/completions", completion(**fields), **headers)
+        assert answer.status == 400
+        assert answer.json["error"]["param"] == param
+
+
+async def test_a_request_is_listed_and_aborted_by_its_id_and_its_client_gets_a_last_event(autojump_clock):
+    async with open_memory_server(step_seconds=0.1) as server, trio.open_nursery() as nursery:
+        client = Asking(server)
+        nursery.start_soon(
+            lambda: client.ask("POST", "/v1/completions", completion(stream=True), **{"x-request-id": "r/1"})
+        )
+        await trio.sleep(0.45)
+        listed = (await ask(server, "GET", "/v1/requests")).json["data"]
+        assert [(one["id"], one["state"], one["phase"]) for one in listed] == [("r/1", "running", "decode")]
+        assert listed[0]["blocks"] > 0
+        assert listed[0]["prompt_tokens"] == 6
+
+        assert (await ask(server, "DELETE", "/v1/requests/r/2")).status == 404
+        answer = await ask(server, "DELETE", "/v1/requests/r%2F1")
+        assert (answer.status, answer.json["result"]) == (200, "aborted")
+        await wait_all_tasks_blocked()
+        last = [line for line in client.raw.split(b"\n") if line.startswith(b"data: ")][-1]
+        assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "request_aborted"
+        await trio.sleep(0.2)
+        check_idle(server.fake.core)
+        answer = await ask(server, "POST", "/v1/requests/abort", {"ids": ["r/1", "never", "r/1"]})
+        assert [(one["id"], one["result"]) for one in answer.json["data"]] == [
+            ("r/1", "already_finished"),
+            ("never", "unknown"),
+        ]
+
+
+async def test_a_key_sees_and_aborts_its_own_requests_and_the_admin_all(autojump_clock, monkeypatch):
+    monkeypatch.setattr(
+        "trioserve.testing.memory_server.App",
+        lambda engine: routes.App(engine, api_keys=["one", "two"], admin_api_key="boss"),
+    )
+    async with open_memory_server(step_seconds=0.1) as server, trio.open_nursery() as nursery:
+
+        def as_key(key: str, method: str, path: str, body: object = None, request_id: str = "x"):
+            headers = {"authorization": f"Bearer {key}", "x-request-id": request_id}
+            return Asking(server).ask(method, path, body, **headers)
+
+        nursery.start_soon(lambda: as_key("one", "POST", "/v1/completions", completion(), "of-one"))
+        nursery.start_soon(lambda: as_key("two", "POST", "/v1/completions", completion(), "of-two"))
+        await trio.sleep(0.35)
+
+        async def seen_by(key: str) -> set[str]:
+            return {one["id"] for one in (await as_key(key, "GET", "/v1/requests")).json["data"]}
+
+        assert await seen_by("one") == {"of-one"}
+        assert await seen_by("two") == {"of-two"}
+        assert await seen_by("boss") == {"of-one", "of-two"}
+        assert (await ask(server, "GET", "/v1/requests")).status == 401
+        assert (await as_key("one", "DELETE", "/v1/requests/of-two")).status == 404
+        assert server.fake.core.stats().running_count == 2
+        assert (await as_key("two", "DELETE", "/v1/requests/of-two")).json["result"] == "aborted"
+        assert (await as_key("boss", "DELETE", "/v1/requests/of-one")).json["result"] == "aborted"
+
+
+async def test_a_long_prefill_is_bridged_by_comments_which_count_for_nothing(autojump_clock):
+    async with open_memory_server(step_seconds=10, step_tokens_max=8) as server:
+        answer = await ask(server, "POST", "/v1/completions", completion("p" * 40, stream=True, max_tokens=2))
+        # Five steps of prompt and one of decoding, 10 s each: a comment every 15 s until the first token at 50 s.
+        assert answer.body.count(b": keep-alive\n\n") == 3
+        assert b"data: [DONE]\n\n" in answer.body
+        assert answer.body.index(b": keep-alive") < answer.body.index(b"data: ")
+
+
+async def test_several_prompts_are_bridged_by_comments_too_and_lose_no_token(autojump_clock):
+    async with open_memory_server(step_seconds=10, step_tokens_max=8) as server:
+        prompts = ["p" * 20, "q" * 20]
+        body = completion(stream=True, max_tokens=3) | {"prompt": prompts}
+        slow = await ask(server, "POST", "/v1/completions", body)
+    async with open_memory_server() as server:
+        fast = await ask(server, "POST", "/v1/completions", body)
+
+    def texts(answer: Answer) -> dict[int, str]:
+        joined: dict[int, str] = {}
+        for line in answer.body.split(b"\n"):
+            if line.startswith(b"data: {"):
+                for choice in json.loads(line.removeprefix(b"data: "))["choices"]:
+                    joined[choice["index"]] = joined.get(choice["index"], "") + choice["text"]
+        return joined
+
+    assert b": keep-alive" in slow.body
+    assert b": keep-alive" not in fast.body
+    assert texts(slow) == texts(fast)
+    assert set(texts(slow)) == {0, 1}

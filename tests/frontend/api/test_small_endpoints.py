@@ -1,0 +1,118 @@
+"""Models, tokenizing, and what operators ask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from openai.types import Model
+
+from trioserve.contracts.errors import EngineFault
+
+# --- models ---
+
+
+async def test_every_served_name_is_a_model(api: Any) -> None:
+    answer = (await api.call("GET", "/v1/models")).json()
+    assert answer["object"] == "list"
+    models = [Model.model_validate(model, strict=True) for model in answer["data"]]
+    assert [model.id for model in models] == ["letters", "org/letters"]
+    assert {model["max_model_len"] for model in answer["data"]} == {100}
+
+
+async def test_one_model_is_found_by_its_name(api: Any) -> None:
+    model = Model.model_validate((await api.call("GET", "/v1/models/org/letters")).json(), strict=True)
+    assert (model.id, model.created) == ("org/letters", 1_700_000_000)
+
+
+async def test_a_model_that_is_not_served_is_404(api: Any) -> None:
+    exchange = await api.call("GET", "/v1/models/gpt-9")
+    assert exchange.status == 404
+    assert exchange.json()["error"]["code"] == "model_not_found"
+
+
+# --- tokenize and detokenize ---
+
+
+@pytest.mark.parametrize(
+    "body, tokens",
+    [
+        ({"prompt": "ab"}, [1, 97, 98]),
+        ({"prompt": "ab", "add_special_tokens": False}, [97, 98]),
+        ({"prompt": ""}, [1]),
+        ({"messages": [{"role": "user", "content": "a"}]}, [1, *map(ord, "user: a")]),
+    ],
+)
+async def test_a_prompt_or_a_chat_becomes_tokens(api: Any, body: dict[str, Any], tokens: list[int]) -> None:
+    answer = (await api.call("POST", "/tokenize", body)).json()
+    assert answer == {"count": len(tokens), "max_model_len": 100, "tokens": tokens, "token_strs": None}
+
+
+async def test_tokens_come_as_strings_when_asked(api: Any) -> None:
+    answer = (await api.call("POST", "/tokenize", {"prompt": "ab", "return_token_strs": True})).json()
+    assert answer["token_strs"] == ["\x01", "a", "b"]
+
+
+@pytest.mark.parametrize(
+    "body, param",
+    [
+        ({}, "prompt"),
+        ({"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": "a"}], "chat_template": "x"}, "chat_template"),
+        ({"prompt": ["a"]}, "prompt"),
+    ],
+)
+async def test_what_cannot_be_tokenized_is_refused(api: Any, body: dict[str, Any], param: str) -> None:
+    await api.check_refused("/tokenize", body, param=param)
+
+
+async def test_an_unknown_model_is_404_here_too(api: Any) -> None:
+    await api.check_refused("/tokenize", {"prompt": "a", "model": "gpt-9"}, status=404, param="model")
+    await api.check_refused("/detokenize", {"tokens": [1], "model": "gpt-9"}, status=404, param="model")
+
+
+async def test_tokens_become_a_prompt(api: Any) -> None:
+    assert (await api.call("POST", "/detokenize", {"tokens": [97, 98]})).json() == {"prompt": "ab"}
+    assert (await api.call("POST", "/detokenize", {"tokens": []})).json() == {"prompt": ""}
+
+
+@pytest.mark.parametrize(
+    "body, param",
+    [
+        ({"tokens": [97, -1]}, "tokens[1]"),
+        ({"tokens": [0x110000]}, "tokens[0]"),
+        ({"tokens": "ab"}, "tokens"),
+        ({}, "tokens"),
+    ],
+)
+async def test_what_is_no_token_is_refused(api: Any, body: dict[str, Any], param: str) -> None:
+    await api.check_refused("/detokenize", body, param=param)
+
+
+# --- operations ---
+
+
+async def test_health_is_about_the_process_and_ready_about_requests(api: Any) -> None:
+    async def statuses() -> tuple[int, int, str | None]:
+        health, ready = await api.call("GET", "/health"), await api.call("GET", "/ready")
+        return health.status, ready.status, ready.json().get("reason")
+
+    assert await statuses() == (200, 200, None)
+    api.engine.ready = False
+    assert await statuses() == (200, 503, "loading")
+    api.engine.draining = True
+    assert await statuses() == (200, 503, "draining")
+    api.engine.fault = EngineFault("x")
+    assert await statuses() == (200, 503, "engine_fault")
+
+
+async def test_version_is_a_string(api: Any) -> None:
+    assert isinstance((await api.call("GET", "/version")).json()["version"], str)
+
+
+async def test_metrics_are_for_scrapers(api: Any) -> None:
+    await api.chat()
+    exchange = await api.call("GET", "/metrics")
+    assert exchange.answer_headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert b'http_requests_total{model_name="letters",path="/v1/chat/completions",status="200"} 1.0' in exchange.data

@@ -1,0 +1,141 @@
+"""The API over a real engine whose model is played: what whole, streamed, echoed and scored answers have in common."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import trio
+
+from trioserve.contracts.events import AbortOutcome, FinishReason
+from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
+from trioserve.testing.invariants import check_idle
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+@asynccontextmanager
+async def opened(make_api: Any, **options: Any) -> AsyncIterator[tuple[Any, FakeEngine]]:
+    async with open_fake_engine(**options) as fake:
+        api = make_api()
+        api.engine = fake.engine
+        yield api, fake
+        await trio.sleep(1)  # the clock jumps: a step that was in flight ends
+        check_idle(fake.core)
+
+
+def content(events: list[Any], index: int = 0) -> str:
+    choices = [choice for event in events if event != "[DONE]" for choice in event["choices"]]
+    return "".join(
+        choice["delta"].get("content", "") if "delta" in choice else choice["text"]
+        for choice in choices
+        if choice["index"] == index
+    )
+
+
+async def test_whole_and_streamed_answers_are_the_same(make_api: Any, autojump_clock: trio.testing.MockClock) -> None:
+    async with opened(make_api, step_seconds=0.01) as (api, _):
+        for fields in ({"temperature": 0}, {"seed": 7, "n": 3}, {"seed": 7, "logprobs": True}):
+            whole = (await api.chat(max_tokens=20, **fields)).json()
+            events = (await api.chat(max_tokens=20, stream=True, **fields)).events()
+            assert events[-1] == "[DONE]"
+            for choice in whole["choices"]:
+                assert content(events, choice["index"]) == choice["message"]["content"] != ""
+            assert whole["usage"]["completion_tokens"] == 20 * len(whole["choices"])
+
+
+async def test_several_prompts_answer_as_each_alone(make_api: Any, autojump_clock: trio.testing.MockClock) -> None:
+    async with opened(make_api, step_seconds=0.01) as (api, _):
+        prompts = ["first", "second one", "a third"]
+        alone = [(await api.complete(prompt=p, temperature=0)).json()["choices"][0]["text"] for p in prompts]
+        together = (await api.complete(prompt=prompts, temperature=0)).json()
+        events = (await api.complete(prompt=prompts, temperature=0, stream=True)).events()
+        assert [choice["text"] for choice in together["choices"]] == alone
+        assert [content(events, index) for index in range(3)] == alone
+        assert together["usage"]["prompt_tokens"] == sum(map(len, prompts))
+
+
+async def test_a_prompt_is_scored_with_and_without_an_answer(
+    make_api: Any, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with opened(make_api) as (api, _):
+        scored = (await api.complete(prompt="score me", echo=True, logprobs=2, max_tokens=0)).json()
+        [choice] = scored["choices"]
+        assert choice["text"] == "score me"
+        assert choice["logprobs"]["tokens"] == list("score me")
+        assert choice["logprobs"]["token_logprobs"][0] is None
+        assert all(value <= 0 for value in choice["logprobs"]["token_logprobs"][1:])
+        assert scored["usage"]["completion_tokens"] == 0
+        longer = (await api.complete(prompt="score me", echo=True, logprobs=2, max_tokens=4, temperature=0)).json()
+        logprobs = longer["choices"][0]["logprobs"]
+        assert logprobs["token_logprobs"][:8] == choice["logprobs"]["token_logprobs"]
+        assert len(logprobs["tokens"]) == len(logprobs["text_offset"]) == 12
+
+
+async def test_cached_tokens_are_told(make_api: Any, autojump_clock: trio.testing.MockClock) -> None:
+    async with opened(make_api, block_size=4) as (api, _):
+        for cached in (0, 8):
+            answer = (await api.complete(prompt="0123456789", max_tokens=2)).json()
+            assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": cached}
+
+
+async def test_a_prompt_beyond_the_context_is_refused_with_its_code(
+    make_api: Any, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with opened(make_api, context_tokens_max=16) as (api, _):
+        for stream in (False, True):
+            exchange = await api.complete(prompt="x" * 17, stream=stream)
+            assert (exchange.status, exchange.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+async def test_a_burst_beyond_the_line_is_refused_with_a_hint(
+    make_api: Any, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with opened(make_api, running_requests_max=2, waiting_requests_max=1) as (api, _):
+        exchange = await api.complete(prompt=["a", "b", "c", "d"])
+        assert exchange.status == 429
+        assert int(exchange.answer_headers["retry-after"]) >= 1
+        assert exchange.answer_headers["x-trioserve-reason"] == "queue_full"
+        assert (await api.complete(prompt=["a", "b", "c"])).status == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_an_abort_by_the_id_of_the_head_ends_the_call(
+    make_api: Any, path: str, stream: bool, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with opened(make_api, step_seconds=0.01) as (api, fake):
+        body = {"messages": [{"role": "user", "content": "Hi"}], "prompt": ["a", "b"], "stream": stream}
+        exchange = api.exchange("POST", path, {**body, "max_tokens": 64, "ignore_eos": True}, {"x-request-id": "mine"})
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(api.app, exchange)
+            await trio.sleep(0.1)
+            assert fake.engine.abort(["mine"], FinishReason.ABORT) == {"mine": AbortOutcome.ABORTED}
+        error = exchange.events()[-1] if stream else exchange.json()
+        assert error["error"]["code"] == "request_aborted"
+        assert exchange.status == (200 if stream else 503)
+
+
+async def test_a_client_that_leaves_frees_its_blocks(make_api: Any, autojump_clock: trio.testing.MockClock) -> None:
+    async with opened(make_api, step_seconds=0.01) as (api, fake):
+        body = {"prompt": ["a", "b"], "max_tokens": 64, "ignore_eos": True, "stream": True}
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(api.app, api.exchange("POST", COMPLETIONS, body))
+            await trio.sleep(0.1)
+            assert fake.engine.stats().blocks_used > 0
+            nursery.cancel_scope.cancel()
+        await trio.sleep(0.02)
+        assert fake.engine.stats().blocks_used == 0
+        exposed = fake.engine.metrics.expose()
+        assert b'trioserve:aborts_total{model_name="fake",phase="decode"} 2.0' in exposed
+
+
+async def test_text_and_tokens_go_both_ways(make_api: Any, autojump_clock: trio.testing.MockClock) -> None:
+    async with opened(make_api) as (api, _):
+        tokens = (await api.call("POST", "/tokenize", {"prompt": "grüß"})).json()["tokens"]
+        assert tokens == list("grüß".encode())
+        assert (await api.call("POST", "/detokenize", {"tokens": tokens})).json() == {"prompt": "grüß"}
+        chat = {"messages": [{"role": "user", "content": "a"}]}
+        assert (await api.call("POST", "/tokenize", chat)).json()["count"] == len("user: a\nassistant: ")

@@ -1,0 +1,315 @@
+"""A client that leaves an HTTP/2 connection, at each phase of a request and in each way: the handler's scope ends."""
+
+from __future__ import annotations
+
+import hyperframe.frame as frames
+import pytest
+import trio
+from trio.testing import lockstep_stream_pair, memory_stream_pair
+
+PASSES_MAX = 6  # the reader wakes, cancels the scope, the handler's task runs; the client's own send takes a few
+
+
+async def before_the_body_is_complete(exchange):
+    await exchange.body()
+
+
+async def before_the_answer(exchange):
+    await exchange.body()
+    await trio.sleep_forever()
+
+
+async def mid_stream(exchange):
+    await exchange.start(200, [])
+    await exchange.send(b"one")
+    await trio.sleep_forever()
+
+
+async def while_sending(exchange):
+    await exchange.start(200, [])
+    while True:
+        await exchange.send(bytes(10_000))
+
+
+async def after_the_last_byte(exchange):
+    await exchange.respond(200, [], b"done")
+    await trio.sleep_forever()
+
+
+PHASES = [before_the_body_is_complete, before_the_answer, mid_stream, while_sending, after_the_last_byte]
+
+
+async def reset(client, stream_id):
+    await client.reset(stream_id)
+
+
+async def close(client, stream_id):
+    await client.stream.aclose()
+
+
+async def half_close(client, stream_id):
+    await client.stream.send_eof()
+
+
+async def goaway_and_close(client, stream_id):
+    await client.send(frames.GoAwayFrame(0, last_stream_id=0, error_code=0))
+    await client.stream.aclose()
+
+
+WAYS = [reset, close, half_close, goaway_and_close]
+
+
+# A stream that has ended on both sides cannot be reset any more.
+CASES = [(phase, way) for phase in PHASES for way in WAYS if (phase, way) != (after_the_last_byte, reset)]
+
+
+@pytest.mark.parametrize("phase, leave", CASES)
+async def test_handler_is_cancelled_within_a_few_passes(autojump_clock, front, watched, phase, leave):
+    handler = watched(phase)
+    the_front = front(handler)
+    client = await the_front.h2()
+    stream_id = await client.request(body=b"abc", end=phase is not before_the_body_is_complete)
+    await the_front.settle()
+    assert handler.running == 1
+    await leave(client, stream_id)
+    assert await handler.passes_until_ended() <= PASSES_MAX
+    assert handler.cancelled
+    await the_front.settle()
+    counters = the_front.server.counters()
+    assert (counters.exchanges_open, counters.exchanges_left_total, counters.exchanges_failed_total) == (0, 1, 0)
+    if leave is not reset:
+        assert the_front.connection_count == 0
+
+
+async def test_reset_leaves_the_other_streams_alone(autojump_clock, front, watched):
+    handler = watched()
+    the_front = front(handler)
+    client = await the_front.h2()
+    ids = [await client.request() for _ in range(5)]
+    await the_front.settle()
+    await client.reset(ids[2])
+    await the_front.settle()
+    assert handler.running == 4
+    assert the_front.server.counters().exchanges_open == 4
+
+
+async def test_close_ends_every_stream_of_the_connection_and_no_other(autojump_clock, front, watched):
+    handler = watched()
+    the_front = front(handler)
+    one, other = await the_front.h2(), await the_front.h2()
+    for client in (one, one, one, other):
+        await client.request()
+    await the_front.settle()
+    assert handler.running == 4
+    await one.stream.aclose()
+    await the_front.settle()
+    assert (handler.running, the_front.connection_count) == (1, 1)
+
+
+async def test_stream_reset_in_the_same_read_as_its_request_never_reaches_the_handler(autojump_clock, front, watched):
+    handler = watched()
+    the_front = front(handler)
+    client = await the_front.h2()
+    stream_id, made = client.request_frames()
+    await client.send(*made, frames.RstStreamFrame(stream_id, error_code=8))
+    await the_front.settle()
+    assert not handler.begun.is_set()
+    assert the_front.server.counters().exchanges_open == 0
+
+
+async def test_goaway_alone_lets_running_streams_finish(autojump_clock, front):
+    go_on = trio.Event()
+
+    async def handler(exchange):
+        await go_on.wait()
+        await exchange.respond(200, [], b"finished")
+
+    the_front = front(handler)
+    client = await the_front.h2()
+    stream_id = await client.request()
+    # In one write, so that what follows the GOAWAY is read with it.
+    await client.send(frames.GoAwayFrame(0, last_stream_id=0), frames.PingFrame(0, opaque_data=b"12345678"))
+    await the_front.settle()
+    go_on.set()
+    assert (await client.answer(stream_id)).body == b"finished"
+    await client.until_eof()
+    await client.stream.aclose()
+    await the_front.settle()
+    assert the_front.connection_count == 0
+
+
+async def test_writes_to_a_client_that_is_gone_end_the_connection(autojump_clock, front):
+    """Its FIN was lost on the way, say: the failed write tells."""
+
+    async def handler(exchange):
+        await exchange.start(200, [])
+        await gone.wait()
+        await exchange.send(b"anybody there?")
+        await trio.sleep_forever()
+
+    gone = trio.Event()
+    the_front = front(handler)
+    client = await the_front.h2()
+    await client.request()
+    await the_front.settle()
+    client.stream.receive_stream.close()
+    gone.set()
+    await the_front.settle()
+    assert the_front.connection_count == 0
+    assert the_front.server.counters().exchanges_left_total == 1
+
+
+async def test_client_that_credits_nothing_is_reset_after_the_stall_limit_and_others_go_on(
+    autojump_clock, front, watched
+):
+    async def stream(exchange):
+        if exchange.path == "/other":
+            await exchange.respond(200, [], b"other")
+            return
+        await while_sending(exchange)
+
+    handler = watched(stream)
+    the_front = front(handler, stall_seconds_max=30)
+    client = await the_front.h2(INITIAL_WINDOW_SIZE=100)
+    began_at = trio.current_time()
+    stalled = await client.request()
+    answer = await client.answer(stalled)
+    assert trio.current_time() - began_at == pytest.approx(30, abs=0.1)
+    assert (len(answer.body), answer.reset_code) == (100, 8)
+    assert handler.cancelled
+    other = await client.request("/other")
+    await client.credit(other, 100)
+    assert (await client.answer(other)).body == b"other"
+    assert the_front.server.counters().exchanges_stalled_total == 1
+
+
+async def test_stall_limit_holds_for_bytes_that_a_finished_handler_left_behind(autojump_clock, front, watched):
+    async def respond(exchange):
+        await exchange.respond(200, [], bytes(1000))
+
+    handler = watched(respond)
+    the_front = front(handler, stall_seconds_max=30)
+    client = await the_front.h2(INITIAL_WINDOW_SIZE=100)
+    stream_id = await client.request()
+    await the_front.settle()
+    assert handler.ended.is_set()
+    answer = await client.answer(stream_id)
+    assert (len(answer.body), answer.reset_code) == (100, 8)
+
+
+async def test_slow_reader_that_makes_progress_is_not_reset(autojump_clock, front):
+    async def handler(exchange):
+        await exchange.respond(200, [], bytes(1000))
+
+    client = await front(handler, stall_seconds_max=30).h2(INITIAL_WINDOW_SIZE=100)
+    stream_id = await client.request()
+    for _ in range(9):
+        await trio.sleep(25)
+        await client.credit(stream_id, 100)
+    assert len((await client.answer(stream_id)).body) == 1000
+
+
+async def test_client_that_reads_no_tcp_loses_its_connection_after_the_stall_limit(
+    autojump_clock, front, watched, h2_client
+):
+    handler = watched(while_sending)
+    the_front = front(handler, stall_seconds_max=30)
+    client = h2_client(the_front.connect(lockstep_stream_pair))
+    began_at = trio.current_time()
+    await client.open()
+    await client.request()
+    await handler.ended.wait()
+    assert trio.current_time() - began_at == pytest.approx(30, abs=0.1)
+    assert handler.cancelled
+    await the_front.settle()
+    assert the_front.connection_count == 0
+
+
+async def test_reset_is_noticed_while_a_write_is_stuck(autojump_clock, front, watched, h2_client):
+    handler = watched(while_sending)
+    the_front = front(handler)
+    client = h2_client(the_front.connect(lockstep_stream_pair))
+    await client.open()
+    stream_id = await client.request()
+    await the_front.settle()
+    await client.send(frames.PingFrame(0, opaque_data=b"12345678"))  # an answer that cannot be written either
+    await client.reset(stream_id)
+    assert await handler.passes_until_ended() <= PASSES_MAX
+
+
+async def test_cancelling_ends_everything_at_once_even_with_a_stuck_client(autojump_clock, front, watched, h2_client):
+    handler = watched(while_sending)
+    the_front = front(handler, close_seconds_max=1)
+    stuck = h2_client(the_front.connect(lockstep_stream_pair))
+    await stuck.open()
+    await stuck.request()
+    well = await the_front.h2()
+    stream_id = await well.request()
+    await the_front.settle()
+    began_at = trio.current_time()
+    the_front.cancel()
+    await well.until_eof()
+    await the_front.settle()
+    await handler.ended.wait()
+    assert trio.current_time() - began_at <= 1.1
+    assert (handler.running, the_front.connection_count) == (0, 0)
+    assert well.answers[stream_id].reset_code == 8
+    assert [goaway.last_stream_id for goaway in well.goaways] == [stream_id]
+
+
+class SticksOnDemand(trio.abc.Stream):
+    """A stream whose writes hang from the moment it is told, as with a full TCP window; counts them."""
+
+    def __init__(self, stream: trio.StapledStream) -> None:
+        self.stream = stream
+        self.sticks = False
+        self.stuck_writes = 0
+
+    async def send_all(self, data):
+        if self.sticks:
+            self.stuck_writes += 1
+            await trio.sleep_forever()
+        await self.stream.send_all(data)
+
+    async def wait_send_all_might_not_block(self):
+        await self.stream.wait_send_all_might_not_block()
+
+    async def receive_some(self, max_bytes=None):
+        return await self.stream.receive_some(max_bytes)
+
+    async def aclose(self):
+        await self.stream.aclose()
+
+
+async def test_nothing_follows_a_write_that_was_cut(autojump_clock, front, watched, h2_client):
+    """What came behind half a frame would be taken for the rest of it."""
+    handler = watched(while_sending)
+    the_front = front(handler)
+    ours, theirs = memory_stream_pair()
+    stream = SticksOnDemand(theirs)
+    client = h2_client(the_front.connect(lambda: (ours, stream)))
+    await client.open()
+    await the_front.settle()
+    stream.sticks = True
+    await client.request()
+    await the_front.settle()
+    assert stream.stuck_writes == 1
+    the_front.cancel()
+    await client.until_eof()
+    assert handler.cancelled
+    assert stream.stuck_writes == 1
+
+
+async def test_many_aborted_streams_leave_nothing_behind(autojump_clock, front, watched):
+    handler = watched()
+    the_front = front(handler)
+    client = await the_front.h2()
+    for _ in range(20):
+        ids = [await client.request() for _ in range(10)]
+        await the_front.settle()
+        assert handler.running == 10
+        for stream_id in ids:
+            await client.reset(stream_id)
+        await the_front.settle()
+        assert handler.running == 0
+        assert the_front.server.counters().exchanges_open == 0

@@ -1,0 +1,167 @@
+"""The reference kernels against the same mathematics written densely, one row at a time, in float64.
+
+Tolerance: inputs are exact in every format, so what differs is the kernel's own rounding: sums in float32 (1e-5), one
+rounding of the result for half formats (2 ** -8 of its size in bfloat16), two where a kernel rounds in between.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from trioserve_kernels import pick_kernels, reference
+
+PAGE_TOKENS, KV_HEADS, GROUP, HEAD_DIM = 4, 2, 3, 8
+HEADS = KV_HEADS * GROUP
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+DTYPES = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+DEVICES = pytest.mark.parametrize(
+    "device",
+    (
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=(
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+            ),
+        ),
+    ),
+)
+
+
+def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu") -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
+
+
+def check_close(got: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
+    assert got.dtype == dtype
+    assert got.shape == wanted.shape
+    assert (got.double().cpu() - wanted.double().cpu()).abs().max() < TOLERANCES[dtype]
+
+
+def dense_attention(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """query [H, D], keys and values [n, K, D], all of them visible; [H * D] in float64."""
+    rows = []
+    for head in range(HEADS):
+        key, value = (part[:, head // GROUP].double() for part in (keys, values))
+        weights = (key @ query[head].double() / math.sqrt(HEAD_DIM)).softmax(0)
+        rows.append(weights @ value)
+    return torch.cat(rows)
+
+
+@DTYPES
+@DEVICES
+def test_rms_norm(dtype: torch.dtype, device: str) -> None:
+    x, weight = values(5, 33, dtype=dtype, device=device), values(33, dtype=dtype, seed=1, device=device)
+    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-3).sqrt()
+    check_close(reference.rms_norm(x, weight, 1e-3), exact * weight.double(), dtype)
+    check_close(reference.rms_norm(x, None, 1e-3), exact, dtype)
+
+
+@DTYPES
+@DEVICES
+def test_rotary_turns_each_pair_by_its_angle(dtype: torch.dtype, device: str) -> None:
+    rows, half = 3, HEAD_DIM // 2
+    buffer = values(rows, (HEADS + 2) * HEAD_DIM, dtype=dtype, device=device)
+    before = buffer.clone()
+    angles = torch.arange(rows)[:, None] * torch.linspace(0.1, 1.0, half)
+    cos = torch.cat((angles.cos(), angles.cos()), -1)[:, None].to(dtype).to(device)
+    sin = torch.cat((-angles.sin(), angles.sin()), -1)[:, None].to(dtype).to(device)
+    heads = buffer.view(rows, -1, HEAD_DIM)[:, :HEADS]
+    reference.rotary_(heads, cos, sin)
+    pairs = before.view(rows, -1, HEAD_DIM)[:, :HEADS].double().cpu()
+    turned = torch.complex(pairs[..., :half], pairs[..., half:]) * torch.exp(1j * angles.double())[:, None]
+    check_close(heads, torch.cat((turned.real, turned.imag), -1), dtype)
+    assert torch.equal(buffer[:, HEADS * HEAD_DIM :], before[:, HEADS * HEAD_DIM :])
+
+
+@DTYPES
+@DEVICES
+def test_silu_and_mul(dtype: torch.dtype, device: str) -> None:
+    x = values(4, 20, dtype=dtype, device=device)
+    gate, up = x.double().chunk(2, -1)
+    check_close(reference.silu_and_mul(x), gate / (1 + (-gate).exp()) * up, dtype)
+
+
+def test_store_and_clear_touch_their_slots_only() -> None:
+    pages = values(3, PAGE_TOKENS, 2, KV_HEADS, HEAD_DIM)
+    rows = pages.view(3 * PAGE_TOKENS, -1)
+    wanted = rows.clone()
+    wide = values(3, 100, seed=1)
+    keys_values = wide[:, 60 : 60 + 2 * KV_HEADS * HEAD_DIM]
+    reference.store_kv_(rows, keys_values, torch.tensor([9, 0, 6]))
+    reference.clear_slots_(rows, torch.tensor([10, 11]))
+    wanted[[9, 0, 6]] = keys_values
+    wanted[[10, 11]] = 0
+    assert torch.equal(rows, wanted)
+
+
+@pytest.mark.parametrize("window", (None, 1, 3))
+def test_prompt_mask_shows_the_window_up_to_the_query(window: int | None) -> None:
+    mask = reference.prompt_mask(2, 4, 6, window, torch.float32, torch.device("cpu"))
+    for row in range(4):
+        for position in range(6):
+            query = row + 2
+            visible = position <= query and (window is None or query - position < window)
+            assert mask[row, position] == (0.0 if visible else -math.inf)
+
+
+@DTYPES
+@DEVICES
+def test_paged_decode_equals_dense_attention(dtype: torch.dtype, device: str) -> None:
+    """Ragged lengths, shuffled pages, a row that sees only a window of its pages, rows padded with their own page."""
+    pages = values(20, PAGE_TOKENS, 2, KV_HEADS, HEAD_DIM, dtype=dtype, device=device)
+    queries = values(3, HEADS * HEAD_DIM, dtype=dtype, seed=1, device=device)
+    table = torch.tensor([[7, 3, 19], [4, 11, 11], [2, 2, 2]], device=device)
+    visible = [(0, 11), (2, 6), (0, 1)]
+    first, last = (torch.tensor(ends, device=device) for ends in zip(*visible, strict=True))
+    mask = reference.decode_mask(first, last, 3 * PAGE_TOKENS, dtype)
+    wanted = []
+    for row, (start, end) in enumerate(visible):
+        context = pages[table[row]].flatten(0, 1)[start:end]
+        wanted.append(dense_attention(queries[row].view(HEADS, HEAD_DIM), context[:, 0], context[:, 1]))
+    check_close(reference.paged_attention_decode(queries, pages, table, mask), torch.stack(wanted), dtype)
+
+
+@DTYPES
+@DEVICES
+@pytest.mark.parametrize("start, window", ((0, None), (5, None), (0, 3), (5, 3)))
+def test_prompt_attention_equals_dense_attention(
+    start: int, window: int | None, dtype: torch.dtype, device: str
+) -> None:
+    count = 6
+    context = start + count
+    keys_values = values(context, 2, KV_HEADS, HEAD_DIM, dtype=dtype, device=device)
+    # As in a model, the queries are columns of a wider product.
+    queries = values(count, HEADS * HEAD_DIM + 10, dtype=dtype, seed=1, device=device)[:, : HEADS * HEAD_DIM]
+    mask = None
+    if start or window:
+        mask = reference.prompt_mask(start, count, context, window, dtype, torch.device(device))
+    wanted = []
+    for row in range(count):
+        end = start + row + 1
+        seen = keys_values[max(0, end - (window or end)) : end]
+        wanted.append(dense_attention(queries[row].view(HEADS, HEAD_DIM), seen[:, 0], seen[:, 1]))
+    check_close(reference.attention_prompt(queries, keys_values, mask), torch.stack(wanted), dtype)
+
+
+def test_what_a_foreign_sequence_holds_does_not_reach_a_row() -> None:
+    """Pages outside a row's table may hold anything, NaN included."""
+    pages = values(6, PAGE_TOKENS, 2, KV_HEADS, HEAD_DIM)
+    queries = values(2, HEADS * HEAD_DIM, seed=1)
+    table = torch.tensor([[0, 1], [2, 2]])
+    mask = reference.decode_mask(torch.tensor([0, 0]), torch.tensor([7, 2]), 2 * PAGE_TOKENS, torch.float32)
+    before = reference.paged_attention_decode(queries, pages, table, mask)
+    pages[3:] = math.nan
+    pages[:2] += 1
+    after = reference.paged_attention_decode(queries, pages, table, mask)
+    assert torch.equal(before[1], after[1])
+    assert not torch.equal(before[0], after[0])
+
+
+def test_the_picked_implementation_says_its_name() -> None:
+    assert pick_kernels().NAME == "torch"

@@ -1,0 +1,118 @@
+"""What a scraper reads, and that the catalogue and the class agree."""
+
+from __future__ import annotations
+
+import typing
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from trioserve.metrics.catalogue import CATALOGUE
+from trioserve.metrics.registry import Metrics
+
+
+def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(metrics.expose().decode())
+        for sample in family.samples
+    }
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float:
+    return samples(metrics)[name, tuple(sorted({"model_name": "tiny", **labels}.items()))]
+
+
+def test_class_declares_exactly_the_catalogue() -> None:
+    declared = {
+        name for name, kind in typing.get_type_hints(Metrics).items() if kind.__module__.startswith("prometheus")
+    }
+    assert declared == {metric.name for metric in CATALOGUE}
+
+
+def test_declared_kinds_are_those_of_the_catalogue() -> None:
+    hints = typing.get_type_hints(Metrics)
+    for metric in CATALOGUE:
+        assert hints[metric.name].__name__.lower() == metric.kind, metric.name
+
+
+def test_names_are_unique_and_say_their_kind() -> None:
+    names = [metric.name for metric in CATALOGUE]
+    assert len(names) == len(set(names))
+    for metric in CATALOGUE:
+        assert metric.name.endswith("_total") == (metric.kind == "counter"), metric.name
+        assert bool(metric.buckets) == (metric.kind == "histogram"), metric.name
+        assert list(metric.buckets) == sorted(set(metric.buckets)), metric.name
+
+
+def test_a_counter_is_shown_under_both_names_with_the_model() -> None:
+    metrics = Metrics("tiny")
+    metrics.prompt_tokens_total.inc(7)
+    assert value(metrics, "trioserve:prompt_tokens_total") == 7
+    assert value(metrics, "vllm:prompt_tokens_total") == 7
+
+
+def test_a_histogram_is_shown_under_both_names() -> None:
+    metrics = Metrics("tiny")
+    metrics.time_to_first_token_seconds.observe(0.004)
+    for prefix in ("trioserve:", "vllm:"):
+        name = prefix + "time_to_first_token_seconds"
+        assert value(metrics, name + "_count") == 1
+        assert value(metrics, name + "_sum") == pytest.approx(0.004)
+        assert value(metrics, name + "_bucket", le="0.002") == 0
+        assert value(metrics, name + "_bucket", le="0.005") == 1
+        assert value(metrics, name + "_bucket", le="+Inf") == 1
+
+
+def test_our_own_metrics_have_no_alias() -> None:
+    text = Metrics("tiny").expose().decode()
+    assert "trioserve:aborts_total" in text
+    assert "vllm:aborts_total" not in text
+
+
+def test_gauges_are_set_when_scraped() -> None:
+    metrics = Metrics("tiny")
+    running = 0
+
+    def snapshot() -> None:
+        metrics.num_requests_running.set(running)
+
+    metrics.on_scrape(snapshot)
+    running = 3
+    assert value(metrics, "vllm:num_requests_running") == 3
+    running = 1
+    assert value(metrics, "trioserve:num_requests_running") == 1
+
+
+def test_known_label_values_are_there_before_anything_happened() -> None:
+    metrics = Metrics("tiny")
+    assert value(metrics, "trioserve:aborts_total", phase="prefill") == 0
+    assert value(metrics, "vllm:request_success_total", finished_reason="length") == 0
+    assert value(metrics, "trioserve:kv_blocks", state="cached") == 0
+
+
+def test_every_family_has_help_and_type_and_none_is_told_twice() -> None:
+    text = Metrics("tiny").expose().decode()
+    types = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
+    assert len(types) == len(set(types)) == len(CATALOGUE) + sum(len(metric.aliases) for metric in CATALOGUE)
+    assert "_created" not in text
+
+
+def test_a_model_name_with_quotes_survives() -> None:
+    metrics = Metrics('a "b"\\c')
+    labels = next(iter(samples(metrics)))[1]
+    assert dict(labels)["model_name"] == 'a "b"\\c'
+
+
+def test_two_engines_in_one_process_count_apart() -> None:
+    first, second = Metrics("tiny"), Metrics("tiny")
+    first.generation_tokens_total.inc(5)
+    assert value(second, "trioserve:generation_tokens_total") == 0
+
+
+def test_cancel_to_free_reaches_from_a_tenth_of_a_millisecond_to_ten_seconds() -> None:
+    metrics = Metrics("tiny")
+    metrics.cancel_to_free_seconds.labels("decode").observe(0.00005)
+    assert value(metrics, "trioserve:cancel_to_free_seconds_bucket", phase="decode", le="0.0001") == 1
+    metrics.cancel_to_free_seconds.labels("decode").observe(9.9)
+    assert value(metrics, "trioserve:cancel_to_free_seconds_bucket", phase="decode", le="10.0") == 2

@@ -1,0 +1,66 @@
+"""Checkpoints for the tests of this room, written once a session."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+
+def _neighbour(name: str) -> ModuleType:
+    # pytest's importlib mode leaves sys.path alone, so a neighbouring helper is loaded by its path.
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoints() -> ModuleType:
+    """The module tiny_checkpoints itself: KINDS, GGUF_QUANT_TYPES, write_checkpoint, write_gguf."""
+    return _neighbour("tiny_checkpoints")
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tiny_checkpoints: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """tiny_checkpoint(kind, dtype="float32", sharded=False) -> directory. It is shared: copy it before changing it."""
+    made: dict[tuple[str, str, bool], Path] = {}
+
+    def checkpoint(kind: str, *, dtype: str = "float32", sharded: bool = False) -> Path:
+        key = (kind, dtype, sharded)
+        if key not in made:
+            directory = tmp_path_factory.mktemp(kind)
+            tiny_checkpoints.write_checkpoint(directory, kind, dtype=dtype, sharded=sharded)
+            made[key] = directory
+        return made[key]
+
+    return checkpoint
+
+
+@pytest.fixture(scope="session")
+def tiny_gguf(
+    tiny_checkpoints: ModuleType, tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Path]:
+    """tiny_gguf(kind, quant_type="F32") -> .gguf file, made from tiny_checkpoint(kind). It is shared, too."""
+    made: dict[tuple[str, str], Path] = {}
+
+    def file(kind: str, quant_type: str = "F32") -> Path:
+        key = (kind, quant_type)
+        if key not in made:
+            path = tmp_path_factory.mktemp(kind) / f"{kind}.{quant_type}.gguf"
+            tiny_checkpoints.write_gguf(tiny_checkpoint(kind), path, quant_type=quant_type)
+            made[key] = path
+        return made[key]
+
+    return file
+
+
+@pytest.fixture(scope="session")
+def step_driver() -> ModuleType:
+    """The module step_driver itself: StepDriver, load_runner."""
+    return _neighbour("step_driver")

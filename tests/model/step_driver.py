@@ -1,0 +1,104 @@
+"""Plays the core's part for tests of the runner: hands out KV blocks in shuffled order, makes plans, keeps tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.step import ScheduledChunk, StepPlan, StepResult
+from trioserve.model.loading.checkpoint import open_checkpoint
+from trioserve.model.runner import ModelRunner
+from trioserve.model.settings import ModelSettings
+
+__all__ = ["GREEDY", "StepDriver", "load_runner"]
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def load_runner(
+    path: Path, *, dtype: str = "float32", block_size: int = 4, block_count: int = 400, device: str = "cpu"
+) -> ModelRunner:
+    """A runner with its KV cache. Every slot holds NaN at first, so that whoever reads an unwritten one shows it."""
+    settings = ModelSettings(dtype=dtype, device=device, block_size=block_size, kv_cache_bytes=2**24)
+    runner = ModelRunner.load(open_checkpoint(path), settings)
+    runner.allocate_kv(block_count)
+    assert runner.storage is not None
+    with torch.inference_mode():
+        for pages in runner.storage.pages:
+            pages.fill_(float("nan"))
+    return runner
+
+
+class StepDriver:
+    """Requests by name. A request's blocks are drawn at random, so that no two neighbours in a table are neighbours."""
+
+    def __init__(self, runner: ModelRunner, *, seed: int = 0) -> None:
+        self._runner = runner
+        self._free = list(range(runner.block_count))
+        random.Random(seed).shuffle(self._free)
+        self._requests: dict[str, EngineRequest] = {}
+        self._tables: dict[str, list[int]] = {}
+        self._computed: dict[str, int] = {}
+        self._steps = 0
+        self.tokens: dict[str, list[int]] = {}
+
+    def add(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        sampling: SamplingParams = GREEDY,
+        *,
+        seed: int = 0,
+        stop_token_ids: Sequence[int] = (),
+    ) -> None:
+        self._requests[name] = EngineRequest(
+            id=name,
+            prompt_token_ids=tuple(prompt),
+            sampling=sampling,
+            output_tokens_max=1000,
+            stop_token_ids=frozenset(stop_token_ids),
+            seed=seed,
+        )
+        self.tokens[name] = list(prompt)
+        self._tables[name] = []
+        self._computed[name] = 0
+
+    def step(self, counts: Mapping[str, int]) -> StepResult:
+        """Compute that many further tokens of each named request. Sampled tokens are appended to `tokens`."""
+        chunks = [self._chunk(name, count) for name, count in counts.items()]
+        result = self._runner.execute(StepPlan(self._steps, tuple(chunks), sum(counts.values())))
+        self._steps += 1
+        for name, count, token in zip(counts, counts.values(), result.token_ids, strict=True):
+            self._computed[name] += count
+            if token is not None:
+                self.tokens[name].append(token)
+        return result
+
+    def generate(self, names: Sequence[str], steps: int) -> None:
+        """Compute what is left of each named request's tokens, then decode: `steps` steps, all requests in each."""
+        for _ in range(steps):
+            result = self.step({name: self.left(name) for name in names})
+            assert not result.errors
+
+    def left(self, name: str) -> int:
+        return len(self.tokens[name]) - self._computed[name]
+
+    def forget(self, name: str, *, tokens: Sequence[int] | None = None) -> None:
+        """Take the request's blocks away, as a preemption does; its tokens stay, or become `tokens`."""
+        self._free.extend(self._tables[name])
+        self._tables[name] = []
+        self._computed[name] = 0
+        if tokens is not None:
+            self.tokens[name] = list(tokens)
+
+    def _chunk(self, name: str, count: int) -> ScheduledChunk:
+        table, start = self._tables[name], self._computed[name]
+        while len(table) * self._runner.block_size < start + count:
+            table.append(self._free.pop())
+        tokens = self.tokens[name]
+        return ScheduledChunk(self._requests[name], tokens, start, count, table, start + count == len(tokens))

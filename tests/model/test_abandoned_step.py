@@ -1,0 +1,39 @@
+"""A step that nobody waits for ends between two layers, and the runner goes on with the next one."""
+
+from __future__ import annotations
+
+from trioserve.contracts.ids import RequestId
+from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.step import ScheduledChunk, StepPlan
+from trioserve.model.loading.checkpoint import open_checkpoint
+from trioserve.model.runner import ModelRunner
+from trioserve.model.settings import ModelSettings
+
+
+def test_a_step_is_abandoned_between_two_layers(tiny_checkpoint):
+    settings = ModelSettings(dtype="float32", device="cpu", kv_cache_bytes=2**20)
+    runner = ModelRunner.load(open_checkpoint(tiny_checkpoint("llama")), settings)
+    runner.allocate_kv(4)
+    request = EngineRequest(
+        id=RequestId("r"),
+        prompt_token_ids=(5, 6, 7),
+        sampling=SamplingParams(temperature=0),
+        output_tokens_max=1,
+        stop_token_ids=frozenset(),
+        seed=0,
+    )
+    plan = StepPlan(0, (ScheduledChunk(request, request.prompt_token_ids, 0, 3, [0], True),), 3)
+    asked = []
+
+    def abandoned_after_the_first_layer() -> bool:
+        asked.append(len(asked))
+        return len(asked) == 2
+
+    assert runner.config.layer_count >= 2
+    assert runner.execute(plan, abandoned_after_the_first_layer) is None
+    assert len(asked) == 2
+    result = runner.execute(plan)
+    assert result is not None
+    assert result.token_ids[0] is not None
+    runner.close()

@@ -1,0 +1,105 @@
+"""Whatever happens to a file, loading it ends in a model or in ModelLoadError, never in another exception."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from trioserve.contracts.errors import ModelLoadError
+from trioserve.model.loading.checkpoint import open_checkpoint
+
+HEADER_BYTES = 7_300  # of the tiny GGUF; flips in the weights change numbers only, so most are made here
+INTERESTING = st.sampled_from([0, 1, 0x7F, 0x80, 0xFF])
+
+# The files are written anew for each example, so that the shared fixture cannot leak from one to the next.
+settings_here = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def load(path: Path) -> None:
+    message = ""
+    try:
+        for _, tensor in open_checkpoint(path).tensors():
+            assert tensor.numel()
+    except ModelLoadError as error:
+        message = str(error)
+    assert message.isprintable()
+
+
+@settings_here
+@given(
+    flips=st.lists(st.tuples(st.integers(0, HEADER_BYTES), INTERESTING | st.integers(0, 255)), min_size=1, max_size=4)
+)
+def test_flipped_bytes_of_a_gguf(tiny_gguf: Callable[..., Path], tmp_path: Path, flips: list[tuple[int, int]]) -> None:
+    content = bytearray(tiny_gguf("llama", "Q4_0").read_bytes())
+    for position, value in flips:
+        content[position] = value
+    path = tmp_path / "flipped.gguf"
+    path.write_bytes(content)
+    load(path)
+
+
+@settings_here
+@given(share=st.floats(0.0, 1.0), in_header=st.booleans())
+def test_cut_gguf(tiny_gguf: Callable[..., Path], tmp_path: Path, share: float, in_header: bool) -> None:
+    content = tiny_gguf("llama", "Q4_0").read_bytes()
+    length = int(share * (HEADER_BYTES if in_header else len(content)))
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(content[:length])
+    if length < len(content):
+        with pytest.raises(ModelLoadError):
+            open_checkpoint(path)
+    else:
+        load(path)
+
+
+@settings_here
+@given(flips=st.lists(st.tuples(st.integers(0, 2_700), INTERESTING | st.integers(0, 255)), min_size=1, max_size=4))
+def test_flipped_bytes_of_safetensors(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, flips: list[tuple[int, int]]
+) -> None:
+    directory = tmp_path / "model"
+    if not directory.exists():
+        shutil.copytree(tiny_checkpoint("qwen2"), directory)
+    content = bytearray((tiny_checkpoint("qwen2") / "model.safetensors").read_bytes())
+    for position, value in flips:
+        content[position] = value
+    (directory / "model.safetensors").write_bytes(content)
+    load(directory)
+
+
+@settings_here
+@given(length=st.integers(0, 400_000))
+def test_cut_safetensors(tiny_checkpoint: Callable[..., Path], tmp_path: Path, length: int) -> None:
+    directory = tmp_path / "model"
+    if not directory.exists():
+        shutil.copytree(tiny_checkpoint("qwen2"), directory)
+    content = (tiny_checkpoint("qwen2") / "model.safetensors").read_bytes()
+    (directory / "model.safetensors").write_bytes(content[:length])
+    if length < len(content):
+        with pytest.raises(ModelLoadError):
+            open_checkpoint(directory)
+    else:
+        load(directory)
+
+
+@settings_here
+@given(
+    name=st.sampled_from(["config.json", "generation_config.json"]),
+    position=st.integers(0, 800),
+    value=INTERESTING | st.integers(32, 126),
+)
+def test_flipped_bytes_of_the_configs(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, name: str, position: int, value: int
+) -> None:
+    directory = tmp_path / "model"
+    if not directory.exists():
+        shutil.copytree(tiny_checkpoint("qwen2"), directory)
+    content = bytearray((tiny_checkpoint("qwen2") / name).read_bytes())
+    content[position % len(content)] = value
+    (directory / name).write_bytes(content)
+    load(directory)

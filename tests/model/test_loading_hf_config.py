@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trioserve.contracts.errors import ModelLoadError
+from trioserve.model.loading.checkpoint import open_checkpoint
+from trioserve.model.loading.hf_config import model_config_from, read_json_object, sampling_defaults_from
+from trioserve.model.model_config import ModelConfig, RopeScaling
+
+# As transformers 4 wrote it.
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+}
+
+
+def read(changes: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
+    config = {name: value for name, value in {**LLAMA, **changes}.items() if value != "absent"}
+    return model_config_from(config, generation or {}, dtype_name="bfloat16")
+
+
+def test_llama_config_of_transformers_4() -> None:
+    config = read({})
+    assert (config.architecture, config.head_dim, config.kv_head_count, config.layer_count) == ("llama", 128, 8, 32)
+    assert config.rope_theta == 500000.0
+    assert config.rope_scaling == RopeScaling(
+        kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context_tokens=8192
+    )
+    assert config.context_tokens_max == 131072
+    assert config.eos_token_ids == (128001, 128008, 128009)
+    assert config.sliding_windows == (None,) * 32
+    assert (config.attention_bias, config.attention_output_bias, config.mlp_bias, config.qk_norm) == (False,) * 4
+
+
+def test_rope_parameters_of_transformers_5_mean_the_same() -> None:
+    rope = {**LLAMA["rope_scaling"], "rope_theta": 500000.0}
+    assert read({"rope_parameters": rope, "rope_scaling": "absent", "rope_theta": "absent"}) == read({})
+
+
+def test_old_spelling_of_the_scaling_type() -> None:
+    assert read({"rope_scaling": {"type": "linear", "factor": 2}}).rope_scaling == RopeScaling(
+        kind="linear", factor=2.0, original_context_tokens=131072
+    )
+
+
+def test_default_rope_is_no_scaling() -> None:
+    assert read({"rope_scaling": {"rope_type": "default"}}).rope_scaling is None
+    assert read({"rope_scaling": None, "rope_theta": "absent"}).rope_theta == 10_000.0
+
+
+def test_yarn_with_its_defaults_and_with_everything_said() -> None:
+    original = {"original_max_position_embeddings": 32768}
+    config = read({"max_position_embeddings": 32768, "rope_scaling": {"type": "yarn", "factor": 4.0, **original}})
+    assert config.context_tokens_max == 131072
+    assert config.rope_scaling == RopeScaling(kind="yarn", factor=4.0, original_context_tokens=32768)
+    said = {"beta_fast": 16, "beta_slow": 2, "attention_factor": 1.5}
+    scaling = read({"rope_scaling": {"type": "yarn", "factor": 4.0, **original, **said}}).rope_scaling
+    assert scaling == RopeScaling(
+        kind="yarn", factor=4.0, original_context_tokens=32768, beta_fast=16.0, beta_slow=2.0, attention_factor=1.5
+    )
+
+
+def test_yarn_scale_of_values_and_of_all_dimensions_become_one_attention_factor() -> None:
+    scaling = read({"rope_scaling": {"type": "yarn", "factor": 8.0, "mscale": 0.5, "mscale_all_dim": 1.0}}).rope_scaling
+    assert scaling is not None
+    assert scaling.attention_factor == pytest.approx((0.05 * math.log(8) + 1) / (0.1 * math.log(8) + 1))
+
+
+def test_biases_by_family() -> None:
+    llama = read({"attention_bias": True, "mlp_bias": True})
+    assert (llama.attention_bias, llama.attention_output_bias, llama.mlp_bias) == (True, True, True)
+    qwen2 = read({"architectures": ["Qwen2ForCausalLM"]})
+    assert (qwen2.attention_bias, qwen2.attention_output_bias, qwen2.mlp_bias) == (True, False, False)
+    qwen3 = read({"architectures": ["Qwen3ForCausalLM"], "attention_bias": False})
+    assert (qwen3.attention_bias, qwen3.attention_output_bias, qwen3.qk_norm) == (False, False, True)
+
+
+def test_head_dim_said_left_out_and_null() -> None:
+    assert read({"head_dim": 64}).head_dim == 64
+    assert read({"head_dim": None}).head_dim == 128
+    assert read({"architectures": ["Qwen3ForCausalLM"], "hidden_size": 1024}).head_dim == 128
+
+
+def test_every_layer_of_a_mistral_slides_unless_the_window_is_null() -> None:
+    mistral = {"architectures": ["MistralForCausalLM"]}
+    assert read({**mistral, "sliding_window": 4096}).sliding_windows == (4096,) * 32
+    assert read({**mistral, "sliding_window": None}).sliding_windows == (None,) * 32
+
+
+def test_a_qwen_slides_only_when_told_and_only_above_the_first_layers() -> None:
+    qwen = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 4096, "max_window_layers": 30}
+    assert read({**qwen, "use_sliding_window": False}).sliding_windows == (None,) * 32
+    assert read({**qwen, "use_sliding_window": True}).sliding_windows == (None,) * 30 + (4096,) * 2
+    types = ["sliding_attention"] + ["full_attention"] * 31
+    assert read({**qwen, "use_sliding_window": True, "layer_types": types}).sliding_windows == (4096,) + (None,) * 31
+
+
+def test_end_tokens_of_both_files_count_once_each() -> None:
+    assert read({"eos_token_id": 2}, {"eos_token_id": [4, 2]}).eos_token_ids == (4, 2)
+    assert read({"eos_token_id": None}).eos_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        (
+            {"architectures": ["GemmaForCausalLM"]},
+            "architecture is GemmaForCausalLM; supported are LlamaForCausalLM, M",
+        ),
+        ({"architectures": None, "model_type": "gpt2"}, "architecture is gpt2; supported are"),
+        ({"architectures": None, "model_type": None}, "not named in config.json"),
+        ({"architectures": "LlamaForCausalLM"}, "must be a list of strings"),
+        ({"hidden_size": "absent"}, "config.json lacks hidden_size"),
+        ({"hidden_size": "4096"}, "hidden_size in config.json is '4096', but it must be a whole number"),
+        ({"hidden_size": True}, "hidden_size in config.json is True"),
+        ({"hidden_size": 10**400}, "hidden_size in config.json is 1000"),
+        ({"num_attention_heads": 0}, "must be at least 1"),
+        ({"num_hidden_layers": 10**9}, "layer_count is 1000000000"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps in config.json is 'small', but it must be a number"),
+        ({"rms_norm_eps": 10**400}, "a number of ordinary size"),
+        ({"tie_word_embeddings": 1}, "must be true or false"),
+        ({"hidden_act": "gelu"}, "hidden_act in config.json is 'gelu'; supported is silu"),
+        ({"quantization_config": {"quant_method": "awq"}}, "take the original checkpoint or a GGUF file"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'; supported are default, linear, llama3"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling in config.json lacks factor"),
+        ({"rope_scaling": "linear"}, "must be an object"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}}, "truncate"),
+        ({"partial_rotary_factor": 0.5, "rope_scaling": None}, "partial_rotary_factor"),
+        ({"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"eos_token_id": ["</s>"]}, "a whole number or a list of them"),
+        (
+            {"architectures": ["MistralForCausalLM"], "sliding_window": 8, "layer_types": ["linear_attention"] * 32},
+            "'linear_attention'; supported are full_attention and sliding_attention",
+        ),
+    ],
+)
+def test_a_config_that_cannot_be_served_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelLoadError) as caught:
+        read(changes)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_sampling_defaults_are_those_that_are_named() -> None:
+    named = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": None, "eos_token_id": 2}
+    assert sampling_defaults_from(named) == {"temperature": 0.6, "top_p": 0.9, "top_k": 20}
+    assert sampling_defaults_from({"repetition_penalty": 1.05}) == {"repetition_penalty": 1.05}
+
+
+def test_greedy_recommendation_gives_no_sampling_defaults() -> None:
+    assert sampling_defaults_from({"do_sample": False, "temperature": 0.6}) == {}
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        (b"{", "not valid JSON"),
+        (b"[1]", "must hold a JSON object"),
+        (b"\xff\xfe\xfa", "not valid JSON"),
+        (b"[" * 99_999, "not valid JSON"),
+    ],
+)
+def test_broken_json_is_one_sentence(tmp_path: Path, content: bytes, said: str) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ModelLoadError, match=said):
+        read_json_object(tmp_path / "config.json")
+
+
+def test_configs_of_all_families_as_transformers_saves_them(
+    tiny_checkpoints: Any, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    import transformers
+
+    for kind, (architecture, _) in tiny_checkpoints.KINDS.items():
+        theirs = transformers.AutoConfig.from_pretrained(tiny_checkpoint(kind))
+        ours = open_checkpoint(tiny_checkpoint(kind)).config
+        assert ours.architecture == architecture
+        assert ours.head_dim == getattr(theirs, "head_dim", None) or 16
+        assert ours.layer_count == theirs.num_hidden_layers
+        assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+        assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+        assert (ours.rope_scaling.kind if ours.rope_scaling else "default") == theirs.rope_parameters["rope_type"]
+        assert ours.eos_token_ids == (2, 4)
+        assert ours.bos_token_id == 1
+    assert open_checkpoint(tiny_checkpoint("mistral")).config.sliding_windows == (8, 8)
+    assert open_checkpoint(tiny_checkpoint("qwen2-sliding")).config.sliding_windows == (None, 8, 8)
+    assert open_checkpoint(tiny_checkpoint("qwen2")).config.sliding_windows == (None, None)
+
+
+def test_sampling_defaults_and_tokenizer_come_with_the_checkpoint(tiny_checkpoint: Callable[..., Path]) -> None:
+    directory = tiny_checkpoint("llama")
+    checkpoint = open_checkpoint(directory)
+    assert checkpoint.sampling_defaults == {"temperature": 0.7, "top_k": 20, "top_p": 0.8}
+    assert checkpoint.tokenizer_directory == directory
+    assert checkpoint.gguf_metadata is None
+
+
+def test_generation_config_may_be_missing(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(tiny_checkpoint("llama"), directory)
+    (directory / "generation_config.json").unlink()
+    checkpoint = open_checkpoint(directory)
+    assert checkpoint.sampling_defaults == {}
+    assert checkpoint.config.eos_token_ids == (json.loads((directory / "config.json").read_text())["eos_token_id"],)

@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from trioserve.contracts.errors import ModelLoadError
+from trioserve.model.loading.checkpoint import open_checkpoint
+from trioserve.model.loading.names import tensor_shapes, transformers_name
+
+
+@pytest.fixture
+def copied(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+    """A tiny checkpoint that the test may damage."""
+
+    def copy(kind: str, **options: Any) -> Path:
+        return Path(shutil.copytree(tiny_checkpoint(kind, **options), tmp_path / kind))
+
+    return copy
+
+
+def check_refused(path: Path, *said: str) -> None:
+    with pytest.raises(ModelLoadError) as caught:
+        open_checkpoint(path)
+    message = str(caught.value)
+    assert message.startswith(f"cannot load {path}: ")
+    assert "\n" not in message
+    for part in said:
+        assert part in message
+
+
+def change_tensors(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = {name: tensor.clone() for name, tensor in load_file(directory / "model.safetensors").items()}
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors")
+
+
+def test_tensors_of_all_families_are_those_of_transformers(
+    tiny_checkpoints: Any, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    import transformers
+
+    for kind in tiny_checkpoints.KINDS:
+        checkpoint = open_checkpoint(tiny_checkpoint(kind))
+        model = transformers.AutoModelForCausalLM.from_pretrained(tiny_checkpoint(kind))
+        theirs = dict(model.named_parameters())
+        ours = dict(checkpoint.tensors())
+        assert {transformers_name(name) for name in ours} == set(theirs), kind
+        assert {name: tuple(tensor.shape) for name, tensor in ours.items()} == tensor_shapes(checkpoint.config)
+        for name, tensor in ours.items():
+            assert torch.equal(tensor, theirs[transformers_name(name)]), (kind, name)
+        assert checkpoint.weight_bytes == sum(tensor.nbytes for tensor in ours.values())
+
+
+def test_shards_give_the_same_tensors_as_one_file(tiny_checkpoint: Callable[..., Path]) -> None:
+    whole = dict(open_checkpoint(tiny_checkpoint("qwen3")).tensors())
+    sharded = open_checkpoint(tiny_checkpoint("qwen3", sharded=True))
+    assert len(sharded.files) > 1
+    parts = dict(sharded.tensors())
+    assert list(parts) == list(whole)
+    assert all(torch.equal(parts[name], whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_stored_dtype_is_kept_and_told(tiny_checkpoint: Callable[..., Path], dtype: str) -> None:
+    checkpoint = open_checkpoint(tiny_checkpoint("llama", dtype=dtype))
+    assert checkpoint.config.dtype_name == dtype
+    assert {tensor.dtype for _, tensor in checkpoint.tensors()} == {getattr(torch, dtype)}
+
+
+def test_opening_does_not_import_torch(
+    tiny_checkpoint: Callable[..., Path], tiny_gguf: Callable[..., Path], tmp_path: Path
+) -> None:
+    program = (
+        "import sys, pathlib\n"
+        "from trioserve.model.loading.checkpoint import open_checkpoint\n"
+        "for path in sys.argv[1:]:\n"
+        "    assert open_checkpoint(pathlib.Path(path)).config.layer_count == 2\n"
+        "print('torch' in sys.modules, 'gguf' in sys.modules)\n"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", program, str(tiny_checkpoint("llama")), str(tiny_gguf("llama"))],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert answer.stdout.split() == ["False", "False"]
+
+
+def test_a_tied_matrix_that_is_stored_twice_and_rotary_frequencies_do_no_harm(copied: Callable[..., Path]) -> None:
+    directory = copied("llama-tied")
+
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+
+    change_tensors(directory, add)
+    assert set(dict(open_checkpoint(directory).tensors())) == set(tensor_shapes(open_checkpoint(directory).config))
+
+
+def test_any_single_safetensors_file_will_do(copied: Callable[..., Path]) -> None:
+    directory = copied("llama")
+    (directory / "model.safetensors").rename(directory / "weights.safetensors")
+    assert open_checkpoint(directory).files == (directory / "weights.safetensors",)
+
+
+def test_a_missing_tensor_is_named(copied: Callable[..., Path]) -> None:
+    directory = copied("llama")
+    change_tensors(directory, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    check_refused(directory, "the weights lack model.layers.1.mlp.up_proj.weight", "fetch it again")
+
+
+def test_an_unknown_tensor_is_named(copied: Callable[..., Path]) -> None:
+    directory = copied("llama")
+    change_tensors(directory, lambda tensors: tensors.update({"model.layers.0.router.weight": torch.ones(4)}))
+    check_refused(directory, "the weights hold model.layers.0.router.weight", "no place for")
+
+
+def test_more_layers_than_the_config_has_are_refused(copied: Callable[..., Path]) -> None:
+    directory = copied("llama")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    check_refused(directory, "and 6 more tensors")
+
+
+def test_a_wrong_shape_is_told_with_the_right_one(copied: Callable[..., Path]) -> None:
+    directory = copied("llama")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "intermediate_size": 128}))
+    check_refused(
+        directory, "model.layers.0.mlp.gate_proj.weight has shape [96, 64], but the config asks for [128, 64]"
+    )
+
+
+def test_a_stored_dtype_that_cannot_be_computed_is_refused(copied: Callable[..., Path]) -> None:
+    directory = copied("llama")
+    change_tensors(directory, lambda tensors: tensors.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}))
+    check_refused(directory, "stores I8; supported are BF16, F16, F32")
+
+
+def test_a_missing_shard_is_named(copied: Callable[..., Path]) -> None:
+    directory = copied("llama", sharded=True)
+    shard = sorted(directory.glob("*.safetensors"))[-1]
+    shard.unlink()
+    check_refused(directory, f"of which 1 are missing, {shard.name} first")
+
+
+def change_index(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    path = directory / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    change(index)
+    path.write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda index: index.pop("weight_map"), "has no weight_map"),
+        (lambda index: index.update(weight_map=[]), "must be an object"),
+        (lambda index: index["weight_map"].update({"model.norm.weight": "../elsewhere.safetensors"}), "no plain file"),
+        (lambda index: index["weight_map"].update({"model.norm.weight": 7}), "no plain file name"),
+        (
+            lambda index: index["weight_map"].update({"invented": index["weight_map"]["model.norm.weight"]}),
+            "says that invented is in",
+        ),
+    ],
+)
+def test_an_index_that_cannot_be_followed_is_refused(
+    copied: Callable[..., Path], change: Callable[[dict[str, Any]], object], said: str
+) -> None:
+    directory = copied("llama", sharded=True)
+    change_index(directory, change)
+    check_refused(directory, said)
+
+
+def test_a_quoted_name_cannot_break_the_message(copied: Callable[..., Path]) -> None:
+    directory = copied("llama", sharded=True)
+    change_index(directory, lambda index: index["weight_map"].update({"\n\x1b[31m\ud800" * 999: "/"}))
+    check_refused(directory, "says that ??[31m?")
+
+
+def test_shards_without_an_index_are_refused(copied: Callable[..., Path]) -> None:
+    directory = copied("llama", sharded=True)
+    (directory / "model.safetensors.index.json").unlink()
+    check_refused(directory, "but no model.safetensors.index.json")
+
+
+def test_a_cut_file_is_refused(copied: Callable[..., Path]) -> None:
+    directory = copied("llama")
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    check_refused(directory, "model.safetensors is damaged or incomplete")
+
+
+def test_a_missing_or_broken_config_is_refused(copied: Callable[..., Path]) -> None:
+    directory = copied("llama")
+    (directory / "config.json").write_text("{")
+    check_refused(directory, "config.json is not valid JSON")
+    (directory / "config.json").unlink()
+    check_refused(directory, "no config.json")
+
+
+def test_paths_without_a_model_are_told_what_is_allowed(tmp_path: Path) -> None:
+    check_refused(tmp_path / "nothing", "no such file or directory")
+    check_refused(tmp_path / ("x" * 5000), "too long")
+    check_refused(tmp_path, "the directory has no weights; needed are")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    check_refused(tmp_path, "only in pytorch_model.bin", "safetensors are needed")
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    (tmp_path / "b.gguf").write_bytes(b"GGUF")
+    check_refused(tmp_path, "2 GGUF files (a.gguf, b.gguf): name one of them")
+    check_refused(tmp_path / "pytorch_model.bin", "a model is a .gguf file or a directory")

@@ -1,0 +1,258 @@
+"""The same numbers as transformers, however a prompt is cut into chunks and whatever runs beside it.
+
+Everything is in float32, where only the order of sums differs. The tiny models' logits are of size 1 to 10, and the
+difference seen is about 1e-5; the bound below allows for other machines' sums.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.model.layers import RotaryAngles
+from trioserve.model.loading.checkpoint import open_checkpoint
+from trioserve.model.model_config import RopeScaling
+
+LOGPROB_TOLERANCE = 2e-4
+KINDS = (
+    "llama",
+    "llama-tied",
+    "llama-biased",
+    "llama3-rope",
+    "llama-linear-rope",
+    "llama-wide",
+    "mistral",
+    "qwen2",
+    "qwen2-yarn",
+    "qwen2-sliding",
+    "qwen3",
+)
+VOCAB_SIZE = 320
+
+
+class Expected:
+    """What transformers answers."""
+
+    def __init__(self, path: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+
+    def logprobs(self, tokens: list[int]) -> torch.Tensor:
+        with torch.no_grad():
+            return self._model(torch.tensor([tokens]), use_cache=False).logits[0].log_softmax(-1)
+
+    def greedy(self, prompt: list[int], count: int) -> list[int]:
+        tokens = list(prompt)
+        for _ in range(count):
+            tokens.append(int(self.logprobs(tokens)[-1].argmax()))
+        return tokens[len(prompt) :]
+
+
+def make_prompt(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB_SIZE) for _ in range(length)]
+
+
+def check_prompt_logprobs(driver: Any, expected: Expected, name: str, prompt: list[int], chunks: list[int]) -> None:
+    """Each prompt token's logprob and its 20 best alternatives, and those of the first sampled token."""
+    entries = []
+    for count in chunks:
+        result = driver.step({name: count})
+        assert not result.errors
+        entries.extend(result.prompt_logprobs[name])
+    entries.append(result.logprobs[name])
+    wanted = expected.logprobs(prompt)
+    following = [*prompt[1:], driver.tokens[name][-1]]
+    assert [entry.token_id for entry in entries] == following
+    for row, entry in enumerate(entries):
+        assert entry.logprob == pytest.approx(float(wanted[row, entry.token_id]), abs=LOGPROB_TOLERANCE)
+        for token, logprob in entry.top:
+            assert logprob == pytest.approx(float(wanted[row, token]), abs=LOGPROB_TOLERANCE)
+        assert [logprob for _, logprob in entry.top] == pytest.approx(
+            wanted[row].topk(20).values.tolist(), abs=LOGPROB_TOLERANCE
+        )
+
+
+ALL_LOGPROBS = SamplingParams(temperature=0.0, logprobs=20, prompt_logprobs=20)
+
+
+def test_every_tiny_checkpoint_kind_is_compared(tiny_checkpoints: ModuleType) -> None:
+    assert set(KINDS) == set(tiny_checkpoints.KINDS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_and_greedy_tokens_equal_transformers(
+    kind: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
+) -> None:
+    path = tiny_checkpoint(kind)
+    expected = Expected(path)
+    runner = step_driver.load_runner(path)
+    driver = step_driver.StepDriver(runner)
+
+    prompt = make_prompt(37)
+    driver.add("whole", prompt, ALL_LOGPROBS)
+    check_prompt_logprobs(driver, expected, "whole", prompt, [37])
+    driver.add("uneven", prompt, ALL_LOGPROBS)
+    check_prompt_logprobs(driver, expected, "uneven", prompt, [5, 1, 11, 2, 1, 16, 1])
+
+    # Ragged lengths in one batch; the fourth's prompt comes in pieces while the others decode already.
+    prompts = {"a": make_prompt(3, 1), "b": make_prompt(29, 2), "c": make_prompt(1, 3), "d": make_prompt(23, 4)}
+    for name, tokens in prompts.items():
+        driver.add(name, tokens)
+    driver.step({"d": 7, "a": 3, "b": 29})
+    driver.step({"a": 1, "d": 9, "c": 1, "b": 1})
+    driver.step({"c": 1, "b": 1, "d": 7, "a": 1})
+    for _ in range(5):
+        driver.step({"d": 1, "a": 1, "c": 1, "b": 1})
+    for name, tokens in prompts.items():
+        output = driver.tokens[name][len(tokens) :]
+        assert output == expected.greedy(tokens, len(output)), name
+
+
+@pytest.mark.parametrize(
+    "scaling, fields",
+    (
+        ({"rope_type": "linear", "factor": 4.0}, {"kind": "linear", "factor": 4.0}),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 32.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+            {"kind": "llama3", "factor": 32.0, "original_context_tokens": 8192},
+        ),
+        (
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768},
+            {"kind": "yarn", "factor": 4.0, "original_context_tokens": 32_768},
+        ),
+        (
+            {
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "original_max_position_embeddings": 4096,
+                "beta_fast": 16.0,
+                "beta_slow": 2.0,
+                "attention_factor": 1.5,
+            },
+            {
+                "kind": "yarn",
+                "factor": 8.0,
+                "original_context_tokens": 4096,
+                "beta_fast": 16.0,
+                "beta_slow": 2.0,
+                "attention_factor": 1.5,
+            },
+        ),
+    ),
+    ids=("linear", "llama3", "yarn", "yarn with its own numbers"),
+)
+def test_rotary_scaling_of_real_sizes_equals_transformers(
+    scaling: dict[str, Any], fields: dict[str, Any], tiny_checkpoint: Callable[..., Path]
+) -> None:
+    """Tiny heads leave the rounded ends of the blend untouched; these are Llama 3.2's and Qwen 2.5's sizes."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    theirs = LlamaConfig(
+        hidden_size=1024,
+        num_attention_heads=8,
+        max_position_embeddings=131_072,
+        rope_parameters={"rope_theta": 500_000.0, **scaling},
+    )
+    frequencies, magnitude = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](theirs, torch.device("cpu"))
+    config = msgspec.structs.replace(
+        open_checkpoint(tiny_checkpoint("llama")).config,
+        head_dim=128,
+        rope_theta=500_000.0,
+        rope_scaling=RopeScaling(**fields),
+    )
+    positions = torch.tensor([0, 1, 100, 5_000])
+    cos, sin = RotaryAngles(config, torch.device("cpu")).cos_sin(positions, torch.float32)
+    angles = positions[:, None].double() * frequencies.double()
+    # A frequency's last bit in float32, times 5,000 tokens, is 3e-4 of an angle.
+    torch.testing.assert_close(cos[:, 0], (angles.cos() * magnitude).float().repeat(1, 2), atol=1e-3, rtol=0)
+    signed = torch.cat((-angles.sin(), angles.sin()), -1) * magnitude
+    torch.testing.assert_close(sin[:, 0], signed.float(), atol=1e-3, rtol=0)
+
+
+def test_decoding_one_by_one_gives_the_logprobs_of_the_whole(
+    tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
+) -> None:
+    path = tiny_checkpoint("qwen3")
+    prompt = make_prompt(21, 9)
+    driver = step_driver.StepDriver(step_driver.load_runner(path))
+    driver.add("a", prompt, ALL_LOGPROBS)
+    check_prompt_logprobs(driver, Expected(path), "a", prompt, [1] * 21)
+
+
+def test_a_context_longer_than_a_part_and_a_group(
+    tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
+) -> None:
+    """A chunk is attended in parts of 256 rows, and decodes of very different length in several groups."""
+    path = tiny_checkpoint("llama")
+    expected = Expected(path)
+    driver = step_driver.StepDriver(step_driver.load_runner(path))
+    long, short = make_prompt(450, 5), make_prompt(9, 6)
+    driver.add("long", long, ALL_LOGPROBS)
+    check_prompt_logprobs(driver, expected, "long", long, [20, 430])
+    driver.add("short", short)
+    driver.step({"short": 9})
+    for _ in range(3):
+        driver.step({"short": 1, "long": 1})
+    assert driver.tokens["long"][450:] == expected.greedy(long, 4)
+    assert driver.tokens["short"][9:] == expected.greedy(short, 4)
+
+
+def test_a_preempted_request_goes_on_as_before(tiny_checkpoint: Callable[..., Path], step_driver: ModuleType) -> None:
+    path = tiny_checkpoint("mistral")
+    prompt = make_prompt(13, 7)
+    driver = step_driver.StepDriver(step_driver.load_runner(path))
+    driver.add("a", prompt)
+    driver.generate(["a"], 4)
+    driver.forget("a")
+    driver.generate(["a"], 5)
+    assert driver.tokens["a"][13:] == Expected(path).greedy(prompt, 9)
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+def test_half_formats_stay_near_float32(
+    dtype: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
+) -> None:
+    """Two layers of 8-bit (bfloat16) or 11-bit mantissas: logprobs move by a few hundredths, or thousandths."""
+    path = tiny_checkpoint("llama", dtype=dtype)
+    prompt = make_prompt(33)
+    wanted = Expected(path).logprobs(prompt)
+    driver = step_driver.StepDriver(step_driver.load_runner(path, dtype=dtype))
+    driver.add("a", prompt, ALL_LOGPROBS)
+    entries = [*driver.step({"a": 20}).prompt_logprobs["a"], *driver.step({"a": 13}).prompt_logprobs["a"]]
+    tolerance = 0.25 if dtype == "bfloat16" else 0.03
+    for row, entry in enumerate(entries):
+        assert entry.logprob == pytest.approx(float(wanted[row, entry.token_id]), abs=tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", ("llama3-rope", "mistral", "qwen2", "qwen3"))
+def test_cuda_gives_the_cpus_tokens(kind: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType) -> None:
+    path = tiny_checkpoint(kind)
+    prompts = {"a": make_prompt(3, 1), "b": make_prompt(29, 2), "c": make_prompt(64, 3)}
+    tokens = []
+    for device in ("cpu", "cuda"):
+        driver = step_driver.StepDriver(step_driver.load_runner(path, device=device))
+        for name, prompt in prompts.items():
+            driver.add(name, prompt)
+        driver.step({"b": 11, "c": 64})
+        driver.generate(["a", "b", "c"], 6)
+        tokens.append(driver.tokens)
+    assert tokens[0] == tokens[1]

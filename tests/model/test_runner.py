@@ -1,0 +1,236 @@
+"""What the runner promises besides numbers: faults of one request stay with it, and loading is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from trioserve.contracts.errors import ModelLoadError, StartupError
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.step import StepPlan
+from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
+from trioserve.model.runner import ModelRunner
+from trioserve.model.settings import ModelSettings
+
+SETTINGS = ModelSettings(device="cpu", kv_cache_bytes=2**20, block_size=4)
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@pytest.fixture
+def driver(tiny_checkpoint: Callable[..., Path], step_driver: ModuleType) -> Any:
+    return step_driver.StepDriver(step_driver.load_runner(tiny_checkpoint("llama")))
+
+
+def changed(checkpoint: Checkpoint, change: Callable[[str, torch.Tensor], list[tuple[str, torch.Tensor]]]) -> Any:
+    """The checkpoint with each of its tensors replaced by what `change` makes of it."""
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in checkpoint.tensors():
+            yield from change(name, tensor)
+
+    return SimpleNamespace(config=checkpoint.config, weight_bytes=checkpoint.weight_bytes, tensors=tensors)
+
+
+# --- faults of one request ------------------------------------------------------------------------------------------
+
+
+def check_fails_alone(driver: Any, bad: dict[str, Any], sentence: str) -> None:
+    """`bad` (arguments of add) beside two good requests: it gets an error, they get what they get without it."""
+    driver.add("a", [5, 6, 7], GREEDY)
+    driver.add("b", [8, 9], GREEDY)
+    driver.step({"a": 3, "b": 2})
+    driver.add("bad", **bad)
+    result = driver.step({"a": 1, "bad": len(bad["prompt"]), "b": 1})
+    assert list(result.errors) == ["bad"]
+    assert sentence in result.errors["bad"]
+    assert result.token_ids[1] is None
+    driver.generate(["a", "b"], 3)
+    for name, prompt in (("a", [5, 6, 7]), ("b", [8, 9])):
+        driver.add(f"{name} alone", prompt, GREEDY)
+        driver.generate([f"{name} alone"], 5)
+        assert driver.tokens[name] == driver.tokens[f"{name} alone"]
+
+
+def test_a_prompt_token_outside_the_vocabulary_fails_alone(driver: Any) -> None:
+    check_fails_alone(driver, {"prompt": [4, 320]}, "token id 320")
+
+
+def test_a_logit_bias_outside_the_vocabulary_fails_alone(driver: Any) -> None:
+    sampling = SamplingParams(logit_bias={3: 1.0, 400: 1.0})
+    check_fails_alone(driver, {"prompt": [4], "sampling": sampling}, "logit_bias names token id 400")
+
+
+def test_when_every_request_fails_the_step_still_answers(driver: Any) -> None:
+    driver.add("bad", [320])
+    result = driver.step({"bad": 1})
+    assert result.token_ids == (None,)
+    assert list(result.errors) == ["bad"]
+
+
+@pytest.mark.parametrize("sampling", (GREEDY, SamplingParams(prompt_logprobs=1), SamplingParams(temperature=0.7)))
+def test_a_request_whose_numbers_are_not_finite_fails_alone(
+    sampling: SamplingParams, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
+) -> None:
+    """One token's embedding is NaN. Its request fails, and its blocks harm nobody who uses them afterwards."""
+
+    def damage(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        if name == "embed.weight":
+            tensor = tensor.clone()
+            tensor[33] = float("nan")
+        return [(name, tensor)]
+
+    runner = ModelRunner.load(changed(open_checkpoint(tiny_checkpoint("llama")), damage), SETTINGS)
+    runner.allocate_kv(12)
+    driver = step_driver.StepDriver(runner)
+    prompt = [33, 4, 6, 7, 8, 9]
+    check_fails_alone(driver, {"prompt": prompt, "sampling": sampling}, "no number")
+    driver.forget("bad")
+    for name in ("a", "b", "a alone", "b alone"):
+        driver.forget(name)
+    # Twelve blocks of four tokens: these take every block, those of the failed request included.
+    for name in ("c", "d", "e", "f"):
+        driver.add(name, [5, 6, 7, 8, 9], GREEDY)
+    driver.step({"c": 5, "d": 3, "e": 5, "f": 1})
+    driver.generate(["c", "d", "e", "f"], 4)
+    assert driver.tokens["c"][5:9] == driver.tokens["d"][5:9] == driver.tokens["f"][5:9]
+
+
+# --- plans ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_chunk_that_does_not_reach_the_last_token_gives_none(driver: Any) -> None:
+    driver.add("a", [5, 6, 7, 8], GREEDY)
+    driver.add("b", [5, 6], GREEDY)
+    result = driver.step({"a": 3, "b": 2})
+    assert result.token_ids[0] is None
+    assert isinstance(result.token_ids[1], int)
+
+
+def test_prompt_logprobs_cover_the_prompt_without_gaps_or_overlap(driver: Any) -> None:
+    """Also after a preemption, when output tokens are computed again in a prompt-like chunk."""
+    prompt = [5, 6, 7, 8, 9, 10]
+    driver.add("a", prompt, SamplingParams(temperature=0.0, prompt_logprobs=0))
+    first = driver.step({"a": 2}).prompt_logprobs["a"]
+    second = driver.step({"a": 4}).prompt_logprobs["a"]
+    assert [entry.token_id for entry in first + second] == prompt[1:]
+    decode = driver.step({"a": 1})
+    assert decode.prompt_logprobs.get("a", ()) == ()
+    driver.forget("a")
+    again = driver.step({"a": driver.left("a")}).prompt_logprobs["a"]
+    assert [entry.logprob for entry in again] == pytest.approx([e.logprob for e in first + second], abs=1e-4)
+
+
+def test_a_seed_gives_the_same_tokens_in_another_batch_and_after_a_preemption(driver: Any) -> None:
+    sampling = SamplingParams(temperature=0.9, top_p=0.95)
+    driver.add("alone", [5, 6, 7], sampling, seed=42)
+    driver.generate(["alone"], 12)
+    driver.add("crowded", [5, 6, 7], sampling, seed=42)
+    for index in range(6):
+        driver.add(f"other {index}", list(range(1, 4 + index)), SamplingParams(temperature=1.0), seed=index)
+    crowd = [f"other {index}" for index in range(6)]
+    driver.generate([*crowd[:3], "crowded", *crowd[3:]], 5)
+    driver.forget("crowded")
+    driver.generate(["crowded", *crowd], 7)
+    assert driver.tokens["crowded"] == driver.tokens["alone"]
+    assert len({tuple(driver.tokens[name][-8:]) for name in crowd}) == 6
+
+
+def test_warm_up_and_close(tiny_checkpoint: Callable[..., Path], step_driver: ModuleType) -> None:
+    runner = ModelRunner.load(open_checkpoint(tiny_checkpoint("qwen3")), SETTINGS)
+    fits = runner.block_count
+    assert runner.kv_cache_bytes <= 2**20 < runner.kv_cache_bytes // fits * (fits + 1)
+    runner.allocate_kv(3)
+    assert runner.block_count == 3
+    runner.warm_up()
+    driver = step_driver.StepDriver(runner)
+    driver.add("a", [5, 6, 7])
+    driver.generate(["a"], 2)
+    runner.close()
+    with pytest.raises(AssertionError, match="close"):
+        runner.execute(StepPlan(0, (), 0))
+
+
+# --- loading --------------------------------------------------------------------------------------------------------
+
+
+def test_progress_counts_every_byte_and_may_end_the_loading(tiny_checkpoint: Callable[..., Path]) -> None:
+    checkpoint = open_checkpoint(tiny_checkpoint("qwen2"))
+    seen: list[tuple[int, int]] = []
+    ModelRunner.load(checkpoint, SETTINGS, progress=lambda done, total: seen.append((done, total)))
+    assert len(seen) == sum(1 for _ in checkpoint.tensors())
+    assert seen == sorted(seen)
+    assert seen[-1] == (checkpoint.weight_bytes, checkpoint.weight_bytes)
+
+    class Enough(Exception):
+        pass
+
+    def give_up(done: int, total: int) -> None:
+        raise Enough
+
+    with pytest.raises(Enough):
+        ModelRunner.load(checkpoint, SETTINGS, progress=give_up)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    (
+        (lambda name, tensor: [] if name == "layers.1.k_proj.weight" else [(name, tensor)], "layers.1.k_proj.weight"),
+        (lambda name, tensor: [(name, tensor)] * (2 if name == "norm.weight" else 1), "norm.weight twice"),
+        (lambda name, tensor: [(name.replace("layers.1.", "layers.7."), tensor)], "layers.7.*no place"),
+        (
+            lambda name, tensor: [(name, tensor[:-1] if name == "layers.0.up_proj.weight" else tensor)],
+            r"layers.0.up_proj.weight has shape \[95, 64\].*\[96, 64\]",
+        ),
+    ),
+    ids=("missing", "twice", "unknown", "shape"),
+)
+def test_a_checkpoint_with_wrong_tensors_is_refused(
+    change: Any, message: str, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    checkpoint = open_checkpoint(tiny_checkpoint("llama"))
+    with pytest.raises(ModelLoadError, match=message):
+        ModelRunner.load(changed(checkpoint, change), SETTINGS)
+
+
+@pytest.mark.parametrize("kind", ("llama", "llama-tied", "qwen2", "qwen3"))
+def test_the_order_of_tensors_does_not_matter(
+    kind: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
+) -> None:
+    checkpoint = open_checkpoint(tiny_checkpoint(kind))
+    backwards = SimpleNamespace(
+        config=checkpoint.config,
+        weight_bytes=checkpoint.weight_bytes,
+        tensors=lambda: reversed(list(checkpoint.tensors())),
+    )
+    tokens = []
+    for source in (checkpoint, backwards):
+        runner = ModelRunner.load(source, SETTINGS)
+        runner.allocate_kv(8)
+        driver = step_driver.StepDriver(runner)
+        driver.add("a", [5, 6, 7])
+        driver.generate(["a"], 6)
+        tokens.append(driver.tokens["a"])
+    assert tokens[0] == tokens[1]
+
+
+def test_a_gguf_file_gives_the_tokens_of_its_directory(
+    tiny_checkpoint: Callable[..., Path], tiny_gguf: Callable[..., Path], step_driver: ModuleType
+) -> None:
+    tokens = []
+    for path in (tiny_checkpoint("llama3-rope"), tiny_gguf("llama3-rope", "F32")):
+        driver = step_driver.StepDriver(step_driver.load_runner(path))
+        driver.add("a", list(range(5, 90)))
+        driver.generate(["a"], 6)
+        tokens.append(driver.tokens["a"])
+    assert tokens[0] == tokens[1]
+
+
+def test_a_kv_cache_too_small_for_one_block_is_refused(tiny_checkpoint: Callable[..., Path]) -> None:
+    settings = ModelSettings(device="cpu", kv_cache_bytes=100)
+    with pytest.raises(StartupError, match="one block of 16 tokens needs"):
+        ModelRunner.load(open_checkpoint(tiny_checkpoint("llama")), settings)

@@ -1,0 +1,137 @@
+"""Number format, device, and how many KV blocks fit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trioserve.contracts.errors import StartupError
+from trioserve.model.device import free_host_bytes, kv_block_bytes, kv_block_count, pick_device, pick_dtype
+from trioserve.model.model_config import ModelConfig
+from trioserve.model.settings import ModelSettings
+
+CPU = torch.device("cpu")
+
+
+def config(**changes: Any) -> ModelConfig:
+    fields: dict[str, Any] = {
+        "architecture": "llama",
+        "vocab_size": 100,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "layer_count": 3,
+        "head_count": 4,
+        "kv_head_count": 2,
+        "head_dim": 8,
+        "context_tokens_max": 64,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10_000.0,
+        "rope_scaling": None,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "attention_output_bias": False,
+        "mlp_bias": False,
+        "qk_norm": False,
+        "sliding_windows": (None, None, None),
+        "bos_token_id": None,
+        "eos_token_ids": (),
+        "dtype_name": "bfloat16",
+    }
+    return ModelConfig(**{**fields, **changes})
+
+
+def test_a_block_holds_keys_and_values_of_every_layer() -> None:
+    assert kv_block_bytes(config(), 16, torch.bfloat16) == 2 * 3 * 2 * 8 * 16 * 2
+
+
+def test_kv_cache_bytes_are_filled_and_not_exceeded() -> None:
+    block = kv_block_bytes(config(), 16, torch.float32)
+    for budget, count in ((block, 1), (3 * block - 1, 2), (3 * block, 3)):
+        assert kv_block_count(config(), ModelSettings(kv_cache_bytes=budget), CPU, torch.float32) == count
+    with pytest.raises(StartupError, match=f"needs {block}"):
+        kv_block_count(config(), ModelSettings(kv_cache_bytes=block - 1), CPU, torch.float32)
+
+
+def test_a_cpu_gives_a_quarter_of_its_free_memory_and_at_most_4_gib() -> None:
+    block = kv_block_bytes(config(), 16, torch.float32)
+    count = kv_block_count(config(), ModelSettings(), CPU, torch.float32)
+    assert 0 < count * block <= min(4 * 2**30, 0.3 * free_host_bytes())
+
+
+def write_machine(root: Path, *, available_kib: int, cgroup: dict[str, str]) -> Path:
+    (root / "proc").mkdir()
+    (root / "proc/meminfo").write_text(f"MemTotal: 999999 kB\nMemAvailable:  {available_kib} kB\n")
+    for name, text in cgroup.items():
+        path = root / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    "cgroup, expected",
+    (
+        ({}, 8192 * 1024),
+        ({"memory.max": "max\n", "memory.current": "5000", "memory.stat": ""}, 8192 * 1024),
+        (
+            {
+                "memory.max": "100000\n",
+                "memory.current": "70000\n",
+                "memory.stat": "anon 30000\nactive_file 10000\ninactive_file 30000\n",
+            },
+            70_000,
+        ),
+        (
+            {
+                "memory/memory.limit_in_bytes": "100000",
+                "memory/memory.usage_in_bytes": "70000",
+                "memory/memory.stat": "total_rss 1\n",
+            },
+            30_000,
+        ),
+    ),
+    ids=("bare", "unlimited group", "version 2", "version 1"),
+)
+def test_free_memory_heeds_the_control_group(cgroup: dict[str, str], expected: int, tmp_path: Path) -> None:
+    assert free_host_bytes(write_machine(tmp_path, available_kib=8192, cgroup=cgroup)) == expected
+
+
+def test_auto_takes_the_checkpoints_format_but_not_float16_on_a_cpu() -> None:
+    auto = ModelSettings()
+    assert pick_dtype(config(dtype_name="float32"), auto, CPU) == torch.float32
+    assert pick_dtype(config(dtype_name="float16"), auto, CPU) == torch.bfloat16
+    assert pick_dtype(config(dtype_name="float16"), auto, torch.device("cuda", 0)) == torch.float16
+    assert pick_dtype(config(), ModelSettings(dtype="float16"), CPU) == torch.float16
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests what happens without a CUDA device")
+def test_cuda_is_refused_where_there_is_none() -> None:
+    assert pick_device(ModelSettings(device="auto")) == CPU
+    with pytest.raises(StartupError, match="no CUDA device"):
+        pick_device(ModelSettings(device="cuda"))
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    (
+        ("dtype", "int8"),
+        ("device", "tpu"),
+        ("block_size", 0),
+        ("kv_cache_bytes", 0),
+        ("memory_share", 1.5),
+        ("threads", 0),
+    ),
+)
+def test_settings_out_of_range_are_named(field: str, value: Any) -> None:
+    with pytest.raises(StartupError, match=field):
+        ModelSettings(**{field: value})
+
+
+def test_the_settings_do_not_load_torch() -> None:
+    code = "import sys, trioserve.model.settings; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,322 @@
+"""Tiny random checkpoints in the formats that people have: directories as transformers saves them, and GGUF files as
+llama.cpp's converter writes them. The weights have a fixed seed; biases and norms are random, too, so that a forgotten
+one shows. Each comes with a byte-level tokenizer and a chat template."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+__all__ = ["GGUF_QUANT_TYPES", "KINDS", "VOCAB_SIZE", "write_checkpoint", "write_gguf"]
+
+VOCAB_SIZE = 320
+BOS_TOKEN_ID, EOS_TOKEN_ID, IM_START_ID, IM_END_ID = 1, 2, 3, 4
+SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
+MERGES = (
+    "t h",
+    "th e",
+    "i n",
+    "a n",
+    "e r",
+    "r e",
+    "o n",
+    "Ġ the",
+    "Ġ a",
+    "i t",
+    "o u",
+    "in g",
+    "an d",
+    "Ġ and",
+    "l l",
+)
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": BOS_TOKEN_ID,
+    "eos_token_id": EOS_TOKEN_ID,
+    "tie_word_embeddings": False,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-biased": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama3-rope": ("llama", {"rope_parameters": _LLAMA3_ROPE}),
+    "llama-linear-rope": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}},
+    ),
+    # Rows of 256 and 512 are what the K quants need.
+    "llama-wide": ("llama", {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}),
+    "mistral": ("mistral", {"sliding_window": 8, "head_dim": 32}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2-yarn": ("qwen2", {"rope_parameters": _YARN_ROPE}),
+    "qwen2-sliding": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "num_hidden_layers": 3},
+    ),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+}
+GGUF_QUANT_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+
+
+def write_checkpoint(directory: Path, kind: str, *, dtype: str = "float32", sharded: bool = False) -> None:
+    """Save the checkpoint of this kind (see KINDS), its tokenizer and generation settings with transformers."""
+    import torch
+    import transformers
+
+    model_type, changes = KINDS[kind]
+    config = transformers.AutoConfig.for_model(model_type, **{**_SMALL, **changes})
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(20_260_101)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(0.0, 0.1, generator=generator)
+            if "norm" in name:
+                parameter.add_(1.0)
+    model.to(getattr(torch, dtype))
+    model.generation_config = transformers.GenerationConfig(
+        bos_token_id=BOS_TOKEN_ID,
+        eos_token_id=[EOS_TOKEN_ID, IM_END_ID],
+        do_sample=True,
+        temperature=0.7,
+        top_k=20,
+        top_p=0.8,
+    )
+    model.save_pretrained(directory, max_shard_size="100KB" if sharded else "1GB")
+    _write_tokenizer(directory)
+
+
+def _vocabulary() -> list[str]:
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    tokens = [*SPECIAL_TOKENS, *sorted(ByteLevel.alphabet()), *(merge.replace(" ", "") for merge in MERGES)]
+    assert len(tokens) <= VOCAB_SIZE
+    return tokens
+
+
+def _write_tokenizer(directory: Path) -> None:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    tokens = _vocabulary()
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={token: index for index, token in enumerate(tokens)},
+            merges=[tuple(merge.split(" ")) for merge in MERGES],
+            unk_token="<unk>",
+        )
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "<|im_end|>",
+        "unk_token": "<unk>",
+        "model_max_length": 512,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+
+
+def write_gguf(checkpoint: Path, path: Path, *, quant_type: str = "F32") -> None:
+    """Write the directory `checkpoint` as GGUF: matrices in quant_type, everything else as float32.
+
+    A matrix whose rows don't divide into the type's blocks is stored as Q8_0. As from llama.cpp's converter, Mistral
+    becomes a llama, q and k of llama are permuted for rotary positions in adjacent pairs, llama3 rope scaling becomes
+    the tensor rope_freqs.weight, and sliding windows are lost.
+    """
+    import gguf
+    import torch
+    from safetensors.torch import load_file
+
+    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    architecture = {"mistral": "llama"}.get(config["model_type"], config["model_type"])
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    rope = config.get("rope_parameters") or {}
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_rope_freq_base(rope.get("rope_theta", 10_000.0))
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    if architecture == "llama":
+        writer.add_rope_dimension_count(head_dim)
+        writer.add_vocab_size(config["vocab_size"])
+    if rope.get("rope_type") in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    _add_tokenizer(writer)
+    if rope.get("rope_type") == "llama3":
+        writer.add_tensor("rope_freqs.weight", _llama3_frequency_factors(rope, head_dim))
+    for shard in sorted(checkpoint.glob("*.safetensors")):
+        for name, tensor in load_file(shard).items():
+            values = tensor.to(torch.float32).numpy()
+            heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
+            if architecture == "llama" and heads is not None:
+                values = _permute_for_adjacent_pairs(values, config[heads])
+            _add_tensor(writer, _gguf_name(name), values, quant_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add_tokenizer(writer: Any) -> None:
+    tokens = _vocabulary()
+    padding = [f"[PAD{index}]" for index in range(len(tokens), VOCAB_SIZE)]
+    special, normal, unused = 3, 1, 5
+    types = [special] * len(SPECIAL_TOKENS) + [normal] * (len(tokens) - len(SPECIAL_TOKENS)) + [unused] * len(padding)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([*tokens, *padding])
+    writer.add_token_types(types)
+    writer.add_token_merges(list(MERGES))
+    writer.add_bos_token_id(BOS_TOKEN_ID)
+    writer.add_eos_token_id(EOS_TOKEN_ID)
+    writer.add_eot_token_id(IM_END_ID)
+    writer.add_unk_token_id(0)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(CHAT_TEMPLATE)
+
+
+def _gguf_name(name: str) -> str:
+    outer = {
+        "model.embed_tokens.weight": "token_embd.weight",
+        "model.norm.weight": "output_norm.weight",
+        "lm_head.weight": "output.weight",
+    }
+    if name in outer:
+        return outer[name]
+    _, _, index, *_middle, module, kind = name.split(".")
+    inner = {
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "o_proj": "attn_output",
+        "gate_proj": "ffn_gate",
+        "up_proj": "ffn_up",
+        "down_proj": "ffn_down",
+    }
+    return f"blk.{index}.{inner.get(module) or 'attn_' + module.removesuffix('_proj')}.{kind}"
+
+
+def _permute_for_adjacent_pairs(values: np.ndarray, heads: int) -> np.ndarray:
+    """Rows h * dim + half * dim / 2 + pair become rows h * dim + 2 * pair + half."""
+    rows = np.arange(values.shape[0]).reshape(heads, 2, -1)
+    return values[rows.transpose(0, 2, 1).reshape(-1)]
+
+
+def _llama3_frequency_factors(rope: dict[str, Any], head_dim: int) -> np.ndarray:
+    """What each inverse frequency is divided by; the formula is in the Llama 3.1 model code."""
+    factors = []
+    for pair in range(head_dim // 2):
+        wavelength = 2 * np.pi * rope["rope_theta"] ** (2 * pair / head_dim)
+        turns = rope["original_max_position_embeddings"] / wavelength
+        smooth = (turns - rope["low_freq_factor"]) / (rope["high_freq_factor"] - rope["low_freq_factor"])
+        smooth = min(max(smooth, 0.0), 1.0)
+        factors.append(1.0 / ((1 - smooth) / rope["factor"] + smooth))
+    return np.array(factors, dtype=np.float32)
+
+
+def _add_tensor(writer: Any, name: str, values: np.ndarray, quant_type: str) -> None:
+    import gguf
+
+    if values.ndim == 1:
+        quant_type = "F32"
+    block_values, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[quant_type]]
+    if values.shape[-1] % block_values:
+        quant_type = "Q8_0"
+    kind = gguf.GGMLQuantizationType[quant_type]
+    if quant_type in _K_QUANTIZERS:
+        stored = _K_QUANTIZERS[quant_type](values)
+    else:
+        stored = gguf.quants.quantize(np.ascontiguousarray(values), kind)
+    writer.add_tensor(name, stored, raw_dtype=kind)
+
+
+# gguf reads the K quants but cannot write them. These are plain quantizers (nearest value, no search for the best
+# scales) into the layouts of llama.cpp's block_q4_K, block_q5_K and block_q6_K: 256 values a block.
+
+
+def _quantized_k4_k5(values: np.ndarray, bits: int) -> np.ndarray:
+    groups = values.reshape(-1, 8, 32)
+    lows = np.minimum(groups.min(axis=-1), 0.0)
+    steps = (groups.max(axis=-1) - lows) / (2**bits - 1)
+    d = np.maximum(steps.max(axis=-1, keepdims=True) / 63, 1e-8).astype(np.float16)
+    d_min = np.maximum((-lows).max(axis=-1, keepdims=True) / 63, 1e-8).astype(np.float16)
+    scales = np.clip(np.ceil(steps / d), 0, 63).astype(np.uint8)
+    mins = np.clip(np.ceil(-lows / d_min), 0, 63).astype(np.uint8)
+    step = np.maximum(d.astype(np.float32) * scales, 1e-8)[..., None]
+    low = (d_min.astype(np.float32) * mins)[..., None]
+    q = np.clip(np.round((groups + low) / step), 0, 2**bits - 1).astype(np.uint8)
+    packed_scales = np.concatenate(
+        [
+            (scales[:, :4] & 63) | ((scales[:, 4:] >> 4) << 6),
+            (mins[:, :4] & 63) | ((mins[:, 4:] >> 4) << 6),
+            (scales[:, 4:] & 15) | ((mins[:, 4:] & 15) << 4),
+        ],
+        axis=-1,
+    )
+    pairs = (q & 15).reshape(-1, 4, 2, 32)
+    parts = [d.view(np.uint8), d_min.view(np.uint8), packed_scales]
+    if bits == 5:
+        parts.append(((q >> 4) << np.arange(8, dtype=np.uint8)[:, None]).sum(axis=1, dtype=np.uint8))
+    parts.append((pairs[:, :, 0] | (pairs[:, :, 1] << 4)).reshape(-1, 128))
+    return np.concatenate(parts, axis=-1).reshape(values.shape[0], -1)
+
+
+def _quantized_k6(values: np.ndarray) -> np.ndarray:
+    groups = values.reshape(-1, 16, 16)
+    steps = np.abs(groups).max(axis=-1) / 31
+    d = np.maximum(steps.max(axis=-1, keepdims=True) / 127, 1e-8).astype(np.float16)
+    scales = np.clip(np.ceil(steps / d), 1, 127).astype(np.int8)
+    step = (d.astype(np.float32) * scales)[..., None]
+    q = (np.clip(np.round(groups / step), -32, 31) + 32).astype(np.uint8).reshape(-1, 2, 4, 32)
+    low = np.stack(
+        [(q[:, :, 0] & 15) | ((q[:, :, 2] & 15) << 4), (q[:, :, 1] & 15) | ((q[:, :, 3] & 15) << 4)], axis=2
+    ).reshape(-1, 128)
+    high = ((q >> 4) << np.array([0, 2, 4, 6], dtype=np.uint8)[:, None]).sum(axis=2, dtype=np.uint8).reshape(-1, 64)
+    return np.concatenate([low, high, scales.view(np.uint8), d.view(np.uint8)], axis=-1).reshape(values.shape[0], -1)
+
+
+_K_QUANTIZERS = {
+    "Q4_K": lambda values: _quantized_k4_k5(values, 4),
+    "Q5_K": lambda values: _quantized_k4_k5(values, 5),
+    "Q6_K": _quantized_k6,
+}

@@ -1,0 +1,133 @@
+"""The step loop sleeps until there is something to do, and not through a deadline."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import trio
+
+from trioserve.contracts.events import EngineEvent, FinishReason
+from trioserve.contracts.ids import RequestId
+from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.step import StepPlan
+from trioserve.core.engine import EngineCore
+from trioserve.core.settings import CoreSettings
+from trioserve.runtime.engine_loop import EngineLoop
+from trioserve.testing.controlled_steps import ControlledSteps
+from trioserve.testing.fake_connector import FakeConnector
+from trioserve.testing.fake_executor import FakeExecutor
+from trioserve.testing.invariants import check_idle
+
+A = RequestId("a")
+
+
+class Stage:
+    """A loop over a core whose connector loads 8 tokens of every prompt, and holds what `holds` names."""
+
+    def __init__(self, **settings: object) -> None:
+        executor = FakeExecutor(block_count=16, block_size=4)
+        self.holds: set[str] = set()
+        self.connector = FakeConnector(
+            executor,
+            matched_count=lambda request, computed_count: max(0, 8 - computed_count),
+            holds=lambda request, reason: request.id in self.holds,
+        )
+        self.core = EngineCore(
+            CoreSettings(block_count=16, block_size=4, context_tokens_max=64, **settings), connector=self.connector
+        )
+        self.events: list[tuple[float, EngineEvent]] = []
+        self.loop = EngineLoop(self.core, ControlledSteps(executor), self)
+
+    def add(self, prompt_count: int = 12) -> None:
+        self.core.add(
+            EngineRequest(
+                id=A,
+                prompt_token_ids=tuple(range(prompt_count)),
+                sampling=SamplingParams(temperature=0.0),
+                output_tokens_max=1,
+                stop_token_ids=frozenset(),
+                seed=0,
+            )
+        )
+        self.loop.wake()
+
+    # --- as a Delivery ---
+
+    def on_plan(self, plan: StepPlan) -> None:
+        pass
+
+    def on_events(self, events: list[EngineEvent], step_seconds: float) -> None:
+        self.on_ended(events)
+
+    def on_ended(self, events: list[EngineEvent]) -> None:
+        self.events += [(trio.current_time(), event) for event in events]
+
+
+@asynccontextmanager
+async def running(stage: Stage) -> AsyncIterator[float]:
+    """Gives the time at which the loop began to run."""
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(stage.loop.run)
+        await trio.testing.wait_all_tasks_blocked()
+        yield trio.current_time()
+        nursery.cancel_scope.cancel()
+    check_idle(stage.core)
+    stage.connector.check()
+
+
+async def test_a_load_that_never_comes_is_given_up_in_time(autojump_clock):
+    stage = Stage(remote_kv_seconds_max=5.0, hold_seconds_max=3.0)
+    async with running(stage) as begun_at:
+        stage.add()
+        await trio.sleep(4.9)
+        assert not stage.events
+        await trio.sleep(0.2)
+        assert [(at - begun_at, event.request_id) for at, event in stage.events][-1] == (5.0, A)
+        assert stage.core.stats().blocks_held == 3
+        await trio.sleep(3.0)
+        assert stage.core.stats().blocks_held == 0
+
+
+async def test_a_request_that_may_not_go_on_without_its_kv_ends_without_a_step(autojump_clock):
+    stage = Stage(remote_kv_seconds_max=5.0, load_failure_policy="fail")
+    async with running(stage) as begun_at:
+        stage.add()
+        await trio.sleep(6.0)
+        ((ended_at, event),) = stage.events
+        assert (ended_at - begun_at, event.reason) == (5.0, FinishReason.ERROR)
+        await trio.sleep(10.0)
+
+
+async def test_kv_that_arrives_wakes_the_loop(autojump_clock):
+    stage = Stage()
+    async with running(stage) as begun_at:
+        stage.add()
+        await trio.sleep(2.0)
+        stage.loop.on_transfer(stage.connector.loaded(A))
+        await trio.sleep(0.5)
+        assert stage.events[-1][0] - begun_at == 2.0
+        assert stage.events[-1][1].reason is FinishReason.LENGTH
+
+
+async def test_a_load_that_fails_passes_the_end_on_at_once(autojump_clock):
+    stage = Stage(load_failure_policy="fail")
+    async with running(stage):
+        stage.add()
+        await trio.sleep(2.0)
+        stage.loop.on_transfer(stage.connector.load_failed(A))
+        assert [event.reason for _, event in stage.events] == [FinishReason.ERROR]
+
+
+async def test_a_hold_that_nobody_releases_ends_while_nothing_else_happens(autojump_clock):
+    stage = Stage(hold_seconds_max=3.0)
+    stage.holds = {A}
+    async with running(stage):
+        stage.add(8)
+        await trio.sleep(0.1)
+        stage.loop.on_transfer(stage.connector.loaded(A))
+        await trio.sleep(2.8)
+        assert stage.core.stats().blocks_held == 2
+        await trio.sleep(0.3)
+        assert stage.core.stats().blocks_held == 0

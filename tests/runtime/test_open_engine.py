@@ -1,0 +1,246 @@
+"""Opening an engine on a model of which only the loading is real: however it goes wrong, no thread is left."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import trio
+
+from trioserve import assemble
+from trioserve.config import make_config
+from trioserve.contracts.errors import ModelLoadError, StartupError
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, byte_tokenizer
+from trioserve.testing.fake_executor import FakeExecutor
+
+Report = Callable[[int, int], None]
+
+
+class FakeRunner(FakeExecutor):
+    """A model runner without torch. at: what to do at "load" (given the report of progress), "allocate" or "warm"."""
+
+    device = "cpu"
+    dtype = "torch.float32"
+    kv_cache_bytes = 1
+    at: ClassVar[dict[str, Callable[..., None]]] = {}
+    made: ClassVar[list[FakeRunner]] = []
+
+    def __init__(self) -> None:
+        super().__init__(block_count=64, block_size=16)
+        self.closed_in: list[str] = []
+        self.made.append(self)
+
+    @classmethod
+    def load(cls, _checkpoint: object, _settings: object, *, progress: Report) -> FakeRunner:
+        cls.do("load", progress)
+        return cls()
+
+    @classmethod
+    def do(cls, stage: str, *arguments: object) -> None:
+        assert threading.current_thread().name == "trioserve-compute"
+        cls.at.get(stage, lambda *_arguments: None)(*arguments)
+
+    def allocate_kv(self, _block_count: int) -> None:
+        self.do("allocate")
+
+    def warm_up(self) -> None:
+        self.do("warm")
+
+    def close(self) -> None:
+        self.closed_in.append(threading.current_thread().name)
+
+
+class Checkpoint:
+    gguf_metadata = None
+    tokenizer_directory = Path("nowhere")
+    sampling_defaults: ClassVar[dict[str, float]] = {"temperature": 0.5}
+    config = types.SimpleNamespace(vocab_size=BYTE_VOCAB_SIZE, eos_token_ids=(END_TOKEN_ID,), context_tokens_max=128)
+
+
+@pytest.fixture
+def runner_class(monkeypatch):
+    """FakeRunner in the place of the real one. Afterwards no thread may be left."""
+    monkeypatch.setattr(FakeRunner, "at", {})
+    monkeypatch.setattr(FakeRunner, "made", [])
+    monkeypatch.setitem(sys.modules, "trioserve.model.runner", types.SimpleNamespace(ModelRunner=FakeRunner))
+    monkeypatch.setattr(assemble, "resolve_model", Path)
+    monkeypatch.setattr(assemble, "open_checkpoint", lambda _path: Checkpoint)
+    monkeypatch.setattr(assemble, "_make_tokenizer", lambda _checkpoint: byte_tokenizer())
+    threads_before = threading.active_count()
+    yield FakeRunner
+    assert threading.active_count() == threads_before
+
+
+def check_closed(runner_class: type[FakeRunner]) -> None:
+    assert [runner.closed_in for runner in runner_class.made] == [["trioserve-compute"]]
+
+
+def report_for_ever(report: Report) -> None:
+    while True:
+        report(1, 2)
+
+
+def raising(error: Exception) -> Callable[..., None]:
+    def function(*_arguments: object) -> None:
+        raise error
+
+    return function
+
+
+def wait_or_fail(event: threading.Event) -> None:
+    assert event.wait(10)
+
+
+async def test_an_engine_computes_in_its_threads_and_is_closed_once(runner_class):
+    async with assemble.open_engine("some/model", max_num_seqs=2) as engine:
+        assert engine.model.name == "model"
+        assert engine.default_sampling.temperature == 0.5
+        async with engine.generate("prompt", SamplingParams(max_tokens=5, ignore_eos=True)) as stream:
+            assert sum([len(delta.token_ids) async for delta in stream]) == 5
+        assert {"trioserve-compute", "trioserve-text"} <= {thread.name for thread in threading.enumerate()}
+        assert runner_class.made[0].closed_in == []
+    check_closed(runner_class)
+    assert not engine.ready
+
+
+async def test_an_error_of_the_body_closes_the_runner_and_comes_out_as_it_is(runner_class):
+    with pytest.raises(KeyError, match="mine"):
+        async with assemble.open_engine("m") as engine, engine.generate("prompt"):
+            raise KeyError("mine")
+    check_closed(runner_class)
+
+
+async def test_an_engine_in_somebody_elses_nursery_ends_with_it(runner_class):
+    async with trio.open_nursery() as nursery:
+
+        async def use_it() -> None:
+            async with assemble.open_engine("m") as engine, engine.generate("prompt") as stream:
+                await anext(stream)
+                nursery.cancel_scope.cancel()
+                async for _ in stream:
+                    pass
+
+        nursery.start_soon(use_it)
+    check_closed(runner_class)
+
+
+async def test_what_is_wrong_with_the_settings_is_told_after_the_runner_is_closed(runner_class):
+    with pytest.raises(StartupError, match="max-model-len is 1000"):
+        async with assemble.open_engine("m", max_model_len=1000):
+            pytest.fail("was opened")
+    check_closed(runner_class)
+
+
+async def test_an_error_of_whoever_shows_what_was_loaded_closes_the_runner(runner_class):
+    with pytest.raises(BrokenPipeError):
+        async with assemble.open_configured_engine(make_config(model="m"), on_loaded=raising(BrokenPipeError())):
+            pytest.fail("was opened")
+    check_closed(runner_class)
+
+
+async def test_an_error_of_whoever_shows_progress_ends_the_loading(runner_class):
+    runner_class.at["load"] = report_for_ever
+    with pytest.raises(BrokenPipeError):
+        async with assemble.open_configured_engine(make_config(model="m"), on_progress=raising(BrokenPipeError())):
+            pytest.fail("was opened")
+    assert runner_class.made == []
+
+
+async def test_a_model_that_cannot_be_loaded_is_told_as_it_is(runner_class):
+    runner_class.at["load"] = raising(ModelLoadError("no weights"))
+    with pytest.raises(ModelLoadError, match="no weights"):
+        async with assemble.open_engine("m"):
+            pytest.fail("was opened")
+
+
+async def test_a_tokenizer_that_cannot_be_loaded_ends_the_loading_of_the_weights(runner_class, monkeypatch):
+    loading = threading.Event()
+
+    def load(report: Report) -> None:
+        loading.set()
+        report_for_ever(report)
+
+    def make_tokenizer(_checkpoint: object) -> None:
+        wait_or_fail(loading)
+        raise ModelLoadError("no tokenizer")
+
+    runner_class.at["load"] = load
+    monkeypatch.setattr(assemble, "_make_tokenizer", make_tokenizer)
+    with pytest.raises(ModelLoadError, match="no tokenizer"):
+        async with assemble.open_engine("m"):
+            pytest.fail("was opened")
+    assert runner_class.made == []
+
+
+async def test_loading_ends_when_it_is_cancelled(runner_class):
+    scope = trio.CancelScope()
+    token = trio.lowlevel.current_trio_token()
+
+    def load(report: Report) -> None:
+        token.run_sync_soon(scope.cancel)
+        report_for_ever(report)
+
+    runner_class.at["load"] = load
+    with scope:
+        async with assemble.open_engine("m"):
+            pytest.fail("was opened")
+    assert scope.cancelled_caught
+    assert runner_class.made == []
+
+
+async def test_weights_and_tokenizer_that_both_cannot_be_loaded_are_one_error(runner_class, monkeypatch):
+    loading = threading.Event()
+
+    def load(report: Report) -> None:
+        loading.set()
+        try:
+            report_for_ever(report)
+        except Exception:
+            # It was told that it is not wanted any more, and stumbles on its way out.
+            raise ModelLoadError("no weights") from None
+
+    def make_tokenizer(_checkpoint: object) -> None:
+        wait_or_fail(loading)
+        raise ModelLoadError("no tokenizer")
+
+    runner_class.at["load"] = load
+    monkeypatch.setattr(assemble, "_make_tokenizer", make_tokenizer)
+    with pytest.raises(ModelLoadError, match="no tokenizer"):
+        async with assemble.open_engine("m"):
+            pytest.fail("was opened")
+
+
+@pytest.mark.parametrize("stage", ["allocate", "warm"])
+async def test_a_runner_that_fails_before_it_is_ready_is_closed(stage, runner_class):
+    runner_class.at[stage] = raising(MemoryError("no room"))
+    with pytest.raises(MemoryError, match="no room"):
+        async with assemble.open_engine("m"):
+            pytest.fail("was opened")
+    check_closed(runner_class)
+
+
+@pytest.mark.parametrize("stage", ["allocate", "warm"])
+async def test_a_runner_that_is_not_wanted_any_more_is_closed(stage, runner_class, monkeypatch):
+    begun, go_on = threading.Event(), threading.Event()
+
+    def make_tokenizer(_checkpoint: object) -> None:
+        wait_or_fail(begun)
+        go_on.set()
+        raise ModelLoadError("no tokenizer")
+
+    def begin() -> None:
+        begun.set()
+        wait_or_fail(go_on)
+
+    runner_class.at[stage] = begin
+    monkeypatch.setattr(assemble, "_make_tokenizer", make_tokenizer)
+    with pytest.raises(ModelLoadError, match="no tokenizer"):
+        async with assemble.open_engine("m"):
+            pytest.fail("was opened")
+    check_closed(runner_class)

@@ -1,0 +1,108 @@
+"""Histories are data: what is written is what is read, and what a seed gives reaches every phase."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.events import FinishReason
+from trioserve.testing.core_runs import run_core_script, run_core_seed
+from trioserve.testing.history import (
+    Abort,
+    Arrive,
+    Begin,
+    Break,
+    Drain,
+    Fail,
+    Forward,
+    History,
+    Report,
+    Update,
+    Wait,
+    World,
+    history_of,
+    script_of,
+)
+from trioserve.testing.stack_runs import run_stack_seed
+
+EVERYTHING = History(
+    World(block_count=8, block_size=2, running_requests_max=2, step_tokens_max=4, has_connector=True),
+    (
+        Arrive(id="a", prompt=(1, 2), output=3, choices=2, salt="", stops=(0,), temperature=1.0, timeout=0.5, remote=1),
+        Abort(ids=("a.0", "nobody"), reason=FinishReason.DEADLINE),
+        Begin(),
+        Fail(ids=("a.1",)),
+        Forward(),
+        Update(),
+        Wait(seconds=0.25),
+        Report(id="a.0", what="loaded", tokens=1),
+        Break(calls=("start_load",)),
+        Drain(seconds=1.0),
+    ),
+)
+
+CORE_MOMENTS = [
+    *(f"aborts: {when}, {phase}" for when in ("between steps", "in a step") for phase in ("prefill", "decode")),
+    "aborts: between steps, queued",
+    "aborts: repeated",
+    "aborts: too late",
+    "aborts: unknown id",
+    *(f"ended: {reason.value}" for reason in FinishReason),
+    "failed",
+    "preempted",
+    "refused: draining",
+    "refused: invalid",
+    *(f"reports: {what}" for what in ("loaded", "failed", "released")),
+    "steps abandoned",
+]
+STACK_MOMENTS = [
+    *(f"aborts: {outcome}" for outcome in ("aborted", "already_finished", "unknown")),
+    *(f"clients: {what}" for what in ("left early", "out of patience", "read to the end", "told of a fault")),
+    *(f"clients: refused: {what}" for what in ("draining", "full")),
+    *(f"ends: {reason}" for reason in ("abort", "deadline", "length")),
+    "engines broken",
+]
+
+
+def test_a_script_says_everything():
+    assert history_of(script_of(EVERYTHING)) == EVERYTHING
+
+
+def test_comments_and_empty_lines_are_skipped():
+    assert history_of("# once\n\n" + script_of(EVERYTHING)) == EVERYTHING
+
+
+@pytest.mark.parametrize(
+    ("script", "match"),
+    [
+        ("", "begins with its world"),
+        ("begin", "begins with its world"),
+        (script_of(EVERYTHING) * 2, "has one"),
+        ("world block_count=8", "line 1"),
+        (script_of(EVERYTHING) + "abort ids=[1]", "line 12"),
+        (script_of(EVERYTHING) + "abort ids=", "line 12"),
+        (script_of(EVERYTHING) + "explode", "line 12"),
+    ],
+)
+def test_a_script_that_cannot_be_read_says_where(script, match):
+    with pytest.raises(InvalidRequest, match=match):
+        history_of(script)
+
+
+@pytest.mark.parametrize("missing", range(len(EVERYTHING.events)))
+def test_a_history_means_something_whatever_is_missing(missing):
+    events = EVERYTHING.events[:missing] + EVERYTHING.events[missing + 1 :]
+    for kept in (events, events[::-1]):
+        assert run_core_script(script_of(History(EVERYTHING.world, kept))).failure is None
+
+
+@pytest.mark.parametrize(
+    ("run", "step_count", "moments"), [(run_core_seed, 100, CORE_MOMENTS), (run_stack_seed, 12, STACK_MOMENTS)]
+)
+def test_the_seeds_reach_every_phase(run, step_count, moments):
+    totals: Counter[str] = Counter()
+    for seed in range(150):
+        totals.update(run(seed, step_count).counts)
+    assert {moment: totals[moment] for moment in moments if totals[moment] < 5} == {}

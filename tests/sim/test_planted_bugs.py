@@ -1,0 +1,86 @@
+"""The simulator can fail: bugs of every kind are planted in a copy of the package, and each must be found.
+
+planted/core and planted/stack hold a file a bug: what rule it breaks, and then, for each change, the file, the old text
+and the new one. A text that is no longer there is an error: then the bug has to be planted anew.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+SEEDS = "0:2000"
+FILES = sorted((HERE / "planted").glob("*/*.txt"))
+
+
+@dataclass(frozen=True)
+class Change:
+    file: str
+    old: str
+    new: str
+
+
+def changes_in(text: str) -> list[Change]:
+    heads = list(re.finditer(r"^=== (\S+)\n--- old\n", text, flags=re.MULTILINE))
+    changes = []
+    for index, head in enumerate(heads):
+        end = heads[index + 1].start() if index + 1 < len(heads) else len(text)
+        old, found, new = text[head.end() : end].partition("--- new\n")
+        assert found, f"{head[1]}: a change has an old text and a new one"
+        assert old.strip(), f"{head[1]}: what is it to be instead of?"
+        changes.append(Change(head[1], old.removesuffix("\n"), new.removesuffix("\n")))
+    assert changes, "nothing is changed"
+    return changes
+
+
+def plant(changes: list[Change], copy: Path) -> None:
+    for change in changes:
+        source = (copy / change.file).read_text(encoding="utf-8")
+        assert source.count(change.old) == 1, f"{change.file} holds this {source.count(change.old)} times: {change.old}"
+        (copy / change.file).write_text(source.replace(change.old, change.new), encoding="utf-8")
+
+
+def simulate(copy: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """In the copy's folder, so that it is the copy that runs."""
+    environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "trioserve", "simulate", "--no-shrink", *arguments]
+    return subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def copy(tmp_path):
+    shutil.copytree(ROOT / "trioserve", tmp_path / "trioserve", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+def test_there_are_enough_of_them():
+    assert len(FILES) >= 20
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.stem}")
+def test_a_planted_bug_is_found(file, copy):
+    plant(changes_in(file.read_text(encoding="utf-8")), copy)
+    mode = ["--stack"] if file.parent.name == "stack" else []
+    ran = simulate(copy, "--seeds", SEEDS, *mode)
+    assert ran.returncode == 1, f"not found:\n{ran.stdout}{ran.stderr}"
+    assert re.match(r"seed \d+ failed: ", ran.stdout), ran.stdout + ran.stderr
+
+
+@pytest.mark.parametrize("mode", [["--seeds", "0:1000"], ["--stack", "--seeds", "0:150"]], ids=["core", "stack"])
+def test_nothing_is_found_where_nothing_is_planted(mode, copy):
+    ran = simulate(copy, *mode, "--jobs", "2")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_a_bug_whose_place_is_gone_is_an_error(copy):
+    with pytest.raises(AssertionError, match="holds this 0 times"):
+        plant([Change("trioserve/core/engine.py", "no such text", "")], copy)

@@ -1,0 +1,80 @@
+"""The same seed is the same trace, byte for byte, in every process; another seed is another order."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import trio
+
+from trioserve.contracts.errors import StartupError
+from trioserve.testing.seeded_schedule import SOURCE, SWITCH, seeded_schedule
+from trioserve.testing.stack_plan import drawn_stack_plan
+
+
+def trace_of(seed: int, hash_seed: int, *mode: str) -> bytes:
+    command = [sys.executable, "-m", "trioserve", "simulate", "--replay", str(seed), *mode]
+    environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}
+    ran = subprocess.run(command, env=environment, capture_output=True, check=False)
+    assert ran.returncode == 0, ran.stdout.decode() + ran.stderr.decode()
+    return ran.stdout
+
+
+@pytest.mark.parametrize("mode", [[], ["--stack"]], ids=["core", "stack"])
+@pytest.mark.parametrize("seed", [3, 11])
+def test_a_seed_is_the_same_trace_in_every_process(seed, mode):
+    first = trace_of(seed, 1, *mode)
+    assert first.count(b"\n") > 30
+    assert trace_of(seed, 4242, *mode) == first
+
+
+@pytest.mark.parametrize("mode", [[], ["--stack"]], ids=["core", "stack"])
+def test_another_seed_is_another_trace(mode):
+    assert trace_of(3, 1, *mode) != trace_of(4, 1, *mode)
+
+
+def order_of(seed: int) -> tuple[int, ...]:
+    order: list[int] = []
+
+    async def race(number: int) -> None:
+        for _ in range(3):
+            await trio.lowlevel.checkpoint()
+            order.append(number)
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            for number in range(8):
+                nursery.start_soon(race, number)
+
+    with seeded_schedule(seed):
+        trio.run(main)
+    return tuple(order)
+
+
+def test_the_schedule_follows_from_the_seed():
+    assert [order_of(seed) for seed in range(5)] == [order_of(seed) for seed in range(5)]
+    assert len({order_of(seed) for seed in range(10)}) == 10
+
+
+@pytest.mark.parametrize("name", [SWITCH, SOURCE])
+def test_a_trio_without_its_private_names_is_refused(monkeypatch, name):
+    """If this fails with a new version of Trio, its scheduling has to be made repeatable in another way."""
+    monkeypatch.delattr(trio._core._run, name)
+    with pytest.raises(StartupError, match="cannot be repeated"), seeded_schedule(0):
+        pass
+
+
+def test_everything_is_as_before_afterwards():
+    source = getattr(trio._core._run, SOURCE)
+    state, was_on = source.getstate(), getattr(trio._core._run, SWITCH)
+    with seeded_schedule(7):
+        source.random()
+    assert (source.getstate(), getattr(trio._core._run, SWITCH)) == (state, was_on)
+
+
+def test_a_plan_does_not_depend_on_who_runs_first():
+    from random import Random
+
+    assert drawn_stack_plan(Random(5), 12) == drawn_stack_plan(Random(5), 12)

@@ -1,0 +1,66 @@
+"""A failure is cut down to what it takes, and what is left still fails in the same way."""
+
+from __future__ import annotations
+
+import pytest
+
+from trioserve.core.kv_blocks import BlockPool
+from trioserve.runtime.delivery import Delivery
+from trioserve.testing.core_runs import run_core_script, run_core_seed, shrunk_core_failure
+from trioserve.testing.shrink import cut
+from trioserve.testing.stack_runs import run_stack_script, run_stack_seed, shrunk_stack_failure
+
+
+@pytest.mark.parametrize(
+    ("needed", "tries_max"),
+    [((), 100), ((0,), 100), ((99,), 100), ((3, 50), 200), ((0, 1, 98, 99), 400), (tuple(range(0, 100, 10)), 900)],
+)
+def test_only_what_is_needed_is_left(needed, tries_max):
+    tries = 0
+
+    def fails(items: tuple[int, ...]) -> bool:
+        nonlocal tries
+        tries += 1
+        return set(needed) <= set(items)
+
+    assert cut(tuple(range(100)), fails) == needed
+    assert tries <= tries_max
+
+
+def first_failure(run, step_count):
+    return next(failure for seed in range(200) if (failure := run(seed, step_count).failure) is not None)
+
+
+def test_a_history_of_the_core_is_cut_down(monkeypatch):
+    def free_for_good(pool, blocks):
+        pool._free.extend(blocks)  # whoever else uses them
+
+    monkeypatch.setattr(BlockPool, "release", free_for_good)
+    failure = first_failure(run_core_seed, 100)
+    plainest = shrunk_core_failure(failure, replays_max=2_000)
+    assert plainest.is_like(failure)
+    assert plainest.script.count("\n") <= 3, plainest.script  # a world, somebody, and perhaps a word
+    again = run_core_script(plainest.script).failure
+    assert again is not None
+    assert (again.script, str(again)) == (plainest.script, str(plainest))
+
+
+def test_a_plan_of_the_stack_is_cut_down(monkeypatch):
+    def stay(delivery, stream, reason):
+        for choice in stream.choices:
+            choice.is_ended = True
+
+    monkeypatch.setattr(Delivery, "end", stay)
+    failure = first_failure(run_stack_seed, 12)
+    plainest = shrunk_stack_failure(failure, replays_max=300)
+    assert plainest.is_like(failure)
+    assert plainest.script.count("\n") <= 3, plainest.script  # the stage, one who leaves, and perhaps one more
+    assert run_stack_script(plainest.script).failure is not None
+
+
+def test_shrinking_ends_when_its_replays_are_used_up(monkeypatch):
+    monkeypatch.setattr(BlockPool, "release", lambda pool, blocks: None)
+    failure = first_failure(run_core_seed, 100)
+    plainest = shrunk_core_failure(failure, replays_max=5)
+    assert plainest.is_like(failure)
+    assert len(plainest.script) <= len(failure.script)

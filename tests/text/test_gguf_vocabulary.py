@@ -1,0 +1,226 @@
+"""What a GGUF file's vocabulary makes of texts, compared with transformers' reading of the same file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import pre_tokenizers
+
+from trioserve.contracts.errors import ModelLoadError
+from trioserve.text.tokenizer import Tokenizer
+
+WriteGguf = Callable[[dict[str, Any]], Path]
+
+TEXTS = [
+    "",
+    " ",
+    "Hello, world!",
+    "def f(x):\n    return x+1\n\n\n\tif y: pass  # comment\n",
+    "     \t\t\n\r\n  x   \n",
+    "🎉👩‍👩‍👧🏽 e\u0301 n\u0303o \u1112\u1161\u11ab",
+    "日本語のテキスト、漢字。中文 한국어",
+    "שלום עולם مرحبا بالعالم \u202bmixed\u202c",
+    "I'm sure you'LL say we've DON'T it's",
+    "\x00\x01\x7f\u00a0\u200b\ufeff\ufffd\U0010ffff",
+    'https://a.example/b?c=d&e=%20#f [link](x) {json: "y"}',
+    "𝓗𝓮𝓵𝓵𝓸 ﬁ ß İ ǅ CamelCaseHTTPServer snake_case",
+    "a" * 300 + " " * 50 + "\n" * 20,
+]
+DIGIT_TEXTS = ["12345", "x2y3 1,000,000 3.14", "2024-01-31T23:59"]
+# Digits after several spaces, and numbers that are not ASCII digits: where cutting digits off first makes a difference.
+DIGIT_CUT_TEXTS = ["a  1   2    3\n\n 4", "２３ ½ ⅷ ٣", "  42"]
+
+
+def _transformers_tokenizer(path: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+
+
+@pytest.fixture(scope="module")
+def smollm2_reference(smollm2_path: Path) -> Any:
+    return _transformers_tokenizer(smollm2_path)
+
+
+def check_same(tokenizer: Tokenizer, reference: Any, texts: list[str], *, add_special_tokens: bool = True) -> None:
+    for text in texts:
+        token_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        assert token_ids == reference.encode(text, add_special_tokens=add_special_tokens), text
+        for skip in (True, False):
+            assert tokenizer.decode(token_ids, skip_special_tokens=skip) == reference.decode(
+                token_ids, skip_special_tokens=skip
+            ), text
+
+
+def test_the_packaged_model_tokenizes_as_in_transformers(smollm2: Tokenizer, smollm2_reference: Any) -> None:
+    special = ["<|im_start|>user\nhi<|im_end|>\n<|endoftext|> x<repo_name>y", "<|im_start|>", "<|im_end"]
+    check_same(smollm2, smollm2_reference, TEXTS + DIGIT_TEXTS + special)
+    assert smollm2.vocab_size == len(smollm2_reference)
+    assert (smollm2.bos_token, smollm2.eos_token) == ("<|im_start|>", "<|im_end|>")
+    assert smollm2.eos_token_id == smollm2_reference.eos_token_id
+
+
+def test_smollm_cuts_every_digit_off_before_anything_else(smollm2: Tokenizer, smollm2_reference: Any) -> None:
+    # transformers does not know this pre-tokenizer's name and cuts as GPT-2 does, so it is told here.
+    backend = smollm2_reference.backend_tokenizer
+    as_converted = backend.pre_tokenizer
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    try:
+        check_same(smollm2, smollm2_reference, TEXTS + DIGIT_TEXTS + DIGIT_CUT_TEXTS)
+    finally:
+        backend.pre_tokenizer = as_converted
+    assert smollm2.encode("a  1") != smollm2_reference.encode("a  1")
+
+
+@pytest.mark.parametrize("name", ["gpt-2", "llama-bpe", "llama3", "llama-v3", "qwen2", "tekken"])
+def test_each_byte_level_pre_tokenizer_cuts_as_in_transformers(
+    name: str, byte_level_metadata: dict[str, Any], write_gguf: WriteGguf
+) -> None:
+    metadata = byte_level_metadata | {"tokenizer.ggml.pre": name}
+    # Decomposed characters are left out: Qwen's own tokenizer composes them, the conversion in transformers does not.
+    texts = [text for text in TEXTS if name != "qwen2" or "\u0301" not in text]
+    special = ["<|user|>hi<|end|>", " <think>x</think>"]
+    reference = _transformers_tokenizer(write_gguf(metadata))
+    check_same(Tokenizer.from_gguf(metadata), reference, texts + DIGIT_TEXTS + DIGIT_CUT_TEXTS + special)
+
+
+def test_qwen2_composes_characters(byte_level_metadata: dict[str, Any]) -> None:
+    tokenizer = Tokenizer.from_gguf(byte_level_metadata | {"tokenizer.ggml.pre": "qwen2"})
+    assert tokenizer.encode("cafe\u0301") == tokenizer.encode("café")
+
+
+@pytest.mark.parametrize(("name", "text", "pieces"), [
+    ("default", "a1234, b", ["a", "123", "4", ",", " b"]),
+    ("smollm", "a1234, b", ["a", "1", "2", "3", "4", ",", " b"]),
+    ("gpt-2", "a1234, b", ["a", "1234", ",", " b"]),
+    ("llama-bpe", "a1234, b", ["a", "123", "4", ",", " b"]),
+    ("qwen2", "a1234, b", ["a", "1", "2", "3", "4", ",", " b"]),
+    ("tekken", "aB1234, b/\n", ["a", "B", "1", "2", "3", "4", ",", " b", "/\n"]),
+    ("default", "it's $5+x", ["it", "'", "s", " ", "$", "5", "+", "x"]),
+])  # fmt: skip
+def test_texts_are_cut_where_the_pre_tokenizer_says(
+    name: str, text: str, pieces: list[str], byte_level_metadata: dict[str, Any]
+) -> None:
+    # With a token for every piece and merges that would build any of their joins, only the cuts decide.
+    letters = sorted({character.replace(" ", "Ġ").replace("\n", "Ċ") for character in text})
+    spelled = [piece.replace(" ", "Ġ").replace("\n", "Ċ") for piece in pieces]
+    joined = "".join(spelled)
+    spans = sorted({joined[i:j] for i in range(len(joined)) for j in range(i + 2, len(joined) + 1)}, key=len)
+    metadata = byte_level_metadata | {
+        "tokenizer.ggml.pre": name,
+        "tokenizer.ggml.tokens": letters + spans,
+        "tokenizer.ggml.token_type": [1] * (len(letters) + len(spans)),
+        "tokenizer.ggml.merges": [f"{span[:cut]} {span[cut:]}" for span in spans for cut in range(1, len(span))],
+    }
+    tokenizer = Tokenizer.from_gguf(metadata)
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    assert [tokenizer.token_text(token_id) for token_id in token_ids] == pieces
+
+
+def test_sentence_piece_tokenizes_as_in_transformers(
+    sentence_piece: Tokenizer, sentence_piece_metadata: dict[str, Any], write_gguf: WriteGguf
+) -> None:
+    reference = _transformers_tokenizer(write_gguf(sentence_piece_metadata))
+    # transformers drops one of several leading spaces, and writes the space prefix only once, not after each special
+    # token; SentencePiece and llama.cpp do as we do. Texts that show neither are the same.
+    texts = [text for text in TEXTS + DIGIT_TEXTS if text and not text.startswith(" ")]
+    check_same(sentence_piece, reference, texts)
+
+
+def test_sentence_piece_puts_a_space_before_each_stretch_of_text(sentence_piece: Tokenizer) -> None:
+    token_ids = sentence_piece.encode("the</s>the <extra>x")
+    texts = [sentence_piece.token_text(token_id) for token_id in token_ids]
+    assert texts[:4] == ["<s>", " the", "</s>", " the"]
+    assert sentence_piece.decode(token_ids) == "the the <extra> x"
+    assert sentence_piece.decode(sentence_piece.encode("  two spaces")) == "  two spaces"
+
+
+def test_without_a_space_prefix_nothing_is_added_or_taken_away(sentence_piece_metadata: dict[str, Any]) -> None:
+    tokenizer = Tokenizer.from_gguf(sentence_piece_metadata | {"tokenizer.ggml.add_space_prefix": False})
+    for text in ("the", " the", "  the"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.token_text(tokenizer.encode("the", add_special_tokens=False)[0])[0] == "t"
+
+
+def test_better_scored_pieces_are_merged_first() -> None:
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>", "a", "b", "c", "ab", "bc"],
+        "tokenizer.ggml.scores": [0.0, 0.0, 0.0, -9.0, -9.0, -9.0, -2.0, -1.0],
+        "tokenizer.ggml.token_type": [2, 3, 3, 1, 1, 1, 1, 1],
+        "tokenizer.ggml.add_space_prefix": False,
+        "tokenizer.ggml.add_bos_token": False,
+    }
+    assert Tokenizer.from_gguf(metadata).encode("abc") == [3, 7]
+    metadata["tokenizer.ggml.scores"] = [0.0, 0.0, 0.0, -9.0, -9.0, -9.0, -1.0, -2.0]
+    assert Tokenizer.from_gguf(metadata).encode("abc") == [6, 5]
+
+
+@pytest.mark.parametrize(("pre", "said", "begins"), [
+    ("gpt-2", None, False), ("gpt-2", True, True), ("llama-bpe", None, True), ("llama-bpe", False, False),
+    ("tekken", None, True), ("qwen2", None, False),
+])  # fmt: skip
+def test_a_text_begins_with_bos_if_the_file_or_else_the_kind_says_so(
+    pre: str, said: bool | None, begins: bool, byte_level_metadata: dict[str, Any]
+) -> None:
+    metadata = byte_level_metadata | {"tokenizer.ggml.pre": pre, "tokenizer.ggml.add_bos_token": said}
+    if said is None:
+        del metadata["tokenizer.ggml.add_bos_token"]
+    tokenizer = Tokenizer.from_gguf(metadata)
+    assert (tokenizer.encode("the")[0] == 1) is begins
+    assert tokenizer.encode("the", add_special_tokens=False)[0] != 1
+
+
+def test_a_text_ends_with_eos_if_the_file_says_so(sentence_piece_metadata: dict[str, Any]) -> None:
+    tokenizer = Tokenizer.from_gguf(sentence_piece_metadata | {"tokenizer.ggml.add_eos_token": True})
+    token_ids = tokenizer.encode("the")
+    assert (token_ids[0], token_ids[-1]) == (1, 2)
+
+
+def test_whole_words_are_taken_as_they_are_where_the_model_does_so(byte_level_metadata: dict[str, Any]) -> None:
+    metadata = byte_level_metadata | {
+        "tokenizer.ggml.tokens": ["x", "y", "z", "xyz"],
+        "tokenizer.ggml.token_type": [1] * 4,
+        "tokenizer.ggml.merges": [],
+        "tokenizer.ggml.bos_token_id": 0,
+    }
+    assert Tokenizer.from_gguf(metadata | {"tokenizer.ggml.pre": "llama-bpe"}).encode("xyz") == [3]
+    assert Tokenizer.from_gguf(metadata | {"tokenizer.ggml.pre": "gpt-2"}).encode("xyz") == [0, 1, 2]
+
+
+def test_templates_come_from_the_metadata(byte_level_metadata: dict[str, Any]) -> None:
+    assert Tokenizer.from_gguf(byte_level_metadata).chat_template is None
+    assert Tokenizer.from_gguf(byte_level_metadata | {"tokenizer.chat_template": "x"}).chat_template is not None
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"tokenizer.ggml.pre": "elvish"}, "'elvish'.*gpt-2.*llama-bpe.*qwen2.*smollm.*tekken"),
+    ({"tokenizer.ggml.pre": None}, "pre-tokenizer is None"),
+    ({"tokenizer.ggml.model": "bert"}, "'bert'; supported are 'gpt2' and 'llama'"),
+    ({"tokenizer.ggml.model": "llama"}, "no tokenizer.ggml.scores"),
+    ({"tokenizer.ggml.tokens": None}, "no tokenizer.ggml.tokens"),
+    ({"tokenizer.ggml.tokens": "abc"}, "tokenizer.ggml.tokens is not a list"),
+    ({"tokenizer.ggml.tokens": [1, 2]}, "tokenizer.ggml.tokens is not a list of str"),
+    ({"tokenizer.ggml.merges": None}, "no tokenizer.ggml.merges"),
+    ({"tokenizer.ggml.merges": ["ab"]}, "do not fit together"),
+    ({"tokenizer.ggml.merges": ["nosuch token"]}, "do not fit together"),
+    ({"tokenizer.ggml.token_type": [1, 1]}, "2 token types"),
+    ({"tokenizer.ggml.bos_token_id": 10**6}, "bos_token_id is 1000000"),
+    ({"tokenizer.ggml.eos_token_id": "x"}, "eos_token_id is 'x'"),
+    ({"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [1.0]}, "1 scores"),
+])  # fmt: skip
+def test_an_unusable_vocabulary_is_refused_by_name(
+    change: dict[str, Any], said: str, byte_level_metadata: dict[str, Any]
+) -> None:
+    with pytest.raises(ModelLoadError, match=said):
+        Tokenizer.from_gguf(byte_level_metadata | change)
+
+
+def test_a_token_that_is_not_spelled_in_bytes_keeps_its_id_and_text(byte_level: Tokenizer) -> None:
+    assert byte_level.encode("a<|a b|>b")[1] == 4
+    assert byte_level.token_text(4) == "<|a b|>"

@@ -1,0 +1,271 @@
+"""What a client sees of one choice: deltas, where they stop, and what they say about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import hypothesis
+import pytest
+from hypothesis import strategies
+
+from trioserve.contracts.events import FinishReason, Phase, RequestFinished, TokenLogprob
+from trioserve.contracts.ids import RequestId
+from trioserve.contracts.output import Delta
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.text.output import ChoiceOutput, merge
+from trioserve.text.tokenizer import Tokenizer
+
+END = 0  # the byte-level vocabulary's end token, a special one
+
+
+def finished(reason: FinishReason = FinishReason.LENGTH, **fields: Any) -> RequestFinished:
+    return RequestFinished(request_id=RequestId("r-1"), reason=reason, phase=Phase.DECODE, **fields)
+
+
+def logprobs_of(token_ids: Sequence[int]) -> tuple[TokenLogprob, ...]:
+    return tuple(TokenLogprob(token_id, -0.5 * token_id) for token_id in token_ids)
+
+
+def one_by_one(
+    tokenizer: Tokenizer, token_ids: Sequence[int], end: RequestFinished | None = None, **sampling: Any
+) -> list[Delta]:
+    """Feeds single tokens, the end together with the last, and stops when the choice has ended."""
+    params = SamplingParams(**sampling)
+    output = ChoiceOutput(tokenizer, params, index=3)
+    deltas = []
+    for position, token_id in enumerate(token_ids):
+        logprobs = None if params.logprobs is None else logprobs_of([token_id])
+        delta = output.feed((token_id,), logprobs, end if position == len(token_ids) - 1 else None)
+        if delta is not None:
+            deltas.append(delta)
+        if output.ended:
+            break
+    assert [delta.finish_reason is not None for delta in deltas] == [False] * (len(deltas) - 1) + [output.ended]
+    return deltas
+
+
+def text_of(deltas: Sequence[Delta]) -> str:
+    return "".join(delta.text for delta in deltas)
+
+
+def tokens_of(deltas: Sequence[Delta]) -> tuple[int, ...]:
+    return sum((delta.token_ids for delta in deltas), ())
+
+
+def characters(tokenizer: Tokenizer, text: str) -> list[int]:
+    """One token a character, for texts in ASCII, so that a test knows which token completes what."""
+    return [tokenizer.encode(character)[0] for character in text]
+
+
+def test_tokens_and_text_arrive_whole(byte_level: Tokenizer) -> None:
+    text = "Größe 🦆 in 日本"
+    token_ids = byte_level.encode(text)
+    deltas = one_by_one(byte_level, token_ids, finished())
+    assert text_of(deltas) == text
+    assert tokens_of(deltas) == tuple(token_ids)
+    assert {delta.index for delta in deltas} == {3}
+    assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == (FinishReason.LENGTH, None)
+
+
+def test_tokens_without_text_wait_for_the_delta_that_shows_them(byte_level: Tokenizer) -> None:
+    first, *rest = byte_level.encode("🦆")
+    output = ChoiceOutput(byte_level, SamplingParams(logprobs=0), index=0)
+    for token_id in (first, *rest[:-1]):
+        assert output.feed((token_id,), logprobs_of([token_id]), None) is None
+    delta = output.feed((rest[-1],), logprobs_of([rest[-1]]), None)
+    assert delta is not None
+    assert delta.text == "🦆"
+    assert delta.token_ids == (first, *rest)
+    assert delta.logprobs == logprobs_of([first, *rest])
+
+
+def test_logprobs_go_with_their_tokens(byte_level: Tokenizer) -> None:
+    token_ids = byte_level.encode("the lazy dog 🦆 sleeps")
+    deltas = one_by_one(byte_level, token_ids, finished(), logprobs=2, stop=("cat",))
+    for delta in deltas:
+        assert delta.logprobs == logprobs_of(delta.token_ids)
+    assert tokens_of(deltas) == tuple(token_ids)
+
+
+def test_logprobs_are_absent_when_not_asked_for(byte_level: Tokenizer) -> None:
+    assert {delta.logprobs for delta in one_by_one(byte_level, byte_level.encode("ab"), finished())} == {None}
+
+
+def test_a_stop_string_ends_the_choice_and_drops_what_follows(byte_level: Tokenizer) -> None:
+    token_ids = characters(byte_level, "one END two")
+    deltas = one_by_one(byte_level, token_ids, stop=("END",))
+    assert text_of(deltas) == "one "
+    assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == (FinishReason.STOP, "END")
+    assert tokens_of(deltas) == tuple(token_ids[:7])
+
+
+def test_tokens_behind_the_stop_string_in_the_same_step_are_dropped(byte_level: Tokenizer) -> None:
+    token_ids = tuple(characters(byte_level, "xENDyy"))
+    output = ChoiceOutput(byte_level, SamplingParams(stop=("END",), logprobs=0), index=0)
+    delta = output.feed(token_ids, logprobs_of(token_ids), finished(FinishReason.LENGTH))
+    assert delta is not None
+    assert (delta.text, delta.token_ids, delta.finish_reason) == ("x", token_ids[:4], FinishReason.STOP)
+    assert delta.logprobs == logprobs_of(token_ids[:4])
+    assert output.ended
+
+
+def test_the_stop_string_is_shown_when_asked_for(byte_level: Tokenizer) -> None:
+    token_ids = byte_level.encode("one END two")
+    assert text_of(one_by_one(byte_level, token_ids, stop=("END",), include_stop_str_in_output=True)) == "one END"
+
+
+def test_held_text_is_shown_at_the_end(byte_level: Tokenizer) -> None:
+    token_ids = characters(byte_level, "one EN")
+    deltas = one_by_one(byte_level, token_ids, finished(), stop=("END",))
+    assert [delta.text for delta in deltas] == ["o", "n", "e", " ", "EN"]
+
+
+def test_an_incomplete_character_at_the_end_is_shown_as_replaced(byte_level: Tokenizer) -> None:
+    token_ids = byte_level.encode("a🦆")[:-1]
+    assert text_of(one_by_one(byte_level, token_ids, finished())) == "a�"
+    deltas = one_by_one(byte_level, token_ids, finished(), stop=("�",))
+    assert (text_of(deltas), deltas[-1].stop_reason) == ("a", "�")
+
+
+def test_the_end_may_come_without_tokens(byte_level: Tokenizer) -> None:
+    output = ChoiceOutput(byte_level, SamplingParams(stop=("END",), logprobs=0), index=0)
+    token_ids = tuple(characters(byte_level, "E"))
+    assert output.feed(token_ids, logprobs_of(token_ids), None) is None
+    delta = output.feed((), None, finished(FinishReason.ABORT, message="gone"))
+    assert delta == Delta(
+        index=0, text="E", token_ids=token_ids, logprobs=logprobs_of(token_ids),
+        finish_reason=FinishReason.ABORT, message="gone",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("sampling", "text", "stop_reason"), [
+    ({}, "a", None),
+    ({"skip_special_tokens": False}, "a", None),
+    ({"include_stop_str_in_output": True}, "a", None),
+    ({"include_stop_str_in_output": True, "skip_special_tokens": False}, "a<|end|>", None),
+    ({"stop_token_ids": (END,)}, "a", END),
+    ({"stop_token_ids": (END + 1,)}, "a", None),
+])  # fmt: skip
+def test_the_end_token_is_counted_but_not_shown(
+    sampling: dict[str, Any], text: str, stop_reason: int | None, byte_level: Tokenizer
+) -> None:
+    token_ids = [*byte_level.encode("a"), END]
+    deltas = one_by_one(byte_level, token_ids, finished(FinishReason.STOP, stop_token_id=END), **sampling)
+    assert text_of(deltas) == text
+    assert tokens_of(deltas) == tuple(token_ids)
+    assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == (FinishReason.STOP, stop_reason)
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, "a"), (True, "ab")])
+def test_a_stop_token_with_a_text_is_shown_only_when_asked_for(include: bool, text: str, byte_level: Tokenizer) -> None:
+    a, b = characters(byte_level, "ab")
+    end = finished(FinishReason.STOP, stop_token_id=b)
+    deltas = one_by_one(byte_level, [a, b], end, stop_token_ids=(b,), include_stop_str_in_output=include)
+    assert (text_of(deltas), deltas[-1].stop_reason) == (text, b)
+
+
+def test_only_the_last_token_of_a_step_is_hidden(byte_level: Tokenizer) -> None:
+    token_ids = tuple(characters(byte_level, "aba"))
+    output = ChoiceOutput(byte_level, SamplingParams(), index=0)
+    delta = output.feed(token_ids, None, finished(FinishReason.STOP, stop_token_id=token_ids[0]))
+    assert delta is not None
+    assert delta.text == "ab"
+
+
+def test_a_stop_string_before_the_stop_token_wins(byte_level: Tokenizer) -> None:
+    token_ids = (*characters(byte_level, "aX"), END)
+    output = ChoiceOutput(byte_level, SamplingParams(stop=("X",)), index=0)
+    delta = output.feed(token_ids, None, finished(FinishReason.STOP, stop_token_id=END))
+    assert delta is not None
+    assert (delta.text, delta.stop_reason, delta.token_ids) == ("a", "X", token_ids[:2])
+
+
+@pytest.mark.parametrize(("min_tokens", "shown", "stop_reason"), [
+    (0, "a", "bc"), (2, "a", "bc"), (3, "abcda", "bc"), (7, "abcdabc", None),
+])  # fmt: skip
+def test_the_first_min_tokens_cannot_complete_a_stop_string(
+    min_tokens: int, shown: str, stop_reason: str | None, byte_level: Tokenizer
+) -> None:
+    # Tokens a b c d a b c: "bc" is complete with the third and with the seventh.
+    token_ids = characters(byte_level, "abcdabc")
+    deltas = one_by_one(byte_level, token_ids, finished(), stop=("bc",), min_tokens=min_tokens)
+    assert (text_of(deltas), deltas[-1].stop_reason) == (shown, stop_reason)
+
+
+def test_a_stop_string_may_begin_in_the_first_min_tokens(byte_level: Tokenizer) -> None:
+    token_ids = characters(byte_level, "abcd")
+    assert text_of(one_by_one(byte_level, token_ids, finished(), stop=("bc",), min_tokens=2)) == "a"
+
+
+def test_answers_keep_the_space_that_joins_them_to_the_prompt(sentence_piece: Tokenizer) -> None:
+    token_ids = sentence_piece.encode("the dog", add_special_tokens=False)
+    assert text_of(one_by_one(sentence_piece, token_ids, finished())) == " the dog"
+
+
+def test_special_tokens_are_shown_only_when_asked_for(byte_level: Tokenizer) -> None:
+    token_ids = byte_level.encode("a<|user|>b")
+    assert text_of(one_by_one(byte_level, token_ids, finished())) == "ab"
+    assert text_of(one_by_one(byte_level, token_ids, finished(), skip_special_tokens=False)) == "a<|user|>b"
+
+
+def test_a_choice_that_has_ended_takes_no_more(byte_level: Tokenizer) -> None:
+    output = ChoiceOutput(byte_level, SamplingParams(), index=0)
+    output.feed((), None, finished())
+    assert output.ended
+    with pytest.raises(RuntimeError, match="has ended"):
+        output.feed((5,), None, None)
+
+
+token_lists = strategies.lists(strategies.integers(0, 300) | strategies.integers(0, 600), max_size=30)
+
+
+@hypothesis.settings(deadline=None, database=None, max_examples=200)
+@hypothesis.given(
+    token_ids=token_lists,
+    cuts=strategies.lists(strategies.integers(0, 30)),
+    stop=strategies.lists(strategies.sampled_from(["e", "th", "he ", "�", "é"]), max_size=2),
+    with_logprobs=strategies.booleans(),
+)
+def test_any_steps_merge_to_the_same_answer(
+    token_ids: list[int], cuts: list[int], stop: list[str], with_logprobs: bool, byte_level: Tokenizer
+) -> None:
+    sampling = SamplingParams(stop=tuple(stop), logprobs=0 if with_logprobs else None)
+    whole = ChoiceOutput(byte_level, sampling, index=0).feed(
+        tuple(token_ids), logprobs_of(token_ids) if with_logprobs else None, finished()
+    )
+    output = ChoiceOutput(byte_level, sampling, index=0)
+    merged = Delta(index=0, text="", token_ids=())
+    bounds = sorted({0, len(token_ids), *(cut for cut in cuts if cut < len(token_ids))})
+    for begin, end in zip(bounds, [*bounds[1:], None], strict=True):
+        step = tuple(token_ids[begin:end])
+        is_last = end is None
+        delta = output.feed(step, logprobs_of(step) if with_logprobs else None, finished() if is_last else None)
+        merged = merged if delta is None else merge(merged, delta)
+        if output.ended:
+            break
+    assert merged == whole
+    if not stop:
+        assert merged.text == byte_level.decode(token_ids)
+
+
+def test_merging_keeps_order_and_the_end() -> None:
+    first = Delta(index=1, text="a", token_ids=(1,), logprobs=logprobs_of([1]))
+    second = Delta(
+        index=1, text="b", token_ids=(2, 3), logprobs=logprobs_of([2, 3]),
+        finish_reason=FinishReason.STOP, stop_reason=3, message="m",
+    )  # fmt: skip
+    assert merge(first, second) == Delta(
+        index=1, text="ab", token_ids=(1, 2, 3), logprobs=logprobs_of([1, 2, 3]),
+        finish_reason=FinishReason.STOP, stop_reason=3, message="m",
+    )  # fmt: skip
+    without_tokens = Delta(index=1, text="", token_ids=(), finish_reason=FinishReason.ABORT)
+    assert merge(first, without_tokens).logprobs == logprobs_of([1])
+
+
+def test_deltas_that_do_not_follow_each_other_are_not_merged() -> None:
+    first = Delta(index=1, text="a", token_ids=(1,))
+    with pytest.raises(AssertionError, match="choices 1 and 2"):
+        merge(first, Delta(index=2, text="b", token_ids=(2,)))
+    with pytest.raises(AssertionError, match="last delta"):
+        merge(Delta(index=1, text="", token_ids=(), finish_reason=FinishReason.STOP), first)

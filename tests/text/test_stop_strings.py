@@ -1,0 +1,139 @@
+"""Where a stop string ends a text, and how much is held back, compared with a search in the whole text."""
+
+from __future__ import annotations
+
+import hypothesis
+import pytest
+from hypothesis import strategies
+
+from trioserve.text.stop_strings import StopStringFinder
+
+SETTINGS = hypothesis.settings(deadline=None, database=None, max_examples=500)
+
+few_letters = strategies.text("ab ", max_size=8)
+stop_lists = strategies.lists(strategies.text("ab ", min_size=1, max_size=5), min_size=1, max_size=4)
+deltas = strategies.lists(few_letters, max_size=12)
+
+
+def first_stop(text: str, stops: list[str], *, completes_after: int = 0) -> tuple[int, str] | None:
+    """Where the first stop string begins, and which it is: looks at every end, then at every stop string."""
+    for end in range(completes_after + 1, len(text) + 1):
+        ending = [stop for stop in stops if text[:end].endswith(stop)]
+        if ending:
+            longest = max(ending, key=len)
+            return end - len(longest), longest
+    return None
+
+
+def longest_open_end(text: str, stops: list[str]) -> int:
+    """How many characters at the end of a text begin a stop string without being all of it."""
+    return max(
+        (count for stop in stops for count in range(len(stop)) if count <= len(text) and text.endswith(stop[:count])),
+        default=0,
+    )
+
+
+def check(stops: list[str], pieces: list[str], *, expect: list[str], found: str | None) -> None:
+    finder = StopStringFinder(stops)
+    shown = []
+    for piece in pieces:
+        shown.append(finder.feed(piece))
+        if finder.found is not None:
+            break
+    else:
+        shown.append(finder.flush())
+    assert (shown, finder.found) == (expect, found)
+
+
+@SETTINGS
+@hypothesis.given(stops=stop_lists, pieces=deltas)
+def test_any_pieces_give_what_a_search_of_the_whole_text_gives(stops: list[str], pieces: list[str]) -> None:
+    finder = StopStringFinder(stops)
+    shown = seen = ""
+    for piece in pieces:
+        shown += finder.feed(piece)
+        seen += piece
+        expected = first_stop(seen, stops)
+        if expected is not None:
+            assert (shown, finder.found) == (seen[: expected[0]], expected[1])
+            return
+        assert finder.found is None
+        assert len(seen) - len(shown) == longest_open_end(seen, stops)
+        assert seen.startswith(shown)
+    assert shown + finder.flush() == seen
+
+
+@SETTINGS
+@hypothesis.given(stops=stop_lists, before=deltas, after=deltas)
+def test_text_that_may_not_complete_a_stop_string_may_begin_one(
+    stops: list[str], before: list[str], after: list[str]
+) -> None:
+    finder = StopStringFinder(stops)
+    shown = "".join(finder.feed(piece, may_complete=False) for piece in before)
+    seen = "".join(before)
+    count_before = len(seen)
+    assert finder.found is None
+    assert seen.startswith(shown)
+    for piece in after:
+        shown += finder.feed(piece)
+        seen += piece
+        expected = first_stop(seen, stops, completes_after=count_before)
+        if expected is not None:
+            assert finder.found == expected[1]
+            assert shown == seen[: expected[0]]
+            return
+        assert finder.found is None
+    assert shown + finder.flush() == seen
+
+
+def test_a_stop_string_is_found_across_pieces() -> None:
+    check(["</s>"], ["a<", "/", "s", ">b"], expect=["a", "", "", ""], found="</s>")
+
+
+def test_only_the_possible_beginning_is_held_back() -> None:
+    check(["\n\nUser:"], ["one\n", "two\n\n", "Us", "ual"], expect=["one", "\ntwo", "", "\n\nUsual", ""], found=None)
+
+
+def test_what_is_held_back_comes_at_the_end() -> None:
+    check(["stop"], ["a st", "o"], expect=["a ", "", "sto"], found=None)
+
+
+def test_the_stop_string_that_is_complete_first_wins() -> None:
+    check(["abcd", "c"], ["xabcd"], expect=["xab"], found="c")
+
+
+def test_of_two_that_end_together_the_longer_wins() -> None:
+    check(["c", "abc"], ["xabc"], expect=["x"], found="abc")
+
+
+def test_a_shorter_stop_string_does_not_wait_for_a_longer_one() -> None:
+    check(["ab", "abc"], ["ab", "c"], expect=[""], found="ab")
+
+
+def test_stop_strings_with_characters_beyond_the_basic_plane() -> None:
+    check(["🦆🦆"], ["x🦆", "y🦆", "🦆z"], expect=["x", "🦆y", ""], found="🦆🦆")
+
+
+def test_a_hostile_text_is_scanned_once() -> None:
+    comparisons = 0
+
+    class CountingStop(str):
+        __slots__ = ()
+
+        def startswith(self, *args: object) -> bool:
+            nonlocal comparisons
+            comparisons += 1
+            return super().startswith(*args)
+
+    finder = StopStringFinder([CountingStop("a" * 255 + "b")])
+    for _ in range(1000):
+        finder.feed("a")
+    assert comparisons <= 1000
+    assert len(finder.flush()) == 255
+
+
+def test_feeding_on_after_a_match_is_an_error() -> None:
+    finder = StopStringFinder(["x"])
+    finder.feed("x")
+    with pytest.raises(AssertionError):
+        finder.feed("y")

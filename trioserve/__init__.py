@@ -1,0 +1,70 @@
+"""trioserve: an LLM serving engine on Trio that can be trusted to stop.
+
+The public names are loaded when they are first used, so that importing the package costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trioserve.assemble import open_engine
+    from trioserve.contracts.deadlines import Deadlines
+    from trioserve.contracts.errors import (
+        ContextTooLong,
+        Draining,
+        EngineFault,
+        InvalidRequest,
+        ModelLoadError,
+        Overloaded,
+        StartupError,
+        TrioserveError,
+    )
+    from trioserve.contracts.events import AbortOutcome, FinishReason
+    from trioserve.contracts.output import Delta
+    from trioserve.contracts.prompt import ChatPrompt
+    from trioserve.contracts.sampling import SamplingParams
+
+__all__ = [
+    "AbortOutcome",
+    "ChatPrompt",
+    "ContextTooLong",
+    "Deadlines",
+    "Delta",
+    "Draining",
+    "EngineFault",
+    "FinishReason",
+    "InvalidRequest",
+    "ModelLoadError",
+    "Overloaded",
+    "SamplingParams",
+    "StartupError",
+    "TrioserveError",
+    "__version__",
+    "open_engine",
+]
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "open_engine": "trioserve.assemble",
+    "ChatPrompt": "trioserve.contracts.prompt",
+    "Deadlines": "trioserve.contracts.deadlines",
+    "Delta": "trioserve.contracts.output",
+    "SamplingParams": "trioserve.contracts.sampling",
+    "AbortOutcome": "trioserve.contracts.events",
+    "FinishReason": "trioserve.contracts.events",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES.get(name, "trioserve.contracts.errors")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

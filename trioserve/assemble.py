@@ -1,0 +1,238 @@
+"""The only place that knows every room: builds the parts and hands them to each other."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import trio
+
+from trioserve.config import Config, make_config
+from trioserve.contracts.deadlines import Deadlines
+from trioserve.contracts.errors import InvalidRequest, ModelLoadError, StartupError
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.core.engine import EngineCore
+from trioserve.core.settings import CoreSettings
+from trioserve.metrics.registry import Metrics
+from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
+from trioserve.model.loading.default_model import resolve_model
+from trioserve.model.settings import ModelSettings
+from trioserve.runtime.engine import Engine, ModelDescription
+from trioserve.runtime.engine_loop import ThreadedExecutor
+from trioserve.runtime.errors_unwrapped import errors_unwrapped
+from trioserve.runtime.settings import RuntimeSettings
+from trioserve.runtime.worker_thread import WorkerThread
+from trioserve.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from trioserve.model.runner import ModelRunner
+
+__all__ = ["LoadReport", "Loaded", "default_served_name", "open_configured_engine", "open_engine", "runtime_settings"]
+
+LoadReport = Callable[[int, int], None]
+"""Called from the compute thread with the bytes of weights read so far, and all there are."""
+
+
+class Loaded(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of loading, for whoever shows it: where it runs, and how much KV cache it has."""
+
+    model_path: Path
+    device: str
+    dtype: str
+    context_tokens_max: int
+    model_context_tokens_max: int
+    block_count: int
+    block_size: int
+    kv_cache_bytes: int
+    load_seconds: float
+
+
+@asynccontextmanager
+async def open_engine(model: str = "smollm2", **options: Any) -> AsyncIterator[Engine]:
+    """An engine in the scope of this `async with`, in the caller's own Trio program.
+
+    model and options are those of Config (max_num_seqs=16, dtype="float32", ...). Inside, `engine.generate(...)` gives
+    a request. Leaving ends every request, waits for the step in flight, and leaves no task and no thread behind. No
+    signal handler is installed. A fault of the engine cancels the body and rises here as EngineFault; a model that
+    cannot be loaded as ModelLoadError, options out of range as StartupError.
+    """
+    async with open_configured_engine(make_config(model=model, **options)) as engine:
+        yield engine
+
+
+@asynccontextmanager
+async def open_configured_engine(
+    config: Config,
+    *,
+    on_progress: LoadReport = lambda done, total: None,
+    on_loaded: Callable[[Loaded], None] = lambda loaded: None,
+) -> AsyncIterator[Engine]:
+    """The same from a Config, with a look at the loading."""
+    # Read by OpenMP when torch is first imported: threads that wait for each other give the core back soon, so that a
+    # busy event loop on the other core costs a step little.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    started_at = time.perf_counter()
+    with errors_unwrapped():
+        async with WorkerThread("compute") as compute, WorkerThread("text") as text:
+            path = await text.run_cancellable(resolve_model, config.model)
+            checkpoint = await text.run_cancellable(open_checkpoint, path)
+            runners: list[ModelRunner] = []
+            try:
+                runner, tokenizer = await _load(config, checkpoint, compute, text, on_progress, runners)
+                core = EngineCore(_core_settings(config, runner, checkpoint))
+                on_loaded(
+                    Loaded(
+                        model_path=path,
+                        device=str(runner.device),
+                        dtype=str(runner.dtype).removeprefix("torch."),
+                        context_tokens_max=core.settings.context_tokens_max,
+                        model_context_tokens_max=checkpoint.config.context_tokens_max,
+                        block_count=runner.block_count,
+                        block_size=runner.block_size,
+                        kv_cache_bytes=runner.kv_cache_bytes,
+                        load_seconds=time.perf_counter() - started_at,
+                    )
+                )
+                served_names = config.served_model_name or (default_served_name(config.model),)
+                engine = Engine(
+                    model=ModelDescription(
+                        served_names=served_names,
+                        source=config.model,
+                        context_tokens_max=core.settings.context_tokens_max,
+                        vocab_size=checkpoint.config.vocab_size,
+                        eos_token_ids=checkpoint.config.eos_token_ids,
+                        created_at=int(time.time()),
+                    ),
+                    core=core,
+                    steps=ThreadedExecutor(runner, compute),
+                    tokenizer=tokenizer,
+                    text_thread=text,
+                    metrics=Metrics(served_names[0]),
+                    settings=runtime_settings(config),
+                    default_sampling=_default_sampling(checkpoint),
+                )
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(engine.keep_deadlines)
+                    await nursery.start(engine.run)
+                    yield engine
+                    nursery.cancel_scope.cancel()
+            finally:
+                for made in runners:
+                    await compute.run(made.close)  # ends also when cancelled
+
+
+def runtime_settings(config: Config) -> RuntimeSettings:
+    return RuntimeSettings(
+        waiting_requests_max=config.max_waiting_requests,
+        drain_seconds_max=config.drain_timeout,
+        deadlines=_deadlines(config.queue_timeout, config.ttft_timeout, config.request_timeout),
+        deadlines_max=_deadlines(config.max_queue_timeout, config.max_ttft_timeout, config.max_request_timeout),
+    )
+
+
+def _deadlines(queue: float | None, first_token: float | None, total: float | None) -> Deadlines:
+    try:
+        return Deadlines(queue_timeout=queue, ttft_timeout=first_token, timeout=total)
+    except InvalidRequest as error:
+        raise StartupError(str(error)) from None
+
+
+async def _load(
+    config: Config,
+    checkpoint: Checkpoint,
+    compute: WorkerThread,
+    text: WorkerThread,
+    on_progress: LoadReport,
+    runners: list[ModelRunner],
+) -> tuple[ModelRunner, Tokenizer]:
+    """Weights in the compute thread, tokenizer in the text thread, at the same time. What is put in `runners` is the
+    caller's to close, also when this raises."""
+    is_cancelled = trio.Event()  # set by the event loop, read in the compute thread
+
+    def report(done: int, total: int) -> None:
+        if is_cancelled.is_set():
+            raise _LoadingCancelled
+        on_progress(done, total)
+
+    def load_runner() -> ModelRunner:
+        from trioserve.model.runner import ModelRunner  # imports torch, in the thread that will use it
+
+        runner = ModelRunner.load(checkpoint, _model_settings(config), progress=report)
+        runners.append(runner)
+        runner.allocate_kv(runner.block_count)
+        runner.warm_up()
+        return runner
+
+    async def load_tokenizer() -> None:
+        tokenizers.append(await text.run_cancellable(_make_tokenizer, checkpoint))
+
+    tokenizers: list[Tokenizer] = []
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(load_tokenizer)
+        try:
+            runner = await compute.run(load_runner, on_cancel=is_cancelled.set)
+        except Exception:
+            if is_cancelled.is_set():  # what the loading says then is not the reason
+                await trio.sleep_forever()  # raises Cancelled
+            raise
+    return runner, tokenizers[0]
+
+
+class _LoadingCancelled(Exception):
+    """Ends the loading in the compute thread."""
+
+
+def _default_sampling(checkpoint: Checkpoint) -> SamplingParams:
+    try:
+        return msgspec.convert(dict(checkpoint.sampling_defaults), SamplingParams)
+    except (msgspec.ValidationError, InvalidRequest) as error:
+        raise ModelLoadError(f"the sampling defaults of the checkpoint cannot be used: {error}") from None
+
+
+def _make_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    if checkpoint.gguf_metadata is not None:
+        return Tokenizer.from_gguf(checkpoint.gguf_metadata)
+    assert checkpoint.tokenizer_directory is not None
+    return Tokenizer.from_directory(checkpoint.tokenizer_directory)
+
+
+def _model_settings(config: Config) -> ModelSettings:
+    return ModelSettings(
+        dtype=config.dtype,
+        device=config.device,
+        block_size=config.block_size,
+        kv_cache_bytes=None if config.kv_cache_memory is None else int(config.kv_cache_memory * 2**30),
+        memory_share=config.gpu_memory_utilization,
+        threads=config.threads,
+    )
+
+
+def _core_settings(config: Config, runner: ModelRunner, checkpoint: Checkpoint) -> CoreSettings:
+    context_tokens_max = checkpoint.config.context_tokens_max
+    if config.max_model_len is not None:
+        if config.max_model_len > context_tokens_max:
+            raise StartupError(
+                f"--max-model-len is {config.max_model_len}, but the model was made for {context_tokens_max} tokens"
+            )
+        context_tokens_max = config.max_model_len
+    else:
+        # Without a wish, what fits: a long context alone must not keep a small machine from serving.
+        context_tokens_max = min(context_tokens_max, runner.block_count * runner.block_size)
+    return CoreSettings(
+        block_count=runner.block_count,
+        block_size=runner.block_size,
+        context_tokens_max=context_tokens_max,
+        running_requests_max=config.max_num_seqs,
+        step_tokens_max=config.max_num_batched_tokens,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+
+
+def default_served_name(model: str) -> str:
+    """The name clients use when the configuration gives none."""
+    return Path(model).name.removesuffix(".gguf") or model

@@ -1,0 +1,309 @@
+"""Which figures a measurement gives, each with its unit, and how they are shown to people and to programs."""
+
+from __future__ import annotations
+
+import array
+import datetime
+import enum
+import os
+import platform
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from trioserve.bench.client import Failure
+from trioserve.bench.settings import BenchSettings
+
+__all__ = [
+    "BenchReport",
+    "Figures",
+    "Machine",
+    "Measurement",
+    "Outcome",
+    "Spread",
+    "figures_notes",
+    "percentile",
+    "progress_line",
+    "report_json",
+    "report_text",
+]
+
+
+class Outcome(enum.Enum):
+    COMPLETED = "completed"
+    ABORTED = "aborted"  # its client left on purpose
+    FAILED = "failed"
+    INTERRUPTED = "interrupted"  # the measurement was ended while it ran
+
+
+class Measurement(msgspec.Struct, frozen=True, kw_only=True):
+    """What one request showed. Times are seconds; those that were not reached are None.
+
+    ttft_seconds: from the request's start (in an open loop: its planned arrival) to the first chunk that carries
+    tokens. gaps_seconds: between the chunks that carry tokens, in order. e2e_seconds: from the start to the last byte.
+    output_tokens: from the server's usage when counted_by_usage, else from the chunks.
+    """
+
+    outcome: Outcome
+    failure: Failure | None = None
+    ttft_seconds: float | None = None
+    gaps_seconds: array.array[float] = msgspec.field(default_factory=lambda: array.array("d"))
+    e2e_seconds: float | None = None
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_prompt_tokens: int | None = None
+    counted_by_usage: bool = False
+
+
+class Spread(msgspec.Struct, frozen=True, kw_only=True):
+    """One quantity over all its samples, in the unit that its field names."""
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+    @classmethod
+    def from_seconds(cls, samples_seconds: Sequence[float]) -> Spread | None:
+        """In milliseconds; None when there is no sample."""
+        if not samples_seconds:
+            return None
+        ordered = sorted(samples_seconds)
+        return cls(
+            count=len(ordered),
+            mean=1e3 * sum(ordered) / len(ordered),
+            p50=1e3 * percentile(ordered, 50),
+            p90=1e3 * percentile(ordered, 90),
+            p99=1e3 * percentile(ordered, 99),
+            max=1e3 * ordered[-1],
+        )
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """Of samples in ascending order, at least one; between two samples it is interpolated linearly."""
+    position = (len(ordered) - 1) * percent / 100.0
+    lower = int(position)
+    upper = min(lower + 1, len(ordered) - 1)
+    return ordered[lower] + (ordered[upper] - ordered[lower]) * (position - lower)
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of all requests. Failed requests count in errors alone.
+
+    Tokens per second are over the whole duration, ramp-up and the last stragglers included. itl: gaps between chunks;
+    tpot: per completed request, (last chunk - first chunk) / (tokens - 1), which does not depend on how a server cuts
+    its chunks. ttft and itl include aborted requests.
+    """
+
+    duration_seconds: float
+    completed_requests: int
+    aborted_requests: int
+    failed_requests: int
+    interrupted_requests: int
+    completed_requests_per_second: float
+    output_tokens_per_second: float
+    total_tokens_per_second: float
+    output_tokens: int
+    prompt_tokens: int
+    cached_prompt_tokens: int | None
+    token_chunks: int
+    requests_counted_by_usage: int
+    requests_counted_by_chunks: int
+    ttft_ms: Spread | None
+    itl_ms: Spread | None
+    tpot_ms: Spread | None
+    e2e_ms: Spread | None
+    errors: dict[str, int]
+    error_examples: dict[str, str]
+
+    @classmethod
+    def from_measurements(cls, measurements: Sequence[Measurement], *, duration_seconds: float) -> Figures:
+        outcomes = Counter(measurement.outcome for measurement in measurements)
+        counted = [one for one in measurements if one.outcome is not Outcome.FAILED]
+        completed = [one for one in counted if one.outcome is Outcome.COMPLETED]
+        errors: Counter[str] = Counter()
+        examples: dict[str, str] = {}
+        for one in measurements:
+            if one.failure is not None:
+                errors[one.failure.name] += 1
+                examples.setdefault(one.failure.name, one.failure.message)
+        gaps = array.array("d")
+        for one in counted:
+            gaps.extend(one.gaps_seconds)
+        output_tokens = sum(one.output_tokens for one in counted)
+        prompt_tokens = sum(one.prompt_tokens for one in counted)
+        cached = [one.cached_prompt_tokens for one in counted if one.cached_prompt_tokens is not None]
+        by_usage = sum(one.counted_by_usage for one in counted)
+        seconds = max(duration_seconds, 1e-9)  # nothing was measured when it is 0
+        ttfts = [one.ttft_seconds for one in counted if one.ttft_seconds is not None]
+        return cls(
+            duration_seconds=duration_seconds,
+            completed_requests=outcomes[Outcome.COMPLETED],
+            aborted_requests=outcomes[Outcome.ABORTED],
+            failed_requests=outcomes[Outcome.FAILED],
+            interrupted_requests=outcomes[Outcome.INTERRUPTED],
+            completed_requests_per_second=len(completed) / seconds,
+            output_tokens_per_second=output_tokens / seconds,
+            total_tokens_per_second=(prompt_tokens + output_tokens) / seconds,
+            output_tokens=output_tokens,
+            prompt_tokens=prompt_tokens,
+            cached_prompt_tokens=sum(cached) if cached else None,
+            token_chunks=len(ttfts) + len(gaps),
+            requests_counted_by_usage=by_usage,
+            requests_counted_by_chunks=len(counted) - by_usage,
+            ttft_ms=Spread.from_seconds(ttfts),
+            itl_ms=Spread.from_seconds(gaps),
+            tpot_ms=Spread.from_seconds(
+                [
+                    sum(one.gaps_seconds) / (one.output_tokens - 1)
+                    for one in completed
+                    if one.gaps_seconds and one.output_tokens > 1
+                ]
+            ),
+            e2e_ms=Spread.from_seconds([one.e2e_seconds for one in completed if one.e2e_seconds is not None]),
+            errors=dict(errors),
+            error_examples=examples,
+        )
+
+
+def figures_notes(
+    figures: Figures, measurements: Sequence[Measurement], settings: BenchSettings, prompt_mode: str
+) -> list[str]:
+    """Sentences that a reader of the figures needs: what was counted how, and where the load was not as asked for."""
+    notes = [
+        f"Output tokens are from the server's usage for {figures.requests_counted_by_usage} requests, from chunks for "
+        f"{figures.requests_counted_by_chunks} (one a chunk, or as many as it lists ids).",
+        "ITL is the gap between two chunks that carry tokens, however many each carries; TPOT does not depend on that.",
+    ]
+    completed = [one for one in measurements if one.outcome is Outcome.COMPLETED]
+    odd_count = sum(one.output_tokens != settings.output_tokens for one in completed)
+    if odd_count:
+        notes.append(
+            f"{odd_count} of {len(completed)} completed answers do not have the {settings.output_tokens} tokens they "
+            "were asked for."
+        )
+    if prompt_mode == "text" and figures.requests_counted_by_chunks:
+        notes.append("Prompt tokens of requests without usage are counted as words.")
+    return notes
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """The machine that sent the load; the server's too when it is on loopback."""
+
+    cpu: str
+    cores: int
+    python: str
+    platform: str
+
+    @classmethod
+    def here(cls) -> Machine:
+        """cores: those this process may use."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return cls(cpu=_cpu_name(), cores=cores, python=platform.python_version(), platform=platform.platform())
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass  # not Linux
+    return platform.processor() or platform.machine() or "unknown"
+
+
+class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One measurement with everything needed to read and repeat it. notes: sentences on how its figures came about."""
+
+    settings: BenchSettings
+    model: str
+    prompt_mode: str
+    date: str
+    machine: Machine
+    figures: Figures
+    notes: list[str]
+
+    @classmethod
+    def now(
+        cls, settings: BenchSettings, *, model: str, prompt_mode: str, figures: Figures, notes: list[str]
+    ) -> BenchReport:
+        return cls(
+            settings=settings,
+            model=model,
+            prompt_mode=prompt_mode,
+            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            machine=Machine.here(),
+            figures=figures,
+            notes=notes,
+        )
+
+
+def report_json(report: BenchReport) -> bytes:
+    """Indented JSON; every figure's name holds its unit. The API key is not in it."""
+    settings: dict[str, Any] = msgspec.structs.asdict(report.settings)
+    del settings["api_key"]
+    content = {"label": report.settings.label, **msgspec.structs.asdict(report), "settings": settings}
+    return msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"
+
+
+def report_text(report: BenchReport) -> str:
+    """The table for people."""
+    settings, figures = report.settings, report.figures
+    title = f"{settings.label}: " if settings.label else ""
+    http = "HTTP/2" if settings.http == 2 else "HTTP/1.1"
+    cached = "" if figures.cached_prompt_tokens is None else f" ({figures.cached_prompt_tokens} from the prefix cache)"
+    lines = [
+        f"{title}{report.model} at {settings.url}, {settings.endpoint} over {http}",
+        _load_line(report),
+        f"{report.machine.cpu}, {report.machine.cores} cores, Python {report.machine.python}, {report.date}",
+        "",
+        f"{'duration':<22}{figures.duration_seconds:>12.2f} s",
+        f"{'output':<22}{figures.output_tokens_per_second:>12.1f} tokens/s   {figures.output_tokens} tokens",
+        f"{'prompt and output':<22}{figures.total_tokens_per_second:>12.1f} tokens/s   "
+        f"{figures.prompt_tokens} prompt tokens{cached}",
+        f"{'completed':<22}{figures.completed_requests_per_second:>12.2f} requests/s",
+        f"{'requests':<22}{figures.completed_requests:>12} completed, {figures.aborted_requests} aborted, "
+        f"{figures.failed_requests} failed, {figures.interrupted_requests} interrupted",
+        "",
+        f"{'ms':<22}" + "".join(f"{name:>12}" for name in ("mean", "p50", "p90", "p99", "max", "samples")),
+        _spread_line("first token (TTFT)", figures.ttft_ms),
+        _spread_line("between chunks (ITL)", figures.itl_ms),
+        _spread_line("per token (TPOT)", figures.tpot_ms),
+        _spread_line("end to end (E2E)", figures.e2e_ms),
+    ]
+    if figures.errors:
+        lines += ["", "errors"]
+        lines += [f"  {count} x {name}: {figures.error_examples[name]}" for name, count in figures.errors.items()]
+    if report.notes:
+        lines += ["", *report.notes]
+    return "\n".join(lines) + "\n"
+
+
+def _load_line(report: BenchReport) -> str:
+    settings = report.settings
+    rate = settings.rate_per_second
+    pace = f"{settings.concurrency} at a time" if rate is None else f"{rate:g} requests/s at random"
+    prefix = f" ({settings.prefix_tokens} shared)" if settings.prefix_tokens else ""
+    unit = "tokens" if report.prompt_mode == "ids" else "words"
+    return (
+        f"{settings.requests} requests, {pace}, prompts of {settings.prompt_tokens} {unit}{prefix}, "
+        f"answers of {settings.output_tokens} tokens, temperature {settings.temperature:g}, seed {settings.seed}"
+    )
+
+
+def _spread_line(name: str, spread: Spread | None) -> str:
+    if spread is None:
+        return f"{name:<22}" + f"{'-':>12}" * 5 + f"{0:>12}"
+    figures = (spread.mean, spread.p50, spread.p90, spread.p99, spread.max)
+    return f"{name:<22}" + "".join(f"{figure:>12.2f}" for figure in figures) + f"{spread.count:>12}"
+
+
+def progress_line(*, done_count: int, request_count: int, output_tokens: int, elapsed_seconds: float) -> str:
+    """What is shown while it runs; tokens are those seen so far in chunks."""
+    rate = output_tokens / elapsed_seconds if elapsed_seconds > 0 else 0.0
+    return f"{done_count}/{request_count} requests, {rate:.1f} tokens/s, {elapsed_seconds:.0f} s"

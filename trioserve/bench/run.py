@@ -1,0 +1,323 @@
+"""One measurement from start to exit code: finds the server and its model, sends the load, hears the answers."""
+
+from __future__ import annotations
+
+import pathlib
+import signal
+import sys
+from collections.abc import Iterator
+from typing import TextIO
+
+import msgspec
+import trio
+
+from trioserve.bench.client import (
+    Client,
+    Failure,
+    FailureKind,
+    OpenStream,
+    stream_opener,
+)
+from trioserve.bench.http1 import Http1Client
+from trioserve.bench.http2 import Http2Client
+from trioserve.bench.load import AnswerReader, Load, PlannedRequest, PromptMode, Tally, excerpt
+from trioserve.bench.report import (
+    BenchReport,
+    Figures,
+    Measurement,
+    figures_notes,
+    progress_line,
+    report_json,
+    report_text,
+)
+from trioserve.bench.settings import BenchSettings
+
+__all__ = ["CannotMeasure", "Measured", "main", "measure"]
+
+EXIT_REQUESTS_FAILED = 1
+EXIT_UNREACHABLE = 2
+EXIT_INTERRUPTED = 130  # what shells show for SIGINT
+
+PLAIN_ANSWER_BYTES_MAX = 1 << 24
+TERMINAL_PERIOD_SECONDS = 0.25
+LOG_PERIOD_SECONDS = 5.0
+
+
+def main(settings: BenchSettings) -> int:
+    """Measure, print, and return the exit code: 0, 1 when a request failed, 2 when the server cannot be reached,
+    130 when interrupted (what was measured until then is printed)."""
+    outcome = trio.run(measure, settings)
+    if isinstance(outcome, CannotMeasure):
+        print(f"trioserve bench: {outcome.message}", file=sys.stderr)
+        return outcome.exit_code
+    # Standard output belongs to the JSON when it was asked for there.
+    print(report_text(outcome.report), end="", file=sys.stderr if settings.json_path == "-" else sys.stdout)
+    if settings.json_path == "-":
+        sys.stdout.write(report_json(outcome.report).decode())
+    elif settings.json_path is not None:
+        pathlib.Path(settings.json_path).write_bytes(report_json(outcome.report))
+    return outcome.exit_code
+
+
+class CannotMeasure(msgspec.Struct, frozen=True):
+    """There is nothing to report: the message is one sentence for the user."""
+
+    message: str
+    exit_code: int
+
+
+class Measured(msgspec.Struct, frozen=True):
+    report: BenchReport
+    exit_code: int
+
+
+async def measure(
+    settings: BenchSettings, *, open_stream: OpenStream | None = None, progress: TextIO | None = None
+) -> Measured | CannotMeasure:
+    """Run one measurement. open_stream: how to reach the server (default: as the settings say). progress: where the
+    live line goes (default standard error). SIGINT and SIGTERM end it early, with a report of what was measured; they
+    are listened to here, so this has to run in the main thread.
+    """
+    async with trio.open_nursery() as nursery:
+        client = _new_client(nursery, settings, open_stream or stream_opener(settings.target, settings.http))
+        run = _Run(settings, client, progress or sys.stderr)
+        await nursery.start(_cancel_on_signal, run.scope)
+        outcome = await run.outcome()
+        await client.aclose()
+        nursery.cancel_scope.cancel()
+    return outcome
+
+
+def _new_client(nursery: trio.Nursery, settings: BenchSettings, open_stream: OpenStream) -> Client:
+    headers = [("user-agent", "trioserve-bench"), ("content-type", "application/json")]
+    if settings.api_key is not None:
+        headers.append(("authorization", f"Bearer {settings.api_key}"))
+    target = settings.target
+    if settings.http == 1:
+        return Http1Client(open_stream, [("host", target.authority), *headers])
+    return Http2Client(
+        nursery,
+        open_stream,
+        headers,
+        scheme=target.scheme,
+        authority=target.authority,
+        connections=settings.connections,
+    )
+
+
+async def _cancel_on_signal(scope: trio.CancelScope, task_status: trio.TaskStatus[None]) -> None:
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        task_status.started()
+        async for _ in signals:
+            scope.cancel()
+            return  # a second one then ends the program the usual way
+
+
+class _Run:
+    """The tasks of one measurement and what they have found so far."""
+
+    def __init__(self, settings: BenchSettings, client: Client, progress: TextIO) -> None:
+        self.scope = trio.CancelScope()
+        self._settings = settings
+        self._client = client
+        self._progress = progress
+        self._model: str | None = None
+        self._prompt_mode: PromptMode = "text"
+        self._measurements: list[Measurement] = []
+        self._warmups: list[Measurement] = []
+        self._tally = Tally()
+        self._notes: list[str] = []
+        self._duration_seconds = 0.0
+
+    async def outcome(self) -> Measured | CannotMeasure:
+        with self.scope:
+            refusal = await self._find_model() or await self._find_prompt_mode()
+            if refusal is not None:
+                return refusal
+            load = Load(self._settings, model=self._model or "", prompt_mode=self._prompt_mode)
+            await self._closed_loop(load.warmups(), self._warmups)
+            self._tally.output_tokens = 0
+            await self._measure(load)
+        if not self._measurements:
+            return CannotMeasure("interrupted before the first request", EXIT_INTERRUPTED)
+        return self._result()
+
+    # --- before the first request ---
+
+    async def _find_model(self) -> CannotMeasure | None:
+        settings = self._settings
+        answer = _PlainAnswer()
+        failure = await self._ask("GET", "/v1/models", b"", answer)
+        if failure is not None:
+            return self._unreachable(failure)
+        self._model = settings.model or answer.first_model()
+        if self._model is None:
+            return CannotMeasure(
+                f"{settings.url} names no model (GET /v1/models: status {answer.status}, {answer.excerpt()}): "
+                "give --model, and --api-key if the server wants one",
+                EXIT_REQUESTS_FAILED,
+            )
+        return None
+
+    async def _find_prompt_mode(self) -> CannotMeasure | None:
+        """Send a small request in each way the settings allow, exact lengths first, and keep the first that works."""
+        settings = self._settings
+        modes: list[PromptMode] = ["text"]
+        if settings.endpoint == "completions" and settings.prompt_mode != "text":
+            modes = ["ids"] if settings.prompt_mode == "ids" else ["ids", "text"]
+        refusals: list[str] = []
+        for mode in modes:
+            answer = _PlainAnswer()
+            load = Load(settings, model=self._model or "", prompt_mode=mode)
+            failure = await self._ask("POST", self._path, load.probe_body(), answer)
+            if failure is not None:
+                return self._unreachable(failure)
+            if answer.status == 200:
+                self._prompt_mode = mode
+                if refusals:
+                    self._notes.append(f"Prompts are words: the server does not take token ids ({refusals[0]}).")
+                return None
+            refusals.append(f"status {answer.status}, {answer.excerpt()}")
+        return CannotMeasure(
+            f"{settings.url} refuses a small request to {self._path} for {self._model}: {refusals[-1]}",
+            EXIT_REQUESTS_FAILED,
+        )
+
+    async def _ask(self, method: str, path: str, body: bytes, answer: _PlainAnswer) -> Failure | None:
+        with trio.move_on_after(self._settings.timeout_seconds):
+            return await self._client.request(method, self._settings.target.path_prefix + path, body, answer)
+        return Failure(FailureKind.TIMEOUT, f"no answer to {method} {path} within {self._settings.timeout_seconds:g} s")
+
+    def _unreachable(self, failure: Failure) -> CannotMeasure:
+        http = "HTTP/2" if self._settings.http == 2 else "HTTP/1.1"
+        return CannotMeasure(
+            f"cannot reach {self._settings.url} over {http}: {failure.message}; is the server up, and is --http right?",
+            EXIT_UNREACHABLE,
+        )
+
+    # --- the load ---
+
+    @property
+    def _path(self) -> str:
+        return "/v1/chat/completions" if self._settings.endpoint == "chat" else "/v1/completions"
+
+    async def _measure(self, load: Load) -> None:
+        began_at = trio.current_time()
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._show_progress, began_at)
+                if self._settings.rate_per_second is None:
+                    await self._closed_loop(load.requests(), self._measurements)
+                else:
+                    await self._open_loop(load.requests(), began_at)
+                nursery.cancel_scope.cancel()
+        finally:
+            self._duration_seconds = trio.current_time() - began_at
+
+    async def _closed_loop(self, requests: Iterator[PlannedRequest], measurements: list[Measurement]) -> None:
+        async def worker() -> None:
+            for planned in requests:  # shared: each worker takes the next one
+                await self._perform(planned, trio.current_time(), measurements)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(self._settings.concurrency):
+                nursery.start_soon(worker)
+
+    async def _open_loop(self, requests: Iterator[PlannedRequest], began_at: float) -> None:
+        async with trio.open_nursery() as nursery:
+            for planned in requests:
+                arrives_at = began_at + (planned.arrival_seconds or 0.0)
+                await trio.sleep_until(arrives_at)
+                # Its clock starts at the planned time: a client that is late must not make the server look fast.
+                nursery.start_soon(self._perform, planned, arrives_at, self._measurements)
+
+    async def _perform(self, planned: PlannedRequest, started_at: float, measurements: list[Measurement]) -> None:
+        timeout_seconds = self._settings.timeout_seconds
+        reader = AnswerReader(planned, started_at=started_at, tally=self._tally)
+        failure: Failure | None = None
+        is_over = False
+        try:
+            with trio.move_on_at(started_at + timeout_seconds) as scope:
+                path = self._settings.target.path_prefix + self._path
+                failure = await self._client.request("POST", path, planned.body, reader)
+            if scope.cancelled_caught:
+                failure = Failure(FailureKind.TIMEOUT, f"no whole answer within {timeout_seconds:g} s")
+            is_over = True
+        finally:
+            # Also when the measurement is interrupted: the tokens that came until then were served.
+            measurements.append(reader.measurement(failure, is_over=is_over))
+
+    # --- what is shown ---
+
+    async def _show_progress(self, began_at: float) -> None:
+        is_terminal = self._progress.isatty()
+        try:
+            while True:
+                await trio.sleep(TERMINAL_PERIOD_SECONDS if is_terminal else LOG_PERIOD_SECONDS)
+                line = progress_line(
+                    done_count=len(self._measurements),
+                    request_count=self._settings.requests,
+                    output_tokens=self._tally.output_tokens,
+                    elapsed_seconds=trio.current_time() - began_at,
+                )
+                self._progress.write(f"\r\x1b[K{line}" if is_terminal else f"{line}\n")
+                self._progress.flush()
+        finally:
+            if is_terminal:
+                self._progress.write("\r\x1b[K")
+                self._progress.flush()
+
+    def _result(self) -> Measured:
+        figures = Figures.from_measurements(self._measurements, duration_seconds=self._duration_seconds)
+        failed_warmups = [one.failure for one in self._warmups if one.failure is not None]
+        notes = [*self._notes, *figures_notes(figures, self._measurements, self._settings, self._prompt_mode)]
+        if failed_warmups:
+            notes.append(f"{len(failed_warmups)} warm-up requests failed, the first with: {failed_warmups[0].message}.")
+        if isinstance(self._client, Http2Client) and self._client.stream_wait_count:
+            notes.append(
+                f"{self._client.stream_wait_count} requests waited for a free HTTP/2 stream, which is in their times: "
+                "raise --connections."
+            )
+        exit_code = 0
+        if self.scope.cancelled_caught:
+            exit_code = EXIT_INTERRUPTED
+        elif figures.failed_requests or failed_warmups:
+            exit_code = EXIT_REQUESTS_FAILED
+        report = BenchReport.now(
+            self._settings, model=self._model or "", prompt_mode=self._prompt_mode, figures=figures, notes=notes
+        )
+        return Measured(report, exit_code)
+
+
+class _PlainAnswer:
+    """Hears an answer that is no stream: its status and its body."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self._body = bytearray()
+
+    def head(self, status: int) -> None:
+        self.status = status
+
+    def body(self, data: bytes, now_seconds: float) -> bool:
+        self._body += data
+        return len(self._body) <= PLAIN_ANSWER_BYTES_MAX
+
+    def first_model(self) -> str | None:
+        """The id of the first model, if this is a list of models."""
+        try:
+            models = msgspec.json.decode(bytes(self._body), type=_ModelList).data if self.status == 200 else []
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return None
+        return models[0].id if models else None
+
+    def excerpt(self) -> str:
+        return excerpt(bytes(self._body))
+
+
+class _ModelCard(msgspec.Struct):
+    id: str
+
+
+class _ModelList(msgspec.Struct):
+    data: list[_ModelCard]

@@ -1,0 +1,164 @@
+"""The commands. Parsing is all that happens here; what a command needs is imported when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from trioserve import __version__
+from trioserve.config import add_arguments, config_from
+from trioserve.contracts.errors import TrioserveError
+
+__all__ = ["main"]
+
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130  # what shells show for Ctrl-C
+SERVER_OPTIONS = (
+    "served_model_name",
+    "max_waiting_requests",
+    "host",
+    "port",
+    "api_key",
+    "admin_api_key",
+    "ssl_certfile",
+    "ssl_keyfile",
+    "frontend",
+    "trust_request_chat_template",
+    "queue_timeout",
+    "ttft_timeout",
+    "request_timeout",
+    "max_queue_timeout",
+    "max_ttft_timeout",
+    "max_request_timeout",
+    "drain_timeout",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code. Errors that a user can mend are one sentence on stderr, no traceback."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser, commands = _parser()
+    if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help", "--version")):
+        arguments.insert(0, "serve")
+    parsed = parser.parse_args(arguments)
+    run: Callable[[argparse.Namespace], int] = commands[parsed.command]
+    try:
+        return run(parsed)
+    except TrioserveError as error:
+        print(f"trioserve: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except BrokenPipeError:
+        # Whoever read our output has left. What is still buffered must not be written at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    except KeyboardInterrupt:  # before or after the time in which a command listens to signals itself
+        return EXIT_INTERRUPTED
+
+
+def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Namespace], int]]]:
+    parser = argparse.ArgumentParser(
+        prog="python -m trioserve",
+        description="An LLM serving engine that can be trusted to stop. Without a command: serve.",
+        epilog="'python -m trioserve COMMAND --help' shows a command's options; those of the server: serve --help.",
+    )
+    parser.add_argument("--version", action="version", version=f"trioserve {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    serve = subparsers.add_parser("serve", help="serve a model over HTTP, OpenAI-compatible")
+    add_arguments(serve)
+
+    generate = subparsers.add_parser("generate", help="answer one prompt in the terminal, as it is made")
+    generate.add_argument("prompt", help="the prompt; - reads it from standard input")
+    generate.add_argument(
+        "--raw", action="store_true", help="continue the text as it is, without the chat template (default: off)"
+    )
+    _add_sampling(generate)
+    add_arguments(generate, without=SERVER_OPTIONS)
+
+    chat = subparsers.add_parser("chat", help="chat with a model in the terminal")
+    chat.add_argument("--system", metavar="TEXT", help="system message (default: what the chat template says)")
+    _add_sampling(chat)
+    add_arguments(chat, without=SERVER_OPTIONS)
+
+    bench = subparsers.add_parser("bench", help="measure a server from outside, or with --core the engine core's cost")
+    from trioserve.bench import settings as bench_settings
+
+    bench.add_argument(
+        "--core",
+        action="store_true",
+        help="measure scheduling in this process instead, without a model (default: off)",
+    )
+    bench_settings.add_arguments(bench)
+
+    simulate = subparsers.add_parser("simulate", help="look for bugs of the engine: histories from seeds, all checked")
+    _add_simulate(simulate)
+    return parser, {"serve": _serve, "generate": _generate, "chat": _chat, "bench": _bench, "simulate": _simulate}
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="tokens of answer, at most (default: what fits)")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        metavar="X",
+        help="0 takes the likeliest token (default: the model's, or 1)",
+    )
+    parser.add_argument("--top-p", type=float, metavar="X", help="share of probability to choose from (default: 1)")
+    parser.add_argument("--seed", type=int, metavar="N", help="makes a sampled answer repeatable (default: none)")
+
+
+def _add_simulate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seeds", default="0:1000", metavar="A:B", help="A to B - 1, a history each (default: 0:1000)")
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="events of each history (default: 100), or clients with --stack (12)"
+    )
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (default: 1)")
+    parser.add_argument("--replay", metavar="SEED|FILE", help="one seed or script once more, with a trace")
+    parser.add_argument(
+        "--stack",
+        action="store_true",
+        help="the runtime around the core, too: clients, deadlines and a seeded order of tasks (default: off)",
+    )
+    parser.add_argument("--no-shrink", action="store_true", help="show a failing history as it is (default: off)")
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    config = config_from(arguments)
+    from trioserve.server import run_server
+
+    return run_server(config)
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    config = config_from(arguments)
+    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    from trioserve.terminal import SamplingWishes, run_generate
+
+    return run_generate(config, prompt, SamplingWishes.from_arguments(arguments), raw=arguments.raw)
+
+
+def _chat(arguments: argparse.Namespace) -> int:
+    config = config_from(arguments)
+    from trioserve.terminal import SamplingWishes, run_chat
+
+    return run_chat(config, SamplingWishes.from_arguments(arguments), system=arguments.system)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    if arguments.core:
+        from trioserve.testing.core_cost import run_core_cost
+
+        return run_core_cost()
+    from trioserve.bench.run import main as run_bench
+    from trioserve.bench.settings import BenchSettings
+
+    return run_bench(BenchSettings.from_arguments(arguments))
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    from trioserve.testing.simulate_command import SimulateSettings, run_replay, run_simulate
+
+    settings = SimulateSettings.from_arguments(arguments)
+    return run_simulate(settings) if arguments.replay is None else run_replay(arguments.replay, settings)

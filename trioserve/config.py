@@ -1,0 +1,228 @@
+"""File, environment and flags become one frozen Config. Each field is a flag, an environment variable and a file key.
+
+`max_model_len` is `--max-model-len`, `TRIOSERVE_MAX_MODEL_LEN`, and `max_model_len = 4096` in a TOML file. A flag goes
+before the environment, the environment before the file. In a variable, a list is separated by commas or blanks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union
+
+import msgspec
+from msgspec import Meta
+
+from trioserve.contracts.errors import StartupError
+from trioserve.frontend.limits import FrontendLimits
+
+__all__ = ["Config", "add_arguments", "config_from", "make_config"]
+
+ENVIRONMENT_PREFIX = "TRIOSERVE_"
+
+
+def _about(description: str, unit: str | None = None, **bounds: float) -> Meta:
+    # mypy knows no Meta whose bounds come together; Meta checks them itself
+    return Meta(title=unit, description=description, **bounds)  # type: ignore[call-overload, no-any-return]
+
+
+Seconds = Annotated[float, Meta(gt=0)] | None
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Names and meanings are vLLM's where vLLM has them. Defaults suit a small machine without a GPU."""
+
+    # fmt: off
+    model: Annotated[str, _about(
+        "what to serve: smollm2, a directory with safetensors, a .gguf file, or a hub name", "MODEL")] = "smollm2"
+    served_model_name: Annotated[tuple[str, ...], _about(
+        "names that clients may use; default: the last part of --model", "NAME")] = ()
+    dtype: Annotated[Literal["auto", "bfloat16", "float16", "float32"], _about(
+        "type of weights and KV cache; auto takes the checkpoint's")] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], _about(
+        "where to compute; auto takes a GPU if there is one")] = "auto"
+    threads: Annotated[Annotated[int, Meta(ge=1, le=1024)] | None, _about(
+        "CPU threads of a forward pass; default: one per core", "N")] = None
+    max_model_len: Annotated[Annotated[int, Meta(ge=2)] | None, _about(
+        "tokens of prompt and answer together; default: what the model takes", "TOKENS")] = None
+    max_num_seqs: Annotated[int, _about(
+        "sequences that are computed at a time", "N", ge=1, le=4096)] = 64
+    max_num_batched_tokens: Annotated[int, _about(
+        "tokens computed in one step; longer prompts are computed in chunks", "TOKENS", ge=1)] = 512
+    max_waiting_requests: Annotated[int, _about(
+        "sequences that may wait beside those that run; more are refused with 429", "N", ge=0)] = 256
+    block_size: Annotated[int, _about(
+        "tokens in one KV block", "TOKENS", ge=1, le=256)] = 16
+    kv_cache_memory: Annotated[Annotated[float, Meta(gt=0)] | None, _about(
+        "KV cache in GiB; default: on a CPU at most 4, on a GPU what is left", "GIB")] = None
+    gpu_memory_utilization: Annotated[float, _about(
+        "share of the GPU's memory for weights and KV cache, above 0 and up to 1", "SHARE", gt=0, le=1)] = 0.9
+    enable_prefix_caching: Annotated[bool, _about(
+        "keep full blocks findable, so that prompts with the same beginning share it")] = True
+    host: Annotated[str, _about("address to listen at", "ADDRESS")] = "127.0.0.1"
+    port: Annotated[int, _about("TCP port; 0 takes a free one", "PORT", ge=0, le=65535)] = 8000
+    api_key: Annotated[tuple[str, ...], _about(
+        "keys that clients must send as 'Authorization: Bearer KEY'; default: none", "KEY")] = ()
+    admin_api_key: Annotated[str | None, _about(
+        "key that sees and aborts the requests of all keys; default: none", "KEY")] = None
+    ssl_certfile: Annotated[str | None, _about(
+        "certificate chain in PEM; turns TLS on; default: no TLS", "FILE")] = None
+    ssl_keyfile: Annotated[str | None, _about(
+        "its key in PEM; default: in the same file", "FILE")] = None
+    ssl_ca_certs: Annotated[str | None, _about(
+        "CA certificates in PEM that have signed those of clients; default: none", "FILE")] = None
+    ssl_client_certs: Annotated[Literal["none", "optional", "required"], _about(
+        "whether clients have to show a certificate, or may; needs --ssl-ca-certs")] = "none"
+    cors_origin: Annotated[tuple[str, ...], _about(
+        "web pages that browsers may let use the API, such as https://chat.example.org, or *; default: none",
+        "ORIGIN")] = ()
+    max_connections: Annotated[int, _about(
+        "client connections at a time; the next one takes the place of an idle one, or waits", "N", ge=1, le=1000000,
+        )] = FrontendLimits().connections_max
+    max_body_bytes: Annotated[int, _about(
+        "size of a request's body; a larger one is refused with 413", "BYTES", ge=1024, le=2**31 - 1,
+        )] = FrontendLimits().body_bytes_max
+    stall_timeout: Annotated[float, _about(
+        "seconds after which a client that takes nothing of its answer is cancelled", "SECONDS", gt=0, le=86400,
+        )] = FrontendLimits().stall_seconds_max
+    frontend: Annotated[Literal["native", "hypercorn"], _about(
+        "who speaks HTTP; hypercorn knows fewer ways to stop")] = "native"
+    trust_request_chat_template: Annotated[bool, _about(
+        "let requests bring a chat template of their own")] = False
+    queue_timeout: Annotated[Seconds, _about(
+        "seconds a request may wait to begin, if it says nothing else; default: no limit", "SECONDS")] = None
+    ttft_timeout: Annotated[Seconds, _about(
+        "the same until its first token, in seconds; default: no limit", "SECONDS")] = None
+    request_timeout: Annotated[Seconds, _about(
+        "the same until its answer is complete, in seconds; default: no limit", "SECONDS")] = None
+    max_queue_timeout: Annotated[Seconds, _about(
+        "seconds that any request may ask for as its queue timeout; default: no limit", "SECONDS")] = None
+    max_ttft_timeout: Annotated[Seconds, _about(
+        "the same for the time to its first token, in seconds; default: no limit", "SECONDS")] = None
+    max_request_timeout: Annotated[Seconds, _about(
+        "the same for the whole request, in seconds; default: no limit", "SECONDS")] = None
+    drain_timeout: Annotated[float, _about(
+        "seconds that running requests get after Ctrl-C or SIGTERM", "SECONDS", ge=0, le=86400)] = 30.0
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], _about(
+        "the least that is logged, to stderr")] = "info"
+    # fmt: on
+
+
+def make_config(**values: object) -> Config:
+    """A Config from Python values. Raises StartupError that names the option and what it takes."""
+    return _convert({name: (name, value) for name, value in values.items()}, strict=True)
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, without: Collection[str] = ()) -> None:
+    """One flag a field, with its help and default. Values are checked in config_from, not by argparse."""
+    parser.add_argument(
+        "--config", metavar="FILE", help="TOML file with any of these options, spelled with - or _ (default: none)"
+    )
+    for field in msgspec.structs.fields(Config):
+        if field.name in without:
+            continue
+        kind, meta = _kind(field.name)
+        shown = "" if "default:" in meta.description or field.default is None else _spell_value(field.default)
+        help_text = (meta.description + (f" (default: {shown})" if shown else "")).replace("%", "%%")
+        flag = _flag(field.name)
+        if kind is bool:
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=help_text)
+        elif typing.get_origin(kind) is tuple:
+            # Several values behind one flag, or the flag several times.
+            parser.add_argument(flag, action="extend", nargs="+", metavar=meta.title, default=None, help=help_text)
+        elif typing.get_origin(kind) is Literal:
+            parser.add_argument(flag, choices=typing.get_args(kind), default=None, help=help_text)
+        else:
+            parser.add_argument(flag, metavar=meta.title, default=None, help=help_text)
+
+
+def config_from(arguments: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> Config:
+    """Join file, environment and flags. Raises StartupError that names the option and what it takes."""
+    values: dict[str, tuple[str, object]] = {}  # with the spelling by which the user knows it
+    if arguments.config is not None:
+        values |= _read_file(Path(arguments.config))
+    for field in msgspec.structs.fields(Config):
+        variable = ENVIRONMENT_PREFIX + field.name.upper()
+        text = environment.get(variable)
+        if text is not None:
+            is_list = typing.get_origin(_kind(field.name)[0]) is tuple
+            values[field.name] = variable, re.split(r"[,\s]+", text.strip()) if is_list else text
+        flag_value = getattr(arguments, field.name, None)
+        if flag_value is not None:
+            values[field.name] = _flag(field.name), flag_value
+    return _convert(values, strict=False)
+
+
+def _convert(values: Mapping[str, tuple[str, object]], *, strict: bool) -> Config:
+    known = {field.name for field in msgspec.structs.fields(Config)}
+    converted: dict[str, Any] = {}
+    for name, (spelling, value) in values.items():
+        if name not in known:
+            raise StartupError(f"{spelling} is no option; there are: {', '.join(sorted(known))}")
+        try:
+            converted[name] = msgspec.convert(value, _hints()[name], strict=strict)
+        except msgspec.ValidationError:
+            raise StartupError(f"{spelling} is {value!r}, allowed is {_allowed(_hints()[name])}") from None
+    return Config(**converted)
+
+
+def _read_file(path: Path) -> dict[str, tuple[str, object]]:
+    try:
+        values = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise StartupError(f"the config file {path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise StartupError(f"the config file {path} is not TOML: {error}") from None
+    return {name.replace("-", "_"): (f"{name} in {path}", value) for name, value in values.items()}
+
+
+@functools.cache
+def _hints() -> dict[str, Any]:
+    return typing.get_type_hints(Config, include_extras=True)
+
+
+def _kind(name: str) -> tuple[Any, Any]:
+    """The field's type and its Meta, without the None of an option that may be left out."""
+    annotated = _hints()[name]
+    return annotated.__origin__, annotated.__metadata__[-1]
+
+
+def _allowed(hint: Any) -> str:
+    """What a field takes, in words."""
+    if typing.get_origin(hint) is Annotated:
+        low = next((f"{bound:g}" for meta in hint.__metadata__ if (bound := meta.ge) is not None), None)
+        above = next((f"{bound:g}" for meta in hint.__metadata__ if (bound := meta.gt) is not None), None)
+        high = next((f"{bound:g}" for meta in hint.__metadata__ if (bound := meta.le) is not None), None)
+        inner = _allowed(hint.__origin__)
+        parts = [
+            f"of at least {low}" if low else "",
+            f"above {above}" if above else "",
+            f"up to {high}" if high else "",
+        ]
+        return " ".join([inner, " and ".join(filter(None, parts))]).strip()
+    if isinstance(hint, types.UnionType):
+        return next(_allowed(kind) for kind in typing.get_args(hint) if kind is not type(None))
+    if typing.get_origin(hint) is Union:
+        return next(_allowed(kind) for kind in typing.get_args(hint) if kind is not type(None))
+    if typing.get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(str, typing.get_args(hint)))
+    if typing.get_origin(hint) is tuple:
+        return "a list of texts"
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}[hint]
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _spell_value(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "" if value == () else str(value)

@@ -1,0 +1,43 @@
+"""The connector that carries nothing, correctly: the reference for what the contract demands at least."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trioserve.contracts.events import FinishReason
+from trioserve.contracts.ids import BlockIndex, RequestId
+from trioserve.contracts.kv_transfer import HoldKind
+from trioserve.contracts.request import EngineRequest
+
+__all__ = ["NoConnector"]
+
+
+class NoConnector:
+    """A KVConnector (contracts.kv_transfer) that matches nothing and holds nothing, and so is never told of a load or a
+    hold: these calls assert. An EngineCore without a connector behaves the same and saves the calls."""
+
+    def num_matched_tokens(self, request: EngineRequest, computed_count: int) -> int:
+        return 0
+
+    def start_load(
+        self, request: EngineRequest, block_table: Sequence[BlockIndex], computed_count: int, token_count: int
+    ) -> None:
+        raise AssertionError(f"{request.id}: nothing was matched, so nothing can be loaded")
+
+    def load_abandoned(self, request_id: RequestId) -> None:
+        raise AssertionError(f"{request_id}: no load was started, so none can be abandoned")
+
+    def request_finished(
+        self,
+        request: EngineRequest,
+        block_table: Sequence[BlockIndex],
+        tokens: Sequence[int],
+        reason: FinishReason,
+    ) -> bool:
+        return False
+
+    def request_aborted_after_finish(self, request_id: RequestId) -> None:
+        raise AssertionError(f"{request_id}: no block of it is held")
+
+    def hold_expired(self, request_id: RequestId, kind: HoldKind) -> None:
+        raise AssertionError(f"{request_id}: no block of it is held")

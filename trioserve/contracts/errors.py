@@ -1,0 +1,79 @@
+"""The whole exception tree. The type says whose fault it was; the message what came, what is allowed, what to do."""
+
+from __future__ import annotations
+
+__all__ = [
+    "AlreadyEnded",
+    "ContextTooLong",
+    "Draining",
+    "EngineFault",
+    "InvalidRequest",
+    "ModelLoadError",
+    "Overloaded",
+    "RequestFailed",
+    "StartupError",
+    "TrioserveError",
+    "UnknownModel",
+]
+
+
+class TrioserveError(Exception):
+    """Everything that trioserve raises on purpose."""
+
+
+# --- the caller's ---------------------------------------------------------------------------------------------------
+
+
+class InvalidRequest(TrioserveError):
+    """The request cannot be served as it stands. `param` names the field at fault, in the caller's spelling."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ContextTooLong(InvalidRequest):
+    """Prompt, or prompt and answer together, do not fit the model's context."""
+
+
+class UnknownModel(InvalidRequest):
+    """The request names a model that is not served here."""
+
+
+class AlreadyEnded(InvalidRequest):
+    """A request stream was used again after its scope was left."""
+
+
+class StartupError(TrioserveError):
+    """The server cannot start as configured (a port in use, a flag out of range). One sentence, no traceback."""
+
+
+class ModelLoadError(StartupError):
+    """No model could be read from what was named: wrong path, no weights, a damaged file, an unknown architecture."""
+
+
+# --- the world's ----------------------------------------------------------------------------------------------------
+
+
+class Overloaded(TrioserveError):
+    """Refused because a bound is reached; nothing is held. `reason` is short and machine-readable."""
+
+    def __init__(self, message: str, *, reason: str, retry_after_seconds: float) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.retry_after_seconds = retry_after_seconds
+
+
+class Draining(Overloaded):
+    """Refused because the server is leaving; another one may take the request."""
+
+
+# --- ours -----------------------------------------------------------------------------------------------------------
+
+
+class RequestFailed(TrioserveError):
+    """The engine could not go on with this one request. Others are not touched."""
+
+
+class EngineFault(TrioserveError):
+    """The engine itself broke: it rises in the engine's own task and ends every request with an error."""

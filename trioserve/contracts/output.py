@@ -1,0 +1,28 @@
+"""What a caller sees of an answer: text that is safe to show, piece by piece."""
+
+from __future__ import annotations
+
+import msgspec
+
+from trioserve.contracts.events import FinishReason, TokenLogprob
+
+__all__ = ["Delta"]
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
+    """One piece of one choice (index 0 .. n - 1).
+
+    text: may be empty while a character or a possible stop string is incomplete; the pieces join to the whole answer.
+    token_ids: the tokens that arrived since the last delta, end token included; logprobs: None, or one per token.
+    finish_reason: set on the choice's last delta, and on no other. stop_reason: the stop string or stop token id that
+    ended it, or the name of the deadline that passed; None for the model's own end token. message: says what happened
+    when finish_reason is ERROR, ABORT or DEADLINE.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    message: str | None = None

@@ -1,0 +1,33 @@
+"""What a front end asks of an engine: one sequence to be continued."""
+
+from __future__ import annotations
+
+import msgspec
+
+from trioserve.contracts.ids import RequestId
+from trioserve.contracts.sampling import SamplingParams
+
+__all__ = ["EngineRequest", "PRIORITY_MAX", "PRIORITY_MIN"]
+
+PRIORITY_MIN = -100  # each level in use is a line of its own in the waiting queue, so their number is bounded
+PRIORITY_MAX = 100
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence. A request with n choices is n of these.
+
+    prompt_token_ids: at least one. output_tokens_max: at least one, and prompt and output fit the model's context.
+    stop_token_ids: every token that ends it, the model's end tokens included unless they are to be ignored.
+    seed: 0 <= seed < 2**64, always set: with the position it fixes the randomness of each token, whatever else runs.
+    priority: PRIORITY_MIN to PRIORITY_MAX, a lower number runs sooner.
+    cache_salt: requests share cached prefix blocks only when their salts are equal.
+    """
+
+    id: RequestId
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    output_tokens_max: int
+    stop_token_ids: frozenset[int]
+    seed: int
+    priority: int = 0
+    cache_salt: str | None = None

@@ -1,0 +1,39 @@
+"""What an engine says of itself, at one moment."""
+
+from __future__ import annotations
+
+import msgspec
+
+from trioserve.contracts.kv_transfer import TransferFault
+
+__all__ = ["EngineStats"]
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot. blocks_free + blocks_cached + blocks_used + blocks_held == blocks_total, always.
+
+    Cached blocks are used by nobody and can be had at once. Held ones are used by no live request, but a connector may
+    still read or write them. remote_kv_count: of those that wait, how many wait for KV from elsewhere. The *_total
+    figures only grow: preemptions, steps, prompt tokens that were looked up in the prefix cache (queries), found there
+    (hits) and loaded from elsewhere, and what went wrong with the connector, by kind (empty without one).
+    """
+
+    running_count: int
+    waiting_count: int
+    blocks_total: int
+    blocks_free: int
+    blocks_cached: int
+    blocks_used: int
+    blocks_held: int
+    remote_kv_count: int
+    preemptions_total: int
+    steps_total: int
+    prefix_query_tokens_total: int
+    prefix_hit_tokens_total: int
+    loaded_tokens_total: int
+    transfer_faults_total: dict[TransferFault, int]
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the pool that live requests use or a connector holds: 0 to 1."""
+        return (self.blocks_used + self.blocks_held) / self.blocks_total

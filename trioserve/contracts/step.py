@@ -1,0 +1,79 @@
+"""StepPlan, StepResult, and the executor interface that turns one into the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from trioserve.contracts.events import TokenLogprob
+from trioserve.contracts.ids import RequestId
+from trioserve.contracts.request import EngineRequest
+
+__all__ = ["Executor", "IsAbandoned", "ScheduledChunk", "StepPlan", "StepResult", "never_abandoned"]
+
+
+class ScheduledChunk(msgspec.Struct, frozen=True):
+    """What one request computes in one step: the tokens at positions start .. start + count - 1.
+
+    tokens: every known token of the request, prompt and then output. block_table: the KV blocks that hold positions
+    0 .. start + count - 1; position p lies in block_table[p // block_size] at offset p % block_size.
+    Both are views of the core's own lists, stable until update_from_output: read them, never change them.
+    samples: the chunk reaches the last known token, so its last row gives the next token.
+    A decode is a chunk with count 1 that samples; a prefix hit is a chunk whose start is above 0.
+    """
+
+    request: EngineRequest
+    tokens: Sequence[int]
+    start: int
+    count: int
+    block_table: Sequence[int]
+    samples: bool
+
+
+class StepPlan(msgspec.Struct, frozen=True):
+    """One forward pass. step_index counts from 0. admitted and preempted name requests that started, or lost their
+    blocks, when this plan was made."""
+
+    step_index: int
+    chunks: tuple[ScheduledChunk, ...]
+    token_count: int
+    admitted: tuple[RequestId, ...] = ()
+    preempted: tuple[RequestId, ...] = ()
+
+
+class StepResult(msgspec.Struct, frozen=True):
+    """The answer to a plan.
+
+    token_ids: one per chunk, in the plan's order; None for a chunk that does not sample or that failed.
+    logprobs: by request, for those that asked. prompt_logprobs: by request that asked; the entry of a chunk holds the
+    logprobs of the tokens at positions start + 1 .. start + count, as far as these are prompt tokens.
+    errors: requests that cannot go on, with a sentence for the client; the others are not touched.
+    """
+
+    token_ids: tuple[int | None, ...]
+    logprobs: dict[RequestId, TokenLogprob] = {}
+    prompt_logprobs: dict[RequestId, tuple[TokenLogprob, ...]] = {}
+    errors: dict[RequestId, str] = {}
+
+
+IsAbandoned = Callable[[], bool]
+
+
+def never_abandoned() -> bool:
+    return False
+
+
+class Executor(Protocol):
+    """Computes plans, one at a time, in whichever thread calls it. Keeps nothing about a request between two plans that
+    it cannot do without: a request that is not in the next plan may be gone."""
+
+    def execute(self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned) -> StepResult | None:
+        """Write the KV of every chunk's tokens, attend, and sample where a chunk samples. Raises only for a fault of
+        the engine itself; a fault of one request goes into StepResult.errors.
+
+        is_abandoned may be asked at any time, from the computing thread: once it says so, nobody waits for the result,
+        and None may be returned instead of finishing. What the step has written by then is not looked at again.
+        """
+        ...

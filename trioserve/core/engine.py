@@ -1,0 +1,309 @@
+"""EngineCore: what an engine decides, as one synchronous object. It computes nothing, waits for nothing, has no clock.
+
+The order of a step is schedule, forward, pending aborts, update_from_output, deliver. An abort is legal at any moment:
+while no step runs, or when the running step does not read the request's blocks, they go back at once; otherwise the
+request is marked, and update_from_output takes the marked ones first. So the order holds even if the loop around it
+forgets it.
+
+Time comes in as an argument, in seconds of any clock that never goes back, where something may begin or end by it: only
+waiting for a connector does. Whoever drives the core calls expire() when next_deadline() has come.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from trioserve.contracts.block_hash import hash_block
+from trioserve.contracts.errors import ContextTooLong, InvalidRequest
+from trioserve.contracts.events import (
+    AbortOutcome,
+    AbortResult,
+    EngineEvent,
+    FinishReason,
+    PromptLogprobs,
+    RequestFinished,
+    TokenLogprob,
+    TokensReady,
+)
+from trioserve.contracts.ids import RequestId
+from trioserve.contracts.kv_transfer import KVConnector, TransferEvent
+from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN, EngineRequest
+from trioserve.contracts.stats import EngineStats
+from trioserve.contracts.step import ScheduledChunk, StepPlan, StepResult
+from trioserve.core.kv_blocks import BlockPool
+from trioserve.core.prefix_cache import HashBlock, PrefixCache
+from trioserve.core.request_state import LiveRequest, RequestStatus
+from trioserve.core.scheduler import Scheduler
+from trioserve.core.settings import CoreSettings
+from trioserve.core.stopping import finish_reason_of
+from trioserve.core.transfers import Transfers, Unserved
+
+__all__ = ["EngineCore"]
+
+TOKEN_IDS_MAX = 2**32  # what the name of a block has room for; a model's own vocabulary is checked before
+FINISHED_IDS_MAX = 10_000  # so long an abort that comes late is told "already finished" and not "unknown"
+
+
+class EngineCore:
+    """One engine. Not thread-safe: every call comes from the thread of the event loop. connector: None carries nothing,
+    like connectors.none, and costs nothing."""
+
+    def __init__(
+        self,
+        settings: CoreSettings,
+        *,
+        hash_block: HashBlock = hash_block,
+        connector: KVConnector | None = None,
+    ) -> None:
+        self.settings = settings
+        self.pool = BlockPool(settings.block_count)
+        self.cache = PrefixCache(self.pool, settings.block_size, hash_block=hash_block)
+        self.transfers = None if connector is None else Transfers(settings, self.pool, connector)
+        self.scheduler = Scheduler(
+            settings, self.pool, self.cache, None if self.transfers is None else self.transfers.loads
+        )
+        self._live: dict[RequestId, LiveRequest] = {}
+        self._finished_ids: OrderedDict[RequestId, None] = OrderedDict()
+        self._plan_in_flight: StepPlan | None = None
+        self._waited_for_count = 0  # requests of the plan in flight that nobody has aborted
+        self._arrivals_total = 0
+        self._steps_total = 0
+
+    def add(self, request: EngineRequest) -> None:
+        """A new request joins the waiting line. Raises InvalidRequest if it can never run here: nothing is held. Its id
+        must not be that of a live request, nor of one whose blocks are still held."""
+        assert request.id not in self._live, f"{request.id} is in use"
+        assert self.transfers is None or not self.transfers.holds.has(request.id), f"{request.id} is held"
+        prompt_count = len(request.prompt_token_ids)
+        if prompt_count == 0:
+            raise InvalidRequest("the prompt has no tokens: send at least one", param="prompt")
+        if not 0 <= min(request.prompt_token_ids) <= max(request.prompt_token_ids) < TOKEN_IDS_MAX:
+            raise InvalidRequest(f"the prompt has token ids outside 0 to {TOKEN_IDS_MAX - 1}", param="prompt")
+        if request.output_tokens_max < 1:
+            raise InvalidRequest(
+                f"max_tokens is {request.output_tokens_max}, the engine needs at least 1", param="max_tokens"
+            )
+        if prompt_count + request.output_tokens_max > self.settings.context_tokens_max:
+            raise ContextTooLong(
+                f"prompt and answer may have {self.settings.context_tokens_max} tokens together, but the prompt has "
+                f"{prompt_count} and max_tokens asks for {request.output_tokens_max}: shorten the prompt or lower "
+                "max_tokens",
+                param="max_tokens",
+            )
+        if not PRIORITY_MIN <= request.priority <= PRIORITY_MAX:
+            raise InvalidRequest(
+                f"priority is {request.priority}, allowed is {PRIORITY_MIN} to {PRIORITY_MAX}", param="priority"
+            )
+        live = LiveRequest(request, self._arrivals_total)
+        self._arrivals_total += 1
+        self._live[request.id] = live
+        self.scheduler.waiting.add(live)
+
+    def abort(
+        self, request_ids: Iterable[RequestId], reason: FinishReason = FinishReason.ABORT, *, now: float
+    ) -> dict[RequestId, AbortResult]:
+        """End requests, whatever they are doing. O(1) plus the blocks of each. Never raises for an id that is unknown
+        or has finished; no token of an aborted request is delivered after this returns."""
+        results = {}
+        for request_id in dict.fromkeys(request_ids):
+            live = self._live.get(request_id)
+            if live is None:
+                known = request_id in self._finished_ids
+                if self.transfers is not None:
+                    self.transfers.aborted_after_finish(request_id)
+                results[request_id] = AbortResult(AbortOutcome.ALREADY_FINISHED if known else AbortOutcome.UNKNOWN)
+            elif live.in_flight:
+                # Marked only: the running step still reads these blocks. update_from_output lets them go.
+                if live.abort_reason is None:
+                    live.abort_reason = reason
+                    self._waited_for_count -= 1
+                results[request_id] = AbortResult(AbortOutcome.ABORTED)
+            else:
+                results[request_id] = AbortResult(AbortOutcome.ABORTED, self._finish(live, reason, now))
+        return results
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """What to compute next; None when there is nothing to do, or whoever lives waits for the connector. The plan
+        must come back to update_from_output before the next one is made."""
+        assert self._plan_in_flight is None, "a step is in flight"
+        chunks, admitted, preempted = self.scheduler.fill_step(now)
+        if not chunks:
+            assert not self.scheduler.running, "requests run but nothing can be computed"
+            return None
+        for chunk in chunks:
+            self._live[chunk.request.id].in_flight = True
+        plan = StepPlan(
+            self._steps_total,
+            tuple(chunks),
+            sum(chunk.count for chunk in chunks),
+            tuple(admitted),
+            tuple(preempted),
+        )
+        self._steps_total += 1
+        self._plan_in_flight = plan
+        self._waited_for_count = len(chunks)
+        return plan
+
+    @property
+    def is_step_abandoned(self) -> bool:
+        """Whether a plan is in flight and every request in it was aborted. May be asked from any thread."""
+        return self._plan_in_flight is not None and self._waited_for_count == 0
+
+    def drop_plan(self, plan: StepPlan, now: float) -> list[EngineEvent]:
+        """The step of an abandoned plan ended without a result: let its requests go. Nothing of it is published, since
+        nobody can say how far it came."""
+        assert plan is self._plan_in_flight, "this plan is not the one in flight"
+        assert self.is_step_abandoned, "somebody waits for this plan"
+        self._plan_in_flight = None
+        events: list[EngineEvent] = []
+        for chunk in plan.chunks:
+            live = self._live[chunk.request.id]
+            live.in_flight = False
+            assert live.abort_reason is not None
+            events.append(self._finish(live, live.abort_reason, now))
+        return events
+
+    def update_from_output(self, plan: StepPlan, result: StepResult, now: float) -> list[EngineEvent]:
+        """Take the answer to `plan`: first the aborts that came while it ran, then the tokens of those that stay."""
+        assert plan is self._plan_in_flight, "this plan is not the one in flight"
+        assert len(result.token_ids) == len(plan.chunks)
+        self._plan_in_flight = None
+        events: list[EngineEvent] = []
+        staying: list[tuple[ScheduledChunk, LiveRequest, int | None]] = []
+        for chunk, token_id in zip(plan.chunks, result.token_ids, strict=True):
+            live = self._live[chunk.request.id]
+            live.in_flight = False
+            if chunk.request.id not in result.errors:
+                # Computed is computed: the full blocks of a request that leaves now are as good as anybody's.
+                live.computed_count += chunk.count
+                if self.settings.enable_prefix_caching:
+                    self.cache.publish(live.chain, live.tokens, live.computed_count, live.blocks)
+            if live.abort_reason is not None:
+                events.append(self._finish(live, live.abort_reason, now))
+            else:
+                staying.append((chunk, live, token_id))
+        for chunk, live, token_id in staying:
+            self._advance(chunk, live, token_id, result, now, events)
+        return events
+
+    def on_transfer(self, event: TransferEvent, now: float) -> list[EngineEvent]:
+        """The connector reports; legal at any moment. What is about nothing is counted and ignored. Returns the end of
+        a request that may not go on without its KV."""
+        return [] if self.transfers is None else self._go_on_without_kv(self.transfers.report(event), now)
+
+    def expire(self, now: float) -> list[EngineEvent]:
+        """Let go whatever is overdue; cheap when nothing is. Legal at any moment. Returns the ends of requests that may
+        not go on without their KV."""
+        return [] if self.transfers is None else self._go_on_without_kv(self.transfers.expire(now), now)
+
+    def next_deadline(self) -> float | None:
+        """When expire() has something to do, unless a report comes first; None: nothing is waited for."""
+        return None if self.transfers is None else self.transfers.next_deadline()
+
+    def stats(self) -> EngineStats:
+        scheduler, transfers = self.scheduler, self.transfers
+        blocks_held = 0 if transfers is None else self.pool.held_count
+        blocks_free, blocks_cached = self.pool.free_count, self.pool.cached_count
+        return EngineStats(
+            running_count=len(scheduler.running),
+            waiting_count=len(self._live) - len(scheduler.running),
+            remote_kv_count=0 if transfers is None else transfers.loads.pending_count,
+            blocks_total=self.pool.block_count,
+            blocks_free=blocks_free,
+            blocks_cached=blocks_cached,
+            blocks_used=self.pool.block_count - blocks_free - blocks_cached - blocks_held,
+            blocks_held=blocks_held,
+            preemptions_total=scheduler.preemptions_total,
+            steps_total=self._steps_total,
+            prefix_query_tokens_total=scheduler.prefix_query_tokens_total,
+            prefix_hit_tokens_total=scheduler.prefix_hit_tokens_total,
+            loaded_tokens_total=0 if transfers is None else transfers.loaded_tokens_total,
+            transfer_faults_total={} if transfers is None else dict(transfers.faults.totals),
+        )
+
+    def live_requests(self) -> Iterable[LiveRequest]:
+        """Every request that has not finished; for a look, not for a change."""
+        return self._live.values()
+
+    def _advance(
+        self,
+        chunk: ScheduledChunk,
+        live: LiveRequest,
+        token_id: int | None,
+        result: StepResult,
+        now: float,
+        events: list[EngineEvent],
+    ) -> None:
+        request_id = live.request.id
+        error = result.errors.get(request_id)
+        if error is not None:
+            events.append(self._finish(live, FinishReason.ERROR, now, message=error))
+            return
+        if live.request.sampling.prompt_logprobs is not None:
+            self._pass_on_prompt_logprobs(chunk, live, result, events)
+        if not chunk.samples:
+            return
+        assert token_id is not None, f"{request_id}: the chunk samples, but no token came"
+        live.tokens.append(token_id)
+        logprob = result.logprobs.get(request_id)
+        events.append(TokensReady(request_id, (token_id,), None if logprob is None else (logprob,)))
+        reason = finish_reason_of(live)
+        if reason is not None:
+            stop_token_id = token_id if reason is FinishReason.STOP else None
+            events.append(self._finish(live, reason, now, stop_token_id=stop_token_id))
+
+    def _pass_on_prompt_logprobs(
+        self, chunk: ScheduledChunk, live: LiveRequest, result: StepResult, events: list[EngineEvent]
+    ) -> None:
+        new: list[TokenLogprob | None] = []
+        if live.prompt_logprobs_count == 0:
+            new.append(None)  # nothing comes before the first token
+        entries = result.prompt_logprobs.get(live.request.id, ())
+        assert len(entries) == max(0, min(chunk.start + chunk.count, live.prompt_count - 1) - chunk.start)
+        for position, entry in enumerate(entries, start=chunk.start + 1):
+            if position >= live.prompt_logprobs_count + len(new):
+                new.append(entry)
+        if new:
+            live.prompt_logprobs_count += len(new)
+            events.append(PromptLogprobs(live.request.id, tuple(new)))
+
+    def _go_on_without_kv(self, unserved: list[Unserved], now: float) -> list[EngineEvent]:
+        events: list[EngineEvent] = []
+        for live, message in unserved:
+            if self.settings.load_failure_policy == "fail":
+                message = f"the KV of this prompt could not be loaded: {message}"
+                events.append(self._finish(live, FinishReason.ERROR, now, message=message))
+            else:
+                self.scheduler.start_over(live)
+        return events
+
+    def _finish(
+        self,
+        live: LiveRequest,
+        reason: FinishReason,
+        now: float,
+        *,
+        stop_token_id: int | None = None,
+        message: str | None = None,
+    ) -> RequestFinished:
+        """The one way out. The blocks are back when this returns, or a connector holds them."""
+        assert not live.in_flight
+        phase = live.phase
+        if self.transfers is not None:
+            self.transfers.request_ends(live, reason, now)
+        self.scheduler.release(live)
+        live.move(RequestStatus.FINISHED)
+        request_id = live.request.id
+        del self._live[request_id]
+        self._finished_ids[request_id] = None
+        if len(self._finished_ids) > FINISHED_IDS_MAX:
+            self._finished_ids.popitem(last=False)
+        return RequestFinished(
+            request_id=request_id,
+            reason=reason,
+            phase=phase,
+            stop_token_id=stop_token_id,
+            cached_token_count=live.cached_token_count or 0,
+            message=message,
+        )

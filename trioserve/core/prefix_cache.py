@@ -1,0 +1,134 @@
+"""Which block holds the KV of a given prefix. Chained hashes find it; the tokens themselves decide.
+
+A hash may collide, by chance or because somebody tries. So each published block also remembers its tokens and the
+identity of the content before it; a lookup walks from the first block on and believes an entry only when both agree. By
+induction the whole prefix is then equal, whatever the hash function is worth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NewType
+
+import msgspec
+
+from trioserve.contracts.block_hash import BlockHash, hash_block, root_hash
+from trioserve.contracts.ids import BlockIndex
+from trioserve.core.kv_blocks import BlockPool
+
+__all__ = ["HashBlock", "PrefixCache", "PrefixChain"]
+
+ContentId = NewType("ContentId", int)
+"""Identity of one published prefix, never used twice."""
+
+HashBlock = Callable[[BlockHash, Sequence[int]], BlockHash]
+
+
+class PublishedBlock(msgspec.Struct, frozen=True):
+    block: BlockIndex
+    content: ContentId
+    parent: ContentId | str | None  # of a first block: the salt
+    token_ids: tuple[int, ...]
+
+
+class PrefixChain:
+    """One request's way through the cache: the hashes of its full blocks, as far as they were asked for.
+
+    block_count and content say how far its prefix is published, by itself or by the one it shares with.
+    """
+
+    __slots__ = ("block_count", "content", "hashes", "salt")
+
+    def __init__(self, salt: str | None) -> None:
+        self.salt = salt
+        self.hashes: list[BlockHash] = []
+        self.block_count = 0
+        self.content: ContentId | str | None = salt
+
+    def restart(self) -> None:
+        """Forget what is published, not the hashes: the tokens stay the same when a request loses its blocks."""
+        self.block_count = 0
+        self.content = self.salt
+
+
+class PrefixCache:
+    """Finds published blocks and publishes new ones. Cost: O(1) per block."""
+
+    def __init__(self, pool: BlockPool, block_size: int, *, hash_block: HashBlock = hash_block) -> None:
+        self._pool = pool
+        self._block_size = block_size
+        self._hash_block = hash_block
+        self._by_hash: dict[BlockHash, PublishedBlock] = {}
+        self._hash_of: dict[BlockIndex, BlockHash] = {}
+        self._next_content = 0
+        pool.on_evict = self._forget
+
+    def match(self, chain: PrefixChain, tokens: Sequence[int]) -> list[BlockIndex]:
+        """The longest published prefix of `tokens`, in whole blocks, at least one token short of all of them: a request
+        must compute something to get its next token. Advances the chain past the match; takes no block."""
+        assert chain.block_count == 0
+        blocks: list[BlockIndex] = []
+        for index in range((len(tokens) - 1) // self._block_size):
+            found = self._find(chain, index, tokens)
+            if found is None:
+                break
+            blocks.append(found.block)
+            chain.content = found.content
+            chain.block_count = index + 1
+        return blocks
+
+    def publish(self, chain: PrefixChain, tokens: Sequence[int], computed_count: int, blocks: list[BlockIndex]) -> None:
+        """Make every full block among the first `computed_count` tokens findable. blocks: the request's block table.
+        Where another block already holds the same content, that one stays the published one."""
+        for index in range(chain.block_count, computed_count // self._block_size):
+            found = self._find(chain, index, tokens)
+            if found is None:
+                found = self._enter(chain, index, tokens, blocks[index])
+            chain.content = found.content
+            chain.block_count = index + 1
+
+    def hash_at(self, chain: PrefixChain, index: int, tokens: Sequence[int]) -> BlockHash:
+        """The hash of the request's full block `index`; computed once."""
+        hashes = chain.hashes
+        while len(hashes) <= index:
+            start = len(hashes) * self._block_size
+            parent = hashes[-1] if hashes else root_hash(chain.salt)
+            hashes.append(self._hash_block(parent, tokens[start : start + self._block_size]))
+        return hashes[index]
+
+    def check(self) -> None:
+        """Assert that the two maps agree. O(blocks): for tests and simulations."""
+        assert len(self._by_hash) == len(self._hash_of)
+        for block_hash, entry in self._by_hash.items():
+            assert self._hash_of[entry.block] == block_hash
+
+    def _find(self, chain: PrefixChain, index: int, tokens: Sequence[int]) -> PublishedBlock | None:
+        entry = self._by_hash.get(self.hash_at(chain, index, tokens))
+        if entry is None or entry.parent != chain.content:
+            return None
+        start = index * self._block_size
+        return entry if entry.token_ids == tuple(tokens[start : start + self._block_size]) else None
+
+    def _enter(self, chain: PrefixChain, index: int, tokens: Sequence[int], block: BlockIndex) -> PublishedBlock:
+        block_hash = self.hash_at(chain, index, tokens)
+        # A foreign entry under this hash is a collision, or a block whose parent was evicted and came back under a new
+        # identity. Either way the newer content is the one more likely to be asked for.
+        foreign = self._by_hash.pop(block_hash, None)
+        if foreign is not None:
+            del self._hash_of[foreign.block]
+            self._pool.withdraw(foreign.block)
+        start = index * self._block_size
+        entry = PublishedBlock(
+            block,
+            ContentId(self._next_content),
+            chain.content,
+            tuple(tokens[start : start + self._block_size]),
+        )
+        self._next_content += 1
+        self._by_hash[block_hash] = entry
+        self._hash_of[block] = block_hash
+        self._pool.publish(block)
+        return entry
+
+    def _forget(self, block: BlockIndex) -> None:
+        del self._by_hash[self._hash_of.pop(block)]

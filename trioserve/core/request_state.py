@@ -1,0 +1,120 @@
+"""The states of a request and the table of its legal moves.
+
+    WAITING ──────────► RUNNING ◄──────► PREEMPTED
+       │  ▲                │                 │
+       ▼  │                ▼                 │
+    WAITING_FOR_          FINISHED ◄─────────┘
+    REMOTE_KV ──────────►  (from every state, once)
+
+A request owns blocks while it is RUNNING, while it is WAITING_FOR_REMOTE_KV, and while it is WAITING for a seat with KV
+that has arrived; at no other time here. FINISHED is left by no move: that is what makes giving the blocks back happen
+once.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from trioserve.contracts.events import FinishReason, Phase
+from trioserve.contracts.ids import BlockIndex
+from trioserve.contracts.request import EngineRequest
+from trioserve.core.prefix_cache import PrefixChain
+
+__all__ = ["LiveRequest", "RequestStatus"]
+
+
+class RequestStatus(enum.Enum):
+    WAITING = "waiting"
+    WAITING_FOR_REMOTE_KV = "waiting_for_remote_kv"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+_LEGAL_MOVES: frozenset[tuple[RequestStatus, RequestStatus]] = frozenset(
+    {
+        (RequestStatus.WAITING, RequestStatus.WAITING_FOR_REMOTE_KV),
+        (RequestStatus.WAITING, RequestStatus.RUNNING),
+        (RequestStatus.WAITING, RequestStatus.FINISHED),
+        (RequestStatus.WAITING_FOR_REMOTE_KV, RequestStatus.WAITING),
+        (RequestStatus.WAITING_FOR_REMOTE_KV, RequestStatus.FINISHED),
+        (RequestStatus.RUNNING, RequestStatus.PREEMPTED),
+        (RequestStatus.RUNNING, RequestStatus.FINISHED),
+        (RequestStatus.PREEMPTED, RequestStatus.RUNNING),
+        (RequestStatus.PREEMPTED, RequestStatus.FINISHED),
+    }
+)
+
+
+class LiveRequest:
+    """What the core knows of a request. `tokens` are the known ones, prompt and then output; the first `computed_count`
+    of them have their KV in `blocks`. A request catches up: whatever is known and not computed is due."""
+
+    __slots__ = (
+        "abort_reason",
+        "arrival_index",
+        "asked_remote",
+        "blocks",
+        "blocks_wanted",
+        "cached_token_count",
+        "chain",
+        "computed_count",
+        "in_flight",
+        "loaded_token_count",
+        "prompt_logprobs_count",
+        "request",
+        "reserved_blocks",
+        "status",
+        "tokens",
+        "wants_load",
+    )
+
+    def __init__(self, request: EngineRequest, arrival_index: int) -> None:
+        self.request = request
+        self.arrival_index = arrival_index
+        self.status = RequestStatus.WAITING
+        self.tokens = list(request.prompt_token_ids)
+        self.computed_count = 0
+        self.blocks: list[BlockIndex] = []
+        self.reserved_blocks: list[BlockIndex] = []  # its own as well, for what is known and not loaded
+        self.blocks_wanted = 0  # as many must be available before it is worth looking again whether it fits
+        self.chain = PrefixChain(request.cache_salt)
+        self.cached_token_count: int | None = None  # set when it runs for the first time
+        self.wants_load = False  # and there was no room for one more
+        self.asked_remote = False  # a load was begun: it is not tried twice
+        self.loaded_token_count = 0  # that came from elsewhere
+        self.prompt_logprobs_count = 0  # handed out so far; a recomputed prompt repeats them
+        self.in_flight = False  # a running step reads its blocks
+        self.abort_reason: FinishReason | None = None  # marked: ends with the running step
+
+    def move(self, status: RequestStatus) -> None:
+        """Change the state. An illegal move is our bug, and a second FINISHED would be a second free."""
+        assert (self.status, status) in _LEGAL_MOVES, f"{self.request.id}: {self.status.value} -> {status.value}"
+        self.status = status
+
+    @property
+    def prompt_count(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def output_count(self) -> int:
+        return len(self.tokens) - len(self.request.prompt_token_ids)
+
+    @property
+    def due_count(self) -> int:
+        return len(self.tokens) - self.computed_count
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.request.sampling.prompt_logprobs is not None
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who goes first: the smaller one."""
+        return (self.request.priority, self.arrival_index)
+
+    @property
+    def phase(self) -> Phase:
+        if self.cached_token_count is None:
+            return Phase.QUEUED
+        return Phase.DECODE if self.output_count else Phase.PREFILL

@@ -1,0 +1,259 @@
+"""Fills one step: who computes which tokens next, within one token budget, and who has to give its blocks back for it.
+
+One rule: every request catches up to its known tokens. A decode is one token behind, a prompt many, a prefix hit starts
+further along, a preempted request starts over. Requests that are one token behind go first, so that a long prompt
+delays nobody's next token by more than one step.
+
+A prompt that is being computed goes on before one that waits, also when the waiting one has the better priority: what
+was begun holds blocks, and finishing it is how they come back. Priorities decide who starts next and who is preempted.
+For the same reason a request whose KV has arrived from elsewhere starts before one that has nothing yet.
+
+The cost of a step is O(running requests and computed tokens), whatever waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trioserve.contracts.block_hash import BlockHash
+from trioserve.contracts.ids import BlockIndex, RequestId
+from trioserve.contracts.step import ScheduledChunk
+from trioserve.core.kv_blocks import BlockPool
+from trioserve.core.prefix_cache import PrefixCache
+from trioserve.core.remote_loads import RemoteLoads
+from trioserve.core.request_state import LiveRequest, RequestStatus
+from trioserve.core.settings import CoreSettings
+from trioserve.core.waiting_queue import WaitingQueue
+
+__all__ = ["Scheduler"]
+
+
+class Scheduler:
+    """Owns the lines of waiting and running requests, and moves blocks between pool and requests."""
+
+    def __init__(
+        self, settings: CoreSettings, pool: BlockPool, cache: PrefixCache, loads: RemoteLoads | None = None
+    ) -> None:
+        self._settings = settings
+        self._pool = pool
+        self._cache = cache
+        self._loads = loads
+        self.waiting = WaitingQueue()
+        self.running: dict[RequestId, LiveRequest] = {}
+        self.preemptions_total = 0
+        self.prefix_query_tokens_total = 0
+        self.prefix_hit_tokens_total = 0
+
+    def blocks_for(self, token_count: int) -> int:
+        return -(-token_count // self._settings.block_size)
+
+    def fill_step(self, now: float) -> tuple[list[ScheduledChunk], list[RequestId], list[RequestId]]:
+        """Returns the chunks of the next step and who was admitted and preempted for it. No chunks: nothing to do, or
+        whoever lives waits for a connector."""
+        planned: dict[RequestId, int] = {}  # token count of each chunk
+        budget = self._settings.step_tokens_max
+        preempted: list[LiveRequest] = []
+        for live in self._running_in_turn():
+            if budget == 0:
+                break
+            if live.status is not RequestStatus.RUNNING:
+                continue  # lost its blocks to one that came before it in this loop
+            count = min(live.due_count, budget)
+            budget += self._make_room(live, count, planned, preempted)
+            if live.status is RequestStatus.RUNNING:
+                self._extend(live, count)
+                planned[live.request.id] = count
+                budget -= count
+
+        admitted: list[RequestId] = []
+        # With nothing planned everybody who ran has lost its blocks, to holds: then nobody is favoured by waiting.
+        if not preempted or not planned:
+            admitted = self._admit(planned, budget, now)
+        chunks = []
+        for request_id, count in planned.items():
+            live = self.running[request_id]
+            samples = count == live.due_count
+            chunks.append(ScheduledChunk(live.request, live.tokens, live.computed_count, count, live.blocks, samples))
+        return chunks, admitted, [live.request.id for live in preempted]
+
+    def release(self, live: LiveRequest) -> None:
+        """Take a request out of whichever line it is in and give its blocks back. Its state is the caller's to move."""
+        if live.status is RequestStatus.RUNNING:
+            del self.running[live.request.id]
+            self._release_blocks(live)
+        elif not live.blocks:
+            self.waiting.remove(live)
+        else:
+            if live.status is RequestStatus.WAITING:
+                assert self._loads is not None
+                self._loads.ready.remove(live)
+            self._release_blocks(live)
+
+    def start_over(self, live: LiveRequest) -> None:
+        """A request whose load is over, without KV, waits again to compute everything itself."""
+        self._release_blocks(live)
+        live.move(RequestStatus.WAITING)
+        live.blocks_wanted = 0
+        self.waiting.put_back(live)
+
+    def _running_in_turn(self) -> Iterator[LiveRequest]:
+        running = list(self.running.values())
+        return (live for decodes in (True, False) for live in running if (live.due_count == 1) is decodes)
+
+    def _make_room(
+        self, live: LiveRequest, count: int, planned: dict[RequestId, int], preempted: list[LiveRequest]
+    ) -> int:
+        """Preempt from the end of the line until `live` can compute `count` tokens, or is the end of the line itself.
+        Returns the budget that comes back from chunks that were planned already."""
+        budget_back = 0
+        needed = self.blocks_for(live.computed_count + count) - len(live.blocks)
+        if needed <= 0:
+            return 0  # most decodes
+        needed -= len(live.reserved_blocks)
+        while needed > self._pool.available_count:
+            victim = max(self.running.values(), key=lambda other: other.order)
+            budget_back += planned.pop(victim.request.id, 0)
+            self._preempt(victim)
+            preempted.append(victim)
+            if victim is live:
+                break
+        return budget_back
+
+    def _extend(self, live: LiveRequest, count: int) -> None:
+        needed = self.blocks_for(live.computed_count + count) - len(live.blocks)
+        if needed > 0:
+            if live.reserved_blocks:
+                own, live.reserved_blocks = live.reserved_blocks[:needed], live.reserved_blocks[needed:]
+                live.blocks += own
+                needed -= len(own)
+            live.blocks += self._pool.allocate(needed)
+
+    def _preempt(self, live: LiveRequest) -> None:
+        del self.running[live.request.id]
+        self._release_blocks(live)
+        live.move(RequestStatus.PREEMPTED)
+        self.waiting.put_back(live)
+        self.preemptions_total += 1
+
+    def _release_blocks(self, live: LiveRequest) -> None:
+        self._pool.release(live.blocks)
+        live.blocks = []
+        if live.reserved_blocks:
+            self._pool.release(live.reserved_blocks)
+            live.reserved_blocks = []
+        live.computed_count = 0
+        live.chain.restart()
+
+    def _admit(self, planned: dict[RequestId, int], budget: int, now: float) -> list[RequestId]:
+        """Start waiting requests, in order, while seats, budget and blocks last; the first that does not fit ends it.
+
+        A request is admitted only when all of its known tokens fit the pool as it is, so that a prompt that is computed
+        in chunks does not start what it cannot finish. One whose next block is just being computed by another (a shared
+        prefix, n choices) is passed over: after this step the block is a hit. One whose KV can be loaded begins to
+        wait for it instead: that takes its blocks, and no seat. While as many load as may it is passed over, too; at
+        most running_requests_max are.
+        """
+        seats = self._settings.running_requests_max - len(self.running)
+        loads = self._loads
+        if seats == 0 or budget == 0 or (len(self.waiting) == 0 and (loads is None or len(loads.ready) == 0)):
+            return []
+        being_computed: set[BlockHash] = set()
+        for request_id, count in planned.items():
+            being_computed.update(self._hashes_of_step(self.running[request_id], count))
+        chosen: list[LiveRequest] = []
+        if loads is not None:
+            for live in loads.ready:
+                if seats == 0 or budget == 0:
+                    break
+                budget -= self._plan_first_chunk(live, budget, planned, being_computed)
+                seats -= 1
+                chosen.append(live)
+            for live in chosen:
+                loads.ready.remove(live)
+        leaving: list[LiveRequest] = []
+        passed_count = 0
+        for live in self.waiting:
+            if seats == 0 or budget == 0 or passed_count > self._settings.running_requests_max:
+                break
+            if live.wants_load and loads is not None and loads.is_full:
+                passed_count += 1
+                continue
+            if live.blocks_wanted > self._pool.available_count:
+                break
+            hit_blocks = self._match(live)
+            if self._next_hash(live) in being_computed:
+                live.chain.restart()
+                seats -= 1  # bounds how many are passed over
+                continue
+            # An idle hit saves computing, not room: it leaves the available blocks like any other.
+            busy_hits = sum(1 for block in hit_blocks if not self._pool.is_idle(block))
+            live.blocks_wanted = self.blocks_for(len(live.tokens)) - busy_hits
+            if live.blocks_wanted > self._pool.available_count:
+                live.chain.restart()
+                break
+            load_count = 0
+            if loads is not None:
+                load_count = loads.matched_count(live, len(hit_blocks) * self._settings.block_size)
+                if load_count > 0 and loads.is_full:
+                    live.chain.restart()
+                    live.wants_load = True
+                    passed_count += 1
+                    continue
+            leaving.append(live)
+            self._share_hits(live, hit_blocks)
+            if loads is not None and load_count > 0:
+                live.blocks += self._pool.allocate(self.blocks_for(len(live.tokens)) - len(live.blocks))
+                loads.begin(live, load_count, now)
+            else:
+                budget -= self._plan_first_chunk(live, budget, planned, being_computed)
+                seats -= 1
+                chosen.append(live)
+        for live in leaving:
+            self.waiting.remove(live)
+        for live in chosen:
+            live.move(RequestStatus.RUNNING)
+            self.running[live.request.id] = live
+        return [live.request.id for live in chosen]
+
+    def _plan_first_chunk(
+        self, live: LiveRequest, budget: int, planned: dict[RequestId, int], being_computed: set[BlockHash]
+    ) -> int:
+        """Returns how many tokens a request that starts now computes."""
+        if live.cached_token_count is None:
+            live.cached_token_count = live.computed_count - live.loaded_token_count
+            if self._takes_hits(live):
+                self.prefix_query_tokens_total += live.prompt_count
+                self.prefix_hit_tokens_total += live.cached_token_count
+        count = min(live.due_count, budget)
+        self._extend(live, count)
+        planned[live.request.id] = count
+        being_computed.update(self._hashes_of_step(live, count))
+        return count
+
+    def _takes_hits(self, live: LiveRequest) -> bool:
+        # A cached prompt token has no logits, so who wants its logprobs computes it.
+        return self._settings.enable_prefix_caching and not live.wants_prompt_logprobs
+
+    def _match(self, live: LiveRequest) -> list[BlockIndex]:
+        return self._cache.match(live.chain, live.tokens) if self._takes_hits(live) else []
+
+    def _next_hash(self, live: LiveRequest) -> BlockHash | None:
+        """The hash of the first full block that is not a hit; None when there is none, or hits are not wanted."""
+        if not self._takes_hits(live):
+            return None
+        index = live.chain.block_count
+        if index >= (len(live.tokens) - 1) // self._settings.block_size:
+            return None
+        return self._cache.hash_at(live.chain, index, live.tokens)
+
+    def _hashes_of_step(self, live: LiveRequest, count: int) -> Iterator[BlockHash]:
+        """The full blocks that computing `count` tokens will complete. Decodes are left out: nobody waits for these."""
+        if self._settings.enable_prefix_caching and count > 1:
+            full_count = (live.computed_count + count) // self._settings.block_size
+            for index in range(live.chain.block_count, full_count):
+                yield self._cache.hash_at(live.chain, index, live.tokens)
+
+    def _share_hits(self, live: LiveRequest, hit_blocks: list[BlockIndex]) -> None:
+        self._pool.share(hit_blocks)
+        live.blocks = list(hit_blocks)
+        live.computed_count = len(hit_blocks) * self._settings.block_size

@@ -1,0 +1,59 @@
+"""The limits of the engine, each with its unit and its reason."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from trioserve.contracts.errors import StartupError
+
+__all__ = ["CoreSettings"]
+
+
+class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine core may use.
+
+    block_count: KV blocks in the pool. block_size: tokens a block holds.
+    context_tokens_max: prompt and output of one request together.
+    running_requests_max: seats in the batch. Each costs a row in every step.
+    step_tokens_max: tokens computed in one step; a longer prompt is computed in chunks, so that the others' next token
+        does not wait for all of it.
+    enable_prefix_caching: full blocks stay findable by their tokens after their request has gone.
+    hold_seconds_max: how long a connector may keep the blocks of a request that is over before they are taken back.
+    remote_kv_seconds_max: how long a request waits for KV from elsewhere.
+    load_failure_policy: whether a request whose KV does not come computes it here, or ends with an error.
+    Raises StartupError when the limits contradict each other.
+    """
+
+    block_count: int
+    block_size: int = 16
+    context_tokens_max: int
+    running_requests_max: int = 64
+    step_tokens_max: int = 512
+    enable_prefix_caching: bool = True
+    hold_seconds_max: float = 10.0  # many times what a transfer takes, and short enough to wait for after a lost peer
+    remote_kv_seconds_max: float = 10.0
+    load_failure_policy: Literal["recompute", "fail"] = "recompute"
+
+    def __post_init__(self) -> None:
+        for name in ("block_count", "block_size", "context_tokens_max", "running_requests_max", "step_tokens_max"):
+            value = getattr(self, name)
+            if value < 1:
+                raise StartupError(f"{name} is {value}, it must be at least 1")
+        for name in ("hold_seconds_max", "remote_kv_seconds_max"):
+            seconds = getattr(self, name)
+            if not 0 < seconds <= 3600:
+                raise StartupError(f"{name} is {seconds}, it must be above 0 and at most 3600 seconds")
+        if self.load_failure_policy not in ("recompute", "fail"):
+            raise StartupError(f'load_failure_policy is "{self.load_failure_policy}", it may be "recompute" or "fail"')
+        if self.step_tokens_max < self.running_requests_max:
+            raise StartupError(
+                f"a step may compute {self.step_tokens_max} tokens, but {self.running_requests_max} requests may run "
+                "and each needs one: raise --max-num-batched-tokens or lower --max-num-seqs"
+            )
+        if self.block_count * self.block_size < self.context_tokens_max:
+            raise StartupError(
+                f"the KV cache holds {self.block_count * self.block_size} tokens, less than the "
+                f"{self.context_tokens_max} of one full context: lower --max-model-len or give it more memory"
+            )

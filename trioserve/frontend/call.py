@@ -1,0 +1,122 @@
+"""One call of the API: what came in, and the ways to answer it with the headers that every answer carries."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, TypeVar
+
+from trioserve.contracts.errors import InvalidRequest, UnknownModel
+from trioserve.frontend.error_responses import ErrorAnswer
+from trioserve.frontend.openai_types import (
+    AbortBody,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    decode_body,
+)
+from trioserve.frontend.sse import KEEP_ALIVE, encode, error_event
+
+if TYPE_CHECKING:
+    from trioserve.frontend.exchange import Exchange
+    from trioserve.runtime.engine import Engine
+
+__all__ = ["Call", "new_request_id", "request_id_from"]
+
+REQUEST_ID_HEADER = "x-request-id"
+REQUEST_ID_CHARACTERS_MAX = 128  # it is repeated in headers, log lines and every event
+
+Body = TypeVar("Body", ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, AbortBody)
+
+
+class Call:
+    """Handlers get one of these, and answer it once: with `answer`, or with `start_events`, `send` and `finish`.
+
+    request_id: the client's, or ours; the client has it in the head of every answer.
+    trust_chat_template: the request may bring its own chat template. It runs sandboxed, but may still take long.
+    status: of the answer; None as long as there is none.
+    owner: whose requests this caller may see and abort, and to whom a new one belongs; None: all, and nobody's.
+    """
+
+    def __init__(self, exchange: Exchange, engine: Engine, request_id: str, *, trust_chat_template: bool) -> None:
+        self.exchange = exchange
+        self.engine = engine
+        self.trust_chat_template = trust_chat_template
+        self.request_id = request_id
+        self.status: int | None = None
+        self.owner: str | None = None
+        self._streaming = False
+
+    async def body(self, kind: type[Body]) -> Body:
+        """The request's JSON, checked. Raises InvalidRequest, BodyTooLarge, BodyTimeout."""
+        return decode_body(await self.exchange.body(), kind)
+
+    def model_name(self, asked: str | None) -> str:
+        """The name to answer with: the one asked for, or else the first that is served. Raises UnknownModel."""
+        served = self.engine.model.served_names
+        if asked is None:
+            return served[0]
+        if asked not in served:
+            raise UnknownModel(
+                f'the model "{asked}" is not served here; served are: {", ".join(served)}', param="model"
+            )
+        return asked
+
+    async def answer(self, value: object, *, status: int = 200, headers: tuple[tuple[str, str], ...] = ()) -> None:
+        """Send `value` as JSON."""
+        await self.answer_bytes(encode(value), "application/json", status=status, headers=headers)
+
+    async def answer_bytes(
+        self, body: bytes, content_type: str, *, status: int = 200, headers: tuple[tuple[str, str], ...] = ()
+    ) -> None:
+        self.status = status
+        await self.exchange.respond(status, self._head(content_type, headers), body)
+
+    async def start_events(self) -> None:
+        """Send the head of a streamed answer; the client has the request's id from here on."""
+        self.status = 200
+        self._streaming = True
+        # Buffering proxies (nginx) would hold tokens back.
+        headers = (("cache-control", "no-cache"), ("x-accel-buffering", "no"))
+        await self.exchange.start(200, self._head("text/event-stream; charset=utf-8", headers))
+
+    async def send(self, events: bytes) -> None:
+        await self.exchange.send(events)
+
+    async def keep_alive(self) -> None:
+        """Send a comment, which clients skip: proxies see that the connection lives, and a client that has vanished is
+        noticed by what it does not take."""
+        await self.exchange.send(KEEP_ALIVE)
+
+    async def finish(self) -> None:
+        await self.exchange.finish()
+
+    async def fail(self, error: ErrorAnswer) -> bool:
+        """Tell the client of an error: as a response, or, in a stream, as its last event. False if it is too late."""
+        if not self.exchange.started:
+            await self.answer(error.body(), status=error.status, headers=error.headers)
+            return True
+        if self._streaming:
+            await self.exchange.send(error_event(error))
+            await self.exchange.finish()
+            return True
+        return False
+
+    def _head(self, content_type: str, headers: tuple[tuple[str, str], ...]) -> list[tuple[str, str]]:
+        return [("content-type", content_type), (REQUEST_ID_HEADER, self.request_id), *headers]
+
+
+def request_id_from(value: str | None) -> str | None:
+    """The client's id for this request, checked; None if it sent none. Raises InvalidRequest."""
+    if value is None:
+        return None
+    if not 1 <= len(value) <= REQUEST_ID_CHARACTERS_MAX or not all(" " <= character <= "~" for character in value):
+        raise InvalidRequest(
+            f"X-Request-Id has {len(value)} characters; allowed are 1 to {REQUEST_ID_CHARACTERS_MAX}, printable ASCII",
+            param="X-Request-Id",
+        )
+    return value
+
+
+def new_request_id() -> str:
+    return secrets.token_hex(16)

@@ -1,0 +1,20 @@
+"""What every connection of one server shares. Values only."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from trioserve.frontend.body_budget import BodyBudget
+from trioserve.frontend.counters import Tally
+from trioserve.frontend.exchange import Handler
+from trioserve.frontend.limits import FrontendLimits
+
+__all__ = ["ConnectionSetup"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ConnectionSetup:
+    handler: Handler
+    limits: FrontendLimits
+    tally: Tally
+    body_budget: BodyBudget

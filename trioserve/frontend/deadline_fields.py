@@ -1,0 +1,34 @@
+"""A request's deadlines, as fields of its body or as headers; the body goes first."""
+
+from __future__ import annotations
+
+from trioserve.contracts.deadlines import Deadline, Deadlines
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.frontend.headers import Headers
+from trioserve.frontend.openai_types import GenerationBody
+
+__all__ = ["deadlines_of"]
+
+HEADERS = {
+    Deadline.QUEUE: "X-Queue-Timeout",
+    Deadline.FIRST_TOKEN: "X-TTFT-Timeout",
+    Deadline.TOTAL: "X-Request-Timeout",
+}
+
+
+def deadlines_of(body: GenerationBody, headers: Headers) -> Deadlines:
+    """Raises InvalidRequest that names the field or the header."""
+    values: dict[str, float | None] = {}
+    for deadline, header in HEADERS.items():
+        value: float | None = getattr(body, deadline.value)
+        values[deadline.value] = _seconds(headers.get(header), header) if value is None else value
+    return Deadlines(**values)
+
+
+def _seconds(text: str | None, header: str) -> float | None:
+    if text is None:
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise InvalidRequest(f"{header} is {text[:40]!r}, allowed is a number of seconds", param=header) from None

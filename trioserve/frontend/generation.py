@@ -1,0 +1,165 @@
+"""From the streams of one call to its answer: reading several as one, collecting whole choices, counting tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+import trio
+
+from trioserve.contracts.errors import TrioserveError
+from trioserve.contracts.events import FinishReason, TokenLogprob
+from trioserve.contracts.output import Delta
+from trioserve.frontend.error_responses import foreign_end
+
+if TYPE_CHECKING:
+    from trioserve.runtime.request_stream import RequestStream
+
+__all__ = ["Choice", "Usage", "collect", "read_streams", "usage_of", "wait_until_begun"]
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+def usage_of(streams: Sequence[RequestStream]) -> Usage:
+    """The tokens of a call so far; a prompt counts once, however many choices it has."""
+    prompt_tokens = sum(len(stream.prompt_token_ids) for stream in streams)
+    completion_tokens = sum(stream.completion_token_count for stream in streams)
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(sum(stream.cached_token_count for stream in streams)),
+    )
+
+
+class Choice:
+    """One whole choice, put together from its deltas."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def take(self, delta: Delta) -> None:
+        self.texts.append(delta.text)
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs or ()
+        if delta.finish_reason is not None:
+            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+
+async def wait_until_begun(stream: RequestStream) -> None:
+    """Returns when the request runs, and so its answer may begin with status 200. Raises what ended it in the line."""
+    end = await stream.wait_until_begun()
+    error = None if end is None else foreign_end(end)
+    if error is not None:
+        raise error
+
+
+async def collect(streams: Sequence[RequestStream], choice_count: int) -> list[list[Choice]]:
+    """Every choice of every stream, complete. Raises what read_streams raises."""
+    choices = [[Choice() for _ in range(choice_count)] for _ in streams]
+
+    async def take(stream_index: int, delta: Delta) -> None:
+        choices[stream_index][delta.index].take(delta)
+
+    await read_streams(streams, take)
+    return choices
+
+
+KEEP_ALIVE_SECONDS = 15.0  # proxies and load balancers close a silent connection after 30 to 60
+
+Take = Callable[[int, Delta], Awaitable[None]]
+KeepAlive = Callable[[], Awaitable[None]]
+T = TypeVar("T")
+
+
+async def read_streams(streams: Sequence[RequestStream], take: Take, *, keep_alive: KeepAlive | None = None) -> None:
+    """Give every delta of every stream to `take(stream_index, delta)`, one at a time, until all streams have ended.
+
+    keep_alive is called when KEEP_ALIVE_SECONDS have passed without a delta, and again after as many.
+
+    While `take` waits, at most one delta of each stream is held here; the streams merge what comes meanwhile.
+    Raises what a stream or `take` raises, and what `foreign_end` says of a choice that another's hand ended (after its
+    last text). The first of these ends the reading of all: the caller leaves the streams' scopes, and so cancels them.
+    """
+    if len(streams) == 1:
+        await _read(0, streams[0], take, keep_alive)
+    else:
+        await _read_merged(streams, take, keep_alive)
+
+
+async def _read(index: int, stream: RequestStream, take: Take, keep_alive: KeepAlive | None) -> None:
+    deltas = aiter(stream)
+    while True:
+        try:
+            delta = await _patiently(deltas.__anext__, keep_alive)
+        except StopAsyncIteration:
+            return
+        end = foreign_end(delta)
+        if end is None:
+            await take(index, delta)
+        else:
+            if delta.text:
+                await take(index, msgspec.structs.replace(delta, finish_reason=None))
+            raise end
+
+
+async def _read_merged(streams: Sequence[RequestStream], take: Take, keep_alive: KeepAlive | None) -> None:
+    failure: TrioserveError | None = None
+    sender, receiver = trio.open_memory_channel[tuple[int, Delta] | TrioserveError](0)
+    async with trio.open_nursery() as nursery:
+        with sender:
+            for index, stream in enumerate(streams):
+                nursery.start_soon(_pump, index, stream, sender.clone())
+        try:
+            while True:
+                item = await _patiently(receiver.receive, keep_alive)
+                if isinstance(item, TrioserveError):
+                    raise item
+                await take(*item)
+        except trio.EndOfChannel:
+            pass
+        except TrioserveError as error:
+            # Kept, and raised outside: the nursery would wrap it in a group.
+            failure = error
+            nursery.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+
+
+async def _patiently(receive: Callable[[], Awaitable[T]], keep_alive: KeepAlive | None) -> T:
+    """What `receive` brings. Giving up and asking again loses nothing: neither a stream nor a channel hands anything to
+    a reader that was cancelled."""
+    if keep_alive is None:
+        return await receive()
+    while True:
+        with trio.move_on_after(KEEP_ALIVE_SECONDS):
+            return await receive()
+        await keep_alive()
+
+
+async def _pump(
+    index: int, stream: RequestStream, sender: trio.MemorySendChannel[tuple[int, Delta] | TrioserveError]
+) -> None:
+    with sender:
+        try:
+            await _read(index, stream, lambda index, delta: sender.send((index, delta)), None)
+        except TrioserveError as error:
+            await sender.send(error)

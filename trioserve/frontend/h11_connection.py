@@ -1,0 +1,339 @@
+"""One HTTP/1.1 connection, with the same promises as HTTP/2: one request at a time, and a reader that never stops.
+
+The reader goes on while an answer is under way, so that a close is noticed at once, even behind a pipelined request.
+It stops only while a handler leaves a long body unread and has not begun to answer. A client that ends its sending half
+has left: there is no telling it from one that closed, and an answer that takes minutes must not be computed for nobody.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import h11
+import trio
+
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.frontend.body_budget import BodyShare
+from trioserve.frontend.closing import break_off, close_after, close_now
+from trioserve.frontend.connection_setup import ConnectionSetup
+from trioserve.frontend.counters import ConnectionRefusal, StreamRefusal
+from trioserve.frontend.exchange import HeaderFields
+from trioserve.frontend.h11_exchange import H11Exchange
+from trioserve.frontend.handler_call import call_handler
+from trioserve.frontend.headers import Headers
+from trioserve.frontend.message_head import REASONS, RequestHead, encode_fields, split_target
+from trioserve.frontend.refusals import JSON_FIELDS, refusal_body
+
+__all__ = ["H11Connection"]
+
+logger = logging.getLogger(__name__)
+
+READ_BYTES = 65536
+WRITE_BYTES = 65536  # what has to leave within one stall limit
+
+
+class H11Connection:
+    """One client's connection, from its first request to its end.
+
+    received: what was read from the transport already.
+    """
+
+    def __init__(self, setup: ConnectionSetup, transport: trio.abc.Stream, *, peer: str, received: bytes) -> None:
+        self._setup = setup
+        self._limits = setup.limits
+        self._tally = setup.tally
+        self._transport = transport
+        self._peer = peer
+        self._protocol = h11.Connection(h11.SERVER, max_incomplete_event_size=setup.limits.head_bytes_max)
+        self._held = bytearray(received)  # read, not yet given to h11
+        self._changed: trio.Event | None = None  # of _held
+        self._whole = trio.CancelScope()  # reader and conversation
+        self._exchange: H11Exchange | None = None
+        self._answered_at = trio.current_time()  # the last request
+        self._writing_bytes = 0
+        self._request_ended = False
+        self._request_broken = False
+        self._draining = False
+        self._client_gone = False
+        self._lingers = True  # until the client has read the end of the last answer
+        self._write_broken = False  # a part of an answer may be out: nothing can follow it
+
+    # --- for the server ---
+
+    async def serve(self) -> None:
+        """Returns when the connection has ended and nothing of it is left. Raises only for faults of our own."""
+        try:
+            with self._whole:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._read)
+                    await self._converse()
+                    self._whole.cancel()
+        except BaseException:
+            await self._close(wait=False)
+            raise
+        await self._close(wait=True)
+
+    @property
+    def idle_since(self) -> float | None:
+        """None while a request is under way, or the connection is on its way out."""
+        is_busy = self._exchange is not None or self._draining or self._request_begun()
+        return None if is_busy else self._answered_at
+
+    def unsent(self) -> tuple[int, int]:
+        """How many bytes wait here for the client, and in how many answers."""
+        return self._writing_bytes, int(self._writing_bytes > 0)
+
+    def drain(self) -> None:
+        """Answer what was begun, say so with `Connection: close`, and end. Never waits."""
+        self._draining = True
+        if self._exchange is None and not self._request_begun():
+            self._whole.cancel()
+
+    def make_room(self) -> None:
+        """End an idle connection whose seat is needed, without waiting for the client to close, too."""
+        self._lingers = False
+        self.drain()
+
+    # --- for the exchange ---
+
+    async def next_body_piece(self) -> bytes | None:
+        if self._request_ended:
+            return None
+        if self._protocol.they_are_waiting_for_100_continue:
+            await self.write(h11.InformationalResponse(status_code=100, headers=[]))
+        try:
+            event = await self._next_event()
+        except h11.RemoteProtocolError as error:
+            self._request_broken = True
+            raise InvalidRequest(f"the request body cannot be read: {error}") from None
+        if isinstance(event, h11.Data):
+            return bytes(event.data)
+        assert isinstance(event, h11.EndOfMessage)
+        self._request_ended = True
+        return None
+
+    def answer_starts(self) -> bool:
+        self._drop_body()
+        self._tell_change()
+        return self._request_ended and not self._draining
+
+    async def write(self, *events: h11.Event) -> None:
+        if self._client_gone or self._write_broken:
+            await trio.lowlevel.checkpoint()
+            return
+        data = b"".join(self._protocol.send(event) or b"" for event in events)
+        if not data:
+            await trio.lowlevel.checkpoint()
+            return
+        self._write_broken = True  # unless it comes to its end
+        try:
+            for start in range(0, len(data), WRITE_BYTES):
+                self._writing_bytes = len(data) - start
+                with trio.move_on_after(self._limits.stall_seconds_max) as patience:
+                    await self._transport.send_all(data[start : start + WRITE_BYTES])
+                if patience.cancelled_caught:
+                    self._stalled()
+                    await trio.lowlevel.checkpoint()
+                    return
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            self._client_left()
+            await trio.lowlevel.checkpoint()
+        self._write_broken = False
+        self._writing_bytes = 0
+
+    # --- reading ---
+
+    async def _read(self) -> None:
+        while True:
+            if len(self._held) >= self._limits.pipelined_bytes_max:
+                if self._exchange is not None and self._request_ended:
+                    self._tally.connections_refused_total[ConnectionRefusal.SENT_AHEAD] += 1
+                    logger.info("connection ended peer=%s reason=too much sent ahead", self._peer)
+                    self._client_left()
+                    return
+                await self._change()
+                continue
+            try:
+                received = await self._transport.receive_some(READ_BYTES)
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                received = b""
+            if not received:
+                self._client_left()
+                return
+            self._held += received
+            if self._exchange is not None and self._exchange.started:
+                self._drop_body()
+            self._tell_change()
+
+    async def _next_event(self) -> object:
+        """h11's next event, when enough has arrived for it."""
+        while True:
+            event = self._protocol.next_event()
+            if event is not h11.NEED_DATA:
+                return event
+            while not self._held:
+                await self._change()
+            self._feed()
+
+    def _feed(self) -> None:
+        byte_count = len(self._held)
+        if self._exchange is None:
+            # h11 looks at the size of a head only when it wants more of it.
+            byte_count = self._limits.head_bytes_max + 1 - len(self._protocol.trailing_data[0])
+        self._protocol.receive_data(bytes(self._held[:byte_count]))
+        del self._held[:byte_count]
+        self._tell_change()
+
+    def _drop_body(self) -> None:
+        """Pass over what has arrived of a body that nobody will read."""
+        try:
+            while not (self._request_ended or self._request_broken):
+                event = self._protocol.next_event()
+                if event is h11.NEED_DATA:
+                    if not self._held:
+                        return
+                    self._feed()
+                elif isinstance(event, h11.EndOfMessage):
+                    self._request_ended = True
+        except h11.RemoteProtocolError:
+            self._request_broken = True
+
+    # --- the conversation ---
+
+    async def _converse(self) -> None:
+        while True:
+            head = await self._next_request()
+            if head is None or not await self._answer(head) or self._draining:
+                return
+            if not self._request_ended or self._protocol.our_state is not h11.DONE:
+                return
+            self._protocol.start_next_cycle()
+
+    async def _next_request(self) -> RequestHead | None:
+        """None when the connection is to end; then the client was told why, if it had begun a request."""
+        self._request_ended = False
+        patience = trio.CancelScope(deadline=trio.current_time() + self._limits.idle_seconds_max)
+        with patience:
+            try:
+                while not self._request_begun():
+                    await self._change()
+                patience.deadline = trio.current_time() + self._limits.head_seconds_max
+                event = await self._next_event()
+            except h11.RemoteProtocolError as error:
+                is_large = error.error_status_hint == 431
+                refusal = ConnectionRefusal.HEAD_TOO_LARGE if is_large else ConnectionRefusal.MALFORMED
+                self._tally.connections_refused_total[refusal] += 1
+                await self._refuse(error.error_status_hint, f"the request cannot be read: {error}")
+                return None
+            assert isinstance(event, h11.Request), event
+            head = _request_head(event, self._peer)
+            objection = self._objection(head)
+            if objection is not None:
+                status, message, fields = objection
+                await self._refuse(status, message, fields)
+                return None
+            if (head.headers.get("content-length") or "0") == "0" and "transfer-encoding" not in head.headers:
+                # Known from the start, so that what comes next counts as sent ahead.
+                end = self._protocol.next_event()
+                assert isinstance(end, h11.EndOfMessage), end
+                self._request_ended = True
+            return head
+        if self._request_begun():
+            self._tally.connections_refused_total[ConnectionRefusal.HEAD_TIMEOUT] += 1
+            await self._refuse(408, f"the request did not arrive within {self._limits.head_seconds_max} seconds")
+        return None
+
+    def _objection(self, head: RequestHead) -> tuple[int, str, HeaderFields] | None:
+        """Status, message and header fields of the answer, if this request is not to reach a handler."""
+        if head.http_version not in ("1.0", "1.1"):
+            return 505, f"HTTP/{head.http_version} is not spoken here, only 1.0, 1.1 and 2", ()
+        if head.method == "CONNECT":
+            return 405, "this server is not a proxy", ()
+        if "transfer-encoding" in head.headers and ("content-length" in head.headers or head.http_version == "1.0"):
+            # Whoever is in between may believe the other one, and take the rest for a request (RFC 9112, 6.1).
+            self._tally.connections_refused_total[ConnectionRefusal.MALFORMED] += 1
+            return 400, "the length of the body is given twice: send either transfer-encoding or content-length", ()
+        if self._tally.exchanges_open >= self._limits.exchanges_max:
+            self._tally.streams_refused_total[StreamRefusal.EXCHANGES_MAX] += 1
+            fields = (("retry-after", "1"), ("x-trioserve-reason", StreamRefusal.EXCHANGES_MAX.value))
+            return 503, "too many requests are under way: try again shortly", fields
+        return None
+
+    async def _answer(self, head: RequestHead) -> bool:
+        """Run the handler. Returns whether the answer is whole."""
+        tally = self._tally
+        tally.exchanges_total += 1
+        tally.exchanges_open += 1
+        exchange = H11Exchange(self, head, BodyShare(self._setup.body_budget), self._limits)
+        self._exchange = exchange
+        try:
+            with exchange.scope:
+                if not await call_handler(self._setup.handler, exchange, exchange.answer):
+                    tally.exchanges_failed_total += 1
+        finally:
+            self._exchange = None
+            self._answered_at = trio.current_time()
+            exchange.share.release()
+            tally.exchanges_open -= 1
+            if exchange.started and not exchange.answer.finished:
+                self._write_broken = True
+        return exchange.answer.finished and not self._write_broken
+
+    def _request_begun(self) -> bool:
+        return bool(self._held) or bool(self._protocol.trailing_data[0])
+
+    async def _refuse(self, status: int, message: str, fields: HeaderFields = ()) -> None:
+        if self._protocol.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            return
+        body = refusal_body(status, message)
+        encoded = [*encode_fields([*JSON_FIELDS, *fields], content_length=len(body)), (b"connection", b"close")]
+        head = h11.Response(status_code=status, headers=encoded, reason=REASONS.get(status, b""))
+        await self.write(head, h11.Data(data=body), h11.EndOfMessage())
+
+    # --- ending ---
+
+    def _client_left(self) -> None:
+        self._client_gone = True
+        if self._exchange is not None:
+            self._tally.exchanges_left_total += 1
+        self._whole.cancel()
+
+    def _stalled(self) -> None:
+        self._tally.exchanges_stalled_total += self._exchange is not None
+        self._tally.connections_refused_total[ConnectionRefusal.STALLED] += 1
+        logger.info("client takes nothing, connection ended peer=%s", self._peer)
+        self._whole.cancel()
+
+    async def _close(self, *, wait: bool) -> None:
+        seconds_max = self._limits.close_seconds_max
+        if self._write_broken:
+            await break_off(self._transport)
+        elif wait and self._lingers and not self._client_gone:
+            more_expected = bool(self._held) or not self._request_ended
+            await close_after(self._transport, b"", seconds_max=seconds_max, more_expected=more_expected)
+        else:
+            await close_now(self._transport, b"", seconds_max=seconds_max)
+
+    # --- the reader and the conversation wait for each other ---
+
+    async def _change(self) -> None:
+        if self._changed is None:
+            self._changed = trio.Event()
+        await self._changed.wait()
+
+    def _tell_change(self) -> None:
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None
+
+
+def _request_head(request: h11.Request, peer: str) -> RequestHead:
+    path, query = split_target(request.target.decode("latin-1"))
+    return RequestHead(
+        method=request.method.decode("ascii"),
+        path=path,
+        query=query,
+        headers=Headers((name.decode("latin-1"), value.decode("latin-1")) for name, value in request.headers),
+        http_version=request.http_version.decode("ascii"),
+        peer=peer,
+    )

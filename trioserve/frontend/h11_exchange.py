@@ -1,0 +1,94 @@
+"""One request of an HTTP/1.1 connection as an exchange. Bytes go out where they are given: TCP is the only buffer."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import h11
+import trio
+
+from trioserve.frontend.answer_state import AnswerState
+from trioserve.frontend.body_budget import BodyShare
+from trioserve.frontend.exchange import BodyTimeout, Exchange, HeaderFields
+from trioserve.frontend.limits import FrontendLimits
+from trioserve.frontend.message_head import REASONS, RequestHead, encode_fields
+
+__all__ = ["ExchangeOwner", "H11Exchange"]
+
+
+class ExchangeOwner(Protocol):
+    """What an exchange asks of its connection."""
+
+    async def next_body_piece(self) -> bytes | None:
+        """None at the end. Raises InvalidRequest when the framing is broken."""
+
+    async def write(self, *events: h11.Event) -> None:
+        """Send, or find that the client is gone or takes nothing: then the exchange's scope is cancelled."""
+
+    def answer_starts(self) -> bool:
+        """Whether the connection can go on after this answer."""
+
+
+class H11Exchange(Exchange):
+    """Made, and its scope entered, by the connection."""
+
+    def __init__(self, owner: ExchangeOwner, head: RequestHead, share: BodyShare, limits: FrontendLimits) -> None:
+        self.method = head.method
+        self.path = head.path
+        self.query = head.query
+        self.headers = head.headers
+        self.http_version = head.http_version
+        self.peer = head.peer
+        self.scope = trio.CancelScope()
+        self.answer = AnswerState(method=head.method)
+        self.share = share
+        self._owner = owner
+        self._limits = limits
+        self._body_read = False
+
+    @property
+    def started(self) -> bool:
+        return self.answer.started
+
+    async def body(self) -> bytes:
+        self.answer.check_body_readable()
+        self.share.check_announced(self.headers)
+        with trio.move_on_after(self._limits.body_seconds_max) as patience:
+            while not self._body_read:
+                piece = await self._owner.next_body_piece()
+                if piece is None:
+                    self._body_read = True
+                else:
+                    self.share.add(piece)
+        if patience.cancelled_caught:
+            raise BodyTimeout(f"the request body did not arrive within {self._limits.body_seconds_max} seconds")
+        await trio.lowlevel.checkpoint()
+        return self.share.whole()
+
+    async def respond(self, status: int, headers: HeaderFields, body: bytes) -> None:
+        events: list[h11.Event] = [self._head(status, headers, content_length=len(body))]
+        if body and not self.answer.bodiless:
+            events.append(h11.Data(data=body))
+        self.answer.finish()
+        await self._owner.write(*events, h11.EndOfMessage())
+
+    async def start(self, status: int, headers: HeaderFields) -> None:
+        await self._owner.write(self._head(status, headers, content_length=None))
+
+    async def send(self, data: bytes) -> None:
+        self.answer.check_open()
+        if data and not self.answer.bodiless:
+            await self._owner.write(h11.Data(data=data))
+        else:
+            await trio.lowlevel.checkpoint()
+
+    async def finish(self) -> None:
+        self.answer.finish()
+        await self._owner.write(h11.EndOfMessage())
+
+    def _head(self, status: int, headers: HeaderFields, *, content_length: int | None) -> h11.Response:
+        fields = encode_fields(headers, content_length=content_length)
+        self.answer.start(status)
+        if not self._owner.answer_starts():
+            fields.append((b"connection", b"close"))
+        return h11.Response(status_code=status, headers=fields, reason=REASONS.get(status, b""))

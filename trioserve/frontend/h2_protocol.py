@@ -1,0 +1,77 @@
+"""How h2 is set up for a server of ours, and how its request headers become a request's head."""
+
+from __future__ import annotations
+
+import h2.config
+import h2.connection
+import h2.events
+from h2.settings import SettingCodes, Settings
+
+from trioserve.frontend.headers import Headers
+from trioserve.frontend.limits import FrontendLimits
+from trioserve.frontend.message_head import RequestHead, split_target
+
+__all__ = ["H2Protocol", "bound_encoder_table", "initiated_protocol", "request_head"]
+
+HEADER_TABLE_BYTES_MAX = 4096  # HPACK's default; a client may offer gigabytes, every answer would add to and search it
+CONNECTION_WINDOW_BYTES = 1024 * 1024  # bytes on their way to us; what is held of them, the streams' windows bound
+
+
+class H2Protocol(h2.connection.H2Connection):
+    MAX_CLOSED_STREAMS = 4096  # remembered to tell late frames from wrong ones; h2's 65,536 are megabytes a connection
+
+
+def initiated_protocol(limits: FrontendLimits) -> H2Protocol:
+    """h2's connection with our settings, ready to be sent."""
+    protocol = H2Protocol(
+        h2.config.H2Configuration(
+            client_side=False,
+            header_encoding=None,
+            validate_outbound_headers=False,  # done by encode_fields, for every protocol
+            normalize_outbound_headers=False,
+        )
+    )
+    settings: dict[SettingCodes, int] = {
+        SettingCodes.MAX_CONCURRENT_STREAMS: limits.streams_max,
+        SettingCodes.MAX_HEADER_LIST_SIZE: limits.head_bytes_max,
+    }
+    protocol.local_settings = Settings(client=False, initial_values=settings)
+    protocol.decoder.max_header_list_size = limits.head_bytes_max
+    protocol.initiate_connection()
+    # h2 ends a connection that opens too many streams. We refuse the stream alone (RFC 9113, 5.1.2), so h2 has to let
+    # them pass.
+    settings[SettingCodes.MAX_CONCURRENT_STREAMS] = 2**31 - 1
+    protocol.local_settings = Settings(client=False, initial_values=settings)
+    protocol.increment_flow_control_window(CONNECTION_WINDOW_BYTES - protocol.inbound_flow_control_window)
+    return protocol
+
+
+def bound_encoder_table(protocol: H2Protocol) -> None:
+    """To be called when the client's settings have changed: use no more of the table it offers than is good for us
+    (RFC 7541, 4.2, lets the encoder choose)."""
+    encoder = protocol.encoder
+    if encoder.header_table_size > HEADER_TABLE_BYTES_MAX:
+        encoder.header_table_size = HEADER_TABLE_BYTES_MAX
+
+
+def request_head(event: h2.events.RequestReceived, peer: str) -> RequestHead:
+    """h2 has checked the fields; ":authority" takes the place of "host" (RFC 9113, 8.3.1)."""
+    pseudo: dict[bytes, str] = {}
+    fields = []
+    for name, value in event.headers or ():
+        if name.startswith(b":"):
+            pseudo[bytes(name)] = value.decode("latin-1")
+        else:
+            fields.append((name.decode("latin-1"), value.decode("latin-1")))
+    authority = pseudo.get(b":authority")
+    if authority is not None and not any(name == "host" for name, _ in fields):
+        fields.insert(0, ("host", authority))
+    path, query = split_target(pseudo.get(b":path", authority or ""))
+    return RequestHead(
+        method=pseudo[b":method"],
+        path=path,
+        query=query,
+        headers=Headers(fields),
+        http_version="2",
+        peer=peer,
+    )

@@ -1,0 +1,38 @@
+"""How header fields are looked up: by name, whatever its case, in the order in which they came."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+__all__ = ["Headers"]
+
+
+class Headers:
+    """The header fields of one request. Names are lower case; a name may occur more than once."""
+
+    __slots__ = ("_fields",)
+
+    def __init__(self, fields: Iterable[tuple[str, str]]) -> None:
+        self._fields = tuple((name.lower(), value) for name, value in fields)
+
+    def get(self, name: str) -> str | None:
+        """The value of a field, None if it did not come. Repeated fields are joined with ", " (RFC 9110, 5.3)."""
+        name = name.lower()
+        values = [value for field_name, value in self._fields if field_name == name]
+        if not values:
+            return None
+        return values[0] if len(values) == 1 else ", ".join(values)
+
+    def items(self) -> Iterator[tuple[str, str]]:
+        """Every field as it came, repeated ones included."""
+        return iter(self._fields)
+
+    def __contains__(self, name: str) -> bool:
+        return self.get(name) is not None
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+    def __repr__(self) -> str:
+        # Values may hold an API key.
+        return f"Headers({', '.join(name for name, _ in self._fields)})"

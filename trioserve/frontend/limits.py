@@ -1,0 +1,91 @@
+"""Every bound of connections and messages, with unit and reason: nothing that a client can make grow is missing here.
+
+What a body may say once it has arrived (how deep it nests, how many values, which ranges) is bounded where it is read:
+openai_types.py, chat_prompt.py, contracts/sampling.py.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from trioserve.contracts.errors import StartupError
+
+__all__ = ["FrontendLimits"]
+
+
+class FrontendLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What one client, and all of them together, may make the front end hold, and for how long it waits for them.
+
+    Raises StartupError, naming the limit, when a value is out of range.
+    """
+
+    # --- connections ---
+    connections_max: int = 1024
+    """Open at a time. The next one takes the place of whichever has been idle longest, or waits in the kernel's backlog
+    if none is. The usual soft limit of 1,024 open files comes first where it was not raised, and an accept that fails
+    for want of files is tried again."""
+    crowded_idle_seconds_min: float = 1.0
+    """Idle for so long, a connection may have to make room for another one; shorter is a pause between two requests."""
+    exchanges_max: int = 4096
+    """Requests under way on all connections together: each is a task, of about 20 KB. Many times what an engine lets
+    wait; without it, connections_max times streams_max would be the bound."""
+    tls_handshake_seconds_max: float = 10.0
+    """A handshake is two round trips; a connection that needs longer is not a client."""
+    sniff_seconds_max: float = 10.0
+    """Until the first 24 bytes have told HTTP/2 from HTTP/1.1."""
+    idle_seconds_max: float = 75.0
+    """Without a request under way. Longer than the minute that connection pools and proxies usually keep one."""
+    close_seconds_max: float = 1.0
+    """For the last words of a connection (GOAWAY, a TLS close): they are a courtesy, and leaving must not wait."""
+
+    # --- one request ---
+    head_bytes_max: int = 64 * 1024
+    """Request line and header fields. Larger than any cookie and token we know of."""
+    head_seconds_max: float = 10.0
+    """From the first byte of an HTTP/1.1 request, or of an HTTP/2 header block, to its last."""
+    body_bytes_max: int = 32 * 1024 * 1024
+    """A prompt of a million tokens is about 5 MB of text, or 8 MB as a list of numbers."""
+    bodies_bytes_max: int = 512 * 1024 * 1024
+    """All bodies of requests under way, together; beyond it a body is refused as overload. A connection may carry
+    streams_max bodies at a time, so body_bytes_max alone bounds nothing."""
+    body_seconds_max: float = 120.0
+    """From the first wait for the body to its end: 32 MiB at 2.2 Mbit/s."""
+    pipelined_bytes_max: int = 64 * 1024
+    """HTTP/1.1: read while a response is under way, so that a close is noticed behind it. Beyond this the connection
+    ends: a client that sends so much ahead has lost count."""
+
+    # --- one answer ---
+    stream_buffer_bytes_max: int = 64 * 1024
+    """Held for one client that is slower than its answer; then `send` waits, and the engine's stream merges deltas."""
+    socket_buffer_bytes: int = 256 * 1024
+    """The kernel's send buffer of a connection (SO_SNDBUF). Left alone it grows to megabytes, and a client that stopped
+    reading would go unnoticed for as long."""
+    stall_seconds_max: float = 30.0
+    """A client that takes nothing for so long is not coming back; what it holds is needed by others. TCP is told the
+    same (TCP_USER_TIMEOUT), for a client whose machine vanished while bytes were on their way to it."""
+
+    # --- one HTTP/2 connection ---
+    streams_max: int = 256
+    """Open at a time on one connection (SETTINGS_MAX_CONCURRENT_STREAMS). Each is a task and at most one request."""
+    resets_per_second_max: int = 100
+    """Streams that a client may open and give up, sustained: each costs a task and a place in the queue (the "rapid
+    reset" attack, CVE-2023-44487). Beyond it the connection ends with ENHANCE_YOUR_CALM."""
+    resets_burst_max: int = 1024
+    """Above the sustained rate: a client that cancels all its streams at once, a few times over, is no attacker."""
+    control_frames_per_second_max: int = 1000
+    """PING, SETTINGS, PRIORITY, RST_STREAM, unknown frames, DATA in crumbs, and window updates, beyond two for each
+    DATA frame we sent: they cost us work and bring nothing."""
+    control_frames_burst_max: int = 4096
+    """Above the sustained rate."""
+    control_bytes_max: int = 256 * 1024
+    """Answers (PING, SETTINGS, WINDOW_UPDATE) to a client that does not read them."""
+
+    def __post_init__(self) -> None:
+        for field in self.__struct_fields__:
+            value = getattr(self, field)
+            if not 0 < value < 2**31:
+                raise StartupError(f"{field} is {value}, allowed is more than 0 and less than 2**31")
+        # h11 and h2 need room for at least one ordinary request and one frame.
+        for field, least in (("head_bytes_max", 1024), ("stream_buffer_bytes_max", 1024)):
+            if getattr(self, field) < least:
+                raise StartupError(f"{field} is {getattr(self, field)}, allowed is {least} or more")

@@ -1,0 +1,262 @@
+"""The bodies that clients send: which fields there are and of which type.
+
+Fields that are not named here are ignored, since OpenAI's clients send new ones all the time. A field that would change
+the answer and that we cannot honour is named, so that it can be refused instead.
+
+Ranges of sampling parameters are checked in contracts/sampling.py. `None` always means "not given": clients send null.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
+from trioserve.contracts.sampling import SamplingParams
+
+__all__ = [
+    "AbortBody",
+    "ChatBody",
+    "CompletionBody",
+    "DetokenizeBody",
+    "GenerationBody",
+    "Int32",
+    "ResponseFormat",
+    "StreamOptions",
+    "TokenizeBody",
+    "decode_body",
+]
+
+Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
+"""Every number that may reach a tensor or a float: JSON's integers have no end."""
+
+CACHE_SALT_CHARACTERS_MAX = 256  # it is hashed with every block
+COMMAS_MAX = 2_000_000  # as many values at most; as Python objects they may take 25 times their room on the wire
+COMPLETION_TOKENS_DEFAULT = 16  # max_tokens of text completions in OpenAI's API
+
+
+class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
+    type: str
+
+
+class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
+    """What chat and text completions have in common: OpenAI's fields and vLLM's."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Int32 | None = None
+    max_tokens: Int32 | None = None
+    min_tokens: Int32 | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int32 | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[Int32, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Int32] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: Int32 | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    priority: Int32 | None = None
+    cache_salt: str | None = None
+    queue_timeout: float | None = None
+    ttft_timeout: float | None = None
+    timeout: float | None = None
+    response_format: ResponseFormat | None = None
+    # Known to others, not supported: anything but null or empty is refused (see REFUSED).
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    use_beam_search: Any = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    truncate_prompt_tokens: Any = None
+
+    @property
+    def wants_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def wants_continuous_usage(self) -> bool:
+        """As in vLLM it counts only together with include_usage."""
+        return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    def check(self) -> None:
+        """Raises InvalidRequest for what no type can say."""
+        for field, reason in REFUSED.items():
+            if getattr(self, field, None) not in (None, False, "", [], {}):
+                raise InvalidRequest(f"{field} is not supported: {reason}", param=field)
+        if self.response_format is not None and self.response_format.type != "text":
+            raise InvalidRequest(
+                f'response_format.type is "{self.response_format.type}", but structured output is not supported yet: '
+                'send {"type": "text"} or leave it out',
+                param="response_format",
+            )
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options is only allowed when stream is true", param="stream_options")
+        if self.priority is not None and not PRIORITY_MIN <= self.priority <= PRIORITY_MAX:
+            raise InvalidRequest(
+                f"priority is {self.priority}, allowed is {PRIORITY_MIN} to {PRIORITY_MAX}", param="priority"
+            )
+        if self.cache_salt is not None and not 1 <= len(self.cache_salt) <= CACHE_SALT_CHARACTERS_MAX:
+            raise InvalidRequest(
+                f"cache_salt has {len(self.cache_salt)} characters, allowed are 1 to {CACHE_SALT_CHARACTERS_MAX}",
+                param="cache_salt",
+            )
+
+    def sampling(self, defaults: SamplingParams, **given: object) -> SamplingParams:
+        """The server's defaults with this body's fields and, above them, `given`. Raises InvalidRequest."""
+        fields = {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        if self.seed is not None:
+            if self.seed.bit_length() > 64:
+                raise InvalidRequest("seed has more than 64 bits", param="seed")
+            fields["seed"] = self.seed
+        if self.stop is not None:
+            fields["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if self.stop_token_ids is not None:
+            fields["stop_token_ids"] = tuple(self.stop_token_ids)
+        return msgspec.structs.replace(defaults, **fields | given)
+
+
+class ChatBody(GenerationBody, frozen=True, kw_only=True):
+    messages: list[dict[str, Any]]
+    max_completion_tokens: Int32 | None = None
+    logprobs: bool | None = None
+    top_logprobs: Int32 | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    modalities: list[str] | None = None
+    audio: Any = None
+    functions: Any = None
+    function_call: Any = None
+    web_search_options: Any = None
+
+
+class CompletionBody(GenerationBody, frozen=True, kw_only=True):
+    prompt: str | list[str | Int32 | list[Int32]]
+    max_tokens: Int32 | None = COMPLETION_TOKENS_DEFAULT
+    logprobs: Int32 | None = None
+    best_of: Int32 | None = None
+    suffix: str | None = None
+
+
+class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Either prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    model: str | None = None
+    tokens: list[Int32]
+
+
+class AbortBody(msgspec.Struct, frozen=True, kw_only=True):
+    ids: list[str]
+
+
+SAMPLING_FIELDS = (
+    "n",
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+    "prompt_logprobs",
+)
+"""Fields that have the same name and type in a body and in SamplingParams."""
+
+_STRUCTURED = "structured output is not supported yet"
+REFUSED = {
+    "structured_outputs": _STRUCTURED,
+    "guided_json": _STRUCTURED,
+    "guided_regex": _STRUCTURED,
+    "guided_choice": _STRUCTURED,
+    "guided_grammar": _STRUCTURED,
+    "use_beam_search": "there is no beam search here, use n",
+    "allowed_token_ids": "use logit_bias",
+    "bad_words": "use logit_bias",
+    "truncate_prompt_tokens": "shorten the prompt before sending it",
+    "suffix": "text is continued, not inserted",
+    "audio": "only text is produced",
+    "functions": "use tools",
+    "function_call": "use tools",
+    "web_search_options": "there is no web search here",
+}
+"""Fields whose silent loss would change the answer, and what to do instead."""
+
+Body = TypeVar("Body", ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, AbortBody)
+
+_PLACE = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
+
+
+def decode_body(raw: bytes, kind: type[Body]) -> Body:
+    """A request's JSON as a value of `kind`.
+
+    Raises InvalidRequest when it is not JSON in UTF-8, nests too deeply, holds too many values, or has a field of the
+    wrong type; `param` is the path of that field, such as `messages[2].role`. Of a key that comes twice the last one
+    counts, as in Python and JavaScript. In fields that nobody knows, values are skipped and not kept.
+    """
+    if not raw:
+        raise InvalidRequest("the request has no body: send a JSON object")
+    if raw.count(b",") > COMMAS_MAX:  # in texts, too: ten million tokens of prose have fewer
+        raise InvalidRequest(f"the body holds more than {COMMAS_MAX} commas, and so too many values")
+    try:
+        # Strictly as text: the decoder would skip over broken bytes in fields that it does not know.
+        return msgspec.json.decode(raw.decode("utf-8"), type=kind)
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"the body is not UTF-8: byte {error.start} is wrong") from error
+    except RecursionError as error:
+        raise InvalidRequest("the body is nested too deeply") from error
+    except msgspec.ValidationError as error:
+        message = str(error)
+        place = _PLACE.search(message)
+        raise InvalidRequest(message, param=(place[1] or None) if place else _missing_field(message)) from error
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"the body is not JSON: {error}") from error
+
+
+def _missing_field(message: str) -> str | None:
+    missing = re.fullmatch(r"Object missing required field `(\w+)`", message)
+    return missing[1] if missing else None

@@ -1,0 +1,48 @@
+"""What operators and their machines ask: is it alive, may traffic come, which version, how is it doing."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from trioserve.frontend.call import Call
+from trioserve.frontend.error_responses import REASON_HEADER
+
+__all__ = ["VERSION", "read_health", "read_metrics", "read_ready", "read_version"]
+
+
+async def read_health(call: Call) -> None:
+    """200 as long as the event loop turns: who restarts dead servers asks this."""
+    await call.answer({"status": "alive"})
+
+
+async def read_ready(call: Call) -> None:
+    """200 if requests are taken, else 503 and the reason: who spreads traffic asks this."""
+    if call.engine.fault is not None:
+        reason = "engine_fault"
+    elif call.engine.draining:
+        reason = "draining"
+    elif not call.engine.ready:
+        reason = "loading"
+    else:
+        await call.answer({"ready": True})
+        return
+    await call.answer({"ready": False, "reason": reason}, status=503, headers=((REASON_HEADER, reason),))
+
+
+async def read_version(call: Call) -> None:
+    await call.answer({"version": VERSION})
+
+
+async def read_metrics(call: Call) -> None:
+    metrics = call.engine.metrics
+    await call.answer_bytes(metrics.expose(), metrics.content_type)
+
+
+def _version() -> str:
+    try:
+        return version("trioserve")
+    except PackageNotFoundError:  # run from a source tree
+        return "unknown"
+
+
+VERSION = _version()

@@ -1,0 +1,158 @@
+"""Path to handler, and nothing more than what goes for every path: request ids, API keys, errors, counting."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from trioserve.contracts.errors import TrioserveError
+from trioserve.frontend.api_keys import ApiKeys
+from trioserve.frontend.call import Call, new_request_id, request_id_from
+from trioserve.frontend.chat import create_chat_completion
+from trioserve.frontend.completions import create_completion
+from trioserve.frontend.error_responses import REASON_HEADER, ErrorAnswer, Refusal, error_answer
+from trioserve.frontend.live_requests import REQUEST_PATH, abort_request, abort_requests, list_requests
+from trioserve.frontend.models import MODEL_PATH, list_models, read_model
+from trioserve.frontend.openapi import openapi_document
+from trioserve.frontend.operations import read_health, read_metrics, read_ready, read_version
+from trioserve.frontend.sse import encode
+from trioserve.frontend.tokenize import detokenize, tokenize
+
+if TYPE_CHECKING:
+    from trioserve.frontend.exchange import Exchange
+    from trioserve.runtime.engine import Engine
+
+__all__ = ["ROUTES", "App", "Route"]
+
+logger = logging.getLogger(__name__)
+
+Operation = Callable[[Call], Awaitable[None]]
+
+
+class Route(msgspec.Struct, frozen=True, kw_only=True):
+    """path: also its name in metrics. needs_key: whether API keys, if there are any, guard it."""
+
+    path: str
+    operations: dict[str, Operation]
+    needs_key: bool = True
+
+    def operation(self, method: str) -> Operation:
+        """Raises Refusal (405)."""
+        # The exchange drops the body of an answer to HEAD.
+        operation = self.operations.get("GET" if method == "HEAD" else method)
+        if operation is None:
+            allowed = sorted({*self.operations, *(["HEAD"] if "GET" in self.operations else [])})
+            raise Refusal(
+                ErrorAnswer(
+                    status=405,
+                    type="invalid_request_error",
+                    code="method_not_allowed",
+                    message=f"{self.path} does not take {method}, allowed is: {', '.join(allowed)}",
+                    headers=(("allow", ", ".join(allowed)), (REASON_HEADER, "method_not_allowed")),
+                )
+            )
+        return operation
+
+
+async def read_openapi(call: Call) -> None:
+    """What all routes take and give, in OpenAPI 3.1."""
+    await call.answer_bytes(_openapi_json(), "application/json")
+
+
+@functools.cache
+def _openapi_json() -> bytes:
+    return encode(openapi_document([*ROUTES.values(), MODEL, REQUEST]))
+
+
+ROUTES = {
+    route.path: route
+    for route in (
+        Route(path="/v1/chat/completions", operations={"POST": create_chat_completion}),
+        Route(path="/v1/completions", operations={"POST": create_completion}),
+        Route(path="/v1/models", operations={"GET": list_models}),
+        Route(path="/v1/requests", operations={"GET": list_requests}),
+        Route(path="/v1/requests/abort", operations={"POST": abort_requests}),
+        Route(path="/tokenize", operations={"POST": tokenize}),
+        Route(path="/detokenize", operations={"POST": detokenize}),
+        Route(path="/health", operations={"GET": read_health}, needs_key=False),
+        Route(path="/ready", operations={"GET": read_ready}, needs_key=False),
+        Route(path="/version", operations={"GET": read_version}, needs_key=False),
+        Route(path="/metrics", operations={"GET": read_metrics}, needs_key=False),
+        Route(path="/openapi.json", operations={"GET": read_openapi}, needs_key=False),
+    )
+}
+REQUEST = Route(path=REQUEST_PATH + "{request}", operations={"DELETE": abort_request})
+MODEL = Route(path=MODEL_PATH + "{model}", operations={"GET": read_model})
+OTHER = Route(path="other", operations={})
+
+
+class App:
+    """The server's handler: answers every exchange, and turns every error into an answer while there is still time.
+
+    api_keys: any of them opens the routes that need one; without any, all are open.
+    admin_api_key: opens them, too, and sees the requests of every key; the others see those that they made.
+    trust_request_chat_template: requests may bring their own chat template.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        api_keys: Iterable[str] = (),
+        admin_api_key: str | None = None,
+        trust_request_chat_template: bool = False,
+    ) -> None:
+        self._engine = engine
+        self._keys = ApiKeys(api_keys, admin_key=admin_api_key)
+        self._trust_chat_template = trust_request_chat_template
+
+    async def __call__(self, exchange: Exchange) -> None:
+        route = _route(exchange.path)
+        call = Call(exchange, self._engine, new_request_id(), trust_chat_template=self._trust_chat_template)
+        metrics = self._engine.metrics
+        metrics.streams_open.inc()
+        try:
+            await self._answer(call, route)
+        finally:
+            metrics.streams_open.dec()
+            metrics.http_requests_total.labels(route.path, str(call.status or "left")).inc()
+
+    async def _answer(self, call: Call, route: Route) -> None:
+        try:
+            call.request_id = request_id_from(call.exchange.headers.get("x-request-id")) or call.request_id
+            if route.needs_key:
+                call.owner = self._keys.owner(call.exchange.headers.get("authorization"))
+            if route is OTHER:
+                raise _not_found(call.exchange.path)
+            await route.operation(call.exchange.method)(call)
+        except TrioserveError as error:
+            if not await call.fail(error_answer(error)):
+                raise
+        except Exception as error:
+            logger.exception("request failed request=%s path=%s", call.request_id, route.path)
+            if not await call.fail(error_answer(error)):
+                raise
+
+
+def _not_found(path: str) -> Refusal:
+    return Refusal(
+        ErrorAnswer(
+            status=404,
+            type="invalid_request_error",
+            code="not_found",
+            message=f"there is nothing at {path}",
+            headers=((REASON_HEADER, "not_found"),),
+        )
+    )
+
+
+def _route(path: str) -> Route:
+    if path.startswith(MODEL_PATH) and len(path) > len(MODEL_PATH):
+        return MODEL
+    if path.startswith(REQUEST_PATH) and len(path) > len(REQUEST_PATH) and path not in ROUTES:
+        return REQUEST
+    return ROUTES.get(path, OTHER)

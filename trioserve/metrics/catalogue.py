@@ -1,0 +1,266 @@
+"""Every metric: its name, kind, unit and meaning, its labels, and the names others know it by. Pure data.
+
+Where vLLM has a metric of the same meaning it carries vLLM's name behind our prefix and is also shown under theirs, so
+that dashboards and autoscalers made for vLLM's V1 engine read trioserve unchanged. Bucket bounds are our own.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from trioserve.contracts.deadlines import Deadline
+from trioserve.contracts.events import FinishReason, Phase
+
+__all__ = ["ALIAS_PREFIX", "CATALOGUE", "MODEL_LABEL", "PREFIX", "Label", "Metric"]
+
+PREFIX = "trioserve:"
+ALIAS_PREFIX = "vllm:"
+MODEL_LABEL = "model_name"
+"""On every series, added when it is shown; the instruments do not know it."""
+
+
+class Label(msgspec.Struct, frozen=True):
+    """values: all that it can take, shown as zero before they first happen; empty where only the user knows them."""
+
+    name: str
+    values: tuple[str, ...] = ()
+
+
+class Metric(msgspec.Struct, frozen=True, kw_only=True):
+    """One family. name: without prefix, with the unit last, and `_total` for a counter.
+
+    buckets: upper bounds of a histogram, in `unit`, growing. vllm: also shown under vLLM's prefix.
+    """
+
+    name: str
+    kind: Literal["gauge", "counter", "histogram"]
+    unit: str
+    meaning: str
+    labels: tuple[Label, ...] = ()
+    buckets: tuple[float, ...] = ()
+    vllm: bool = False
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """Full names under which others know this metric."""
+        return (ALIAS_PREFIX + self.name,) if self.vllm else ()
+
+
+# A token of a small model on a GPU takes a millisecond, a long prompt on a CPU minutes.
+TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+WAIT_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
+REQUEST_SECONDS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
+FREE_SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+
+_PHASE = Label("phase", tuple(phase.value for phase in Phase))
+
+CATALOGUE: tuple[Metric, ...] = (
+    # --- shared with vLLM ---
+    Metric(
+        name="num_requests_running",
+        kind="gauge",
+        unit="sequences",
+        meaning="Sequences that the engine computes at this moment.",
+        vllm=True,
+    ),
+    Metric(
+        name="num_requests_waiting",
+        kind="gauge",
+        unit="sequences",
+        meaning="Sequences that wait for their first or next step.",
+        vllm=True,
+    ),
+    Metric(
+        name="kv_cache_usage_perc",
+        kind="gauge",
+        unit="share, 0 to 1",
+        meaning="Share of the pool that requests use or connectors hold. Cached blocks that nobody uses are free.",
+        vllm=True,
+    ),
+    Metric(
+        name="time_to_first_token_seconds",
+        kind="histogram",
+        unit="seconds",
+        meaning="From a request's arrival to its first token.",
+        buckets=WAIT_SECONDS,
+        vllm=True,
+    ),
+    Metric(
+        name="inter_token_latency_seconds",
+        kind="histogram",
+        unit="seconds",
+        meaning="Between two tokens of one sequence.",
+        buckets=TOKEN_SECONDS,
+        vllm=True,
+    ),
+    Metric(
+        name="e2e_request_latency_seconds",
+        kind="histogram",
+        unit="seconds",
+        meaning="From a request's arrival to its last token.",
+        buckets=REQUEST_SECONDS,
+        vllm=True,
+    ),
+    Metric(
+        name="request_queue_time_seconds",
+        kind="histogram",
+        unit="seconds",
+        meaning="From a request's arrival to its first step.",
+        buckets=WAIT_SECONDS,
+        vllm=True,
+    ),
+    Metric(
+        name="prompt_tokens_total",
+        kind="counter",
+        unit="tokens",
+        meaning="Prompt tokens of requests that were started, those from the prefix cache included.",
+        vllm=True,
+    ),
+    Metric(
+        name="generation_tokens_total",
+        kind="counter",
+        unit="tokens",
+        meaning="Tokens that were sampled.",
+        vllm=True,
+    ),
+    Metric(
+        name="prefix_cache_queries_total",
+        kind="counter",
+        unit="tokens",
+        meaning="Prompt tokens that were looked up in the prefix cache.",
+        vllm=True,
+    ),
+    Metric(
+        name="prefix_cache_hits_total",
+        kind="counter",
+        unit="tokens",
+        meaning="Prompt tokens that were found in the prefix cache.",
+        vllm=True,
+    ),
+    Metric(
+        name="request_success_total",
+        kind="counter",
+        unit="sequences",
+        meaning="Sequences that ended, by the reason why.",
+        labels=(Label("finished_reason", tuple(reason.value for reason in FinishReason)),),
+        vllm=True,
+    ),
+    Metric(
+        name="num_preemptions_total",
+        kind="counter",
+        unit="preemptions",
+        meaning="Times a running sequence lost its blocks to another one and has to be computed again.",
+        vllm=True,
+    ),
+    # --- our own ---
+    Metric(
+        name="aborts_total",
+        kind="counter",
+        unit="sequences",
+        meaning="Sequences that were aborted (client left, abort by id, deadline), by how far they had come.",
+        labels=(_PHASE,),
+    ),
+    Metric(
+        name="deadlines_passed_total",
+        kind="counter",
+        unit="requests",
+        meaning="Requests that were ended because one of their deadlines passed, by which.",
+        labels=(Label("deadline", tuple(deadline.value for deadline in Deadline)),),
+    ),
+    Metric(
+        name="cancel_to_free_seconds",
+        kind="histogram",
+        unit="seconds",
+        meaning="From an abort to the moment when its KV blocks were free, by how far the request had come.",
+        labels=(_PHASE,),
+        buckets=FREE_SECONDS,
+    ),
+    Metric(
+        name="step_seconds",
+        kind="histogram",
+        unit="seconds",
+        meaning="One engine step: schedule, compute, update, deliver.",
+        buckets=TOKEN_SECONDS,
+    ),
+    Metric(
+        name="kv_blocks",
+        kind="gauge",
+        unit="blocks",
+        meaning="KV blocks by state. Cached ones are used by nobody, and reusable; the states add up to the pool.",
+        labels=(Label("state", ("free", "cached", "used", "held")),),
+    ),
+    Metric(
+        name="requests_rejected_total",
+        kind="counter",
+        unit="requests",
+        meaning="Requests that were refused because a bound was reached or the server is leaving.",
+        labels=(Label("reason"),),
+    ),
+    Metric(name="connections_open", kind="gauge", unit="connections", meaning="Client connections that are open."),
+    Metric(name="connections_total", kind="counter", unit="connections", meaning="Client connections that came."),
+    Metric(
+        name="connections_refused_total",
+        kind="counter",
+        unit="connections",
+        meaning="Client connections that were ended because a bound was reached, by which one.",
+        labels=(Label("reason"),),
+    ),
+    Metric(
+        name="streams_refused_total",
+        kind="counter",
+        unit="requests",
+        meaning="HTTP requests that were turned away before their handler because a bound was reached, by which one.",
+        labels=(Label("reason"),),
+    ),
+    Metric(
+        name="clients_left_total",
+        kind="counter",
+        unit="requests",
+        meaning="HTTP requests that were cancelled because their client left.",
+    ),
+    Metric(
+        name="clients_stalled_total",
+        kind="counter",
+        unit="requests",
+        meaning="HTTP requests that were cancelled because their client took nothing for too long.",
+    ),
+    Metric(
+        name="clients_slow",
+        kind="gauge",
+        unit="requests",
+        meaning="HTTP requests whose client is slower than its answer, so that bytes wait for it.",
+    ),
+    Metric(
+        name="answer_bytes_held",
+        kind="gauge",
+        unit="bytes",
+        meaning="What waits for clients that are slower than their answers.",
+    ),
+    Metric(
+        name="request_body_bytes_held",
+        kind="gauge",
+        unit="bytes",
+        meaning="Bodies of the requests that are under way.",
+    ),
+    Metric(
+        name="request_body_bytes_total",
+        kind="counter",
+        unit="bytes",
+        meaning="Request bodies that were read.",
+    ),
+    Metric(
+        name="streams_open",
+        kind="gauge",
+        unit="requests",
+        meaning="HTTP requests whose handler is running: HTTP/2 streams, or HTTP/1.1 requests.",
+    ),
+    Metric(
+        name="http_requests_total",
+        kind="counter",
+        unit="requests",
+        meaning='HTTP requests by route and status. Unknown paths are "other"; status "left": gone before any answer.',
+        labels=(Label("path"), Label("status")),
+    ),
+)

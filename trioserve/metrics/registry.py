@@ -1,0 +1,130 @@
+"""The catalogue as prometheus_client instruments, and the text that scrapers read.
+
+Knows how metrics are shown; when something is counted is the business of whoever counts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import generate_latest
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.samples import Sample
+
+from trioserve.metrics.catalogue import CATALOGUE, MODEL_LABEL, PREFIX, Metric
+
+__all__ = ["Metrics"]
+
+
+class Metrics:
+    """One attribute for each metric of the catalogue, named like it: `metrics.step_seconds.observe(0.012)`.
+
+    A metric with labels wants them first: `metrics.aborts_total.labels("decode").inc()`. Several Metrics can live in
+    one process: each has a registry of its own. Counting may happen in any thread.
+    """
+
+    content_type = "text/plain; version=0.0.4; charset=utf-8"
+
+    num_requests_running: Gauge
+    num_requests_waiting: Gauge
+    kv_cache_usage_perc: Gauge
+    time_to_first_token_seconds: Histogram
+    inter_token_latency_seconds: Histogram
+    e2e_request_latency_seconds: Histogram
+    request_queue_time_seconds: Histogram
+    prompt_tokens_total: Counter
+    generation_tokens_total: Counter
+    prefix_cache_queries_total: Counter
+    prefix_cache_hits_total: Counter
+    request_success_total: Counter
+    num_preemptions_total: Counter
+    aborts_total: Counter
+    deadlines_passed_total: Counter
+    cancel_to_free_seconds: Histogram
+    step_seconds: Histogram
+    kv_blocks: Gauge
+    requests_rejected_total: Counter
+    connections_open: Gauge
+    connections_total: Counter
+    connections_refused_total: Counter
+    streams_refused_total: Counter
+    clients_left_total: Counter
+    clients_stalled_total: Counter
+    clients_slow: Gauge
+    answer_bytes_held: Gauge
+    request_body_bytes_held: Gauge
+    request_body_bytes_total: Counter
+    streams_open: Gauge
+    http_requests_total: Counter
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model_name = model_name
+        self._callbacks: list[Callable[[], None]] = []
+        for metric in CATALOGUE:
+            setattr(self, metric.name, _instrument(metric, self.registry))
+
+    def on_scrape(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called before every exposition: the place to set gauges from a snapshot. It must not wait."""
+        self._callbacks.append(callback)
+
+    def expose(self) -> bytes:
+        """Everything in Prometheus' text format 0.0.4: each family under `trioserve:`, then under its aliases, with the
+        label model_name on every series. To be sent with `content_type`."""
+        for callback in self._callbacks:
+            callback()
+        return generate_latest(_Shown(self.registry, self._model_name))
+
+
+class _Shown:
+    """A registry's families as scrapers see them. The model's name is added here and not in the instruments, so that
+    whoever counts a token need not say it."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        self._registry = registry
+        self._model = {MODEL_LABEL: model_name}
+
+    def collect(self) -> Iterator[Family]:
+        families = {family.name: family for family in self._registry.collect()}
+        for metric in CATALOGUE:
+            family = families[_family_name(metric)]
+            for name in (PREFIX + metric.name, *metric.aliases):
+                yield self._renamed(family, name.removesuffix("_total"))
+
+    def _renamed(self, family: Family, name: str) -> Family:
+        shown = Family(name, family.documentation, family.type)
+        shown.samples = [
+            Sample(
+                name + sample.name.removeprefix(family.name),
+                self._model | sample.labels,
+                sample.value,
+                sample.timestamp,
+                sample.exemplar,
+            )
+            for sample in family.samples
+            if not sample.name.endswith(
+                "_created"
+            )  # the text format has no place for them but as families of their own
+        ]
+        return shown
+
+
+def _family_name(metric: Metric) -> str:
+    """prometheus_client names a counter's family without `_total`, and its sample with it."""
+    return metric.name.removesuffix("_total") if metric.kind == "counter" else metric.name
+
+
+def _instrument(metric: Metric, registry: CollectorRegistry) -> Gauge | Counter | Histogram:
+    label_names = [label.name for label in metric.labels]
+    instrument: Gauge | Counter | Histogram
+    if metric.kind == "gauge":
+        instrument = Gauge(metric.name, metric.meaning, label_names, registry=registry)
+    elif metric.kind == "counter":
+        instrument = Counter(metric.name, metric.meaning, label_names, registry=registry)
+    else:
+        instrument = Histogram(metric.name, metric.meaning, label_names, registry=registry, buckets=metric.buckets)
+    if len(metric.labels) == 1:
+        for value in metric.labels[0].values:
+            instrument.labels(value)
+    return instrument

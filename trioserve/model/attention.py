@@ -1,0 +1,36 @@
+"""Paged attention of one step in one layer: which rows go together, and by which path. The numbers are the kernels'."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from trioserve.model.step_tensors import AttentionTensors
+from trioserve_kernels import Kernels
+
+__all__ = ["attend"]
+
+
+def attend(kernels: Kernels, queries: Tensor, keys_values: Tensor, pages: Tensor, tensors: AttentionTensors) -> Tensor:
+    """Every row attends to its own sequence, up to itself.
+
+    queries: [T, H * D], keys_values: [T, 2 * K * D] (keys, then values) of this step's tokens, rotated; they are in
+    `pages` ([blocks, block_size, 2, K, D]) already. Returns [T, H * D], which the caller may change.
+
+    Decodes go through their block tables, several at a time. A part of a prompt goes alone: over its own rows where
+    these are its whole context, else over its gathered blocks.
+    """
+    groups, parts = tensors.decode_groups, tensors.prompt_parts
+    if len(groups) == 1 and not parts:
+        return kernels.paged_attention_decode(queries, pages, groups[0].block_table, groups[0].mask)
+    attended = queries.new_empty(queries.shape)
+    for group in groups:
+        attended[group.first : group.end] = kernels.paged_attention_decode(
+            queries[group.first : group.end], pages, group.block_table, group.mask
+        )
+    for part in parts:
+        if part.block_table is None:
+            context = keys_values[part.first : part.end].view(-1, *pages.shape[2:])
+        else:
+            context = kernels.gather_context(pages, part.block_table)[: part.context]
+        attended[part.first : part.end] = kernels.attention_prompt(queries[part.first : part.end], context, part.mask)
+    return attended

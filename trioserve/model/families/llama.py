@@ -1,0 +1,133 @@
+"""The Llama family (Llama, Mistral, SmolLM): how layers are joined, and one step through all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from trioserve.contracts.step import IsAbandoned, never_abandoned
+from trioserve.model.attention import attend
+from trioserve.model.kv_storage import KVStorage
+from trioserve.model.layers import Embedding, Linear, Norm, RotaryAngles
+from trioserve.model.model_config import ModelConfig
+from trioserve.model.step_tensors import StepTensors
+from trioserve.model.weights import Slot
+from trioserve_kernels import Kernels
+
+__all__ = ["LlamaLayer", "LlamaModel"]
+
+
+class LlamaLayer:
+    """One decoder layer: norm, attention, norm, gated MLP, each pair around a residual sum."""
+
+    def __init__(
+        self, config: ModelConfig, index: int, kernels: Kernels, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._kernels = kernels
+        self._eps = config.rms_norm_eps
+        self._window = config.sliding_windows[index]
+        self._head_dim = config.head_dim
+        self._rotated_heads = config.head_count + config.kv_head_count
+        self._query_size = config.head_count * config.head_dim
+        self._kv_size = 2 * config.kv_head_count * config.head_dim
+        hidden, middle = config.hidden_size, config.intermediate_size
+        name = f"layers.{index}"
+        keys = config.kv_head_count * config.head_dim
+        self._input_norm = Norm(f"{name}.input_norm", hidden, dtype=dtype, device=device)
+        self._post_norm = Norm(f"{name}.post_norm", hidden, dtype=dtype, device=device)
+        self._qkv = Linear(
+            hidden,
+            {f"{name}.q_proj": self._query_size, f"{name}.k_proj": keys, f"{name}.v_proj": keys},
+            bias=config.attention_bias,
+            dtype=dtype,
+            device=device,
+        )
+        self._output = Linear(
+            self._query_size,
+            {f"{name}.o_proj": hidden},
+            bias=config.attention_output_bias,
+            dtype=dtype,
+            device=device,
+        )
+        self._gate_up = Linear(
+            hidden,
+            {f"{name}.gate_proj": middle, f"{name}.up_proj": middle},
+            bias=config.mlp_bias,
+            dtype=dtype,
+            device=device,
+        )
+        self._down = Linear(middle, {f"{name}.down_proj": hidden}, bias=config.mlp_bias, dtype=dtype, device=device)
+
+    def slots(self) -> Iterator[Slot]:
+        for part in (self._input_norm, self._qkv, self._output, self._post_norm, self._gate_up, self._down):
+            yield from part.slots()
+
+    def __call__(
+        self, hidden: Tensor, step: StepTensors, cos: Tensor, sin: Tensor, pages: Tensor, slots_of_layer: Tensor
+    ) -> Tensor:
+        """hidden: [T, hidden_size]. Writes the step's keys and values into the layer's cache."""
+        kernels = self._kernels
+        qkv = self._qkv(kernels.rms_norm(hidden, self._input_norm.weight, self._eps))
+        queries, keys_values = torch.split(qkv, [self._query_size, self._kv_size], -1)
+        # Queries and keys lie side by side, so they are turned together and in place.
+        heads = qkv.view(qkv.shape[0], -1, self._head_dim)[:, : self._rotated_heads]
+        self.prepare_heads_(heads)
+        kernels.rotary_(heads, cos, sin)
+        kernels.store_kv_(slots_of_layer, keys_values, step.slots)
+        if step.cleared_slots is not None:
+            kernels.clear_slots_(slots_of_layer, step.cleared_slots)
+        attended = attend(kernels, queries, keys_values, pages, step.attention[self._window])
+        hidden = self._output(attended).add_(hidden)
+        gate_up = self._gate_up(kernels.rms_norm(hidden, self._post_norm.weight, self._eps))
+        return self._down(kernels.silu_and_mul(gate_up)).add_(hidden)
+
+    def prepare_heads_(self, heads: Tensor) -> None:
+        """What a family does, in place, to query and key heads [T, H + K, D] before they are turned: here nothing."""
+
+
+class LlamaModel:
+    """Embedding, layers, last norm and output projection. Knows tensors, not the lives of requests."""
+
+    layer_type: type[LlamaLayer] = LlamaLayer
+
+    def __init__(self, config: ModelConfig, kernels: Kernels, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        self._kernels = kernels
+        self._embedding = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self._layers = [
+            self.layer_type(config, index, kernels, dtype=dtype, device=device) for index in range(config.layer_count)
+        ]
+        self._norm = Norm("norm", config.hidden_size, dtype=dtype, device=device)
+        self._head = Linear(config.hidden_size, {"lm_head": config.vocab_size}, bias=False, dtype=dtype, device=device)
+        self._rotary = RotaryAngles(config, device)
+
+    def slots(self) -> Iterator[Slot]:
+        """A place for every tensor of the checkpoint."""
+        tied = self.config.tie_word_embeddings
+        yield from self._embedding.slots(tied=self._head if tied else None)
+        for layer in self._layers:
+            yield from layer.slots()
+        yield from self._norm.slots()
+        if not tied:
+            yield from self._head.slots()
+
+    def forward(
+        self, step: StepTensors, storage: KVStorage, is_abandoned: IsAbandoned = never_abandoned
+    ) -> Tensor | None:
+        """Compute every row of the step and write its KV. Returns [T, hidden_size] after the last layer; None if it was
+        abandoned, which is asked before each layer."""
+        hidden = self._embedding(step.token_ids)
+        cos, sin = self._rotary.cos_sin(step.positions, self.dtype)
+        for layer, pages, slots_of_layer in zip(self._layers, storage.pages, storage.slots, strict=True):
+            if is_abandoned():
+                return None
+            hidden = layer(hidden, step, cos, sin, pages, slots_of_layer)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, hidden_size] as forward returns it, to [n, vocab_size]."""
+        return self._head(self._kernels.rms_norm(hidden, self._norm.weight, self.config.rms_norm_eps))

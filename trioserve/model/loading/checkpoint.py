@@ -1,0 +1,99 @@
+"""One way to look at a checkpoint, whatever its files: dimensions, tensors by our names, and where its tokenizer is.
+
+Opening reads headers only and does not import torch; the weights are read by tensors(), one at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from trioserve.contracts.errors import ModelLoadError
+from trioserve.model.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Checkpoint", "open_checkpoint"]
+
+MESSAGE_CHARACTERS_MAX = 600  # our own longest is about 300
+
+
+class Checkpoint(Protocol):
+    """files: those that hold the weights. weight_bytes: the size of all that tensors() gives, together.
+
+    tokenizer_directory: where the tokenizer's files lie; None if they are in gguf_metadata, which is None otherwise.
+    sampling_defaults: what the model's makers recommend, by the names of SamplingParams.
+    """
+
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def files(self) -> tuple[Path, ...]: ...
+    @property
+    def weight_bytes(self) -> int: ...
+    @property
+    def tokenizer_directory(self) -> Path | None: ...
+    @property
+    def gguf_metadata(self) -> Mapping[str, object] | None: ...
+    @property
+    def sampling_defaults(self) -> Mapping[str, float | int]: ...
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name (see names.py) and values of every tensor on the CPU, in the checkpoint's dtype, or float32 where it was
+        quantized. A tensor may share the file's memory: copy what you keep. Raises ModelLoadError if a read fails."""
+        ...
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """A directory with safetensors, a directory with exactly one .gguf, or a .gguf file.
+
+    Raises ModelLoadError, one sentence that begins with the path, for everything else and for damaged files.
+    """
+    try:
+        return _opened(path)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"cannot load {path}: {_one_line(str(error))}") from error
+    except OSError as error:
+        raise ModelLoadError(f"cannot load {path}: {error.strerror or error}") from error
+
+
+def _one_line(message: str) -> str:
+    # It may quote a damaged file, and so hold anything: line breaks, control characters, halves of characters.
+    return "".join(character if character.isprintable() else "?" for character in message)[:MESSAGE_CHARACTERS_MAX]
+
+
+def _opened(path: Path) -> Checkpoint:
+    # Each format is imported when it is met, so that a GGUF file is open before safetensors would be loaded.
+    if path.is_dir():
+        if any(path.glob("*.safetensors")) or (path / "model.safetensors.index.json").is_file():
+            from trioserve.model.loading.safetensors import SafetensorsCheckpoint
+
+            return SafetensorsCheckpoint(path)
+        path = _only_gguf(path)
+    elif not path.exists():
+        raise ModelLoadError("there is no such file or directory")
+    elif path.suffix.lower() != ".gguf":
+        raise ModelLoadError(
+            "a model is a .gguf file or a directory with config.json and safetensors; name one of them"
+        )
+    from trioserve.model.loading.gguf_checkpoint import GgufCheckpoint
+
+    return GgufCheckpoint(path)
+
+
+def _only_gguf(directory: Path) -> Path:
+    files = sorted(directory.glob("*.gguf"))
+    if len(files) == 1:
+        return files[0]
+    if files:
+        names = ", ".join(path.name for path in files[:5])
+        raise ModelLoadError(f"the directory holds {len(files)} GGUF files ({names}): name one of them")
+    pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in directory.glob(pattern))
+    if pickled:
+        raise ModelLoadError(
+            f"the directory has its weights only in {pickled[0]}, a format that can run code; "
+            "safetensors are needed: fetch them or convert the model"
+        )
+    raise ModelLoadError("the directory has no weights; needed are config.json and *.safetensors, or one .gguf file")

@@ -1,0 +1,111 @@
+"""Typed reading of a checkpoint's own description (config.json, GGUF metadata), which anybody may have written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeGuard, TypeVar
+
+from trioserve.contracts.errors import ModelLoadError
+
+__all__ = ["Fields"]
+
+T = TypeVar("T")
+
+
+class Fields:
+    """Named values of one file. A missing one and null are the same: the default, or ModelLoadError without one."""
+
+    def __init__(self, values: Mapping[str, object], source: str) -> None:
+        self._values = values
+        self._source = source
+
+    def __contains__(self, name: str) -> bool:
+        return self._values.get(name) is not None
+
+    def whole(self, name: str) -> int:
+        return self._required(name, self.whole_or(name, None), "a whole number")
+
+    def whole_or(self, name: str, default: T) -> int | T:
+        value = self._values.get(name)
+        if value is None:
+            return default
+        if not _is_whole(value):
+            raise self.wrong(name, "a whole number")
+        return value
+
+    def number(self, name: str) -> float:
+        return self._required(name, self.number_or(name, None), "a number")
+
+    def number_or(self, name: str, default: T) -> float | T:
+        value = self._values.get(name)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.wrong(name, "a number")
+        try:
+            return float(value)
+        except OverflowError:
+            raise self.wrong(name, "a number of ordinary size") from None
+
+    def flag_or(self, name: str, default: bool) -> bool:
+        value = self._values.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.wrong(name, "true or false")
+        return value
+
+    def text_or(self, name: str, default: T) -> str | T:
+        value = self._values.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            raise self.wrong(name, "a string")
+        return value
+
+    def strings_or(self, name: str, default: T) -> list[str] | T:
+        value = self._values.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.wrong(name, "a list of strings")
+        return value
+
+    def wholes(self, name: str) -> tuple[int, ...]:
+        """One whole number or a list of them; nothing when the field is missing."""
+        value = self._values.get(name)
+        if value is None:
+            return ()
+        items = value if isinstance(value, list) else [value]
+        if not all(_is_whole(item) for item in items):
+            raise self.wrong(name, "a whole number or a list of them")
+        return tuple(items)
+
+    def object_or_none(self, name: str) -> dict[str, object] | None:
+        value = self._values.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.wrong(name, "an object")
+        return value
+
+    def group_or_none(self, name: str) -> Fields | None:
+        """The fields of an object inside this one."""
+        value = self.object_or_none(name)
+        return None if value is None else Fields(value, f"{name} in {self._source}")
+
+    def wrong(self, name: str, wanted: str) -> ModelLoadError:
+        """The error for a value of the wrong kind, to be raised."""
+        shown = repr(self._values.get(name))
+        shown = shown if len(shown) <= 60 else shown[:57] + "..."
+        return ModelLoadError(f"{name} in {self._source} is {shown}, but it must be {wanted}")
+
+    def _required(self, name: str, value: T | None, wanted: str) -> T:
+        if value is None:
+            raise ModelLoadError(f"{self._source} lacks {name}, which must be {wanted}")
+        return value
+
+
+def _is_whole(value: object) -> TypeGuard[int]:
+    # JSON numbers have no end, and 10**400 would break the first division.
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63

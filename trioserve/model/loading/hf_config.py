@@ -1,0 +1,190 @@
+"""What config.json and generation_config.json say about a model, in the spellings of transformers 4 and 5."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from trioserve.contracts.errors import ModelLoadError
+from trioserve.model.loading.fields import Fields
+from trioserve.model.model_config import Architecture, ModelConfig, RopeScaling
+
+__all__ = ["model_config_from", "read_json_object", "sampling_defaults_from"]
+
+JSON_BYTES_MAX = 64 * 2**20  # the index of the largest checkpoint we know has 15 MB
+
+_ARCHITECTURES: dict[str, Architecture] = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+
+
+def read_json_object(path: Path) -> dict[str, object]:
+    """The JSON object in a file. Raises ModelLoadError when there is none."""
+    try:
+        if path.stat().st_size > JSON_BYTES_MAX:
+            raise ModelLoadError(f"{path.name} has {path.stat().st_size} bytes, at most {JSON_BYTES_MAX} are read")
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ModelLoadError(f"{path.name} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{path.name} is not valid JSON ({error}): fetch the checkpoint again") from error
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path.name} must hold a JSON object, but it is a {type(value).__name__}")
+    return value
+
+
+def model_config_from(
+    config: dict[str, object], generation_config: dict[str, object], *, dtype_name: str
+) -> ModelConfig:
+    """Dimensions from config.json; the end tokens are those of either file, as chat models often name them in one only.
+
+    dtype_name: what the weights are stored in, which the config does not reliably know.
+    """
+    fields = Fields(config, "config.json")
+    architecture = _architecture(fields)
+    if "quantization_config" in fields:
+        raise ModelLoadError(
+            "config.json has a quantization_config; supported are unquantized safetensors and GGUF: "
+            "take the original checkpoint or a GGUF file"
+        )
+    if (activation := fields.text_or("hidden_act", "silu")) != "silu":
+        raise ModelLoadError(f"hidden_act in config.json is {activation!r}; supported is silu")
+    hidden_size = fields.whole("hidden_size")
+    head_count = fields.whole("num_attention_heads")
+    if head_count < 1:
+        raise fields.wrong("num_attention_heads", "at least 1")
+    head_dim_default = 128 if architecture == "qwen3" else hidden_size // head_count
+    attention_bias = fields.flag_or("attention_bias", False) and architecture in ("llama", "qwen3")
+    context_tokens_max = fields.whole("max_position_embeddings")
+    rope_theta, rope_scaling = _rope(fields, context_tokens_max)
+    generation_fields = Fields(generation_config, "generation_config.json")
+    eos_token_ids = (*generation_fields.wholes("eos_token_id"), *fields.wholes("eos_token_id"))
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=fields.whole("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=fields.whole("intermediate_size"),
+        layer_count=fields.whole("num_hidden_layers"),
+        head_count=head_count,
+        kv_head_count=fields.whole_or("num_key_value_heads", head_count),
+        head_dim=fields.whole_or("head_dim", head_dim_default),
+        context_tokens_max=rope_scaling.context_tokens(context_tokens_max) if rope_scaling else context_tokens_max,
+        rms_norm_eps=fields.number_or("rms_norm_eps", 1e-6),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        tie_word_embeddings=fields.flag_or("tie_word_embeddings", False),
+        attention_bias=attention_bias or architecture == "qwen2",
+        attention_output_bias=attention_bias,
+        mlp_bias=fields.flag_or("mlp_bias", False) and architecture == "llama",
+        qk_norm=architecture == "qwen3",
+        sliding_windows=_sliding_windows(fields, architecture),
+        bos_token_id=fields.whole_or("bos_token_id", None),
+        eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
+        dtype_name=dtype_name,
+    )
+
+
+def sampling_defaults_from(generation_config: dict[str, object]) -> dict[str, float | int]:
+    """What the model's makers recommend; empty when they recommend greedy decoding or nothing."""
+    fields = Fields(generation_config, "generation_config.json")
+    if not fields.flag_or("do_sample", True):
+        return {}
+    defaults: dict[str, float | int] = {}
+    for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+        if (number := fields.number_or(name, None)) is not None:
+            defaults[name] = number
+    if (top_k := fields.whole_or("top_k", None)) is not None:
+        defaults["top_k"] = top_k
+    return defaults
+
+
+def _architecture(fields: Fields) -> Architecture:
+    named = fields.strings_or("architectures", None)
+    model_type = fields.text_or("model_type", None)
+    if named:
+        if named[0] in _ARCHITECTURES:
+            return _ARCHITECTURES[named[0]]
+    else:
+        for architecture in _ARCHITECTURES.values():
+            if model_type == architecture:
+                return architecture
+    came = named[0] if named else model_type
+    raise ModelLoadError(
+        f"the model's architecture is {came or 'not named in config.json'}; supported are {', '.join(_ARCHITECTURES)}"
+    )
+
+
+def _sliding_windows(fields: Fields, architecture: Architecture) -> tuple[int | None, ...]:
+    # ModelConfig refuses an absurd number of layers; here it must only not become an absurd tuple.
+    layer_count = min(max(fields.whole("num_hidden_layers"), 0), 2**16)
+    window = fields.whole_or("sliding_window", None)
+    slides = architecture == "mistral" or (
+        architecture in ("qwen2", "qwen3") and fields.flag_or("use_sliding_window", False)
+    )
+    if not slides or window is None:
+        return (None,) * layer_count
+    layer_types = fields.strings_or("layer_types", None)
+    if layer_types is None:
+        # Qwen's default; every layer of a Mistral slides.
+        first = 0 if architecture == "mistral" else fields.whole_or("max_window_layers", 28)
+        return tuple(window if layer >= first else None for layer in range(layer_count))
+    for layer_type in layer_types:
+        if layer_type not in ("full_attention", "sliding_attention"):
+            raise ModelLoadError(
+                f"layer_types in config.json holds {layer_type!r}; supported are full_attention and sliding_attention"
+            )
+    return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)
+
+
+def _rope(fields: Fields, context_tokens: int) -> tuple[float, RopeScaling | None]:
+    """transformers 5 keeps everything in rope_parameters, transformers 4 has rope_theta beside rope_scaling."""
+    theta = fields.number_or("rope_theta", 10_000.0)
+    rope = fields.group_or_none("rope_parameters") or fields.group_or_none("rope_scaling") or Fields({}, "config.json")
+    theta = rope.number_or("rope_theta", theta)
+    if rope.number_or("partial_rotary_factor", fields.number_or("partial_rotary_factor", 1.0)) != 1.0:
+        raise ModelLoadError(
+            "config.json rotates a part of each head only (partial_rotary_factor); that isn't supported"
+        )
+    kind = rope.text_or("rope_type", None) or rope.text_or("type", None) or "default"
+    if kind == "default":
+        return theta, None
+    original_name = "original_max_position_embeddings"
+    original = rope.whole_or(original_name, fields.whole_or(original_name, context_tokens))
+    if kind == "linear":
+        return theta, RopeScaling(kind="linear", factor=rope.number("factor"), original_context_tokens=original)
+    if kind == "llama3":
+        return theta, RopeScaling(
+            kind="llama3",
+            factor=rope.number("factor"),
+            low_freq_factor=rope.number_or("low_freq_factor", 1.0),
+            high_freq_factor=rope.number_or("high_freq_factor", 4.0),
+            original_context_tokens=original,
+        )
+    if kind == "yarn":
+        return theta, _yarn(rope, original, context_tokens)
+    raise ModelLoadError(f"the rope scaling in config.json is {kind!r}; supported are default, linear, llama3 and yarn")
+
+
+def _yarn(rope: Fields, original: int, context_tokens: int) -> RopeScaling:
+    if not rope.flag_or("truncate", True):
+        raise ModelLoadError("the rope scaling in config.json has truncate: false; only true is supported")
+    factor = rope.number_or("factor", None)
+    if factor is None:
+        factor = context_tokens / max(original, 1)
+    attention_factor = rope.number_or("attention_factor", None)
+    mscale, mscale_all_dim = rope.number_or("mscale", None), rope.number_or("mscale_all_dim", None)
+    if attention_factor is None and mscale and mscale_all_dim and factor > 1.0:
+        # The DeepSeek way of writing it: one scale for the values, divided by one for all dimensions.
+        attention_factor = (0.1 * mscale * math.log(factor) + 1.0) / (0.1 * mscale_all_dim * math.log(factor) + 1.0)
+    return RopeScaling(
+        kind="yarn",
+        factor=factor,
+        original_context_tokens=original,
+        attention_factor=attention_factor,
+        beta_fast=rope.number_or("beta_fast", 32.0),
+        beta_slow=rope.number_or("beta_slow", 1.0),
+    )

@@ -1,0 +1,209 @@
+"""The executor: a StepPlan in, token ids out. What belongs to one request fails for that request alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from trioserve.contracts.events import TokenLogprob
+from trioserve.contracts.ids import RequestId
+from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult, never_abandoned
+from trioserve.model.device import kv_block_bytes, kv_block_count, pick_device, pick_dtype
+from trioserve.model.families import MODEL_TYPES
+from trioserve.model.families.llama import LlamaModel
+from trioserve.model.kv_storage import KVStorage
+from trioserve.model.loading.checkpoint import Checkpoint
+from trioserve.model.model_config import ModelConfig
+from trioserve.model.sampler import NOT_FINITE, finite_rows, sample, token_logprobs
+from trioserve.model.settings import ModelSettings
+from trioserve.model.step_tensors import StepShape, build_step_tensors
+from trioserve.model.weights import fill_slots
+from trioserve_kernels import pick_kernels
+
+__all__ = ["ModelRunner"]
+
+# Logits of this many prompt tokens at a time: 128 rows of a vocabulary of 150,000 are 77 MB in float32.
+PROMPT_LOGPROB_ROWS = 128
+
+
+class ModelRunner:
+    """One model with its KV cache; an Executor.
+
+    load, then allocate_kv, then warm_up if the first request should not pay for it, then execute step after step, all
+    in one thread: torch keeps a team of compute threads for every thread that uses it, and two teams slow each other.
+    """
+
+    def __init__(self, model: LlamaModel, settings: ModelSettings) -> None:
+        """Raises StartupError if not even one KV block fits beside the model."""
+        self._model: LlamaModel | None = model
+        self._storage: KVStorage | None = None
+        self.config: ModelConfig = model.config
+        self.device = model.device
+        self.dtype = model.dtype
+        self.block_size = settings.block_size
+        self.block_count = kv_block_count(model.config, settings, model.device, model.dtype)
+        """Blocks of the KV cache; before allocate_kv, how many fit."""
+        self._shape = StepShape(
+            block_size=settings.block_size,
+            token_kv_bytes=2 * model.config.kv_head_count * model.config.head_dim * model.dtype.itemsize,
+            windows=tuple(dict.fromkeys(model.config.sliding_windows)),
+            dtype=model.dtype,
+            device=model.device,
+        )
+
+    @classmethod
+    def load(
+        cls, checkpoint: Checkpoint, settings: ModelSettings, *, progress: Callable[[int, int], None] | None = None
+    ) -> ModelRunner:
+        """Read the weights into the target number format, tensor by tensor, in the calling thread.
+
+        progress(bytes_done, bytes_total) is called after each tensor; what it raises ends the loading.
+        Raises ModelLoadError if the tensors are not those of the config, StartupError if the device is not there.
+        """
+        if settings.threads is not None:
+            torch.set_num_threads(settings.threads)
+        config = checkpoint.config
+        device = pick_device(settings)
+        dtype = pick_dtype(config, settings, device)
+        with torch.inference_mode():
+            model = MODEL_TYPES[config.architecture](config, pick_kernels(), dtype=dtype, device=device)
+            fill_slots(model.slots(), checkpoint.tensors(), bytes_total=checkpoint.weight_bytes, progress=progress)
+        return cls(model, settings)
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """What block_count blocks take."""
+        return self.block_count * kv_block_bytes(self.config, self.block_size, self.dtype)
+
+    @property
+    def storage(self) -> KVStorage | None:
+        """The KV tensors, for whoever carries blocks elsewhere; None before allocate_kv."""
+        return self._storage
+
+    def allocate_kv(self, block_count: int) -> None:
+        """Make the KV cache; what an earlier one held is gone. Memory is claimed as blocks are first written."""
+        assert block_count >= 1
+        self._storage = None  # before the new one is made: two might not fit
+        self.block_count = block_count
+        with torch.inference_mode():
+            self._storage = KVStorage(
+                self.config,
+                block_count=block_count,
+                block_size=self.block_size,
+                dtype=self.dtype,
+                device=self.device,
+            )
+
+    def warm_up(self) -> None:
+        """Compute a few steps of the common shapes, so that libraries choose and cache their kernels. Uses the KV
+        blocks: call it before the first request."""
+        tokens_max = min(64, self.config.context_tokens_max, self.block_count * self.block_size)
+        prompt = tuple(index % self.config.vocab_size for index in range(tokens_max))
+        table = range(self.block_count)
+        for temperature in (0.0, 1.0):
+            request = EngineRequest(
+                id=RequestId("warm-up"),
+                prompt_token_ids=prompt,
+                sampling=SamplingParams(temperature=temperature),
+                output_tokens_max=1,
+                stop_token_ids=frozenset(),
+                seed=0,
+            )
+            whole = ScheduledChunk(request, prompt, 0, tokens_max, table, True)
+            last = ScheduledChunk(request, prompt, tokens_max - 1, 1, table, True)
+            self.execute(StepPlan(0, (whole,), tokens_max))
+            self.execute(StepPlan(1, (last,), 1))
+
+    def close(self) -> None:
+        """Let weights and KV cache go. The runner cannot be used afterwards."""
+        self._model = None
+        self._storage = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def execute(self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned) -> StepResult | None:
+        """See Executor. A request with a token or a logit_bias id outside the vocabulary, or whose logits are not
+        finite, gets an error; the rest of the plan is computed."""
+        model, storage = self._model, self._storage
+        assert model is not None, "execute after close"
+        assert storage is not None, "execute before allocate_kv"
+        errors: dict[RequestId, str] = {}
+        runnable: list[int] = []
+        for index, chunk in enumerate(plan.chunks):
+            fault = _fault(chunk, self.config.vocab_size)
+            if fault is None:
+                runnable.append(index)
+            else:
+                errors[chunk.request.id] = fault
+        token_ids: list[int | None] = [None] * len(plan.chunks)
+        logprobs: dict[RequestId, TokenLogprob] = {}
+        prompt_logprobs: dict[RequestId, tuple[TokenLogprob, ...]] = {}
+        if runnable:
+            chunks = [plan.chunks[index] for index in runnable]
+            with torch.inference_mode():
+                step = build_step_tensors(chunks, self._shape)
+                hidden = model.forward(step, storage, is_abandoned)
+                if hidden is None:
+                    return None
+                for chunk, row in zip(chunks, step.first_rows, strict=True):
+                    if chunk.request.sampling.prompt_logprobs is not None:
+                        entries = _prompt_logprobs(model, hidden[row : row + chunk.count], chunk)
+                        if entries is None:
+                            errors[chunk.request.id] = NOT_FINITE
+                        else:
+                            prompt_logprobs[chunk.request.id] = entries
+                sampled = [
+                    place for place, chunk in enumerate(chunks) if chunk.samples and chunk.request.id not in errors
+                ]
+                if sampled:
+                    rows = [step.first_rows[place] + chunks[place].count - 1 for place in sampled]
+                    logits = model.logits(_take_rows(hidden, rows))
+                    samples = sample(logits, [chunks[place] for place in sampled])
+                    for row, place in enumerate(sampled):
+                        request_id = chunks[place].request.id
+                        token_ids[runnable[place]] = samples.token_ids[row]
+                        if row in samples.errors:
+                            errors[request_id] = samples.errors[row]
+                        if row in samples.logprobs:
+                            logprobs[request_id] = samples.logprobs[row]
+        return StepResult(tuple(token_ids), logprobs, prompt_logprobs, errors)
+
+
+def _take_rows(hidden: Tensor, rows: Sequence[int]) -> Tensor:
+    if list(rows) == list(range(hidden.shape[0])):
+        return hidden
+    return hidden.index_select(0, torch.tensor(rows, device=hidden.device))
+
+
+def _fault(chunk: ScheduledChunk, vocab_size: int) -> str | None:
+    """Why this chunk cannot be computed, as a sentence for the client."""
+    tokens = chunk.tokens[chunk.start : chunk.start + chunk.count]
+    for token in (min(tokens), max(tokens)):
+        if not 0 <= token < vocab_size:
+            return f"the prompt has token id {token}, but the model's vocabulary has ids 0 to {vocab_size - 1}"
+    for token in chunk.request.sampling.logit_bias or ():
+        if token >= vocab_size:
+            return f"logit_bias names token id {token}, but the model's vocabulary has ids 0 to {vocab_size - 1}"
+    return None
+
+
+def _prompt_logprobs(model: LlamaModel, hidden: Tensor, chunk: ScheduledChunk) -> tuple[TokenLogprob, ...] | None:
+    """Logprobs of the prompt tokens that follow the chunk's rows; None if the model's numbers are not finite.
+
+    hidden: [count, hidden_size], the chunk's rows after the last layer.
+    """
+    prompt = chunk.request.prompt_token_ids
+    top = chunk.request.sampling.prompt_logprobs or 0
+    followers = prompt[chunk.start + 1 : chunk.start + chunk.count + 1]
+    entries: list[TokenLogprob] = []
+    for first in range(0, len(followers), PROMPT_LOGPROB_ROWS):
+        targets = followers[first : first + PROMPT_LOGPROB_ROWS]
+        logits = model.logits(hidden[first : first + len(targets)])
+        if not bool(finite_rows(logits).all()):
+            return None
+        entries.extend(token_logprobs(logits, targets, [top] * len(targets)))
+    return tuple(entries)

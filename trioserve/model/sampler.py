@@ -1,0 +1,221 @@
+"""Logits to token ids: penalties, filters, logprobs; drawing.py draws.
+
+The order is vLLM's: logit_bias, min_tokens, penalties, temperature, min_p, top_k, top_p. Logprobs are taken before all
+of it. Tokens of exactly equal probability are kept or dropped together by a filter, so that nothing depends on how a
+sort breaks ties; the greedy choice among equals is the lowest id.
+
+Random numbers come from the request's seed and the token's position alone. With equal logits a request gets the same
+tokens in any batch and after any preemption; what logits depend on is said in the kernels' reference, and where they
+differ by rounding, drawing.py makes that change a token as seldom as it can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from trioserve.contracts.events import TokenLogprob
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.step import ScheduledChunk
+from trioserve.model.drawing import draw, draw_word
+
+__all__ = ["NOT_FINITE", "Samples", "finite_rows", "sample", "token_logprobs"]
+
+SORTED_CANDIDATES = 256  # of each row; almost every top_k and top_p ends before, and sorting a whole row costs 1.5 ms
+CANDIDATES_GROWTH = 16  # a row that needs more gets 4,096, and only then all
+
+NOT_FINITE = "the model gave a result that is no number (NaN or infinity) for this request; its answer cannot go on"
+NOTHING_LEFT = "min_tokens and logit_bias leave no token that may be sampled: lower min_tokens or change logit_bias"
+
+
+@dataclass(slots=True)
+class Samples:
+    """One entry per row: token_ids (None where errors has the row), and logprobs where the request asked."""
+
+    token_ids: list[int | None]
+    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+
+
+def sample(logits: Tensor, chunks: Sequence[ScheduledChunk]) -> Samples:
+    """Choose the next token of every row.
+
+    logits: [n, vocab_size] in any floating dtype; not changed. chunks: the row's chunk, whose last known token the row
+    follows; n of them, at least one. logit_bias must name tokens of the vocabulary only.
+    """
+    finite = finite_rows(logits)
+    if all(_is_plain(chunk) for chunk in chunks):
+        ids, finite_list = torch.stack((logits.max(-1).indices, finite.to(torch.int64))).tolist()
+        return Samples(
+            [token if good else None for token, good in zip(ids, finite_list, strict=True)],
+            errors={row: NOT_FINITE for row, good in enumerate(finite_list) if not good},
+        )
+    errors = {row: NOT_FINITE for row, good in enumerate(finite.tolist()) if not good}
+    scores = logits.float()
+    if scores is logits or errors:
+        scores = torch.where(finite[:, None], scores, 0.0)
+    with_logprobs = [
+        row for row, chunk in enumerate(chunks) if chunk.request.sampling.logprobs is not None and row not in errors
+    ]
+    raw = scores[with_logprobs] if with_logprobs else None  # a copy, taken before anything is changed
+    for row, chunk in enumerate(chunks):
+        if row not in errors:
+            _adjust_(scores[row], chunk)
+    best, token_ids = scores.max(-1)
+    drawn = [row for row, chunk in enumerate(chunks) if chunk.request.sampling.temperature > 0]
+    if drawn:
+        token_ids[drawn] = _draw(scores[drawn], [chunks[row] for row in drawn])
+    ids = token_ids.tolist()
+    errors |= {row: NOTHING_LEFT for row, empty in enumerate((best == float("-inf")).tolist()) if empty}
+    samples = Samples([None if row in errors else token for row, token in enumerate(ids)], errors=errors)
+    if raw is not None:
+        chosen = [ids[row] for row in with_logprobs]
+        tops = [chunks[row].request.sampling.logprobs or 0 for row in with_logprobs]
+        samples.logprobs = {
+            row: entry
+            for row, entry in zip(with_logprobs, token_logprobs(raw, chosen, tops), strict=True)
+            if row not in errors
+        }
+    return samples
+
+
+def finite_rows(logits: Tensor) -> Tensor:
+    """bool [n]: rows without NaN and infinity."""
+    finite = logits.sum(-1, dtype=torch.float32).isfinite()
+    if bool(finite.all()):
+        return finite
+    return logits.isfinite().all(-1)
+
+
+def token_logprobs(logits: Tensor, token_ids: Sequence[int], tops: Sequence[int]) -> list[TokenLogprob]:
+    """The natural-log probability of each row's token and of the row's tops[i] most probable ones, best first.
+
+    logits: [n, vocab_size], finite. tops: 0 or more, and at most vocab_size counts.
+    """
+    logprobs = logits.float().log_softmax(-1)
+    chosen = logprobs.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])[:, 0].tolist()
+    values, ids = (best.tolist() for best in logprobs.topk(min(max(tops), logits.shape[-1]), -1))
+    return [
+        TokenLogprob(
+            token_ids[row], chosen[row], tuple(zip(ids[row][: tops[row]], values[row][: tops[row]], strict=True))
+        )
+        for row in range(len(token_ids))
+    ]
+
+
+def _is_plain(chunk: ScheduledChunk) -> bool:
+    sampling = chunk.request.sampling
+    return sampling.temperature == 0 and sampling.logprobs is None and not _is_adjusted(chunk)
+
+
+def _is_adjusted(chunk: ScheduledChunk) -> bool:
+    sampling = chunk.request.sampling
+    return bool(
+        sampling.logit_bias or _end_tokens_hidden(chunk) or sampling.repetition_penalty != 1.0 or _counts(sampling)
+    )
+
+
+def _counts(sampling: SamplingParams) -> bool:
+    return sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
+
+
+def _end_tokens_hidden(chunk: ScheduledChunk) -> bool:
+    """Whether the token to be sampled comes before min_tokens are reached."""
+    output_count = chunk.start + chunk.count - len(chunk.request.prompt_token_ids)
+    return output_count < chunk.request.sampling.min_tokens
+
+
+def _adjust_(scores: Tensor, chunk: ScheduledChunk) -> None:
+    """Bias, hidden end tokens and penalties of one row, in place. Repetition counts prompt and output, presence and
+    frequency the output alone."""
+    if not _is_adjusted(chunk):
+        return
+    request, sampling = chunk.request, chunk.request.sampling
+    vocab_size, device = scores.shape[0], scores.device
+    if sampling.logit_bias:
+        ids = torch.tensor(list(sampling.logit_bias), device=device)
+        scores[ids] += torch.tensor(list(sampling.logit_bias.values()), dtype=scores.dtype, device=device)
+    if _end_tokens_hidden(chunk):
+        # A client may name stop tokens that this vocabulary does not have; they cannot be sampled anyway.
+        hidden = [token for token in request.stop_token_ids if token < vocab_size]
+        scores[torch.tensor(hidden, dtype=torch.int64, device=device)] = float("-inf")
+    known = chunk.start + chunk.count
+    if sampling.repetition_penalty != 1.0:
+        seen = torch.tensor(list(chunk.tokens[:known]), device=device)
+        values = scores[seen]
+        scores[seen] = torch.where(
+            values > 0, values / sampling.repetition_penalty, values * sampling.repetition_penalty
+        )
+    if _counts(sampling):
+        output = list(chunk.tokens[len(request.prompt_token_ids) : known])
+        counts = torch.bincount(torch.tensor(output, dtype=torch.int64, device=device), minlength=vocab_size)
+        scores -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
+
+
+def _draw(scores: Tensor, chunks: Sequence[ScheduledChunk]) -> Tensor:
+    """int64 [m]: one token a row. scores: [m, vocab_size] float32, ours to change."""
+    samplings = [chunk.request.sampling for chunk in chunks]
+    temperatures = torch.tensor([sampling.temperature for sampling in samplings], device=scores.device)
+    probabilities = scores.div_(temperatures[:, None]).softmax(-1)
+    thresholds = _thresholds(probabilities, samplings)
+    if thresholds is not None:
+        probabilities = torch.where(probabilities >= thresholds[:, None], probabilities, 0.0)
+    return draw(probabilities, [draw_word(chunk.request.seed, chunk.start + chunk.count) for chunk in chunks])
+
+
+def _thresholds(probabilities: Tensor, samplings: Sequence[SamplingParams]) -> Tensor | None:
+    """float32 [m]: what a token's probability must reach to be kept by min_p, top_k and top_p; None if all are."""
+    vocab_size, device = probabilities.shape[-1], probabilities.device
+    top_k = [sampling.top_k if 0 < sampling.top_k < vocab_size else vocab_size for sampling in samplings]
+    sorted_rows = [row for row, sampling in enumerate(samplings) if top_k[row] < vocab_size or sampling.top_p < 1.0]
+    if not sorted_rows and all(sampling.min_p == 0 for sampling in samplings):
+        return None
+    min_p = torch.tensor([sampling.min_p for sampling in samplings], device=device)
+    thresholds = probabilities.max(-1).values * min_p
+    if sorted_rows:
+        rows = torch.tensor(sorted_rows, device=device)
+        kept = torch.tensor([top_k[row] for row in sorted_rows], device=device)
+        top_p = torch.tensor([samplings[row].top_p for row in sorted_rows], dtype=torch.float64, device=device)
+        candidates = max([SORTED_CANDIDATES, *(k for k in top_k if k < vocab_size)])
+        thresholds[rows] = _sorted_thresholds(
+            probabilities[rows], thresholds[rows], kept, top_p, min(candidates, vocab_size)
+        )
+    return thresholds
+
+
+def _sorted_thresholds(
+    probabilities: Tensor, thresholds: Tensor, top_k: Tensor, top_p: Tensor, candidates: int
+) -> Tensor:
+    """Raise each row's threshold to the top_k-th probability, then to the least one of the nucleus: the fewest most
+    probable tokens that hold top_p of what is left (arXiv 1904.09751).
+
+    Looks at the row's best `candidates` (at least every top_k that is in use), and at more in rows whose nucleus is
+    larger. thresholds: float32, top_k: int64, top_p: float64, all [m]. Returns float32 [m].
+    """
+    vocab_size = probabilities.shape[-1]
+    best = probabilities.topk(candidates, -1).values
+    limited = top_k < vocab_size
+    kth = best.gather(1, (top_k - 1).clamp(max=candidates - 1)[:, None])[:, 0]
+    thresholds = torch.where(limited, torch.maximum(thresholds, kth), thresholds)
+    left = torch.where(probabilities >= thresholds[:, None], probabilities, 0.0).sum(-1, dtype=torch.float64)
+    wanted = (top_p * left)[:, None]
+    best_left = torch.where(best >= thresholds[:, None], best, 0.0)
+    running = best_left.cumsum(-1, dtype=torch.float64)
+    in_nucleus = (running - best_left < wanted) & (best_left > 0)
+    last = (in_nucleus.sum(-1, keepdim=True) - 1).clamp(min=0)
+    nucleus = torch.where(top_p < 1.0, best.gather(1, last)[:, 0], 0.0)
+    raised = torch.maximum(thresholds, nucleus)
+    unfinished = (top_p < 1.0) & in_nucleus[:, -1] & (running[:, -1:] < wanted)[:, 0]
+    if candidates < vocab_size and bool(unfinished.any()):
+        rows = unfinished.nonzero()[:, 0]
+        raised[rows] = _sorted_thresholds(
+            probabilities[rows],
+            thresholds[rows],
+            top_k[rows],
+            top_p[rows],
+            min(candidates * CANDIDATES_GROWTH, vocab_size),
+        )
+    return raised

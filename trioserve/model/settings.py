@@ -1,0 +1,52 @@
+"""How the model is run: number format, device, and the memory its KV cache may take. Checked here, without torch."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, get_args
+
+import msgspec
+
+from trioserve.contracts.errors import StartupError
+
+__all__ = ["DeviceName", "DtypeName", "ModelSettings"]
+
+DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
+DeviceName = Literal["auto", "cpu", "cuda"]
+
+BLOCK_SIZE_MAX = 256  # tokens; a block is the unit of sharing, and of waste at the end of each sequence
+THREADS_MAX = 1_024
+
+
+class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """dtype: auto is the checkpoint's own (device.py has the one exception). device: auto is CUDA where there is one.
+
+    block_size: tokens in one KV block. kv_cache_bytes: size of the whole KV cache; None sizes it by the machine's
+    memory. memory_share: of a GPU's memory, the part that weights, KV cache and everything else may fill together.
+    threads: of torch's computing on the CPU; None leaves torch's default, one per core.
+    Raises StartupError, naming the field, when a value is out of range.
+    """
+
+    dtype: DtypeName = "auto"
+    device: DeviceName = "auto"
+    block_size: int = 16
+    kv_cache_bytes: int | None = None
+    memory_share: float = 0.9
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, get_args(DtypeName))
+        _one_of("device", self.device, get_args(DeviceName))
+        if not 1 <= self.block_size <= BLOCK_SIZE_MAX:
+            raise StartupError(f"block_size is {self.block_size} tokens, allowed is 1 to {BLOCK_SIZE_MAX}")
+        if self.kv_cache_bytes is not None and self.kv_cache_bytes < 1:
+            raise StartupError(f"kv_cache_bytes is {self.kv_cache_bytes}, allowed is 1 or more")
+        if not (math.isfinite(self.memory_share) and 0.0 < self.memory_share <= 1.0):
+            raise StartupError(f"memory_share is {self.memory_share}, allowed is above 0 and at most 1")
+        if self.threads is not None and not 1 <= self.threads <= THREADS_MAX:
+            raise StartupError(f"threads is {self.threads}, allowed is 1 to {THREADS_MAX}")
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise StartupError(f"{name} is {value!r}, allowed is one of {', '.join(allowed)}")

@@ -1,0 +1,78 @@
+"""Calls when a time has come, for as many things as there are, with one task. What the call means is its owner's."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable
+
+import trio
+
+__all__ = ["Alarm", "DeadlineKeeper"]
+
+SPENT_ALARMS_MIN = 1000  # so many cancelled ones may lie about before it is worth a clean-up
+
+
+class Alarm:
+    """One time to come. cancel() may be called at any time, any number of times."""
+
+    __slots__ = ("_keeper", "at", "ring")
+
+    def __init__(self, keeper: DeadlineKeeper, at: float, ring: Callable[[], None]) -> None:
+        self._keeper = keeper
+        self.at = at
+        self.ring: Callable[[], None] | None = ring
+
+    def cancel(self) -> None:
+        if self.ring is not None:
+            self.ring = None
+            self._keeper.note_spent()
+
+
+class DeadlineKeeper:
+    """set() is O(log n), cancel() O(1); cancelled alarms are cleared away before they outnumber the others."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Alarm]] = []
+        self._numbers = itertools.count()
+        self._spent_count = 0
+        self._changed = trio.Event()
+
+    def __len__(self) -> int:
+        """Alarms that are to ring."""
+        return len(self._heap) - self._spent_count
+
+    def set(self, at: float, ring: Callable[[], None]) -> Alarm:
+        """Have `ring` called at a time of Trio's clock, or soon if that has passed. It must not wait or raise."""
+        alarm = Alarm(self, at, ring)
+        heapq.heappush(self._heap, (at, next(self._numbers), alarm))
+        if self._heap[0][2] is alarm:
+            self._changed.set()
+        return alarm
+
+    async def run(self) -> None:
+        """The keeper's task; runs until cancelled."""
+        while True:
+            self._changed = trio.Event()
+            with trio.move_on_at(self._ring_due()):
+                await self._changed.wait()
+
+    def note_spent(self) -> None:
+        self._spent_count += 1
+        if self._spent_count > max(SPENT_ALARMS_MIN, len(self._heap) // 2):
+            self._heap = [entry for entry in self._heap if entry[2].ring is not None]
+            heapq.heapify(self._heap)
+            self._spent_count = 0
+
+    def _ring_due(self) -> float:
+        """Ring what is due; returns the time of the next alarm, or infinity."""
+        now = trio.current_time()
+        while self._heap and (self._heap[0][0] <= now or self._heap[0][2].ring is None):
+            _at, _number, alarm = heapq.heappop(self._heap)
+            if alarm.ring is None:
+                self._spent_count -= 1
+            else:
+                ring, alarm.ring = alarm.ring, None
+                ring()
+        return self._heap[0][0] if self._heap else math.inf

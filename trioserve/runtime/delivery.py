@@ -1,0 +1,199 @@
+"""What a step has brought, as text in the hands of the readers; and the end of a sequence, however it comes.
+
+Knows every sequence that the core knows, also those whose reader has left already. Everything here is synchronous and
+runs between two steps, or, ending a stream, at any moment.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import trio
+
+from trioserve.contracts.events import (
+    EngineEvent,
+    FinishReason,
+    Phase,
+    PromptLogprobs,
+    RequestFinished,
+    TokensReady,
+)
+from trioserve.contracts.ids import RequestId
+from trioserve.contracts.output import Delta
+from trioserve.contracts.step import StepPlan
+from trioserve.core.engine import EngineCore
+from trioserve.metrics.registry import Metrics
+from trioserve.runtime.drain_rate import DrainRate
+from trioserve.runtime.request_stream import Choice, RequestStream
+
+__all__ = ["Delivery"]
+
+logger = logging.getLogger(__name__)
+
+
+class Delivery:
+    """wake: called when the step loop may have something new to see to."""
+
+    def __init__(self, core: EngineCore, metrics: Metrics, *, wake: Callable[[], None]) -> None:
+        self._core = core
+        self._metrics = metrics
+        self._wake = wake
+        self._choices: dict[RequestId, Choice] = {}
+        self._cancelled_at: dict[RequestId, float] = {}  # aborted while a step reads their blocks
+        self.drain_rate = DrainRate()
+
+    def __len__(self) -> int:
+        """Sequences that the core has."""
+        return len(self._choices)
+
+    def add(self, choice: Choice) -> None:
+        """The core has the choice's sequence now."""
+        self._choices[choice.sequence_id] = choice
+
+    # --- ends that come from outside ---
+
+    def end(self, stream: RequestStream, reason: FinishReason) -> None:
+        """Abort what of a stream the core still has. From here on nothing of it is delivered."""
+        now = trio.current_time()
+        ids = [choice.sequence_id for choice in stream.choices if choice.sequence_id in self._choices]
+        for sequence_id, result in self._core.abort(ids, reason, now=now).items():
+            if result.finished is not None:
+                self._let_go(result.finished, now, reason)
+                self._observe_abort(result.finished, now, now)
+            else:
+                self._cancelled_at.setdefault(sequence_id, now)
+        self._wake()  # what a connector still needs of them has a deadline
+
+    def end_with_last_word(
+        self, stream: RequestStream, reason: FinishReason, message: str | None, *, stop_reason: str | None = None
+    ) -> None:
+        """The same, and the reader gets, for each choice, what was held back of its text, and why it ended."""
+        stream.preparation.cancel()
+        unfinished = [choice for choice in stream.choices if not choice.is_ended]
+        self.end(stream, reason)
+        for choice in unfinished:
+            held_back = None
+            if not choice.is_mute:
+                held_back = self._output(
+                    choice, None, RequestFinished(request_id=choice.sequence_id, reason=reason, phase=Phase.DECODE)
+                )
+            stream.push_end(choice, reason, message, stop_reason=stop_reason, held_back=held_back)
+
+    # --- called by the step loop ---
+
+    def on_plan(self, plan: StepPlan) -> None:
+        now = trio.current_time()
+        for sequence_id in plan.admitted:
+            choice = self._choices[sequence_id]
+            if not choice.has_run:  # a preempted one is admitted again
+                choice.has_run = True
+                choice.stream.note_run()
+                self._metrics.request_queue_time_seconds.observe(now - choice.stream.entered_at)
+                self._metrics.prompt_tokens_total.inc(len(choice.stream.prompt_token_ids))
+
+    def on_events(self, events: list[EngineEvent], step_seconds: float) -> None:
+        now = trio.current_time()
+        self._metrics.step_seconds.observe(step_seconds)
+        tokens: dict[RequestId, TokensReady] = {}
+        for event in events:
+            if isinstance(event, TokensReady):
+                tokens[event.request_id] = event
+            elif isinstance(event, RequestFinished):
+                self._on_finished(event, tokens.pop(event.request_id, None), now)
+            else:
+                self._on_prompt_logprobs(event)
+        for sequence_id, ready in tokens.items():
+            self._feed(self._choices[sequence_id], ready, None, now)
+
+    def on_ended(self, events: list[EngineEvent]) -> None:
+        """Requests ended while no step did: the KV they waited for did not come."""
+        for event in events:
+            assert isinstance(event, RequestFinished)
+            self._on_finished(event, None, trio.current_time())
+
+    def _on_finished(self, event: RequestFinished, ready: TokensReady | None, now: float) -> None:
+        choice = self._choices[event.request_id]
+        cancelled_at = self._cancelled_at.pop(event.request_id, None)
+        reason = event.reason
+        if cancelled_at is not None:
+            self._observe_abort(event, cancelled_at, now)
+        elif event.reason is FinishReason.ERROR:
+            choice.stream.push_end(choice, FinishReason.ERROR, event.message)
+        else:
+            reason = self._feed(choice, ready, event, now) or reason
+        self._let_go(event, now, reason)
+
+    def _feed(
+        self, choice: Choice, ready: TokensReady | None, finished: RequestFinished | None, now: float
+    ) -> FinishReason | None:
+        """Turn a sequence's new tokens into text for its reader. Returns the reason if that was the end."""
+        stream = choice.stream
+        assert not choice.is_ended
+        token_count = 0 if ready is None else len(ready.token_ids)
+        self._count_tokens(choice, token_count, now)
+        if choice.is_mute:
+            stream.push_end(choice, FinishReason.LENGTH)
+            return FinishReason.LENGTH
+        stream.completion_token_count += token_count
+        delta = self._output(choice, ready, finished)
+        if delta is None:
+            return None
+        if delta.finish_reason is not None:
+            choice.is_ended = True
+            if finished is None:  # a stop string ended it, or its text failed; no step is in flight here
+                result = self._core.abort([choice.sequence_id], delta.finish_reason, now=now)[choice.sequence_id]
+                assert result.finished is not None
+                self._let_go(result.finished, now, delta.finish_reason)
+        stream.push(delta)
+        return delta.finish_reason
+
+    def _output(self, choice: Choice, ready: TokensReady | None, finished: RequestFinished | None) -> Delta | None:
+        token_ids = () if ready is None else ready.token_ids
+        try:
+            return choice.output.feed(token_ids, None if ready is None else ready.logprobs, finished)
+        except Exception as error:
+            # The fault of one request's text stays with that request.
+            logger.exception("text of a request failed request=%s", choice.stream.id)
+            return Delta(
+                index=choice.index,
+                text="",
+                token_ids=token_ids,
+                finish_reason=FinishReason.ERROR,
+                message=f"the answer could not be turned into text: {error}",
+            )
+
+    def _count_tokens(self, choice: Choice, count: int, now: float) -> None:
+        if count == 0:
+            return
+        self._metrics.generation_tokens_total.inc(count)
+        if choice.first_token_at is None:
+            choice.first_token_at = now
+            choice.stream.note_first_token()
+            self._metrics.time_to_first_token_seconds.observe(now - choice.stream.entered_at)
+        else:
+            self._metrics.inter_token_latency_seconds.observe(now - choice.last_token_at)
+        choice.last_token_at = now
+
+    def _on_prompt_logprobs(self, event: PromptLogprobs) -> None:
+        choice = self._choices[event.request_id]
+        if choice.index == 0:
+            stream = choice.stream
+            stream.prompt_logprobs = (stream.prompt_logprobs or ()) + event.logprobs
+
+    def _let_go(self, event: RequestFinished, now: float, reason: FinishReason) -> None:
+        """The core has let a sequence go, blocks and all. reason: the one its reader is given, since a last token may
+        complete a stop string."""
+        choice = self._choices.pop(event.request_id)
+        if choice.index == 0:
+            choice.stream.cached_token_count = event.cached_token_count
+        self._metrics.request_success_total.labels(reason.value).inc()
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._metrics.e2e_request_latency_seconds.observe(now - choice.stream.entered_at)
+        self.drain_rate.note(now)
+        if not self._choices:
+            self.drain_rate.forget()  # time in which nothing runs says nothing of how fast requests end
+
+    def _observe_abort(self, event: RequestFinished, cancelled_at: float, now: float) -> None:
+        self._metrics.aborts_total.labels(event.phase.value).inc()
+        self._metrics.cancel_to_free_seconds.labels(event.phase.value).observe(now - cancelled_at)

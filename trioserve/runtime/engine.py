@@ -1,0 +1,402 @@
+"""The engine as a Trio program sees it: ask for text, abort by id, drain, and one place where its faults rise.
+
+Decisions are the core's and tensors the executor's. Here requests are prepared, events become text, and every way out
+of a request leads to one synchronous call.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import math
+import secrets
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+
+import msgspec
+import trio
+
+from trioserve.contracts.deadlines import Deadline, Deadlines
+from trioserve.contracts.errors import ContextTooLong, Draining, EngineFault, InvalidRequest, Overloaded
+from trioserve.contracts.events import (
+    AbortOutcome,
+    FinishReason,
+)
+from trioserve.contracts.ids import RequestId
+from trioserve.contracts.live import LiveRequestView
+from trioserve.contracts.prompt import Prompt
+from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.stats import EngineStats
+from trioserve.core.engine import EngineCore
+from trioserve.metrics.registry import Metrics
+from trioserve.runtime.deadline_keeper import DeadlineKeeper
+from trioserve.runtime.delivery import Delivery
+from trioserve.runtime.engine_loop import EngineLoop, StepRunner
+from trioserve.runtime.live_view import view_of
+from trioserve.runtime.prompt_encoder import PromptEncoder
+from trioserve.runtime.request_stream import Choice, RequestStream
+from trioserve.runtime.settings import RuntimeSettings
+from trioserve.runtime.worker_thread import WorkerThread
+from trioserve.text.output import ChoiceOutput
+from trioserve.text.tokenizer import Tokenizer
+
+__all__ = ["Engine", "ModelDescription"]
+
+logger = logging.getLogger(__name__)
+
+ENDED_IDS_MAX = 10_000  # so long a late abort is told "already finished" and not "unknown"
+SEED_STRIDE = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: seeds of a request's choices lie far apart
+
+
+class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """What is served. name is the first of served_names; source is what it was loaded from, as it was named;
+    created_at is in seconds since 1970."""
+
+    served_names: tuple[str, ...]
+    source: str
+    context_tokens_max: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    created_at: int
+
+    @property
+    def name(self) -> str:
+        return self.served_names[0]
+
+
+class Engine:
+    """Made by open_engine. Every method belongs to the thread of the Trio program that opened it."""
+
+    def __init__(
+        self,
+        *,
+        model: ModelDescription,
+        core: EngineCore,
+        steps: StepRunner,
+        tokenizer: Tokenizer,
+        text_thread: WorkerThread,
+        metrics: Metrics,
+        settings: RuntimeSettings,
+        default_sampling: SamplingParams | None = None,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.metrics = metrics
+        self.default_sampling = default_sampling or SamplingParams()
+        self.draining = False
+        self.fault: EngineFault | None = None
+        self.on_fault: Callable[[], Awaitable[None]] | None = None  # passes the last words on
+        self._core = core
+        self._delivery = Delivery(core, metrics, wake=self._wake)
+        self._loop = EngineLoop(core, steps, self._delivery)
+        self._prompts = PromptEncoder(
+            tokenizer, text_thread, vocab_size=model.vocab_size, context_tokens_max=model.context_tokens_max
+        )
+        self._settings = settings
+        self._streams: dict[str, list[RequestStream]] = {}  # entered and not left, by the id that callers know
+        self._ended_ids: OrderedDict[str, set[str | None]] = OrderedDict()  # with the owners that used them
+        self._preparing_count = 0
+        self._sequence_numbers = itertools.count()
+        self._deadline_keeper = DeadlineKeeper()
+        self._is_running = False
+        self._idle = trio.Event()
+        self._stats_seen = core.stats()
+        metrics.on_scrape(self._set_gauges)
+
+    # --- the life of the engine ---
+
+    async def run(
+        self,
+        *,
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        """The engine's own task. Ends when cancelled, after the step in flight, with every block back.
+
+        Raises EngineFault when a step failed: every reader has the fault by then, and `on_fault` had
+        last_words_seconds_max to pass it on.
+        """
+        self._is_running = True
+        task_status.started()
+        try:
+            await self._loop.run()
+        except Exception as error:
+            fault = EngineFault(f"a step of the engine failed: {type(error).__name__}: {error}")
+            self.fault = fault
+            for stream in self._live_streams():
+                stream.fail(fault)
+            if self.on_fault is not None:
+                with trio.move_on_after(self._settings.last_words_seconds_max):
+                    try:
+                        await self.on_fault()
+                    except Exception:
+                        logger.exception("the fault could not be passed on")  # and must not be hidden by this
+            raise fault from error
+        finally:
+            self._is_running = False
+            if self.fault is None:
+                self.abort_all("the engine was closed")
+
+    async def keep_deadlines(self) -> None:
+        """The engine's other task, beside run: ends requests whose time has come. Runs until cancelled."""
+        await self._deadline_keeper.run()
+
+    @property
+    def ready(self) -> bool:
+        """Whether a new request would be taken, a full line apart."""
+        return self._is_running and not self.draining and self.fault is None
+
+    def drain(self) -> None:
+        """Take nothing new; requests that have not begun to run are refused, the others go on."""
+        self.draining = True
+        queued = {live.request.id for live in self._core.live_requests() if live.cached_token_count is None}
+        for stream in self._live_streams():
+            if all(choice.sequence_id in queued for choice in stream.choices):
+                self._delivery.end(stream, FinishReason.ABORT)
+                stream.fail(self._refused_draining())
+
+    def abort_all(self, message: str) -> None:
+        """End every request; each reader gets a last delta with finish_reason ABORT and the message."""
+        for stream in self._live_streams():
+            self._delivery.end_with_last_word(stream, FinishReason.ABORT, message)
+
+    async def wait_until_idle(self) -> None:
+        """Returns when no request stream is entered. For use after drain()."""
+        while self._streams:
+            if self._idle.is_set():  # otherwise somebody else waits for it, too
+                self._idle = trio.Event()
+            await self._idle.wait()
+
+    # --- requests ---
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        add_special_tokens: bool = True,
+        deadlines: Deadlines | None = None,
+        owner: str | None = None,
+    ) -> RequestStream:
+        """A request, to be entered with `async with`. request_id: the caller's own; it need not be unique, and an abort
+        by it ends all that bear it. priority: PRIORITY_MIN to PRIORITY_MAX, a lower number runs sooner. cache_salt:
+        prefix blocks are shared only between requests with equal salts. add_special_tokens: of a prompt that is text,
+        begin it as the model's tokenizer says; a chat's template does that itself. deadlines: in seconds from entering;
+        what passes one ends with finish_reason DEADLINE. owner: who may see it and abort it by its id, besides those
+        who may see everything."""
+        return RequestStream(
+            self,
+            prompt,
+            sampling or self.default_sampling,
+            request_id=request_id or f"req-{secrets.token_hex(12)}",
+            priority=priority,
+            cache_salt=cache_salt,
+            add_special_tokens=add_special_tokens,
+            deadlines=(deadlines or Deadlines()).within(self._settings.deadlines, self._settings.deadlines_max),
+            owner=owner,
+        )
+
+    def abort(
+        self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT, *, owner: str | None = None
+    ) -> dict[str, AbortOutcome]:
+        """End requests by the ids their callers gave. Never waits, never raises. A reader gets what came before and a
+        last delta with the reason; the blocks are back at once, or right after the step in flight. owner: only theirs;
+        those of others are unknown."""
+        outcomes = {}
+        for request_id in dict.fromkeys(request_ids):
+            streams = [stream for stream in self._streams.get(request_id, ()) if owner in (None, stream.owner)]
+            unfinished = [stream for stream in streams if not stream.is_finished]
+            for stream in unfinished:
+                self._delivery.end_with_last_word(stream, reason, "the request was aborted by its id")
+            if unfinished:
+                outcomes[request_id] = AbortOutcome.ABORTED
+            elif streams or self._has_ended(request_id, owner):
+                outcomes[request_id] = AbortOutcome.ALREADY_FINISHED
+            else:
+                outcomes[request_id] = AbortOutcome.UNKNOWN
+        return outcomes
+
+    def live_requests(self, *, owner: str | None = None) -> list[LiveRequestView]:
+        """Every request that is entered and not left, oldest first. owner: only theirs."""
+        sequences = {live.request.id: live for live in self._core.live_requests()}
+        streams = [stream for stream in self._live_streams() if owner in (None, stream.owner)]
+        now = trio.current_time()
+        return [
+            view_of(stream, [sequences.get(choice.sequence_id) for choice in stream.choices], now)
+            for stream in sorted(streams, key=lambda stream: stream.entered_at)
+        ]
+
+    async def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt. Raises InvalidRequest; ContextTooLong for one that is refused without counting."""
+        return await self._prompts.encode(prompt, add_special_tokens=add_special_tokens)
+
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of token ids. Raises InvalidRequest for an id that the model does not have."""
+        return await self._prompts.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def stats(self) -> EngineStats:
+        return self._core.stats()
+
+    # --- called by RequestStream ---
+
+    async def submit(self, stream: RequestStream) -> None:
+        """Take places, then prepare, then hand the sequences to the core. Holds nothing when it raises."""
+        count = stream.sampling.n
+        self._check_vocabulary(stream.sampling)
+        self._check_open(count)
+        stream.choices = [self._new_choice(stream, index) for index in range(count)]
+        self._streams.setdefault(stream.id, []).append(stream)
+        self._set_alarms(stream)
+        try:
+            self._preparing_count += count
+            try:
+                with stream.preparation:
+                    token_ids = await self.encode(stream.prompt, add_special_tokens=stream.add_special_tokens)
+                    stream.prompt_token_ids = tuple(token_ids)
+            finally:
+                self._preparing_count -= count
+            if stream.is_finished:
+                return  # aborted meanwhile; its reader finds the last words
+            if not self.ready:
+                raise self.fault or self._refused_draining()
+            self._add_sequences(stream)
+        except BaseException:
+            self.leave(stream)
+            raise
+        self._loop.wake()
+
+    def leave(self, stream: RequestStream) -> None:
+        """The one way out of a request's scope. Synchronous; nothing to do when it has finished."""
+        self._delivery.end(stream, FinishReason.ABORT)
+        stream.cancel_alarms()
+        streams = self._streams[stream.id]
+        streams.remove(stream)
+        if not streams:
+            del self._streams[stream.id]
+        self._ended_ids.setdefault(stream.id, set()).add(stream.owner)
+        self._ended_ids.move_to_end(stream.id)
+        if len(self._ended_ids) > ENDED_IDS_MAX:
+            self._ended_ids.popitem(last=False)
+        self._note_idle()
+
+    # --- inside ---
+
+    def _check_open(self, count: int) -> None:
+        if self.fault is not None:
+            raise self.fault
+        if not self.ready:
+            raise self._refused_draining()
+        running_max = self._core.settings.running_requests_max
+        live_max = running_max + self._settings.waiting_requests_max
+        if count > live_max:
+            raise InvalidRequest(f"n is {count}, but at most {live_max} sequences may run and wait here", param="n")
+        live_count = len(self._delivery) + self._preparing_count
+        if live_count + count > live_max:
+            self.metrics.requests_rejected_total.labels("queue_full").inc()
+            seconds = self._delivery.drain_rate.seconds_for(count, trio.current_time())
+            raise Overloaded(
+                f"{live_count} sequences run or wait, {live_max} may, and this request asks for {count} more: try "
+                f"again in {math.ceil(seconds)} s",
+                reason="queue_full",
+                retry_after_seconds=seconds,
+            )
+
+    def _check_vocabulary(self, sampling: SamplingParams) -> None:
+        vocab_size = self.model.vocab_size
+        for param, token_ids in (
+            ("logit_bias", sampling.logit_bias or ()),
+            ("stop_token_ids", sampling.stop_token_ids),
+        ):
+            for token_id in token_ids:
+                if token_id >= vocab_size:
+                    raise InvalidRequest(
+                        f"{param} names token id {token_id}, this model's are 0 to {vocab_size - 1}", param=param
+                    )
+
+    def _refused_draining(self) -> Draining:
+        self.metrics.requests_rejected_total.labels("draining").inc()
+        return Draining(
+            "the server is leaving and takes no new requests: ask another one",
+            reason="draining",
+            retry_after_seconds=5.0,
+        )
+
+    def _new_choice(self, stream: RequestStream, index: int) -> Choice:
+        # The number makes the id unique even when callers repeat theirs.
+        sequence_id = RequestId(f"{next(self._sequence_numbers)}/{stream.id}/{index}")
+        output = ChoiceOutput(self.tokenizer, stream.sampling, index=index)
+        return Choice(stream, index, sequence_id, output, is_mute=stream.sampling.max_tokens == 0)
+
+    def _add_sequences(self, stream: RequestStream) -> None:
+        sampling = stream.sampling
+        room = self.model.context_tokens_max - len(stream.prompt_token_ids)
+        if room < 1:
+            raise ContextTooLong(
+                f"the prompt has {len(stream.prompt_token_ids)} tokens, and with at least one of answer this model "
+                f"takes {self.model.context_tokens_max}: shorten it",
+                param="prompt",
+            )
+        stop_token_ids = frozenset(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            stop_token_ids |= frozenset(self.model.eos_token_ids)
+        seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
+        for choice in stream.choices:
+            self._core.add(
+                EngineRequest(
+                    id=choice.sequence_id,
+                    prompt_token_ids=stream.prompt_token_ids,
+                    sampling=sampling,
+                    output_tokens_max=room if sampling.max_tokens is None else max(1, sampling.max_tokens),
+                    stop_token_ids=stop_token_ids,
+                    seed=(seed + choice.index * SEED_STRIDE) % 2**64,
+                    priority=stream.priority,
+                    cache_salt=stream.cache_salt,
+                )
+            )
+            self._delivery.add(choice)
+
+    def _set_alarms(self, stream: RequestStream) -> None:
+        for deadline in Deadline:
+            seconds = stream.deadlines.seconds(deadline)
+            if seconds is not None:
+                ring = functools.partial(self._pass_deadline, stream, deadline, seconds)
+                stream.alarms[deadline] = self._deadline_keeper.set(stream.entered_at + seconds, ring)
+
+    def _pass_deadline(self, stream: RequestStream, deadline: Deadline, seconds: float) -> None:
+        if not stream.is_finished:
+            self.metrics.deadlines_passed_total.labels(deadline.value).inc()
+            message = f"the request's {deadline.value} of {seconds:g} s has passed"
+            self._delivery.end_with_last_word(stream, FinishReason.DEADLINE, message, stop_reason=deadline.value)
+
+    def _wake(self) -> None:
+        self._loop.wake()
+
+    def _has_ended(self, request_id: str, owner: str | None) -> bool:
+        owners = self._ended_ids.get(request_id, set())
+        return bool(owners) if owner is None else owner in owners
+
+    def _live_streams(self) -> list[RequestStream]:
+        return [stream for streams in self._streams.values() for stream in streams]
+
+    def _note_idle(self) -> None:
+        if not self._streams:
+            self._idle.set()
+
+    def _set_gauges(self) -> None:
+        stats, seen = self._core.stats(), self._stats_seen
+        self._stats_seen = stats
+        metrics = self.metrics
+        metrics.num_requests_running.set(stats.running_count)
+        metrics.num_requests_waiting.set(stats.waiting_count + self._preparing_count)
+        metrics.kv_cache_usage_perc.set(stats.kv_usage)
+        metrics.kv_blocks.labels("free").set(stats.blocks_free)
+        metrics.kv_blocks.labels("cached").set(stats.blocks_cached)
+        metrics.kv_blocks.labels("used").set(stats.blocks_used)
+        metrics.kv_blocks.labels("held").set(stats.blocks_held)
+        metrics.num_preemptions_total.inc(stats.preemptions_total - seen.preemptions_total)
+        metrics.prefix_cache_queries_total.inc(stats.prefix_query_tokens_total - seen.prefix_query_tokens_total)
+        metrics.prefix_cache_hits_total.inc(stats.prefix_hit_tokens_total - seen.prefix_hit_tokens_total)

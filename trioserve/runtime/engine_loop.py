@@ -1,0 +1,79 @@
+"""One step after another: schedule, forward, update (which takes the aborts first), deliver.
+
+The forward pass runs elsewhere; meanwhile this task waits and the event loop stays live, so that aborts find their
+requests. Cancelling the loop waits for the step in flight: its blocks are being read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+import trio
+
+from trioserve.contracts.kv_transfer import TransferEvent
+from trioserve.contracts.step import Executor, IsAbandoned, StepPlan, StepResult
+from trioserve.core.engine import EngineCore
+from trioserve.runtime.delivery import Delivery
+from trioserve.runtime.worker_thread import WorkerThread
+
+__all__ = ["EngineLoop", "StepRunner", "ThreadedExecutor"]
+
+
+class StepRunner(Protocol):
+    """An executor as seen from the event loop. A call that was begun ends with its answer, even when cancelled, or with
+    None once is_abandoned has said so."""
+
+    async def run_step(self, plan: StepPlan, is_abandoned: IsAbandoned) -> StepResult | None: ...
+
+
+class ThreadedExecutor:
+    """Runs an executor's steps in the compute thread."""
+
+    def __init__(self, executor: Executor, thread: WorkerThread) -> None:
+        self._executor = executor
+        self._thread = thread
+
+    async def run_step(self, plan: StepPlan, is_abandoned: IsAbandoned) -> StepResult | None:
+        return await self._thread.run(self._executor.execute, plan, is_abandoned)
+
+
+class EngineLoop:
+    def __init__(self, core: EngineCore, steps: StepRunner, delivery: Delivery) -> None:
+        self._core = core
+        self._steps = steps
+        self._delivery = delivery
+        self._work_arrived = trio.Event()
+
+    def wake(self) -> None:
+        """There may be something to do. Costs nothing while steps run."""
+        self._work_arrived.set()
+
+    def on_transfer(self, event: TransferEvent) -> None:
+        """A connector reports; at any moment, also while a step runs."""
+        self._delivery.on_ended(self._core.on_transfer(event, trio.current_time()))
+        self.wake()
+
+    async def run(self) -> None:
+        """Runs until cancelled. Whatever a step raises rises here: it is a fault of the engine."""
+        checkpoint: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint_if_cancelled
+        while True:
+            await checkpoint()
+            now = trio.current_time()
+            self._delivery.on_ended(self._core.expire(now))
+            plan = self._core.schedule(now)
+            if plan is None:
+                self._work_arrived = trio.Event()
+                deadline = self._core.next_deadline()
+                with trio.move_on_at(math.inf if deadline is None else deadline):
+                    await self._work_arrived.wait()
+                continue
+            self._delivery.on_plan(plan)
+            started_at = trio.current_time()
+            result = await self._steps.run_step(plan, lambda: self._core.is_step_abandoned)
+            if result is None:
+                events = self._core.drop_plan(plan, trio.current_time())
+            else:
+                events = self._core.update_from_output(plan, result, trio.current_time())
+            self._delivery.on_events(events, trio.current_time() - started_at)

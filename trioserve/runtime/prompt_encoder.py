@@ -1,0 +1,113 @@
+"""Prompts to token ids and back, without holding up the event loop: short ones here, long ones in the text thread, and
+none that is too long for the model whatever its tokens turn out to be."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+from trioserve.contracts.errors import ContextTooLong, InvalidRequest
+from trioserve.contracts.prompt import ChatPrompt, Prompt
+from trioserve.runtime.worker_thread import WorkerThread
+from trioserve.text.chat_template import ChatTemplate
+from trioserve.text.tokenizer import Tokenizer
+
+__all__ = ["PromptEncoder"]
+
+INLINE_CHARACTERS_MAX = 1000  # well under a millisecond; a longer piece of Python would show in everybody's latency
+INLINE_TOKENS_MAX = 1000
+VALUE_CHARACTERS = 8  # what a value that is no text counts for
+
+T = TypeVar("T")
+
+
+class PromptEncoder:
+    """context_tokens_max: a prompt that is certain to have more tokens is refused before it is tokenized. One that may
+    fit is encoded and counted, and whoever runs it compares: so a text's tokens can be counted here up to a length of
+    context_tokens_max times the longest token, and a text that does fit is never refused."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, text_thread: WorkerThread, *, vocab_size: int, context_tokens_max: int
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._text_thread = text_thread
+        self._vocab_size = vocab_size
+        self._context_tokens_max = context_tokens_max
+
+    async def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt. Raises InvalidRequest, ContextTooLong; a cancelled caller leaves at once."""
+        if isinstance(prompt, ChatPrompt):
+            return await self._call(lambda: self._encode_chat(prompt), is_short=_is_short_chat(prompt))
+        if isinstance(prompt, str):
+            return await self._call(
+                lambda: self._encode_text(prompt, add_special_tokens=add_special_tokens, param="prompt"),
+                is_short=len(prompt) <= INLINE_CHARACTERS_MAX,
+            )
+        if len(prompt) > self._context_tokens_max:
+            raise ContextTooLong(
+                f"the prompt has {len(prompt)} tokens, this model takes {self._context_tokens_max}: shorten it",
+                param="prompt",
+            )
+        return await self._call(lambda: self._checked(prompt), is_short=len(prompt) <= INLINE_TOKENS_MAX)
+
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of token ids. Raises InvalidRequest for an id that the model does not have."""
+        return await self._call(
+            lambda: self._tokenizer.decode(self._checked(token_ids), skip_special_tokens=skip_special_tokens),
+            is_short=len(token_ids) <= INLINE_TOKENS_MAX,
+        )
+
+    async def _call(self, function: Callable[[], T], *, is_short: bool) -> T:
+        return function() if is_short else await self._text_thread.run_cancellable(function)
+
+    def _encode_chat(self, prompt: ChatPrompt) -> list[int]:
+        tokenizer = self._tokenizer
+        template = tokenizer.chat_template
+        if prompt.chat_template is not None:
+            template = ChatTemplate(prompt.chat_template, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
+        if template is None:
+            raise InvalidRequest(
+                "this model has no chat template: use completions with a prompt, or send a chat_template",
+                param="messages",
+            )
+        # The template writes the special tokens itself, and may leave out what the messages hold: only its text counts.
+        return self._encode_text(template.render(prompt), add_special_tokens=False, param="messages")
+
+    def _encode_text(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
+        token_count_min = self._tokenizer.token_count_min(text)
+        if token_count_min > self._context_tokens_max:
+            raise ContextTooLong(
+                f"the prompt has {len(text)} characters, which are at least {token_count_min} tokens, and this model "
+                f"takes {self._context_tokens_max}: shorten it",
+                param=param,
+            )
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def _checked(self, token_ids: Sequence[int]) -> list[int]:
+        checked = list(map(operator.index, token_ids))  # a float would pass what follows, and break a step
+        if checked and not (min(checked) >= 0 and max(checked) < self._vocab_size):
+            token_id = next(token_id for token_id in checked if not 0 <= token_id < self._vocab_size)
+            raise InvalidRequest(
+                f"the prompt has token id {token_id}, this model's are 0 to {self._vocab_size - 1}", param="prompt"
+            )
+        return checked
+
+
+def _is_short_chat(prompt: ChatPrompt) -> bool:
+    """Whether there is little to render; looks at no more than that. What a template of the request's own does is not
+    told by its length."""
+    if prompt.chat_template is not None:
+        return False
+    characters_left = INLINE_CHARACTERS_MAX
+    waiting: list[Iterable[Any]] = [prompt.messages, prompt.tools or (), (prompt.template_arguments,)]
+    while waiting:
+        for value in waiting.pop():
+            characters_left -= len(value) if isinstance(value, str) else VALUE_CHARACTERS
+            if characters_left < 0:
+                return False
+            if isinstance(value, dict):
+                waiting += (value.keys(), value.values())
+            elif isinstance(value, list | tuple):
+                waiting.append(value)
+    return True

@@ -1,0 +1,215 @@
+"""What a request's task holds: iterate for text, leave to abort.
+
+Entering takes a place in the waiting line, before anything costly is done; leaving, in whichever way, is one
+synchronous call that ends what still runs. A reader that is slower than the engine finds several deltas merged into
+one: what is kept for it is one delta per choice, whose size is bounded by the request's own length.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import trio
+
+from trioserve.contracts.deadlines import Deadline, Deadlines
+from trioserve.contracts.errors import AlreadyEnded
+from trioserve.contracts.events import FinishReason, TokenLogprob
+from trioserve.contracts.ids import RequestId
+from trioserve.contracts.output import Delta
+from trioserve.contracts.prompt import Prompt
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.runtime.deadline_keeper import Alarm
+from trioserve.text.output import ChoiceOutput, merge
+
+if TYPE_CHECKING:
+    from trioserve.runtime.engine import Engine
+
+__all__ = ["Choice", "RequestStream"]
+
+
+class Choice:
+    """One of a request's n answers: its sequence in the engine, and the text it makes."""
+
+    __slots__ = (
+        "first_token_at",
+        "has_run",
+        "index",
+        "is_ended",
+        "is_mute",
+        "last_token_at",
+        "output",
+        "sequence_id",
+        "stream",
+    )
+
+    def __init__(
+        self, stream: RequestStream, index: int, sequence_id: RequestId, output: ChoiceOutput, *, is_mute: bool
+    ) -> None:
+        self.stream = stream
+        self.index = index
+        self.sequence_id = sequence_id
+        self.output = output
+        self.is_mute = is_mute  # max_tokens is 0: the prompt is computed, the one token it gives is not shown
+        self.is_ended = False  # its last delta was pushed, or its stream failed
+        self.has_run = False  # was in a step, whether or not it lost its blocks again
+        self.first_token_at: float | None = None
+        self.last_token_at = 0.0
+
+
+class RequestStream:
+    """`async with engine.generate(...) as stream: async for delta in stream: ...`.
+
+    Entering raises Overloaded, Draining, InvalidRequest or ContextTooLong, and then holds nothing. Iterating yields the
+    deltas of all choices until each has one with a finish_reason, and raises EngineFault when the engine broke, or
+    Draining when the server is leaving and the request had not begun to run.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        priority: int,
+        cache_salt: str | None,
+        add_special_tokens: bool,
+        deadlines: Deadlines,
+        owner: str | None,
+    ) -> None:
+        self.id = request_id
+        self.sampling = sampling
+        self.priority = priority
+        self.cache_salt = cache_salt
+        self.add_special_tokens = add_special_tokens
+        self.deadlines = deadlines
+        self.owner = owner
+        self.alarms: dict[Deadline, Alarm] = {}
+        self.prompt = prompt
+        self.prompt_token_ids: tuple[int, ...] = ()
+        self.prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+        self.cached_token_count = 0
+        self.completion_token_count = 0
+        self.entered_at = 0.0
+        self.choices: list[Choice] = []
+        self.preparation = trio.CancelScope()  # around rendering and tokenizing
+        self._engine = engine
+        self._state = "new"
+        self._pending: dict[int, Delta] = {}
+        self._unfinished_count = sampling.n
+        self._error: Exception | None = None
+        self._arrived = trio.Event()
+        self._begun = trio.Event()
+
+    async def __aenter__(self) -> RequestStream:
+        if self._state != "new":
+            raise AlreadyEnded(f"request {self.id} was entered before: call generate() again for another one")
+        self._state = "entered"
+        self.entered_at = trio.current_time()
+        try:
+            await self._engine.submit(self)
+        except BaseException:
+            self._state = "left"
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._state = "left"
+        self._engine.leave(self)
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> Delta:
+        if self._state != "entered":
+            raise AlreadyEnded(f"request {self.id} can be read only inside its `async with`")
+        await trio.lowlevel.checkpoint_if_cancelled()
+        while not self._pending:
+            if self._unfinished_count == 0:
+                raise StopAsyncIteration
+            if self._error is not None:
+                raise self._error
+            if self._arrived.is_set():  # otherwise another task reads, too
+                self._arrived = trio.Event()
+            await self._arrived.wait()
+        index = next(iter(self._pending))
+        return self._pending.pop(index)
+
+    @property
+    def is_finished(self) -> bool:
+        """Every choice has had its last delta, or the request failed."""
+        return all(choice.is_ended for choice in self.choices)
+
+    async def wait_until_begun(self) -> Delta | None:
+        """Returns when the request runs; or, if it ended in the line, the delta that says so. Raises what it failed
+        with. So whoever answers over HTTP can still choose the status."""
+        await self._begun.wait()
+        if any(choice.has_run for choice in self.choices):
+            return None
+        if self._error is not None:
+            raise self._error
+        return next(iter(self._pending.values()))
+
+    # --- the engine's side: synchronous, called while delivering ---
+
+    def note_run(self) -> None:
+        """One more choice of it runs; when all do, the queue is over."""
+        self._begun.set()
+        if all(choice.has_run for choice in self.choices):
+            self._cancel_alarm(Deadline.QUEUE)
+
+    def note_first_token(self) -> None:
+        self._cancel_alarm(Deadline.FIRST_TOKEN)
+
+    def cancel_alarms(self) -> None:
+        for deadline in self.alarms:
+            self._cancel_alarm(deadline)
+
+    def _cancel_alarm(self, deadline: Deadline) -> None:
+        alarm = self.alarms.get(deadline)
+        if alarm is not None:
+            alarm.cancel()
+
+    def push(self, delta: Delta) -> None:
+        """Hand a delta to the reader, joined to the one it has not fetched yet."""
+        waiting = self._pending.get(delta.index)
+        self._pending[delta.index] = delta if waiting is None else merge(waiting, delta)
+        if delta.finish_reason is not None:
+            self._unfinished_count -= 1
+            self._begun.set()
+        self._arrived.set()
+
+    def push_end(
+        self,
+        choice: Choice,
+        reason: FinishReason,
+        message: str | None = None,
+        *,
+        stop_reason: str | None = None,
+        held_back: Delta | None = None,
+    ) -> None:
+        """The last delta of a choice that ended by another's hand. held_back: the text that had not been shown yet."""
+        choice.is_ended = True
+        self.push(
+            Delta(
+                index=choice.index,
+                text=held_back.text if held_back else "",
+                token_ids=held_back.token_ids if held_back else (),
+                logprobs=held_back.logprobs if held_back else None,
+                finish_reason=reason,
+                stop_reason=stop_reason,
+                message=message,
+            )
+        )
+
+    def fail(self, error: Exception) -> None:
+        """The reader gets `error` once it has fetched what came before, unless that was all."""
+        self.preparation.cancel()
+        for choice in self.choices:
+            choice.is_ended = True
+        self._error = error
+        self._begun.set()
+        self._arrived.set()

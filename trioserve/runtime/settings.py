@@ -1,0 +1,32 @@
+"""The bounds of the runtime, each with its unit and its reason."""
+
+from __future__ import annotations
+
+import msgspec
+
+from trioserve.contracts.deadlines import Deadlines
+from trioserve.contracts.errors import StartupError
+
+__all__ = ["RuntimeSettings"]
+
+
+class RuntimeSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """waiting_requests_max: sequences that may wait beside those that run; beyond that new ones are refused at once.
+    drain_seconds_max: how long running requests may go on after the order to stop.
+    last_words_seconds_max: after that, or after a fault, how long clients have to be told.
+    deadlines: of requests that bring none. deadlines_max: what any request may have at most.
+    """
+
+    waiting_requests_max: int = 256
+    drain_seconds_max: float = 30.0
+    last_words_seconds_max: float = 2.0
+    deadlines: Deadlines = Deadlines()
+    deadlines_max: Deadlines = Deadlines()
+
+    def __post_init__(self) -> None:
+        if self.waiting_requests_max < 0:
+            raise StartupError(f"waiting_requests_max is {self.waiting_requests_max}, it must be 0 or more")
+        for name in ("drain_seconds_max", "last_words_seconds_max"):
+            value = getattr(self, name)
+            if not 0 <= value <= 86_400:
+                raise StartupError(f"{name} is {value}, it must be 0 to 86400 seconds")

@@ -1,0 +1,46 @@
+"""A real tokenizer with a tiny vocabulary: one token a byte, and one that ends the text."""
+
+from __future__ import annotations
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from trioserve.text.tokenizer import Tokenizer
+from trioserve.text.tokenizer_parts import TokenizerParts
+
+__all__ = ["BYTE_VOCAB_SIZE", "END_TOKEN_ID", "byte_tokenizer"]
+
+END_TOKEN = "<|end|>"
+END_TOKEN_ID = 256
+BYTE_VOCAB_SIZE = 257
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Token i is byte i. The chat template is one line a message."""
+    characters = _characters_of_bytes()
+    backend = tokenizers.Tokenizer(models.BPE({characters[byte]: byte for byte in range(256)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([tokenizers.AddedToken(END_TOKEN, special=True)])
+    return Tokenizer(
+        TokenizerParts(
+            backend=backend,
+            bos_token=None,
+            eos_token=END_TOKEN,
+            chat_template=CHAT_TEMPLATE,
+            tool_chat_template=None,
+        )
+    )
+
+
+def _characters_of_bytes() -> list[str]:
+    """The printable stand-ins of byte-level BPE (GPT-2): a byte that prints stands for itself, the others follow from
+    U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]

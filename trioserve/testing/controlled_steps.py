@@ -1,0 +1,56 @@
+"""Forward passes that a test holds open and lets go."""
+
+from __future__ import annotations
+
+import trio
+
+from trioserve.contracts.step import Executor, IsAbandoned, StepPlan, StepResult, never_abandoned
+
+__all__ = ["ControlledSteps"]
+
+
+class ControlledSteps:
+    """Runs an executor's steps in the event loop (a StepRunner), so that Trio's autojump clock sees all there is.
+
+    seconds: what each takes, in the clock's time. hold(): the next step that begins stays open until release(); to be
+    awaited: `entered()`. fault: raised by the next step.
+    """
+
+    def __init__(self, executor: Executor, *, seconds: float = 0.0) -> None:
+        self.executor = executor
+        self.seconds = seconds
+        self.fault: Exception | None = None
+        self.plan: StepPlan | None = None  # of the step that is open
+        self.step_count = 0
+        self._gate: trio.Event | None = None
+        self._begun = trio.Event()
+
+    def hold(self) -> None:
+        self._gate = trio.Event()
+        self._begun = trio.Event()
+
+    def release(self) -> None:
+        assert self._gate is not None, "no step is held"
+        self._gate.set()
+        self._gate = None
+
+    async def entered(self) -> StepPlan:
+        """Wait until a step is held open; returns its plan."""
+        await self._begun.wait()
+        assert self.plan is not None
+        return self.plan
+
+    async def run_step(self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned) -> StepResult | None:
+        self.plan = plan
+        self._begun.set()
+        gate = self._gate
+        # Like a real forward pass, it cannot be cancelled; the deadline ends a test that forgot to release it.
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + 3600):
+            if gate is not None:
+                await gate.wait()
+            await trio.sleep(self.seconds)
+        self.plan = None
+        self.step_count += 1
+        if self.fault is not None:
+            raise self.fault
+        return self.executor.execute(plan, is_abandoned)

@@ -1,0 +1,74 @@
+"""Histories of the core, made to happen: from a seed, from a script, and again and again to cut a failing one down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from random import Random
+
+from trioserve.testing.author import Author
+from trioserve.testing.history import Event, History, history_of, script_of
+from trioserve.testing.script import line_of
+from trioserve.testing.shrink import Attempts, cut, plainer_history
+from trioserve.testing.simulator import Simulation
+from trioserve.testing.verdict import Failure, Trace, Verdict, failure_from, needs_assertions
+
+__all__ = ["run_core_script", "run_core_seed", "shrunk_core_failure"]
+
+
+def run_core_seed(seed: int, event_count: int, *, trace: Trace | None = None) -> Verdict:
+    """Make up `event_count` events from a seed as they happen, then let it run to its end."""
+    author = Author(Random(seed))
+    simulation = Simulation(author.world, trace=trace)
+    return _run(simulation, (author.next_event(simulation) for _ in range(event_count)), trace)
+
+
+def run_core_script(script: str, *, trace: Trace | None = None) -> Verdict:
+    """Let a history happen again, and run to its end."""
+    return _run_history(history_of(script), trace)
+
+
+def shrunk_core_failure(failure: Failure, *, replays_max: int) -> Failure:
+    """The plainest failure of the same kind that so many replays find."""
+
+    def replay(history: History) -> Failure | None:
+        return _run_history(history, None).failure
+
+    attempts = Attempts(failure, replay, replays_max)
+    history = history_of(failure.script)
+    if not attempts.fails(history):
+        return failure  # it depends on something that is not in the history
+    while True:
+        before = history
+        history = _fewer_events(history, attempts.fails)
+        history = plainer_history(history, attempts.fails)
+        if history == before:
+            return attempts.plainest
+
+
+def _fewer_events(history: History, fails: Callable[[History], bool]) -> History:
+    events = cut(history.events, lambda events: fails(History(history.world, events)))
+    return History(history.world, events)
+
+
+def _run_history(history: History, trace: Trace | None) -> Verdict:
+    return _run(Simulation(history.world, trace=trace), history.events, trace)
+
+
+def _run(simulation: Simulation, events: Iterable[Event], trace: Trace | None) -> Verdict:
+    needs_assertions()
+    happened: list[Event] = []
+    if trace is not None:
+        trace(line_of(simulation.world))
+    try:
+        for event in events:
+            happened.append(event)
+            if trace is not None:
+                trace(line_of(event))
+            simulation.apply(event)
+        if trace is not None:
+            trace("# to the end")
+        simulation.run_to_end()
+    except Exception as error:  # whatever it is, it is what is being looked for
+        script = script_of(History(simulation.world, tuple(happened)))
+        return Verdict(failure_from(error, script), simulation.counts)
+    return Verdict(None, simulation.counts)

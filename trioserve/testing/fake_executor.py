@@ -1,0 +1,211 @@
+"""A model that is not one: what the next token is, and whether the KV blocks held what they should.
+
+The next token depends on the tokens before it alone (and on the request's seed when it has a temperature), so every
+schedule must give the same text. The KV is played by a digest of the prefix per slot. It is written through the block
+table and read back through it before every sample, so a block that has two owners, was freed too early, or was shared
+between different prefixes or salts is noticed at the first look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trioserve.contracts.events import TokenLogprob
+from trioserve.contracts.ids import RequestId
+from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult, never_abandoned
+
+__all__ = ["FakeExecutor", "FakeModel"]
+
+_MASK_64 = 2**64 - 1
+
+
+class FakeModel:
+    """The pure part: tokens in, the next token out. Filters, penalties and logit_bias of the sampling have no effect.
+
+    vocab_size: tokens are 0 .. vocab_size - 1. stop_token_id: the end token, which follows one prefix in
+    `stop_period`; None: no token is preferred. Before min_tokens no stop token of the request is chosen, as in a real
+    sampler.
+    """
+
+    def __init__(self, *, vocab_size: int = 256, stop_token_id: int | None = None, stop_period: int = 16) -> None:
+        assert vocab_size >= 1
+        assert stop_token_id is None or 0 <= stop_token_id < vocab_size
+        assert stop_period >= 1
+        self.vocab_size = vocab_size
+        self.stop_token_id = stop_token_id
+        self.stop_period = stop_period
+
+    def digest(self, token_ids: Sequence[int], parent: int = 0) -> int:
+        """Names a prefix: 0 <= digest < 2**64. `parent` is the digest of the tokens before these, 0 for none."""
+        for token_id in token_ids:
+            parent = _mixed(parent ^ (token_id + 1))
+        return parent
+
+    def next_token_id(self, request: EngineRequest, digest: int, known_count: int) -> int:
+        """The token after `known_count` tokens with this digest."""
+        number = _mixed(digest ^ request.seed) if request.sampling.temperature > 0.0 else _mixed(digest)
+        token_id = number % self.vocab_size
+        if self.stop_token_id is not None and (number >> 32) % self.stop_period == 0:
+            token_id = self.stop_token_id
+        if known_count - len(request.prompt_token_ids) < request.sampling.min_tokens:
+            for _ in range(self.vocab_size):
+                if token_id not in request.stop_token_ids:
+                    break
+                token_id = (token_id + 1) % self.vocab_size
+        return token_id
+
+    def logprob(self, token_id: int, digest: int, top_count: int) -> TokenLogprob:
+        """Made up, but deterministic: of `token_id` after a prefix with this digest, and of `top_count` others, best
+        first. The same token has the same logprob in both places."""
+        best = _mixed(digest) % self.vocab_size
+
+        def logprob_of(other: int) -> float:
+            return -0.25 - 0.5 * ((other - best) % self.vocab_size)
+
+        top = tuple(
+            (other, logprob_of(other))
+            for other in ((best + rank) % self.vocab_size for rank in range(min(top_count, self.vocab_size)))
+        )
+        return TokenLogprob(token_id, logprob_of(token_id), top)
+
+
+class FakeExecutor:
+    """An Executor (contracts.step) over a FakeModel.
+
+    errors: requests that fail at their next chunk, with the sentence for the client; change it at any time. A failing
+    chunk leaves garbage in its slots, as a real one may. plans: how many were executed.
+    """
+
+    def __init__(self, *, block_count: int, block_size: int = 16, model: FakeModel | None = None) -> None:
+        self.block_count = block_count
+        self.block_size = block_size
+        self.model = FakeModel() if model is None else model
+        self.errors: dict[RequestId, str] = {}
+        self.plans = 0
+        # One entry a slot: the digest of the prefix that ends there, and whose salt it was written under.
+        self._slots: list[tuple[int, str | None] | None] = [None] * (block_count * block_size)
+
+    def execute(self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned) -> StepResult | None:
+        """An abandoned step leaves garbage in its slots, as a real one may, and has no result. Raises AssertionError
+        when the plan contradicts itself or a block does not hold what its reader expects."""
+        self._check_plan(plan)
+        self.plans += 1
+        if is_abandoned():
+            for chunk in plan.chunks:
+                self._spoil(chunk)
+            return None
+        # As in a forward pass: first everything is written, then everything attends.
+        for chunk in plan.chunks:
+            self._write(chunk)
+        token_ids: list[int | None] = []
+        result = StepResult((), {}, {}, {})
+        for chunk in plan.chunks:
+            request = chunk.request
+            if request.id in self.errors:
+                result.errors[request.id] = self.errors.pop(request.id)
+                token_ids.append(None)
+                continue
+            digests = self._read(chunk)
+            sampling = request.sampling
+            if sampling.prompt_logprobs is not None:
+                result.prompt_logprobs[request.id] = self._prompt_logprobs(chunk, digests, sampling.prompt_logprobs)
+            if not chunk.samples:
+                token_ids.append(None)
+                continue
+            token_id = self.model.next_token_id(request, digests[-1], len(digests))
+            token_ids.append(token_id)
+            if sampling.logprobs is not None:
+                result.logprobs[request.id] = self.model.logprob(token_id, digests[-1], sampling.logprobs)
+        return StepResult(tuple(token_ids), result.logprobs, result.prompt_logprobs, result.errors)
+
+    # --- for a connector that moves KV behind the steps ---
+
+    def write_prompt(self, request: EngineRequest, block_table: Sequence[int], start: int, count: int) -> None:
+        """Write what computing the prompt at positions start .. start + count - 1 would write."""
+        digest = self.model.digest(request.prompt_token_ids[:start])
+        for position in range(start, start + count):
+            digest = self.model.digest((request.prompt_token_ids[position],), digest)
+            slot = block_table[position // self.block_size] * self.block_size + position % self.block_size
+            self._slots[slot] = (digest, request.cache_salt)
+
+    def spoil(self, block_table: Sequence[int], start: int, count: int) -> None:
+        """Leave garbage at positions start .. start + count - 1."""
+        for position in range(start, start + count):
+            self._slots[block_table[position // self.block_size] * self.block_size + position % self.block_size] = None
+
+    def content(self, blocks: Sequence[int]) -> tuple[object, ...]:
+        """Whatever stands in these blocks, to be compared with what stands there later."""
+        size = self.block_size
+        return tuple(slot for block in blocks for slot in self._slots[block * size : (block + 1) * size])
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        assert plan.step_index == self.plans, f"step {plan.step_index} comes after {self.plans} steps"
+        assert plan.chunks, "an empty step"
+        assert plan.token_count == sum(chunk.count for chunk in plan.chunks)
+        ids = [chunk.request.id for chunk in plan.chunks]
+        assert len(set(ids)) == len(ids), f"a request is in the step twice: {ids}"
+        went_on = set(ids) - set(plan.admitted)
+        assert not went_on & set(plan.preempted), "a request goes on in the step that takes its blocks"
+        assert set(plan.admitted) <= set(ids), "a request is admitted and computes nothing"
+        for chunk in plan.chunks:
+            name, end = chunk.request.id, chunk.start + chunk.count
+            prompt = chunk.request.prompt_token_ids
+            assert chunk.count >= 1, f"{name}: an empty chunk"
+            assert 0 <= chunk.start < end <= len(chunk.tokens), f"{name}: {chunk.start} to {end} of {len(chunk.tokens)}"
+            assert tuple(chunk.tokens[: len(prompt)]) == prompt, f"{name}: the prompt has changed"
+            assert chunk.samples == (end == len(chunk.tokens)), f"{name}: samples at the wrong place"
+            assert len(chunk.block_table) == -(-end // self.block_size), f"{name}: {len(chunk.block_table)} blocks"
+            assert len(set(chunk.block_table)) == len(chunk.block_table), f"{name}: a block twice"
+            assert all(0 <= block < self.block_count for block in chunk.block_table), f"{name}: no such block"
+
+    def _slot(self, chunk: ScheduledChunk, position: int) -> int:
+        return chunk.block_table[position // self.block_size] * self.block_size + position % self.block_size
+
+    def _write(self, chunk: ScheduledChunk) -> None:
+        positions = range(chunk.start, chunk.start + chunk.count)
+        if chunk.request.id in self.errors:
+            self._spoil(chunk)
+            return
+        parent = 0
+        if chunk.start > 0:
+            # What this chunk's KV becomes depends on what stands before it, whoever wrote that.
+            before = self._slots[self._slot(chunk, chunk.start - 1)]
+            assert before is not None, f"{chunk.request.id}: position {chunk.start - 1} was never written"
+            parent = before[0]
+        for position in positions:
+            parent = self.model.digest((chunk.tokens[position],), parent)
+            self._slots[self._slot(chunk, position)] = (parent, chunk.request.cache_salt)
+
+    def _spoil(self, chunk: ScheduledChunk) -> None:
+        for position in range(chunk.start, chunk.start + chunk.count):
+            self._slots[self._slot(chunk, position)] = None
+
+    def _read(self, chunk: ScheduledChunk) -> list[int]:
+        """The digest at every position of the context, each compared with what the request's own tokens say."""
+        digests: list[int] = []
+        expected = 0
+        for position in range(chunk.start + chunk.count):
+            expected = self.model.digest((chunk.tokens[position],), expected)
+            found = self._slots[self._slot(chunk, position)]
+            assert found == (expected, chunk.request.cache_salt), (
+                f"{chunk.request.id}: position {position}, in block {chunk.block_table[position // self.block_size]}, "
+                f"holds {found} instead of {(expected, chunk.request.cache_salt)}"
+            )
+            digests.append(found[0])
+        return digests
+
+    def _prompt_logprobs(self, chunk: ScheduledChunk, digests: list[int], top_count: int) -> tuple[TokenLogprob, ...]:
+        first, last = chunk.start + 1, min(chunk.start + chunk.count, len(chunk.request.prompt_token_ids) - 1)
+        return tuple(
+            self.model.logprob(chunk.tokens[position], digests[position - 1], top_count)
+            for position in range(first, last + 1)
+        )
+
+
+def _mixed(number: int) -> int:
+    """The finalizer of SplitMix64 (Steele, Lea and Flood, 2014): every bit of the input reaches every bit of it."""
+    number = (number + 0x9E3779B97F4A7C15) & _MASK_64
+    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    return number ^ (number >> 31)

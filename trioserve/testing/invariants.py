@@ -1,0 +1,212 @@
+"""What has to hold after every event, whatever happened. Reads the core and changes nothing."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+from trioserve.contracts.ids import BlockIndex
+from trioserve.contracts.kv_transfer import HoldKind
+from trioserve.core.block_holds import Hold
+from trioserve.core.engine import EngineCore
+from trioserve.core.request_state import LiveRequest, RequestStatus
+from trioserve.core.waiting_queue import WaitingQueue
+
+__all__ = ["check_core", "check_idle"]
+
+
+def check_core(core: EngineCore) -> None:
+    """Assert every invariant of block ownership, states, order and counts. O(blocks + known tokens).
+
+    Legal at any moment: between steps, and while a plan is in flight.
+    """
+    core.pool.check()
+    core.cache.check()
+    running: list[LiveRequest] = []
+    loading: list[LiveRequest] = []
+    ready: list[LiveRequest] = []
+    waiting: list[LiveRequest] = []
+    for live in core.live_requests():
+        _check_progress(core, live)
+        if live.status is RequestStatus.RUNNING:
+            _check_running(core, live)
+            running.append(live)
+        elif live.status is RequestStatus.WAITING_FOR_REMOTE_KV:
+            _check_loading(core, live)
+            loading.append(live)
+        elif live.blocks:
+            _check_ready(core, live)
+            ready.append(live)
+        else:
+            _check_waiting(live)
+            waiting.append(live)
+    owners = [*running, *loading, *ready]
+    _check_claims(core, owners)
+    _check_holds(core)
+    _check_sharing(core, owners)
+    _check_order(core, waiting, loading, ready)
+    _check_stats(core, running, owners)
+
+
+def check_idle(core: EngineCore) -> None:
+    """Assert that nothing is left: no request, no block in use or held, no deadline."""
+    check_core(core)
+    stats = core.stats()
+    assert not list(core.live_requests())
+    assert stats.running_count == stats.waiting_count == stats.blocks_used == stats.blocks_held == 0, stats
+    assert core.next_deadline() is None, "nothing lives, but something is waited for"
+    assert core.schedule(0.0) is None, "nothing lives, but there is something to compute"
+
+
+def _blocks_for(core: EngineCore, token_count: int) -> int:
+    return -(-token_count // core.settings.block_size)
+
+
+def _check_progress(core: EngineCore, live: LiveRequest) -> None:
+    request = live.request
+    assert live.status is not RequestStatus.FINISHED, f"{request.id} has finished and is still there"
+    assert tuple(live.tokens[: live.prompt_count]) == request.prompt_token_ids, f"{request.id}: the prompt has changed"
+    assert 0 <= live.output_count < request.output_tokens_max, f"{request.id}: {live.output_count} tokens, and no end"
+    assert len(live.tokens) <= core.settings.context_tokens_max
+    assert live.due_count >= 1, f"{request.id} has nothing to compute"
+    assert live.abort_reason is None or live.in_flight, f"{request.id} is marked, and no step will end it"
+    assert (live.cached_token_count is None) <= (live.output_count == 0)
+    if request.sampling.prompt_logprobs is not None and live.output_count > 0:
+        assert live.prompt_logprobs_count == live.prompt_count, f"{request.id}: prompt logprobs are missing"
+
+
+def _check_running(core: EngineCore, live: LiveRequest) -> None:
+    name, held_count = live.request.id, len(live.blocks)
+    assert len(set(live.blocks)) == held_count, f"{name}: a block twice"
+    if live.reserved_blocks:
+        assert held_count + len(live.reserved_blocks) == _blocks_for(core, len(live.tokens)), name
+    if live.in_flight:
+        assert _blocks_for(core, live.computed_count + 1) <= held_count <= _blocks_for(core, len(live.tokens)), name
+        return
+    assert held_count == _blocks_for(core, live.computed_count), f"{name}: {held_count} blocks"
+    published_count = live.computed_count // core.settings.block_size if core.settings.enable_prefix_caching else 0
+    assert live.chain.block_count == published_count, f"{name}: computed blocks that nobody can find"
+
+
+def _check_loading(core: EngineCore, live: LiveRequest) -> None:
+    name = live.request.id
+    assert not live.in_flight, f"{name} waits for KV and computes"
+    assert live.computed_count == live.chain.block_count * core.settings.block_size, f"{name}: hits are whole blocks"
+    assert not live.reserved_blocks, f"{name} has not split its blocks before it knows how much comes"
+    assert len(live.blocks) == _blocks_for(core, len(live.tokens)), f"{name}: {len(live.blocks)} blocks"
+    for block in live.blocks[live.chain.block_count :]:
+        assert core.pool.user_count(block) == 1, f"{name}: block {block} is used by another and written to"
+        assert core.pool.hold_count(block) == 0, f"{name}: block {block} is held and written to"
+
+
+def _check_ready(core: EngineCore, live: LiveRequest) -> None:
+    name = live.request.id
+    assert not live.in_flight, f"{name} waits for a seat and computes"
+    assert live.asked_remote, f"{name} waits and holds blocks"
+    assert live.computed_count >= live.chain.block_count * core.settings.block_size, name
+    assert len(live.blocks) == _blocks_for(core, live.computed_count), f"{name}: {len(live.blocks)} blocks"
+    assert len(live.blocks) + len(live.reserved_blocks) == _blocks_for(core, len(live.tokens)), name
+
+
+def _check_waiting(live: LiveRequest) -> None:
+    name = live.request.id
+    assert not live.reserved_blocks, f"{name} waits and holds blocks"
+    assert live.computed_count == 0, f"{name} waits and counts computed tokens"
+    assert live.chain.block_count == 0, f"{name} waits and has a place in the prefix cache"
+    assert not live.in_flight, f"{name} waits and computes"
+
+
+def _check_claims(core: EngineCore, owners: list[LiveRequest]) -> None:
+    users = Counter(block for live in owners for block in (*live.blocks, *live.reserved_blocks))
+    holds = Counter(block for hold in _holds(core) for block in hold.blocks)
+    for index in range(core.pool.block_count):
+        block = BlockIndex(index)
+        assert core.pool.user_count(block) == users[block], (
+            f"block {block} has {users[block]} users, but counts {core.pool.user_count(block)}"
+        )
+        assert core.pool.hold_count(block) == holds[block], (
+            f"block {block} has {holds[block]} holds, but counts {core.pool.hold_count(block)}"
+        )
+
+
+def _holds(core: EngineCore) -> list[Hold]:
+    return [] if core.transfers is None else list(core.transfers.holds)
+
+
+def _check_holds(core: EngineCore) -> None:
+    """Every hold ends some time; what is read is not written; what may still be written is nobody else's."""
+    holds = _holds(core)
+    live_ids = {live.request.id for live in core.live_requests()}
+    deadlines = [hold.deadline for hold in holds]
+    assert deadlines == sorted(deadlines), "the first hold is not the first to expire"
+    for hold in holds:
+        name = f"{hold.request_id} ({hold.kind.value})"
+        assert math.isfinite(hold.deadline), f"{name} is held for ever"
+        assert len(set(hold.blocks)) == len(hold.blocks), f"{name}: a block twice"
+        if hold.kind is HoldKind.SEND:
+            assert hold.request_id not in live_ids, f"{name} lives, and its blocks are held as if it had finished"
+            continue
+        assert not hold.is_aborted, f"{name} is no finished request that could be aborted"
+        for block in hold.blocks:
+            assert core.pool.user_count(block) == 0, f"{name}: block {block} may still be written, and is used"
+            assert core.pool.hold_count(block) == 1, f"{name}: block {block} may still be written, and is read"
+    deadline = core.next_deadline()
+    assert not holds or (deadline is not None and deadline <= deadlines[0]), "a deadline would be slept through"
+
+
+def _check_sharing(core: EngineCore, owners: list[LiveRequest]) -> None:
+    """Two requests share a block only at the same place, after equal prefixes, under equal salts, all computed."""
+    block_size = core.settings.block_size
+    first_users: dict[BlockIndex, tuple[LiveRequest, int]] = {}
+    for live in owners:
+        for index, block in enumerate((*live.blocks, *live.reserved_blocks)):
+            first, first_index = first_users.setdefault(block, (live, index))
+            if first is live:
+                continue
+            names = f"{first.request.id} and {live.request.id} share block {block}"
+            end = (index + 1) * block_size
+            assert first_index == index, f"{names} at different places"
+            assert first.request.cache_salt == live.request.cache_salt, f"{names} across salts"
+            assert first.tokens[:end] == live.tokens[:end], f"{names} after different prefixes"
+            assert end <= min(first.computed_count, live.computed_count), f"{names}, but it is still being written"
+
+
+def _check_order(
+    core: EngineCore, waiting: list[LiveRequest], loading: list[LiveRequest], ready: list[LiveRequest]
+) -> None:
+    _check_line(core.scheduler.waiting, waiting)
+    if core.transfers is None:
+        assert not loading, "somebody waits for KV, and nobody brings it"
+        assert not ready, "KV has come, and nobody brings it"
+        return
+    loads = core.transfers.loads
+    _check_line(loads.ready, ready)
+    assert loads.pending_count == len(loading), "the loads and the states differ"
+    overdue = loads.overdue(math.inf)
+    assert {live.request.id for live in overdue} == {live.request.id for live in loading}, "the loads and states differ"
+    deadline, load_deadline = core.next_deadline(), loads.next_deadline()
+    assert (load_deadline is None) == (not loading), "somebody waits for KV without end"
+    assert load_deadline is None or (deadline is not None and deadline <= load_deadline)
+
+
+def _check_line(line: WaitingQueue, expected: list[LiveRequest]) -> None:
+    lives = list(line)
+    orders = [live.order for live in lives]
+    assert orders == sorted(orders), f"a line is out of order: {[live.request.id for live in lives]}"
+    assert len(line) == len(lives)
+    assert {live.request.id for live in lives} == {live.request.id for live in expected}, "a line and the states differ"
+
+
+def _check_stats(core: EngineCore, running: list[LiveRequest], owners: list[LiveRequest]) -> None:
+    stats, settings = core.stats(), core.settings
+    used = {block for live in owners for block in (*live.blocks, *live.reserved_blocks)}
+    held = {block for hold in _holds(core) for block in hold.blocks}
+    parts = (stats.blocks_free, stats.blocks_cached, stats.blocks_used, stats.blocks_held)
+    assert sum(parts) == stats.blocks_total == settings.block_count
+    assert min(parts) >= 0
+    assert stats.blocks_used == len(used)
+    assert stats.blocks_held == len(held - used)
+    assert stats.blocks_cached == 0 or settings.enable_prefix_caching
+    assert stats.running_count == len(running) <= settings.running_requests_max
+    assert stats.waiting_count == len(list(core.live_requests())) - len(running)
+    assert 0 <= stats.prefix_hit_tokens_total <= stats.prefix_query_tokens_total

@@ -1,0 +1,62 @@
+"""The answer to compare with: one request at a time, from its own tokens, without blocks, batches or a cache.
+
+It reads the rules of contracts.request and contracts.sampling, and shares no code with the core.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from trioserve.contracts.events import FinishReason, TokenLogprob
+from trioserve.contracts.request import EngineRequest
+from trioserve.testing.fake_executor import FakeModel
+
+__all__ = ["ReferenceAnswer", "ReferenceEngine"]
+
+
+class ReferenceAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole answer. stop_token_id is the last of token_ids when reason is STOP. logprobs and prompt_logprobs are None
+    when the request did not ask for them; the first prompt token's entry is None."""
+
+    token_ids: tuple[int, ...]
+    reason: FinishReason
+    stop_token_id: int | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+
+
+class ReferenceEngine:
+    def __init__(self, model: FakeModel) -> None:
+        self.model = model
+
+    def answer(self, request: EngineRequest) -> ReferenceAnswer:
+        """What an engine must answer to `request`, if nobody aborts it and nothing fails."""
+        model, sampling = self.model, request.sampling
+        digest = model.digest(request.prompt_token_ids)
+        token_ids: list[int] = []
+        logprobs: list[TokenLogprob] = []
+        stop_token_id = None
+        for output_count in range(request.output_tokens_max):
+            token_id = model.next_token_id(request, digest, len(request.prompt_token_ids) + output_count)
+            token_ids.append(token_id)
+            logprobs.append(model.logprob(token_id, digest, sampling.logprobs or 0))
+            # output_count tokens came before this one; fewer than min_tokens, and nothing stops it yet.
+            if token_id in request.stop_token_ids and output_count >= sampling.min_tokens:
+                stop_token_id = token_id
+                break
+            digest = model.digest((token_id,), digest)
+        return ReferenceAnswer(
+            token_ids=tuple(token_ids),
+            reason=FinishReason.LENGTH if stop_token_id is None else FinishReason.STOP,
+            stop_token_id=stop_token_id,
+            logprobs=None if sampling.logprobs is None else tuple(logprobs),
+            prompt_logprobs=None if sampling.prompt_logprobs is None else self._prompt_logprobs(request),
+        )
+
+    def _prompt_logprobs(self, request: EngineRequest) -> tuple[TokenLogprob | None, ...]:
+        prompt = request.prompt_token_ids
+        top_count = request.sampling.prompt_logprobs or 0
+        entries: list[TokenLogprob | None] = [None]
+        for position in range(1, len(prompt)):
+            entries.append(self.model.logprob(prompt[position], self.model.digest(prompt[:position]), top_count))
+        return tuple(entries)

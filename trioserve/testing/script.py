@@ -1,0 +1,36 @@
+"""Tagged values as readable text: one line each, its tag and then what differs from the default as key=value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from trioserve.contracts.errors import InvalidRequest
+
+__all__ = ["line_of", "parts_of"]
+
+
+def line_of(part: msgspec.Struct) -> str:
+    """Values are JSON without spaces."""
+    fields = msgspec.to_builtins(part)
+    words = [fields.pop("type"), *(f"{name}={msgspec.json.encode(value).decode()}" for name, value in fields.items())]
+    return " ".join(words)
+
+
+def parts_of(script: str, kinds: Any) -> list[Any]:
+    """Read such lines; kinds: the union of the structs they may be. Empty lines and lines that begin with # are
+    comments. Raises InvalidRequest, naming the line."""
+    parts = []
+    for number, line in enumerate(script.splitlines(), start=1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        tag, *words = line.split()
+        try:
+            fields = {
+                key: msgspec.json.decode(value) for key, _equals, value in (word.partition("=") for word in words)
+            }
+            parts.append(msgspec.convert({"type": tag, **fields}, kinds))
+        except msgspec.MsgspecError as error:
+            raise InvalidRequest(f"line {number} of the script, {line!r}, cannot be read: {error}") from error
+    return parts

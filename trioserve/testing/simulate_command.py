@@ -1,0 +1,229 @@
+"""`python -m trioserve simulate`: many seeds until one fails, or one of them once more with everything that happens.
+
+The figure of requests per second is that of the processor time of the processes that simulate, so that it speaks of one
+core, whatever else the machine does. Every contract is checked while it is taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
+from pathlib import Path
+
+import msgspec
+
+from trioserve.contracts.errors import StartupError
+from trioserve.testing.verdict import Failure, Verdict
+
+__all__ = ["SimulateSettings", "run_replay", "run_simulate", "seeds_of"]
+
+CORE_EVENTS = 100  # some fifteen requests
+STACK_CLIENTS = 12
+CHUNK_SEEDS = 50  # less than a second of work: often enough for a progress line
+REPLAYS_MAX = 3_000  # of a failing history, to cut it down: some ten seconds, and most need a few hundred
+EXIT_FAILED = 1
+
+
+class SimulateSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """seeds: the first, and the one after the last. step_count: events of a history of the core, or clients of one of
+    the whole stack. job_count: processes. shrinks: whether a failing history is cut down before it is shown."""
+
+    seeds: tuple[int, int]
+    step_count: int = CORE_EVENTS
+    job_count: int = 1
+    shrinks: bool = True
+    is_stack: bool = False
+
+    @classmethod
+    def from_arguments(cls, arguments: argparse.Namespace) -> SimulateSettings:
+        """Raises StartupError for what is out of range."""
+        step_count = arguments.steps
+        if step_count is None:
+            step_count = STACK_CLIENTS if arguments.stack else CORE_EVENTS
+        for flag, value in (("--steps", step_count), ("--jobs", arguments.jobs)):
+            if value < 1:
+                raise StartupError(f"{flag} is {value}, it must be at least 1")
+        return cls(
+            seeds=seeds_of(arguments.seeds),
+            step_count=step_count,
+            job_count=arguments.jobs,
+            shrinks=not arguments.no_shrink,
+            is_stack=arguments.stack,
+        )
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """Seeds first to end - 1, for one process at a time."""
+
+    first: int
+    end: int
+    step_count: int
+    is_stack: bool
+
+
+class ChunkReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a chunk's seeds in order, up to the first that failed. digests: of their traces, where there are any."""
+
+    history_count: int
+    counts: dict[str, int]
+    digests: list[str]
+    cpu_seconds: float
+    failure: Failure | None = None
+    failed_seed: int = 0
+
+
+def seeds_of(text: str) -> tuple[int, int]:
+    """`0:10000` is 0 to 9999, `7` is 7 alone. Raises StartupError."""
+    begin, colon, end = text.partition(":")
+    try:
+        seeds = (int(begin), int(end) if colon else int(begin) + 1)
+    except ValueError:
+        seeds = (0, 0)
+    if not 0 <= seeds[0] < seeds[1]:
+        raise StartupError(f"--seeds is {text!r}: give the first and the one after the last, like 0:10000")
+    return seeds
+
+
+def run_simulate(settings: SimulateSettings) -> int:
+    """Simulate seed after seed until one fails. Returns the exit code."""
+    first, end = settings.seeds
+    totals: Counter[str] = Counter()
+    digest = blake2b(digest_size=16)
+    history_count, cpu_seconds, started_at = 0, 0.0, time.monotonic()
+    with _reports(settings) as reports:
+        for report in reports:
+            history_count += report.history_count
+            cpu_seconds += report.cpu_seconds
+            totals.update(report.counts)
+            for one in report.digests:
+                digest.update(one.encode())
+            _show_progress(history_count, end - first, totals["requests"] / cpu_seconds)
+            if report.failure is not None:
+                _end_progress()
+                _show_failure(report.failed_seed, report.failure, settings)
+                return EXIT_FAILED
+    _end_progress()
+    for what in sorted(totals):
+        print(f"  {what:<32}{totals[what]:>12,}")
+    if settings.is_stack:
+        print(f"  digest of all traces            {digest.hexdigest()}")
+    print(
+        f"{history_count:,} histories held, seeds {first} to {end - 1}: {totals['requests']:,} requests, "
+        f"{totals['requests'] / cpu_seconds:,.0f} a second of one core, "
+        f"{time.monotonic() - started_at:.1f} s with {settings.job_count} process(es)"
+    )
+    return 0
+
+
+def run_replay(what: str, settings: SimulateSettings) -> int:
+    """Let a seed, or the script in a file, happen once more, with a trace on stdout. Returns the exit code."""
+    if what.isdecimal():
+        verdict = _run_seed(settings.is_stack)(int(what), settings.step_count, trace=print)
+    else:
+        path = Path(what)
+        if not path.is_file():
+            raise StartupError(f"--replay is {what!r}: give a seed, or a file with a script")
+        verdict = _run_script(path.read_text(encoding="utf-8"), trace=print)
+    if verdict.digest:
+        print(f"digest of the trace: {verdict.digest}")
+    print("every contract held" if verdict.failure is None else f"failed: {verdict.failure}")
+    return 0 if verdict.failure is None else EXIT_FAILED
+
+
+def _run_seed(is_stack: bool) -> Callable[..., Verdict]:
+    if is_stack:
+        from trioserve.testing.stack_runs import run_stack_seed
+
+        return run_stack_seed
+    from trioserve.testing.core_runs import run_core_seed
+
+    return run_core_seed
+
+
+def _run_script(script: str, trace: Callable[[str], None]) -> Verdict:
+    """A stack's script begins with its stage, a core's with its world."""
+    lines = [line for line in script.splitlines() if line.strip() and not line.startswith("#")]
+    if lines and lines[0].startswith("stage "):
+        from trioserve.testing.stack_runs import run_stack_script
+
+        return run_stack_script(script, trace=trace)
+    from trioserve.testing.core_runs import run_core_script
+
+    return run_core_script(script, trace=trace)
+
+
+def _shrunk(failure: Failure, *, is_stack: bool) -> Failure:
+    if is_stack:
+        from trioserve.testing.stack_runs import shrunk_stack_failure
+
+        return shrunk_stack_failure(failure, replays_max=REPLAYS_MAX)
+    from trioserve.testing.core_runs import shrunk_core_failure
+
+    return shrunk_core_failure(failure, replays_max=REPLAYS_MAX)
+
+
+@contextmanager
+def _reports(settings: SimulateSettings) -> Iterator[Iterator[ChunkReport]]:
+    """In the order of the seeds, so that the first failure is the same whoever finds it first."""
+    first, end = settings.seeds
+    chunks = [
+        Chunk(begin, min(begin + CHUNK_SEEDS, end), settings.step_count, settings.is_stack)
+        for begin in range(first, end, CHUNK_SEEDS)
+    ]
+    if settings.job_count == 1:
+        yield map(_simulate_chunk, chunks)
+        return
+    with multiprocessing.get_context("spawn").Pool(settings.job_count) as pool:
+        yield pool.imap(_simulate_chunk, chunks)
+
+
+def _simulate_chunk(chunk: Chunk) -> ChunkReport:
+    totals: Counter[str] = Counter()
+    digests = []
+    failure, seed = None, chunk.first
+    run_seed = _run_seed(chunk.is_stack)
+    started_at = time.process_time()
+    for seed in range(chunk.first, chunk.end):
+        verdict = run_seed(seed, chunk.step_count)
+        totals.update(verdict.counts)
+        digests.append(verdict.digest)
+        failure = verdict.failure
+        if failure is not None:
+            break
+    return ChunkReport(
+        history_count=seed - chunk.first + 1,
+        counts=dict(totals),
+        digests=digests,
+        cpu_seconds=time.process_time() - started_at,
+        failure=failure,
+        failed_seed=seed,
+    )
+
+
+def _show_failure(seed: int, failure: Failure, settings: SimulateSettings) -> None:
+    stack = " --stack" if settings.is_stack else ""
+    print(f"seed {seed} failed: {failure}")
+    print(f"the whole of it: python -m trioserve simulate --replay {seed} --steps {settings.step_count}{stack}")
+    if settings.shrinks:
+        plainest = _shrunk(failure, is_stack=settings.is_stack)
+        lines, lines_left = failure.script.count("\n"), plainest.script.count("\n")
+        print(f"cut down from {lines} lines to {lines_left}, to be kept in a file and given to --replay:")
+        print(f"# seed {seed}: {plainest}".replace("\n", " "))
+        print(plainest.script, end="")
+
+
+def _show_progress(done: int, total: int, rate: float) -> None:
+    if sys.stderr.isatty():
+        line = f"{done:,} of {total:,} histories, {rate:,.0f} requests a second of one core"
+        print(f"\r{line:<78}", end="", file=sys.stderr, flush=True)
+
+
+def _end_progress() -> None:
+    if sys.stderr.isatty():
+        print(file=sys.stderr)

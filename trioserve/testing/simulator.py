@@ -1,0 +1,358 @@
+"""One history against one core: every event is applied, and after every event all contracts are checked.
+
+What is compared has independent sources. The invariants (invariants.py) read the core's own books. The fake executor
+knows what every KV slot holds; the stories what was asked, promised and said; the step rules who may compute before
+whom. Here the rest is checked: what an abort answers and leaves alone, and that nothing is left at the end.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from trioserve.contracts.block_hash import hash_block
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.events import AbortOutcome, AbortResult, EngineEvent, FinishReason, RequestFinished
+from trioserve.contracts.ids import BlockIndex, RequestId
+from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.step import StepPlan, StepResult
+from trioserve.core.engine import EngineCore
+from trioserve.core.prefix_cache import PrefixChain
+from trioserve.core.settings import CoreSettings
+from trioserve.testing.fake_executor import FakeExecutor, FakeModel
+from trioserve.testing.history import (
+    Abort,
+    Arrive,
+    Begin,
+    Break,
+    Drain,
+    Event,
+    Fail,
+    Forward,
+    Report,
+    Update,
+    Wait,
+    World,
+)
+from trioserve.testing.invariants import check_core, check_idle
+from trioserve.testing.poor_hash import poor_hash
+from trioserve.testing.reference_engine import ReferenceEngine
+from trioserve.testing.step_rules import check_begun_step
+from trioserve.testing.story import Story
+from trioserve.testing.trace_lines import abort_moment, plan_line
+from trioserve.testing.transfer_watch import TransferWatch
+
+__all__ = ["Simulation"]
+
+STEPS_TO_END_MAX = 20_000  # far more than any history needs; who is not done then is in a circle
+EVERYBODY = ""  # in the list of deadlines: the end of a drain
+
+
+class Simulation:
+    """live: sequences that have not ended, in order of arrival. plan: the step that is in flight. is_computed: its
+    forward pass has ended, with a result unless it was abandoned. transfers: None without a connector. counts: of what
+    came to pass. trace: is told every effect, as a line.
+    """
+
+    def __init__(self, world: World, *, trace: Callable[[str], None] | None = None) -> None:
+        self.world = world
+        self.now = 0.0
+        model = FakeModel(vocab_size=world.vocab_size, stop_token_id=0, stop_period=world.stop_period)
+        self.executor = FakeExecutor(block_count=world.block_count, block_size=world.block_size, model=model)
+        self.transfers = TransferWatch(world, self.executor) if world.has_connector else None
+        self.core = EngineCore(
+            CoreSettings(
+                block_count=world.block_count,
+                block_size=world.block_size,
+                context_tokens_max=world.context_tokens_max,
+                running_requests_max=world.running_requests_max,
+                step_tokens_max=world.step_tokens_max,
+                enable_prefix_caching=world.enable_prefix_caching,
+                hold_seconds_max=world.hold_seconds,
+                remote_kv_seconds_max=world.load_seconds,
+                load_failure_policy="fail" if world.fails_without_kv else "recompute",
+            ),
+            hash_block=poor_hash if world.has_poor_hash else hash_block,
+            connector=None if self.transfers is None else self.transfers.connector,
+        )
+        self.stories: dict[str, Story] = {}
+        self.live: dict[str, Story] = {}
+        self.plan: StepPlan | None = None
+        self.result: StepResult | None = None
+        self.is_computed = False
+        self.is_draining = False
+        self.counts: dict[str, int] = {}
+        self._reference = ReferenceEngine(model)
+        self._tables: list[list[int]] = []  # of the plan in flight, as they were when it was made
+        self._deadlines: list[tuple[float, int, str]] = []
+        self._trace = trace
+
+    def apply(self, event: Event) -> None:
+        """Let one event happen. Raises whatever the core raises, and AssertionError when a contract is broken."""
+        _HANDLERS[type(event)](self, event)
+        if type(event) not in _CHECKED_ELSEWHERE:
+            self._check()
+        self._count("events")
+
+    def run_to_end(self) -> None:
+        """Let everybody finish; then nothing may be left."""
+        for _ in range(STEPS_TO_END_MAX):
+            if self.plan is None and self.live:
+                self.apply(Begin())
+            if self.plan is not None:
+                self.apply(Forward())
+                self.apply(Update())
+                continue
+            # Nothing can be computed, so whoever lives, and whatever is held, waits for a deadline.
+            deadline = self.core.next_deadline()
+            if deadline is None:
+                break
+            self.apply(Wait(seconds=max(0.0, deadline - self.now)))
+        assert not self.live, f"no end is in sight for {', '.join(self.live)}"
+        if self.transfers is not None:
+            self.transfers.check_end(self.stories)
+        check_idle(self.core)
+        stats = self.core.stats()
+        looked_up = [story for story in self.stories.values() if story.cached_count is not None and self._hits(story)]
+        assert stats.prefix_hit_tokens_total == sum(story.cached_count or 0 for story in looked_up), stats
+        assert stats.prefix_query_tokens_total == sum(len(story.request.prompt_token_ids) for story in looked_up), stats
+        assert stats.preemptions_total == self.counts.get("preempted", 0), stats
+        assert stats.steps_total == self.counts.get("steps", 0), stats
+
+    # --- what happens ---
+
+    def _arrive(self, event: Arrive) -> None:
+        names = event.sequence_ids
+        if self.is_draining:
+            self._count("refused: draining", len(names))
+            return
+        if any(name in self.stories for name in names):
+            return  # the engine's own ids are unique; those above it see to that
+        sampling = SamplingParams(
+            temperature=event.temperature,
+            min_tokens=event.min_tokens,
+            logprobs=event.logprobs,
+            prompt_logprobs=event.prompt_logprobs,
+        )
+        can_run = event.can_run(self.world.context_tokens_max)
+        for index, name in enumerate(names):
+            request = EngineRequest(
+                id=RequestId(name),
+                prompt_token_ids=event.prompt,
+                sampling=sampling,
+                output_tokens_max=event.output,
+                stop_token_ids=frozenset(event.stops),
+                seed=event.seed + index,
+                priority=event.priority,
+                cache_salt=event.salt,
+            )
+            try:
+                self.core.add(request)
+            except InvalidRequest:
+                assert not can_run, f"{name} could run, and was refused"
+                self._count("refused: invalid")
+                continue
+            assert can_run, f"{name} can never run, and was taken"
+            self._count("requests")
+            story = Story(request, len(self.stories), self._reference.answer(request))
+            if self.transfers is not None:
+                self.transfers.note_arrival(name, event)
+            self.stories[name] = self.live[name] = story
+            if event.timeout is not None:
+                heapq.heappush(self._deadlines, (self.now + event.timeout, len(self.stories), name))
+
+    def _abort(self, event: Abort) -> None:
+        self._abort_all(event.ids, event.reason)
+
+    def _begin(self, _event: Begin) -> None:
+        if self.plan is not None:
+            return
+        plan = self.core.schedule(self.now)
+        if self._trace is not None:
+            self._trace(plan_line(plan))
+        if plan is None:
+            is_awaited = self.core.next_deadline() is not None
+            assert is_awaited or not self.live, f"{', '.join(self.live)} live, and nothing is computed"
+            for story in self.live.values():
+                if story.is_running:  # a load has taken what it needs to go on
+                    story.is_running = False
+                    self._count("preempted")
+            return
+        self.plan = plan
+        self._count("steps")
+        for name in plan.preempted:
+            assert self.live[name].is_running, f"{name} does not run, and is preempted"
+            self.live[name].is_running = False
+            self._count("preempted")
+        for name in plan.admitted:
+            assert not self.live[name].is_running, f"{name} is admitted twice"
+            self.live[name].is_running = True
+        check_begun_step(
+            self.core,
+            plan,
+            self.live,
+            self.transfers,
+            knows_hashes=not self.world.has_poor_hash,
+        )
+        for chunk in plan.chunks:
+            self.live[chunk.request.id].take_chunk(chunk)
+        self._tables = [list(chunk.block_table) for chunk in plan.chunks]
+
+    def _fail(self, event: Fail) -> None:
+        if self.plan is None or self.is_computed:
+            return
+        for chunk in self.plan.chunks:
+            name = chunk.request.id
+            if name in event.ids:
+                self.live[name].message = self.executor.errors[name] = f"{name} is broken"
+                self._count("failed")
+
+    def _forward(self, _event: Forward) -> None:
+        if self.plan is None or self.is_computed:
+            return
+        self.result = self.executor.execute(self.plan, lambda: self.core.is_step_abandoned)
+        self.is_computed = True
+
+    def _update(self, _event: Update) -> None:
+        plan, result = self.plan, self.result
+        if plan is None or not self.is_computed:
+            return
+        self.plan, self.result, self.is_computed = None, None, False
+        stories = [self.live[chunk.request.id] for chunk in plan.chunks]
+        counts_before = [story.output_count for story in stories]
+        if result is None:
+            self._count("steps abandoned")
+            self._take(self.core.drop_plan(plan, self.now))
+        else:
+            self._take(self.core.update_from_output(plan, result, self.now))
+        for chunk, story, count_before in zip(plan.chunks, stories, counts_before, strict=True):
+            story.take_update(chunk, count_before)
+
+    def _wait(self, event: Wait) -> None:
+        until = self.now + event.seconds
+        while True:
+            deadline = self._deadlines[0][0] if self._deadlines else math.inf
+            core_deadline = self.core.next_deadline()
+            if core_deadline is not None and core_deadline <= min(deadline, until):
+                self.now = max(self.now, core_deadline)
+                self._expire()
+            elif deadline <= until:
+                self.now = max(self.now, deadline)
+                name = heapq.heappop(self._deadlines)[2]
+                self._abort_all(list(self.live) if name == EVERYBODY else [name], FinishReason.DEADLINE)
+                self._check()
+            else:
+                self.now = until
+                return
+
+    def _expire(self) -> None:
+        if self.transfers is not None:
+            self.transfers.overdue(self.live, self.now)
+        self._take(self.core.expire(self.now))
+        self._check()
+        if self.transfers is not None:
+            self.transfers.check_expired(self.now)
+
+    def _report(self, event: Report) -> None:
+        if self.transfers is not None:
+            self._count(f"reports: {event.what}")
+            self._take(self.transfers.report(self.core, event, self.live, self.now))
+
+    def _break(self, event: Break) -> None:
+        if self.transfers is not None:
+            self.transfers.take_break(event)
+
+    def _drain(self, event: Drain) -> None:
+        self.is_draining = True
+        self._abort_all([name for name, story in self.live.items() if story.cached_count is None], FinishReason.ABORT)
+        heapq.heappush(self._deadlines, (self.now + event.seconds, 0, EVERYBODY))
+
+    # --- inside ---
+
+    def _hits(self, story: Story) -> bool:
+        return self.world.enable_prefix_caching and story.request.sampling.prompt_logprobs is None
+
+    def _take(self, events: Iterable[EngineEvent]) -> None:
+        for event in events:
+            if self._trace is not None:
+                self._trace(f"  {event}")
+            self.stories[event.request_id].take(event)
+            if type(event) is RequestFinished:
+                self._note_end(event)
+
+    def _abort_all(self, names: Sequence[str], reason: FinishReason) -> None:
+        ids = [RequestId(name) for name in names]
+        findable = {name: self._findable_count(story) for name in ids if (story := self.live.get(name)) is not None}
+        ended_before = {name for name in ids if name in self.stories and name not in self.live}
+        results = self.core.abort(ids, reason, now=self.now)
+        assert list(results) == list(dict.fromkeys(ids)), f"an abort of {ids} answers for {list(results)}"
+        for name, result in results.items():
+            if self._trace is not None:
+                self._trace(f"  {name}: {result}")
+            story = self.stories.get(name)
+            self._count(f"aborts: {abort_moment(story)}")
+            if story is None:
+                assert result == AbortResult(AbortOutcome.UNKNOWN), f"{name} was never here, its abort says {result}"
+                continue
+            story.take_abort(result, reason)
+            if result.finished is not None:
+                self._note_end(result.finished)
+        if self.transfers is not None:
+            self.transfers.note_abort(ended_before)
+        for name, before in findable.items():
+            after = self._findable_count(self.stories[name])
+            assert after >= before, f"the abort of {name} threw {before - after} cached blocks away"
+
+    def _findable_count(self, story: Story) -> int:
+        """How many blocks of its known tokens would be a hit for somebody with the same ones."""
+        if story.cached_count is None or not self._hits(story):
+            return 0
+        return len(self.core.cache.match(PrefixChain(story.request.cache_salt), story.known))
+
+    def _note_end(self, event: RequestFinished) -> None:
+        del self.live[event.request_id]
+        self._count(f"ended: {event.reason.value}")
+
+    def _check(self) -> None:
+        self._count("checks of every contract")
+        core = self.core
+        check_core(core)
+        names = {live.request.id for live in core.live_requests()}
+        assert names == self.live.keys(), (
+            f"{sorted(names ^ self.live.keys())}: the core and its events tell differently"
+        )
+        running_count = sum([story.is_running for story in self.live.values()])
+        assert len(core.scheduler.running) == running_count, f"{running_count} were told to run, {core.stats()}"
+        if self.transfers is not None:
+            self.transfers.check(core, self.now)
+        if self.plan is not None:
+            for chunk, table in zip(self.plan.chunks, self._tables, strict=True):
+                name = chunk.request.id
+                assert chunk.block_table == table, f"{name}: its blocks changed while the step runs"
+                for block in table:
+                    assert core.pool.user_count(BlockIndex(block)) > 0, (
+                        f"block {block} of {name} is let go while the step runs"
+                    )
+
+    def _count(self, what: str, count: int = 1) -> None:
+        self.counts[what] = self.counts.get(what, 0) + count
+
+
+_HANDLERS: dict[type[Event], Callable[[Simulation, Any], None]] = {
+    Arrive: Simulation._arrive,
+    Abort: Simulation._abort,
+    Begin: Simulation._begin,
+    Fail: Simulation._fail,
+    Forward: Simulation._forward,
+    Update: Simulation._update,
+    Wait: Simulation._wait,
+    Drain: Simulation._drain,
+    Report: Simulation._report,
+    Break: Simulation._break,
+}
+
+# The core sees nothing of the first three, and a wait checks after each thing that comes due.
+_CHECKED_ELSEWHERE = frozenset((Forward, Fail, Break, Wait))

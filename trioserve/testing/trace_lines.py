@@ -1,0 +1,32 @@
+"""How what happens in a simulation looks in its trace: nothing in it differs from one process to the next."""
+
+from __future__ import annotations
+
+from trioserve.contracts.step import StepPlan
+from trioserve.testing.story import Story
+
+__all__ = ["abort_moment", "plan_line"]
+
+
+def abort_moment(story: Story | None) -> str:
+    """When an abort comes, seen from its sequence; asked before the sequence takes note of it."""
+    if story is None:
+        return "unknown id"
+    if story.finished is not None:
+        return "too late"
+    if story.aborted_for is not None:
+        return "repeated"
+    return f"{'in a step' if story.is_in_flight else 'between steps'}, {story.phase.value}"
+
+
+def plan_line(plan: StepPlan | None) -> str:
+    """Who lost its blocks (-r1), and who computes which tokens in which blocks; * samples."""
+    if plan is None:
+        return "  nothing to compute"
+    lost = [f"-{name}" for name in plan.preempted]
+    chunks = [
+        f"{chunk.request.id}[{chunk.start}:{chunk.start + chunk.count}]{'*' if chunk.samples else ''}"
+        f"@{','.join(map(str, chunk.block_table))}"
+        for chunk in plan.chunks
+    ]
+    return f"  step {plan.step_index}: {' '.join(lost + chunks)}"

@@ -1,0 +1,100 @@
+"""What a chat template is given as messages: OpenAI's shapes, checked, with content in the form the template takes."""
+
+from __future__ import annotations
+
+import enum
+import json
+from typing import Any
+
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.prompt import ChatPrompt
+
+__all__ = ["ContentForm", "prepared_messages"]
+
+
+class ContentForm(enum.Enum):
+    """What a template can do with a message's content."""
+
+    STRING = "string"
+    STRING_OR_PARTS = "string or parts"
+    PARTS = "parts"
+
+
+def prepared_messages(prompt: ChatPrompt, form: ContentForm, *, final_end: str) -> list[dict[str, Any]]:
+    """Copies of the prompt's messages; the caller's are not changed.
+
+    Text parts are joined by line breaks where the template wants a string, as in vLLM; a string is wrapped where it
+    wants parts; an absent content is empty. Arguments of earlier tool calls, JSON in a string, become objects.
+    final_end is put behind the final message's text if that message is to be continued.
+    Raises InvalidRequest, naming the place, for anything but text.
+    """
+    if not prompt.messages:
+        raise InvalidRequest("messages is empty, at least one message is needed", param="messages")
+    messages = [_message(message, f"messages[{index}]", form) for index, message in enumerate(prompt.messages)]
+    if prompt.continue_final_message:
+        _append_to_content(messages[-1], final_end)
+    return messages
+
+
+def _message(message: object, place: str, form: ContentForm) -> dict[str, Any]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise InvalidRequest(f"{place} must be an object with a role", param=place)
+    prepared = {**message, "content": _content(message.get("content"), f"{place}.content", form)}
+    if isinstance(message.get("tool_calls"), list):
+        prepared["tool_calls"] = [
+            _tool_call(call, f"{place}.tool_calls[{index}]") for index, call in enumerate(message["tool_calls"])
+        ]
+    return prepared
+
+
+def _content(content: object, place: str, form: ContentForm) -> str | list[dict[str, Any]]:
+    if content is None or isinstance(content, str):
+        text = content or ""
+        return [{"type": "text", "text": text}] if form is ContentForm.PARTS else text
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{place} is {type(content).__name__}, allowed are text and a list of parts", param=place)
+    texts = [_part_text(part, f"{place}[{index}]") for index, part in enumerate(content)]
+    if form is ContentForm.STRING:
+        return "\n".join(texts)
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def _part_text(part: object, place: str) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict):
+        raise InvalidRequest(f"{place} is {type(part).__name__}, expected an object with a type", param=place)
+    kind = part.get("type")
+    if kind not in ("text", "refusal"):
+        raise InvalidRequest(f"{place} is of type {kind!r}; this model takes parts of type 'text'", param=place)
+    text = part.get(kind)
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{place} has no {kind}: it must be a string", param=place)
+    return text
+
+
+def _tool_call(call: object, place: str) -> object:
+    """Templates write arguments with tojson, so they need the object and not the JSON text that OpenAI's API has."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict):
+        return call
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    try:
+        parsed = json.loads(arguments) if arguments else {}
+    except ValueError as error:
+        raise InvalidRequest(f"{place}.function.arguments is not JSON: {error}", param=place) from None
+    return {**call, "function": {**function, "arguments": parsed}}
+
+
+def _append_to_content(message: dict[str, Any], text: str) -> None:
+    content = message["content"]
+    if isinstance(content, str):
+        message["content"] = content + text
+    elif content:
+        content[-1]["text"] += text
+    else:
+        raise InvalidRequest(
+            "continue_final_message is set, but the final message has no text to continue", param="messages"
+        )

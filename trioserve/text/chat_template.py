@@ -1,0 +1,131 @@
+"""Messages to a prompt, with the template that comes with the model. Every fault of it is one request's fault."""
+
+from __future__ import annotations
+
+import functools
+
+import jinja2
+from jinja2 import nodes
+
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.prompt import ChatPrompt
+from trioserve.text.chat_messages import ContentForm, prepared_messages
+from trioserve.text.template_sandbox import TemplateEnvironment, render_within_bounds
+
+__all__ = ["ChatTemplate"]
+
+TEMPLATE_CHARACTERS_MAX = 262_144  # the longest in use are a tenth of this; compiling takes about 1 ms per 1,000
+RESERVED_ARGUMENTS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+
+# Follows the final message to find where it ends in the prompt. The space tells whether the template trims.
+_END_MARK = "\U000f5e4d\U000f5e4e "
+
+
+class ChatTemplate:
+    """A jinja2 template as found on the Hugging Face hub; what it may use and cost is in template_sandbox.py.
+
+    source: compiled when first rendered, so that a model with a broken template still serves completions.
+    tool_source: used when a request has tools; None: source.
+    """
+
+    def __init__(
+        self, source: str, *, bos_token: str | None, eos_token: str | None, tool_source: str | None = None
+    ) -> None:
+        self._source = source
+        self._tool_source = tool_source
+        self._special_tokens = {
+            name: token for name, token in (("bos_token", bos_token), ("eos_token", eos_token)) if token is not None
+        }
+
+    def render(self, prompt: ChatPrompt) -> str:
+        """The prompt's text. Encode it without adding special tokens: the template has written them.
+
+        A template in the prompt itself is used instead of the model's. Some milliseconds for a long chat.
+        Raises InvalidRequest for messages that are not text, and for whatever goes wrong in the template.
+        """
+        source = prompt.chat_template
+        if source is None:
+            source = self._tool_source if self._tool_source is not None and prompt.tools else self._source
+        for name in prompt.template_arguments:
+            if name in RESERVED_ARGUMENTS:
+                raise InvalidRequest(
+                    f"template argument {name!r} is set by the request itself: give it there",
+                    param="chat_template_kwargs",
+                )
+        try:
+            template, content_form = _compiled(source)
+        except Exception as error:  # a foreign program that does not even compile
+            raise _template_fault(prompt, "is not valid", error) from error
+        messages = prepared_messages(prompt, content_form, final_end=_END_MARK)
+        arguments = {
+            "documents": None,
+            **self._special_tokens,
+            **prompt.template_arguments,
+            "messages": messages,
+            "tools": prompt.tools or None,
+            "add_generation_prompt": prompt.add_generation_prompt and not prompt.continue_final_message,
+        }
+        try:
+            text = render_within_bounds(template, arguments)
+        except Exception as error:  # a foreign program: it may fail in any way, memory and recursion included
+            raise _template_fault(prompt, "does not take these messages", error) from error
+        return _cut_at_final_end(text) if prompt.continue_final_message else text
+
+
+@functools.cache
+def _environment() -> TemplateEnvironment:
+    return TemplateEnvironment()
+
+
+@functools.lru_cache(maxsize=16)  # the model's own, and what a few clients send again and again
+def _compiled(source: str) -> tuple[jinja2.Template, ContentForm]:
+    if len(source) > TEMPLATE_CHARACTERS_MAX:
+        raise ValueError(f"it has {len(source)} characters, at most {TEMPLATE_CHARACTERS_MAX} are allowed")
+    tree = _environment().parse(source)
+    return _environment().from_string(source), _content_form(tree)
+
+
+def _content_form(tree: nodes.Template) -> ContentForm:
+    """What the template takes for a message's content, seen from whether it loops over it."""
+    names = {"content"}
+    for assignment in tree.find_all(nodes.Assign):
+        if isinstance(assignment.target, nodes.Name) and _is_content(assignment.node, set()):
+            names.add(assignment.target.name)
+    if not any(_is_content(loop.iter, names) for loop in tree.find_all(nodes.For)):
+        return ContentForm.STRING
+    if any(test.name == "string" for test in tree.find_all(nodes.Test)):
+        return ContentForm.STRING_OR_PARTS
+    return ContentForm.PARTS
+
+
+def _is_content(expression: nodes.Node, names: set[str]) -> bool:
+    while isinstance(expression, nodes.Filter) and expression.node is not None:
+        expression = expression.node
+    if isinstance(expression, nodes.Getattr):
+        return expression.attr == "content"
+    if isinstance(expression, nodes.Getitem):
+        return isinstance(expression.arg, nodes.Const) and expression.arg.value == "content"
+    return isinstance(expression, nodes.Name) and expression.name in names
+
+
+def _cut_at_final_end(text: str) -> str:
+    """The prompt up to the end of the final message, as the template would have written it without its mark."""
+    end = text.rfind(_END_MARK.strip())
+    if end < 0:
+        raise InvalidRequest(
+            "continue_final_message is set, but the chat template does not show the end of the final message: "
+            "leave it out for this model",
+            param="continue_final_message",
+        )
+    return text[:end] if text.startswith(_END_MARK, end) else text[:end].rstrip()
+
+
+def _template_fault(prompt: ChatPrompt, what: str, error: Exception) -> InvalidRequest:
+    own = prompt.chat_template is not None
+    reason = str(error) or type(error).__name__
+    if not isinstance(error, jinja2.TemplateError | ValueError):
+        reason = f"{type(error).__name__}: {reason}"
+    return InvalidRequest(
+        f"the {'request' if own else 'model'}'s chat template {what}: {reason}",
+        param="chat_template" if own else "messages",
+    )

@@ -1,0 +1,250 @@
+"""Builds a tokenizer from the metadata of a GGUF file, which holds the vocabulary but not how to use it.
+
+How a text is cut before merging is only a name in the file (tokenizer.ggml.pre); the table of what the names mean is
+here, taken from the models' own tokenizer files and from llama.cpp's src/llama-vocab.cpp. The keys are those of the
+GGUF specification (ggml/docs/gguf.md).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+
+from trioserve.contracts.errors import ModelLoadError
+from trioserve.text.tokenizer_parts import TokenizerParts, add_sequence_ends
+
+__all__ = ["vocabulary_from_gguf"]
+
+_T = TypeVar("_T")
+
+
+def vocabulary_from_gguf(metadata: Mapping[str, object]) -> TokenizerParts:
+    """Raises ModelLoadError when the keys are missing or inconsistent, or name a tokenizer that is not supported."""
+    tokens = _list(metadata, "tokenizer.ggml.tokens", str)
+    kinds = _kinds(metadata, len(tokens))
+    model = metadata.get("tokenizer.ggml.model")
+    if model == "gpt2":
+        pre_tokenizer = _pre_tokenizer(metadata)
+        backend = _byte_level_bpe(metadata, tokens, pre_tokenizer)
+        adds_bos = pre_tokenizer.adds_bos
+    elif model == "llama":
+        backend = _sentence_piece_bpe(metadata, tokens, kinds)
+        adds_bos = True
+    else:
+        raise ModelLoadError(f"the GGUF file's tokenizer is of kind {model!r}; supported are 'gpt2' and 'llama'")
+    _add_whole_tokens(backend, tokens, kinds)
+    bos = _named_token(metadata, "bos", tokens, default_id=1 if model == "llama" else None)
+    eos = _named_token(metadata, "eos", tokens, default_id=2 if model == "llama" else None)
+    add_sequence_ends(
+        backend,
+        bos=bos if metadata.get("tokenizer.ggml.add_bos_token", adds_bos) else None,
+        eos=eos if metadata.get("tokenizer.ggml.add_eos_token", False) else None,
+    )
+    return TokenizerParts(
+        backend=backend,
+        bos_token=None if bos is None else bos[0],
+        eos_token=None if eos is None else eos[0],
+        chat_template=_template(metadata, "tokenizer.chat_template"),
+        tool_chat_template=_template(metadata, "tokenizer.chat_template.tool_use"),
+    )
+
+
+class _Kind(enum.IntEnum):
+    """tokenizer.ggml.token_type."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+# --- byte-level BPE -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _PreTokenizer:
+    """splits: expressions applied one after another; what matches and what lies between stays apart from then on.
+    splits_like_gpt2: then the expression of GPT-2. normalizes: to NFC, first. takes_whole_words: a piece that is a
+    token is not built from merges. adds_bos: when the file does not say."""
+
+    splits: tuple[str, ...] = ()
+    splits_like_gpt2: bool = False
+    normalizes: bool = False
+    takes_whole_words: bool = False
+    adds_bos: bool = False
+
+
+_GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+_LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+_TEKKEN_SPLIT = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+_LLAMA3 = _PreTokenizer(splits=(_LLAMA3_SPLIT,), takes_whole_words=True, adds_bos=True)
+_PRE_TOKENIZERS = {
+    "default": _PreTokenizer(splits=(r"[\p{P}\$\+<=>\^~\|]+", _GPT2_SPLIT, r"\p{N}+", r"[0-9][0-9][0-9]")),
+    "gpt-2": _PreTokenizer(splits_like_gpt2=True),
+    "llama-bpe": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "llama3": _LLAMA3,
+    "qwen2": _PreTokenizer(splits=(_QWEN2_SPLIT,), normalizes=True),
+    "smollm": _PreTokenizer(splits=(r"\p{N}",), splits_like_gpt2=True),
+    "tekken": _PreTokenizer(splits=(_TEKKEN_SPLIT,), takes_whole_words=True, adds_bos=True),
+}
+
+
+def _pre_tokenizer(metadata: Mapping[str, object]) -> _PreTokenizer:
+    name = metadata.get("tokenizer.ggml.pre", "default")  # files from before the key was introduced
+    if not isinstance(name, str) or name not in _PRE_TOKENIZERS:
+        raise ModelLoadError(
+            f"the GGUF file's pre-tokenizer is {name!r}; supported are {', '.join(_PRE_TOKENIZERS)}: "
+            "another one would cut texts where this model never saw them cut"
+        )
+    return _PRE_TOKENIZERS[name]
+
+
+def _byte_level_bpe(
+    metadata: Mapping[str, object], tokens: Sequence[str], pre_tokenizer: _PreTokenizer
+) -> tokenizers.Tokenizer:
+    merges = [_pair(merge) for merge in _list(metadata, "tokenizer.ggml.merges", str)]
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+    backend = _bpe(vocabulary, merges, ignore_merges=pre_tokenizer.takes_whole_words)
+    if pre_tokenizer.normalizes:
+        backend.normalizer = normalizers.NFC()
+    steps: list[Any] = [pre_tokenizers.Split(Regex(split), behavior="isolated") for split in pre_tokenizer.splits]
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre_tokenizer.splits_like_gpt2))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    return left, right
+
+
+# --- SentencePiece --------------------------------------------------------------------------------------------------
+
+_SPACE = "▁"
+
+
+def _sentence_piece_bpe(
+    metadata: Mapping[str, object], tokens: Sequence[str], kinds: Sequence[int]
+) -> tokenizers.Tokenizer:
+    scores = _list(metadata, "tokenizer.ggml.scores", float)
+    if len(scores) != len(tokens):
+        raise ModelLoadError(f"the GGUF file has {len(tokens)} tokens, but {len(scores)} scores: it is damaged")
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+    merges = _merges_from_scores(tokens, scores, kinds, vocabulary)
+    unknown = _named_token(metadata, "unknown", tokens, default_id=0)
+    backend = _bpe(
+        vocabulary,
+        merges,
+        unk_token=None if unknown is None else unknown[0],
+        fuse_unk=True,
+        byte_fallback=_Kind.BYTE in kinds,
+    )
+    # As SentencePiece does: the space belongs to each stretch of text, so also after every special token.
+    prefixed = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    prefix: list[Any] = [normalizers.Prepend(_SPACE)] if prefixed else []
+    backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE)])
+    strip: list[Any] = [decoders.Strip(" ", 1, 0)] if prefixed else []
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return backend
+
+
+def _merges_from_scores(
+    tokens: Sequence[str], scores: Sequence[float], kinds: Sequence[int], vocabulary: Mapping[str, int]
+) -> list[tuple[str, str]]:
+    """The merges that a score per token stands for, best first: every way to join two tokens into a third.
+
+    SentencePiece merges whatever neighbours give the best-scored token. Ways to the same token are ordered by the
+    length of their left part, longest first, which the scores leave open.
+    """
+    ranked = []
+    for token, score, kind in zip(tokens, scores, kinds, strict=True):
+        if kind in (_Kind.UNKNOWN, _Kind.CONTROL, _Kind.BYTE):
+            continue  # these never come from text
+        for cut in range(len(token) - 1, 0, -1):
+            left, right = token[:cut], token[cut:]
+            if left in vocabulary and right in vocabulary:
+                ranked.append((-score, -len(left), -len(right), left, right))
+    ranked.sort(key=lambda entry: entry[:3])
+    return [(left, right) for _, _, _, left, right in ranked]
+
+
+# --- both -----------------------------------------------------------------------------------------------------------
+
+
+def _bpe(vocabulary: dict[str, int], merges: Sequence[tuple[str, str]], **options: Any) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, **options))
+    except Exception as error:  # the library raises plain Exception for a merge of unknown tokens
+        raise ModelLoadError(f"the GGUF file's tokens and merges do not fit together ({error})") from error
+
+
+def _add_whole_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[str], kinds: Sequence[int]) -> None:
+    """Tokens that are looked for in a text as they are, before it is cut."""
+    special = [
+        AddedToken(token, special=True, normalized=False)
+        for token, kind in zip(tokens, kinds, strict=True)
+        if kind in (_Kind.CONTROL, _Kind.UNKNOWN) and token
+    ]
+    user_defined = [
+        AddedToken(token, special=False, normalized=False)
+        for token, kind in zip(tokens, kinds, strict=True)
+        if kind == _Kind.USER_DEFINED and token
+    ]
+    backend.add_special_tokens(special)
+    backend.add_tokens(user_defined)
+
+
+def _kinds(metadata: Mapping[str, object], token_count: int) -> Sequence[int]:
+    if "tokenizer.ggml.token_type" not in metadata:
+        return [_Kind.NORMAL] * token_count
+    kinds = _list(metadata, "tokenizer.ggml.token_type", int)
+    if len(kinds) != token_count:
+        raise ModelLoadError(f"the GGUF file has {token_count} tokens, but {len(kinds)} token types: it is damaged")
+    return kinds
+
+
+def _named_token(
+    metadata: Mapping[str, object], name: str, tokens: Sequence[str], *, default_id: int | None
+) -> tuple[str, int] | None:
+    """Text and id of the token that tokenizer.ggml.<name>_token_id points to."""
+    key = f"tokenizer.ggml.{name}_token_id"
+    token_id = metadata.get(key, default_id)
+    if token_id is None:
+        return None
+    if not isinstance(token_id, int) or not 0 <= token_id < len(tokens):
+        raise ModelLoadError(f"the GGUF file's {key} is {token_id!r}, but it has {len(tokens)} tokens: it is damaged")
+    return tokens[token_id], token_id
+
+
+def _list(metadata: Mapping[str, object], key: str, kind: type[_T]) -> list[_T]:
+    values = metadata.get(key)
+    if values is None:
+        raise ModelLoadError(f"the GGUF file has no {key}: it holds no usable tokenizer, use a complete file")
+    if not isinstance(values, list | tuple) or not all(isinstance(value, kind) for value in values):
+        raise ModelLoadError(f"the GGUF file's {key} is not a list of {kind.__name__}: it is damaged")
+    return list(values)
+
+
+def _template(metadata: Mapping[str, object], key: str) -> str | None:
+    template = metadata.get(key)
+    return template if isinstance(template, str) else None

@@ -1,0 +1,139 @@
+"""Engine events of one choice to text deltas; decides where a stop string ends it. Aborting it then is the caller's."""
+
+from __future__ import annotations
+
+from trioserve.contracts.events import FinishReason, RequestFinished, TokenLogprob
+from trioserve.contracts.output import Delta
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.text.stop_strings import StopStringFinder
+from trioserve.text.tokenizer import Tokenizer
+
+__all__ = ["ChoiceOutput", "merge"]
+
+
+class ChoiceOutput:
+    """What one choice of a request has shown so far.
+
+    Stop strings follow vLLM: the text of the first min_tokens tokens cannot complete one, though it may hold its
+    beginning. Text after a stop string is dropped, and so are the tokens after the one that completed it.
+    The answer continues the prompt: a leading space is part of it, so prompt and answer can be joined.
+
+    ended: the last delta was given. If the engine did not say so itself, the caller aborts the sequence and drops
+    what still arrives.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams, *, index: int) -> None:
+        self.ended = False
+        self._index = index
+        self._sampling = sampling
+        self._decoder = tokenizer.new_decoder(sampling.skip_special_tokens, continues_text=True)
+        self._stops = StopStringFinder(sampling.stop) if sampling.stop else None
+        self._token_count = 0
+        # Since the last delta: tokens whose text is not complete yet.
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprob] | None = None if sampling.logprobs is None else []
+
+    def feed(
+        self,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprob, ...] | None,
+        finished: RequestFinished | None,
+    ) -> Delta | None:
+        """Takes new tokens, and the end if it came with them. None: nothing to show yet, and not finished.
+
+        finished must come together with the last tokens: a stop token's text is hidden, and what was shown stays.
+        An exception means that this choice cannot go on; no other one is touched.
+        """
+        if self.ended:
+            raise RuntimeError("fed a choice that has ended")
+        assert logprobs is None or len(logprobs) == len(token_ids), "one logprob entry per token"
+        hidden_index = self._hidden_token_index(len(token_ids), finished)
+        text = ""
+        for index, token_id in enumerate(token_ids):
+            self._token_count += 1
+            self._token_ids.append(token_id)
+            if self._logprobs is not None and logprobs is not None:
+                self._logprobs.append(logprobs[index])
+            if index != hidden_index:
+                text += self._shown(self._decoder.push(token_id))
+            if self._found is not None:
+                return self._stopped_by_string(text)
+        if finished is not None:
+            return self._finish(text, finished)
+        return self._delta(text) if text else None
+
+    @property
+    def _found(self) -> str | None:
+        return None if self._stops is None else self._stops.found
+
+    def _hidden_token_index(self, token_count: int, finished: RequestFinished | None) -> int | None:
+        if finished is None or finished.stop_token_id is None or self._sampling.include_stop_str_in_output:
+            return None
+        return token_count - 1
+
+    def _shown(self, text: str) -> str:
+        if self._stops is None:
+            return text
+        return self._stops.feed(text, may_complete=self._token_count > self._sampling.min_tokens)
+
+    def _stopped_by_string(self, text: str) -> Delta:
+        stop = self._found
+        assert stop is not None
+        if self._sampling.include_stop_str_in_output:
+            text += stop
+        return self._last_delta(text, FinishReason.STOP, stop_reason=stop)
+
+    def _finish(self, text: str, finished: RequestFinished) -> Delta:
+        text += self._shown(self._decoder.flush())
+        if self._found is not None:  # a stop string that itself holds U+FFFD
+            return self._stopped_by_string(text)
+        if self._stops is not None:
+            text += self._stops.flush()
+        stop_token_id = finished.stop_token_id
+        stop_reason = stop_token_id if stop_token_id in self._sampling.stop_token_ids else None
+        return self._last_delta(text, finished.reason, stop_reason=stop_reason, message=finished.message)
+
+    def _last_delta(
+        self, text: str, reason: FinishReason, *, stop_reason: int | str | None, message: str | None = None
+    ) -> Delta:
+        self.ended = True
+        return self._delta(text, reason, stop_reason, message)
+
+    def _delta(
+        self,
+        text: str,
+        finish_reason: FinishReason | None = None,
+        stop_reason: int | str | None = None,
+        message: str | None = None,
+    ) -> Delta:
+        delta = Delta(
+            index=self._index,
+            text=text,
+            token_ids=tuple(self._token_ids),
+            logprobs=None if self._logprobs is None else tuple(self._logprobs),
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            message=message,
+        )
+        self._token_ids.clear()
+        if self._logprobs is not None:
+            self._logprobs.clear()
+        return delta
+
+
+def merge(first: Delta, second: Delta) -> Delta:
+    """Two deltas of one choice that follow each other, as one. The first must not be the choice's last."""
+    assert first.index == second.index, f"deltas of choices {first.index} and {second.index}"
+    assert first.finish_reason is None, "nothing follows a choice's last delta"
+    logprobs = None
+    if first.logprobs is not None or second.logprobs is not None:
+        logprobs = (first.logprobs or ()) + (second.logprobs or ())
+    return Delta(
+        index=first.index,
+        text=first.text + second.text,
+        token_ids=first.token_ids + second.token_ids,
+        logprobs=logprobs,
+        finish_reason=second.finish_reason,
+        stop_reason=second.stop_reason,
+        message=second.message,
+    )

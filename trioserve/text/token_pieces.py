@@ -1,0 +1,105 @@
+"""What each token adds to a text, as bytes. Reads the rule once from a tokenizer's decoder; which tokens are skipped
+and where a character ends is left to detokenizer.py.
+
+Two families cover the models served here: byte-level BPE (GPT-2, Llama 3, Qwen, Tekken) and SentencePiece with byte
+fallback (Llama 2, Mistral). In both a token's bytes do not depend on its neighbours, so a text can be built token by
+token without decoding a window again and again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import tokenizers
+
+from trioserve.contracts.errors import ModelLoadError
+
+__all__ = ["TokenPieces", "byte_alphabet"]
+
+TOKEN_ID_MAX = 2**32 - 1  # what the tokenizer library can look up
+
+
+class TokenPieces(dict[int, bytes]):
+    """Token id to bytes, filled as tokens are seen. An id that the vocabulary does not know is empty.
+
+    leading_spaces_max: how many spaces at the very beginning of a text belong to the tokenizer and not to the text.
+    Raises ModelLoadError when the tokenizer's decoder is of another kind than the two named above.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        super().__init__()
+        self._backend = backend
+        self._spell, self.leading_spaces_max = _spelling(backend)
+
+    def __missing__(self, token_id: int) -> bytes:
+        if not 0 <= token_id <= TOKEN_ID_MAX:
+            return b""
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""  # not kept: ids beyond the vocabulary would grow the table without bound
+        piece = self[token_id] = self._spell(token)
+        return piece
+
+
+def byte_alphabet() -> dict[str, int]:
+    """The printable character that stands for each byte in GPT-2's vocabulary files, as character to byte."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+
+
+def _spelling(backend: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], int]:
+    if backend.decoder is None:  # a plain word list: the library joins with spaces
+        return (lambda token: b" " + token.encode()), 1
+    steps = _flat_steps(json.loads(backend.decoder.__getstate__()))
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return _byte_level_spelling(), 0
+    # Strip works on the whole text only after Fuse; before it, it would work on every token.
+    replaces = [step for step in steps if step["type"] == "Replace" and "String" in step["pattern"]]
+    rest = steps[len(replaces) :]
+    if steps[: len(replaces)] == replaces and [step["type"] for step in rest] in _SENTENCE_PIECE_ENDINGS:
+        strip: dict[str, Any] = {"content": " ", "start": 0, "stop": 0}
+        if rest[-1]["type"] == "Strip":
+            strip = rest[-1]
+        if strip["content"] == " " and strip["stop"] == 0:
+            pairs = [(step["pattern"]["String"], step["content"]) for step in replaces]
+            return _sentence_piece_spelling(pairs), strip["start"]
+    raise ModelLoadError(
+        f"the tokenizer decodes with {' + '.join(kinds)}; supported are ByteLevel, and Replace + ByteFallback + Fuse "
+        "with or without a Strip of spaces at the beginning"
+    )
+
+
+_SENTENCE_PIECE_ENDINGS = (["ByteFallback", "Fuse"], ["ByteFallback", "Fuse", "Strip"])
+
+
+def _flat_steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
+    if decoder["type"] != "Sequence":
+        return [decoder]
+    return [step for inner in decoder["decoders"] for step in _flat_steps(inner)]
+
+
+def _byte_level_spelling() -> Callable[[str], bytes]:
+    byte_of = byte_alphabet()
+
+    def spell(token: str) -> bytes:
+        try:
+            return bytes([byte_of[character] for character in token])
+        except KeyError:
+            return token.encode()  # an added token, written as it is
+
+    return spell
+
+
+def _sentence_piece_spelling(replacements: list[tuple[str, str]]) -> Callable[[str], bytes]:
+    byte_of = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(0x100)}
+
+    def spell(token: str) -> bytes:
+        for old, new in replacements:
+            token = token.replace(old, new)
+        return byte_of.get(token) or token.encode()
+
+    return spell

@@ -1,0 +1,173 @@
+"""Reads a tokenizer from a Hugging Face directory: tokenizer.json, and what the files around it say about it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from trioserve.contracts.errors import ModelLoadError
+from trioserve.text.tokenizer_parts import TokenizerParts, add_sequence_ends
+
+__all__ = ["TokenizerDirectory"]
+
+
+class TokenizerDirectory:
+    """The files of one directory. generation_config.json and config.json are read by others."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self) -> TokenizerParts:
+        """Raises ModelLoadError when a file is missing, damaged, or contradicts another."""
+        backend = self._read_backend()
+        config = self._read_json("tokenizer_config.json")
+        special_tokens = self._read_json("special_tokens_map.json")
+        bos_token, eos_token = (
+            _token_text(config.get(name)) or _token_text(special_tokens.get(name))
+            for name in ("bos_token", "eos_token")
+        )
+        self._add_missing_tokens(backend, config)
+        _mark_special(backend, (bos_token, eos_token))
+        if isinstance(config.get("add_bos_token"), bool):
+            # Said explicitly, so it counts more than what tokenizer.json was saved with.
+            add_sequence_ends(
+                backend,
+                bos=_end_token(backend, bos_token) if config["add_bos_token"] else None,
+                eos=_end_token(backend, eos_token) if config.get("add_eos_token") else None,
+            )
+        chat_template, tool_chat_template = self._read_chat_templates(config)
+        return TokenizerParts(
+            backend=backend,
+            bos_token=bos_token,
+            eos_token=eos_token,
+            chat_template=chat_template,
+            tool_chat_template=tool_chat_template,
+        )
+
+    def _read_backend(self) -> tokenizers.Tokenizer:
+        path = self._path / "tokenizer.json"
+        if not path.is_file():
+            raise ModelLoadError(
+                f"{self._path} has no tokenizer.json: a model directory needs it, tokenizer.model alone is not read"
+            )
+        try:
+            return tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception for every fault of the file
+            raise ModelLoadError(f"{path} cannot be read as a tokenizer ({error}): download it again") from error
+
+    def _read_json(self, name: str) -> dict[str, Any]:
+        """The object in a file, empty if there is no such file."""
+        path = self._path / name
+        if not path.is_file():
+            return {}
+        try:
+            content = json.loads(path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise ModelLoadError(f"{path} cannot be read as JSON ({error}): download it again") from error
+        if not isinstance(content, dict):
+            raise ModelLoadError(f"{path} holds {_kind(content)}, expected a JSON object")
+        return content
+
+    def _add_missing_tokens(self, backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
+        """Added tokens that only the other files know, in the order of their ids."""
+        stated: dict[int, AddedToken] = {}
+        for content, token_id in self._read_json("added_tokens.json").items():
+            stated[_token_id(token_id, "added_tokens.json")] = AddedToken(content, normalized=False)
+        entries = config.get("added_tokens_decoder") or {}
+        if not isinstance(entries, dict):
+            raise ModelLoadError(
+                f"added_tokens_decoder in tokenizer_config.json holds {_kind(entries)}, expected an object"
+            )
+        for key, entry in entries.items():
+            stated[_token_id(key, "tokenizer_config.json")] = _added_token(entry)
+        for token_id, token in sorted(stated.items()):
+            known_id = backend.token_to_id(token.content)
+            if known_id is not None:
+                if token.special:
+                    _mark_special(backend, (token.content,))
+                continue
+            (backend.add_special_tokens if token.special else backend.add_tokens)([token])
+            if backend.token_to_id(token.content) != token_id:
+                raise ModelLoadError(
+                    f"{self._path}: the added token {token.content!r} is said to have id {token_id}, but the next free "
+                    f"id of tokenizer.json is {backend.token_to_id(token.content)}: the files are of different models"
+                )
+
+    def _read_chat_templates(self, config: dict[str, Any]) -> tuple[str | None, str | None]:
+        """The template for chats, and the one for chats with tools if it is another."""
+        named: dict[str, str] = {}
+        entry = config.get("chat_template")
+        if isinstance(entry, str):
+            named["default"] = entry
+        elif isinstance(entry, list):
+            named |= dict(_named_template(item) for item in entry)
+        for path in sorted((self._path / "additional_chat_templates").glob("*.jinja")):
+            named[path.stem] = self._read_text(path)
+        path = self._path / "chat_template.jinja"
+        if path.is_file():
+            named["default"] = self._read_text(path)
+        return named.get("default"), named.get("tool_use")
+
+    def _read_text(self, path: Path) -> str:
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelLoadError(f"{path} cannot be read as text ({error}): download it again") from error
+
+
+def _token_text(entry: object) -> str | None:
+    """A token as the files write it: a string, or an object with its content."""
+    if isinstance(entry, dict):
+        entry = entry.get("content")
+    return entry if isinstance(entry, str) else None
+
+
+def _named_template(entry: object) -> tuple[str, str]:
+    if isinstance(entry, dict):
+        name, template = entry.get("name"), entry.get("template")
+        if isinstance(name, str) and isinstance(template, str):
+            return name, template
+    raise ModelLoadError(f"chat_template in tokenizer_config.json has an entry without name and template: {entry!r}")
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__
+
+
+def _token_id(value: object, file_name: str) -> int:
+    try:
+        return int(str(value))
+    except ValueError:
+        raise ModelLoadError(f"{file_name} names {value!r} as the id of an added token, expected a number") from None
+
+
+def _added_token(entry: object) -> AddedToken:
+    content = _token_text(entry)
+    if content is None:
+        raise ModelLoadError(f"added_tokens_decoder in tokenizer_config.json has an entry without content: {entry!r}")
+    flags = entry if isinstance(entry, dict) else {}
+    names = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    return AddedToken(content, **{name: bool(flags[name]) for name in names if name in flags})
+
+
+def _mark_special(backend: tokenizers.Tokenizer, contents: tuple[str | None, ...]) -> None:
+    """Make tokens of the vocabulary special where they are not yet."""
+    added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    for content in contents:
+        if content is None or backend.token_to_id(content) is None:
+            continue
+        token = added.get(content)
+        if token is None:
+            backend.add_special_tokens([AddedToken(content, normalized=False)])
+        elif not token.special:
+            token.special = True
+            backend.add_special_tokens([token])
+
+
+def _end_token(backend: tokenizers.Tokenizer, content: str | None) -> tuple[str, int] | None:
+    token_id = None if content is None else backend.token_to_id(content)
+    return None if content is None or token_id is None else (content, token_id)

@@ -1,0 +1,35 @@
+"""What every file format boils down to before it becomes a Tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import tokenizers
+from tokenizers.processors import TemplateProcessing
+
+__all__ = ["TokenizerParts", "add_sequence_ends"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerParts:
+    """tool_chat_template: used instead of chat_template when a request has tools; None: the same one."""
+
+    backend: tokenizers.Tokenizer
+    bos_token: str | None
+    eos_token: str | None
+    chat_template: str | None
+    tool_chat_template: str | None
+
+
+def add_sequence_ends(
+    backend: tokenizers.Tokenizer, *, bos: tuple[str, int] | None, eos: tuple[str, int] | None
+) -> None:
+    """Let encode put these tokens (text and id) around a text; None adds none."""
+    # The names in the pattern are ours: a token's text may hold spaces, colons or dollar signs.
+    pattern = [*(["bos:0"] if bos else []), "$A:0", *(["eos:0"] if eos else [])]
+    tokens = [
+        {"id": name, "ids": [end[1]], "tokens": [end[0]]}
+        for name, end in (("bos", bos), ("eos", eos))
+        if end is not None
+    ]
+    backend.post_processor = TemplateProcessing(single=pattern, pair=None, special_tokens=tokens)
