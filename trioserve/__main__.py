@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
-from trioserve.cli import main
+from trioserve.cli import run_program
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program()

@@ -20,8 +20,9 @@ from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
 from trioserve.metrics.registry import Metrics
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
-from trioserve.model.loading.default_model import resolve_model
+from trioserve.model.loading.default_model import DOWNLOAD_THREAD, resolve_model
 from trioserve.model.settings import ModelSettings
+from trioserve.runtime.abandonable import call_abandonable
 from trioserve.runtime.engine import Engine, ModelDescription
 from trioserve.runtime.engine_loop import ThreadedExecutor
 from trioserve.runtime.errors_unwrapped import errors_unwrapped
@@ -79,7 +80,8 @@ async def open_configured_engine(
     started_at = time.perf_counter()
     with errors_unwrapped():
         async with WorkerThread("compute") as compute, WorkerThread("text") as text:
-            path = await text.run_cancellable(resolve_model, config.model)
+            # It may be a download, which nothing can end from outside: not in a thread that leaving waits for.
+            path = await call_abandonable(resolve_model, config.model, thread_name=DOWNLOAD_THREAD)
             checkpoint = await text.run_cancellable(open_checkpoint, path)
             runners: list[ModelRunner] = []
             try:

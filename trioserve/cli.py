@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 
 from trioserve import __version__
 from trioserve.config import add_arguments, config_from
 from trioserve.contracts.errors import TrioserveError
+from trioserve.model.loading.default_model import DOWNLOAD_THREAD
 
-__all__ = ["main"]
+__all__ = ["main", "run_program"]
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130  # what shells show for Ctrl-C
@@ -57,6 +59,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
 
 
+def run_program() -> None:
+    """The whole program: main, and the end of the process with its exit code."""
+    exit_code = main()
+    if any(thread.name == DOWNLOAD_THREAD for thread in threading.enumerate()):
+        # Whoever waited for this download has left. It has threads of its own, for which Python would wait until every
+        # file had come; what is on the disk by then is taken up by the next attempt.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
+    sys.exit(exit_code)
+
+
 def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Namespace], int]]]:
     parser = argparse.ArgumentParser(
         prog="python -m trioserve",
@@ -83,14 +97,14 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Nam
     add_arguments(chat, without=SERVER_OPTIONS)
 
     bench = subparsers.add_parser("bench", help="measure a server from outside, or with --core the engine core's cost")
-    from trioserve.bench import settings as bench_settings
+    from trioserve.bench.flags import add_arguments as add_bench_arguments
 
     bench.add_argument(
         "--core",
         action="store_true",
         help="measure scheduling in this process instead, without a model (default: off)",
     )
-    bench_settings.add_arguments(bench)
+    add_bench_arguments(bench)
 
     simulate = subparsers.add_parser("simulate", help="look for bugs of the engine: histories from seeds, all checked")
     _add_simulate(simulate)
@@ -119,7 +133,7 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stack",
         action="store_true",
-        help="the runtime around the core, too: clients, deadlines and a seeded order of tasks (default: off)",
+        help="the whole stack: clients over HTTP and of the runtime, in a seeded order of tasks (default: off)",
     )
     parser.add_argument("--no-shrink", action="store_true", help="show a failing history as it is (default: off)")
 
@@ -151,10 +165,17 @@ def _bench(arguments: argparse.Namespace) -> int:
         from trioserve.testing.core_cost import run_core_cost
 
         return run_core_cost()
-    from trioserve.bench.run import main as run_bench
-    from trioserve.bench.settings import BenchSettings
+    from trioserve.bench.flags import settings_from
+    from trioserve.bench.soak_settings import SoakSettings
 
-    return run_bench(BenchSettings.from_arguments(arguments))
+    settings = settings_from(arguments)
+    if isinstance(settings, SoakSettings):
+        from trioserve.bench.soak_run import main as run_soak
+
+        return run_soak(settings)
+    from trioserve.bench.run import main as run_bench
+
+    return run_bench(settings)
 
 
 def _simulate(arguments: argparse.Namespace) -> int:

@@ -98,7 +98,9 @@ async def serve_configured(
                 admin_api_key=config.admin_api_key,
                 trust_request_chat_template=config.trust_request_chat_template,
             )
-            handler: Handler = CrossOrigin(app, config.cors_origin) if config.cors_origin else app
+            handler: Handler = app
+            if config.cors_origin:
+                handler = CrossOrigin(app, config.cors_origin, on_preflight=app.note_preflight)
             front_end: FrontEnd
             if config.frontend == "hypercorn":
                 front_end = _HypercornFrontEnd(handler, listeners, config)

@@ -170,6 +170,59 @@ async def test_leaving_one_stream_does_not_touch_the_others(start_server, autoju
 
 
 @both
+async def test_a_withheld_end_of_the_body_is_never_sent(autojump_clock, http):
+    client_end, server_end = trio.testing.memory_stream_pair()
+
+    async def open_stream():
+        return client_end
+
+    async def listen(client):
+        with trio.move_on_after(1):
+            await client.request("POST", "/p", b"0123456789", Ear(), withheld_bytes=4)
+            pytest.fail("a request whose body is not complete has no answer")
+
+    received = b""
+    async with open_client(http, open_stream) as client, trio.open_nursery() as nursery:
+        if http == 2:
+            settings = h2.connection.H2Connection(h2.config.H2Configuration(client_side=False))
+            settings.initiate_connection()
+            await server_end.send_all(settings.data_to_send())
+        nursery.start_soon(listen, client)
+        with trio.move_on_after(2):
+            while data := await server_end.receive_some():
+                received += data
+    if http == 1:
+        head, _, body = received.partition(b"\r\n\r\n")
+        assert b"content-length: 10" in head.lower()
+        assert body == b"012345"
+    else:
+        server = h2.connection.H2Connection(h2.config.H2Configuration(client_side=False, header_encoding="utf-8"))
+        server.initiate_connection()
+        events = server.receive_data(received)
+        assert b"".join(event.data for event in events if isinstance(event, h2.events.DataReceived)) == b"012345"
+        assert not any(isinstance(event, h2.events.StreamEnded) for event in events)
+        assert isinstance(events[-1], h2.events.StreamReset)
+
+
+async def test_hanging_up_ends_all_that_runs_and_the_next_request_begins_anew(start_server, autojump_clock):
+    server = start_server(answer_twice_a_second, http=2)
+    failures = []
+
+    async def ask(client):
+        failures.append(await post(client, Ear()))
+
+    async with open_client(2, server.open_stream) as client, trio.open_nursery() as nursery:
+        nursery.start_soon(ask, client)
+        nursery.start_soon(ask, client)
+        await trio.sleep(0.7)
+        client.hang_up()
+        assert await post(client, Ear()) is None  # begun before the old connection has noticed its end
+    assert [failure.kind for failure in failures] == [FailureKind.DISCONNECT] * 2
+    assert server.connection_count == 2
+    assert [call.left for call in server.calls[:2]] == ["close"] * 2
+
+
+@both
 async def test_a_connection_that_ends_early_is_a_disconnect(start_server, autojump_clock, http):
     async def drop(call):
         await call.start(200)

@@ -8,14 +8,16 @@ import sys
 
 import pytest
 
-from trioserve.bench.settings import BenchSettings, Target, add_arguments
+from trioserve.bench.flags import add_arguments, settings_from
+from trioserve.bench.settings import BenchSettings, Target
+from trioserve.bench.soak_settings import SoakSettings
 from trioserve.contracts.errors import StartupError
 
 
-def parse(flags: str) -> BenchSettings:
+def parse(flags: str) -> BenchSettings | SoakSettings:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    return BenchSettings.from_arguments(parser.parse_args(flags.split(" ") if flags else []))
+    return settings_from(parser.parse_args(flags.split(" ") if flags else []))
 
 
 def test_no_flags_give_the_defaults():
@@ -57,11 +59,45 @@ def test_every_flag_reaches_its_setting():
     )
 
 
+def test_a_soak_has_defaults_of_its_own():
+    assert parse("--soak") == SoakSettings()
+    assert parse("--soak").requests == 10_000
+    assert parse("--soak").abort_fraction == 0.5
+
+
+def test_every_flag_of_a_soak_reaches_its_setting():
+    settings = parse(
+        "--soak --url https://localhost:8443/v1 --model m --concurrency 4 --requests 5 --prompt-tokens 60 "
+        "--long-prompt-tokens 600 --output-tokens 80 --vocab-size 900 --abort-fraction 0.1 --temperature 0.5 --seed 12 "
+        "--warmup 13 --timeout 14 --api-key k --json - --label l --allow-remote"
+    )
+    assert settings == SoakSettings(
+        url="https://localhost:8443/v1",
+        model="m",
+        concurrency=4,
+        requests=5,
+        prompt_tokens=60,
+        long_prompt_tokens=600,
+        output_tokens=80,
+        vocab_size=900,
+        abort_fraction=0.1,
+        temperature=0.5,
+        seed=12,
+        warmup_requests=13,
+        timeout_seconds=14.0,
+        api_key="k",
+        json_path="-",
+        label="l",
+        allow_remote=True,
+    )
+
+
 def test_every_help_text_can_be_printed_and_names_a_default(capsys):
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     flags = [action for action in parser._actions if action.dest != "help"]
-    assert len(flags) == len(BenchSettings.__struct_fields__)
+    kinds = (BenchSettings, SoakSettings)
+    assert {action.dest for action in flags} == {"soak", *(name for kind in kinds for name in kind.__struct_fields__)}
     for action in flags:
         assert "default" in action.help or "(off)" in action.help, action.dest
     parser.print_help()
@@ -91,6 +127,13 @@ def test_every_help_text_can_be_printed_and_names_a_default(capsys):
         ("--json /nowhere/at/all.json", "--json /nowhere/at/all.json cannot be written"),
         ("--json /", "cannot be written"),
         ("--api-key key\n", "--api-key has characters"),
+        ("--soak --rate 2", "--rate does not go with --soak"),
+        ("--soak --no-ignore-eos", "--ignore-eos does not go with --soak"),
+        ("--long-prompt-tokens 9", "--long-prompt-tokens needs --soak"),
+        ("--soak --requests 1", "--requests is 1, allowed is 2"),
+        ("--soak --output-tokens 1", "--output-tokens is 1, allowed is 2"),
+        ("--soak --url http://192.0.2.1:8000", "add --allow-remote"),
+        ("--soak --json /nowhere/at/all.json", "cannot be written"),
     ],
 )
 def test_a_value_that_cannot_be_is_refused_with_its_flag(flags, said):
@@ -124,6 +167,6 @@ def test_a_url_names_host_port_and_prefix(url, target, authority):
 
 
 def test_the_flags_can_be_shown_without_loading_trio_or_h2():
-    program = "import sys, trioserve.bench.settings; print([m for m in ('trio', 'h2', 'h11') if m in sys.modules])"
+    program = "import sys, trioserve.bench.flags; print([m for m in ('trio', 'h2', 'h11') if m in sys.modules])"
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "[]"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
+from typing import Any
 
 import h2.connection
 import h2.events
@@ -11,6 +13,19 @@ import pytest
 import trio
 
 from trioserve.testing.memory_server import MemoryServer
+
+
+@dataclasses.dataclass
+class Answer:
+    """A whole answer, whatever brought it."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
 
 
 class Http1Client:
@@ -26,6 +41,25 @@ class Http1Client:
         data = json.dumps(body).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-length: {len(data) + missing_bytes}\r\n\r\n"
         await self.stream.send_all(head.encode() + data)
+
+    async def answer(self) -> Answer:
+        """Read an answer that comes in one piece, and not as a stream of events."""
+        while True:
+            headers, _, data = self.received.partition(b"\r\n\r\n")
+            if len(data) >= int(self.headers.get("content-length", "1")):
+                return Answer(int(headers.split()[1]), self.headers, data)
+            piece = await self.stream.receive_some()
+            assert piece, f"the server closed after {self.received!r}"
+            self.received += piece
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of the answer; empty until they are complete."""
+        lines, separator, _ = self.received.decode(errors="replace").partition("\r\n\r\n")
+        if not separator:
+            return {}
+        fields = (line.partition(":") for line in lines.split("\r\n")[1:])
+        return {name.lower(): value.strip() for name, _, value in fields}
 
     async def read(self) -> None:
         """Read until the other side closes or this client leaves."""
@@ -57,6 +91,10 @@ class Http2Client:
         self.stream = server.connect()
         self.received = b""
         self.reset_code: int | None = None
+        self.headers: dict[str, str] = {}
+        self.ended = False
+        self.was_told_to_go = False
+        self._held = b""
         self._connection = h2.connection.H2Connection()
         self._stream_id = 0
 
@@ -72,25 +110,56 @@ class Http2Client:
         connection.send_data(self._stream_id, json.dumps(body).encode(), end_stream=missing_bytes == 0)
         await self.stream.send_all(connection.data_to_send())
 
+    async def answer(self) -> Answer:
+        """Read an answer to its end."""
+        while not self.ended:
+            piece = await self.stream.receive_some()
+            assert piece, f"the server closed after {self.received!r}"
+            await self._take(piece)
+        fields = dict(self.headers)
+        return Answer(int(fields.pop(":status")), fields, self.received)
+
     async def read(self) -> None:
         try:
             async for piece in self.stream:
-                for event in self._connection.receive_data(piece):
-                    if isinstance(event, h2.events.DataReceived):
-                        self.received += event.data
-                        self._connection.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
-                    elif isinstance(event, h2.events.StreamReset):
-                        self.reset_code = event.error_code
-                await self.stream.send_all(self._connection.data_to_send())
+                await self._take(piece)
         except (trio.ClosedResourceError, trio.BrokenResourceError):
             pass
+
+    async def _take(self, piece: bytes) -> None:
+        for event in self._connection.receive_data(self._without_goaway(piece)):
+            if isinstance(event, h2.events.ResponseReceived):
+                self.headers = {name.decode(): value.decode() for name, value in event.headers}
+            elif isinstance(event, h2.events.DataReceived):
+                self.received += event.data
+                self._connection.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
+            elif isinstance(event, h2.events.StreamEnded):
+                self.ended = True
+            elif isinstance(event, h2.events.StreamReset):
+                self.reset_code = event.error_code
+        await self.stream.send_all(self._connection.data_to_send())
+
+    def _without_goaway(self, piece: bytes) -> bytes:
+        """h2 refuses every frame that follows a GOAWAY, although streams that are open go on."""
+        self._held += piece
+        kept = b""
+        while len(self._held) >= 9 and len(self._held) >= 9 + int.from_bytes(self._held[:3]):
+            length = 9 + int.from_bytes(self._held[:3])
+            frame, self._held = self._held[:length], self._held[length:]
+            if frame[3] == 7:
+                self.was_told_to_go = True
+            else:
+                kept += frame
+        return kept
 
     @property
     def text(self) -> str:
         return text_of(self.received)
 
     async def leave(self, way: str) -> None:
-        if way == "reset":
+        if way == "reset" and self.ended:
+            pass  # there is nothing left to reset
+        elif way == "reset":
             self._connection.reset_stream(self._stream_id, error_code=8)
             await self.stream.send_all(self._connection.data_to_send())
         elif way == "goaway":
@@ -127,6 +196,12 @@ def leaver(request: pytest.FixtureRequest) -> tuple[Callable[[MemoryServer], Htt
     """A kind of client, and one of the ways in which it can leave."""
     name, way = request.param.split(" ")
     return CLIENTS[name], way
+
+
+@pytest.fixture(params=list(CLIENTS))
+def new_client(request: pytest.FixtureRequest) -> type[Http1Client] | type[Http2Client]:
+    """Either kind of client."""
+    return CLIENTS[request.param]
 
 
 @pytest.fixture

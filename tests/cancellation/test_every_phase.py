@@ -27,8 +27,8 @@ class Scene:
 
     def __init__(self, server: MemoryServer, bystander) -> None:
         self.server = server
-        self.core = server.fake.core
-        self.steps = server.fake.steps
+        self.core = server.engine.core
+        self.steps = server.engine.steps
         self.bystander = bystander
         self.used_before = self.core.stats().blocks_used
 
@@ -58,32 +58,32 @@ async def scene(http1_client, **options: object):
         assert len(alone.text) > 0
         await wait_all_tasks_blocked()
         assert server.connection_count == 0
-        check_idle(server.fake.core)
+        check_idle(server.engine.core)
 
-        server.fake.steps.hold()
+        server.engine.steps.hold()
         bystander = http1_client(server)
         nursery.start_soon(bystander.read)
         await bystander.ask(body(PROMPT))
-        await server.fake.steps.entered()
+        await server.engine.steps.entered()
         set_up = Scene(server, bystander)
         await set_up.step()
         await set_up.step()
         yield set_up
 
-        server.fake.steps.release()
+        server.engine.steps.release()
         await wait_all_tasks_blocked()
         assert bystander.text == alone.text
         await server.hang_up()
         await wait_all_tasks_blocked()
         # Nothing is left of anybody: no block, no task, no place.
-        check_idle(server.fake.core)
+        check_idle(server.engine.core)
         assert server.connection_count == 0
-        assert server.fake.engine._streams == {}
+        assert server.engine._streams == {}
         assert server.server.counters().exchanges_open == 0
 
 
 def aborts(server: MemoryServer, phase: str) -> float:
-    return server.fake.engine.metrics.aborts_total.labels(phase)._value.get()
+    return server.engine.metrics.aborts_total.labels(phase)._value.get()
 
 
 async def test_before_the_body_is_complete(leaver, http1_client, autojump_clock):
@@ -104,6 +104,7 @@ async def test_before_the_body_is_complete(leaver, http1_client, autojump_clock)
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_in_the_line(leaver, stream, http1_client, autojump_clock):
+    """S28, S32, S37: whole answers like streamed ones."""
     new_client, way = leaver
     async with scene(http1_client, running_requests_max=1) as here:
         queries_before = here.core.stats().prefix_query_tokens_total
@@ -123,6 +124,7 @@ async def test_in_the_line(leaver, stream, http1_client, autojump_clock):
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("chunks_before", [0, 1, 2])
 async def test_during_a_long_prefill(leaver, stream, chunks_before, http1_client, autojump_clock):
+    """S10, S28: whole answers like streamed ones."""
     new_client, way = leaver
     async with scene(http1_client) as here:
         client = new_client(here.server)
@@ -147,6 +149,7 @@ async def test_during_a_long_prefill(leaver, stream, chunks_before, http1_client
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_between_two_tokens(leaver, stream, http1_client, autojump_clock):
+    """S22, S28, S31: whole answers like streamed ones."""
     new_client, way = leaver
     async with scene(http1_client) as here:
         client = new_client(here.server)
@@ -178,7 +181,7 @@ async def test_during_the_last_step(leaver, stream, http1_client, autojump_clock
         await wait_all_tasks_blocked()
         await here.step()
         assert here.core.stats().blocks_used == here.bystander_blocks
-        succeeded = here.server.fake.engine.metrics.request_success_total
+        succeeded = here.server.engine.metrics.request_success_total
         assert succeeded.labels("abort")._value.get() == 1
         assert succeeded.labels("length")._value.get() == 1  # the one that was alone
 
@@ -205,16 +208,16 @@ async def test_one_stream_of_a_connection_is_reset_and_the_others_go_on(http2_cl
         await client.ask(body("first", max_tokens=20))
         await client.ask(body("second", max_tokens=20))
         await trio.sleep(0.055)
-        assert server.fake.core.stats().running_count == 2
+        assert server.engine.core.stats().running_count == 2
         await client.leave("reset")
         await trio.sleep(0.02)
-        assert server.fake.core.stats().running_count == 1
+        assert server.engine.core.stats().running_count == 1
         await trio.sleep(1)
         assert client.received.count(b"[DONE]") == 1
-        assert server.fake.engine.metrics.request_success_total.labels("length")._value.get() == 1
+        assert server.engine.metrics.request_success_total.labels("length")._value.get() == 1
         await client.leave("close")
         await wait_all_tasks_blocked()
-        check_idle(server.fake.core)
+        check_idle(server.engine.core)
 
 
 async def test_a_burst_of_leavers_leaves_nothing(http1_client, http2_client, autojump_clock):
@@ -236,8 +239,8 @@ async def test_a_burst_of_leavers_leaves_nothing(http1_client, http2_client, aut
             for index in range(200):
                 nursery.start_soon(come_and_go, index)
         await trio.sleep(2)
-        check_idle(server.fake.core)
+        check_idle(server.engine.core)
         await server.hang_up()  # who only reset a stream still has a connection
         await wait_all_tasks_blocked()
         assert trio.lowlevel.current_statistics().tasks_living == tasks_before
-        assert server.fake.engine._streams == {}
+        assert server.engine._streams == {}

@@ -207,7 +207,8 @@ def test_the_blocks_of_a_finished_request_are_back_when_the_connector_releases_t
     assert driver.faults == {}
 
 
-def test_an_abort_after_the_end_is_told_once_and_the_blocks_come_back_through_the_release(drive):  # S02
+def test_an_abort_after_the_end_is_told_once_and_the_blocks_come_back_through_the_release(drive):
+    """S02."""
     driver = finished_and_held(drive)
     for _ in range(3):
         assert driver.abort("a")["a"].outcome is AbortOutcome.ALREADY_FINISHED
@@ -230,6 +231,7 @@ def test_an_abort_of_a_finished_request_that_is_not_held_is_not_told(drive):
 
 
 def test_a_hold_whose_release_never_comes_ends_at_its_deadline(drive):
+    """S07: whoever was to read them may be gone for good."""
     driver = finished_and_held(drive, hold_seconds_max=3.0)
     assert driver.core.next_deadline() == 3.0
     driver.wait(2.9)
@@ -245,7 +247,8 @@ def test_a_hold_whose_release_never_comes_ends_at_its_deadline(drive):
 
 
 @pytest.mark.parametrize("event", [Released("z"), Loaded("z", 4), LoadFailed("z")], ids=lambda event: type(event))
-def test_a_report_about_nobody_is_counted_and_stops_nothing(drive, event):  # S05
+def test_a_report_about_nobody_is_counted_and_stops_nothing(drive, event):
+    """S05."""
     driver = finished_and_held(drive)
     driver.report(event)
     assert driver.faults == {"unknown": 1}
@@ -260,7 +263,8 @@ def test_a_report_to_a_core_without_a_connector_stops_nothing(drive):
 
 
 @pytest.mark.parametrize("when", ["waiting", "running", "in a step", "preempted", "failed", "finished"])
-def test_the_connector_is_told_of_every_end_exactly_once(drive, when):  # S06
+def test_the_connector_is_told_of_every_end_exactly_once(drive, when):
+    """S06: also of one that only ever was aborted."""
     driver = drive(connected=True, block_count=3)
     driver.add("z", range(4), 8, priority=-1)
     driver.add("a", range(10, 14), 1 if when == "finished" else 8)

@@ -92,6 +92,7 @@ def test_a_request_may_arrive_while_a_step_runs(drive):
 
 
 def test_a_second_plan_is_not_made_while_one_is_computed(drive):
+    """S20: steps do not overlap."""
     driver = drive()
     driver.add("a", [1])
     driver.core.schedule(driver.now)
@@ -149,6 +150,7 @@ def test_an_id_that_is_named_twice_in_one_abort_ends_once(drive):
 
 
 def test_abort_between_steps_returns_every_block_at_once(drive):
+    """S33."""
     driver = drive()
     driver.add("a", range(12), 3)
     driver.step()
@@ -231,6 +233,44 @@ def test_requests_of_one_step_can_be_aborted_in_any_number(drive):
     assert set(driver.finished) == set("acd")
     driver.run()
     assert driver.finished["b"].reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("moment", ["between steps", "during a step", "one by one over several steps"])
+def test_any_set_of_requests_can_be_aborted_at_any_time(drive, moment):
+    """S19: every subset of two that decode, one in its prompt, one that was preempted and one that waits. What came in
+    one call is one event each, and the others get their whole answers."""
+    names = "abcde"
+    for subset in range(2 ** len(names)):
+        chosen = [name for index, name in enumerate(names) if subset >> index & 1]
+        driver = drive(block_count=10, step_tokens_max=6)
+        for index, name in enumerate("abd"):
+            driver.add(name, [index, 7], 9, priority=0 if name == "d" else -1)
+        driver.step()
+        driver.add("c", range(60, 81), 9, priority=-1)
+        while not driver.core.stats().preemptions_total:
+            driver.step()
+        driver.add("e", range(80, 86), 9)
+        statuses = [live.status.value for live in driver.core.live_requests()]
+        assert sorted(statuses) == ["preempted", "running", "running", "running", "waiting"]
+        assert [live.output_count > 0 for live in driver.core.live_requests() if live.request.id == "c"] == [False]
+        if moment == "between steps":
+            driver.abort(*chosen, "nobody", *chosen)
+            assert set(driver.finished) == set(chosen)
+        elif moment == "during a step":
+            plan = driver.core.schedule(driver.now)
+            driver.abort(*chosen, "nobody", *chosen)
+            used = driver.core.stats().blocks_used
+            for event in driver.core.update_from_output(plan, driver.executor.execute(plan), driver.now):
+                driver._take(event)
+            driver.check()
+            assert set(driver.finished) == set(chosen)
+            assert driver.core.stats().blocks_used <= used
+        else:
+            for name in chosen:
+                driver.step(abort=[name])
+        assert {name for name, event in driver.finished.items() if event.reason is FinishReason.ABORT} == set(chosen)
+        driver.run()
+        assert {name for name, event in driver.finished.items() if event.reason is FinishReason.ABORT} == set(chosen)
 
 
 def test_one_of_two_that_share_a_prefix_can_leave(drive):

@@ -62,6 +62,7 @@ def test_a_request_runs_when_its_kv_has_come_and_computes_only_the_rest(check, s
     ],
 )
 def test_what_comes_otherwise_is_counted(check, script, expect, faults):
+    """S08: what was lost is computed here, and not decoded from."""
     assert check(script, expect, connected=True).faults == faults
 
 
@@ -178,7 +179,8 @@ def loading(drive, *, prefix: bool = False, **more):
 
 @pytest.mark.parametrize("prefix", [False, True], ids=["nothing cached", "a cached prefix"])
 @pytest.mark.parametrize("report", ["loaded", "load_failed"])
-def test_an_abort_while_it_loads_holds_what_may_still_be_written_until_the_report(drive, prefix, report):  # S03
+def test_an_abort_while_it_loads_holds_what_may_still_be_written_until_the_report(drive, prefix, report):
+    """S03."""
     driver = loading(drive, prefix=prefix)
     result = driver.abort("a")["a"]
     assert (result.outcome, result.finished.phase) == (AbortOutcome.ABORTED, Phase.QUEUED)
@@ -192,7 +194,8 @@ def test_an_abort_while_it_loads_holds_what_may_still_be_written_until_the_repor
     assert driver.faults == {}
 
 
-def test_an_abort_while_it_loads_ends_at_the_deadline_when_no_report_comes(drive):  # S03
+def test_an_abort_while_it_loads_ends_at_the_deadline_when_no_report_comes(drive):
+    """S03."""
     driver = loading(drive, hold_seconds_max=3.0)
     driver.wait(2.0)
     driver.abort("a")
@@ -205,7 +208,8 @@ def test_an_abort_while_it_loads_ends_at_the_deadline_when_no_report_comes(drive
     driver.run()
 
 
-def test_an_abort_with_a_receive_and_a_send_open_waits_for_both_and_survives_second_reports(drive):  # S04
+def test_an_abort_with_a_receive_and_a_send_open_waits_for_both_and_survives_second_reports(drive):
+    """S04."""
     driver = loading(drive, prefix=True)
     driver.holds = {"a"}
     driver.abort("a")
@@ -223,6 +227,7 @@ def test_an_abort_with_a_receive_and_a_send_open_waits_for_both_and_survives_sec
 
 
 def test_one_that_goes_on_without_a_slow_load_computes_in_other_blocks(drive):
+    """S08: not in those that may still be written."""
     driver = loading(drive)
     written = set(driver.connector.loads["a"].block_table)
     driver.wait(10.0)
@@ -235,7 +240,8 @@ def test_one_that_goes_on_without_a_slow_load_computes_in_other_blocks(drive):
     assert driver.faults == {"load_expired": 1}
 
 
-def test_an_abort_before_its_load_began_tells_the_connector(drive):  # S07
+def test_an_abort_before_its_load_began_tells_the_connector(drive):
+    """S07."""
     driver = drive(connected=True)
     driver.remote = {"a": 8}
     driver.add("a", range(12))
@@ -243,6 +249,42 @@ def test_an_abort_before_its_load_began_tells_the_connector(drive):  # S07
     assert driver.connector.finished == {"a": FinishReason.ABORT}
     assert driver.connector.calls["start_load"] == 0
     driver.run()
+
+
+@pytest.mark.parametrize("moment", ["in line", "while it loads", "after it has come"])
+def test_a_request_that_is_not_decoded_after_all_leaves_nothing_where_it_was_prefilled(drive, moment):
+    """S07, S10: two cores, and this test is the wire between their connectors. The one that prefilled holds the blocks;
+    the one that was to decode ends the request, and both are told at once."""
+    prefills, decodes = drive(connected=True), drive(connected=True, running_requests_max=1)
+    prefills.holds = {"a"}
+    prefills.add("a", range(12))
+    for _ in range(2):
+        prefills.step()
+    assert prefills.core.stats().blocks_held == 3
+    decodes.remote = {"a": 8}
+    decodes.add("a", range(12), 5)
+    decodes.add("z", range(50, 54), 9)  # takes the seat
+    if moment != "in line":
+        decodes.step()
+    if moment == "after it has come":
+        decodes.report(decodes.connector.loaded(RequestId("a")))
+
+    decodes.abort("a")
+    assert decodes.connector.finished == {"a": FinishReason.ABORT}
+    if moment == "while it loads":
+        assert decodes.connector.loads["a"].is_abandoned
+        assert decodes.core.stats().blocks_held == 3, "they may still be written"
+        decodes.report(decodes.connector.load_failed(RequestId("a")))
+    assert decodes.core.stats().blocks_held == 0
+    assert [live.request.id for live in decodes.core.live_requests()] == ["z"]
+
+    prefills.abort("a")
+    assert prefills.connector.sends["a"].is_aborted
+    prefills.report(prefills.connector.released(RequestId("a")))
+    assert (prefills.core.stats().blocks_held, prefills.core.stats().blocks_used) == (0, 0)
+    prefills.run()
+    decodes.run()
+    assert prefills.faults == decodes.faults == {}
 
 
 def test_an_abort_after_its_kv_came_and_before_its_seat_gives_everything_back(drive):

@@ -41,6 +41,7 @@ def legal_moves() -> set[tuple[RequestStatus, RequestStatus]]:
 
 @pytest.mark.parametrize(("old", "new"), list(product(RequestStatus, RequestStatus)), ids=lambda status: status.value)
 def test_only_the_moves_of_the_table_are_made(old, new):
+    """S18: no move leads out of an end."""
     live = live_request()
     live.status = old
     if (old, new) in legal_moves():

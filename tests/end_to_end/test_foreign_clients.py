@@ -242,4 +242,10 @@ def test_tls_agrees_on_http_2_and_client_certificates_open_the_door(start_server
     context.load_cert_chain(tmp_path / "client.pem", tmp_path / "client.key")
     with urllib.request.urlopen(server.url + "/health", context=context, timeout=SECONDS_MAX) as answer:
         assert json.loads(answer.read()) == {"status": "alive"}  # HTTP/1.1
+    preflight = {"origin": "https://chat.example.org", "access-control-request-method": "POST"}
+    asked = urllib.request.Request(url, method="OPTIONS", headers=preflight)
+    with urllib.request.urlopen(asked, context=context, timeout=SECONDS_MAX) as answer:
+        assert answer.status == 204
+    with urllib.request.urlopen(server.url + "/metrics", context=context, timeout=SECONDS_MAX) as answer:
+        assert re.search(rb'trioserve:http_requests_total\{.*path="/v1/completions",status="204"\} 1\.0', answer.read())
     assert server.stop() == 0

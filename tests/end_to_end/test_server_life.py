@@ -154,8 +154,33 @@ def wait_until_running(server, count: int) -> None:
     raise AssertionError("no request runs")
 
 
+ASKS_AND_READS_THE_HEAD = """
+import json, sys, urllib.request
+body = {"prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "stream": sys.argv[2] == "streamed"}
+answer = urllib.request.urlopen(sys.argv[1] + "/v1/completions", data=json.dumps(body).encode())
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("how", ["streamed", "whole"])
+def test_a_client_that_is_killed_takes_its_request_along(server, how):
+    """S11, S28: over HTTP/1.1, with kill -9, while it reads nothing; and its blocks are back."""
+    used_before = server.metric('trioserve:kv_blocks{state="used"}')
+    with subprocess.Popen(
+        [sys.executable, "-c", ASKS_AND_READS_THE_HEAD, server.url, how], stdin=subprocess.PIPE
+    ) as client:
+        try:
+            wait_until_running(server, 1)
+            assert server.metric('trioserve:kv_blocks{state="used"}') > used_before
+        finally:
+            client.kill()
+    wait_until_running(server, 0)
+    assert server.metric('trioserve:kv_blocks{state="used"}') == used_before
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_drains_and_running_requests_finish(start_server, number):
+    """S21."""
     server = start_server()
     client = Client(server.url, max_tokens=40)
     wait_until_running(server, 1)
@@ -167,6 +192,7 @@ def test_a_signal_drains_and_running_requests_finish(start_server, number):
 
 
 def test_the_deadline_of_a_drain_ends_a_request_with_an_error_event(start_server):
+    """S21."""
     server = start_server("--drain-timeout", "0.2")
     client = Client(server.url, max_tokens=5000)
     wait_until_running(server, 1)
@@ -197,6 +223,7 @@ def test_hypercorn_serves_the_same_api(start_server):
 
 @pytest.mark.parametrize("frontend", ["native", "hypercorn"])
 def test_a_client_that_stopped_reading_does_not_hold_up_the_end(start_server, frontend):
+    """S50."""
     server = start_server("--frontend", frontend, "--drain-timeout", "0.5")
     host, port = server.url.removeprefix("http://").split(":")
     # Some 20 KB a step: what the kernel takes for a client that does not read is full after a few.

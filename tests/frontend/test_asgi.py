@@ -141,6 +141,7 @@ async def test_disconnect_cancels_the_handler_at_once(autojump_clock, nursery, w
 async def test_disconnect_reaches_a_handler_although_the_host_is_stuck_in_a_shielded_send(
     autojump_clock, nursery, watched
 ):
+    """S43, S50."""
     handler = watched(stream_for_ever)
     app = AsgiApp(handler)
     host = Host(app)

@@ -219,7 +219,7 @@ async def test_body_beyond_the_limit_is_a_413(autojump_clock, front):
 
 
 async def test_body_that_stops_arriving_is_a_408(autojump_clock, front):
-    client = front(echo, body_seconds_max=5).h11()
+    client = front(echo, body_wait_seconds_max=5).h11()
     began_at = trio.current_time()
     await client.raw(b"POST / HTTP/1.1\r\nhost: test\r\ncontent-length: 10\r\n\r\nabc")
     assert (await read_all(client.stream)).startswith(b"HTTP/1.1 408 ")
@@ -340,7 +340,7 @@ async def test_head_that_stops_arriving_is_a_408(autojump_clock, front):
 
 
 async def test_sender_that_never_gets_to_the_end_is_a_408_however_steadily_it_sends(autojump_clock, front):
-    the_front = front(echo, body_seconds_max=60)
+    the_front = front(echo, body_wait_seconds_max=60)
     client = the_front.h11()
     await client.raw(b"POST / HTTP/1.1\r\nhost: test\r\ncontent-length: 1000\r\n\r\n")
     began_at = trio.current_time()

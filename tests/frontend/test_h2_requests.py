@@ -244,7 +244,7 @@ async def test_all_bodies_together_are_bounded(autojump_clock, front):
 
 
 async def test_body_that_stops_arriving_is_a_408(autojump_clock, front):
-    client = await front(echo, body_seconds_max=5).h2()
+    client = await front(echo, body_wait_seconds_max=5).h2()
     began_at = trio.current_time()
     answer = await client.answer(await client.request(body=b"abc", end=False))
     assert answer.status == 408

@@ -139,7 +139,7 @@ async def test_goaway_alone_lets_running_streams_finish(autojump_clock, front):
 
 
 async def test_writes_to_a_client_that_is_gone_end_the_connection(autojump_clock, front):
-    """Its FIN was lost on the way, say: the failed write tells."""
+    """S11: its FIN was lost on the way, say; the failed write tells."""
 
     async def handler(exchange):
         await exchange.start(200, [])
@@ -162,6 +162,8 @@ async def test_writes_to_a_client_that_is_gone_end_the_connection(autojump_clock
 async def test_client_that_credits_nothing_is_reset_after_the_stall_limit_and_others_go_on(
     autojump_clock, front, watched
 ):
+    """S49."""
+
     async def stream(exchange):
         if exchange.path == "/other":
             await exchange.respond(200, [], b"other")
@@ -238,6 +240,7 @@ async def test_reset_is_noticed_while_a_write_is_stuck(autojump_clock, front, wa
 
 
 async def test_cancelling_ends_everything_at_once_even_with_a_stuck_client(autojump_clock, front, watched, h2_client):
+    """S50."""
     handler = watched(while_sending)
     the_front = front(handler, close_seconds_max=1)
     stuck = h2_client(the_front.connect(lockstep_stream_pair))

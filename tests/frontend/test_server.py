@@ -180,6 +180,7 @@ async def test_httpx_over_real_sockets(http2):
 
 
 async def test_tcp_reset_cancels_the_handler(watched):
+    """S11."""
     handler = watched()
     listeners = await open_listeners("127.0.0.1", 0)
     server = FrontendServer(handler)

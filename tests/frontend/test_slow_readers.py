@@ -40,7 +40,7 @@ async def opened(**limits: float) -> AsyncIterator[MemoryServer]:
         yield server
         await server.hang_up()
         await trio.sleep(1)
-        check_idle(server.fake.core)
+        check_idle(server.engine.core)
         assert server.connection_count == 0
 
 
@@ -138,7 +138,7 @@ async def test_reader_that_stalls_holds_little_and_is_cancelled_with_its_request
     async with opened() as server:
         await stall(server, h2_client, nursery)
         most_held, began_at = 0, trio.current_time()
-        stats = server.fake.engine.stats
+        stats = server.engine.stats
         await trio.sleep(0.1)
         assert stats().blocks_used > 0
         while stats().blocks_used:
@@ -153,6 +153,7 @@ async def test_reader_that_stalls_holds_little_and_is_cancelled_with_its_request
 
 
 async def test_slow_reader_gets_everything_in_fewer_and_longer_events(autojump_clock, h2_client):
+    """S49: deltas are merged."""
     async with opened(stall_seconds_max=30) as server:
         quick = await quick_reader(server, h2_client)
         await quick.read("a prompt")
@@ -206,9 +207,9 @@ async def test_reset_is_heard_from_a_client_that_does_not_read(autojump_clock, h
             await client.open(INITIAL_WINDOW_SIZE=0)
             stream_id = await client.request("/v1/completions", body=body("left"))
             await trio.sleep(1)
-            assert server.fake.engine.stats().blocks_used > 0
+            assert server.engine.stats().blocks_used > 0
             await client.reset(stream_id, ErrorCodes.CANCEL)
             await trio.sleep(2 * STEP_SECONDS)
-            assert server.fake.engine.stats().blocks_used == 0
+            assert server.engine.stats().blocks_used == 0
             assert server.server.counters().exchanges_open == 0
             await ours.aclose()

@@ -94,6 +94,7 @@ def test_known_label_values_are_there_before_anything_happened() -> None:
 def test_every_family_has_help_and_type_and_none_is_told_twice() -> None:
     text = Metrics("tiny").expose().decode()
     types = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
+    types = [name for name in types if not name.startswith("process_")]
     assert len(types) == len(set(types)) == len(CATALOGUE) + sum(len(metric.aliases) for metric in CATALOGUE)
     assert "_created" not in text
 
@@ -116,3 +117,20 @@ def test_cancel_to_free_reaches_from_a_tenth_of_a_millisecond_to_ten_seconds() -
     assert value(metrics, "trioserve:cancel_to_free_seconds_bucket", phase="decode", le="0.0001") == 1
     metrics.cancel_to_free_seconds.labels("decode").observe(9.9)
     assert value(metrics, "trioserve:cancel_to_free_seconds_bucket", phase="decode", le="10.0") == 2
+
+
+def test_the_process_is_shown_under_the_names_that_every_exporter_uses() -> None:
+    shown = samples(Metrics("tiny"))
+    assert shown["process_resident_memory_bytes", ()] > 2**20
+    assert [name for name, _labels in shown].count("process_resident_memory_bytes") == 1
+
+
+def test_cancel_to_free_in_steps_tells_at_once_from_one_step_and_from_more() -> None:
+    metrics = Metrics("tiny")
+    for steps in (0, 0, 1, 2):
+        metrics.cancel_to_free_steps.labels("decode").observe(steps)
+    counts = [
+        value(metrics, "trioserve:cancel_to_free_steps_bucket", phase="decode", le=bound)
+        for bound in ("0.0", "1.0", "2.0")
+    ]
+    assert counts == [2, 3, 4]

@@ -14,7 +14,7 @@ from trioserve.testing.invariants import check_idle
 
 def count(fake: FakeEngine, name: str, *labels: str) -> float:
     """A counter's value, or how often a histogram observed."""
-    lines = fake.engine.metrics.expose().decode().splitlines()
+    lines = fake.metrics.expose().decode().splitlines()
     start = f"trioserve:{name}{{"
     return sum(
         float(line.rsplit(" ", 1)[1])
@@ -25,7 +25,7 @@ def count(fake: FakeEngine, name: str, *labels: str) -> float:
 
 async def ask(fake: FakeEngine, prompt: str, *, at: float = 0.0, **sampling: object) -> None:
     await trio.sleep_until(at)
-    async with fake.engine.generate(prompt, SamplingParams(ignore_eos=True, **sampling)) as stream:
+    async with fake.generate(prompt, SamplingParams(ignore_eos=True, **sampling)) as stream:
         async for _ in stream:
             pass
 
@@ -35,15 +35,15 @@ async def test_a_prompt_that_is_preempted_before_its_first_token_is_counted_once
         step_seconds=0.01, block_count=16, block_size=4, context_tokens_max=64, step_tokens_max=8
     ) as fake:
         preempted_in_prefill = []
-        on_plan = fake.engine._delivery.on_plan
+        on_plan = fake._delivery.on_plan
 
         def watch(plan) -> None:
             preempted_in_prefill.extend(
-                name for name in plan.preempted if fake.engine._delivery._choices[name].first_token_at is None
+                name for name in plan.preempted if fake._delivery._choices[name].first_token_at is None
             )
             on_plan(plan)
 
-        fake.engine._delivery.on_plan = watch
+        fake._delivery.on_plan = watch
         async with trio.open_nursery() as nursery:
             for letter in "abc":
                 nursery.start_soon(lambda letter=letter: ask(fake, letter * 7, max_tokens=25))
@@ -63,10 +63,10 @@ async def test_a_prompt_that_is_preempted_before_its_first_token_is_counted_once
 async def test_an_abort_during_a_step_and_the_leaving_after_it_are_one_abort(autojump_clock):
     async with open_fake_engine() as fake:
         fake.steps.hold()
-        async with fake.engine.generate("prompt", request_id="mine"):
+        async with fake.generate("prompt", request_id="mine"):
             await fake.steps.entered()
             await trio.sleep(1)
-            fake.engine.abort(["mine"])
+            fake.abort(["mine"])
             await trio.sleep(2)
         await trio.sleep(4)
         fake.steps.release()
@@ -77,23 +77,46 @@ async def test_an_abort_during_a_step_and_the_leaving_after_it_are_one_abort(aut
         assert count(fake, "request_success_total") == count(fake, "request_success_total", "abort") == 1
         assert count(fake, "generation_tokens_total") == 0
         assert count(fake, "e2e_request_latency_seconds_count") == 0
-        assert fake.engine._delivery._cancelled_at == {}
+        assert fake._delivery._cancelled == {}
+        assert count(fake, "cancel_to_free_steps_sum") == 1  # after the step in flight
+
+
+async def test_an_abort_between_two_steps_is_free_after_none_of_them(autojump_clock):
+    async with open_fake_engine(running_requests_max=1) as fake:
+        fake.steps.hold()
+        async with fake.generate("running"), fake.generate("queued", request_id="mine"):
+            await fake.steps.entered()
+            assert (count(fake, "live_requests"), count(fake, "num_requests_waiting")) == (2, 1)
+            fake.abort(["mine"])
+            assert count(fake, "cancel_to_free_steps_count", "queued") == 1
+            assert count(fake, "cancel_to_free_steps_sum", "queued") == 0
+            assert count(fake, "live_requests") == 2  # its reader has not left
+            fake.steps.release()
+        assert count(fake, "live_requests") == 0
+
+
+async def test_every_task_of_the_program_is_counted(autojump_clock):
+    async with open_fake_engine() as fake, trio.open_nursery() as nursery:
+        before = count(fake, "tasks")
+        nursery.start_soon(trio.sleep_forever)
+        assert count(fake, "tasks") == before + 1
+        nursery.cancel_scope.cancel()
         check_idle(fake.core)
 
 
 async def test_of_several_choices_only_those_that_still_run_are_aborted(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake:
-        async with fake.engine.generate("prompt", SamplingParams(n=3, max_tokens=20), request_id="mine") as stream:
+        async with fake.generate("prompt", SamplingParams(n=3, max_tokens=20), request_id="mine") as stream:
             fake.executor.errors[stream.choices[1].sequence_id] = "bad luck"
             await trio.sleep(0.055)
-            fake.engine.abort(["mine"])
+            fake.abort(["mine"])
             last = {delta.index: delta.finish_reason async for delta in stream}
         assert last == {0: FinishReason.ABORT, 1: FinishReason.ERROR, 2: FinishReason.ABORT}
         await trio.sleep(0.02)
         assert count(fake, "aborts_total") == count(fake, "aborts_total", "decode") == 2
         assert count(fake, "request_success_total", "error") == 1
         assert count(fake, "request_success_total", "abort") == 2
-        assert len(fake.engine._delivery) == 0
+        assert len(fake._delivery) == 0
         check_idle(fake.core)
 
 
@@ -101,7 +124,7 @@ async def test_a_stop_string_in_the_last_token_is_counted_as_what_the_reader_is_
     async with open_fake_engine(step_seconds=0.01) as fake:
         shown: list[str] = []
         token_count = 0
-        async with fake.engine.generate("prompt", SamplingParams(max_tokens=40, temperature=0)) as stream:
+        async with fake.generate("prompt", SamplingParams(max_tokens=40, temperature=0)) as stream:
             async for delta in stream:
                 token_count += len(delta.token_ids)
                 if len(delta.text) == 1 and delta.text.isascii() and delta.text not in "".join(shown):
@@ -109,7 +132,7 @@ async def test_a_stop_string_in_the_last_token_is_counted_as_what_the_reader_is_
                     break
                 shown.append(delta.text)
         sampling = SamplingParams(max_tokens=token_count, temperature=0, stop=(stop,))
-        async with fake.engine.generate("prompt", sampling) as stream:
+        async with fake.generate("prompt", sampling) as stream:
             deltas = [delta async for delta in stream]
         assert deltas[-1].finish_reason is FinishReason.STOP
         assert deltas[-1].stop_reason == stop
@@ -120,7 +143,7 @@ async def test_a_stop_string_in_the_last_token_is_counted_as_what_the_reader_is_
 
 async def test_text_that_fails_with_the_last_token_is_counted_as_an_error(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake:
-        async with fake.engine.generate("prompt", SamplingParams(max_tokens=1)) as stream:
+        async with fake.generate("prompt", SamplingParams(max_tokens=1)) as stream:
 
             def broken(*_arguments: object) -> None:
                 raise ValueError("no such token")
@@ -149,13 +172,13 @@ async def test_a_prompt_alone_counts_as_finished_by_length(autojump_clock):
 async def test_draining_counts_each_refusal(autojump_clock):
     async with open_fake_engine(step_seconds=0.01, running_requests_max=1) as fake:
         async with (
-            fake.engine.generate("runs", SamplingParams(max_tokens=5)) as running,
-            fake.engine.generate("waits"),
-            fake.engine.generate("waits, too", SamplingParams(n=2)),
+            fake.generate("runs", SamplingParams(max_tokens=5)) as running,
+            fake.generate("waits"),
+            fake.generate("waits, too", SamplingParams(n=2)),
         ):
             await trio.sleep(0.015)
-            fake.engine.drain()
-            fake.engine.drain()
+            fake.drain()
+            fake.drain()
             assert count(fake, "requests_rejected_total", "draining") == 2
             assert count(fake, "num_requests_waiting") == 0
             assert count(fake, "num_requests_running") == 1
@@ -196,8 +219,8 @@ async def test_time_in_which_nothing_ran_does_not_make_the_wait_longer(autojump_
         for _ in range(3):
             await ask(fake, "prompt", max_tokens=2)
         await trio.sleep(3600)
-        async with fake.engine.generate("a", SamplingParams(n=8)), fake.engine.generate("b", SamplingParams(n=8)):
+        async with fake.generate("a", SamplingParams(n=8)), fake.generate("b", SamplingParams(n=8)):
             for _ in range(3):
-                async with fake.engine.generate("c"):
+                async with fake.generate("c"):
                     pass
-            assert fake.engine._delivery.drain_rate.seconds_for(1, trio.current_time()) < 2
+            assert fake._delivery.drain_rate.seconds_for(1, trio.current_time()) < 2

@@ -31,15 +31,16 @@ async def end_of(stream) -> tuple[object, object, float]:
     ],
 )
 async def test_who_waits_in_line_ends_at_any_deadline_and_never_runs(deadlines, reason, autojump_clock):
+    """S35, S37."""
     async with open_fake_engine(step_seconds=0.1, running_requests_max=1) as fake:
         async with (
-            fake.engine.generate("runs", LONG),
-            fake.engine.generate("waits", LONG, deadlines=deadlines) as waiting,
+            fake.generate("runs", LONG),
+            fake.generate("waits", LONG, deadlines=deadlines) as waiting,
         ):
             assert await end_of(waiting) == (FinishReason.DEADLINE, reason, pytest.approx(2.0))
             assert fake.core.stats().waiting_count == 0
             assert fake.core.stats().prefix_query_tokens_total == len("runs")
-            assert fake.engine.metrics.deadlines_passed_total.labels(reason)._value.get() == 1
+            assert fake.metrics.deadlines_passed_total.labels(reason)._value.get() == 1
         await trio.sleep(0.2)
         check_idle(fake.core)
 
@@ -47,14 +48,14 @@ async def test_who_waits_in_line_ends_at_any_deadline_and_never_runs(deadlines, 
 async def test_the_queue_timeout_is_over_when_it_runs_and_the_ttft_timeout_with_the_first_token(autojump_clock):
     async with open_fake_engine(step_seconds=0.1) as fake:
         deadlines = Deadlines(queue_timeout=0.05, ttft_timeout=0.15)
-        async with fake.engine.generate("prompt", LONG, deadlines=deadlines) as stream:
+        async with fake.generate("prompt", LONG, deadlines=deadlines) as stream:
             assert (await end_of(stream))[0] is FinishReason.LENGTH
-        assert len(fake.engine._deadline_keeper) == 0
+        assert len(fake._deadline_keeper) == 0
 
 
 async def test_a_long_prefill_passes_its_ttft_timeout(autojump_clock):
     async with open_fake_engine(step_seconds=0.1, step_tokens_max=8) as fake:
-        async with fake.engine.generate("p" * 100, deadlines=Deadlines(ttft_timeout=0.55)) as stream:
+        async with fake.generate("p" * 100, deadlines=Deadlines(ttft_timeout=0.55)) as stream:
             assert await end_of(stream) == (FinishReason.DEADLINE, "ttft_timeout", pytest.approx(0.55))
         await trio.sleep(0.2)
         check_idle(fake.core)
@@ -62,7 +63,7 @@ async def test_a_long_prefill_passes_its_ttft_timeout(autojump_clock):
 
 async def test_a_total_timeout_ends_an_answer_whose_reader_has_stopped_reading(autojump_clock):
     async with open_fake_engine(step_seconds=0.1) as fake:
-        async with fake.engine.generate("prompt", LONG, deadlines=Deadlines(timeout=1.05)) as stream:
+        async with fake.generate("prompt", LONG, deadlines=Deadlines(timeout=1.05)) as stream:
             await trio.sleep(5)
             check_idle(fake.core)
             deltas = [delta async for delta in stream]
@@ -75,7 +76,7 @@ async def test_a_total_timeout_ends_an_answer_whose_reader_has_stopped_reading(a
 async def test_a_deadline_while_a_forward_pass_runs_frees_the_blocks_right_after_it(autojump_clock):
     async with open_fake_engine() as fake:
         fake.steps.hold()
-        async with fake.engine.generate("prompt", LONG, deadlines=Deadlines(timeout=1)) as stream:
+        async with fake.generate("prompt", LONG, deadlines=Deadlines(timeout=1)) as stream:
             assert await end_of(stream) == (FinishReason.DEADLINE, "timeout", pytest.approx(1.0))
             assert fake.core.stats().blocks_used > 0
             fake.steps.release()
@@ -86,7 +87,7 @@ async def test_a_deadline_while_a_forward_pass_runs_frees_the_blocks_right_after
 async def test_several_choices_share_a_queue_timeout_until_the_last_of_them_runs(autojump_clock):
     async with open_fake_engine(step_seconds=0.1, running_requests_max=2) as fake:
         sampling = SamplingParams(n=3, max_tokens=100)
-        async with fake.engine.generate("prompt", sampling, deadlines=Deadlines(queue_timeout=1)) as stream:
+        async with fake.generate("prompt", sampling, deadlines=Deadlines(queue_timeout=1)) as stream:
             reasons = [delta.finish_reason async for delta in stream if delta.finish_reason]
         assert reasons == [FinishReason.DEADLINE] * 3
 
@@ -109,11 +110,11 @@ def test_a_deadline_out_of_range_is_refused_by_name(field, value):
 async def test_live_requests_are_seen_by_their_owner_and_by_those_who_see_all(autojump_clock):
     async with open_fake_engine(step_seconds=0.1, running_requests_max=1) as fake:
         async with (
-            fake.engine.generate("mine", LONG, request_id="a", owner="me", priority=-3),
-            fake.engine.generate("yours", SamplingParams(n=2, max_tokens=5), request_id="b", owner="you"),
+            fake.generate("mine", LONG, request_id="a", owner="me", priority=-3),
+            fake.generate("yours", SamplingParams(n=2, max_tokens=5), request_id="b", owner="you"),
         ):
             await trio.sleep(0.35)
-            views = fake.engine.live_requests()
+            views = fake.live_requests()
             assert [(view.id, view.state, view.phase.value) for view in views] == [
                 ("a", "running", "decode"),
                 ("b", "waiting", "queued"),
@@ -122,22 +123,22 @@ async def test_live_requests_are_seen_by_their_owner_and_by_those_who_see_all(au
             assert (mine.priority, mine.prompt_token_count, mine.completion_token_count) == (-3, 4, 3)
             assert mine.age_seconds == pytest.approx(0.35)
             assert mine.block_count == fake.core.stats().blocks_used == 2
-            assert [view.id for view in fake.engine.live_requests(owner="you")] == ["b"]
-            assert fake.engine.live_requests(owner="nobody") == []
+            assert [view.id for view in fake.live_requests(owner="you")] == ["b"]
+            assert fake.live_requests(owner="nobody") == []
 
-            answer = fake.engine.abort(["a", "b"], owner="you")
+            answer = fake.abort(["a", "b"], owner="you")
             assert {name: outcome.value for name, outcome in answer.items()} == {"a": "unknown", "b": "aborted"}
-            assert [view.state for view in fake.engine.live_requests()] == ["running", "finished"]
+            assert [view.state for view in fake.live_requests()] == ["running", "finished"]
         await trio.sleep(0.2)
-        assert fake.engine.live_requests() == []
-        outcomes = [fake.engine.abort(["a"], owner=owner)["a"].value for owner in ("me", "you", None)]
+        assert fake.live_requests() == []
+        outcomes = [fake.abort(["a"], owner=owner)["a"].value for owner in ("me", "you", None)]
         assert outcomes == ["already_finished", "unknown", "already_finished"]
 
 
 async def test_a_step_that_nobody_waits_for_is_abandoned_and_leaves_nothing_findable(autojump_clock):
     async with open_fake_engine() as fake:
         fake.steps.hold()
-        async with fake.engine.generate("a prompt of some length", LONG):
+        async with fake.generate("a prompt of some length", LONG):
             await fake.steps.entered()
             assert not fake.core.is_step_abandoned
         assert fake.core.is_step_abandoned
@@ -150,8 +151,8 @@ async def test_a_step_that_nobody_waits_for_is_abandoned_and_leaves_nothing_find
 async def test_a_step_that_somebody_still_waits_for_is_finished(autojump_clock):
     async with open_fake_engine() as fake:
         fake.steps.hold()
-        async with fake.engine.generate("the one who stays", SamplingParams(max_tokens=2)) as stays:
-            async with fake.engine.generate("the one who leaves", LONG):
+        async with fake.generate("the one who stays", SamplingParams(max_tokens=2)) as stays:
+            async with fake.generate("the one who leaves", LONG):
                 fake.steps.release()
                 fake.steps.hold()
                 await trio.testing.wait_all_tasks_blocked()

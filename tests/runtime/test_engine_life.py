@@ -18,11 +18,11 @@ async def test_leaving_the_engine_ends_what_runs_and_leaves_no_task_and_no_threa
     tasks_before = trio.lowlevel.current_statistics().tasks_living
     threads_before = threading.active_count()
     async with open_fake_engine(step_seconds=0.01) as fake:
-        async with fake.engine.generate("prompt"):
+        async with fake.generate("prompt"):
             await trio.sleep(0.025)
-        fake.engine.generate("never entered")
+        fake.generate("never entered")
     check_idle(fake.core)
-    assert not fake.engine.ready
+    assert not fake.ready
     assert trio.lowlevel.current_statistics().tasks_living == tasks_before
     assert threading.active_count() == threads_before
 
@@ -32,7 +32,7 @@ async def test_readers_of_a_closed_engine_get_a_last_delta(autojump_clock):
     async with trio.open_nursery() as readers, open_fake_engine(step_seconds=0.01) as fake:
 
         async def read() -> None:
-            async with fake.engine.generate("prompt", SamplingParams(max_tokens=100)) as stream:
+            async with fake.generate("prompt", SamplingParams(max_tokens=100)) as stream:
                 reasons.extend([delta.finish_reason async for delta in stream][-1:])
 
         readers.start_soon(read)
@@ -53,7 +53,7 @@ async def test_a_fault_of_a_step_reaches_every_reader_and_rises_where_the_engine
         async with open_fake_engine(step_seconds=0.01) as fake, trio.open_nursery() as readers:
 
             async def read(prompt: str) -> None:
-                async with fake.engine.generate(prompt, SamplingParams(max_tokens=100)) as stream:
+                async with fake.generate(prompt, SamplingParams(max_tokens=100)) as stream:
                     try:
                         async for _ in stream:
                             pass
@@ -77,9 +77,9 @@ async def test_last_words_get_a_bounded_time(autojump_clock):
     started_at = trio.current_time()
     with pytest.raises(EngineFault):
         async with open_fake_engine() as fake:
-            fake.engine.on_fault = never_done
+            fake.on_fault = never_done
             fake.steps.fault = RuntimeError("broken")
-            async with fake.engine.generate("prompt") as stream:
+            async with fake.generate("prompt") as stream:
                 with pytest.raises(EngineFault):
                     await anext(stream)
             await trio.sleep_forever()
@@ -89,20 +89,20 @@ async def test_last_words_get_a_bounded_time(autojump_clock):
 async def test_drain_refuses_new_and_queued_requests_and_lets_running_ones_finish(autojump_clock):
     async with open_fake_engine(step_seconds=0.01, running_requests_max=1) as fake:
         async with (
-            fake.engine.generate("runs", SamplingParams(max_tokens=10)) as running,
-            fake.engine.generate("waits", SamplingParams(max_tokens=10)) as queued,
+            fake.generate("runs", SamplingParams(max_tokens=10)) as running,
+            fake.generate("waits", SamplingParams(max_tokens=10)) as queued,
         ):
             await trio.sleep(0.035)
-            assert fake.engine.ready
-            fake.engine.drain()
-            assert not fake.engine.ready
+            assert fake.ready
+            fake.drain()
+            assert not fake.ready
             with pytest.raises(Draining, match="the server is leaving"):
                 await anext(queued)
             with pytest.raises(Draining):
-                async with fake.engine.generate("late"):
+                async with fake.generate("late"):
                     pass
             assert [delta.finish_reason async for delta in running][-1] is FinishReason.LENGTH
-        await fake.engine.wait_until_idle()
+        await fake.wait_until_idle()
         check_idle(fake.core)
 
 
@@ -110,12 +110,12 @@ async def test_wait_until_idle_waits_for_the_last_stream_to_be_left(autojump_clo
     async with open_fake_engine(step_seconds=0.01) as fake, trio.open_nursery() as nursery:
 
         async def hold(seconds: float) -> None:
-            async with fake.engine.generate("prompt", SamplingParams(max_tokens=1)):
+            async with fake.generate("prompt", SamplingParams(max_tokens=1)):
                 await trio.sleep(seconds)
 
         started_at = trio.current_time()
         nursery.start_soon(hold, 3)
         nursery.start_soon(hold, 7)
         await trio.testing.wait_all_tasks_blocked()
-        await fake.engine.wait_until_idle()
+        await fake.wait_until_idle()
         assert trio.current_time() - started_at == pytest.approx(7)

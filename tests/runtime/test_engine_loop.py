@@ -78,6 +78,7 @@ async def running(stage: Stage) -> AsyncIterator[float]:
 
 
 async def test_a_load_that_never_comes_is_given_up_in_time(autojump_clock):
+    """S03."""
     stage = Stage(remote_kv_seconds_max=5.0, hold_seconds_max=3.0)
     async with running(stage) as begun_at:
         stage.add()

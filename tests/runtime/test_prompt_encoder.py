@@ -34,10 +34,10 @@ def calls(monkeypatch):
 @pytest.mark.parametrize("times, thread", [(1, "MainThread"), (2000, "trioserve-text")])
 async def test_long_prompts_and_chats_are_encoded_in_the_text_thread(times, thread, calls):
     async with open_fake_engine(context_tokens_max=4096, block_count=1024) as fake:
-        seen = calls(fake.engine)
-        assert await fake.engine.encode("x" * times) == [ord("x")] * times
+        seen = calls(fake)
+        assert await fake.encode("x" * times) == [ord("x")] * times
         chat = ChatPrompt(messages=[{"role": "user", "content": [{"type": "text", "text": "x" * times}]}])
-        assert await fake.engine.encode(chat) == list(b"user: " + b"x" * times + b"\nassistant: ")
+        assert await fake.encode(chat) == list(b"user: " + b"x" * times + b"\nassistant: ")
         assert seen == [(thread, {"add_special_tokens": True}), (thread, {"add_special_tokens": False})]
 
 
@@ -53,37 +53,37 @@ async def test_long_prompts_and_chats_are_encoded_in_the_text_thread(times, thre
 async def test_a_chat_is_rendered_in_the_text_thread_if_anything_in_it_may_take_long(options, calls):
     """A template of the request's own may compute, whatever its length."""
     async with open_fake_engine(context_tokens_max=4096, block_count=1024) as fake:
-        seen = calls(fake.engine)
-        await fake.engine.encode(ChatPrompt(**{"messages": [{"role": "user", "content": "x"}], **options}))
+        seen = calls(fake)
+        await fake.encode(ChatPrompt(**{"messages": [{"role": "user", "content": "x"}], **options}))
         assert [thread for thread, _options in seen] == ["trioserve-text"]
 
 
 async def test_what_cannot_fit_is_refused_before_it_is_tokenized(calls):
     """The longest token of the vocabulary, <|end|>, has 7 bytes."""
     async with open_fake_engine(context_tokens_max=128) as fake:
-        seen = calls(fake.engine)
+        seen = calls(fake)
         content = "x" * 10_000
         for prompt, param in (
             (content, "prompt"),
             (ChatPrompt(messages=[{"role": "user", "content": content}]), "messages"),
         ):
             with pytest.raises(ContextTooLong, match=r"at least 14\d\d tokens, and this model takes 128") as refused:
-                await fake.engine.encode(prompt)
+                await fake.encode(prompt)
             assert refused.value.param == param
             with pytest.raises(ContextTooLong, match="this model takes 128"):
-                async with fake.engine.generate(prompt):
+                async with fake.generate(prompt):
                     pass
         assert seen == []
-        assert fake.engine.stats().blocks_used == 0
+        assert fake.stats().blocks_used == 0
 
 
 async def test_what_might_have_fitted_is_counted(calls):
     """Between the context and its longest spelling a prompt is tokenized, so that its tokens can be counted."""
     async with open_fake_engine(context_tokens_max=128) as fake:
-        assert await fake.engine.encode("<|end|>" * 128) == [256] * 128
-        assert len(await fake.engine.encode("x" * 7 * 128)) == 7 * 128
+        assert await fake.encode("<|end|>" * 128) == [256] * 128
+        assert len(await fake.encode("x" * 7 * 128)) == 7 * 128
         with pytest.raises(ContextTooLong):
-            await fake.engine.encode("x" * (7 * 128 + 1))
+            await fake.encode("x" * (7 * 128 + 1))
 
 
 async def test_only_what_a_template_writes_counts():
@@ -91,38 +91,38 @@ async def test_only_what_a_template_writes_counts():
     async with open_fake_engine(context_tokens_max=128) as fake:
         messages = [{"role": "user", "content": "x" * 100_000}, {"role": "user", "content": "hi"}]
         chat = ChatPrompt(messages=messages, chat_template="{{ messages[-1].content }}")
-        assert await fake.engine.encode(chat) == list(b"hi")
+        assert await fake.encode(chat) == list(b"hi")
 
 
 async def test_too_many_token_ids_are_refused_unread():
     async with open_fake_engine(context_tokens_max=128) as fake:
-        assert await fake.engine.encode([1] * 128) == [1] * 128
+        assert await fake.encode([1] * 128) == [1] * 128
         with pytest.raises(ContextTooLong, match="129 tokens, this model takes 128"):
-            await fake.engine.encode([-1] * 129)
+            await fake.encode([-1] * 129)
 
 
 async def test_the_caller_says_whether_text_begins_with_special_tokens(calls):
     async with open_fake_engine() as fake:
-        seen = calls(fake.engine)
-        await fake.engine.encode("x", add_special_tokens=False)
-        async with fake.engine.generate("x", add_special_tokens=False):
+        seen = calls(fake)
+        await fake.encode("x", add_special_tokens=False)
+        async with fake.generate("x", add_special_tokens=False):
             pass
         assert [options for _thread, options in seen] == [{"add_special_tokens": False}] * 2
 
 
 async def test_token_ids_come_back_as_text_if_the_model_has_them():
     async with open_fake_engine() as fake:
-        assert await fake.engine.decode(b"text") == "text"
-        assert await fake.engine.decode([ord("x")] * 2000) == "x" * 2000
+        assert await fake.decode(b"text") == "text"
+        assert await fake.decode([ord("x")] * 2000) == "x" * 2000
         for token_id in (-1, 257):
             for count in (1, 2000):
                 with pytest.raises(InvalidRequest, match=f"token id {token_id}"):
-                    await fake.engine.decode([*[1] * count, token_id])
+                    await fake.decode([*[1] * count, token_id])
 
 
 @pytest.mark.parametrize("count", [1, 2000])
 async def test_numbers_that_are_no_integers_are_no_token_ids(count):
     async with open_fake_engine(context_tokens_max=4096, block_count=1024) as fake:
-        assert await fake.engine.encode([1] * count) == [1] * count
+        assert await fake.encode([1] * count) == [1] * count
         with pytest.raises(TypeError):
-            await fake.engine.encode([1.0] * count)
+            await fake.encode([1.0] * count)

@@ -19,12 +19,12 @@ PROMPT = "a prompt of some length"
 
 def check_all_free(fake: FakeEngine) -> None:
     check_idle(fake.core)
-    assert len(fake.engine._delivery) == 0
+    assert len(fake._delivery) == 0
 
 
 async def answer_of(fake: FakeEngine, prompt: str = PROMPT, **sampling: object) -> list[int]:
     token_ids: list[int] = []
-    async with fake.engine.generate(prompt, SamplingParams(**sampling)) as stream:
+    async with fake.generate(prompt, SamplingParams(**sampling)) as stream:
         async for delta in stream:
             token_ids += delta.token_ids
     return token_ids
@@ -50,13 +50,13 @@ def digest_token(model: FakeModel, digest: int) -> int:
         prompt_token_ids = ()
         stop_token_ids = frozenset()
 
-    return model.next_token_id(Request(), digest, 0)
+    return model.next_token_id(Request(), (), digest)
 
 
 async def test_only_the_last_delta_of_each_choice_has_a_finish_reason(autojump_clock):
     async with (
         open_fake_engine(step_seconds=0.01) as fake,
-        fake.engine.generate(PROMPT, SamplingParams(n=3, max_tokens=5)) as stream,
+        fake.generate(PROMPT, SamplingParams(n=3, max_tokens=5)) as stream,
     ):
         reasons: dict[int, list[object]] = {0: [], 1: [], 2: []}
         async for delta in stream:
@@ -69,7 +69,7 @@ async def test_only_the_last_delta_of_each_choice_has_a_finish_reason(autojump_c
 async def test_a_slow_reader_finds_its_deltas_merged(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake:
         expected = await answer_of(fake, max_tokens=30, temperature=0)
-        async with fake.engine.generate(PROMPT, SamplingParams(max_tokens=30, temperature=0)) as stream:
+        async with fake.generate(PROMPT, SamplingParams(max_tokens=30, temperature=0)) as stream:
             await trio.sleep(10)
             deltas = [delta async for delta in stream]
         assert len(deltas) == 1
@@ -78,8 +78,9 @@ async def test_a_slow_reader_finds_its_deltas_merged(autojump_clock):
 
 
 async def test_leaving_between_two_tokens_frees_the_blocks_before_the_next_schedule(autojump_clock):
+    """S22."""
     async with open_fake_engine(step_seconds=0.01) as fake:
-        async with fake.engine.generate(PROMPT, SamplingParams(max_tokens=100)) as stream:
+        async with fake.generate(PROMPT, SamplingParams(max_tokens=100)) as stream:
             async for _ in stream:
                 break
             assert fake.core.stats().blocks_used > 0
@@ -92,7 +93,7 @@ async def test_leaving_between_two_tokens_frees_the_blocks_before_the_next_sched
 async def test_leaving_while_a_forward_pass_runs_frees_the_blocks_right_after_it(autojump_clock):
     async with open_fake_engine() as fake:
         fake.steps.hold()
-        async with fake.engine.generate(PROMPT, SamplingParams(max_tokens=100)):
+        async with fake.generate(PROMPT, SamplingParams(max_tokens=100)):
             await fake.steps.entered()
             used = fake.core.stats().blocks_used
             assert used > 0
@@ -103,17 +104,18 @@ async def test_leaving_while_a_forward_pass_runs_frees_the_blocks_right_after_it
         await trio.testing.wait_all_tasks_blocked()
         assert fake.steps.step_count == 1
         check_all_free(fake)
-        metrics = fake.engine.metrics.expose().decode()
+        metrics = fake.metrics.expose().decode()
         assert 'trioserve:aborts_total{model_name="fake",phase="prefill"} 1.0' in metrics
         assert 'trioserve:cancel_to_free_seconds_count{model_name="fake",phase="prefill"} 1.0' in metrics
 
 
 async def test_leaving_the_line_frees_the_place_at_once_and_never_runs(autojump_clock):
+    """S32."""
     async with open_fake_engine(running_requests_max=1) as fake:
         fake.steps.hold()
-        async with fake.engine.generate(PROMPT, SamplingParams(max_tokens=5)) as first:
+        async with fake.generate(PROMPT, SamplingParams(max_tokens=5)) as first:
             await fake.steps.entered()
-            async with fake.engine.generate("another", SamplingParams(max_tokens=5)):
+            async with fake.generate("another", SamplingParams(max_tokens=5)):
                 await trio.testing.wait_all_tasks_blocked()
                 assert fake.core.stats().waiting_count == 1
             assert fake.core.stats().waiting_count == 0
@@ -136,7 +138,7 @@ async def test_a_deadline_around_a_request_ends_it_at_any_phase(seconds, autojum
 async def test_an_error_in_the_body_ends_the_request_and_comes_out_as_it_is(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake:
         with pytest.raises(ZeroDivisionError):
-            async with fake.engine.generate(PROMPT) as stream:
+            async with fake.generate(PROMPT) as stream:
                 async for _ in stream:
                     1 / 0  # noqa: B018
         await trio.sleep(0.02)
@@ -148,7 +150,7 @@ async def test_others_do_not_notice_who_leaves(autojump_clock):
         expected = await answer_of(fake, max_tokens=40, temperature=0)
 
         async def leave_early(index: int) -> None:
-            async with fake.engine.generate(f"{index} {PROMPT}", SamplingParams(max_tokens=40)) as stream:
+            async with fake.generate(f"{index} {PROMPT}", SamplingParams(max_tokens=40)) as stream:
                 count = 0
                 async for _ in stream:
                     count += 1
@@ -167,19 +169,19 @@ async def test_others_do_not_notice_who_leaves(autojump_clock):
 
 async def test_abort_by_id_gives_the_reader_a_last_delta_and_answers_what_it_did(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake:
-        assert fake.engine.abort(["mine"]) == {"mine": AbortOutcome.UNKNOWN}
-        async with fake.engine.generate(PROMPT, SamplingParams(max_tokens=100), request_id="mine") as stream:
+        assert fake.abort(["mine"]) == {"mine": AbortOutcome.UNKNOWN}
+        async with fake.generate(PROMPT, SamplingParams(max_tokens=100), request_id="mine") as stream:
             async for delta in stream:
                 if delta.finish_reason is None:
-                    assert fake.engine.abort(["mine", "min", "mine2"]) == {
+                    assert fake.abort(["mine", "min", "mine2"]) == {
                         "mine": AbortOutcome.ABORTED,
                         "min": AbortOutcome.UNKNOWN,
                         "mine2": AbortOutcome.UNKNOWN,
                     }
-                    assert fake.engine.abort(["mine"]) == {"mine": AbortOutcome.ALREADY_FINISHED}
+                    assert fake.abort(["mine"]) == {"mine": AbortOutcome.ALREADY_FINISHED}
             assert delta.finish_reason is FinishReason.ABORT
             assert delta.token_ids == ()
-        assert fake.engine.abort(["mine"]) == {"mine": AbortOutcome.ALREADY_FINISHED}
+        assert fake.abort(["mine"]) == {"mine": AbortOutcome.ALREADY_FINISHED}
         await trio.sleep(0.02)
         check_all_free(fake)
 
@@ -187,23 +189,23 @@ async def test_abort_by_id_gives_the_reader_a_last_delta_and_answers_what_it_did
 async def test_an_abort_after_the_end_changes_nothing_for_a_reader_who_is_late(autojump_clock):
     async with (
         open_fake_engine(step_seconds=0.01) as fake,
-        fake.engine.generate(PROMPT, SamplingParams(max_tokens=3), request_id="mine") as stream,
+        fake.generate(PROMPT, SamplingParams(max_tokens=3), request_id="mine") as stream,
     ):
         await trio.sleep(1)
-        assert fake.engine.abort(["mine"]) == {"mine": AbortOutcome.ALREADY_FINISHED}
-        fake.engine.abort_all("too late")
-        fake.engine.drain()
+        assert fake.abort(["mine"]) == {"mine": AbortOutcome.ALREADY_FINISHED}
+        fake.abort_all("too late")
+        fake.drain()
         assert [(len(delta.token_ids), delta.finish_reason) async for delta in stream] == [(3, FinishReason.LENGTH)]
 
 
 async def test_two_requests_may_bear_the_same_id(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake:
         async with (
-            fake.engine.generate(PROMPT, SamplingParams(max_tokens=100), request_id="same") as first,
-            fake.engine.generate("other", SamplingParams(max_tokens=100), request_id="same") as second,
+            fake.generate(PROMPT, SamplingParams(max_tokens=100), request_id="same") as first,
+            fake.generate("other", SamplingParams(max_tokens=100), request_id="same") as second,
         ):
             await trio.sleep(0.05)
-            assert fake.engine.abort(["same"]) == {"same": AbortOutcome.ABORTED}
+            assert fake.abort(["same"]) == {"same": AbortOutcome.ABORTED}
             for stream in (first, second):
                 assert [delta.finish_reason async for delta in stream][-1] is FinishReason.ABORT
         await trio.sleep(0.02)
@@ -213,18 +215,18 @@ async def test_two_requests_may_bear_the_same_id(autojump_clock):
 async def test_an_id_that_is_named_twice_is_aborted_once(autojump_clock):
     async with (
         open_fake_engine(step_seconds=0.01) as fake,
-        fake.engine.generate(PROMPT, request_id="mine"),
+        fake.generate(PROMPT, request_id="mine"),
     ):
-        assert fake.engine.abort(iter(["mine", "mine"])) == {"mine": AbortOutcome.ABORTED}
+        assert fake.abort(iter(["mine", "mine"])) == {"mine": AbortOutcome.ABORTED}
 
 
 async def test_late_aborts_are_told_of_the_last_requests_and_no_more(autojump_clock, monkeypatch):
     monkeypatch.setattr("trioserve.runtime.engine.ENDED_IDS_MAX", 2)
     async with open_fake_engine() as fake:
         for request_id in ("one", "two", "one", "three"):
-            async with fake.engine.generate(PROMPT, request_id=request_id):
+            async with fake.generate(PROMPT, request_id=request_id):
                 pass
-        assert fake.engine.abort(["one", "two", "three"]) == {
+        assert fake.abort(["one", "two", "three"]) == {
             "one": AbortOutcome.ALREADY_FINISHED,
             "two": AbortOutcome.UNKNOWN,
             "three": AbortOutcome.ALREADY_FINISHED,
@@ -233,7 +235,7 @@ async def test_late_aborts_are_told_of_the_last_requests_and_no_more(autojump_cl
 
 async def test_leaving_when_some_choices_have_ended_ends_the_others(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake:
-        async with fake.engine.generate(PROMPT, SamplingParams(n=3, max_tokens=50)) as stream:
+        async with fake.generate(PROMPT, SamplingParams(n=3, max_tokens=50)) as stream:
             fake.executor.errors[stream.choices[0].sequence_id] = "bad luck"
             async for delta in stream:
                 if delta.finish_reason is FinishReason.ERROR:
@@ -248,7 +250,7 @@ async def test_choices_with_one_seed_differ_and_are_repeated_with_it(autojump_cl
         answers = []
         for seed in (-1, -1, 2):
             texts = {0: "", 1: ""}
-            async with fake.engine.generate(PROMPT, SamplingParams(n=2, max_tokens=20, seed=seed)) as stream:
+            async with fake.generate(PROMPT, SamplingParams(n=2, max_tokens=20, seed=seed)) as stream:
                 async for delta in stream:
                     texts[delta.index] += delta.text
             assert texts[0] != texts[1]
@@ -259,7 +261,7 @@ async def test_choices_with_one_seed_differ_and_are_repeated_with_it(autojump_cl
 async def test_usage_is_known_when_the_answer_is_complete(autojump_clock):
     async with open_fake_engine() as fake:
         for cached in (0, len(PROMPT) // 4 * 4 - (len(PROMPT) % 4 == 0) * 4):
-            async with fake.engine.generate(PROMPT, SamplingParams(n=2, max_tokens=7, ignore_eos=True)) as stream:
+            async with fake.generate(PROMPT, SamplingParams(n=2, max_tokens=7, ignore_eos=True)) as stream:
                 assert stream.prompt_token_ids == tuple(PROMPT.encode())
                 async for _ in stream:
                     pass
@@ -276,13 +278,13 @@ async def test_the_one_with_the_lower_priority_number_goes_first(autojump_clock)
     order = []
     async with (
         open_fake_engine(step_seconds=0.01, running_requests_max=1) as fake,
-        fake.engine.generate(PROMPT, SamplingParams(max_tokens=3)),
+        fake.generate(PROMPT, SamplingParams(max_tokens=3)),
         trio.open_nursery() as nursery,
     ):
         await trio.sleep(0.005)
 
         async def ask(priority: int) -> None:
-            async with fake.engine.generate("x", SamplingParams(max_tokens=2), priority=priority) as stream:
+            async with fake.generate("x", SamplingParams(max_tokens=2), priority=priority) as stream:
                 async for _ in stream:
                     pass
             order.append(priority)
@@ -297,7 +299,7 @@ async def test_prefixes_are_shared_only_between_equal_salts(autojump_clock):
     async with open_fake_engine() as fake:
         hits = []
         for salt in (None, None, "a", "b", "a"):
-            async with fake.engine.generate(PROMPT, SamplingParams(max_tokens=1), cache_salt=salt) as stream:
+            async with fake.generate(PROMPT, SamplingParams(max_tokens=1), cache_salt=salt) as stream:
                 async for _ in stream:
                     pass
             hits.append(stream.cached_token_count > 0)
@@ -319,22 +321,23 @@ async def test_end_tokens_end_the_answer_unless_they_are_to_be_ignored(autojump_
 async def test_what_is_no_prompt_at_all_is_the_callers_error_and_not_the_engines(prompt, autojump_clock):
     async with open_fake_engine() as fake:
         with pytest.raises(TypeError):
-            async with fake.engine.generate(prompt):
+            async with fake.generate(prompt):
                 pass
         assert len(await answer_of(fake, max_tokens=3)) == 3
         check_all_free(fake)
 
 
 async def test_a_full_line_refuses_before_it_tokenizes(autojump_clock, monkeypatch):
+    """S14."""
     async with open_fake_engine(running_requests_max=1, waiting_requests_max=2) as fake:
         fake.steps.hold()
         async with (
-            fake.engine.generate(PROMPT),
-            fake.engine.generate(PROMPT, SamplingParams(n=2)),
+            fake.generate(PROMPT),
+            fake.generate(PROMPT, SamplingParams(n=2)),
         ):
-            monkeypatch.setattr(fake.engine.tokenizer, "encode", lambda *_args, **_kwargs: pytest.fail("tokenized"))
+            monkeypatch.setattr(fake.tokenizer, "encode", lambda *_args, **_kwargs: pytest.fail("tokenized"))
             with pytest.raises(Overloaded, match="3 sequences run or wait, 3 may") as caught:
-                async with fake.engine.generate(PROMPT):
+                async with fake.generate(PROMPT):
                     pass
             assert caught.value.reason == "queue_full"
             assert caught.value.retry_after_seconds >= 1
@@ -343,10 +346,7 @@ async def test_a_full_line_refuses_before_it_tokenizes(autojump_clock, monkeypat
         await trio.lowlevel.checkpoint()
         await answer_of(fake, max_tokens=3)
         check_all_free(fake)
-        assert (
-            'requests_rejected_total{model_name="fake",reason="queue_full"} 1.0'
-            in fake.engine.metrics.expose().decode()
-        )
+        assert 'requests_rejected_total{model_name="fake",reason="queue_full"} 1.0' in fake.metrics.expose().decode()
 
 
 @pytest.mark.parametrize(
@@ -365,13 +365,13 @@ async def test_a_full_line_refuses_before_it_tokenizes(autojump_clock, monkeypat
 async def test_a_bad_request_is_refused_and_holds_nothing(prompt, sampling, error, words, autojump_clock):
     async with open_fake_engine() as fake:
         with pytest.raises(error, match=words):
-            async with (stream := fake.engine.generate(prompt, SamplingParams(**sampling))):
+            async with (stream := fake.generate(prompt, SamplingParams(**sampling))):
                 pass
         with pytest.raises(AlreadyEnded):
             await anext(stream)
         check_all_free(fake)
-        assert fake.engine._streams == {}
-        assert fake.engine._preparing_count == 0
+        assert fake._streams == {}
+        assert fake._preparing_count == 0
 
 
 async def test_a_long_prompt_is_tokenized_in_the_text_thread_and_can_be_left_meanwhile():
@@ -379,7 +379,7 @@ async def test_a_long_prompt_is_tokenized_in_the_text_thread_and_can_be_left_mea
     import threading
 
     async with open_fake_engine(block_count=2048, context_tokens_max=4096) as fake:
-        tokenizer = fake.engine.tokenizer
+        tokenizer = fake.tokenizer
         begun, go_on = trio.Event(), threading.Event()
         token = trio.lowlevel.current_trio_token()
         encode = tokenizer.encode
@@ -394,15 +394,15 @@ async def test_a_long_prompt_is_tokenized_in_the_text_thread_and_can_be_left_mea
         async with trio.open_nursery() as nursery:
 
             async def ask() -> None:
-                async with fake.engine.generate("long " * 500):
+                async with fake.generate("long " * 500):
                     pytest.fail("was entered")
 
             nursery.start_soon(ask)
             await begun.wait()
-            assert fake.engine._preparing_count == 1
+            assert fake._preparing_count == 1
             nursery.cancel_scope.cancel()
-        assert fake.engine._preparing_count == 0
-        assert fake.engine._streams == {}
+        assert fake._preparing_count == 0
+        assert fake._streams == {}
         go_on.set()
 
 
@@ -410,7 +410,7 @@ async def test_an_abort_by_id_reaches_a_request_that_is_being_tokenized():
     import threading
 
     async with open_fake_engine(block_count=2048, context_tokens_max=4096) as fake:
-        tokenizer = fake.engine.tokenizer
+        tokenizer = fake.tokenizer
         begun, go_on = trio.Event(), threading.Event()
         token = trio.lowlevel.current_trio_token()
 
@@ -423,13 +423,13 @@ async def test_an_abort_by_id_reaches_a_request_that_is_being_tokenized():
         reasons = []
 
         async def ask() -> None:
-            async with fake.engine.generate("long " * 500, request_id="slow") as stream:
+            async with fake.generate("long " * 500, request_id="slow") as stream:
                 reasons.extend([delta.finish_reason async for delta in stream])
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask)
             await begun.wait()
-            assert fake.engine.abort(["slow"]) == {"slow": AbortOutcome.ABORTED}
+            assert fake.abort(["slow"]) == {"slow": AbortOutcome.ABORTED}
         assert reasons == [FinishReason.ABORT]
         go_on.set()
         check_all_free(fake)
@@ -437,7 +437,7 @@ async def test_an_abort_by_id_reaches_a_request_that_is_being_tokenized():
 
 async def test_a_stream_is_used_once_and_only_inside_its_scope(autojump_clock):
     async with open_fake_engine() as fake:
-        stream = fake.engine.generate(PROMPT, SamplingParams(max_tokens=2))
+        stream = fake.generate(PROMPT, SamplingParams(max_tokens=2))
         with pytest.raises(AlreadyEnded, match="async with"):
             await anext(stream)
         async with stream:
@@ -450,15 +450,16 @@ async def test_a_stream_is_used_once_and_only_inside_its_scope(autojump_clock):
 
 
 async def test_a_stop_string_ends_the_sequence_before_another_step(autojump_clock):
+    """S18: what watches the tokens is not fed after its end."""
     async with open_fake_engine(step_seconds=0.01) as fake:
         text = ""
-        async with fake.engine.generate(PROMPT, SamplingParams(max_tokens=60, temperature=0)) as stream:
+        async with fake.generate(PROMPT, SamplingParams(max_tokens=60, temperature=0)) as stream:
             async for delta in stream:
                 text += delta.text
         stop = next(text[i : i + 2] for i in range(20, len(text)) if text[i : i + 2].isascii())
         steps_before = fake.steps.step_count
         shown = ""
-        async with fake.engine.generate(PROMPT, SamplingParams(max_tokens=60, temperature=0, stop=(stop,))) as stream:
+        async with fake.generate(PROMPT, SamplingParams(max_tokens=60, temperature=0, stop=(stop,))) as stream:
             async for delta in stream:
                 shown += delta.text
             assert delta.finish_reason is FinishReason.STOP
@@ -473,7 +474,7 @@ async def test_a_stop_string_ends_the_sequence_before_another_step(autojump_cloc
 async def test_max_tokens_zero_computes_the_prompt_and_shows_nothing(autojump_clock):
     async with (
         open_fake_engine() as fake,
-        fake.engine.generate(PROMPT, SamplingParams(max_tokens=0, prompt_logprobs=1)) as stream,
+        fake.generate(PROMPT, SamplingParams(max_tokens=0, prompt_logprobs=1)) as stream,
     ):
         deltas = [delta async for delta in stream]
         assert [(delta.text, delta.token_ids, delta.finish_reason) for delta in deltas] == [
@@ -487,8 +488,8 @@ async def test_max_tokens_zero_computes_the_prompt_and_shows_nothing(autojump_cl
 async def test_the_fault_of_one_request_stays_with_it(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake:
         async with (
-            fake.engine.generate("unlucky", SamplingParams(max_tokens=20)) as unlucky,
-            fake.engine.generate("lucky", SamplingParams(max_tokens=20)) as lucky,
+            fake.generate("unlucky", SamplingParams(max_tokens=20)) as unlucky,
+            fake.generate("lucky", SamplingParams(max_tokens=20)) as lucky,
         ):
             fake.executor.errors[unlucky.choices[0].sequence_id] = "the logits are not numbers"
             unlucky_deltas = [delta async for delta in unlucky]
@@ -502,8 +503,8 @@ async def test_the_fault_of_one_request_stays_with_it(autojump_clock):
 async def test_text_that_cannot_be_made_fails_that_request_alone(autojump_clock, caplog):
     async with open_fake_engine(step_seconds=0.01) as fake:
         async with (
-            fake.engine.generate("unlucky", SamplingParams(max_tokens=20)) as unlucky,
-            fake.engine.generate("lucky", SamplingParams(max_tokens=20)) as lucky,
+            fake.generate("unlucky", SamplingParams(max_tokens=20)) as unlucky,
+            fake.generate("lucky", SamplingParams(max_tokens=20)) as lucky,
         ):
 
             def broken(*_arguments: object) -> None:

@@ -63,9 +63,10 @@ async def run_with_orders_at(service: Service, *times: float) -> None:
 
 
 async def test_drain_lets_running_requests_finish_and_returns_when_the_last_has(autojump_clock):
+    """S36: the model goes after the last of them."""
     async with open_fake_engine(step_seconds=0.1, running_requests_max=2) as fake:
-        front_end = ScriptedFrontEnd(fake.engine, ["one", "two", "three"])
-        await run_with_orders_at(Service(fake.engine, front_end, RuntimeSettings(drain_seconds_max=60)), 1)
+        front_end = ScriptedFrontEnd(fake, ["one", "two", "three"])
+        await run_with_orders_at(Service(fake, front_end, RuntimeSettings(drain_seconds_max=60)), 1)
         # 100 steps of 0.1 s, whatever the deadline is.
         assert trio.current_time() == pytest.approx(10.0, abs=0.3)
         assert sorted(map(str, front_end.ends.values())) == sorted(map(str, [FinishReason.LENGTH] * 2 + [Draining]))
@@ -73,42 +74,44 @@ async def test_drain_lets_running_requests_finish_and_returns_when_the_last_has(
 
 
 async def test_the_deadline_ends_running_requests_with_a_last_word(autojump_clock):
+    """S21."""
     async with open_fake_engine(step_seconds=0.1) as fake:
-        front_end = ScriptedFrontEnd(fake.engine, ["one"])
-        await run_with_orders_at(Service(fake.engine, front_end, RuntimeSettings(drain_seconds_max=3)), 1)
+        front_end = ScriptedFrontEnd(fake, ["one"])
+        await run_with_orders_at(Service(fake, front_end, RuntimeSettings(drain_seconds_max=3)), 1)
         assert trio.current_time() == pytest.approx(4.0, abs=0.01)
         assert front_end.ends == {"one": FinishReason.ABORT}
 
 
 async def test_a_second_order_ends_the_draining(autojump_clock):
     async with open_fake_engine(step_seconds=0.1) as fake:
-        front_end = ScriptedFrontEnd(fake.engine, ["one"])
-        await run_with_orders_at(Service(fake.engine, front_end, RuntimeSettings(drain_seconds_max=60)), 1, 2)
+        front_end = ScriptedFrontEnd(fake, ["one"])
+        await run_with_orders_at(Service(fake, front_end, RuntimeSettings(drain_seconds_max=60)), 1, 2)
         assert trio.current_time() == pytest.approx(2.0, abs=0.01)
         assert front_end.ends == {"one": FinishReason.ABORT}
 
 
 async def test_a_third_order_ends_the_last_words(autojump_clock):
     async with open_fake_engine(step_seconds=0.1) as fake:
-        front_end = ScriptedFrontEnd(fake.engine, ["one"], tell_seconds=1000)
+        front_end = ScriptedFrontEnd(fake, ["one"], tell_seconds=1000)
         settings = RuntimeSettings(drain_seconds_max=60, last_words_seconds_max=60)
-        await run_with_orders_at(Service(fake.engine, front_end, settings), 1, 2, 3)
+        await run_with_orders_at(Service(fake, front_end, settings), 1, 2, 3)
         assert trio.current_time() == pytest.approx(3.0, abs=0.01)
         assert front_end.ends == {"one": FinishReason.ABORT}
 
 
 async def test_clients_that_cannot_be_told_do_not_hold_the_exit_up(autojump_clock):
     async with open_fake_engine(step_seconds=0.1) as fake:
-        front_end = ScriptedFrontEnd(fake.engine, ["one"], tell_seconds=1000)
+        front_end = ScriptedFrontEnd(fake, ["one"], tell_seconds=1000)
         settings = RuntimeSettings(drain_seconds_max=3, last_words_seconds_max=2)
-        await run_with_orders_at(Service(fake.engine, front_end, settings), 1)
+        await run_with_orders_at(Service(fake, front_end, settings), 1)
         assert trio.current_time() == pytest.approx(6.0, abs=0.01)
 
 
 async def test_a_fault_of_the_engine_reaches_every_client_before_the_server_ends(autojump_clock):
+    """S21: neither do faults leave clients in silence."""
     with pytest.raises(EngineFault):
         async with open_fake_engine(step_seconds=0.1) as fake:
-            front_end = ScriptedFrontEnd(fake.engine, ["one", "two"], tell_seconds=1)
+            front_end = ScriptedFrontEnd(fake, ["one", "two"], tell_seconds=1)
 
             async def break_it() -> None:
                 await trio.sleep(0.5)
@@ -116,6 +119,6 @@ async def test_a_fault_of_the_engine_reaches_every_client_before_the_server_ends
 
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(break_it)
-                await run_with_orders_at(Service(fake.engine, front_end, RuntimeSettings()))
+                await run_with_orders_at(Service(fake, front_end, RuntimeSettings()))
     assert front_end.ends == {"one": EngineFault, "two": EngineFault}
     assert trio.current_time() == pytest.approx(1.6, abs=0.11)

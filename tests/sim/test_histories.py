@@ -25,7 +25,10 @@ from trioserve.testing.history import (
     history_of,
     script_of,
 )
-from trioserve.testing.stack_runs import run_stack_seed
+from trioserve.testing.stack_http_plan import Ask, Connection, Delete, Front
+from trioserve.testing.stack_plan import Client, Order, StackPlan, Stage, stack_plan_of
+from trioserve.testing.stack_plan import script_of as stack_script_of
+from trioserve.testing.stack_runs import run_stack_script, run_stack_seed
 
 EVERYTHING = History(
     World(block_count=8, block_size=2, running_requests_max=2, step_tokens_max=4, has_connector=True),
@@ -59,11 +62,46 @@ CORE_MOMENTS = [
 ]
 STACK_MOMENTS = [
     *(f"aborts: {outcome}" for outcome in ("aborted", "already_finished", "unknown")),
+    *(f"answers: 200 {reason}" for reason in ("engine_fault", "request_aborted", "timeout")),
+    *(f"answers: 503 {reason}" for reason in ("draining", "request_aborted")),
+    *(f"answers: 504 {reason}" for reason in ("queue_timeout", "timeout")),
+    *(
+        f"answers: {what}"
+        for what in ("408 body_timeout", "429 queue_full", "500 engine_fault", "broken off", "complete")
+    ),
     *(f"clients: {what}" for what in ("left early", "out of patience", "read to the end", "told of a fault")),
     *(f"clients: refused: {what}" for what in ("draining", "full")),
     *(f"ends: {reason}" for reason in ("abort", "deadline", "length")),
+    *(f"deletes: {outcome}" for outcome in ("aborted", "already_finished", "unknown")),
+    "connections stalled",
     "engines broken",
+    "server: exchanges_stalled_total",
+    "stalls",
+    *(f"ways to leave: {way}, HTTP/{http}" for way in ("abort", "close", "half-close") for http in (1, 2)),
+    *(f"ways to leave: {way}, HTTP/2" for way in ("goaway", "reset")),
 ]
+STACK = StackPlan(
+    Stage(
+        block_count=8,
+        running_requests_max=2,
+        step_tokens_max=4,
+        waiting_requests_max=4,
+        step_seconds=(0.01,),
+        schedule_seed=3,
+        front=Front(buffer_bytes=1024),
+    ),
+    (
+        Client(number=0, id="r0", at=0.0, prompt=(1, 2), output=3),
+        Connection(number=0, http=1, pieces=(3, 20), is_pipelined=True),
+        Ask(number=0, connection=0, prompts=((1, 2), (3,)), output=2, streamed=True, leaves_after=100),
+        Ask(number=1, connection=0, prompts=((4,),), output=2, id="h1"),
+        Ask(number=2, connection=1, prompts=((5,),), output=2, id="h2", way="goaway", patience=0.02),
+        Delete(at=0.01, id="h1"),
+        Order(at=0.02, ids=("r0",)),
+        Order(at=0.03, drains=True),
+        Order(at=0.04, ends_all=True),
+    ),
+)
 
 
 def test_a_script_says_everything():
@@ -98,11 +136,24 @@ def test_a_history_means_something_whatever_is_missing(missing):
         assert run_core_script(script_of(History(EVERYTHING.world, kept))).failure is None
 
 
+def test_a_script_of_the_stack_says_everything():
+    assert stack_plan_of(stack_script_of(STACK)) == STACK
+
+
+@pytest.mark.parametrize("missing", range(len(STACK.parts)))
+def test_a_plan_of_the_stack_means_something_whatever_is_missing(missing):
+    parts = STACK.parts[:missing] + STACK.parts[missing + 1 :]
+    for kept in (parts, parts[::-1]):
+        assert run_stack_script(stack_script_of(StackPlan(STACK.stage, kept))).failure is None
+
+
 @pytest.mark.parametrize(
-    ("run", "step_count", "moments"), [(run_core_seed, 100, CORE_MOMENTS), (run_stack_seed, 12, STACK_MOMENTS)]
+    ("run", "step_count", "seed_count", "moments"),
+    [(run_core_seed, 100, 150, CORE_MOMENTS), (run_stack_seed, 12, 200, STACK_MOMENTS)],
+    ids=["core", "stack"],
 )
-def test_the_seeds_reach_every_phase(run, step_count, moments):
+def test_the_seeds_reach_every_phase(run, step_count, seed_count, moments):
     totals: Counter[str] = Counter()
-    for seed in range(150):
+    for seed in range(seed_count):
         totals.update(run(seed, step_count).counts)
-    assert {moment: totals[moment] for moment in moments if totals[moment] < 5} == {}
+    assert {moment: totals[moment] for moment in moments if totals[moment] < 3} == {}

@@ -10,8 +10,18 @@ import pytest
 import trio
 
 from trioserve.contracts.errors import StartupError
+from trioserve.testing import stack_http_server
 from trioserve.testing.seeded_schedule import SOURCE, SWITCH, seeded_schedule
 from trioserve.testing.stack_plan import drawn_stack_plan
+from trioserve.testing.stack_runs import run_stack_script
+
+BOTH_PROTOCOLS = """\
+stage block_count=8 running_requests_max=2 step_tokens_max=6 waiting_requests_max=4 step_seconds=[0.01] schedule_seed=1
+connection number=0 http=1
+ask number=0 connection=0 prompts=[[104,105]] output=4 streamed=true
+connection number=1
+ask number=1 connection=1 prompts=[[104,111]] output=4
+"""
 
 
 def trace_of(seed: int, hash_seed: int, *mode: str) -> bytes:
@@ -33,6 +43,30 @@ def test_a_seed_is_the_same_trace_in_every_process(seed, mode):
 @pytest.mark.parametrize("mode", [[], ["--stack"]], ids=["core", "stack"])
 def test_another_seed_is_another_trace(mode):
     assert trace_of(3, 1, *mode) != trace_of(4, 1, *mode)
+
+
+@pytest.mark.parametrize("seed", [0, 4, 6])
+def test_what_a_server_sends_over_http_is_the_same_in_every_process(seed):
+    first = trace_of(seed, 7, "--stack")
+    assert first.count(b"server sends on ") > 10  # lines with a digest of the bytes
+    assert trace_of(seed, 99, "--stack") == first
+
+
+def test_every_byte_that_the_server_sends_is_in_the_trace(monkeypatch):
+    """A second later, and nothing else is different: the date, and in the answers `created`."""
+
+    def lines() -> list[str]:
+        told: list[str] = []
+        assert run_stack_script(BOTH_PROTOCOLS, trace=told.append).failure is None
+        return told
+
+    first = lines()
+    assert lines() == first
+    monkeypatch.setattr(stack_http_server, "BEGAN_AT", stack_http_server.BEGAN_AT + 1)
+    later = lines()
+    different = [line for line, line_later in zip(first, later, strict=True) if line != line_later]
+    assert {line.split()[-3] for line in different} == {"0", "1"}, different  # the connections
+    assert all(" server sends on " in line for line in different)
 
 
 def order_of(seed: int) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trioserve.core.kv_blocks import BlockPool
+from trioserve.frontend.h2_stream import H2Stream
 from trioserve.runtime.delivery import Delivery
 from trioserve.testing.core_runs import run_core_script, run_core_seed, shrunk_core_failure
 from trioserve.testing.shrink import cut
@@ -55,6 +56,18 @@ def test_a_plan_of_the_stack_is_cut_down(monkeypatch):
     plainest = shrunk_stack_failure(failure, replays_max=300)
     assert plainest.is_like(failure)
     assert plainest.script.count("\n") <= 3, plainest.script  # the stage, one who leaves, and perhaps one more
+    assert run_stack_script(plainest.script).failure is not None
+
+
+def test_a_plan_with_clients_over_http_is_cut_down(monkeypatch):
+    def stay(stream):
+        stream.gone = True
+
+    monkeypatch.setattr(H2Stream, "leave", stay)
+    failure = first_failure(run_stack_seed, 12)
+    plainest = shrunk_stack_failure(failure, replays_max=300)
+    assert plainest.is_like(failure)
+    assert plainest.script.count("\n") <= 4, plainest.script  # the stage, a connection, and who leaves
     assert run_stack_script(plainest.script).failure is not None
 
 

@@ -70,11 +70,14 @@ class Listener(Protocol):
 
 
 class Client(Protocol):
-    async def request(self, method: str, path: str, body: bytes, listener: Listener) -> Failure | None:
+    async def request(
+        self, method: str, path: str, body: bytes, listener: Listener, *, withheld_bytes: int = 0
+    ) -> Failure | None:
         """Send one request and return when its answer has ended or the listener has left.
 
         Returns None, or why there was no whole answer; a status is not judged here. Leaving by cancellation resets the
-        stream or closes the connection at once.
+        stream or closes the connection at once. withheld_bytes: so much at the end of the body is announced and never
+        sent, for a client that leaves before.
         """
 
     async def aclose(self) -> None: ...

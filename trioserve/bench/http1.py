@@ -19,24 +19,27 @@ class Http1Client:
         self._headers = headers
         self._idle: list[_Http1Connection] = []
 
-    async def request(self, method: str, path: str, body: bytes, listener: Listener) -> Failure | None:
+    async def request(
+        self, method: str, path: str, body: bytes, listener: Listener, *, withheld_bytes: int = 0
+    ) -> Failure | None:
         request = h11.Request(method=method, target=path, headers=[*self._headers, ("content-length", str(len(body)))])
+        sent = body[: len(body) - withheld_bytes]
         while self._idle:
             connection = self._idle.pop()
-            failure = await self._exchange(connection, request, body, listener)
+            failure = await self._exchange(connection, request, sent, listener, is_whole=not withheld_bytes)
             # A server may close an idle connection just when it is used again; that is no fault of the request.
             if failure is None or failure.kind is not FailureKind.UNPROCESSED:
                 return failure
         stream = await opened(self._open_stream)
         if isinstance(stream, Failure):
             return stream
-        return await self._exchange(_Http1Connection(stream), request, body, listener)
+        return await self._exchange(_Http1Connection(stream), request, sent, listener, is_whole=not withheld_bytes)
 
     async def _exchange(
-        self, connection: _Http1Connection, request: h11.Request, body: bytes, listener: Listener
+        self, connection: _Http1Connection, request: h11.Request, body: bytes, listener: Listener, *, is_whole: bool
     ) -> Failure | None:
         try:
-            failure = await connection.exchange(request, body, listener)
+            failure = await connection.exchange(request, body, listener, is_whole=is_whole)
         finally:
             if not connection.reusable:
                 await trio.aclose_forcefully(connection.stream)  # closes before anything waits, cancelled or not
@@ -59,12 +62,17 @@ class _Http1Connection:
         self._http = h11.Connection(h11.CLIENT)
         self._was_used = False
 
-    async def exchange(self, request: h11.Request, body: bytes, listener: Listener) -> Failure | None:
+    async def exchange(
+        self, request: h11.Request, body: bytes, listener: Listener, *, is_whole: bool
+    ) -> Failure | None:
+        """is_whole: False if the body is only the beginning of what the head announces."""
         self.reusable = False
         silent_end = FailureKind.UNPROCESSED if self._was_used else FailureKind.DISCONNECT
         self._was_used = True
         http = self._http
-        sent = [http.send(request), http.send(h11.Data(data=body)) if body else b"", http.send(h11.EndOfMessage())]
+        sent = [http.send(request), http.send(h11.Data(data=body)) if body else b""]
+        if is_whole:
+            sent.append(http.send(h11.EndOfMessage()))
         try:
             await self.stream.send_all(b"".join(data for data in sent if data))
         except trio.BrokenResourceError:

@@ -23,7 +23,7 @@ from trioserve.bench.client import (
     opened,
 )
 
-__all__ = ["Http2Client"]
+__all__ = ["FrameSplitter", "Http2Client"]
 
 WINDOW_BYTES = 1 << 24  # per stream and connection: the client must never be what a server waits for
 FRAME_HEADER_BYTES = 9
@@ -55,20 +55,22 @@ class Http2Client:
         """Requests that had to wait because the server allows no more streams on a connection."""
         return sum(place.stream_wait_count for place in self._places)
 
-    async def request(self, method: str, path: str, body: bytes, listener: Listener) -> Failure | None:
+    async def request(
+        self, method: str, path: str, body: bytes, listener: Listener, *, withheld_bytes: int = 0
+    ) -> Failure | None:
         headers = [(":method", method), (":path", path), *self._headers, ("content-length", str(len(body)))]
         place = min(self._places, key=lambda place: place.request_count)
         place.request_count += 1
         try:
-            failure = await self._request_once(place, headers, body, listener)
+            failure = await self._request_once(place, headers, body, listener, withheld_bytes)
             if failure is not None and failure.kind is FailureKind.UNPROCESSED:
-                failure = await self._request_once(place, headers, body, listener)
+                failure = await self._request_once(place, headers, body, listener, withheld_bytes)
             return failure
         finally:
             place.request_count -= 1
 
     async def _request_once(
-        self, place: _Place, headers: list[tuple[str, str]], body: bytes, listener: Listener
+        self, place: _Place, headers: list[tuple[str, str]], body: bytes, listener: Listener, withheld_bytes: int
     ) -> Failure | None:
         async with place.opening:
             connection = place.connection
@@ -83,13 +85,17 @@ class Http2Client:
                     return failure
         if connection.is_full:
             place.stream_wait_count += 1
-        return await connection.request(headers, body, listener)
+        return await connection.request(headers, body, listener, withheld_bytes)
 
     async def aclose(self) -> None:
-        """Close the connections, and with them whatever still runs on them."""
+        self.hang_up()
+
+    def hang_up(self) -> None:
+        """Close the connections, and with them whatever still runs on them. A later request opens new ones."""
         for place in self._places:
             if place.connection is not None:
                 place.connection.close()
+                place.connection = None  # it takes a moment to end, in which nobody must begin on it
 
 
 class _Place:
@@ -103,13 +109,15 @@ class _Place:
 
 
 class _Exchange:
-    """One request on its stream. unsent: what the server's flow control windows have not yet let go."""
+    """One request on its stream. unsent: what the server's flow control windows have not yet let go. is_whole: False if
+    the stream stays open behind it, since the body was announced longer."""
 
-    __slots__ = ("ended", "failure", "listener", "unsent")
+    __slots__ = ("ended", "failure", "is_whole", "listener", "unsent")
 
-    def __init__(self, listener: Listener, body: bytes) -> None:
+    def __init__(self, listener: Listener, body: bytes, withheld_bytes: int) -> None:
         self.listener = listener
-        self.unsent = memoryview(body)
+        self.unsent = memoryview(body)[: len(body) - withheld_bytes]
+        self.is_whole = not withheld_bytes
         self.ended = trio.Event()
         self.failure: Failure | None = None
 
@@ -128,7 +136,7 @@ class _Http2Connection:
         self._h2.local_settings = h2.settings.Settings(client=True, initial_values=values)
         self._h2.initiate_connection()
         self._h2.increment_flow_control_window(WINDOW_BYTES)
-        self._frames = _FrameSplitter()
+        self._frames = FrameSplitter()
         self._exchanges: dict[int, _Exchange] = {}
         self._writer = trio.lowlevel.ParkingLot()
         self._stream_waiters = trio.lowlevel.ParkingLot()
@@ -175,14 +183,16 @@ class _Http2Connection:
             self._stream_waiters.unpark_all()
             await trio.aclose_forcefully(self._stream)
 
-    async def request(self, headers: list[tuple[str, str]], body: bytes, listener: Listener) -> Failure | None:
+    async def request(
+        self, headers: list[tuple[str, str]], body: bytes, listener: Listener, withheld_bytes: int
+    ) -> Failure | None:
         while self.is_full and self.takes_requests:
             await self._stream_waiters.park()
         if not self.takes_requests:
             return Failure(FailureKind.UNPROCESSED, "the connection ended before the request was sent")
         stream_id = self._h2.get_next_available_stream_id()
         self._h2.send_headers(stream_id, headers, end_stream=not body)
-        exchange = self._exchanges[stream_id] = _Exchange(listener, body)
+        exchange = self._exchanges[stream_id] = _Exchange(listener, body, withheld_bytes)
         self._send_body(stream_id, exchange)
         self._writer.unpark()
         try:
@@ -229,7 +239,9 @@ class _Http2Connection:
                 self._leave(event.stream_id)
         elif isinstance(event, h2.events.StreamEnded):
             exchange = self._exchanges.get(event.stream_id)
-            if exchange is not None and exchange.unsent:  # answered early: nobody will read the rest of the request
+            if exchange is not None and (
+                exchange.unsent or not exchange.is_whole
+            ):  # answered early: nobody will read the rest of the request
                 self._leave(event.stream_id)
             self._finish(event.stream_id, None)
         elif isinstance(event, h2.events.ResponseReceived):
@@ -252,7 +264,7 @@ class _Http2Connection:
             if size <= 0:
                 return
             piece, exchange.unsent = exchange.unsent[:size], exchange.unsent[size:]
-            self._h2.send_data(stream_id, bytes(piece), end_stream=not exchange.unsent)
+            self._h2.send_data(stream_id, bytes(piece), end_stream=exchange.is_whole and not exchange.unsent)
 
     def _drain(self, last_stream_id: int, code: int) -> None:
         """GOAWAY: streams up to the last one go on, later ones were not looked at, new ones need another connection."""
@@ -286,7 +298,7 @@ class _Http2Connection:
             self.close()
 
 
-class _FrameSplitter:
+class FrameSplitter:
     """Whole frames from pieces cut anywhere, GOAWAY taken out: h2 refuses every frame that follows one, although a
     server that leaves gracefully first finishes the streams it has (RFC 9113, section 6.8)."""
 

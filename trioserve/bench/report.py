@@ -28,6 +28,7 @@ __all__ = [
     "progress_line",
     "report_json",
     "report_text",
+    "spread_line",
 ]
 
 
@@ -271,10 +272,10 @@ def report_text(report: BenchReport) -> str:
         f"{figures.failed_requests} failed, {figures.interrupted_requests} interrupted",
         "",
         f"{'ms':<22}" + "".join(f"{name:>12}" for name in ("mean", "p50", "p90", "p99", "max", "samples")),
-        _spread_line("first token (TTFT)", figures.ttft_ms),
-        _spread_line("between chunks (ITL)", figures.itl_ms),
-        _spread_line("per token (TPOT)", figures.tpot_ms),
-        _spread_line("end to end (E2E)", figures.e2e_ms),
+        spread_line("first token (TTFT)", figures.ttft_ms),
+        spread_line("between chunks (ITL)", figures.itl_ms),
+        spread_line("per token (TPOT)", figures.tpot_ms),
+        spread_line("end to end (E2E)", figures.e2e_ms),
     ]
     if figures.errors:
         lines += ["", "errors"]
@@ -296,7 +297,7 @@ def _load_line(report: BenchReport) -> str:
     )
 
 
-def _spread_line(name: str, spread: Spread | None) -> str:
+def spread_line(name: str, spread: Spread | None) -> str:
     if spread is None:
         return f"{name:<22}" + f"{'-':>12}" * 5 + f"{0:>12}"
     figures = (spread.mean, spread.p50, spread.p90, spread.p99, spread.max)

@@ -32,7 +32,18 @@ from trioserve.bench.report import (
 )
 from trioserve.bench.settings import BenchSettings
 
-__all__ = ["CannotMeasure", "Measured", "main", "measure"]
+__all__ = [
+    "EXIT_INTERRUPTED",
+    "EXIT_REQUESTS_FAILED",
+    "EXIT_UNREACHABLE",
+    "CannotMeasure",
+    "Measured",
+    "PlainAnswer",
+    "cancel_on_signal",
+    "common_headers",
+    "main",
+    "measure",
+]
 
 EXIT_REQUESTS_FAILED = 1
 EXIT_UNREACHABLE = 2
@@ -81,7 +92,7 @@ async def measure(
     async with trio.open_nursery() as nursery:
         client = _new_client(nursery, settings, open_stream or stream_opener(settings.target, settings.http))
         run = _Run(settings, client, progress or sys.stderr)
-        await nursery.start(_cancel_on_signal, run.scope)
+        await nursery.start(cancel_on_signal, run.scope)
         outcome = await run.outcome()
         await client.aclose()
         nursery.cancel_scope.cancel()
@@ -89,9 +100,7 @@ async def measure(
 
 
 def _new_client(nursery: trio.Nursery, settings: BenchSettings, open_stream: OpenStream) -> Client:
-    headers = [("user-agent", "trioserve-bench"), ("content-type", "application/json")]
-    if settings.api_key is not None:
-        headers.append(("authorization", f"Bearer {settings.api_key}"))
+    headers = common_headers(settings.api_key)
     target = settings.target
     if settings.http == 1:
         return Http1Client(open_stream, [("host", target.authority), *headers])
@@ -105,7 +114,15 @@ def _new_client(nursery: trio.Nursery, settings: BenchSettings, open_stream: Ope
     )
 
 
-async def _cancel_on_signal(scope: trio.CancelScope, task_status: trio.TaskStatus[None]) -> None:
+def common_headers(api_key: str | None) -> list[tuple[str, str]]:
+    """Of every request, whatever the HTTP version."""
+    headers = [("user-agent", "trioserve-bench"), ("content-type", "application/json")]
+    if api_key is not None:
+        headers.append(("authorization", f"Bearer {api_key}"))
+    return headers
+
+
+async def cancel_on_signal(scope: trio.CancelScope, task_status: trio.TaskStatus[None]) -> None:
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         task_status.started()
         async for _ in signals:
@@ -146,7 +163,7 @@ class _Run:
 
     async def _find_model(self) -> CannotMeasure | None:
         settings = self._settings
-        answer = _PlainAnswer()
+        answer = PlainAnswer()
         failure = await self._ask("GET", "/v1/models", b"", answer)
         if failure is not None:
             return self._unreachable(failure)
@@ -167,7 +184,7 @@ class _Run:
             modes = ["ids"] if settings.prompt_mode == "ids" else ["ids", "text"]
         refusals: list[str] = []
         for mode in modes:
-            answer = _PlainAnswer()
+            answer = PlainAnswer()
             load = Load(settings, model=self._model or "", prompt_mode=mode)
             failure = await self._ask("POST", self._path, load.probe_body(), answer)
             if failure is not None:
@@ -183,7 +200,7 @@ class _Run:
             EXIT_REQUESTS_FAILED,
         )
 
-    async def _ask(self, method: str, path: str, body: bytes, answer: _PlainAnswer) -> Failure | None:
+    async def _ask(self, method: str, path: str, body: bytes, answer: PlainAnswer) -> Failure | None:
         with trio.move_on_after(self._settings.timeout_seconds):
             return await self._client.request(method, self._settings.target.path_prefix + path, body, answer)
         return Failure(FailureKind.TIMEOUT, f"no answer to {method} {path} within {self._settings.timeout_seconds:g} s")
@@ -289,7 +306,7 @@ class _Run:
         return Measured(report, exit_code)
 
 
-class _PlainAnswer:
+class PlainAnswer:
     """Hears an answer that is no stream: its status and its body."""
 
     def __init__(self) -> None:
@@ -310,6 +327,9 @@ class _PlainAnswer:
         except (msgspec.MsgspecError, UnicodeDecodeError):
             return None
         return models[0].id if models else None
+
+    def text(self) -> str:
+        return self._body.decode("utf-8", "replace")
 
     def excerpt(self) -> str:
         return excerpt(bytes(self._body))

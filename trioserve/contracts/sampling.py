@@ -1,4 +1,5 @@
-"""How the next token is chosen and when to stop. The ranges are checked here and nowhere else."""
+"""How the next token is chosen and when to stop. The ranges are written and checked here; who describes them reads
+SAMPLING_RANGES."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import msgspec
 
 from trioserve.contracts.errors import InvalidRequest
 
-__all__ = ["SamplingParams"]
+__all__ = ["SAMPLING_RANGES", "Range", "SamplingParams"]
 
 CHOICES_MAX = 64  # n; each choice is a sequence of its own and takes a seat in the batch
 STOP_STRINGS_MAX = 16  # every one is searched for in every delta
@@ -15,7 +16,46 @@ STOP_TOKENS_MAX = 128
 LOGIT_BIAS_MAX = 1024  # entries are copied into the logits at every step
 LOGPROBS_MAX = 20  # as in OpenAI's API
 TEMPERATURE_MAX = 100.0  # above this every distribution is flat in practice
+TOKEN_ID_MAX = 2**31 - 1
 TEMPERATURE_MIN = 0.01  # a positive temperature below this is greedy in all but rounding; it is raised to this
+
+
+class Range(msgspec.Struct, frozen=True):
+    """low to high, both allowed, but low only if not is_low_excluded. high is None: as large as one likes."""
+
+    low: float
+    high: float | None
+    is_low_excluded: bool = False
+
+    def holds(self, value: float) -> bool:
+        """False for NaN."""
+        is_above = value > self.low if self.is_low_excluded else value >= self.low
+        return is_above and (self.high is None or value <= self.high)
+
+    def __str__(self) -> str:
+        if self.high is None:
+            return f"{self.low} or more"
+        return f"above {self.low}, up to {self.high}" if self.is_low_excluded else f"{self.low} to {self.high}"
+
+
+SAMPLING_RANGES = {
+    "n": Range(1, CHOICES_MAX),
+    "temperature": Range(0.0, TEMPERATURE_MAX),
+    "top_p": Range(0.0, 1.0, is_low_excluded=True),
+    "top_k": Range(-1, None),
+    "min_p": Range(0.0, 1.0),
+    "presence_penalty": Range(-2.0, 2.0),
+    "frequency_penalty": Range(-2.0, 2.0),
+    "repetition_penalty": Range(0.01, 100.0),
+    "seed": Range(-(2**63), 2**64 - 1),
+    "max_tokens": Range(0, None),
+    "min_tokens": Range(0, None),
+    "stop_token_ids": Range(0, TOKEN_ID_MAX),
+    "logit_bias": Range(-100.0, 100.0),
+    "logprobs": Range(0, LOGPROBS_MAX),
+    "prompt_logprobs": Range(0, LOGPROBS_MAX),
+}
+"""Of every number in SamplingParams, by field; of each entry where the field has several (of logit_bias, each bias)."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,25 +91,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        _in_range("n", self.n, 1, CHOICES_MAX)
-        _in_range("temperature", self.temperature, 0.0, TEMPERATURE_MAX)
+        for name in SAMPLING_RANGES:
+            value = getattr(self, name)
+            if isinstance(value, int | float):
+                _check_range(name, value)
         if 0.0 < self.temperature < TEMPERATURE_MIN:
             msgspec.structs.force_setattr(self, "temperature", TEMPERATURE_MIN)
-        _in_range("top_p", self.top_p, 0.0, 1.0)
-        if self.top_p == 0.0:
-            raise InvalidRequest("top_p is 0, but it must be above 0 and at most 1: 1 keeps every token", param="top_p")
-        if self.top_k < -1:
-            raise InvalidRequest(f"top_k is {self.top_k}, allowed is 1 or more, or 0 for off", param="top_k")
-        _in_range("min_p", self.min_p, 0.0, 1.0)
-        _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _in_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        if self.seed is not None:
-            _in_range("seed", self.seed, -(2**63), 2**64 - 1)
-        if self.max_tokens is not None and self.max_tokens < 0:
-            raise InvalidRequest(f"max_tokens is {self.max_tokens}, allowed is 0 or more", param="max_tokens")
-        if self.min_tokens < 0:
-            raise InvalidRequest(f"min_tokens is {self.min_tokens}, allowed is 0 or more", param="min_tokens")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens is {self.min_tokens}, above max_tokens, which is {self.max_tokens}", param="min_tokens"
@@ -81,18 +108,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 param="stop_token_ids",
             )
         for token_id in self.stop_token_ids:
-            _in_range("stop_token_ids", token_id, 0, 2**31 - 1)
+            _check_range("stop_token_ids", token_id)
         if self.logit_bias is not None:
             _check_logit_bias(self.logit_bias)
-        if self.logprobs is not None:
-            _in_range("logprobs", self.logprobs, 0, LOGPROBS_MAX)
-        if self.prompt_logprobs is not None:
-            _in_range("prompt_logprobs", self.prompt_logprobs, 0, LOGPROBS_MAX)
 
 
-def _in_range(name: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:  # false for NaN, too
-        raise InvalidRequest(f"{name} is {value}, allowed is {low} to {high}", param=name)
+def _check_range(name: str, value: float) -> None:
+    allowed = SAMPLING_RANGES[name]
+    if not allowed.holds(value):
+        raise InvalidRequest(f"{name} is {value}, allowed is {allowed}", param=name)
 
 
 def _check_stop(stop: tuple[str, ...]) -> None:
@@ -112,5 +136,8 @@ def _check_logit_bias(logit_bias: dict[int, float]) -> None:
             f"logit_bias has {len(logit_bias)} entries, at most {LOGIT_BIAS_MAX} are allowed", param="logit_bias"
         )
     for token_id, bias in logit_bias.items():
-        _in_range("logit_bias", token_id, 0, 2**31 - 1)
-        _in_range("logit_bias", bias, -100.0, 100.0)
+        if not 0 <= token_id <= TOKEN_ID_MAX:
+            raise InvalidRequest(
+                f"logit_bias names token id {token_id}, allowed is 0 to {TOKEN_ID_MAX}", param="logit_bias"
+            )
+        _check_range("logit_bias", bias)

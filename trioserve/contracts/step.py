@@ -34,7 +34,8 @@ class ScheduledChunk(msgspec.Struct, frozen=True):
 
 class StepPlan(msgspec.Struct, frozen=True):
     """One forward pass. step_index counts from 0. admitted and preempted name requests that started, or lost their
-    blocks, when this plan was made."""
+    blocks, when this plan was made. One request may be in both: it lost its blocks, and with nothing else left to
+    compute it starts over in the same plan, as a chunk of its own."""
 
     step_index: int
     chunks: tuple[ScheduledChunk, ...]

@@ -157,78 +157,98 @@ class Scheduler:
         loads = self._loads
         if seats == 0 or budget == 0 or (len(self.waiting) == 0 and (loads is None or len(loads.ready) == 0)):
             return []
-        being_computed: set[BlockHash] = set()
+        admission = _Admission(planned, seats=seats, budget=budget)
         for request_id, count in planned.items():
-            being_computed.update(self._hashes_of_step(self.running[request_id], count))
-        chosen: list[LiveRequest] = []
+            admission.being_computed.update(self._hashes_of_step(self.running[request_id], count))
         if loads is not None:
-            for live in loads.ready:
-                if seats == 0 or budget == 0:
-                    break
-                budget -= self._plan_first_chunk(live, budget, planned, being_computed)
-                seats -= 1
-                chosen.append(live)
-            for live in chosen:
-                loads.ready.remove(live)
-        leaving: list[LiveRequest] = []
-        passed_count = 0
-        for live in self.waiting:
-            if seats == 0 or budget == 0 or passed_count > self._settings.running_requests_max:
-                break
-            if live.wants_load and loads is not None and loads.is_full:
-                passed_count += 1
-                continue
-            if live.blocks_wanted > self._pool.available_count:
-                break
-            hit_blocks = self._match(live)
-            if self._next_hash(live) in being_computed:
-                live.chain.restart()
-                seats -= 1  # bounds how many are passed over
-                continue
-            # An idle hit saves computing, not room: it leaves the available blocks like any other.
-            busy_hits = sum(1 for block in hit_blocks if not self._pool.is_idle(block))
-            live.blocks_wanted = self.blocks_for(len(live.tokens)) - busy_hits
-            if live.blocks_wanted > self._pool.available_count:
-                live.chain.restart()
-                break
-            load_count = 0
-            if loads is not None:
-                load_count = loads.matched_count(live, len(hit_blocks) * self._settings.block_size)
-                if load_count > 0 and loads.is_full:
-                    live.chain.restart()
-                    live.wants_load = True
-                    passed_count += 1
-                    continue
-            leaving.append(live)
-            self._share_hits(live, hit_blocks)
-            if loads is not None and load_count > 0:
-                live.blocks += self._pool.allocate(self.blocks_for(len(live.tokens)) - len(live.blocks))
-                loads.begin(live, load_count, now)
-            else:
-                budget -= self._plan_first_chunk(live, budget, planned, being_computed)
-                seats -= 1
-                chosen.append(live)
-        for live in leaving:
-            self.waiting.remove(live)
-        for live in chosen:
+            self._start_loaded(loads, admission)
+        self._start_waiting(admission, now)
+        for live in admission.chosen:
             live.move(RequestStatus.RUNNING)
             self.running[live.request.id] = live
-        return [live.request.id for live in chosen]
+        return [live.request.id for live in admission.chosen]
 
-    def _plan_first_chunk(
-        self, live: LiveRequest, budget: int, planned: dict[RequestId, int], being_computed: set[BlockHash]
-    ) -> int:
-        """Returns how many tokens a request that starts now computes."""
+    def _start_loaded(self, loads: RemoteLoads, admission: _Admission) -> None:
+        """Those whose KV has arrived: they have their blocks, and need nothing more than a seat."""
+        for live in loads.ready:
+            if not admission.goes_on:
+                break
+            self._start(live, admission)
+        for live in admission.chosen:
+            loads.ready.remove(live)
+
+    def _start_waiting(self, admission: _Admission, now: float) -> None:
+        passed_max = self._settings.running_requests_max
+        for live in self.waiting:
+            if not admission.goes_on or admission.passed_count > passed_max:
+                break
+            if not self._consider(live, admission, now):
+                break
+        for live in admission.leaving:
+            self.waiting.remove(live)
+
+    def _consider(self, live: LiveRequest, admission: _Admission, now: float) -> bool:
+        """Start the next in line, begin its load, or pass it over. False: it does not fit, and holds the line."""
+        if live.wants_load and self._loading_is_full():
+            admission.passed_count += 1
+            return True
+        if live.blocks_wanted > self._pool.available_count:
+            return False
+        hit_blocks = self._match(live)
+        if self._next_hash(live) in admission.being_computed:
+            live.chain.restart()
+            admission.seats -= 1  # bounds how many are passed over
+            return True
+        if not self._fits(live, hit_blocks):
+            live.chain.restart()
+            return False
+        load_count = self._loadable_count(live, hit_blocks)
+        if load_count > 0 and self._loading_is_full():
+            live.chain.restart()
+            live.wants_load = True
+            admission.passed_count += 1
+            return True
+        admission.leaving.append(live)
+        self._share_hits(live, hit_blocks)
+        if load_count > 0:
+            self._begin_load(live, load_count, now)
+        else:
+            self._start(live, admission)
+        return True
+
+    def _fits(self, live: LiveRequest, hit_blocks: list[BlockIndex]) -> bool:
+        # An idle hit saves computing, not room: it leaves the available blocks like any other.
+        busy_hits = sum(1 for block in hit_blocks if not self._pool.is_idle(block))
+        live.blocks_wanted = self.blocks_for(len(live.tokens)) - busy_hits
+        return live.blocks_wanted <= self._pool.available_count
+
+    def _loading_is_full(self) -> bool:
+        return self._loads is not None and self._loads.is_full
+
+    def _loadable_count(self, live: LiveRequest, hit_blocks: list[BlockIndex]) -> int:
+        if self._loads is None:
+            return 0
+        return self._loads.matched_count(live, len(hit_blocks) * self._settings.block_size)
+
+    def _begin_load(self, live: LiveRequest, load_count: int, now: float) -> None:
+        assert self._loads is not None
+        live.blocks += self._pool.allocate(self.blocks_for(len(live.tokens)) - len(live.blocks))
+        self._loads.begin(live, load_count, now)
+
+    def _start(self, live: LiveRequest, admission: _Admission) -> None:
+        """Give it a seat, and plan the first tokens that it computes."""
         if live.cached_token_count is None:
             live.cached_token_count = live.computed_count - live.loaded_token_count
             if self._takes_hits(live):
                 self.prefix_query_tokens_total += live.prompt_count
                 self.prefix_hit_tokens_total += live.cached_token_count
-        count = min(live.due_count, budget)
+        count = min(live.due_count, admission.budget)
         self._extend(live, count)
-        planned[live.request.id] = count
-        being_computed.update(self._hashes_of_step(live, count))
-        return count
+        admission.planned[live.request.id] = count
+        admission.being_computed.update(self._hashes_of_step(live, count))
+        admission.budget -= count
+        admission.seats -= 1
+        admission.chosen.append(live)
 
     def _takes_hits(self, live: LiveRequest) -> bool:
         # A cached prompt token has no logits, so who wants its logprobs computes it.
@@ -257,3 +277,26 @@ class Scheduler:
         self._pool.share(hit_blocks)
         live.blocks = list(hit_blocks)
         live.computed_count = len(hit_blocks) * self._settings.block_size
+
+
+class _Admission:
+    """One step's admitting: what is left of its seats and tokens, and who starts.
+
+    planned: the step's chunks so far. being_computed: the full blocks that they will complete. leaving: who leaves the
+    waiting line, to run or to load. passed_count: how many were passed over because as many load as may.
+    """
+
+    __slots__ = ("being_computed", "budget", "chosen", "leaving", "passed_count", "planned", "seats")
+
+    def __init__(self, planned: dict[RequestId, int], *, seats: int, budget: int) -> None:
+        self.planned = planned
+        self.seats = seats
+        self.budget = budget
+        self.being_computed: set[BlockHash] = set()
+        self.chosen: list[LiveRequest] = []
+        self.leaving: list[LiveRequest] = []
+        self.passed_count = 0
+
+    @property
+    def goes_on(self) -> bool:
+        return self.seats > 0 and self.budget > 0

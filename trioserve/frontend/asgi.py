@@ -9,7 +9,7 @@ import trio
 
 from trioserve.frontend.asgi_exchange import AsgiExchange, Receive, Send
 from trioserve.frontend.body_budget import BodyBudget, BodyShare
-from trioserve.frontend.counters import FrontendCounters, Tally
+from trioserve.frontend.counters import ConnectionRefusal, FrontendCounters, Tally
 from trioserve.frontend.exchange import Handler
 from trioserve.frontend.handler_call import call_handler
 from trioserve.frontend.headers import Headers
@@ -78,6 +78,7 @@ class AsgiApp:
             nursery.cancel_scope.cancel()
         self._tally.exchanges_left_total += exchange.gone
         self._tally.exchanges_stalled_total += exchange.stalled
+        self._tally.connections_refused_total[ConnectionRefusal.BODY_TIMEOUT] += exchange.body_too_slow
         if not exchange.gone and (exchange.stalled or not exchange.answer.finished):
             raise AnswerBrokenOff(f"the answer to {exchange.method} {exchange.path} was broken off")
 

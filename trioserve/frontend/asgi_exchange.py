@@ -14,9 +14,11 @@ import trio
 from trioserve.contracts.errors import Overloaded
 from trioserve.frontend.answer_state import AnswerState
 from trioserve.frontend.body_budget import BodyShare
+from trioserve.frontend.body_pace import BodyPace
 from trioserve.frontend.exchange import BodyTimeout, BodyTooLarge, Exchange, HeaderFields
 from trioserve.frontend.limits import FrontendLimits
 from trioserve.frontend.message_head import RequestHead, encode_fields
+from trioserve.frontend.surroundings import Surroundings
 
 __all__ = ["AsgiExchange", "Message", "Receive", "Send"]
 
@@ -28,7 +30,7 @@ Send = Callable[[Message], Awaitable[None]]
 class AsgiExchange(Exchange):
     """Made, and its scope entered, by AsgiApp, which also runs `watch` and `forward`.
 
-    gone: the client has left. stalled: it took nothing for stall_seconds_max.
+    gone: the client has left. stalled: it took nothing for stall_seconds_max. body_too_slow: its body was given up.
     """
 
     def __init__(self, head: RequestHead, share: BodyShare, limits: FrontendLimits) -> None:
@@ -42,10 +44,13 @@ class AsgiExchange(Exchange):
         self.answer = AnswerState(method=head.method)
         self.gone = False
         self.stalled = False
+        self.body_too_slow = False
         self._share = share
         self._limits = limits
+        self._surroundings = Surroundings()
         self._body_ended = False
         self._body_error: Exception | None = None
+        self._body_bytes_total = 0
         self._head: Message | None = None
         self._unsent = bytearray()
         self._end_given = False  # to the host
@@ -65,11 +70,16 @@ class AsgiExchange(Exchange):
     async def body(self) -> bytes:
         self.answer.check_body_readable()
         self._share.check_announced(self.headers)
-        with trio.move_on_after(self._limits.body_seconds_max) as patience:
+        pace = BodyPace(self._limits, now=trio.current_time())
+        bytes_seen = self._body_bytes_total
+        with trio.CancelScope(deadline=pace.deadline) as patience:
             while not self._body_ended and self._body_error is None:
                 await self._change()
+                patience.deadline = pace.arrived(self._body_bytes_total - bytes_seen, now=trio.current_time())
+                bytes_seen = self._body_bytes_total
         if patience.cancelled_caught:
-            raise BodyTimeout(f"the request body did not arrive within {self._limits.body_seconds_max} seconds")
+            self.body_too_slow = True
+            raise BodyTimeout(pace.lost)
         if self._body_error is not None:
             raise self._body_error
         await trio.lowlevel.checkpoint()
@@ -108,8 +118,10 @@ class AsgiExchange(Exchange):
                     self.scope.cancel()
                 return
             if self._body_error is None and not self.started:
+                piece = message.get("body", b"")
+                self._body_bytes_total += len(piece)
                 try:
-                    self._share.add(message.get("body", b""))
+                    self._share.add(piece)
                 except (BodyTooLarge, Overloaded) as error:  # raised where the body is asked for
                     self._body_error = error
             self._body_ended = self._body_ended or not message.get("more_body", False)
@@ -138,7 +150,7 @@ class AsgiExchange(Exchange):
             await self._progress()
 
     def _start(self, status: int, headers: HeaderFields, *, content_length: int | None) -> None:
-        fields = encode_fields(headers, content_length=content_length)
+        fields = encode_fields(headers, unix_seconds=self._surroundings.unix_seconds(), content_length=content_length)
         self.answer.start(status)
         self._head = {"type": "http.response.start", "status": status, "headers": fields}
         self._tell()

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import TYPE_CHECKING, TypeVar
 
 from trioserve.contracts.errors import InvalidRequest, UnknownModel
-from trioserve.frontend.error_responses import ErrorAnswer
+from trioserve.frontend.error_responses import REASON_HEADER, ErrorAnswer
 from trioserve.frontend.openai_types import (
     AbortBody,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    GenerationBody,
     TokenizeBody,
     decode_body,
 )
+from trioserve.frontend.request_end import Outcome
 from trioserve.frontend.sse import KEEP_ALIVE, encode, error_event
+from trioserve.frontend.surroundings import Surroundings
 
 if TYPE_CHECKING:
+    from trioserve.contracts.deadlines import Deadlines
+    from trioserve.contracts.prompt import Prompt
+    from trioserve.contracts.sampling import SamplingParams
     from trioserve.frontend.exchange import Exchange
     from trioserve.runtime.engine import Engine
+    from trioserve.runtime.request_stream import RequestStream
 
-__all__ = ["Call", "new_request_id", "request_id_from"]
+__all__ = ["Call", "request_id_from"]
 
 REQUEST_ID_HEADER = "x-request-id"
 REQUEST_ID_CHARACTERS_MAX = 128  # it is repeated in headers, log lines and every event
@@ -36,15 +42,22 @@ class Call:
     trust_chat_template: the request may bring its own chat template. It runs sandboxed, but may still take long.
     status: of the answer; None as long as there is none.
     owner: whose requests this caller may see and abort, and to whom a new one belongs; None: all, and nobody's.
+    streams: those that it has made. outcome, reason: how it ended so far, and why if not as asked.
     """
 
-    def __init__(self, exchange: Exchange, engine: Engine, request_id: str, *, trust_chat_template: bool) -> None:
+    def __init__(
+        self, exchange: Exchange, engine: Engine, surroundings: Surroundings, *, trust_chat_template: bool
+    ) -> None:
         self.exchange = exchange
         self.engine = engine
         self.trust_chat_template = trust_chat_template
-        self.request_id = request_id
+        self.request_id = surroundings.new_request_id()
+        self.surroundings = surroundings
         self.status: int | None = None
         self.owner: str | None = None
+        self.streams: list[RequestStream] = []
+        self.outcome = Outcome.LEFT
+        self.reason: str | None = None
         self._streaming = False
 
     async def body(self, kind: type[Body]) -> Body:
@@ -61,6 +74,29 @@ class Call:
                 f'the model "{asked}" is not served here; served are: {", ".join(served)}', param="model"
             )
         return asked
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        body: GenerationBody,
+        deadlines: Deadlines,
+        *,
+        add_special_tokens: bool = True,
+    ) -> RequestStream:
+        """A request to the engine in this caller's name, to be entered with `async with`."""
+        stream = self.engine.generate(
+            prompt,
+            sampling,
+            request_id=self.request_id,
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt,
+            add_special_tokens=add_special_tokens,
+            deadlines=deadlines,
+            owner=self.owner,
+        )
+        self.streams.append(stream)
+        return stream
 
     async def answer(self, value: object, *, status: int = 200, headers: tuple[tuple[str, str], ...] = ()) -> None:
         """Send `value` as JSON."""
@@ -93,6 +129,8 @@ class Call:
 
     async def fail(self, error: ErrorAnswer) -> bool:
         """Tell the client of an error: as a response, or, in a stream, as its last event. False if it is too late."""
+        self.reason = dict(error.headers).get(REASON_HEADER) or error.code or error.type
+        self.outcome = Outcome.FAILED if self.exchange.started else Outcome.REFUSED
         if not self.exchange.started:
             await self.answer(error.body(), status=error.status, headers=error.headers)
             return True
@@ -116,7 +154,3 @@ def request_id_from(value: str | None) -> str | None:
             param="X-Request-Id",
         )
     return value
-
-
-def new_request_id() -> str:
-    return secrets.token_hex(16)

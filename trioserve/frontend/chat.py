@@ -6,12 +6,11 @@ writes arrives as text, in content, with tool_choice "auto" as without it.
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.output import Delta
-from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.sampling import SAMPLING_RANGES, SamplingParams
 from trioserve.frontend.call import Call
 from trioserve.frontend.chat_prompt import chat_prompt
 from trioserve.frontend.deadline_fields import deadlines_of
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["create_chat_completion"]
 
-TOP_LOGPROBS_MAX = 20
-
 
 async def create_chat_completion(call: Call) -> None:
     body = await call.body(ChatBody)
@@ -37,18 +34,10 @@ async def create_chat_completion(call: Call) -> None:
     head: dict[str, object] = {
         "id": f"chatcmpl-{call.request_id}",
         "object": "chat.completion.chunk" if body.stream else "chat.completion",
-        "created": int(time.time()),
+        "created": call.surroundings.unix_seconds(),
         "model": model,
     }
-    async with call.engine.generate(
-        prompt,
-        sampling,
-        request_id=call.request_id,
-        priority=body.priority or 0,
-        cache_salt=body.cache_salt,
-        deadlines=deadlines_of(body, call.exchange.headers),
-        owner=call.owner,
-    ) as stream:
+    async with call.generate(prompt, sampling, body, deadlines_of(body, call.exchange.headers)) as stream:
         if body.stream:
             await wait_until_begun(stream)
             await call.start_events()
@@ -76,23 +65,21 @@ def _check(body: ChatBody) -> None:
     if body.top_logprobs is not None:
         if not body.logprobs and body.top_logprobs:
             raise InvalidRequest("top_logprobs is set, so logprobs must be true", param="top_logprobs")
-        if not 0 <= body.top_logprobs <= TOP_LOGPROBS_MAX:
-            raise InvalidRequest(
-                f"top_logprobs is {body.top_logprobs}, allowed is 0 to {TOP_LOGPROBS_MAX}", param="top_logprobs"
-            )
+        allowed = SAMPLING_RANGES["logprobs"]
+        if not allowed.holds(body.top_logprobs):
+            raise InvalidRequest(f"top_logprobs is {body.top_logprobs}, allowed is {allowed}", param="top_logprobs")
     if body.prompt_logprobs is not None and body.stream:
         raise InvalidRequest("prompt_logprobs is not available when stream is true", param="prompt_logprobs")
 
 
 def _sampling(body: ChatBody, defaults: SamplingParams) -> SamplingParams:
     given: dict[str, object] = {}
-    # max_tokens is the old name of the same thing.
-    field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    tokens_max = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    if tokens_max is not None:
-        if tokens_max < 1:
-            raise InvalidRequest(f"{field} is {tokens_max}, allowed is 1 or more", param=field)
-        given["max_tokens"] = tokens_max
+    for field in ("max_tokens", "max_completion_tokens"):  # the old name of the same thing, and the one that counts
+        tokens_max = getattr(body, field)
+        if tokens_max is not None:
+            if tokens_max < 1:
+                raise InvalidRequest(f"{field} is {tokens_max}, allowed is 1 or more", param=field)
+            given["max_tokens"] = tokens_max
     if body.logprobs:
         given["logprobs"] = body.top_logprobs or 0
     return body.sampling(defaults, **given)

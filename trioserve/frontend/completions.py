@@ -6,7 +6,6 @@ call fails with that error. Choice number prompt_index * n + i is choice i of th
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, cast
@@ -40,22 +39,15 @@ async def create_completion(call: Call) -> None:
     head: dict[str, object] = {
         "id": f"cmpl-{call.request_id}",
         "object": "text_completion",
-        "created": int(time.time()),
+        "created": call.surroundings.unix_seconds(),
         "model": model,
     }
     deadlines = deadlines_of(body, call.exchange.headers)
     async with AsyncExitStack() as scopes:
         streams = [
             await scopes.enter_async_context(
-                call.engine.generate(
-                    prompt,
-                    sampling,
-                    request_id=call.request_id,
-                    priority=body.priority or 0,
-                    cache_salt=body.cache_salt,
-                    add_special_tokens=body.add_special_tokens is not False,
-                    deadlines=deadlines,
-                    owner=call.owner,
+                call.generate(
+                    prompt, sampling, body, deadlines, add_special_tokens=body.add_special_tokens is not False
                 )
             )
             for prompt in prompts

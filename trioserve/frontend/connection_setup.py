@@ -8,6 +8,7 @@ from trioserve.frontend.body_budget import BodyBudget
 from trioserve.frontend.counters import Tally
 from trioserve.frontend.exchange import Handler
 from trioserve.frontend.limits import FrontendLimits
+from trioserve.frontend.surroundings import Surroundings
 
 __all__ = ["ConnectionSetup"]
 
@@ -18,3 +19,4 @@ class ConnectionSetup:
     limits: FrontendLimits
     tally: Tally
     body_budget: BodyBudget
+    surroundings: Surroundings

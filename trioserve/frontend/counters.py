@@ -18,6 +18,8 @@ class ConnectionRefusal(enum.StrEnum):
 
     ANSWERS_UNREAD = "answers_unread"
     """It does not read the answers to its control frames."""
+    BODY_TIMEOUT = "body_timeout"
+    """A body fell too far behind its pace. On HTTP/2 it is the stream that ends, and the connection goes on."""
     CONTROL_FRAMES = "control_frames"
     CROWDED = "crowded"
     """Idle while others waited for a seat."""

@@ -6,7 +6,7 @@ keys, which pages send by themselves; cookies play no part, so credentials are n
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from trioserve.contracts.errors import StartupError
 from trioserve.frontend.exchange import Exchange, Handler, HeaderFields
@@ -38,11 +38,19 @@ def checked_origins(origins: Iterable[str]) -> frozenset[str]:
 class CrossOrigin:
     """A handler around another one. origins: as browsers send them ("https://chat.example.org"), or "*" for all pages.
 
+    on_preflight is told of each answer that the other handler will not see, and of its status.
     Raises StartupError as checked_origins does.
     """
 
-    def __init__(self, handler: Handler, origins: Iterable[str]) -> None:
+    def __init__(
+        self,
+        handler: Handler,
+        origins: Iterable[str],
+        *,
+        on_preflight: Callable[[Exchange, int], None] = lambda exchange, status: None,
+    ) -> None:
         self._handler = handler
+        self._on_preflight = on_preflight
         self._origins = checked_origins(origins)
 
     async def __call__(self, exchange: Exchange) -> None:
@@ -53,6 +61,7 @@ class CrossOrigin:
         allowed = self._allowed(origin)
         if exchange.method == "OPTIONS" and "access-control-request-method" in exchange.headers:
             # It comes without the API key, so it never gets to where keys are checked.
+            self._on_preflight(exchange, 204)
             await exchange.respond(204, [*allowed, *(self._preflight(exchange) if allowed else ())], b"")
             return
         fields = [*allowed, ("access-control-expose-headers", EXPOSED)] if allowed else []

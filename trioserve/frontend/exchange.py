@@ -21,7 +21,7 @@ class BodyTooLarge(InvalidRequest):
 
 
 class BodyTimeout(InvalidRequest):
-    """The request's body did not arrive within body_seconds_max. To be answered with 408."""
+    """The request's body fell body_wait_seconds_max behind its pace. To be answered with 408."""
 
 
 class Exchange(abc.ABC):
@@ -61,9 +61,10 @@ class Exchange(abc.ABC):
     async def body(self) -> bytes:
         """The whole body of the request; a second call gives the same bytes. To be awaited before the answer starts.
 
-        Raises BodyTooLarge beyond body_bytes_max (before reading it, if content-length says so), BodyTimeout after
-        body_seconds_max, InvalidRequest when its framing is broken, and Overloaded when all clients' bodies together
-        reach bodies_bytes_max. What was read counts there until the exchange ends.
+        Raises BodyTooLarge beyond body_bytes_max (before reading it, if content-length says so), BodyTimeout when
+        it falls body_wait_seconds_max behind body_bytes_per_second_min, InvalidRequest when its framing is broken, and
+        Overloaded when all clients' bodies together reach bodies_bytes_max. What was read counts there
+        until the exchange ends.
         """
 
     @abc.abstractmethod

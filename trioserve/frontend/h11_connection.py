@@ -117,6 +117,13 @@ class H11Connection:
         self._tell_change()
         return self._request_ended and not self._draining
 
+    def body_too_slow(self) -> None:
+        self._tally.connections_refused_total[ConnectionRefusal.BODY_TIMEOUT] += 1
+        logger.debug("body given up peer=%s", self._peer)
+
+    def unix_seconds(self) -> int:
+        return self._setup.surroundings.unix_seconds()
+
     async def write(self, *events: h11.Event) -> None:
         if self._client_gone or self._write_broken:
             await trio.lowlevel.checkpoint()
@@ -286,7 +293,8 @@ class H11Connection:
         if self._protocol.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             return
         body = refusal_body(status, message)
-        encoded = [*encode_fields([*JSON_FIELDS, *fields], content_length=len(body)), (b"connection", b"close")]
+        encoded = encode_fields([*JSON_FIELDS, *fields], unix_seconds=self.unix_seconds(), content_length=len(body))
+        encoded.append((b"connection", b"close"))
         head = h11.Response(status_code=status, headers=encoded, reason=REASONS.get(status, b""))
         await self.write(head, h11.Data(data=body), h11.EndOfMessage())
 

@@ -9,6 +9,7 @@ import trio
 
 from trioserve.frontend.answer_state import AnswerState
 from trioserve.frontend.body_budget import BodyShare
+from trioserve.frontend.body_pace import BodyPace
 from trioserve.frontend.exchange import BodyTimeout, Exchange, HeaderFields
 from trioserve.frontend.limits import FrontendLimits
 from trioserve.frontend.message_head import REASONS, RequestHead, encode_fields
@@ -25,8 +26,14 @@ class ExchangeOwner(Protocol):
     async def write(self, *events: h11.Event) -> None:
         """Send, or find that the client is gone or takes nothing: then the exchange's scope is cancelled."""
 
+    def body_too_slow(self) -> None:
+        """To be counted: the body was given up."""
+
     def answer_starts(self) -> bool:
         """Whether the connection can go on after this answer."""
+
+    def unix_seconds(self) -> int:
+        """The time of day."""
 
 
 class H11Exchange(Exchange):
@@ -53,15 +60,18 @@ class H11Exchange(Exchange):
     async def body(self) -> bytes:
         self.answer.check_body_readable()
         self.share.check_announced(self.headers)
-        with trio.move_on_after(self._limits.body_seconds_max) as patience:
+        pace = BodyPace(self._limits, now=trio.current_time())
+        with trio.CancelScope(deadline=pace.deadline) as patience:
             while not self._body_read:
                 piece = await self._owner.next_body_piece()
                 if piece is None:
                     self._body_read = True
                 else:
                     self.share.add(piece)
+                    patience.deadline = pace.arrived(len(piece), now=trio.current_time())
         if patience.cancelled_caught:
-            raise BodyTimeout(f"the request body did not arrive within {self._limits.body_seconds_max} seconds")
+            self._owner.body_too_slow()
+            raise BodyTimeout(pace.lost)
         await trio.lowlevel.checkpoint()
         return self.share.whole()
 
@@ -87,7 +97,7 @@ class H11Exchange(Exchange):
         await self._owner.write(h11.EndOfMessage())
 
     def _head(self, status: int, headers: HeaderFields, *, content_length: int | None) -> h11.Response:
-        fields = encode_fields(headers, content_length=content_length)
+        fields = encode_fields(headers, unix_seconds=self._owner.unix_seconds(), content_length=content_length)
         self.answer.start(status)
         if not self._owner.answer_starts():
             fields.append((b"connection", b"close"))

@@ -133,6 +133,13 @@ class H2Connection:
             logger.info("client takes nothing, stream reset peer=%s path=%s", self._peer, printable(stream.path))
             self._reset(stream, ErrorCodes.CANCEL)
 
+    def body_too_slow(self) -> None:
+        self._tally.connections_refused_total[ConnectionRefusal.BODY_TIMEOUT] += 1
+        logger.debug("body given up peer=%s", self._peer)
+
+    def unix_seconds(self) -> int:
+        return self._setup.surroundings.unix_seconds()
+
     # --- reading ---
 
     async def _read(self) -> None:

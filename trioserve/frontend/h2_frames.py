@@ -22,6 +22,7 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"  # RFC 9113, 3.4
 FRAME_BYTES_MAX = 16384  # SETTINGS_MAX_FRAME_SIZE's default; larger frames would only add latency for other streams
 
 HEAD_BYTES = 9
+KIND_AT = 3
 CRUMB_BYTES_MAX = 128  # DATA that small costs as much as a full frame, and a body of a few of them is no hardship
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
 END_STREAM = ACK = 0x1
@@ -46,12 +47,13 @@ def goaway_frame(last_stream_id: int, error_code: int) -> bytes:
 class FrameGate:
     """Cuts what the client sends (after the preface) into whole frames and lets pass what h2 should see.
 
-    goaway_received: the client opens no more streams. header_block_since: when an unfinished header block began.
+    goaway_received: the client opens no more streams.
     """
 
     def __init__(self, limits: FrontendLimits, *, now: float) -> None:
         self.goaway_received = False
-        self.header_block_since: float | None = None
+        self._header_block_since: float | None = None
+        self._frame_since = now  # when the incomplete frame that is held began to arrive
         self._settings_came = False
         self._header_block_bytes = 0
         self._header_block_bytes_max = limits.head_bytes_max
@@ -59,6 +61,13 @@ class FrameGate:
         self._control_frames = RateBucket(
             per_second=limits.control_frames_per_second_max, burst=limits.control_frames_burst_max, now=now
         )
+
+    @property
+    def header_block_since(self) -> float | None:
+        """When an unfinished header block began, though it be no more than the head of its first frame."""
+        if self._header_block_since is None and len(self._held) > KIND_AT and self._held[KIND_AT] == HEADERS:
+            return self._frame_since
+        return self._header_block_since
 
     def data_frame_sent(self) -> None:
         """A client may answer each of our DATA frames with two window updates: the stream's and the connection's."""
@@ -71,6 +80,8 @@ class FrameGate:
         what h2 does not object to, or not with the code that RFC 9113 asks for.
         """
         held = self._held
+        if not held:
+            self._frame_since = now
         held += received
         position = 0
         kept_from = 0
@@ -88,12 +99,13 @@ class FrameGate:
                 kept.append(bytes(held[kept_from:position]))
                 kept_from = end
             position = end
+            self._frame_since = now  # of the next one
         kept.append(bytes(held[kept_from:position]))
         del held[:position]
         return b"".join(kept)
 
     def _wanted(self, held: bytearray, position: int, byte_count: int, now: float) -> bool:
-        kind = held[position + 3]
+        kind = held[position + KIND_AT]
         flags = held[position + 4]
         if not self._settings_came:
             if kind != SETTINGS:
@@ -106,10 +118,10 @@ class FrameGate:
                 self._count_control_frame(now)
             return True
         if kind in (HEADERS, CONTINUATION):
-            self._follow_header_block(byte_count, ends=bool(flags & END_HEADERS), now=now)
+            self._follow_header_block(byte_count, ends=bool(flags & END_HEADERS))
             return True
         self._count_control_frame(now)
-        if self.header_block_since is not None:
+        if self._header_block_since is not None:
             return True  # forbidden inside a header block; h2 ends the connection
         stream_id = int.from_bytes(held[position + 5 : position + 9], "big") & 0x7FFFFFFF
         if kind == PRIORITY and byte_count == 5 and stream_id:
@@ -119,7 +131,7 @@ class FrameGate:
             return False
         return kind <= CONTINUATION  # unknown kinds are to be ignored (RFC 9113, 5.5)
 
-    def _follow_header_block(self, byte_count: int, *, ends: bool, now: float) -> None:
+    def _follow_header_block(self, byte_count: int, *, ends: bool) -> None:
         self._header_block_bytes += byte_count
         if self._header_block_bytes > self._header_block_bytes_max:
             raise Flood(
@@ -127,9 +139,9 @@ class FrameGate:
             )
         if ends:
             self._header_block_bytes = 0
-            self.header_block_since = None
-        elif self.header_block_since is None:
-            self.header_block_since = now
+            self._header_block_since = None
+        elif self._header_block_since is None:
+            self._header_block_since = self._frame_since
 
     def _count_control_frame(self, now: float) -> None:
         if not self._control_frames.take(now):

@@ -13,6 +13,7 @@ import trio
 
 from trioserve.frontend.answer_state import AnswerState
 from trioserve.frontend.body_budget import BodyShare
+from trioserve.frontend.body_pace import BodyPace
 from trioserve.frontend.exchange import BodyTimeout, Exchange, HeaderFields
 from trioserve.frontend.limits import FrontendLimits
 from trioserve.frontend.message_head import RequestHead, encode_fields
@@ -34,8 +35,14 @@ class StreamOwner(Protocol):
     def credit(self, stream: H2Stream, byte_count: int) -> None:
         """The handler took so many bytes of the body: the client may send as many more."""
 
+    def body_too_slow(self) -> None:
+        """To be counted: a body was given up."""
+
     def give_up(self, stream: H2Stream) -> None:
         """The client takes nothing: reset the stream and cancel its scope."""
+
+    def unix_seconds(self) -> int:
+        """The time of day."""
 
 
 class H2Stream(Exchange):
@@ -83,12 +90,14 @@ class H2Stream(Exchange):
         self.share.check_announced(self.headers)
         if not self.request_ended and (self.headers.get("expect") or "").lower() == "100-continue":
             self._owner.send_head(self, [(b":status", b"100")], end_stream=False)
-        with trio.move_on_after(self._limits.body_seconds_max) as patience:
+        pace = BodyPace(self._limits, now=trio.current_time())
+        with trio.CancelScope(deadline=pace.deadline) as patience:
             uncredited_bytes = 0
             while True:
                 while self._arrived:
                     piece, window_bytes = self._arrived.popleft()
                     self.share.add(piece)
+                    patience.deadline = pace.arrived(len(piece), now=trio.current_time())
                     uncredited_bytes += window_bytes
                 if self.request_ended and not self.gone:
                     break
@@ -97,7 +106,8 @@ class H2Stream(Exchange):
                     uncredited_bytes = 0
                 await self._change()
         if patience.cancelled_caught:
-            raise BodyTimeout(f"the request body did not arrive within {self._limits.body_seconds_max} seconds")
+            self._owner.body_too_slow()
+            raise BodyTimeout(pace.lost)
         await trio.lowlevel.checkpoint()
         return self.share.whole()
 
@@ -185,7 +195,7 @@ class H2Stream(Exchange):
             await self._progress()
 
     def _start(self, status: int, headers: HeaderFields, *, content_length: int | None, end_stream: bool) -> None:
-        fields = encode_fields(headers, content_length=content_length)
+        fields = encode_fields(headers, unix_seconds=self._owner.unix_seconds(), content_length=content_length)
         self.answer.start(status)
         self._arrived.clear()  # nobody will read it
         fields.insert(0, (b":status", b"%d" % status))

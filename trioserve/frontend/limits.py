@@ -42,14 +42,18 @@ class FrontendLimits(msgspec.Struct, frozen=True, kw_only=True):
     head_bytes_max: int = 64 * 1024
     """Request line and header fields. Larger than any cookie and token we know of."""
     head_seconds_max: float = 10.0
-    """From the first byte of an HTTP/1.1 request, or of an HTTP/2 header block, to its last."""
+    """From the first byte of an HTTP/1.1 request, or of an HTTP/2 header block, to its last, however it comes."""
     body_bytes_max: int = 32 * 1024 * 1024
     """A prompt of a million tokens is about 5 MB of text, or 8 MB as a list of numbers."""
     bodies_bytes_max: int = 512 * 1024 * 1024
     """All bodies of requests under way, together; beyond it a body is refused as overload. A connection may carry
     streams_max bodies at a time, so body_bytes_max alone bounds nothing."""
-    body_seconds_max: float = 120.0
-    """From the first wait for the body to its end: 32 MiB at 2.2 Mbit/s."""
+    body_bytes_per_second_min: int = 16 * 1024
+    """The pace of a body: six uploads at a time over 1 Mbit/s keep it. A fixed time for the whole would either cut off
+    large bodies on slow links, or wait as long for small ones."""
+    body_wait_seconds_max: float = 30.0
+    """How far a body may fall behind that pace, from the first wait for it on: a silence as long as this ends it, and a
+    byte now and then does not help. A link that was lost is back by then, or gone. The largest body has 35 minutes."""
     pipelined_bytes_max: int = 64 * 1024
     """HTTP/1.1: read while a response is under way, so that a close is noticed behind it. Beyond this the connection
     ends: a client that sends so much ahead has lost count."""

@@ -6,7 +6,6 @@ import email.utils
 import functools
 import http
 import re
-import time
 import urllib.parse
 
 import msgspec
@@ -50,9 +49,11 @@ def split_target(target: str) -> tuple[str, str]:
     return urllib.parse.unquote(path, errors="replace"), query
 
 
-def encode_fields(fields: HeaderFields, *, content_length: int | None = None) -> list[tuple[bytes, bytes]]:
+def encode_fields(
+    fields: HeaderFields, *, unix_seconds: int, content_length: int | None = None
+) -> list[tuple[bytes, bytes]]:
     """The fields of an answer as they go out: lower-case names, checked, with a date, and content-length if it is given
-    and the handler did not set it (for HEAD it knows the length of a body that is not there).
+    and the handler did not set it (for HEAD it knows the length of a body that is not there). unix_seconds: the date.
 
     Raises ValueError for a name or value that would break the message, and for fields that the connection itself sets.
     """
@@ -69,7 +70,7 @@ def encode_fields(fields: HeaderFields, *, content_length: int | None = None) ->
     if content_length is not None and "content-length" not in names:
         encoded.append((b"content-length", str(content_length).encode("ascii")))
     if "date" not in names:
-        encoded.append((b"date", _date(int(time.time()))))
+        encoded.append((b"date", _date(unix_seconds)))
     return encoded
 
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
+from trioserve.contracts.sampling import SAMPLING_RANGES, Range
 from trioserve.frontend import answer_types as answers
 from trioserve.frontend.deadline_fields import HEADERS as DEADLINE_HEADERS
 from trioserve.frontend.openai_types import (
@@ -16,6 +18,7 @@ from trioserve.frontend.openai_types import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    GenerationBody,
     TokenizeBody,
 )
 from trioserve.frontend.operations import VERSION
@@ -239,7 +242,29 @@ def _components() -> dict[str, Any]:
         for field, reason in REFUSED.items():
             if field in schema.get("properties", ()):
                 schema["properties"][field] = {"type": "null", "description": f"not supported: {reason}"}
+    for name, kind in used.items():
+        if issubclass(kind, GenerationBody):
+            for field, allowed in _RANGES.items():
+                _say_range(components[name]["properties"].get(field, {}), allowed)
     return components
+
+
+_RANGES = SAMPLING_RANGES | {
+    "max_completion_tokens": SAMPLING_RANGES["max_tokens"],
+    "top_logprobs": SAMPLING_RANGES["logprobs"],
+    "priority": Range(PRIORITY_MIN, PRIORITY_MAX),
+}
+
+
+def _say_range(schema: dict[str, Any], allowed: Range) -> None:
+    """Of the numbers in this schema of a field: the field itself, or its entries."""
+    if schema.get("type") in ("integer", "number"):
+        schema["exclusiveMinimum" if allowed.is_low_excluded else "minimum"] = allowed.low
+        if allowed.high is not None:
+            schema["maximum"] = allowed.high
+    entries = [schema[word] for word in ("items", "additionalProperties") if word in schema]
+    for part in [*schema.get("anyOf", ()), *entries]:
+        _say_range(part, allowed)
 
 
 def _ref(kind: type) -> dict[str, str]:

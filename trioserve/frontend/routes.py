@@ -8,18 +8,23 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING
 
 import msgspec
+import trio
 
 from trioserve.contracts.errors import TrioserveError
 from trioserve.frontend.api_keys import ApiKeys
-from trioserve.frontend.call import Call, new_request_id, request_id_from
+from trioserve.frontend.call import Call, request_id_from
 from trioserve.frontend.chat import create_chat_completion
 from trioserve.frontend.completions import create_completion
 from trioserve.frontend.error_responses import REASON_HEADER, ErrorAnswer, Refusal, error_answer
+from trioserve.frontend.generation import usage_of
 from trioserve.frontend.live_requests import REQUEST_PATH, abort_request, abort_requests, list_requests
+from trioserve.frontend.message_head import printable
 from trioserve.frontend.models import MODEL_PATH, list_models, read_model
 from trioserve.frontend.openapi import openapi_document
 from trioserve.frontend.operations import read_health, read_metrics, read_ready, read_version
+from trioserve.frontend.request_end import Outcome, end_line
 from trioserve.frontend.sse import encode
+from trioserve.frontend.surroundings import Surroundings
 from trioserve.frontend.tokenize import detokenize, tokenize
 
 if TYPE_CHECKING:
@@ -105,21 +110,36 @@ class App:
         api_keys: Iterable[str] = (),
         admin_api_key: str | None = None,
         trust_request_chat_template: bool = False,
+        surroundings: Surroundings | None = None,
     ) -> None:
         self._engine = engine
         self._keys = ApiKeys(api_keys, admin_key=admin_api_key)
         self._trust_chat_template = trust_request_chat_template
+        self._surroundings = surroundings or Surroundings()
 
     async def __call__(self, exchange: Exchange) -> None:
         route = _route(exchange.path)
-        call = Call(exchange, self._engine, new_request_id(), trust_chat_template=self._trust_chat_template)
+        call = Call(exchange, self._engine, self._surroundings, trust_chat_template=self._trust_chat_template)
         metrics = self._engine.metrics
         metrics.streams_open.inc()
+        began_at = trio.current_time()
         try:
             await self._answer(call, route)
         finally:
             metrics.streams_open.dec()
-            metrics.http_requests_total.labels(route.path, str(call.status or "left")).inc()
+            self._count(route, call.status)
+            if logger.isEnabledFor(logging.DEBUG):
+                logger.debug("%s", _end_line(call, seconds=trio.current_time() - began_at))
+
+    def note_preflight(self, exchange: Exchange, status: int) -> None:
+        """Count an answer that was given in the app's stead."""
+        self._count(_route(exchange.path), status)
+        if logger.isEnabledFor(logging.DEBUG):
+            fields = {"method": exchange.method, "path": printable(exchange.path), "status": status}
+            logger.debug("%s", end_line({**fields, "outcome": Outcome.FINISHED}))
+
+    def _count(self, route: Route, status: int | None) -> None:
+        self._engine.metrics.http_requests_total.labels(route.path, str(status or "left")).inc()
 
     async def _answer(self, call: Call, route: Route) -> None:
         try:
@@ -129,6 +149,7 @@ class App:
             if route is OTHER:
                 raise _not_found(call.exchange.path)
             await route.operation(call.exchange.method)(call)
+            call.outcome = Outcome.FINISHED
         except TrioserveError as error:
             if not await call.fail(error_answer(error)):
                 raise
@@ -136,6 +157,24 @@ class App:
             logger.exception("request failed request=%s path=%s", call.request_id, route.path)
             if not await call.fail(error_answer(error)):
                 raise
+
+
+def _end_line(call: Call, *, seconds: float) -> str:
+    usage = usage_of(call.streams)
+    return end_line(
+        {
+            "request": call.request_id,
+            "method": call.exchange.method,
+            "path": printable(call.exchange.path),
+            "status": call.status,
+            "outcome": call.outcome,
+            "reason": call.reason,
+            "seconds": f"{seconds:.3f}",
+            # Until a prompt has been tokenized nobody knows.
+            "prompt_tokens": usage.prompt_tokens or None,
+            "completion_tokens": usage.completion_tokens if usage.prompt_tokens else None,
+        }
+    )
 
 
 def _not_found(path: str) -> Refusal:

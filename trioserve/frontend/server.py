@@ -21,6 +21,7 @@ from trioserve.frontend.h2_connection import H2Connection
 from trioserve.frontend.h2_frames import PREFACE
 from trioserve.frontend.h11_connection import H11Connection
 from trioserve.frontend.limits import FrontendLimits
+from trioserve.frontend.surroundings import Surroundings
 
 __all__ = ["FrontendServer"]
 
@@ -45,12 +46,21 @@ class FrontendServer:
     """
 
     def __init__(
-        self, handler: Handler, *, limits: FrontendLimits | None = None, ssl_context: ssl.SSLContext | None = None
+        self,
+        handler: Handler,
+        *,
+        limits: FrontendLimits | None = None,
+        ssl_context: ssl.SSLContext | None = None,
+        surroundings: Surroundings | None = None,
     ) -> None:
         self._limits = limits or FrontendLimits()
         self._ssl_context = ssl_context
         self._setup = ConnectionSetup(
-            handler=handler, limits=self._limits, tally=Tally(), body_budget=BodyBudget(self._limits)
+            handler=handler,
+            limits=self._limits,
+            tally=Tally(),
+            body_budget=BodyBudget(self._limits),
+            surroundings=surroundings or Surroundings(),
         )
         self._connections: set[H2Connection | H11Connection] = set()
         self._unidentified: dict[trio.CancelScope, float] = {}  # since when

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.frontend.call import Call
 from trioserve.frontend.chat_prompt import chat_prompt
 from trioserve.frontend.openai_types import DetokenizeBody, TokenizeBody
 
+if TYPE_CHECKING:
+    from trioserve.runtime.engine import Engine
+
 __all__ = ["detokenize", "tokenize"]
+
+INLINE_TOKENS_MAX = 1000  # under a millisecond; more of them are gone through in the text thread
+
+T = TypeVar("T")
 
 
 async def tokenize(call: Call) -> None:
     body = await call.body(TokenizeBody)
     call.model_name(body.model)
     token_ids = await _token_ids(call, body)
-    strings = [call.engine.tokenizer.token_text(token_id) for token_id in token_ids] if body.return_token_strs else None
+    strings = await _gone_through(call, _token_texts, token_ids) if body.return_token_strs else None
     await call.answer(
         {
             "count": len(token_ids),
@@ -28,13 +38,28 @@ async def tokenize(call: Call) -> None:
 async def detokenize(call: Call) -> None:
     body = await call.body(DetokenizeBody)
     call.model_name(body.model)
-    vocab_size = call.engine.model.vocab_size
-    for index, token_id in enumerate(body.tokens):
+    await _gone_through(call, _check_token_ids, body.tokens)
+    await call.answer({"prompt": await call.engine.decode(body.tokens)})
+
+
+async def _gone_through(call: Call, look: Callable[[Engine, Sequence[int]], T], token_ids: Sequence[int]) -> T:
+    """What `look` makes of the tokens, here if they are few. A client that leaves does not wait for many."""
+    if len(token_ids) <= INLINE_TOKENS_MAX:
+        return look(call.engine, token_ids)
+    return await call.engine.in_text_thread(look, call.engine, token_ids)
+
+
+def _token_texts(engine: Engine, token_ids: Sequence[int]) -> list[str]:
+    return [engine.tokenizer.token_text(token_id) for token_id in token_ids]
+
+
+def _check_token_ids(engine: Engine, token_ids: Sequence[int]) -> None:
+    vocab_size = engine.model.vocab_size
+    for index, token_id in enumerate(token_ids):
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(
                 f"tokens[{index}] is {token_id}, allowed is 0 to {vocab_size - 1}", param=f"tokens[{index}]"
             )
-    await call.answer({"prompt": await call.engine.decode(body.tokens)})
 
 
 async def _token_ids(call: Call, body: TokenizeBody) -> list[int]:

@@ -12,6 +12,7 @@ import msgspec
 
 from trioserve.contracts.deadlines import Deadline
 from trioserve.contracts.events import FinishReason, Phase
+from trioserve.contracts.kv_transfer import TransferFault
 
 __all__ = ["ALIAS_PREFIX", "CATALOGUE", "MODEL_LABEL", "PREFIX", "Label", "Metric"]
 
@@ -52,7 +53,11 @@ class Metric(msgspec.Struct, frozen=True, kw_only=True):
 TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 WAIT_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 REQUEST_SECONDS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
-FREE_SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+# An abort that frees at once takes microseconds, one that waits for its step as long as the rest of it: fine for both.
+FREE_SECONDS_AT_ONCE = (0.00001, 0.00002, 0.00003, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005)
+FREE_SECONDS_IN_A_STEP = (0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.125, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
+FREE_SECONDS = (*FREE_SECONDS_AT_ONCE, *FREE_SECONDS_IN_A_STEP, 0.75, 1, 2, 5, 10)
+FREE_STEPS = (0, 1, 2, 5)
 
 _PHASE = Label("phase", tuple(phase.value for phase in Phase))
 
@@ -178,6 +183,27 @@ CATALOGUE: tuple[Metric, ...] = (
         buckets=FREE_SECONDS,
     ),
     Metric(
+        name="cancel_to_free_steps",
+        kind="histogram",
+        unit="steps",
+        meaning="Engine steps that ended between an abort and the moment when its KV blocks were free: 0 at once, 1 "
+        "after the step in flight. By how far the request had come.",
+        labels=(_PHASE,),
+        buckets=FREE_STEPS,
+    ),
+    Metric(
+        name="live_requests",
+        kind="gauge",
+        unit="requests",
+        meaning="Requests that have entered the engine and not left it, from before they are tokenized on.",
+    ),
+    Metric(
+        name="tasks",
+        kind="gauge",
+        unit="tasks",
+        meaning="Trio tasks of the whole process, the one that answers this scrape included.",
+    ),
+    Metric(
         name="step_seconds",
         kind="histogram",
         unit="seconds",
@@ -190,6 +216,13 @@ CATALOGUE: tuple[Metric, ...] = (
         unit="blocks",
         meaning="KV blocks by state. Cached ones are used by nobody, and reusable; the states add up to the pool.",
         labels=(Label("state", ("free", "cached", "used", "held")),),
+    ),
+    Metric(
+        name="transfer_faults_total",
+        kind="counter",
+        unit="faults",
+        meaning="What went wrong with the KV connector and was survived, by kind.",
+        labels=(Label("kind", tuple(fault.value for fault in TransferFault)),),
     ),
     Metric(
         name="requests_rejected_total",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.samples import Sample
@@ -42,8 +42,12 @@ class Metrics:
     aborts_total: Counter
     deadlines_passed_total: Counter
     cancel_to_free_seconds: Histogram
+    cancel_to_free_steps: Histogram
+    live_requests: Gauge
+    tasks: Gauge
     step_seconds: Histogram
     kv_blocks: Gauge
+    transfer_faults_total: Counter
     requests_rejected_total: Counter
     connections_open: Gauge
     connections_total: Counter
@@ -71,7 +75,8 @@ class Metrics:
 
     def expose(self) -> bytes:
         """Everything in Prometheus' text format 0.0.4: each family under `trioserve:`, then under its aliases, with the
-        label model_name on every series. To be sent with `content_type`."""
+        label model_name on every series; after them the process under the names that every exporter uses, on Linux
+        (`process_resident_memory_bytes`, ...). To be sent with `content_type`."""
         for callback in self._callbacks:
             callback()
         return generate_latest(_Shown(self.registry, self._model_name))
@@ -84,6 +89,7 @@ class _Shown:
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self._registry = registry
         self._model = {MODEL_LABEL: model_name}
+        self._process = ProcessCollector(registry=None)
 
     def collect(self) -> Iterator[Family]:
         families = {family.name: family for family in self._registry.collect()}
@@ -91,6 +97,7 @@ class _Shown:
             family = families[_family_name(metric)]
             for name in (PREFIX + metric.name, *metric.aliases):
                 yield self._renamed(family, name.removesuffix("_total"))
+        yield from self._process.collect()
 
     def _renamed(self, family: Family, name: str) -> Family:
         shown = Family(name, family.documentation, family.type)

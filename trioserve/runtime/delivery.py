@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import NamedTuple
 
 import trio
 
@@ -32,6 +33,13 @@ __all__ = ["Delivery"]
 logger = logging.getLogger(__name__)
 
 
+class _Cancelled(NamedTuple):
+    """When a sequence was aborted, and how many steps had ended then."""
+
+    at: float
+    step_count: int
+
+
 class Delivery:
     """wake: called when the step loop may have something new to see to."""
 
@@ -40,7 +48,8 @@ class Delivery:
         self._metrics = metrics
         self._wake = wake
         self._choices: dict[RequestId, Choice] = {}
-        self._cancelled_at: dict[RequestId, float] = {}  # aborted while a step reads their blocks
+        self._cancelled: dict[RequestId, _Cancelled] = {}  # aborted while a step reads their blocks
+        self._step_count = 0  # steps that have ended
         self.drain_rate = DrainRate()
 
     def __len__(self) -> int:
@@ -55,14 +64,16 @@ class Delivery:
 
     def end(self, stream: RequestStream, reason: FinishReason) -> None:
         """Abort what of a stream the core still has. From here on nothing of it is delivered."""
-        now = trio.current_time()
+        cancelled = _Cancelled(trio.current_time(), self._step_count)
         ids = [choice.sequence_id for choice in stream.choices if choice.sequence_id in self._choices]
-        for sequence_id, result in self._core.abort(ids, reason, now=now).items():
+        results = self._core.abort(ids, reason, now=cancelled.at)
+        now = trio.current_time()
+        for sequence_id, result in results.items():
             if result.finished is not None:
                 self._let_go(result.finished, now, reason)
-                self._observe_abort(result.finished, now, now)
+                self._observe_abort(result.finished, cancelled, now)
             else:
-                self._cancelled_at.setdefault(sequence_id, now)
+                self._cancelled.setdefault(sequence_id, cancelled)
         self._wake()  # what a connector still needs of them has a deadline
 
     def end_with_last_word(
@@ -94,6 +105,7 @@ class Delivery:
 
     def on_events(self, events: list[EngineEvent], step_seconds: float) -> None:
         now = trio.current_time()
+        self._step_count += 1
         self._metrics.step_seconds.observe(step_seconds)
         tokens: dict[RequestId, TokensReady] = {}
         for event in events:
@@ -114,10 +126,10 @@ class Delivery:
 
     def _on_finished(self, event: RequestFinished, ready: TokensReady | None, now: float) -> None:
         choice = self._choices[event.request_id]
-        cancelled_at = self._cancelled_at.pop(event.request_id, None)
+        cancelled = self._cancelled.pop(event.request_id, None)
         reason = event.reason
-        if cancelled_at is not None:
-            self._observe_abort(event, cancelled_at, now)
+        if cancelled is not None:
+            self._observe_abort(event, cancelled, now)
         elif event.reason is FinishReason.ERROR:
             choice.stream.push_end(choice, FinishReason.ERROR, event.message)
         else:
@@ -194,6 +206,8 @@ class Delivery:
         if not self._choices:
             self.drain_rate.forget()  # time in which nothing runs says nothing of how fast requests end
 
-    def _observe_abort(self, event: RequestFinished, cancelled_at: float, now: float) -> None:
-        self._metrics.aborts_total.labels(event.phase.value).inc()
-        self._metrics.cancel_to_free_seconds.labels(event.phase.value).observe(now - cancelled_at)
+    def _observe_abort(self, event: RequestFinished, cancelled: _Cancelled, now: float) -> None:
+        phase = event.phase.value
+        self._metrics.aborts_total.labels(phase).inc()
+        self._metrics.cancel_to_free_seconds.labels(phase).observe(now - cancelled.at)
+        self._metrics.cancel_to_free_steps.labels(phase).observe(self._step_count - cancelled.step_count)

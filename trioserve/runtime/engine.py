@@ -13,6 +13,7 @@ import math
 import secrets
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import TypeVar
 
 import msgspec
 import trio
@@ -49,6 +50,8 @@ logger = logging.getLogger(__name__)
 ENDED_IDS_MAX = 10_000  # so long a late abort is told "already finished" and not "unknown"
 SEED_STRIDE = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: seeds of a request's choices lie far apart
 
+T = TypeVar("T")
+
 
 class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     """What is served. name is the first of served_names; source is what it was loaded from, as it was named;
@@ -66,8 +69,15 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
         return self.served_names[0]
 
 
+def _new_request_id() -> str:
+    return f"req-{secrets.token_hex(12)}"
+
+
 class Engine:
-    """Made by open_engine. Every method belongs to the thread of the Trio program that opened it."""
+    """Made by open_engine. Every method belongs to the thread of the Trio program that opened it.
+
+    new_request_id: for requests whose caller gives none.
+    """
 
     def __init__(
         self,
@@ -80,6 +90,7 @@ class Engine:
         metrics: Metrics,
         settings: RuntimeSettings,
         default_sampling: SamplingParams | None = None,
+        new_request_id: Callable[[], str] = _new_request_id,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -94,7 +105,9 @@ class Engine:
         self._prompts = PromptEncoder(
             tokenizer, text_thread, vocab_size=model.vocab_size, context_tokens_max=model.context_tokens_max
         )
+        self._text_thread = text_thread
         self._settings = settings
+        self._new_request_id = new_request_id
         self._streams: dict[str, list[RequestStream]] = {}  # entered and not left, by the id that callers know
         self._ended_ids: OrderedDict[str, set[str | None]] = OrderedDict()  # with the owners that used them
         self._preparing_count = 0
@@ -192,7 +205,7 @@ class Engine:
             self,
             prompt,
             sampling or self.default_sampling,
-            request_id=request_id or f"req-{secrets.token_hex(12)}",
+            request_id=request_id or self._new_request_id(),
             priority=priority,
             cache_salt=cache_salt,
             add_special_tokens=add_special_tokens,
@@ -237,6 +250,11 @@ class Engine:
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of token ids. Raises InvalidRequest for an id that the model does not have."""
         return await self._prompts.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    async def in_text_thread(self, function: Callable[..., T], *arguments: object) -> T:
+        """Call a function of values where long texts are tokenized: for what would hold up the event loop. A cancelled
+        caller leaves at once, and what the function makes of it is thrown away."""
+        return await self._text_thread.run_cancellable(function, *arguments)
 
     def stats(self) -> EngineStats:
         return self._core.stats()
@@ -392,6 +410,8 @@ class Engine:
         metrics = self.metrics
         metrics.num_requests_running.set(stats.running_count)
         metrics.num_requests_waiting.set(stats.waiting_count + self._preparing_count)
+        metrics.live_requests.set(sum(len(streams) for streams in self._streams.values()))
+        metrics.tasks.set(trio.lowlevel.current_statistics().tasks_living)
         metrics.kv_cache_usage_perc.set(stats.kv_usage)
         metrics.kv_blocks.labels("free").set(stats.blocks_free)
         metrics.kv_blocks.labels("cached").set(stats.blocks_cached)
@@ -400,3 +420,5 @@ class Engine:
         metrics.num_preemptions_total.inc(stats.preemptions_total - seen.preemptions_total)
         metrics.prefix_cache_queries_total.inc(stats.prefix_query_tokens_total - seen.prefix_query_tokens_total)
         metrics.prefix_cache_hits_total.inc(stats.prefix_hit_tokens_total - seen.prefix_hit_tokens_total)
+        for fault, total in stats.transfer_faults_total.items():
+            metrics.transfer_faults_total.labels(fault.value).inc(total - seen.transfer_faults_total[fault])

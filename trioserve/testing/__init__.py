@@ -1,0 +1,58 @@
+"""For your own tests: an engine and a server without weights, steps that a test holds, and a count of what is left.
+
+The names are loaded when they are first used. README.md beside this file shows them at work.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trioserve.testing.accounting import assert_all_free
+    from trioserve.testing.fake_engine import FakeEngine, InjectedFault, open_fake_engine
+    from trioserve.testing.httpx_transport import MemoryTransport
+    from trioserve.testing.memory_client import ConnectionLost, MemoryAnswer, MemoryClient
+    from trioserve.testing.memory_server import MemoryServer, open_memory_server
+    from trioserve.testing.memory_stream import MemoryEnd, memory_connection
+    from trioserve.testing.seeded_schedule import seeded_schedule
+
+_HOMES = {
+    "ConnectionLost": "memory_client",
+    "FakeEngine": "fake_engine",
+    "InjectedFault": "fake_engine",
+    "MemoryAnswer": "memory_client",
+    "MemoryClient": "memory_client",
+    "MemoryEnd": "memory_stream",
+    "MemoryServer": "memory_server",
+    "MemoryTransport": "httpx_transport",
+    "assert_all_free": "accounting",
+    "memory_connection": "memory_stream",
+    "open_fake_engine": "fake_engine",
+    "open_memory_server": "memory_server",
+    "seeded_schedule": "seeded_schedule",
+}
+
+__all__ = [
+    "ConnectionLost",
+    "FakeEngine",
+    "InjectedFault",
+    "MemoryAnswer",
+    "MemoryClient",
+    "MemoryEnd",
+    "MemoryServer",
+    "MemoryTransport",
+    "assert_all_free",
+    "memory_connection",
+    "open_fake_engine",
+    "open_memory_server",
+    "seeded_schedule",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"trioserve.testing.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

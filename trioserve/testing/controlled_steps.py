@@ -34,6 +34,11 @@ class ControlledSteps:
         self._gate.set()
         self._gate = None
 
+    @property
+    def is_held(self) -> bool:
+        """Whether a step has begun since hold()."""
+        return self._gate is not None and self._begun.is_set()
+
     async def entered(self) -> StepPlan:
         """Wait until a step is held open; returns its plan."""
         await self._begun.wait()

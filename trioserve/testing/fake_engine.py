@@ -1,34 +1,173 @@
-"""An engine without weights: everything is real but the model."""
+"""An engine without weights: everything is real but the model, and a test can say what it says and when it steps."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import msgspec
 import trio
+from trio.testing import wait_all_tasks_blocked
 
-from trioserve.core.engine import EngineCore
+from trioserve.contracts.deadlines import Deadlines
+from trioserve.contracts.step import StepPlan
 from trioserve.core.settings import CoreSettings
 from trioserve.metrics.registry import Metrics
 from trioserve.runtime.engine import Engine, ModelDescription
 from trioserve.runtime.errors_unwrapped import errors_unwrapped
 from trioserve.runtime.settings import RuntimeSettings
 from trioserve.runtime.worker_thread import WorkerThread
+from trioserve.testing.accounting import assert_all_free
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, byte_tokenizer
 from trioserve.testing.controlled_steps import ControlledSteps
 from trioserve.testing.fake_executor import FakeExecutor, FakeModel
+from trioserve.testing.gated_core import GatedCore
+from trioserve.testing.invariants import check_idle
+from trioserve.testing.scripted_model import Answer, NextToken, answering, following
 
-__all__ = ["FakeEngine", "open_fake_engine"]
+__all__ = ["FakeEngine", "InjectedFault", "open_fake_engine"]
 
 
-class FakeEngine(msgspec.Struct, frozen=True):
-    """engine: what a program would use. core: to look at. steps: to hold a forward pass open. executor: to fail."""
+class InjectedFault(Exception):
+    """What breaks an engine or a request because a test wants it to."""
 
-    engine: Engine
-    core: EngineCore
-    steps: ControlledSteps
-    executor: FakeExecutor
+
+class FakeEngine(Engine):
+    """Made by open_fake_engine: an Engine, and what a test needs besides.
+
+    core, steps, executor: its inside, to look at.
+    """
+
+    def __init__(
+        self,
+        core: GatedCore,
+        executor: FakeExecutor,
+        text_thread: WorkerThread,
+        settings: RuntimeSettings,
+        *,
+        step_seconds: float,
+    ) -> None:
+        self.core = core
+        self.executor = executor
+        self.steps = ControlledSteps(executor, seconds=step_seconds)
+        super().__init__(
+            model=ModelDescription(
+                served_names=("fake",),
+                source="fake",
+                context_tokens_max=core.settings.context_tokens_max,
+                vocab_size=BYTE_VOCAB_SIZE,
+                eos_token_ids=(END_TOKEN_ID,),
+                created_at=0,
+            ),
+            core=core,
+            steps=self.steps,
+            tokenizer=byte_tokenizer(),
+            text_thread=text_thread,
+            metrics=Metrics("fake"),
+            settings=settings,
+            new_request_id=map("req-{}".format, itertools.count(1)).__next__,
+        )
+
+    # --- when it steps ---
+
+    def pause(self) -> None:
+        """From now on no step begins by itself. One that is in flight goes on."""
+        self.core.is_paused = True
+
+    def resume(self) -> None:
+        """The engine steps by itself again."""
+        self.core.is_paused = False
+        self._wake()
+
+    async def step(self, count: int = 1) -> StepPlan | None:
+        """Let one step happen, or several: schedule, forward pass, aborts, update, deliver. Before and after it, every
+        other task does what it can.
+
+        Returns the last step's plan, or None when there was nothing to compute. The engine has to be paused.
+        """
+        assert self.core.is_paused, "the engine steps by itself: pause() it, or open it with paused=True"
+        plan = None
+        for _ in range(count):
+            plan = await self._begin_held_step()
+            if plan is None:
+                break
+            await self._end_held_step()
+        return plan
+
+    @asynccontextmanager
+    async def held_step(self) -> AsyncIterator[StepPlan]:
+        """The next step, with its forward pass held open inside the `async with`: the blocks of its requests are being
+        read there, and come back right after. On the way out it computes, and all goes as in step().
+
+        Of an engine that is not paused, it is the first step that begins. Raises AssertionError if none does.
+        """
+        plan = await self._begin_held_step()
+        assert plan is not None, "no step begins: no request waits or runs"
+        try:
+            yield plan
+        except BaseException:
+            self.steps.release()
+            raise
+        await self._end_held_step()
+
+    async def _begin_held_step(self) -> StepPlan | None:
+        """None, and nothing held, if there is nothing to compute."""
+        await wait_all_tasks_blocked()
+        self.steps.hold()
+        if self.core.is_paused:
+            self.core.give_step()
+        try:
+            self._wake()
+            await wait_all_tasks_blocked()
+            while self.steps.plan is not None and not self.steps.is_held:  # one that had begun before
+                await self.core.asked_again()
+                await wait_all_tasks_blocked()
+            plan = self.steps.plan
+        except BaseException:
+            self._give_up_step()
+            raise
+        if plan is None:
+            self._give_up_step()
+        return plan
+
+    def _give_up_step(self) -> None:
+        self.core.take_back_step()
+        self.steps.release()
+
+    async def _end_held_step(self) -> None:
+        self.steps.release()
+        await self.core.asked_again()
+        await wait_all_tasks_blocked()
+
+    @property
+    def step_seconds(self) -> float:
+        """What a forward pass takes, in the clock's time. Change it at any moment; it goes for the next one."""
+        return self.steps.seconds
+
+    @step_seconds.setter
+    def step_seconds(self, seconds: float) -> None:
+        self.steps.seconds = seconds
+
+    # --- what goes wrong ---
+
+    def break_next_step(self, error: Exception | None = None) -> None:
+        """The next forward pass raises: a fault of the engine, which ends it. Default: an InjectedFault."""
+        self.steps.fault = error or InjectedFault("a test broke the engine")
+
+    def fail_request(self, request_id: str, message: str = "a test made this request fail") -> None:
+        """The request's next forward pass fails, for each of its choices, and for nobody else's. It must live."""
+        choices = [choice for stream in self._streams.get(request_id, ()) for choice in stream.choices]
+        live_ids = [choice.sequence_id for choice in choices if not choice.is_ended]
+        assert live_ids, f"no request {request_id!r} lives: {[view.id for view in self.live_requests()]} do"
+        for sequence_id in live_ids:
+            self.executor.errors[sequence_id] = message
+
+    # --- what is left ---
+
+    def assert_all_free(self) -> None:
+        """Assert that nothing of any request is left: no KV block, no place, no state. See testing.assert_all_free."""
+        assert_all_free(self)
+        check_idle(self.core)
 
 
 @asynccontextmanager
@@ -42,10 +181,31 @@ async def open_fake_engine(
     enable_prefix_caching: bool = True,
     waiting_requests_max: int = 16,
     step_seconds: float = 0.0,
+    paused: bool = False,
+    answer: Answer | None = None,
+    next_token: NextToken | None = None,
     model: FakeModel | None = None,
+    deadlines: Deadlines | None = None,
+    deadlines_max: Deadlines | None = None,
 ) -> AsyncIterator[FakeEngine]:
-    """Bytes are tokens; the answer follows from the prompt alone. See open_engine for what leaving does."""
-    core = EngineCore(
+    """An engine as open_engine gives it, but for the model: bytes are tokens, and a forward pass takes step_seconds.
+
+    The limits are the engine's: KV blocks and tokens in each, tokens of prompt and answer, requests that run, tokens a
+    step computes (a longer prompt comes in chunks), sequences that wait. paused: no step begins until step(),
+    held_step() or resume(). What it says, of these at most one: `answer`, a text or a function of the prompt's text;
+    `next_token`, a function of the tokens so far; `model`. Otherwise it follows from the prompt, but looks random.
+    deadlines, deadlines_max: defaults and upper limits for every request.
+
+    Inside, the KV blocks are watched: a step that reads a block that another request wrote to is an AssertionError.
+    Leaving does what leaving open_engine does.
+    """
+    given = [choice for choice in (answer, next_token, model) if choice is not None]
+    assert len(given) <= 1, "give one of answer, next_token and model, or none"
+    if answer is not None:
+        model = answering(answer)
+    elif next_token is not None:
+        model = following(next_token)
+    core = GatedCore(
         CoreSettings(
             block_count=block_count,
             block_size=block_size,
@@ -53,32 +213,22 @@ async def open_fake_engine(
             running_requests_max=running_requests_max,
             step_tokens_max=step_tokens_max,
             enable_prefix_caching=enable_prefix_caching,
-        )
+        ),
+        is_paused=paused,
     )
     executor = FakeExecutor(
         block_count=block_count, block_size=block_size, model=model or FakeModel(vocab_size=BYTE_VOCAB_SIZE - 1)
     )
-    steps = ControlledSteps(executor, seconds=step_seconds)
+    settings = RuntimeSettings(
+        waiting_requests_max=waiting_requests_max,
+        deadlines=deadlines or Deadlines(),
+        deadlines_max=deadlines_max or Deadlines(),
+    )
     with errors_unwrapped():
         async with WorkerThread("text") as text_thread:
-            engine = Engine(
-                model=ModelDescription(
-                    served_names=("fake",),
-                    source="fake",
-                    context_tokens_max=context_tokens_max,
-                    vocab_size=BYTE_VOCAB_SIZE,
-                    eos_token_ids=(END_TOKEN_ID,),
-                    created_at=0,
-                ),
-                core=core,
-                steps=steps,
-                tokenizer=byte_tokenizer(),
-                text_thread=text_thread,
-                metrics=Metrics("fake"),
-                settings=RuntimeSettings(waiting_requests_max=waiting_requests_max),
-            )
+            engine = FakeEngine(core, executor, text_thread, settings, step_seconds=step_seconds)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(engine.keep_deadlines)
                 await nursery.start(engine.run)
-                yield FakeEngine(engine, core, steps, executor)
+                yield engine
                 nursery.cancel_scope.cancel()

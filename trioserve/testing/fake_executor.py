@@ -42,13 +42,13 @@ class FakeModel:
             parent = _mixed(parent ^ (token_id + 1))
         return parent
 
-    def next_token_id(self, request: EngineRequest, digest: int, known_count: int) -> int:
-        """The token after `known_count` tokens with this digest."""
+    def next_token_id(self, request: EngineRequest, tokens: Sequence[int], digest: int) -> int:
+        """The token after `tokens`, the prompt among them, whose digest is `digest`."""
         number = _mixed(digest ^ request.seed) if request.sampling.temperature > 0.0 else _mixed(digest)
         token_id = number % self.vocab_size
         if self.stop_token_id is not None and (number >> 32) % self.stop_period == 0:
             token_id = self.stop_token_id
-        if known_count - len(request.prompt_token_ids) < request.sampling.min_tokens:
+        if len(tokens) - len(request.prompt_token_ids) < request.sampling.min_tokens:
             for _ in range(self.vocab_size):
                 if token_id not in request.stop_token_ids:
                     break
@@ -113,7 +113,7 @@ class FakeExecutor:
             if not chunk.samples:
                 token_ids.append(None)
                 continue
-            token_id = self.model.next_token_id(request, digests[-1], len(digests))
+            token_id = self.model.next_token_id(request, chunk.tokens, digests[-1])
             token_ids.append(token_id)
             if sampling.logprobs is not None:
                 result.logprobs[request.id] = self.model.logprob(token_id, digests[-1], sampling.logprobs)

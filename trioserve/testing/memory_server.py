@@ -7,32 +7,42 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import trio
-from trio.testing import memory_stream_pair
+from trio.testing import wait_all_tasks_blocked
 
 from trioserve.frontend.limits import FrontendLimits
 from trioserve.frontend.routes import App
 from trioserve.frontend.server import FrontendServer
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
+from trioserve.testing.memory_client import MemoryClient
+from trioserve.testing.memory_stream import MemoryEnd, memory_connection
 
 __all__ = ["MemoryServer", "open_memory_server"]
 
-ClientStream = trio.StapledStream[trio.testing.MemorySendStream, trio.testing.MemoryReceiveStream]
-
 
 class MemoryServer:
-    """fake: the engine, to look at and to hold. server: the front end. connect() gives a client its end."""
+    """Made by open_memory_server. engine: to look at and to hold. server: the front end."""
 
-    def __init__(self, fake: FakeEngine, server: FrontendServer, nursery: trio.Nursery) -> None:
-        self.fake = fake
+    def __init__(self, engine: FakeEngine, server: FrontendServer, nursery: trio.Nursery) -> None:
+        self.engine = engine
         self.server = server
         self._nursery = nursery
-        self._clients: list[ClientStream] = []
+        self._clients: list[MemoryEnd] = []
 
-    def connect(self) -> ClientStream:
-        client, server_end = memory_stream_pair()
+    def client(self, *, http: int = 1, headers: dict[str, str] | None = None) -> MemoryClient:
+        """A client with a connection of its own, over HTTP/1.1 or HTTP/2 (http=2). headers: of every request."""
+        return MemoryClient(self.connect(), http=http, headers=headers)
+
+    def connect(self) -> MemoryEnd:
+        """The client's end of a new connection, for a test that speaks HTTP by itself."""
+        client, server_end = memory_connection()
         self._nursery.start_soon(self.server.serve_connection, server_end)
         self._clients.append(client)
         return client
+
+    def drain(self) -> None:
+        """Begin to stop as the server does at SIGTERM: nothing new, GOAWAY, who waits in line is refused."""
+        self.engine.drain()
+        self.server.drain()
 
     async def hang_up(self) -> None:
         """Close every client's end."""
@@ -43,12 +53,26 @@ class MemoryServer:
     def connection_count(self) -> int:
         return len(self._nursery.child_tasks)
 
+    async def assert_all_free(self) -> None:
+        """Assert that of no request anything is left, after everybody has done what they can: see
+        FakeEngine.assert_all_free; and no exchange is open in the front end."""
+        await wait_all_tasks_blocked()
+        self.engine.assert_all_free()
+        counters = self.server.counters()
+        assert counters.exchanges_open == 0, f"{counters.exchanges_open} requests are still open in the front end"
+        assert counters.request_body_bytes_held == 0, f"{counters.request_body_bytes_held} bytes of bodies are held"
+
 
 @asynccontextmanager
 async def open_memory_server(
-    *, limits: FrontendLimits | None = None, **engine_options: Any
+    *,
+    limits: FrontendLimits | None = None,
+    api_keys: tuple[str, ...] = (),
+    admin_api_key: str | None = None,
+    **engine_options: Any,
 ) -> AsyncIterator[MemoryServer]:
-    """engine_options: see open_fake_engine."""
-    async with open_fake_engine(**engine_options) as fake, trio.open_nursery() as nursery:
-        yield MemoryServer(fake, FrontendServer(App(fake.engine), limits=limits), nursery)
+    """engine_options: see open_fake_engine. The others: of the front end, as the server's flags."""
+    async with open_fake_engine(**engine_options) as engine, trio.open_nursery() as nursery:
+        app = App(engine, api_keys=api_keys, admin_api_key=admin_api_key)
+        yield MemoryServer(engine, FrontendServer(app, limits=limits), nursery)
         nursery.cancel_scope.cancel()

@@ -33,17 +33,19 @@ class ReferenceEngine:
         """What an engine must answer to `request`, if nobody aborts it and nothing fails."""
         model, sampling = self.model, request.sampling
         digest = model.digest(request.prompt_token_ids)
+        known = list(request.prompt_token_ids)
         token_ids: list[int] = []
         logprobs: list[TokenLogprob] = []
         stop_token_id = None
         for output_count in range(request.output_tokens_max):
-            token_id = model.next_token_id(request, digest, len(request.prompt_token_ids) + output_count)
+            token_id = model.next_token_id(request, known, digest)
             token_ids.append(token_id)
             logprobs.append(model.logprob(token_id, digest, sampling.logprobs or 0))
             # output_count tokens came before this one; fewer than min_tokens, and nothing stops it yet.
             if token_id in request.stop_token_ids and output_count >= sampling.min_tokens:
                 stop_token_id = token_id
                 break
+            known.append(token_id)
             digest = model.digest((token_id,), digest)
         return ReferenceAnswer(
             token_ids=tuple(token_ids),

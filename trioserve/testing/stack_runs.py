@@ -1,4 +1,4 @@
-"""Plans for the runtime, made to happen: from a seed, from a script, and again and again to cut a failing one down."""
+"""Plans for the stack, made to happen: from a seed, from a script, and again and again to cut a failing one down."""
 
 from __future__ import annotations
 

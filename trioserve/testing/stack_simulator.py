@@ -1,5 +1,6 @@
-"""The runtime around the core, in virtual time: clients that read slowly, leave, or run out of patience, an operator
-who aborts by id and drains, an engine that breaks. Everything is real but the model and the clock.
+"""The whole stack around the core, in virtual time: clients over HTTP (stack_http) and of the runtime itself that read
+slowly, leave, or run out of patience, operators who abort by id and drain, an engine that breaks. Everything is real
+but the model, the network and the clock.
 
 The core is checked wherever a task touches it. Each client knows what it may see: the reference's tokens in order, at
 most one end a choice, nothing after an abort; and what leaving must do at once: none of its sequences computes on.
@@ -7,6 +8,7 @@ most one end a choice, nothing after an abort; and what leaving must do at once:
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -29,6 +31,9 @@ from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.testing.invariants import check_core, check_idle
 from trioserve.testing.reference_engine import ReferenceEngine
 from trioserve.testing.seeded_schedule import seeded_schedule
+from trioserve.testing.stack_http import HttpClients
+from trioserve.testing.stack_http_plan import Ask, Connection, Delete
+from trioserve.testing.stack_http_server import MADE_UP, HttpServer
 from trioserve.testing.stack_plan import BLOCK_SIZE, Client, Order, StackPlan
 
 __all__ = ["StackSimulation"]
@@ -51,6 +56,7 @@ class StackSimulation:
         self._untold: set[int] = set()  # clients that entered, and have not learned what became of them
         self._used_ids: set[str] = set()
         self._token_counts: dict[int, int] = {}  # of those that were aborted by id, at that moment
+        self._http: HttpServer | None = None
 
     @property
     def digest(self) -> str:
@@ -76,24 +82,45 @@ class StackSimulation:
                     await self._live(fake)
         except EngineFault as fault:
             if BROKEN not in str(fault):
-                raise
+                raise (fault.__cause__ or fault) from None  # a check failed inside of a step
             assert not self._untold, f"the engine broke, and clients {sorted(self._untold)} were not told"
+            assert self._http is not None
+            self._http.check_told()
+            self._http.check_over()
             self.count("engines broken")
 
     async def _live(self, fake: FakeEngine) -> None:
-        fake.steps.executor = _WatchedSteps(self, fake)
-        fake.engine.on_fault = fake.engine.wait_until_idle
-        async with trio.open_nursery() as nursery:
-            for part in self.plan.parts:
-                if isinstance(part, Client):
-                    nursery.start_soon(self._be_client, fake, part)
-                else:
-                    nursery.start_soon(self._be_operator, fake, part)
-        await fake.engine.wait_until_idle()
-        await trio.sleep(1)  # the step that is in flight may still read blocks
-        check_idle(fake.core)
-        self.check(fake)
-        if not fake.engine.draining and self.plan.stage.fault_at is None:  # whoever comes now finds every place free
+        parts = self.plan.parts
+        asks = [part for part in parts if isinstance(part, Ask)]
+        async with trio.open_nursery() as serving:
+            http = self._http = HttpServer(
+                fake,
+                self.plan.stage.front,
+                asks,
+                serving,
+                tell=self.tell,
+                count=self.count,
+                check=lambda: self.check(fake),
+                before_abort=self._before_abort,
+            )
+            clients = HttpClients(http, asks, (part for part in parts if isinstance(part, Connection)))
+            fake.steps.executor = _WatchedSteps(self, fake, http)
+            fake.on_fault = functools.partial(self._pass_on_fault, fake)
+            async with trio.open_nursery() as nursery:
+                for number, part in enumerate(parts):
+                    if isinstance(part, Client):
+                        nursery.start_soon(self._be_client, fake, part)
+                    elif isinstance(part, Order):
+                        nursery.start_soon(self._be_operator, fake, part)
+                    elif isinstance(part, Delete):
+                        nursery.start_soon(clients.be_operator, part, number)
+                clients.start(nursery)
+            await fake.wait_until_idle()
+            await trio.sleep(2)  # the step that is in flight may still read blocks; connections have last words
+            check_idle(fake.core)
+            self.check(fake)
+            http.check_over()
+        if not fake.draining and self.plan.stage.fault_at is None:  # whoever comes now finds every place free
             everybody = self.plan.stage.running_requests_max + self.plan.stage.waiting_requests_max
             number = len(self._clients)
             last = Client(number=number, id="last", at=0.0, prompt=(1,), output=1, choices=everybody)
@@ -101,6 +128,13 @@ class StackSimulation:
             outcome = await self._be_client(fake, last)
             assert outcome == READ, f"nobody is left, and one that needs {everybody} places is {outcome}"
             check_idle(fake.core)
+
+    async def _pass_on_fault(self, fake: FakeEngine) -> None:
+        """As the server does, and clients of the runtime itself have their time, too."""
+        assert self._http is not None
+        self._http.drain()
+        await self._http.wait_until_closed()
+        await fake.wait_until_idle()
 
     # --- what tasks do ---
 
@@ -110,7 +144,7 @@ class StackSimulation:
         sampling = SamplingParams(
             n=client.choices, temperature=client.temperature, max_tokens=client.output, seed=client.number
         )
-        stream = fake.engine.generate(
+        stream = fake.generate(
             list(client.prompt),
             sampling,
             request_id=client.id,
@@ -199,18 +233,23 @@ class StackSimulation:
         await trio.sleep(order.at)
         if order.drains:
             self.tell("drain")
-            fake.engine.drain()
+            fake.drain()
+            assert self._http is not None
+            self._http.drain()
             for number, stream in self._streams.items():
                 has_begun = any(choice.has_run for choice in stream.choices)
                 assert has_begun or stream.is_finished, f"client {number} had not begun to run, and was not refused"
             self.check(fake)
+            return
+        if order.ends_all:
+            self._end_all(fake)
             return
         unfinished = {
             number: stream
             for number, stream in self._streams.items()
             if stream.id in order.ids and not stream.is_finished
         }
-        outcomes = fake.engine.abort(order.ids)
+        outcomes = fake.abort(order.ids)
         assert list(outcomes) == list(dict.fromkeys(order.ids))
         for name, outcome in outcomes.items():
             self.tell(f"abort {name}: {outcome.value}")
@@ -224,13 +263,35 @@ class StackSimulation:
                 self._token_counts[number] = unfinished[number].completion_token_count
         self.check(fake)
 
+    def _end_all(self, fake: FakeEngine) -> None:
+        assert self._http is not None
+        self.tell("end all")
+        for view in fake.live_requests():
+            self._before_abort(view.id)
+            if view.state != "finished":
+                self._http.aborted_ids.add(view.id)
+        fake.abort_all("the server is shutting down")
+        for view in fake.live_requests():
+            assert view.state == "finished", f"{view.id} was ended with all others, and goes on"
+        self.check(fake)
+
+    def _before_abort(self, request_id: str) -> bool:
+        """It is about to be aborted by this id. Whether a client has used it."""
+        for number, stream in self._streams.items():
+            if stream.id == request_id and not stream.is_finished:
+                self._token_counts[number] = stream.completion_token_count
+        return request_id in self._used_ids
+
     # --- what is noted ---
 
     def check(self, fake: FakeEngine) -> None:
         """What has to hold at any moment."""
         check_core(fake.core)
-        stage, engine, now = self.plan.stage, fake.engine, trio.current_time()
-        assert len(engine.live_requests()) == len(self._streams), "the engine knows other requests than are inside"
+        stage, engine, now = self.plan.stage, fake, trio.current_time()
+        own = [view for view in engine.live_requests() if not view.id.startswith(("h", MADE_UP))]  # not over HTTP
+        assert len(own) == len(self._streams), "the engine knows other requests than are inside"
+        if self._http is not None:
+            self._http.check()
         live_count = len(list(fake.core.live_requests()))
         live_max = stage.running_requests_max + stage.waiting_requests_max
         assert live_count <= live_max, f"{live_count} sequences run or wait, {live_max} may"
@@ -252,14 +313,16 @@ class StackSimulation:
 class _WatchedSteps:
     """The executor, with a look at the core before it computes. Says how long the next step takes, and breaks."""
 
-    def __init__(self, simulation: StackSimulation, fake: FakeEngine) -> None:
+    def __init__(self, simulation: StackSimulation, fake: FakeEngine, http: HttpServer) -> None:
         self._simulation = simulation
         self._fake = fake
+        self._http = http
         self._seconds = itertools.cycle(simulation.plan.stage.step_seconds)
         fake.steps.seconds = next(self._seconds)
 
     def execute(self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned) -> StepResult | None:
         self._simulation.check(self._fake)
+        self._http.check_step((chunk.request.id for chunk in plan.chunks), self._started_at())
         self._simulation.count("steps")
         chunks = " ".join(f"{chunk.request.id}[{chunk.start}:{chunk.start + chunk.count}]" for chunk in plan.chunks)
         self._simulation.tell(f"step {plan.step_index}: {chunks}{' abandoned' if is_abandoned() else ''}")
@@ -267,6 +330,10 @@ class _WatchedSteps:
             raise RuntimeError(BROKEN)
         self._fake.steps.seconds = next(self._seconds)
         return self._fake.executor.execute(plan, is_abandoned)
+
+    def _started_at(self) -> float:
+        """Of the step that is about to end: what it takes has passed."""
+        return trio.current_time() - self._fake.steps.seconds
 
 
 def _sequence(client: Client, index: int) -> EngineRequest:

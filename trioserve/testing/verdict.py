@@ -47,15 +47,17 @@ def needs_assertions() -> None:
 
 
 def failure_from(error: Exception, script: str) -> Failure:
-    """Of a group of errors the first is told."""
+    """Of a group of errors the first contract that broke is told: others may be what came of it."""
     while isinstance(error, ExceptionGroup):
-        error = error.exceptions[0]
+        broken = error.subgroup(AssertionError)
+        error = (error if broken is None else broken).exceptions[0]
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    is_said = isinstance(error, AssertionError) and str(error)
+    said = str(error).partition("\n")[0]  # what pytest adds to an assertion's sentence is not the sentence
+    is_said = isinstance(error, AssertionError) and said
     return Failure(
         script=script,
         kind=type(error).__name__,
         # not the line number, which differs between two edits
         site=f"{Path(frame.filename).name}, {frame.name}",
-        message=str(error) if is_said else f"{error} at {frame.line!r}".strip(),
+        message=said if is_said else f"{said} at {frame.line!r}".strip(),
     )

@@ -189,6 +189,8 @@ class ScriptedEngine:
         self.script: Script = say("Hello", "!")
         self.enter_errors: list[Exception | None] = []
         self.queue: trio.Event | None = None
+        self.text_gate: trio.Event | None = None
+        self.text_jobs: list[Callable[..., Any]] = []
         self.cached_token_count = 0
         self.streams: list[ScriptedStream] = []
         self.options: list[dict[str, Any]] = []
@@ -214,6 +216,14 @@ class ScriptedEngine:
             if not 0 <= token_id < self.model.vocab_size:
                 raise InvalidRequest(f"token id {token_id}", param="prompt")
         return list(prompt)
+
+    async def in_text_thread(self, function: Callable[..., Any], *arguments: object) -> Any:
+        """Here and now, unless text_gate is there to be waited for."""
+        self.text_jobs.append(function)
+        if self.text_gate is not None:
+            await self.text_gate.wait()
+        await trio.lowlevel.checkpoint()
+        return function(*arguments)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         await trio.lowlevel.checkpoint()

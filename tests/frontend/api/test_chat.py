@@ -78,6 +78,7 @@ async def test_stream_shows_usage_so_far_in_every_chunk_when_asked(api: Any) -> 
 async def test_head_of_a_stream_is_sent_before_the_first_token(
     api: Any, autojump_clock: trio.testing.MockClock
 ) -> None:
+    """S25."""
     may_speak = trio.Event()
     api.engine.script = lambda *_: [may_speak, *api.say("late")(*_)]
     exchange = api.exchange("POST", CHAT, {"messages": [USER], "stream": True}, {"x-request-id": "mine"})

@@ -8,7 +8,6 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-import trioserve.frontend.routes as routes
 from trioserve.testing.invariants import check_idle
 from trioserve.testing.memory_server import MemoryServer, open_memory_server
 
@@ -62,9 +61,10 @@ async def ask(server: MemoryServer, method: str, path: str, body: object = None,
     ],
 )
 async def test_time_that_ran_out_in_the_line_is_a_504(stream, fields, headers, reason, seconds, autojump_clock):
+    """S35."""
     async with (
         open_memory_server(step_seconds=0.1, running_requests_max=1) as server,
-        server.fake.engine.generate("in the way") as _,
+        server.engine.generate("in the way") as _,
     ):
         await trio.sleep(0.25)
         started_at = trio.current_time()
@@ -84,7 +84,7 @@ async def test_time_that_runs_out_in_the_middle_of_a_stream_is_an_error_event_an
         assert b"[DONE]" not in answer.body
         assert len(events) > 8
         await trio.sleep(0.2)
-        check_idle(server.fake.core)
+        check_idle(server.engine.core)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +103,7 @@ async def test_a_bad_deadline_is_a_400_that_names_it(fields, headers, param, aut
 
 
 async def test_a_request_is_listed_and_aborted_by_its_id_and_its_client_gets_a_last_event(autojump_clock):
+    """S25."""
     async with open_memory_server(step_seconds=0.1) as server, trio.open_nursery() as nursery:
         client = Asking(server)
         nursery.start_soon(
@@ -121,7 +122,7 @@ async def test_a_request_is_listed_and_aborted_by_its_id_and_its_client_gets_a_l
         last = [line for line in client.raw.split(b"\n") if line.startswith(b"data: ")][-1]
         assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "request_aborted"
         await trio.sleep(0.2)
-        check_idle(server.fake.core)
+        check_idle(server.engine.core)
         answer = await ask(server, "POST", "/v1/requests/abort", {"ids": ["r/1", "never", "r/1"]})
         assert [(one["id"], one["result"]) for one in answer.json["data"]] == [
             ("r/1", "already_finished"),
@@ -129,12 +130,11 @@ async def test_a_request_is_listed_and_aborted_by_its_id_and_its_client_gets_a_l
         ]
 
 
-async def test_a_key_sees_and_aborts_its_own_requests_and_the_admin_all(autojump_clock, monkeypatch):
-    monkeypatch.setattr(
-        "trioserve.testing.memory_server.App",
-        lambda engine: routes.App(engine, api_keys=["one", "two"], admin_api_key="boss"),
-    )
-    async with open_memory_server(step_seconds=0.1) as server, trio.open_nursery() as nursery:
+async def test_a_key_sees_and_aborts_its_own_requests_and_the_admin_all(autojump_clock):
+    async with (
+        open_memory_server(step_seconds=0.1, api_keys=("one", "two"), admin_api_key="boss") as server,
+        trio.open_nursery() as nursery,
+    ):
 
         def as_key(key: str, method: str, path: str, body: object = None, request_id: str = "x"):
             headers = {"authorization": f"Bearer {key}", "x-request-id": request_id}
@@ -152,7 +152,7 @@ async def test_a_key_sees_and_aborts_its_own_requests_and_the_admin_all(autojump
         assert await seen_by("boss") == {"of-one", "of-two"}
         assert (await ask(server, "GET", "/v1/requests")).status == 401
         assert (await as_key("one", "DELETE", "/v1/requests/of-two")).status == 404
-        assert server.fake.core.stats().running_count == 2
+        assert server.engine.core.stats().running_count == 2
         assert (await as_key("two", "DELETE", "/v1/requests/of-two")).json["result"] == "aborted"
         assert (await as_key("boss", "DELETE", "/v1/requests/of-one")).json["result"] == "aborted"
 

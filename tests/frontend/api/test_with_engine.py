@@ -20,7 +20,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 async def opened(make_api: Any, **options: Any) -> AsyncIterator[tuple[Any, FakeEngine]]:
     async with open_fake_engine(**options) as fake:
         api = make_api()
-        api.engine = fake.engine
+        api.engine = fake
         yield api, fake
         await trio.sleep(1)  # the clock jumps: a step that was in flight ends
         check_idle(fake.core)
@@ -93,6 +93,7 @@ async def test_a_prompt_beyond_the_context_is_refused_with_its_code(
 async def test_a_burst_beyond_the_line_is_refused_with_a_hint(
     make_api: Any, autojump_clock: trio.testing.MockClock
 ) -> None:
+    """S42."""
     async with opened(make_api, running_requests_max=2, waiting_requests_max=1) as (api, _):
         exchange = await api.complete(prompt=["a", "b", "c", "d"])
         assert exchange.status == 429
@@ -112,7 +113,7 @@ async def test_an_abort_by_the_id_of_the_head_ends_the_call(
         async with trio.open_nursery() as nursery:
             nursery.start_soon(api.app, exchange)
             await trio.sleep(0.1)
-            assert fake.engine.abort(["mine"], FinishReason.ABORT) == {"mine": AbortOutcome.ABORTED}
+            assert fake.abort(["mine"], FinishReason.ABORT) == {"mine": AbortOutcome.ABORTED}
         error = exchange.events()[-1] if stream else exchange.json()
         assert error["error"]["code"] == "request_aborted"
         assert exchange.status == (200 if stream else 503)
@@ -124,11 +125,11 @@ async def test_a_client_that_leaves_frees_its_blocks(make_api: Any, autojump_clo
         async with trio.open_nursery() as nursery:
             nursery.start_soon(api.app, api.exchange("POST", COMPLETIONS, body))
             await trio.sleep(0.1)
-            assert fake.engine.stats().blocks_used > 0
+            assert fake.stats().blocks_used > 0
             nursery.cancel_scope.cancel()
         await trio.sleep(0.02)
-        assert fake.engine.stats().blocks_used == 0
-        exposed = fake.engine.metrics.expose()
+        assert fake.stats().blocks_used == 0
+        exposed = fake.metrics.expose()
         assert b'trioserve:aborts_total{model_name="fake",phase="decode"} 2.0' in exposed
 
 

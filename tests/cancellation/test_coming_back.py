@@ -1,0 +1,83 @@
+"""What a client still has of its request after the connection is gone: the id by which it can be ended, and the blocks
+that a second try finds."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from trioserve.contracts.events import AbortOutcome
+from trioserve.testing.invariants import check_idle
+from trioserve.testing.memory_server import open_memory_server
+
+PROMPT = "a long document that somebody pastes before every question: " * 2
+BLOCK_SIZE = 4
+STEP_TOKENS = 16
+
+
+def body(*, stream: bool = True) -> dict[str, object]:
+    return {"prompt": PROMPT, "max_tokens": 30, "temperature": 0, "ignore_eos": True, "stream": stream}
+
+
+def small_server():
+    return open_memory_server(
+        step_tokens_max=STEP_TOKENS, block_size=BLOCK_SIZE, block_count=128, context_tokens_max=256
+    )
+
+
+@pytest.mark.parametrize("steps_before", [1, 3, 6, 12], ids=lambda count: f"{count} steps")
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+async def test_a_second_try_finds_what_the_first_has_computed(leaver, stream, steps_before, autojump_clock):
+    """S33: full blocks stay cached when a client leaves, in the middle of its prompt or of its answer. What the step
+    in flight computes for nobody does not count."""
+    new_client, way = leaver
+    async with small_server() as server, trio.open_nursery() as nursery:
+        core, steps = server.engine.core, server.engine.steps
+        steps.hold()
+        client = new_client(server)
+        nursery.start_soon(client.read)
+        await client.ask(body(stream=stream))
+        await steps.entered()
+        for _ in range(steps_before):
+            steps.release()
+            steps.hold()
+            await wait_all_tasks_blocked()
+        assert core.stats().blocks_used > 0
+        await client.leave(way)
+        await wait_all_tasks_blocked()
+        steps.release()
+        await wait_all_tasks_blocked()
+        check_idle(core)
+
+        again = new_client(server)
+        await again.ask(body(stream=False))
+        usage = (await again.answer()).json["usage"]
+        computed = min(steps_before * STEP_TOKENS, len(PROMPT) - 1)  # the last token is always computed
+        assert usage["prompt_tokens_details"]["cached_tokens"] == computed // BLOCK_SIZE * BLOCK_SIZE > 0
+        assert usage["completion_tokens"] == 30
+        check_idle(core)
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_streamed_prompt_can_be_ended_by_the_id_in_the_head_before_its_first_token(new_client, autojump_clock):
+    """S25: the head comes when the prompt begins to be computed, and the id in it is good at once."""
+    async with small_server() as server, trio.open_nursery() as nursery:
+        engine, steps = server.engine, server.engine.steps
+        steps.hold()
+        client = new_client(server)
+        nursery.start_soon(client.read)
+        await client.ask(body())
+        await steps.entered()
+        await wait_all_tasks_blocked()
+        assert b"data: " not in client.received
+        request_id = client.headers["x-request-id"]
+        assert engine.abort([request_id]) == {request_id: AbortOutcome.ABORTED}
+        steps.release()
+        await wait_all_tasks_blocked()
+        assert steps.step_count == 1
+        assert client.received.count(b"data: ") == 1
+        assert b"request_aborted" in client.received
+        assert engine.metrics.aborts_total.labels("prefill")._value.get() == 1
+        check_idle(server.engine.core)
+        nursery.cancel_scope.cancel()

@@ -1,0 +1,65 @@
+"""The server leaves, and not the client: nobody is left with a stream that just stops."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from trioserve.testing.memory_server import open_memory_server
+
+TOKENS = 40
+STEP_SECONDS = 0.01
+
+
+def last_event(received: bytes) -> dict[str, object] | str:
+    event = [line for line in received.split(b"\n") if line.startswith(b"data: ")][-1].removeprefix(b"data: ")
+    return "[DONE]" if event == b"[DONE]" else json.loads(event)
+
+
+@pytest.mark.parametrize("in_time", [True, False], ids=["in time", "too late"])
+async def test_streams_end_whole_or_with_an_error_event_and_who_waits_is_refused(
+    in_time, http1_client, http2_client, autojump_clock
+):
+    """S21: eight streams that run, over both protocols, get all of their text or an event that says why not; what
+    waits in line gets a 503, streamed or whole."""
+    async with (
+        open_memory_server(step_seconds=STEP_SECONDS, running_requests_max=8, block_count=256) as server,
+        trio.open_nursery() as nursery,
+    ):
+        running, waiting = [], []
+        for index in range(16):
+            client = (http1_client, http2_client)[index % 2](server)
+            stream = index < 8 or index % 4 < 2
+            asked = {"prompt": f"{index}", "max_tokens": TOKENS, "ignore_eos": True, "stream": stream}
+            await client.ask(asked)
+            (running if index < 8 else waiting).append(client)
+            if index < 8:
+                nursery.start_soon(client.read)
+                await trio.sleep(STEP_SECONDS)
+        await wait_all_tasks_blocked()
+        stats = server.engine.core.stats()
+        assert (stats.running_count, stats.waiting_count) == (8, 8)
+
+        server.drain()
+        refused = [await client.answer() for client in waiting]
+        for answer in refused:
+            assert (answer.status, answer.headers["x-trioserve-reason"]) == (503, "draining")
+            assert int(answer.headers["retry-after"]) >= 1
+        assert all(client.was_told_to_go for client in running if isinstance(client, http2_client))
+        await trio.sleep(0.1)
+        if not in_time:
+            server.engine.abort_all("the server is shutting down")
+        await server.engine.wait_until_idle()
+        await trio.sleep(STEP_SECONDS)
+        for client in running:
+            end = last_event(client.received)
+            if in_time:
+                assert end == "[DONE]"
+            else:
+                assert b"[DONE]" not in client.received
+                assert end["error"]["message"] == "the server is shutting down"
+        await server.assert_all_free()
+        nursery.cancel_scope.cancel()

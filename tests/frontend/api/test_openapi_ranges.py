@@ -1,0 +1,88 @@
+"""The ranges in /openapi.json are those that the server keeps: what just fits is taken, what does not is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from trioserve.contracts.sampling import SAMPLING_RANGES
+
+BODIES = {
+    "ChatBody": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+    "CompletionBody": ("/v1/completions", {"prompt": "ab"}),
+}
+# What else has to be there, for the field alone to decide.
+COMPANY = {"top_logprobs": {"logprobs": True}, "min_tokens": {"max_tokens": None}}
+# Stricter than the range in one of the two APIs, where an answer without tokens would be nothing.
+LEAST = {"max_tokens": 1, "max_completion_tokens": 1}
+
+
+async def described(api: Any, body: str) -> dict[str, Any]:
+    document = (await api.call("GET", "/openapi.json")).json()
+    return document["components"]["schemas"][body]["properties"]
+
+
+def numbers(schema: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Any]]:
+    """The schema of the numbers in a field, and what makes a value of the field from one of them."""
+    for option in schema.get("anyOf", [schema]):
+        if option.get("type") in ("integer", "number"):
+            yield option, lambda number: number
+        elif option.get("type") == "array" and option["items"].get("type") == "integer":
+            yield option["items"], lambda number: [number]
+        elif option.get("additionalProperties", {}).get("type") == "number":
+            yield option["additionalProperties"], lambda number: {"5": number}
+
+
+@pytest.mark.parametrize("body", BODIES)
+async def test_every_range_that_is_checked_is_described(api: Any, body: str) -> None:
+    fields = await described(api, body)
+    for name, allowed in SAMPLING_RANGES.items():
+        if name == "logprobs" and body == "ChatBody":
+            name = "top_logprobs"  # there `logprobs` is a switch
+        [(schema, _)] = numbers(fields[name])
+        assert schema["exclusiveMinimum" if allowed.is_low_excluded else "minimum"] == allowed.low, name
+        if allowed.high is not None:  # otherwise the type's own
+            assert schema["maximum"] == allowed.high, name
+    assert fields["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0.0, "maximum": 100.0}
+
+
+@pytest.mark.parametrize("body", BODIES)
+async def test_what_just_fits_is_taken_and_what_does_not_is_refused(api: Any, body: str) -> None:
+    path, fields = BODIES[body]
+    seen = 0
+    for name, field in (await described(api, body)).items():
+        if not (name in SAMPLING_RANGES or name in ("max_completion_tokens", "top_logprobs", "priority")):
+            continue
+        for schema, value_of in numbers(field):
+            step = 1 if schema["type"] == "integer" else 0.001
+            fitting, refused = [], []
+            if "minimum" in schema:
+                fitting.append(max(schema["minimum"], LEAST.get(name, schema["minimum"])))
+                refused.append(schema["minimum"] - step)
+            if "exclusiveMinimum" in schema:
+                fitting.append(schema["exclusiveMinimum"] + step)
+                refused.append(schema["exclusiveMinimum"])
+            if "maximum" in schema:
+                fitting.append(schema["maximum"])
+                refused.append(schema["maximum"] + step)
+            for number in fitting:
+                asked = {**fields, **COMPANY.get(name, {}), name: value_of(number)}
+                exchange = await api.call("POST", path, asked)
+                assert exchange.status == 200, (name, number, exchange.data)
+            for number in refused:
+                asked = {**fields, **COMPANY.get(name, {}), name: value_of(number)}
+                exchange = await api.call("POST", path, asked)
+                error = exchange.json()["error"]
+                assert exchange.status == 400
+                assert name in error["message"] or name in (error["param"] or ""), (name, number, error)
+            seen += 1
+    assert seen >= 15
+
+
+async def test_the_old_name_of_max_tokens_is_checked_beside_the_new_one(api: Any) -> None:
+    exchange = await api.chat(max_tokens=-1, max_completion_tokens=5)
+    assert exchange.json()["error"]["param"] == "max_tokens"
+    assert (await api.chat(max_tokens=3, max_completion_tokens=5)).status == 200
+    assert api.engine.streams[-1].sampling.max_tokens == 5

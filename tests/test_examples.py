@@ -1,0 +1,36 @@
+"""The programs in examples/, as a reader runs them, on the real model."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+SAYS = {
+    "deadline.py": ["KV blocks in use: 0"],
+    "deadline_in_the_queue.py": ["first: running", "second: waiting, 0 KV blocks", "DEADLINE", "left in the line: 0"],
+    "first_answer_wins.py": ["first: ", "KV blocks in use: 0"],
+    "leave_during_prefill.py": ["in the middle of its prompt: {", "a step later: []"],
+}
+
+
+def test_every_example_is_run_here():
+    assert sorted(SAYS) == sorted(path.name for path in EXAMPLES.glob("*.py"))
+
+
+@pytest.mark.parametrize("name", sorted(SAYS))
+def test_an_example_says_what_it_should(name):
+    ran = subprocess.run(
+        [sys.executable, "-W", "error::ResourceWarning", EXAMPLES / name],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    for words in SAYS[name]:
+        assert words in ran.stdout, ran.stdout

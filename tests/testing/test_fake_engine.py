@@ -1,0 +1,194 @@
+"""What a test can do with an engine without weights."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from trioserve import Deadlines, EngineFault, FinishReason, SamplingParams
+from trioserve.testing import FakeEngine, InjectedFault, assert_all_free, open_fake_engine
+
+
+async def text_of(engine: FakeEngine, prompt: str = "hello", **sampling: object) -> str:
+    async with engine.generate(prompt, SamplingParams(**sampling)) as stream:
+        return "".join([delta.text async for delta in stream])
+
+
+# --- what it says ---
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ({"answer": "yes, indéed"}, "yes, indéed"),
+        ({"answer": lambda prompt: prompt[::-1]}, "olleh"),
+        ({"next_token": lambda ids: 256 if len(ids) == 8 else ids[0] + len(ids)}, "mno"),
+    ],
+)
+async def test_it_says_what_it_is_told(options, expected):
+    async with open_fake_engine(**options) as engine:
+        assert await text_of(engine) == expected
+
+
+async def test_a_script_survives_preemption(autojump_clock):
+    async with (
+        open_fake_engine(answer=lambda prompt: prompt * 3, block_count=12, context_tokens_max=48) as engine,
+        trio.open_nursery() as nursery,
+    ):
+
+        async def ask(prompt: str) -> None:
+            assert await text_of(engine, prompt) == prompt * 3
+
+        for prompt in ("abcdefgh", "ijklmnop", "qrstuvwx"):
+            nursery.start_soon(ask, prompt)
+    assert engine.stats().preemptions_total > 0
+
+
+async def test_the_end_and_the_limit_hold_for_a_script():
+    async with open_fake_engine(answer="one two three") as engine:
+        assert await text_of(engine, max_tokens=3) == "one"
+        assert await text_of(engine, stop=["two"]) == "one "
+
+
+async def test_only_one_kind_of_script_is_taken():
+    with pytest.raises(AssertionError, match="give one of"):
+        async with open_fake_engine(answer="x", next_token=len):
+            pass
+
+
+# --- when it steps ---
+
+
+async def test_a_paused_engine_does_nothing_by_itself():
+    async with open_fake_engine(paused=True, answer="abc") as engine, engine.generate("hello") as stream:
+        await wait_all_tasks_blocked()
+        assert (engine.stats().steps_total, engine.stats().waiting_count) == (0, 1)
+        plan = await engine.step()
+        assert plan.token_count == 5
+        assert (await anext(stream)).text == "a"
+        assert engine.stats().steps_total == 1
+        await engine.step(2)
+        assert (await anext(stream)).text == "bc"  # merged: nobody fetched the first
+        engine.resume()
+        assert (await anext(stream)).finish_reason is FinishReason.STOP
+
+
+async def test_a_step_of_nothing_is_none():
+    async with open_fake_engine(paused=True) as engine:
+        assert await engine.step() is None
+        assert await engine.step(3) is None
+        with pytest.raises(AssertionError, match="no step begins"):
+            async with engine.held_step():
+                pass
+        engine.resume()
+        with pytest.raises(AssertionError, match="no step begins"):
+            async with engine.held_step():
+                pass
+        assert await text_of(engine, max_tokens=3) != ""  # nothing stays held
+
+
+async def test_step_is_refused_to_an_engine_that_steps_by_itself():
+    async with open_fake_engine() as engine:
+        with pytest.raises(AssertionError, match="steps by itself"):
+            await engine.step()
+
+
+async def test_step_brings_requests_of_tasks_that_were_just_started():
+    async with open_fake_engine(paused=True) as engine, trio.open_nursery() as nursery:
+        for prompt in ("one", "two", "three"):
+            nursery.start_soon(text_of, engine, prompt)
+        assert len((await engine.step()).chunks) == 3
+        nursery.cancel_scope.cancel()
+
+
+async def test_pausing_lets_the_step_in_flight_go_on(autojump_clock):
+    async with open_fake_engine(step_seconds=1, answer="abcdef") as engine, engine.generate("hello") as stream:
+        await wait_all_tasks_blocked()
+        engine.pause()
+        assert (await anext(stream)).text == "a"
+        await trio.sleep(10)
+        assert engine.stats().steps_total == 1
+        assert (await engine.step()).token_count == 1
+        assert trio.current_time() == 12.0
+
+
+@pytest.mark.parametrize("paused", [True, False])
+async def test_blocks_of_a_held_step_come_back_right_after_it(paused, autojump_clock):
+    async with open_fake_engine(paused=paused, step_seconds=0.1) as engine:
+        stream = engine.generate("hello")
+        await stream.__aenter__()
+        async with engine.held_step() as plan:
+            # An engine that is not paused has begun with the prompt; the next step is the one that is held.
+            assert [chunk.count for chunk in plan.chunks] == [5 if paused else 1]
+            used = engine.stats().blocks_used
+            assert used == 2
+            await stream.__aexit__(None, None, None)
+            assert engine.stats().blocks_used == used
+            with pytest.raises(AssertionError, match="not all is free: 2 KV blocks in use"):
+                assert_all_free(engine)
+        engine.assert_all_free()
+
+
+async def test_between_steps_blocks_come_back_at_once():
+    async with open_fake_engine(paused=True) as engine:
+        async with engine.generate("hello"):
+            await engine.step()
+            assert engine.stats().blocks_used == 2
+        engine.assert_all_free()
+
+
+async def test_leaving_a_held_step_by_an_error_lets_it_go_on():
+    async with open_fake_engine(paused=True, answer="a") as engine, engine.generate("hello") as stream:
+        with pytest.raises(ZeroDivisionError):
+            async with engine.held_step():
+                raise ZeroDivisionError
+        assert (await anext(stream)).text == "a"
+        with trio.move_on_after(0):
+            await engine.step()
+        assert engine.stats().steps_total == 1  # a step that was cancelled before it began is not owed
+        await wait_all_tasks_blocked()
+        assert engine.stats().steps_total == 1
+
+
+# --- what goes wrong ---
+
+
+async def test_a_broken_engine_tells_its_readers_and_its_opener():
+    with pytest.raises(EngineFault) as told:
+        async with open_fake_engine(paused=True) as engine, engine.generate("hello") as stream:
+            engine.break_next_step()
+            engine.resume()
+            with pytest.raises(EngineFault):
+                await anext(stream)
+            reader_was_told = True
+            await trio.sleep_forever()
+    assert reader_was_told
+    assert isinstance(told.value.__cause__, InjectedFault)
+
+
+async def test_a_failing_request_fails_alone():
+    async with (
+        open_fake_engine(paused=True, answer="ok") as engine,
+        engine.generate("hello", request_id="bad") as bad,
+        engine.generate("hello, too", request_id="good") as good,
+    ):
+        with pytest.raises(AssertionError, match=r"no request 'ugly' lives: \['bad', 'good'\]"):
+            engine.fail_request("ugly")
+        engine.fail_request("bad", "broken here")
+        engine.resume()
+        last = await anext(bad)
+        assert (last.finish_reason, last.message) == (FinishReason.ERROR, "broken here")
+        assert "".join([delta.text async for delta in good]) == "ok"
+
+
+async def test_deadlines_have_defaults_and_limits(autojump_clock):
+    options = {"deadlines": Deadlines(timeout=2), "deadlines_max": Deadlines(queue_timeout=1)}
+    async with open_fake_engine(paused=True, **options) as engine:
+        async with engine.generate("hello", deadlines=Deadlines(queue_timeout=60)) as stream:
+            last = await anext(stream)
+        assert (last.finish_reason, last.stop_reason, trio.current_time()) == (
+            FinishReason.DEADLINE,
+            "queue_timeout",
+            1.0,
+        )

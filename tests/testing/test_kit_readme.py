@@ -1,0 +1,82 @@
+"""The examples of the testing kit's README, run as they stand, the way a reader would."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+README = Path(__file__).parents[2] / "trioserve" / "testing" / "README.md"
+TEST_COUNT = 5
+
+
+def run_pytest(folder: Path, source: str, *arguments: str, trio: bool = True) -> subprocess.CompletedProcess[str]:
+    mode = "trio_mode = true\n" if trio else ""
+    (folder / "pytest.ini").write_text(f"[pytest]\n{mode}filterwarnings = error\n")
+    (folder / "test_it.py").write_text(source)
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", *arguments, "test_it.py"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_every_example_runs_as_it_stands(tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    ran = run_pytest(tmp_path, "\n\n".join(blocks))
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert f"{TEST_COUNT} passed" in ran.stdout
+
+
+def test_every_name_of_the_kit_can_be_had():
+    import trioserve.testing
+
+    for name in trioserve.testing.__all__:
+        assert getattr(trioserve.testing, name) is not None
+
+
+def test_a_test_that_leaves_something_behind_fails(tmp_path):
+    source = """
+kept = []
+
+
+async def test_it(fake_engine):
+    kept.append(fake_engine.generate("hello"))
+    await kept[-1].__aenter__()
+
+
+async def test_other(memory_server):
+    kept.append(memory_server.client().ask("/v1/completions", {"prompt": "hello", "stream": True}, withheld_bytes=1))
+    await kept[-1].__aenter__()
+"""
+    ran = run_pytest(tmp_path, source)
+    assert ran.returncode == 1
+    assert "2 failed" in ran.stdout, ran.stdout
+    assert "AssertionError: not all is free" in ran.stdout, ran.stdout
+    assert "AssertionError: 1 requests are still open in the front end" in ran.stdout, ran.stdout
+
+
+def test_a_fault_that_nobody_asked_for_fails_the_test(tmp_path):
+    source = """
+import pytest, trio, trioserve
+
+@pytest.mark.fake_engine(next_token=lambda token_ids: 1000)
+async def test_it(fake_engine):
+    with pytest.raises(trioserve.EngineFault):
+        async with fake_engine.generate("hello") as stream:
+            async for _ in stream:
+                pass
+"""
+    ran = run_pytest(tmp_path, source)
+    assert ran.returncode == 1, ran.stdout
+    assert "next_token gave 1000" in ran.stdout
+
+
+def test_without_pytest_trio_other_tests_run(tmp_path):
+    (tmp_path / "pytest_trio.py").write_text("raise ImportError('not here')\n")
+    ran = run_pytest(tmp_path, "def test_it():\n    pass\n", "-p", "no:trio", trio=False)
+    assert "1 passed" in ran.stdout, ran.stdout + ran.stderr

@@ -1,0 +1,174 @@
+"""The client of the testing kit: whole answers, streams, and every way to leave, over both versions of HTTP."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from trioserve.testing import ConnectionLost, MemoryTransport, open_memory_server
+
+BODY = {"prompt": "hello", "max_tokens": 6}
+STREAM = {**BODY, "stream": True}
+
+
+@pytest.fixture(params=[1, 2])
+def http(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
+async def test_whole_answers_one_after_another(http):
+    async with open_memory_server(answer="abc") as server:
+        client = server.client(http=http)
+        for _ in range(3):
+            answer = await client.post("/v1/completions", BODY, headers={"x-request-id": "mine"})
+            assert (answer.status, answer.headers["x-request-id"]) == (200, "mine")
+            assert (await answer.json())["choices"][0]["text"] == "abc"
+        assert (await client.get("/health")).status == 200
+        assert server.connection_count == 1
+        await server.assert_all_free()
+
+
+async def test_a_stream_is_a_sequence_of_events(http):
+    async with open_memory_server(answer="abc", paused=True) as server:
+        async with server.client(http=http).ask("/v1/completions", STREAM) as answer:
+            await server.engine.step()
+            assert await answer.head() == 200
+            assert (await anext(aiter(answer)))["choices"][0]["text"] == "a"
+            server.engine.resume()
+            assert "".join([event["choices"][0]["text"] async for event in answer]) == "bc"
+            assert answer.is_complete
+            assert answer.body.endswith(b"data: [DONE]\n\n")
+        await server.assert_all_free()
+
+
+async def test_leaving_the_answer_leaves_the_request(http):
+    async with open_memory_server(paused=True) as server:
+        client = server.client(http=http)
+        async with client.ask("/v1/completions", STREAM):
+            await server.engine.step()
+            assert server.engine.stats().blocks_used > 0
+        await server.assert_all_free()
+        assert server.connection_count == (0 if http == 1 else 1)  # a reset ends the stream alone
+
+
+async def test_leaving_by_cancellation_does_the_same(http):
+    async with open_memory_server(paused=True) as server:
+        client = server.client(http=http)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(client.post, "/v1/completions", BODY)
+            await server.engine.step()
+            assert server.engine.stats().blocks_used > 0
+            nursery.cancel_scope.cancel()
+        await server.assert_all_free()
+
+
+@pytest.mark.parametrize("way", ["close", "abort", "half_close"])
+async def test_every_way_to_leave_frees_the_blocks(http, way):
+    async with open_memory_server(paused=True) as server:
+        client = server.client(http=http)
+        async with client.ask("/v1/completions", STREAM) as answer:
+            await server.engine.step()
+            assert server.engine.stats().blocks_used > 0
+            if way == "half_close":
+                await client.half_close()
+            else:
+                getattr(client, way)()
+            await server.assert_all_free()
+            with pytest.raises(ConnectionLost):
+                await answer.read()
+
+
+async def test_a_body_can_stay_incomplete(http):
+    async with open_memory_server() as server:
+        client = server.client(http=http)
+        async with client.ask("/v1/completions", BODY, withheld_bytes=1) as answer:
+            await wait_all_tasks_blocked()
+            assert server.server.counters().exchanges_open == 1
+            assert answer.status is None
+        await server.assert_all_free()
+
+
+async def test_many_requests_share_an_http2_connection():
+    async with open_memory_server(answer=lambda prompt: prompt * 2) as server, trio.open_nursery() as nursery:
+        client = server.client(http=2)
+
+        async def ask(prompt: str) -> None:
+            answer = await client.post("/v1/completions", {"prompt": prompt, "max_tokens": 50})
+            assert (await answer.json())["choices"][0]["text"] == prompt * 2
+
+        for number in range(8):
+            nursery.start_soon(ask, f"p{number}")
+    assert server.engine.stats().running_count == 0
+
+
+async def test_http1_has_one_request_at_a_time():
+    async with open_memory_server(paused=True) as server:
+        client = server.client()
+        async with client.ask("/v1/completions", STREAM):
+            with pytest.raises(AssertionError, match="one request at a time"):
+                await client.get("/health")
+
+
+async def test_large_bodies_pass_in_both_directions(http):
+    async with open_memory_server(context_tokens_max=300_000, block_count=100_000) as server:
+        prompt = "x" * 200_000
+        answer = await server.client(http=http).post("/tokenize", {"prompt": prompt})
+        assert (await answer.json())["count"] == len(prompt)
+
+
+async def test_a_client_that_does_not_read_holds_the_server_back(http, autojump_clock):
+    """Bytes on their way are bounded as between sockets, so a slow reader is cancelled as one is there."""
+    async with open_memory_server(context_tokens_max=4_000, block_count=1_000, step_seconds=0.1) as server:
+        body = {"prompt": "hello", "max_tokens": 3_900, "ignore_eos": True, "stream": True}
+        async with server.client(http=http).ask("/v1/completions", body):
+            await trio.sleep(200)
+            assert server.engine.stats().steps_total < 2_000
+            assert server.engine.stats().running_count == 0
+        await server.assert_all_free()
+
+
+async def test_drain_tells_who_waits(http):
+    async with (
+        open_memory_server(running_requests_max=1, paused=True) as server,
+        server.client(http=http).ask("/v1/completions", STREAM) as first,
+    ):
+        await server.engine.step()
+        async with server.client(http=http).ask("/v1/completions", STREAM) as second:
+            await wait_all_tasks_blocked()
+            server.drain()
+            assert await second.head() == 503
+            assert await first.head() == 200
+            server.engine.resume()
+            assert b"[DONE]" in await first.read()
+
+
+async def test_httpx_leaves_when_it_is_cancelled():
+    import httpx
+
+    async with open_memory_server(paused=True) as server:
+        async with (
+            httpx.AsyncClient(transport=MemoryTransport(server.client), base_url="http://memory") as web,
+            trio.open_nursery() as nursery,
+        ):
+            nursery.start_soon(lambda: web.post("/v1/completions", json=BODY))
+            await server.engine.step()
+            assert server.engine.stats().blocks_used > 0
+            nursery.cancel_scope.cancel()
+        await server.assert_all_free()
+
+
+async def test_httpx_streams():
+    import httpx
+
+    async with (
+        open_memory_server(answer="abc") as server,
+        httpx.AsyncClient(transport=MemoryTransport(server.client), base_url="http://memory") as web,
+        web.stream("POST", "/v1/completions", json=STREAM) as answer,
+    ):
+        assert answer.status_code == 200
+        *events, last = [line.removeprefix("data: ") async for line in answer.aiter_lines() if line]
+        assert "".join(json.loads(event)["choices"][0]["text"] for event in events) == "abc"
+        assert last == "[DONE]"

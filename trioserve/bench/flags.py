@@ -1,0 +1,125 @@
+"""The flags of bench, whichever way it measures.
+
+Importing this file is cheap (no trio, no h2), so that a command line can show its help at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import msgspec
+
+from trioserve.bench.settings import BenchSettings
+from trioserve.bench.soak_settings import SoakSettings
+from trioserve.contracts.errors import StartupError
+
+__all__ = ["add_arguments", "settings_from"]
+
+_FLAGS = {
+    "url": "--url",
+    "allow_remote": "--allow-remote",
+    "model": "--model",
+    "endpoint": "--endpoint",
+    "http": "--http",
+    "connections": "--connections",
+    "concurrency": "--concurrency",
+    "requests": "--requests",
+    "rate_per_second": "--rate",
+    "prompt_tokens": "--prompt-tokens",
+    "long_prompt_tokens": "--long-prompt-tokens",
+    "prefix_tokens": "--prefix-tokens",
+    "output_tokens": "--output-tokens",
+    "prompt_mode": "--prompt-mode",
+    "vocab_size": "--vocab-size",
+    "abort_fraction": "--abort-fraction",
+    "abort_after_tokens": "--abort-after-tokens",
+    "temperature": "--temperature",
+    "ignore_eos": "--ignore-eos",
+    "seed": "--seed",
+    "warmup_requests": "--warmup",
+    "timeout_seconds": "--timeout",
+    "api_key": "--api-key",
+    "json_path": "--json",
+    "label": "--label",
+}
+"""The flag of each setting. Some belong to one kind of measurement alone."""
+
+
+def settings_from(arguments: argparse.Namespace) -> BenchSettings | SoakSettings:
+    """The settings from what a parser with add_arguments read; other attributes are not looked at. Raises StartupError,
+    also for a flag that this kind of measurement does not know."""
+    kind: type[BenchSettings] | type[SoakSettings] = SoakSettings if arguments.soak else BenchSettings
+    given = {field: value for field in _FLAGS if (value := getattr(arguments, field)) is not None}
+    for field in given:
+        if field not in kind.__struct_fields__:
+            raise StartupError(f"{_FLAGS[field]} {'does not go with' if arguments.soak else 'needs'} --soak")
+    return kind(**given)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares every flag of a measurement; settings_from reads them back. A flag that is not given is None, since its
+    default depends on the kind of measurement."""
+    plain = {field.name: field.default for field in msgspec.structs.fields(BenchSettings)}
+    soak = {field.name: field.default for field in msgspec.structs.fields(SoakSettings)}
+
+    def flag(field: str, help_text: str, **options: object) -> None:
+        default = plain.get(field, soak.get(field))
+        if soak.get(field, default) != default:
+            default = f"{default}, with --soak {soak[field]}"
+        keywords: dict[str, object] = {"dest": field, "default": None, **options}
+        keywords["help"] = help_text.replace("DEFAULT", str(default))
+        parser.add_argument(_FLAGS[field], **keywords)  # type: ignore[arg-type]  # argparse types each on its own
+
+    parser.add_argument(
+        "--soak",
+        action="store_true",
+        help="judge a trioserve server while half of its clients leave: what is left behind, and what the others feel "
+        "(default: off)",
+    )
+    flag("url", "server to measure, with or without /v1 (default DEFAULT)")
+    flag("allow_remote", "permit a server that is not on this machine (off)", action="store_true")
+    flag("model", "model name to ask for (default: the first of /v1/models)")
+    flag("endpoint", "API to use (default DEFAULT)", choices=["completions", "chat"])
+    flag(
+        "http",
+        "HTTP version; 2 is prior knowledge on http:// (default DEFAULT)",
+        type=int,
+        choices=[1, 2],
+    )
+    flag("connections", "HTTP/2 connections that share the requests (default DEFAULT)", type=int)
+    flag("concurrency", "requests in flight, unless --rate is given (default DEFAULT)", type=int)
+    flag("requests", "requests to measure (default DEFAULT)", type=int)
+    flag("rate_per_second", "requests/s, random arrivals (default: closed loop)", type=float)
+    flag(
+        "prompt_tokens",
+        "tokens of each prompt, prefix included; with --soak, of a short one at most (default DEFAULT)",
+        type=int,
+    )
+    flag("long_prompt_tokens", "with --soak, tokens of the few long prompts, at most (default DEFAULT)", type=int)
+    flag("prefix_tokens", "tokens at the start that all prompts share (default DEFAULT)", type=int)
+    flag("output_tokens", "tokens of each answer; with --soak, at most (default DEFAULT)", type=int)
+    flag(
+        "prompt_mode",
+        "prompts as token ids (exact lengths) or words (one word is about one token); auto: ids where the server "
+        "takes them (default DEFAULT)",
+        choices=["auto", "ids", "text"],
+    )
+    flag("vocab_size", "token ids are drawn below this number (default DEFAULT)", type=int)
+    flag(
+        "abort_fraction",
+        "share of clients that leave early, 0 to 1 (default DEFAULT)",
+        type=float,
+    )
+    flag("abort_after_tokens", "tokens after which they leave (default DEFAULT)", type=int)
+    flag("temperature", "sampling temperature, 0 is greedy (default DEFAULT)", type=float)
+    flag(
+        "ignore_eos",
+        "go on past the model's end token, so that lengths hold (default on)",
+        action=argparse.BooleanOptionalAction,
+    )
+    flag("seed", "seed of prompts, arrivals and who leaves (default DEFAULT)", type=int)
+    flag("warmup_requests", "requests before the measured ones, same prefix (default DEFAULT)", type=int)
+    flag("timeout_seconds", "seconds after which a request has failed (default DEFAULT)", type=float)
+    flag("api_key", "sent as a bearer token (default none)")
+    flag("json_path", "write settings and figures to this file, - is standard output (default none)")
+    flag("label", "a name for this measurement in its report (default none)")

@@ -1,0 +1,26 @@
+"""What an answer takes from outside of the program: the time of day, and ids that nobody gave. A simulation hands in
+its own, so that every byte of an answer follows from a seed."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import time
+from collections.abc import Callable
+
+__all__ = ["Surroundings"]
+
+
+def _new_request_id() -> str:
+    return secrets.token_hex(16)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Surroundings:
+    """wall_clock: seconds since 1970. new_request_id: one that nobody has and nobody can guess."""
+
+    wall_clock: Callable[[], float] = time.time
+    new_request_id: Callable[[], str] = _new_request_id
+
+    def unix_seconds(self) -> int:
+        return int(self.wall_clock())

@@ -1,0 +1,59 @@
+"""Lets a program that speaks through httpx, such as the official openai client, ask a server in memory."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+
+import httpx
+
+from trioserve.testing.memory_client import ConnectionLost, MemoryAnswer, MemoryClient
+
+__all__ = ["MemoryTransport"]
+
+OF_THE_CONNECTION = ("host", "connection", "content-length", "transfer-encoding")  # MemoryClient writes its own
+
+
+class MemoryTransport(httpx.AsyncBaseTransport):
+    """httpx.AsyncClient(transport=MemoryTransport(server.client), base_url="http://memory").
+
+    Each request has an HTTP/1.1 connection of its own; closing its response before the end closes that. Timeouts of
+    httpx are not looked at: take a cancel scope.
+    """
+
+    def __init__(self, new_client: Callable[[], MemoryClient]) -> None:
+        self._new_client = new_client
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        body = await request.aread()
+        headers = {name: value for name, value in request.headers.items() if name not in OF_THE_CONNECTION}
+        client = self._new_client()
+        async with AsyncExitStack() as stack:
+            stack.callback(client.close)
+            try:
+                answer = await stack.enter_async_context(
+                    client.ask(request.url.raw_path.decode(), body or None, method=request.method, headers=headers)
+                )
+                await answer.head()
+            except ConnectionLost as error:
+                raise httpx.RemoteProtocolError(str(error), request=request) from error
+            return httpx.Response(
+                answer.status or 0, headers=answer.headers, stream=_Body(answer, stack.pop_all()), request=request
+            )
+        raise AssertionError("an exit stack hides no exception")
+
+
+class _Body(httpx.AsyncByteStream):
+    def __init__(self, answer: MemoryAnswer, stack: AsyncExitStack) -> None:
+        self._answer = answer
+        self._stack = stack
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        try:
+            async for piece in self._answer.pieces():
+                yield piece
+        except ConnectionLost as error:
+            raise httpx.RemoteProtocolError(str(error)) from error
+
+    async def aclose(self) -> None:
+        await self._stack.aclose()

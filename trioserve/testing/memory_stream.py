@@ -1,0 +1,139 @@
+"""Two ends of a connection in memory that behave like sockets: what is on its way is bounded, and either may vanish."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import trio
+
+__all__ = ["MemoryEnd", "memory_connection"]
+
+BUFFER_BYTES = 65_536  # on its way in one direction; less than a socket's, so that tests see back pressure early
+RECEIVE_BYTES = 65_536
+
+
+def memory_connection(*, buffer_bytes: int = BUFFER_BYTES) -> tuple[MemoryEnd, MemoryEnd]:
+    """The client's end and the server's. buffer_bytes: a sender waits once so many are not yet read."""
+    there, back = _Pipe(buffer_bytes), _Pipe(buffer_bytes)
+    return MemoryEnd(outgoing=there, incoming=back), MemoryEnd(outgoing=back, incoming=there)
+
+
+class _Pipe:
+    """One direction."""
+
+    def __init__(self, buffer_bytes: int) -> None:
+        self.data = bytearray()
+        self.buffer_bytes = buffer_bytes
+        self.ended = False  # nothing more will be put in
+        self.broken = False  # nobody will take anything out, or what is in it is lost
+        self.changed = trio.lowlevel.ParkingLot()
+
+    def put(self, data: bytes | bytearray | memoryview) -> None:
+        self.data += data
+        self.changed.unpark_all()
+
+    def end(self) -> None:
+        self.ended = True
+        self.changed.unpark_all()
+
+    def break_(self) -> None:
+        self.broken = True
+        self.data.clear()
+        self.changed.unpark_all()
+
+
+class MemoryEnd(trio.abc.HalfCloseableStream):
+    """One end. One task may send and one receive at a time. Closing and aborting need no waiting."""
+
+    def __init__(self, *, outgoing: _Pipe, incoming: _Pipe) -> None:
+        self._outgoing = outgoing
+        self._incoming = incoming
+        self._is_closed = False
+        self._is_sending = False
+        self._is_receiving = False
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        with self._one_sender():
+            self.send_nowait(data)
+            await self._room()
+
+    def send_nowait(self, data: bytes | bytearray | memoryview) -> None:
+        """Send, however much is on its way. Raises as send_all does."""
+        self._check_open()
+        if self._outgoing.ended:
+            raise trio.ClosedResourceError("nothing can be sent after send_eof")
+        if self._outgoing.broken:
+            raise trio.BrokenResourceError("the other end is gone")
+        self._outgoing.put(data)
+
+    async def wait_send_all_might_not_block(self) -> None:
+        with self._one_sender():
+            await self._room()
+
+    async def _room(self) -> None:
+        await trio.lowlevel.checkpoint()
+        outgoing = self._outgoing
+        while len(outgoing.data) > outgoing.buffer_bytes and not (outgoing.broken or self._is_closed):
+            await outgoing.changed.park()
+        self._check_open()
+        if outgoing.broken:
+            raise trio.BrokenResourceError("the other end is gone")
+
+    async def send_eof(self) -> None:
+        with self._one_sender():
+            await trio.lowlevel.checkpoint()
+            self._check_open()
+            self._outgoing.end()
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes:
+        if max_bytes is not None and operator.index(max_bytes) < 1:
+            raise ValueError(f"max_bytes is {max_bytes}, allowed is 1 or more")
+        if self._is_receiving:
+            raise trio.BusyResourceError("another task is receiving from this end")
+        self._is_receiving = True
+        try:
+            await trio.lowlevel.checkpoint()
+            incoming = self._incoming
+            while not (incoming.data or incoming.ended or incoming.broken or self._is_closed):
+                await incoming.changed.park()
+        finally:
+            self._is_receiving = False
+        self._check_open()
+        if incoming.broken:
+            raise trio.BrokenResourceError("the other end is gone")
+        received = bytes(incoming.data[: max_bytes or RECEIVE_BYTES])
+        del incoming.data[: len(received)]
+        incoming.changed.unpark_all()
+        return received
+
+    def close(self) -> None:
+        """As closing a socket: the other end reads what is on its way and then the end, and cannot send any more."""
+        self._is_closed = True
+        self._outgoing.end()
+        self._incoming.break_()
+
+    def abort(self) -> None:
+        """As a reset of the connection: what is on its way is lost, and the other end fails at once."""
+        self._is_closed = True
+        self._outgoing.break_()
+        self._incoming.break_()
+
+    async def aclose(self) -> None:
+        self.close()
+        await trio.lowlevel.checkpoint()
+
+    @contextmanager
+    def _one_sender(self) -> Iterator[None]:
+        if self._is_sending:
+            raise trio.BusyResourceError("another task is sending through this end")
+        self._is_sending = True
+        try:
+            yield
+        finally:
+            self._is_sending = False
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise trio.ClosedResourceError("this end was closed")

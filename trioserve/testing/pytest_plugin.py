@@ -1,0 +1,100 @@
+"""Fixtures for tests under pytest-trio: an engine and a server without weights, to be left as they were found.
+
+pytest loads this by itself once trioserve is installed. It imports nothing of trioserve until a fixture is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import pytest
+
+if TYPE_CHECKING:
+    from trioserve.testing.fake_engine import FakeEngine
+    from trioserve.testing.memory_server import MemoryServer
+
+    def trio_fixture(function: Callable[..., Any]) -> Callable[..., Any]: ...
+
+else:
+    try:
+        from pytest_trio import trio_fixture
+    except ImportError:  # then there are no tests that could ask for these fixtures
+
+        def trio_fixture(function):
+            return function
+
+
+T = TypeVar("T")
+
+__all__ = ["fake_engine", "fake_engine_options", "memory_server"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        "fake_engine(**options): options of trioserve.testing.open_fake_engine, for this test's fixtures fake_engine "
+        "and memory_server (the latter takes those of open_memory_server, too)",
+    )
+
+
+@pytest.fixture
+def fake_engine_options() -> dict[str, Any]:
+    """Override it in a module or a conftest.py to give options to all of its tests; those of a marker come on top."""
+    return {}
+
+
+@trio_fixture
+async def fake_engine(request: pytest.FixtureRequest, fake_engine_options: dict[str, Any]) -> AsyncIterator[FakeEngine]:
+    """An engine without weights. After the test, no KV block and no place may be taken."""
+    import trio.testing
+
+    from trioserve.testing.fake_engine import open_fake_engine
+
+    async with _kept(open_fake_engine(**_options(request, fake_engine_options))) as engine:
+        yield engine
+        if engine.fault is None:
+            await trio.testing.wait_all_tasks_blocked()
+            engine.assert_all_free()
+
+
+@trio_fixture
+async def memory_server(
+    request: pytest.FixtureRequest, fake_engine_options: dict[str, Any]
+) -> AsyncIterator[MemoryServer]:
+    """The same engine behind its front end, with clients in memory. After the test, no request may be left."""
+    from trioserve.testing.memory_server import open_memory_server
+
+    async with _kept(open_memory_server(**_options(request, fake_engine_options))) as server:
+        yield server
+        if server.engine.fault is None:
+            await server.assert_all_free()
+
+
+@asynccontextmanager
+async def _kept(opened: AbstractAsyncContextManager[T]) -> AsyncIterator[T]:
+    """Keep it open in a task of its own, so that an engine that a test breaks does not cancel the test. Any other fault
+    of the engine fails the test."""
+    import trio
+
+    from trioserve.contracts.errors import EngineFault
+    from trioserve.testing.fake_engine import InjectedFault
+
+    async def keep(task_status: trio.TaskStatus[T]) -> None:
+        try:
+            async with opened as kept:
+                task_status.started(kept)
+                await trio.sleep_forever()
+        except EngineFault as fault:
+            if not isinstance(fault.__cause__, InjectedFault):
+                raise
+
+    async with trio.open_nursery() as nursery:
+        yield await nursery.start(keep)
+        nursery.cancel_scope.cancel()
+
+
+def _options(request: pytest.FixtureRequest, options: dict[str, Any]) -> dict[str, Any]:
+    marker = request.node.get_closest_marker("fake_engine")
+    return {**options, **(marker.kwargs if marker else {})}
