@@ -15,11 +15,11 @@ import h2.exceptions
 import h2.settings
 import h11
 
+from trioserve.bench.http2 import FrameSplitter
+
 __all__ = ["Answer", "ClientProtocol", "Http1Client", "Http2Client"]
 
 AUTHORITY = "simulated"
-FRAME_HEAD_BYTES = 9
-GOAWAY = 7
 
 Fields = list[tuple[str, str]]
 
@@ -148,7 +148,7 @@ class Http2Client:
         self._answers: dict[int, Answer] = {}
         self._ids: dict[Answer, int] = {}
         self._withheld: dict[int, int] = {}  # bytes that came and are not credited, by stream
-        self._frames = _Frames()
+        self._frames = FrameSplitter()
 
     def begin(self, answer: Answer, method: str, path: str, fields: Fields, *, has_body: bool) -> None:
         stream_id = self._http.get_next_available_stream_id()
@@ -170,7 +170,7 @@ class Http2Client:
                     answer.lost = "the connection ended"
             return
         try:
-            events = self._http.receive_data(self._frames.without_goaway(data))
+            events = self._http.receive_data(self._frames.feed(data))
         except h2.exceptions.ProtocolError as error:
             raise AssertionError(f"the server broke HTTP/2: {error}") from error
         for event in events:
@@ -209,23 +209,3 @@ class Http2Client:
     def _credit(self, stream_id: int, byte_count: int) -> None:
         with contextlib.suppress(h2.exceptions.ProtocolError):  # the stream is over
             self._http.acknowledge_received_data(byte_count, stream_id)
-
-
-class _Frames:
-    """Whole frames out of pieces, GOAWAY left out: h2 takes it for the end, although streams go on (RFC 9113, 6.8)."""
-
-    def __init__(self) -> None:
-        self._held = b""
-
-    def without_goaway(self, piece: bytes) -> bytes:
-        held = self._held + piece
-        kept = []
-        while len(held) >= FRAME_HEAD_BYTES:
-            end = FRAME_HEAD_BYTES + int.from_bytes(held[:3], "big")
-            if len(held) < end:
-                break
-            if held[3] != GOAWAY:
-                kept.append(held[:end])
-            held = held[end:]
-        self._held = held
-        return b"".join(kept)
