@@ -96,13 +96,20 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Nam
     _add_sampling(chat)
     add_arguments(chat, without=SERVER_OPTIONS)
 
-    bench = subparsers.add_parser("bench", help="measure a server from outside, or with --core the engine core's cost")
+    bench = subparsers.add_parser(
+        "bench", help="measure a server from outside, or parts of this program without a model"
+    )
     from trioserve.bench.flags import add_arguments as add_bench_arguments
 
     bench.add_argument(
         "--core",
         action="store_true",
         help="measure scheduling in this process instead, without a model (default: off)",
+    )
+    bench.add_argument(
+        "--frontend",
+        action="store_true",
+        help="measure what the front end costs an event and a small request instead, without a model (default: off)",
     )
     add_bench_arguments(bench)
 
@@ -165,6 +172,10 @@ def _bench(arguments: argparse.Namespace) -> int:
         from trioserve.testing.core_cost import run_core_cost
 
         return run_core_cost()
+    if arguments.frontend:
+        from trioserve.testing.frontend_cost import run_frontend_cost
+
+        return run_frontend_cost()
     from trioserve.bench.flags import settings_from
     from trioserve.bench.soak_settings import SoakSettings
 

@@ -8,6 +8,8 @@ import struct
 
 import trio
 
+from trioserve.frontend.tcp_stream import TcpStream
+
 __all__ = ["break_off", "close_after", "close_now"]
 
 LINGER_BYTES_MAX = 1024 * 1024  # of what the client still sends; more than that is not on its way, it is an upload
@@ -58,7 +60,7 @@ async def break_off(stream: trio.abc.Stream) -> None:
     transport: object = stream
     while isinstance(transport, trio.SSLStream):
         transport = transport.transport_stream
-    if isinstance(transport, trio.SocketStream):
+    if isinstance(transport, (trio.SocketStream, TcpStream)):
         with contextlib.suppress(OSError):  # the connection may be gone already
             transport.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     await trio.aclose_forcefully(stream)

@@ -1,4 +1,4 @@
-"""What every connection of one server shares. Values only."""
+"""What every connection of one server shares."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 from trioserve.frontend.body_budget import BodyBudget
 from trioserve.frontend.counters import Tally
 from trioserve.frontend.exchange import Handler
+from trioserve.frontend.flusher import Flusher
 from trioserve.frontend.limits import FrontendLimits
 from trioserve.frontend.surroundings import Surroundings
 
@@ -20,3 +21,4 @@ class ConnectionSetup:
     tally: Tally
     body_budget: BodyBudget
     surroundings: Surroundings
+    flusher: Flusher

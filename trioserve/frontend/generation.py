@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -108,17 +109,35 @@ async def read_streams(streams: Sequence[RequestStream], take: Take, *, keep_ali
 async def _read(index: int, stream: RequestStream, take: Take, keep_alive: KeepAlive | None) -> None:
     deltas = aiter(stream)
     while True:
-        try:
-            delta = await _patiently(deltas.__anext__, keep_alive)
-        except StopAsyncIteration:
-            return
-        end = foreign_end(delta)
-        if end is None:
-            await take(index, delta)
-        else:
-            if delta.text:
-                await take(index, msgspec.structs.replace(delta, finish_reason=None))
-            raise end
+        # One scope for many deltas: one for each would cost as much as the delta. Its deadline is set while it waits.
+        delta = None
+        with trio.CancelScope() as patience:
+            try:
+                while True:
+                    if keep_alive is not None:
+                        patience.deadline = trio.current_time() + KEEP_ALIVE_SECONDS
+                    delta = await deltas.__anext__()
+                    patience.deadline = math.inf
+                    if patience.cancel_called:
+                        break  # by the same moment that brought the delta
+                    await _take(index, delta, take)
+                    delta = None
+            except StopAsyncIteration:
+                return
+        if delta is not None:
+            await _take(index, delta, take)
+        elif keep_alive is not None:
+            await keep_alive()
+
+
+async def _take(index: int, delta: Delta, take: Take) -> None:
+    end = foreign_end(delta)
+    if end is None:
+        await take(index, delta)
+        return
+    if delta.text:
+        await take(index, msgspec.structs.replace(delta, finish_reason=None))
+    raise end
 
 
 async def _read_merged(streams: Sequence[RequestStream], take: Take, keep_alive: KeepAlive | None) -> None:

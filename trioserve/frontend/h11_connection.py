@@ -23,6 +23,7 @@ from trioserve.frontend.handler_call import call_handler
 from trioserve.frontend.headers import Headers
 from trioserve.frontend.message_head import REASONS, RequestHead, encode_fields, split_target
 from trioserve.frontend.refusals import JSON_FIELDS, refusal_body
+from trioserve.frontend.tcp_stream import TcpStream
 
 __all__ = ["H11Connection"]
 
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 READ_BYTES = 65536
 WRITE_BYTES = 65536  # what has to leave within one stall limit
+TURN_BYTES = 4096  # so much at most goes out without a turn for the others
 
 
 class H11Connection:
@@ -50,6 +52,7 @@ class H11Connection:
         self._whole = trio.CancelScope()  # reader and conversation
         self._exchange: H11Exchange | None = None
         self._answered_at = trio.current_time()  # the last request
+        self._tcp = transport if isinstance(transport, TcpStream) else None
         self._writing_bytes = 0
         self._request_ended = False
         self._request_broken = False
@@ -134,6 +137,13 @@ class H11Connection:
             return
         self._write_broken = True  # unless it comes to its end
         try:
+            if self._tcp is not None and len(data) <= TURN_BYTES:
+                data = data[self._tcp.try_send(data) :]
+                if not data:
+                    # A turn for the others after each small event would cost as much as the event.
+                    self._write_broken = False
+                    await trio.lowlevel.checkpoint_if_cancelled()
+                    return
             for start in range(0, len(data), WRITE_BYTES):
                 self._writing_bytes = len(data) - start
                 with trio.move_on_after(self._limits.stall_seconds_max) as patience:

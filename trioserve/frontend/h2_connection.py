@@ -30,6 +30,7 @@ from trioserve.frontend.handler_call import call_handler
 from trioserve.frontend.message_head import printable
 from trioserve.frontend.rate_bucket import RateBucket
 from trioserve.frontend.refusals import JSON_FIELDS, refusal_body
+from trioserve.frontend.tcp_stream import TcpStream
 
 __all__ = ["H2Connection"]
 
@@ -59,7 +60,12 @@ class H2Connection:
         self._gate = FrameGate(limits, now=now)
         self._resets = RateBucket(per_second=limits.resets_per_second_max, burst=limits.resets_burst_max, now=now)
         self._streams: dict[int, H2Stream] = {}
-        self._outbox = H2Outbox(self._protocol, self._gate)
+        self._outbox = H2Outbox(self._protocol, self._gate, self._more_to_write)
+        self._tcp = transport if isinstance(transport, TcpStream) else None  # which the flusher can write to
+        self._is_flushing = False  # the flusher knows
+        self._is_writing = False  # the writer does, and can wait
+        self._wake = trio.Event()  # of the writer
+        self._unwritten = b""  # taken from the outbox, and not by the kernel
         self._patience = trio.CancelScope()  # of the reader; its deadline ends a connection without streams
         self._whole = trio.CancelScope()  # reader, writer and streams
         self._uncredited_bytes = 0
@@ -117,7 +123,7 @@ class H2Connection:
         if not stream.gone:
             self._protocol.send_headers(stream.id, fields, end_stream=end_stream)
             stream.end_sent = end_stream
-            self._outbox.wake.set()
+            self._more_to_write()
 
     def queue(self, stream: H2Stream) -> None:
         self._outbox.queue(stream)
@@ -125,7 +131,7 @@ class H2Connection:
     def credit(self, stream: H2Stream, byte_count: int) -> None:
         if not stream.request_ended:
             self._protocol.increment_flow_control_window(byte_count, stream.id)
-            self._outbox.wake.set()
+            self._more_to_write()
 
     def give_up(self, stream: H2Stream) -> None:
         if not stream.gone:
@@ -297,31 +303,64 @@ class H2Connection:
         if not self._streams:
             self._ended_at = trio.current_time()
             self._set_patience()
-            self._outbox.wake.set()  # the writer ends a connection that takes no more streams
+            self._more_to_write()  # the writer ends a connection that takes no more streams
 
     def _reset(self, stream: H2Stream, code: ErrorCodes) -> None:
         if not stream.gone:
             # h2 refuses after a protocol error, when the GOAWAY speaks for all streams.
             with contextlib.suppress(h2.exceptions.ProtocolError):
                 self._protocol.reset_stream(stream.id, code)
-            self._outbox.wake.set()
+            self._more_to_write()
             stream.leave()
 
     # --- writing ---
 
+    def _more_to_write(self) -> None:
+        if self._tcp is None or self._is_writing or self._unwritten:
+            self._wake.set()
+        elif not self._is_flushing:
+            self._is_flushing = True
+            self._setup.flusher.add(self)
+
+    def flush(self) -> None:
+        """Called by the flusher: write what the kernel takes at once, and leave the rest to the writer."""
+        self._is_flushing = False
+        if self._is_writing or self._unwritten:
+            self._wake.set()
+            return
+        if self._outbox.frame_ready_streams(WRITE_BYTES):
+            self._wake.set()  # more than goes into one write: the others have their turn in between
+        assert self._tcp is not None
+        data = self._outbox.take()
+        if data:
+            try:
+                self._unwritten = data[self._tcp.try_send(data) :]
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                self._client_left()
+        if self._unwritten:
+            self._write_broken = True
+            self._wake.set()
+        elif self._is_over:
+            self._whole.cancel()
+
+    @property
+    def _is_over(self) -> bool:
+        return not self._streams and (self._last_stream_id is not None or self._gate.goaway_received)
+
     async def _write(self) -> None:
-        outbox = self._outbox
         with trio.CancelScope() as patience:  # one for all writes: a scope for each would cost as much as its event
             while True:
-                await outbox.wake.wait()
-                outbox.wake = trio.Event()
-                if outbox.frame_ready_streams(WRITE_BYTES):
-                    outbox.wake.set()
-                data = outbox.take()
+                await self._wake.wait()
+                self._wake = trio.Event()
+                self._is_writing = True
+                if self._outbox.frame_ready_streams(WRITE_BYTES):
+                    self._wake.set()
+                data = self._unwritten + self._outbox.take()
+                self._unwritten = b""
                 if data:
                     await self._send(data, patience)
-                no_more_streams = self._last_stream_id is not None or self._gate.goaway_received
-                if no_more_streams and not self._streams and not outbox.wake.is_set():
+                self._is_writing = False
+                if self._is_over and not self._wake.is_set():
                     self._whole.cancel()
         if patience.cancelled_caught:
             self._tally.exchanges_stalled_total += len(self._streams)

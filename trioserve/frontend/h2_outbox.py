@@ -4,8 +4,7 @@ stream in turn, as far as the windows go. Never waits and does no I/O; the conne
 from __future__ import annotations
 
 from collections import deque
-
-import trio
+from collections.abc import Callable
 
 from trioserve.frontend.h2_frames import FrameGate
 from trioserve.frontend.h2_protocol import H2Protocol
@@ -15,10 +14,10 @@ __all__ = ["H2Outbox"]
 
 
 class H2Outbox:
-    """`wake` is set whenever there may be something to write; the writer puts a new event in its place."""
+    """on_more: called whenever there may be something to write."""
 
-    def __init__(self, protocol: H2Protocol, gate: FrameGate) -> None:
-        self.wake = trio.Event()
+    def __init__(self, protocol: H2Protocol, gate: FrameGate, on_more: Callable[[], None]) -> None:
+        self._on_more = on_more
         self._protocol = protocol
         self._gate = gate
         self._framed = bytearray()
@@ -32,13 +31,13 @@ class H2Outbox:
         """The stream, which is not queued, has data or its end to send."""
         stream.queued = True
         self._ready.append(stream)
-        self.wake.set()
+        self._on_more()
 
     def collect(self, extra: bytes = b"") -> None:
         """Take what h2 wants to be sent, and then `extra`."""
         self._framed += self._protocol.data_to_send()
         self._framed += extra
-        self.wake.set()
+        self._on_more()
 
     def take(self) -> bytes:
         """Everything that is framed, for one write."""

@@ -17,11 +17,13 @@ from trioserve.frontend.closing import close_now
 from trioserve.frontend.connection_setup import ConnectionSetup
 from trioserve.frontend.counters import ConnectionRefusal, FrontendCounters, Tally
 from trioserve.frontend.exchange import Handler
+from trioserve.frontend.flusher import Flusher
 from trioserve.frontend.h2_connection import H2Connection
 from trioserve.frontend.h2_frames import PREFACE
 from trioserve.frontend.h11_connection import H11Connection
 from trioserve.frontend.limits import FrontendLimits
 from trioserve.frontend.surroundings import Surroundings
+from trioserve.frontend.tcp_stream import TcpStream
 
 __all__ = ["FrontendServer"]
 
@@ -61,6 +63,7 @@ class FrontendServer:
             tally=Tally(),
             body_budget=BodyBudget(self._limits),
             surroundings=surroundings or Surroundings(),
+            flusher=Flusher(),
         )
         self._connections: set[H2Connection | H11Connection] = set()
         self._unidentified: dict[trio.CancelScope, float] = {}  # since when
@@ -94,17 +97,20 @@ class FrontendServer:
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
         """Serve connections until drained; closes the listeners when it stops accepting. To be called once."""
-        async with trio.open_nursery() as connections:
-            try:
-                with self._accepting:
-                    async with trio.open_nursery() as accept_loops:
-                        for listener in listeners:
-                            accept_loops.start_soon(self._accept, listener, connections)
-                        task_status.started()
-            finally:
-                # At once: a client that comes now is to be refused, not to wait in a backlog that nobody empties.
-                for listener in listeners:
-                    listener.socket.close()
+        async with trio.open_nursery() as helpers:
+            helpers.start_soon(self._setup.flusher.run)
+            async with trio.open_nursery() as connections:
+                try:
+                    with self._accepting:
+                        async with trio.open_nursery() as accept_loops:
+                            for listener in listeners:
+                                accept_loops.start_soon(self._accept, listener, connections)
+                            task_status.started()
+                finally:
+                    # At once: a client that comes now is to be refused, not to wait in a backlog that nobody empties.
+                    for listener in listeners:
+                        listener.socket.close()
+            helpers.cancel_scope.cancel()
 
     async def serve_connection(self, stream: trio.abc.Stream, *, peer: str = "unknown") -> None:
         """Serve one client's stream, in memory or from a listener of one's own; closes it. TLS comes first if set up.
@@ -187,6 +193,7 @@ class FrontendServer:
             end()
 
     async def _serve_accepted(self, stream: trio.SocketStream, seat: object) -> None:
+        peer = _peer_name(stream)
         try:
             with contextlib.suppress(OSError):  # the client may be gone already; its stream will tell
                 stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -194,7 +201,8 @@ class FrontendServer:
                 for name, value in (*KEEPALIVE_OPTIONS, ("TCP_USER_TIMEOUT", unacknowledged_ms_max)):
                     if hasattr(socket, name):
                         stream.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-            await self.serve_connection(stream, peer=_peer_name(stream))
+            served = TcpStream(stream) if isinstance(stream, trio.SocketStream) else stream
+            await self.serve_connection(served, peer=peer)
         finally:
             self._seats.release_on_behalf_of(seat)
 
