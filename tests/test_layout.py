@@ -62,7 +62,12 @@ ROOMS = {
         only_in={"hypercorn": words("asgi.py hypercorn_server.py")},
         without=words("asyncio"),
     ),
-    "bench": Room(rooms=words("contracts"), packages=words("trio h2 h11 hpack"), without=words("asyncio")),
+    "bench": Room(
+        rooms=words("contracts"),
+        packages=words("trio h2 h11 hpack numpy"),
+        only_in={"numpy": words("bandwidth.py")},
+        without=words("asyncio"),
+    ),
     "testing": Room(
         rooms=words("contracts core router text metrics model connectors runtime frontend bench"),
         packages=words("trio h2 h11 torch tokenizers httpx pytest pytest_trio"),

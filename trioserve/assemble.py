@@ -101,6 +101,9 @@ async def open_configured_engine(
                     )
                 )
                 served_names = config.served_model_name or (default_served_name(config.model),)
+                metrics = Metrics(served_names[0])
+                metrics.step_weight_bytes.set(runner.step_weight_bytes)
+                metrics.token_kv_bytes.set(runner.kv_cache_bytes / (runner.block_count * runner.block_size))
                 engine = Engine(
                     model=ModelDescription(
                         served_names=served_names,
@@ -114,7 +117,7 @@ async def open_configured_engine(
                     steps=ThreadedExecutor(runner, compute),
                     tokenizer=tokenizer,
                     text_thread=text,
-                    metrics=Metrics(served_names[0]),
+                    metrics=metrics,
                     settings=runtime_settings(config),
                     default_sampling=_default_sampling(checkpoint),
                 )

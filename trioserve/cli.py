@@ -178,8 +178,13 @@ def _bench(arguments: argparse.Namespace) -> int:
         return run_frontend_cost()
     from trioserve.bench.flags import settings_from
     from trioserve.bench.soak_settings import SoakSettings
+    from trioserve.bench.suite_settings import SuiteSettings
 
     settings = settings_from(arguments)
+    if isinstance(settings, SuiteSettings):
+        from trioserve.bench.suite import main as run_suite
+
+        return run_suite(settings)
     if isinstance(settings, SoakSettings):
         from trioserve.bench.soak_run import main as run_soak
 

@@ -11,10 +11,11 @@ import pytest
 from trioserve.bench.flags import add_arguments, settings_from
 from trioserve.bench.settings import BenchSettings, Target
 from trioserve.bench.soak_settings import SoakSettings
+from trioserve.bench.suite_settings import SuiteSettings
 from trioserve.contracts.errors import StartupError
 
 
-def parse(flags: str) -> BenchSettings | SoakSettings:
+def parse(flags: str) -> BenchSettings | SoakSettings | SuiteSettings:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     return settings_from(parser.parse_args(flags.split(" ") if flags else []))
@@ -96,8 +97,8 @@ def test_every_help_text_can_be_printed_and_names_a_default(capsys):
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     flags = [action for action in parser._actions if action.dest != "help"]
-    kinds = (BenchSettings, SoakSettings)
-    assert {action.dest for action in flags} == {"soak", *(name for kind in kinds for name in kind.__struct_fields__)}
+    fields = {name for kind in (BenchSettings, SoakSettings, SuiteSettings) for name in kind.__struct_fields__}
+    assert {action.dest for action in flags} == {"soak", "suite", *fields}
     for action in flags:
         assert "default" in action.help or "(off)" in action.help, action.dest
     parser.print_help()
@@ -127,9 +128,9 @@ def test_every_help_text_can_be_printed_and_names_a_default(capsys):
         ("--json /nowhere/at/all.json", "--json /nowhere/at/all.json cannot be written"),
         ("--json /", "cannot be written"),
         ("--api-key key\n", "--api-key has characters"),
-        ("--soak --rate 2", "--rate does not go with --soak"),
-        ("--soak --no-ignore-eos", "--ignore-eos does not go with --soak"),
-        ("--long-prompt-tokens 9", "--long-prompt-tokens needs --soak"),
+        ("--soak --rate 2", "--rate does not go with this kind of measurement, only with: a plain bench"),
+        ("--soak --no-ignore-eos", "--ignore-eos does not go with this kind"),
+        ("--long-prompt-tokens 9", "--long-prompt-tokens does not go with this kind of measurement, only with: --soak"),
         ("--soak --requests 1", "--requests is 1, allowed is 2"),
         ("--soak --output-tokens 1", "--output-tokens is 1, allowed is 2"),
         ("--soak --url http://192.0.2.1:8000", "add --allow-remote"),

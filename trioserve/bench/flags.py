@@ -11,6 +11,7 @@ import msgspec
 
 from trioserve.bench.settings import BenchSettings
 from trioserve.bench.soak_settings import SoakSettings
+from trioserve.bench.suite_settings import ROWS, SuiteSettings
 from trioserve.contracts.errors import StartupError
 
 __all__ = ["add_arguments", "settings_from"]
@@ -40,19 +41,32 @@ _FLAGS = {
     "timeout_seconds": "--timeout",
     "api_key": "--api-key",
     "json_path": "--json",
+    "markdown_path": "--markdown",
+    "peers": "--peer",
+    "rows": "--rows",
+    "rounds": "--rounds",
     "label": "--label",
 }
 """The flag of each setting. Some belong to one kind of measurement alone."""
 
+_KINDS = {"a plain bench": BenchSettings, "--soak": SoakSettings, "--suite": SuiteSettings}
 
-def settings_from(arguments: argparse.Namespace) -> BenchSettings | SoakSettings:
+
+def settings_from(arguments: argparse.Namespace) -> BenchSettings | SoakSettings | SuiteSettings:
     """The settings from what a parser with add_arguments read; other attributes are not looked at. Raises StartupError,
     also for a flag that this kind of measurement does not know."""
-    kind: type[BenchSettings] | type[SoakSettings] = SoakSettings if arguments.soak else BenchSettings
+    if arguments.soak and arguments.suite:
+        raise StartupError("--soak and --suite are two kinds of measurement: give one of them")
+    kind: type[BenchSettings] | type[SoakSettings] | type[SuiteSettings] = BenchSettings
+    if arguments.soak or arguments.suite:
+        kind = SoakSettings if arguments.soak else SuiteSettings
     given = {field: value for field in _FLAGS if (value := getattr(arguments, field)) is not None}
     for field in given:
         if field not in kind.__struct_fields__:
-            raise StartupError(f"{_FLAGS[field]} {'does not go with' if arguments.soak else 'needs'} --soak")
+            others = [name for name, other in _KINDS.items() if field in other.__struct_fields__]
+            raise StartupError(
+                f"{_FLAGS[field]} does not go with this kind of measurement, only with: {', '.join(others)}"
+            )
     return kind(**given)
 
 
@@ -61,9 +75,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     default depends on the kind of measurement."""
     plain = {field.name: field.default for field in msgspec.structs.fields(BenchSettings)}
     soak = {field.name: field.default for field in msgspec.structs.fields(SoakSettings)}
+    suite = {field.name: field.default for field in msgspec.structs.fields(SuiteSettings)}
 
     def flag(field: str, help_text: str, **options: object) -> None:
-        default = plain.get(field, soak.get(field))
+        default = plain.get(field, soak.get(field, suite.get(field)))
         if soak.get(field, default) != default:
             default = f"{default}, with --soak {soak[field]}"
         keywords: dict[str, object] = {"dest": field, "default": None, **options}
@@ -76,6 +91,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="judge a trioserve server while half of its clients leave: what is left behind, and what the others feel "
         "(default: off)",
     )
+    parser.add_argument(
+        "--suite",
+        action="store_true",
+        help=f"measure the rows of a fixed table, {', '.join(row.name for row in ROWS)} (default: off)",
+    )
+    flag(
+        "peers",
+        "with --suite, another server to measure in turn; may be repeated (default none)",
+        metavar="URL",
+        action=_Append,
+    )
+    flag("rows", "with --suite, names of rows, separated by commas (default all)", type=_names)
+    flag("rounds", "with --suite, how often each row is measured (default DEFAULT)", type=int)
+    flag("markdown_path", "with --suite, write the table to this file (default none)")
     flag("url", "server to measure, with or without /v1 (default DEFAULT)")
     flag("allow_remote", "permit a server that is not on this machine (off)", action="store_true")
     flag("model", "model name to ask for (default: the first of /v1/models)")
@@ -123,3 +152,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag("api_key", "sent as a bearer token (default none)")
     flag("json_path", "write settings and figures to this file, - is standard output (default none)")
     flag("label", "a name for this measurement in its report (default none)")
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(","))
+
+
+class _Append(argparse.Action):
+    """Gathers a flag that may be repeated into a tuple."""
+
+    def __call__(
+        self, parser: object, namespace: argparse.Namespace, values: object, option: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, (*(getattr(namespace, self.dest) or ()), values))

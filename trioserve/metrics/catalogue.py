@@ -198,6 +198,18 @@ CATALOGUE: tuple[Metric, ...] = (
         meaning="Requests that have entered the engine and not left it, from before they are tokenized on.",
     ),
     Metric(
+        name="step_weight_bytes",
+        kind="gauge",
+        unit="bytes",
+        meaning="What a decode step has to read of the weights, however few tokens it has.",
+    ),
+    Metric(
+        name="token_kv_bytes",
+        kind="gauge",
+        unit="bytes",
+        meaning="What the keys and values of one token take, in all layers.",
+    ),
+    Metric(
         name="tasks",
         kind="gauge",
         unit="tasks",

@@ -44,6 +44,8 @@ class Metrics:
     cancel_to_free_seconds: Histogram
     cancel_to_free_steps: Histogram
     live_requests: Gauge
+    step_weight_bytes: Gauge
+    token_kv_bytes: Gauge
     tasks: Gauge
     step_seconds: Histogram
     kv_blocks: Gauge

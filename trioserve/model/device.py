@@ -11,7 +11,7 @@ from trioserve.contracts.errors import StartupError
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.settings import ModelSettings
 
-__all__ = ["free_host_bytes", "kv_block_bytes", "kv_block_count", "pick_device", "pick_dtype"]
+__all__ = ["free_host_bytes", "kv_block_bytes", "kv_block_count", "step_weight_bytes", "pick_device", "pick_dtype"]
 
 KV_CACHE_BYTES_MAX_CPU = 4 * 2**30  # the rest of a host's memory is not ours to take unasked
 KV_CACHE_SHARE_CPU = 0.25  # of what is free
@@ -42,6 +42,13 @@ def pick_dtype(config: ModelConfig, settings: ModelSettings, device: torch.devic
 def kv_block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
     """What one block takes: keys and values of block_size tokens in all layers."""
     return 2 * config.layer_count * config.kv_head_count * config.head_dim * block_size * dtype.itemsize
+
+
+def step_weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """What a decode step has to read of the weights: all but an embedding table that is not the output layer, too."""
+    attention = config.hidden_size * config.head_dim * (2 * config.head_count + 2 * config.kv_head_count)
+    mlp = 3 * config.hidden_size * config.intermediate_size
+    return (config.layer_count * (attention + mlp) + config.vocab_size * config.hidden_size) * dtype.itemsize
 
 
 def kv_block_count(config: ModelConfig, settings: ModelSettings, device: torch.device, dtype: torch.dtype) -> int:

@@ -12,7 +12,7 @@ from trioserve.contracts.ids import RequestId
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult, never_abandoned
-from trioserve.model.device import kv_block_bytes, kv_block_count, pick_device, pick_dtype
+from trioserve.model.device import kv_block_bytes, kv_block_count, pick_device, pick_dtype, step_weight_bytes
 from trioserve.model.families import MODEL_TYPES
 from trioserve.model.families.llama import LlamaModel
 from trioserve.model.kv_storage import KVStorage
@@ -78,6 +78,11 @@ class ModelRunner:
     def kv_cache_bytes(self) -> int:
         """What block_count blocks take."""
         return self.block_count * kv_block_bytes(self.config, self.block_size, self.dtype)
+
+    @property
+    def step_weight_bytes(self) -> int:
+        """What a decode step has to read of the weights, however few tokens it has."""
+        return step_weight_bytes(self.config, self.dtype)
 
     @property
     def storage(self) -> KVStorage | None:

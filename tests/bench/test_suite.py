@@ -1,0 +1,125 @@
+"""The suite measures its rows at every server in turn, and its table says what was measured."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+
+import pytest
+import trio
+
+from trioserve.bench import suite
+from trioserve.bench.settings import BenchSettings
+from trioserve.bench.suite import StepCost, decode_bound, main
+from trioserve.bench.suite_settings import ROWS, SuiteSettings
+from trioserve.contracts.errors import StartupError
+from trioserve.frontend.routes import App
+from trioserve.frontend.server import FrontendServer
+from trioserve.testing.fake_engine import open_fake_engine
+
+
+@contextlib.contextmanager
+def served(**metrics: float):
+    """A server of ours without weights, in a thread of its own, on a real port."""
+    started, port, stop = threading.Event(), [], []
+
+    async def serve() -> None:
+        async with open_fake_engine(block_count=4096, context_tokens_max=2048, step_tokens_max=4096) as engine:
+            for name, value in metrics.items():
+                getattr(engine.metrics, name).set(value)
+            listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+            async with trio.open_nursery() as nursery:
+                await nursery.start(FrontendServer(App(engine)).serve, listeners)
+                port.append(listeners[0].socket.getsockname()[1])
+                stop.append((trio.lowlevel.current_trio_token(), nursery.cancel_scope))
+                started.set()
+
+    thread = threading.Thread(target=lambda: trio.run(serve))
+    thread.start()
+    assert started.wait(60)
+    try:
+        yield f"http://127.0.0.1:{port[0]}"
+    finally:
+        token, scope = stop[0]
+        token.run_sync_soon(scope.cancel)
+        thread.join(60)
+
+
+@pytest.fixture
+def short_rows(monkeypatch):
+    """The same rows, with few requests and tokens."""
+    rows = tuple(
+        type(row)(
+            name=row.name,
+            meaning=row.meaning,
+            load={
+                **row.load,
+                "requests": 4,
+                "prompt_tokens": min(row.load["prompt_tokens"], 24),
+                "prefix_tokens": min(row.load.get("prefix_tokens", 0), 16),
+                "output_tokens": min(row.load["output_tokens"], 10),
+            },
+            is_decode=row.is_decode,
+            counts_requests=row.counts_requests,
+        )
+        for row in ROWS
+    )
+    monkeypatch.setattr("trioserve.bench.suite_settings.ROWS", rows)
+
+
+def test_every_row_is_measured_at_every_server(short_rows, tmp_path, capsys):
+    with served(step_weight_bytes=1e9, token_kv_bytes=1000.0) as first, served() as second:
+        settings = SuiteSettings(
+            url=first,
+            peers=(second,),
+            vocab_size=256,
+            json_path=str(tmp_path / "suite.json"),
+            markdown_path=str(tmp_path / "suite.md"),
+        )
+        assert main(settings) == 0
+    report = json.loads((tmp_path / "suite.json").read_text())
+    assert [(one["row"], one["url"]) for one in report["results"]] == [
+        (row.name, url) for row in ROWS for url in (first, second)
+    ]
+    assert "api_key" not in report["settings"]
+    for one in report["results"]:
+        assert one["figure"] > 0
+        assert one["failed_requests"] == 0
+        assert (one["bound"] is not None) == (one["row"] in "abc" and one["url"] == first)
+        assert one["unit"] == ("requests/s" if one["row"].startswith("o") else "tokens/s")
+    table = (tmp_path / "suite.md").read_text()
+    assert capsys.readouterr().out == table
+    assert [line.split(" | ")[0] for line in table.splitlines()[2 : 2 + len(ROWS)]] == [f"| {row.name}" for row in ROWS]
+    assert table.count("x |") == len(ROWS)
+
+
+def test_a_server_that_is_not_there_is_told_and_leaves_its_cells_empty(short_rows, capsys, monkeypatch):
+    monkeypatch.setattr(suite, "read_bandwidth", lambda: 1e10)
+    with served() as url:
+        nobody = "http://127.0.0.1:9"
+        assert main(SuiteSettings(url=url, peers=(nobody,), rows=("a",), vocab_size=256)) == 2
+    shown = capsys.readouterr()
+    assert "row a: cannot reach http://127.0.0.1:9" in shown.err
+    assert "| - | - |" in shown.out
+
+
+def test_the_bound_is_what_a_step_reads():
+    row = next(row for row in ROWS if row.name == "b")
+    # 16 sequences with 192 tokens of context each: 3,072 * 10 bytes beside the weights.
+    assert decode_bound(row, StepCost(100_000.0, 10.0), 1e6) == pytest.approx(16 / ((100_000 + 30_720) / 1e6))
+
+
+def test_every_row_is_a_load_that_bench_takes():
+    assert len({row.name for row in ROWS}) == len(ROWS)
+    for row in ROWS:
+        assert BenchSettings(**row.load).requests >= BenchSettings(**row.load).concurrency
+
+
+def test_a_row_that_is_not_there_is_refused():
+    with pytest.raises(StartupError, match="--rows names 'z', there are: a, b, c, d, e, f, o1, o32"):
+        SuiteSettings(rows=("a", "z"))
+
+
+def test_memory_is_read_at_some_rate():
+    assert suite.read_bandwidth() > 1e8

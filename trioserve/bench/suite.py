@@ -1,0 +1,234 @@
+"""Every row of the suite against one server, and against others in turn; a table for people, JSON for programs."""
+
+from __future__ import annotations
+
+import datetime
+import pathlib
+import sys
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import msgspec
+import trio
+
+from trioserve.bench.bandwidth import read_bandwidth
+from trioserve.bench.client import Failure, stream_opener
+from trioserve.bench.http1 import Http1Client
+from trioserve.bench.report import Figures, Machine
+from trioserve.bench.run import (
+    EXIT_INTERRUPTED,
+    EXIT_REQUESTS_FAILED,
+    CannotMeasure,
+    PlainAnswer,
+    common_headers,
+    measure,
+)
+from trioserve.bench.scrape import Scrape
+from trioserve.bench.settings import BenchSettings, Target
+from trioserve.bench.suite_settings import Row, SuiteSettings
+
+__all__ = ["RowResult", "StepCost", "SuiteReport", "decode_bound", "main", "markdown", "report_json"]
+
+
+class StepCost(msgspec.Struct, frozen=True):
+    """Bytes that a decode step has to read: all weights once, and the keys and values of every token of context."""
+
+    weight_bytes: float
+    token_kv_bytes: float
+
+
+class RowResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One row at one server. figure: output tokens/s, or requests/s where the row counts those; the median of rounds.
+
+    bound: what reading memory allows, in the same unit; None where it says nothing or the server does not tell what it
+    reads. Times are medians of the rounds' percentiles, in milliseconds.
+    """
+
+    row: str
+    url: str
+    model: str
+    figure: float
+    unit: str
+    ttft_p50_ms: float | None
+    itl_p50_ms: float | None
+    itl_p99_ms: float | None
+    failed_requests: int
+    bound: float | None
+    rounds: list[Figures]
+
+
+class SuiteReport(msgspec.Struct, frozen=True, kw_only=True):
+    settings: SuiteSettings
+    date: str
+    machine: Machine
+    read_bytes_per_second: float
+    results: list[RowResult]
+    notes: list[str]
+
+
+def main(settings: SuiteSettings) -> int:
+    """Measure, print, and return the exit code as bench does. What was measured before an interruption is printed."""
+    bandwidth = read_bandwidth()
+    urls = (settings.url, *settings.peers)
+    costs = {url: trio.run(_step_cost, url, settings.api_key) for url in urls}
+    results: list[RowResult] = []
+    exit_code = 0
+    for row in settings.chosen_rows:
+        rounds: dict[str, list[Figures]] = {url: [] for url in urls}
+        models: dict[str, str] = {}
+        for _ in range(settings.rounds):
+            for url in urls:
+                outcome = trio.run(measure, _settings_of(row, url, settings))
+                if isinstance(outcome, CannotMeasure):
+                    print(f"trioserve bench: row {row.name}: {outcome.message}", file=sys.stderr)
+                    exit_code = outcome.exit_code
+                    continue
+                exit_code = exit_code or outcome.exit_code
+                rounds[url].append(outcome.report.figures)
+                models[url] = outcome.report.model
+        for url in urls:
+            if rounds[url]:
+                results.append(_result(row, url, models[url], rounds[url], costs[url], bandwidth))
+                print(_progress(results[-1]), file=sys.stderr, flush=True)
+        if exit_code == EXIT_INTERRUPTED:
+            break
+    bandwidth = max(bandwidth, read_bandwidth())
+    if not results:
+        return exit_code or EXIT_REQUESTS_FAILED
+    report = SuiteReport(
+        settings=settings,
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        machine=Machine.here(),
+        read_bytes_per_second=bandwidth,
+        results=results,
+        notes=_notes(settings),
+    )
+    table = markdown(report)
+    print(table, end="", file=sys.stderr if settings.json_path == "-" else sys.stdout)
+    if settings.markdown_path is not None:
+        pathlib.Path(settings.markdown_path).write_text(table, encoding="utf-8")
+    if settings.json_path == "-":
+        sys.stdout.write(report_json(report).decode())
+    elif settings.json_path is not None:
+        pathlib.Path(settings.json_path).write_bytes(report_json(report))
+    return exit_code
+
+
+def decode_bound(row: Row, cost: StepCost, bytes_per_second: float) -> float:
+    """Output tokens/s if every step took as long as reading the weights and the keys and values of its context, on
+    average half of the answer beside the whole prompt, and nothing else took time."""
+    settings = BenchSettings(**row.load)
+    context = settings.prompt_tokens + settings.output_tokens / 2
+    step_bytes = cost.weight_bytes + settings.concurrency * context * cost.token_kv_bytes
+    return settings.concurrency * bytes_per_second / step_bytes
+
+
+def markdown(report: SuiteReport) -> str:
+    """One line a row; the first server's figures, each peer's, and how many times the peer's the first one's is."""
+    urls = [report.settings.url, *report.settings.peers]
+    found = {(result.row, result.url): result for result in report.results}
+    titles = ["row", "load", report.settings.label or urls[0], "of the bound", "TTFT p50", "ITL p50", "ITL p99"]
+    for url in urls[1:]:
+        titles += [url, "ratio"]
+    lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
+    for row in report.settings.chosen_rows:
+        mine = found.get((row.name, urls[0]))
+        cells = [row.name, row.meaning]
+        if mine is None:
+            cells += ["-"] * 5
+        else:
+            cells += [
+                f"{mine.figure:,.1f} {mine.unit}",
+                "-" if mine.bound is None else f"{mine.figure / mine.bound:.0%} of {mine.bound:,.0f}",
+                *(
+                    "-" if value is None else f"{value:.1f} ms"
+                    for value in (mine.ttft_p50_ms, mine.itl_p50_ms, mine.itl_p99_ms)
+                ),
+            ]
+        for url in urls[1:]:
+            theirs = found.get((row.name, url))
+            cells.append("-" if theirs is None else f"{theirs.figure:,.1f}")
+            cells.append("-" if theirs is None or mine is None else f"{mine.figure / theirs.figure:.2f}x")
+        lines.append("| " + " | ".join(cells) + " |")
+    machine = report.machine
+    lines += [
+        "",
+        f"{machine.cpu}, {machine.cores} cores, Python {machine.python}, {report.date}; memory is read at "
+        f"{report.read_bytes_per_second / 1e9:.1f} GB/s.",
+        *report.notes,
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def report_json(report: SuiteReport) -> bytes:
+    """Indented JSON, without the API key."""
+    content = msgspec.to_builtins(report)
+    del content["settings"]["api_key"]
+    return msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"
+
+
+def _settings_of(row: Row, url: str, settings: SuiteSettings) -> BenchSettings:
+    load: dict[str, Any] = {
+        **row.load,
+        "vocab_size": settings.vocab_size,
+        "seed": settings.seed,
+        "timeout_seconds": settings.timeout_seconds,
+        "api_key": settings.api_key,
+        "allow_remote": settings.allow_remote,
+    }
+    return BenchSettings(url=url, **load)
+
+
+def _result(
+    row: Row, url: str, model: str, rounds: list[Figures], cost: StepCost | None, bandwidth: float
+) -> RowResult:
+    def middle(values: Sequence[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return median(known) if known else None
+
+    figure = middle(
+        [one.completed_requests_per_second if row.counts_requests else one.output_tokens_per_second for one in rounds]
+    )
+    return RowResult(
+        row=row.name,
+        url=url,
+        model=model,
+        figure=figure or 0.0,
+        unit="requests/s" if row.counts_requests else "tokens/s",
+        ttft_p50_ms=middle([None if one.ttft_ms is None else one.ttft_ms.p50 for one in rounds]),
+        itl_p50_ms=middle([None if one.itl_ms is None else one.itl_ms.p50 for one in rounds]),
+        itl_p99_ms=middle([None if one.itl_ms is None else one.itl_ms.p99 for one in rounds]),
+        failed_requests=sum(one.failed_requests for one in rounds),
+        bound=decode_bound(row, cost, bandwidth) if cost is not None and row.is_decode else None,
+        rounds=rounds,
+    )
+
+
+async def _step_cost(url: str, api_key: str | None) -> StepCost | None:
+    """What the server says of itself; None if it says nothing, as others than trioserve do."""
+    target = Target.from_url(url)
+    client = Http1Client(stream_opener(target, 1), [("host", target.authority), *common_headers(api_key)])
+    answer = PlainAnswer()
+    failure: Failure | None = None
+    with trio.move_on_after(10.0):
+        failure = await client.request("GET", target.path_prefix + "/metrics", b"", answer)
+    await client.aclose()
+    if failure is not None or answer.status != 200:
+        return None
+    scrape = Scrape(answer.text())
+    weights, token = scrape.total("trioserve:step_weight_bytes"), scrape.total("trioserve:token_kv_bytes")
+    return None if not weights or token is None else StepCost(weights, token)
+
+
+def _progress(result: RowResult) -> str:
+    bound = "" if result.bound is None else f", {result.figure / result.bound:.0%} of the bound"
+    return f"row {result.row} at {result.url}: {result.figure:.1f} {result.unit}{bound}"
+
+
+def _notes(settings: SuiteSettings) -> list[str]:
+    rounds = "" if settings.rounds == 1 else f" Medians of {settings.rounds} rounds, servers in turn."
+    return [
+        "Greedy, streamed, over HTTP/1.1, the clients on the same cores. The bound is of decoding alone: the bytes "
+        f"that each step must read, at this rate.{rounds}"
+    ]

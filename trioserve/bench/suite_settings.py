@@ -1,0 +1,135 @@
+"""Which rows a suite measures, and where: its values and the checks before anything is sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from trioserve.bench.settings import (
+    Target,
+    check_api_key,
+    check_integer,
+    check_number,
+    check_permitted,
+    check_writable,
+)
+from trioserve.contracts.errors import StartupError
+
+__all__ = ["ROWS", "Row", "SuiteSettings"]
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One load, always the same. load: settings of bench that differ from its defaults. is_decode: nearly all of the
+    time goes into decoding, so that the bound of reading weights and KV says something of it. counts_requests: its
+    figure is requests/s, since each has one token.
+    """
+
+    name: str
+    meaning: str
+    load: dict[str, Any]
+    is_decode: bool = False
+    counts_requests: bool = False
+
+
+ROWS = (
+    Row(
+        name="a",
+        meaning="1 at a time, 128 in / 128 out",
+        load={"concurrency": 1, "requests": 6, "prompt_tokens": 128, "output_tokens": 128, "warmup_requests": 1},
+        is_decode=True,
+    ),
+    Row(
+        name="b",
+        meaning="16 at a time, 128 / 128",
+        load={"concurrency": 16, "requests": 64, "prompt_tokens": 128, "output_tokens": 128, "warmup_requests": 1},
+        is_decode=True,
+    ),
+    Row(
+        name="c",
+        meaning="64 at a time, 128 / 64",
+        load={"concurrency": 64, "requests": 192, "prompt_tokens": 128, "output_tokens": 64, "warmup_requests": 1},
+        is_decode=True,
+    ),
+    Row(
+        name="d",
+        meaning="4 at a time, 1,500 / 32",
+        load={"concurrency": 4, "requests": 16, "prompt_tokens": 1500, "output_tokens": 32, "warmup_requests": 1},
+    ),
+    Row(
+        name="e",
+        meaning="16 at a time, 1,000 shared + 20 / 32",
+        load={
+            "concurrency": 16,
+            "requests": 96,
+            "prompt_tokens": 1020,
+            "prefix_tokens": 1000,
+            "output_tokens": 32,
+            "warmup_requests": 1,
+        },
+    ),
+    Row(
+        name="f",
+        meaning="as b, half of the clients leave after 8 tokens",
+        load={
+            "concurrency": 16,
+            "requests": 96,
+            "prompt_tokens": 128,
+            "output_tokens": 128,
+            "abort_fraction": 0.5,
+            "abort_after_tokens": 8,
+            "warmup_requests": 1,
+        },
+    ),
+    Row(
+        name="o1",
+        meaning="1 at a time, 10 / 1",
+        load={"concurrency": 1, "requests": 200, "prompt_tokens": 10, "output_tokens": 1, "warmup_requests": 5},
+        counts_requests=True,
+    ),
+    Row(
+        name="o32",
+        meaning="32 at a time, 10 / 1",
+        load={"concurrency": 32, "requests": 1500, "prompt_tokens": 10, "output_tokens": 1, "warmup_requests": 5},
+        counts_requests=True,
+    ),
+)
+
+
+class SuiteSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """One suite. Raises StartupError, one sentence, when a value is out of range.
+
+    peers: other servers, measured row by row in turn with the first, so that a noisy machine is noisy for all.
+    rows: names of ROWS; empty is all.
+    """
+
+    url: str = "http://127.0.0.1:8000"
+    peers: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
+    rounds: int = 1
+    vocab_size: int = 32_000
+    seed: int = 0
+    timeout_seconds: float = 600.0
+    api_key: str | None = None
+    json_path: str | None = None
+    markdown_path: str | None = None
+    label: str = ""
+    allow_remote: bool = False
+
+    @property
+    def chosen_rows(self) -> tuple[Row, ...]:
+        return tuple(row for row in ROWS if not self.rows or row.name in self.rows)
+
+    def __post_init__(self) -> None:
+        for url in (self.url, *self.peers):
+            check_permitted(Target.from_url(url), url, allow_remote=self.allow_remote)
+        names = [row.name for row in ROWS]
+        for name in self.rows:
+            if name not in names:
+                raise StartupError(f"--rows names {name!r}, there are: {', '.join(names)}")
+        check_integer("--rounds", self.rounds, 1, 100)
+        check_integer("--vocab-size", self.vocab_size, 2, 2**31 - 1)
+        check_number("--timeout", self.timeout_seconds, 0.001, 86_400.0)
+        check_api_key(self.api_key)
+        check_writable(self.json_path)
+        check_writable(self.markdown_path)
