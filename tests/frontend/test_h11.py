@@ -403,3 +403,35 @@ async def test_large_answer_arrives_whole(autojump_clock, front, h11_client, pai
     await client.request()
     assert (await client.answer())[2] == bytes(range(256)) * 2000
     await client.stream.aclose()
+
+
+async def test_pieces_are_chunks_as_h11_makes_them(autojump_clock, front):
+    pieces = [b"x", b"y" * 255, b"z" * 5000]
+
+    async def handler(exchange):
+        await exchange.start(200, [])
+        for piece in pieces:
+            await exchange.send(piece)
+        await exchange.finish()
+
+    client = front(handler).h11()
+    await client.raw(b"GET / HTTP/1.1\r\nhost: test\r\nconnection: close\r\n\r\n")
+    received = b""
+    while piece := await client.stream.receive_some():
+        received += bytes(piece)
+    assert received.partition(b"\r\n\r\n")[2] == b"".join(b"%x\r\n%b\r\n" % (len(p), p) for p in pieces) + b"0\r\n\r\n"
+
+
+async def test_pieces_for_an_old_client_are_plain_bytes(autojump_clock, front):
+    async def handler(exchange):
+        await exchange.start(200, [])
+        await exchange.send(b"one")
+        await exchange.send(b"two")
+        await exchange.finish()
+
+    client = front(handler).h11()
+    await client.raw(b"GET / HTTP/1.0\r\nhost: test\r\n\r\n")
+    received = b""
+    while piece := await client.stream.receive_some():
+        received += bytes(piece)
+    assert received.partition(b"\r\n\r\n")[2] == b"onetwo"

@@ -132,9 +132,18 @@ class H11Connection:
             await trio.lowlevel.checkpoint()
             return
         data = b"".join(self._protocol.send(event) or b"" for event in events)
-        if not data:
+        if data:
+            await self._write(data)
+        else:
             await trio.lowlevel.checkpoint()
-            return
+
+    async def write_chunk(self, data: bytes) -> None:
+        if self._client_gone or self._write_broken:
+            await trio.lowlevel.checkpoint()
+        else:
+            await self._write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    async def _write(self, data: bytes) -> None:
         self._write_broken = True  # unless it comes to its end
         try:
             if self._tcp is not None and len(data) <= TURN_BYTES:

@@ -54,6 +54,8 @@ class H2Outbox:
         ready = self._ready
         left = byte_count_max
         window_closed = False
+        framed = self._framed
+        framed += protocol.data_to_send()
         while ready and left > 0:
             stream = ready[0]
             if stream.gone:
@@ -72,7 +74,11 @@ class H2Outbox:
                 data = stream.take_unsent(room)
             ready.popleft()
             ends = stream.answer.finished and not stream.unsent_bytes
-            protocol.send_data(stream.id, data, end_stream=ends)
+            if ends:
+                protocol.send_data(stream.id, data, end_stream=True)
+                framed += protocol.data_to_send()
+            else:
+                framed += protocol.data_frame(stream.id, data)
             self._gate.data_frame_sent()
             left -= len(data)
             if stream.unsent_bytes:
@@ -82,5 +88,4 @@ class H2Outbox:
             if ends:
                 stream.end_sent = True
                 stream.wake()
-        self._framed += protocol.data_to_send()
         return bool(ready) and not window_closed
