@@ -8,6 +8,7 @@ import pytest
 import trio
 from trio.testing import check_half_closeable_stream
 
+from trioserve.frontend.h2_protocol import H2Protocol
 from trioserve.frontend.limits import FrontendLimits
 from trioserve.frontend.server import FrontendServer
 from trioserve.frontend.tcp_stream import TcpStream
@@ -156,4 +157,38 @@ async def test_a_client_that_resets_while_the_server_writes_leaves(nursery, h2_c
         await left.wait()
         while server.counters().connections_open:
             await trio.lowlevel.checkpoint()
+    nursery.cancel_scope.cancel()
+
+
+async def test_a_fault_while_flushing_ends_that_connection_alone(nursery, h2_client, monkeypatch, caplog):
+    async def handler(exchange) -> None:
+        await exchange.start(200, [])
+        if exchange.path == "/bad":
+            await exchange.send(b"bad")
+            await trio.sleep_forever()
+        await exchange.send(b"good")
+        await exchange.finish()
+
+    data_frame = H2Protocol.data_frame
+
+    def fail_for_bad(self, stream_id: int, data: bytes) -> bytes:
+        if data == b"bad":
+            raise ZeroDivisionError
+        return data_frame(self, stream_id, data)
+
+    monkeypatch.setattr(H2Protocol, "data_frame", fail_for_bad)
+    server, port = await served(nursery, handler)
+    bad = h2_client(await trio.open_tcp_stream("127.0.0.1", port))
+    await bad.open()
+    await bad.request("/bad")
+    with trio.fail_after(30):
+        await bad.until_eof()
+    assert "connection failed" in caplog.text
+    good = h2_client(await trio.open_tcp_stream("127.0.0.1", port))
+    await good.open()
+    answer = await good.answer(await good.request("/good"))
+    assert answer.body == b"good"
+    assert server.counters().connections_failed_total == 1
+    for client in (bad, good):
+        await client.stream.aclose()
     nursery.cancel_scope.cancel()

@@ -65,6 +65,7 @@ class H2Connection:
         self._is_flushing = False  # the flusher knows
         self._is_writing = False  # the writer does, and can wait
         self._wake = trio.Event()  # of the writer
+        self._fault: Exception | None = None  # of a flush
         self._unwritten = b""  # taken from the outbox, and not by the kernel
         self._patience = trio.CancelScope()  # of the reader; its deadline ends a connection without streams
         self._whole = trio.CancelScope()  # reader, writer and streams
@@ -328,6 +329,13 @@ class H2Connection:
         if self._is_writing or self._unwritten:
             self._wake.set()
             return
+        try:
+            self._flush()
+        except Exception as error:  # the flusher goes on for the others; our own writer raises it
+            self._fault = error
+            self._wake.set()
+
+    def _flush(self) -> None:
         if self._outbox.frame_ready_streams(WRITE_BYTES):
             self._wake.set()  # more than goes into one write: the others have their turn in between
         assert self._tcp is not None
@@ -351,6 +359,8 @@ class H2Connection:
         with trio.CancelScope() as patience:  # one for all writes: a scope for each would cost as much as its event
             while True:
                 await self._wake.wait()
+                if self._fault is not None:
+                    raise self._fault
                 self._wake = trio.Event()
                 self._is_writing = True
                 if self._outbox.frame_ready_streams(WRITE_BYTES):
