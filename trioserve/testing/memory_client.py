@@ -191,11 +191,12 @@ class MemoryClient:
     # --- inside ---
 
     async def _send_body(self, number: int, data: bytes, *, is_whole: bool) -> None:
+        answer = self._answers[number]
         sent_bytes = 0
         while True:
             sent_bytes += self._protocol.send_body(number, data[sent_bytes:], is_last=is_whole)
             await self._flush()
-            if sent_bytes == len(data) or self._answers[number].lost is not None:
+            if sent_bytes == len(data) or answer.is_complete or answer.lost is not None:
                 return
             await self._receive()  # there may be room for more then
 
