@@ -6,12 +6,18 @@ package does not import torch.
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Kernels", "pick_kernels"]
+    from trioserve_kernels.paged import DecodeWork
+
+__all__ = ["KERNELS_VARIABLE", "Kernels", "pick_kernels"]
+
+KERNELS_VARIABLE = "TRIOSERVE_KERNELS"  # torch, the default, or triton for CUDA devices
 
 
 class Kernels(Protocol):
@@ -20,13 +26,25 @@ class Kernels(Protocol):
     @property
     def NAME(self) -> str: ...
 
+    @property
+    def FUSED(self) -> bool:
+        """Whether paged_decode_, paged_chunks_ and choose_tokens are kernels of their own: a model then attends and
+        samples through them, and needs no masks and no cleared slots."""
+        ...
+
     def rms_norm(self, values: Tensor, weight: Tensor | None, eps: float) -> Tensor: ...
+
+    def add_rms_norm_(self, hidden: Tensor, product: Tensor | None, weight: Tensor, eps: float) -> Tensor: ...
 
     def rotary_(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None: ...
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor: ...
 
     def store_kv_(self, slots_of_layer: Tensor, keys_values: Tensor, slots: Tensor) -> None: ...
+
+    def rotary_and_store_kv_(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, slots_of_layer: Tensor, slots: Tensor, kv_heads: int
+    ) -> None: ...
 
     def clear_slots_(self, slots_of_layer: Tensor, slots: Tensor) -> None: ...
 
@@ -36,9 +54,45 @@ class Kernels(Protocol):
 
     def attention_prompt(self, queries: Tensor, keys_values: Tensor, mask: Tensor | None) -> Tensor: ...
 
+    def paged_decode_(
+        self,
+        attended: Tensor,
+        queries: Tensor,
+        pages: Tensor,
+        block_tables: Tensor,
+        contexts: Tensor,
+        window: int | None,
+        parts: int,
+        work: DecodeWork,
+    ) -> None: ...
 
-def pick_kernels() -> Kernels:
-    """The implementation for this machine; today plain torch everywhere."""
+    def paged_chunks_(
+        self,
+        attended: Tensor,
+        queries: Tensor,
+        pages: Tensor,
+        block_tables: Tensor,
+        contexts: Tensor,
+        row_starts: Tensor,
+        tiles: Tensor,
+        window: int | None,
+    ) -> None: ...
+
+    def choose_tokens(self, scores: Tensor, parameters: Tensor, words: Tensor) -> Tensor: ...
+
+
+def pick_kernels(device_type: str = "cpu") -> Kernels:
+    """The implementation for a device: plain torch, or on CUDA, with TRIOSERVE_KERNELS=triton in the environment and
+    triton installed, the Triton kernels. They have not been run on a GPU yet, so nobody gets them unasked.
+    """
+    if (
+        device_type == "cuda"
+        and os.environ.get(KERNELS_VARIABLE) == "triton"
+        and importlib.util.find_spec("triton") is not None
+    ):
+        from trioserve_kernels import triton
+
+        return triton
     from trioserve_kernels import reference
 
     return reference

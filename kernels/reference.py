@@ -11,26 +11,49 @@ minus infinity and add an exact 0, provided that what lies there is finite; see 
 
 from __future__ import annotations
 
+import enum
+
 import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm as _rms_norm
 from torch.nn.functional import scaled_dot_product_attention, silu
 
+from trioserve_kernels.paged import DecodeWork
+
 __all__ = [
+    "DRAW_TILES",
+    "FUSED",
     "NAME",
+    "Flaw",
+    "add_rms_norm_",
     "attention_prompt",
+    "choose_tokens",
     "clear_slots_",
     "decode_mask",
     "gather_context",
+    "paged_chunks_",
     "paged_attention_decode",
+    "paged_decode_",
     "prompt_mask",
     "rms_norm",
     "rotary_",
+    "rotary_and_store_kv_",
     "silu_and_mul",
     "store_kv_",
 ]
 
 NAME = "torch"
+FUSED = False
+
+DRAW_TILES = 512
+
+
+class Flaw(enum.IntFlag):
+    """What is wrong with a row of scores. Minus infinity is legal where tokens have been hidden."""
+
+    NO_NUMBER = 1  # NaN or infinity
+    HIDDEN = 2  # minus infinity somewhere
+    ALL_HIDDEN = 4
 
 
 def rms_norm(values: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -39,6 +62,16 @@ def rms_norm(values: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     The mean is taken in float32 whatever the dtype. weight: [last dimension], or None for ones.
     """
     return _rms_norm(values, values.shape[-1:], weight, eps)
+
+
+def add_rms_norm_(hidden: Tensor, product: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """Add product to hidden, in place, and return the norm of the sum; without a product, of hidden as it is.
+
+    hidden, product: [T, N]. The sum is rounded to hidden's dtype before it is normed.
+    """
+    if product is not None:
+        hidden.add_(product)
+    return rms_norm(hidden, weight, eps)
 
 
 def rotary_(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -64,6 +97,19 @@ def store_kv_(slots_of_layer: Tensor, keys_values: Tensor, slots: Tensor) -> Non
     dtype. slots: int64 [T], page * P + offset; all different.
     """
     slots_of_layer.index_copy_(0, slots, keys_values)
+
+
+def rotary_and_store_kv_(
+    qkv: Tensor, cos: Tensor, sin: Tensor, slots_of_layer: Tensor, slots: Tensor, kv_heads: int
+) -> None:
+    """Turn query and key heads in place, as rotary_ does; write keys and values into their slots, as store_kv_ does.
+
+    qkv: [T, (H + 2 K) * D]: query heads, then key heads, then value heads.
+    """
+    keys_values = 2 * kv_heads * cos.shape[-1]
+    heads = qkv.view(qkv.shape[0], -1, cos.shape[-1])
+    rotary_(heads[:, : heads.shape[1] - kv_heads], cos, sin)
+    store_kv_(slots_of_layer, qkv[:, qkv.shape[1] - keys_values :], slots)
 
 
 def clear_slots_(slots_of_layer: Tensor, slots: Tensor) -> None:
@@ -134,3 +180,114 @@ def attention_prompt(queries: Tensor, keys_values: Tensor, mask: Tensor | None) 
     keys, values = keys_values.permute(1, 2, 0, 3).unsqueeze(2).expand(-1, -1, grouped.shape[1], -1, -1).unbind(0)
     attended = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, is_causal=mask is None)
     return attended.permute(2, 0, 1, 3).reshape(queries.shape[0], -1)
+
+
+def paged_decode_(
+    attended: Tensor,
+    queries: Tensor,
+    pages: Tensor,
+    block_tables: Tensor,
+    contexts: Tensor,
+    window: int | None,
+    parts: int,
+    work: DecodeWork,
+) -> None:
+    """One query per sequence over its pages: row i sees the last `window` of its contexts[i] tokens, at least one.
+
+    attended (written), queries: [n, H * D], a row's numbers contiguous. block_tables: int32 [n, width], beyond a row's
+    context anything. contexts: int32 [n]. parts: split_count of the longest context; at most work has room for. Tokens
+    that a row does not see are not read. Here in a loop that reads the lengths back; work is not used.
+    """
+    starts = torch.arange(len(contexts) + 1, dtype=torch.int32)
+    _attend_one_by_one(attended, queries, pages, block_tables, contexts, starts, window)
+
+
+def paged_chunks_(
+    attended: Tensor,
+    queries: Tensor,
+    pages: Tensor,
+    block_tables: Tensor,
+    contexts: Tensor,
+    row_starts: Tensor,
+    tiles: Tensor,
+    window: int | None,
+) -> None:
+    """Chunks of consecutive tokens over their pages: rows row_starts[i] .. row_starts[i + 1] - 1 are the last ones of
+    the contexts[i] tokens of chunk i, and each sees the last `window` tokens up to itself.
+
+    attended (written), queries: [T, H * D]. block_tables: int32 [m, width]. contexts: int32 [m]. row_starts: int32
+    [m + 1]. tiles: int32 [t, 2], contiguous: of each chunk's every chunk_tile_tokens-th row, the chunk and the row's
+    number in it. Here in a loop as above; tiles are not used.
+    """
+    _attend_one_by_one(attended, queries, pages, block_tables, contexts, row_starts, window)
+
+
+def _attend_one_by_one(
+    attended: Tensor,
+    queries: Tensor,
+    pages: Tensor,
+    block_tables: Tensor,
+    contexts: Tensor,
+    row_starts: Tensor,
+    window: int | None,
+) -> None:
+    page_tokens = pages.shape[1]
+    starts = row_starts.tolist()
+    for table, context, start, end in zip(block_tables, contexts.tolist(), starts, starts[1:], strict=False):
+        blocks = table[: -(-context // page_tokens)].to(torch.int64)
+        seen = gather_context(pages, blocks)[:context]
+        mask = prompt_mask(context - (end - start), end - start, context, window, queries.dtype, queries.device)
+        attended[start:end] = attention_prompt(queries[start:end], seen, mask)
+
+
+def choose_tokens(scores: Tensor, parameters: Tensor, words: Tensor) -> Tensor:
+    """The next token of every row. Returns int64 [2, n]: token ids, and Flaws; a row with NO_NUMBER or ALL_HIDDEN
+    has an id without meaning.
+
+    scores: [n, vocab_size], a row's numbers contiguous; minus infinity hides a token. parameters: float64 [n, 4]:
+    temperature (0: the best token, the lowest id among equals), top_k (0: all), top_p, min_p; kept are tokens that
+    pass min_p and top_k, of these the nucleus that holds top_p of what they hold, and equals stay or go together.
+    words: int64 [n], 64 random bits that belong to the row's request and position.
+
+    The draw is a race of exponential clocks (arXiv 1411.0030), each as fast as its weight: between DRAW_TILES tiles, a
+    token being in tile id modulo DRAW_TILES, then inside the tile that won. Clock i is -log of number i of the
+    splitmix64 stream that starts at the word; a tile's i is its number, a token's its id plus DRAW_TILES.
+    """
+    scores = scores.float()
+    vocab_size = scores.shape[1]
+    best, ids = scores.max(-1)
+    flaws = torch.zeros_like(ids)
+    for flaw, found in (
+        (Flaw.NO_NUMBER, ~(scores < float("inf")).all(-1)),
+        (Flaw.HIDDEN, (scores == float("-inf")).any(-1)),
+        (Flaw.ALL_HIDDEN, best == float("-inf")),
+    ):
+        flaws += found.long() * int(flaw)
+    for row, (temperature, top_k, top_p, min_p) in enumerate(parameters.tolist()):
+        if temperature == 0 or int(flaws[row]) & (Flaw.NO_NUMBER | Flaw.ALL_HIDDEN):
+            continue
+        weights = ((scores[row] - best[row]) / temperature).exp()
+        ordered = weights.sort(descending=True).values
+        threshold = max(min_p, float(ordered[int(top_k) - 1]) if 0 < top_k < vocab_size else 0.0)
+        weights = torch.where(weights >= threshold, weights, 0.0)
+        if top_p < 1:
+            ordered = weights.sort(descending=True).values.double()
+            in_nucleus = ordered.cumsum(0) - ordered < top_p * ordered.sum()
+            threshold = float(ordered[in_nucleus].min())
+            weights = torch.where(weights >= threshold, weights, 0.0)
+        numbers = torch.arange(vocab_size, device=scores.device)
+        tiles = torch.zeros(DRAW_TILES, dtype=torch.float64, device=scores.device)
+        tiles.index_add_(0, numbers % DRAW_TILES, weights.double())
+        tile = (tiles / _clocks(words[row], torch.arange(DRAW_TILES, device=scores.device))).argmax()
+        inside = numbers[numbers % DRAW_TILES == tile]
+        ids[row] = inside[(weights[inside] / _clocks(words[row], inside + DRAW_TILES)).argmax()]
+    return torch.stack((ids, flaws))
+
+
+def _clocks(word: Tensor, indices: Tensor) -> Tensor:
+    """float64: splitmix64 (Steele, Lea, Flood, OOPSLA 2014); int64 drops what exceeds 64 bits, as it should here."""
+    state = word + (indices + 1) * (0x9E3779B97F4A7C15 - 2**64)
+    for shift, multiplier in ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1)):
+        # torch's shift brings in the sign; the mask takes it out again.
+        state = (state ^ ((state >> shift) & ((1 << (64 - shift)) - 1))) * multiplier
+    return -((((state >> 12) & ((1 << 52) - 1)).double() + 0.5) / 2**52).log()

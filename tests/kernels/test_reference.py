@@ -12,7 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.step import ScheduledChunk
+from trioserve.model.drawing import draw_word, signed
+from trioserve.model.sampler import sample
 from trioserve_kernels import pick_kernels, reference
+from trioserve_kernels.paged import DecodeWork
 
 PAGE_TOKENS, KV_HEADS, GROUP, HEAD_DIM = 4, 2, 3, 8
 HEADS = KV_HEADS * GROUP
@@ -147,6 +153,57 @@ def test_prompt_attention_equals_dense_attention(
         seen = keys_values[max(0, end - (window or end)) : end]
         wanted.append(dense_attention(queries[row].view(HEADS, HEAD_DIM), seen[:, 0], seen[:, 1]))
     check_close(reference.attention_prompt(queries, keys_values, mask), torch.stack(wanted), dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("window", (None, 3))
+def test_walking_block_tables_equals_dense_attention(window: int | None, dtype: torch.dtype) -> None:
+    """A chunk of three tokens after a prefix, and a decode, whose table is padded; what neither sees is NaN."""
+    pages = values(20, PAGE_TOKENS, 2, KV_HEADS, HEAD_DIM, dtype=dtype)
+    pages[[0, 5]] = math.nan
+    pages[19, 3:] = pages[4, 1:] = math.nan
+    tables = torch.tensor([[7, 3, 19], [11, 4, 0]], dtype=torch.int32)
+    contexts, starts = torch.tensor([11, 5], dtype=torch.int32), torch.tensor([0, 3, 4], dtype=torch.int32)
+    queries = values(4, HEADS * HEAD_DIM, dtype=dtype, seed=1)
+    wanted = []
+    for row, (sequence, end) in enumerate(((0, 9), (0, 10), (0, 11), (1, 5))):
+        seen = pages[tables[sequence]].flatten(0, 1)[max(0, end - (window or end)) : end]
+        wanted.append(dense_attention(queries[row].view(HEADS, HEAD_DIM), seen[:, 0], seen[:, 1]))
+    got = torch.full_like(queries, math.nan)
+    reference.paged_chunks_(got, queries, pages, tables, contexts, starts, torch.empty(0), window)
+    check_close(got, torch.stack(wanted), dtype)
+    work = DecodeWork.make(1, HEADS, 1, HEAD_DIM, queries.device)
+    reference.paged_decode_(got[3:], queries[:1], pages, tables[:1], contexts[:1], window, 1, work)
+    last = pages[tables[0]].flatten(0, 1)[max(0, 11 - (window or 11)) : 11]
+    alone = dense_attention(queries[0].view(HEADS, HEAD_DIM), last[:, 0], last[:, 1])
+    check_close(got[3:], alone[None], dtype)
+
+
+def test_chosen_tokens_are_those_of_the_sampler() -> None:
+    settings = [
+        {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+        for temperature in (0.0, 0.8, 2.0)
+        for top_k in (0, 5)
+        for top_p in (1.0, 0.7)
+        for min_p in (0.0, 0.1)
+    ]
+    logits = values(len(settings), 1_300) * 3
+    chunks = []
+    for seed, setting in enumerate(settings):
+        request = EngineRequest(
+            id="r",
+            prompt_token_ids=(1, 2),
+            sampling=SamplingParams(**setting),
+            output_tokens_max=9,
+            stop_token_ids=frozenset(),
+            seed=seed,
+        )
+        chunks.append(ScheduledChunk(request, (1, 2), 1, 1, range(9), True))
+    parameters = torch.tensor([tuple(setting.values()) for setting in settings], dtype=torch.float64)
+    words = torch.tensor([signed(draw_word(seed, 2)) for seed in range(len(settings))])
+    ids, flaws = reference.choose_tokens(logits, parameters, words).tolist()
+    assert ids == sample(logits, chunks).token_ids
+    assert not any(flaws)
 
 
 def test_what_a_foreign_sequence_holds_does_not_reach_a_row() -> None:

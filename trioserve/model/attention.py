@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from trioserve.model.step_tensors import AttentionTensors
+from trioserve.model.step_tensors import AttentionTensors, TableWalk
 from trioserve_kernels import Kernels
+from trioserve_kernels.paged import split_count
 
 __all__ = ["attend"]
 
@@ -17,8 +18,10 @@ def attend(kernels: Kernels, queries: Tensor, keys_values: Tensor, pages: Tensor
     `pages` ([blocks, block_size, 2, K, D]) already. Returns [T, H * D], which the caller may change.
 
     Decodes go through their block tables, several at a time. A part of a prompt goes alone: over its own rows where
-    these are its whole context, else over its gathered blocks.
+    these are its whole context, else over its gathered blocks. Fused kernels walk all of these tables themselves.
     """
+    if tensors.walk is not None:
+        return _walk(kernels, queries, pages, tensors.walk)
     groups, parts = tensors.decode_groups, tensors.prompt_parts
     if len(groups) == 1 and not parts:
         return kernels.paged_attention_decode(queries, pages, groups[0].block_table, groups[0].mask)
@@ -33,4 +36,34 @@ def attend(kernels: Kernels, queries: Tensor, keys_values: Tensor, pages: Tensor
         else:
             context = kernels.gather_context(pages, part.block_table)[: part.context]
         attended[part.first : part.end] = kernels.attention_prompt(queries[part.first : part.end], context, part.mask)
+    return attended
+
+
+def _walk(kernels: Kernels, queries: Tensor, pages: Tensor, walk: TableWalk) -> Tensor:
+    attended = queries.new_empty(queries.shape)
+    decodes, chunks = walk.decodes, walk.chunks
+    count = 0
+    if decodes is not None:
+        count = decodes.contexts.shape[0]
+        kernels.paged_decode_(
+            attended[:count],
+            queries[:count],
+            pages,
+            decodes.block_tables,
+            decodes.contexts,
+            walk.window,
+            split_count(decodes.context_max, walk.window),
+            decodes.work,
+        )
+    if chunks is not None:
+        kernels.paged_chunks_(
+            attended[count:],
+            queries[count:],
+            pages,
+            chunks.block_tables,
+            chunks.contexts,
+            chunks.row_starts,
+            chunks.tiles,
+            walk.window,
+        )
     return attended

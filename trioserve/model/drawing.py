@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["DRAW_TILES", "draw", "draw_word", "exponentials"]
+__all__ = ["DRAW_TILES", "draw", "draw_word", "exponentials", "signed"]
 
 DRAW_TILES = 512  # of 96 tokens at 50,000; id modulo this, because frequent tokens have neighbouring ids
 
@@ -36,7 +36,7 @@ def draw(weights: Tensor, words: Sequence[int]) -> Tensor:
     weights: float32 [m, vocab_size], not negative, at least one above 0 in each row. words: see draw_word.
     """
     count, vocab_size = weights.shape
-    seeds = torch.tensor([_signed(word) for word in words], device=weights.device)[:, None]
+    seeds = torch.tensor([signed(word) for word in words], device=weights.device)[:, None]
     tiles = torch.nn.functional.pad(weights, (0, -vocab_size % DRAW_TILES)).view(count, -1, DRAW_TILES)
     tile = _first(tiles.sum(1, dtype=torch.float64), seeds, torch.arange(DRAW_TILES, device=weights.device))
     inside = tiles.gather(2, tile[:, None].expand(-1, tiles.shape[1], -1))[:, :, 0]
@@ -61,9 +61,9 @@ def exponentials(seeds: Tensor, indices: Tensor) -> Tensor:
     Each is -log(u), u being number `index` of the splitmix64 stream that starts at the seed, its upper 52 bits as a
     fraction in the middle of its step: neither 0 nor 1. seeds, indices: int64; seeds are words as two's complement.
     """
-    state = seeds + (indices + 1) * _signed(_GAMMA)  # int64 arithmetic drops what exceeds 64 bits, as it should here
+    state = seeds + (indices + 1) * signed(_GAMMA)  # int64 arithmetic drops what exceeds 64 bits, as it should here
     for shift, multiplier in zip((30, 27), _MULTIPLIERS, strict=True):
-        state = (state ^ _shifted(state, shift)) * _signed(multiplier)
+        state = (state ^ _shifted(state, shift)) * signed(multiplier)
     state = state ^ _shifted(state, 31)
     return -((_shifted(state, 12).double() + 0.5) / 2**52).log()
 
@@ -81,7 +81,8 @@ def _mixed(state: int) -> int:
     return state ^ (state >> 31)
 
 
-def _signed(word: int) -> int:
+def signed(word: int) -> int:
+    """The int64 with the same 64 bits."""
     return word - 2**64 if word >= 2**63 else word
 
 

@@ -20,7 +20,7 @@ from trioserve.model.loading.checkpoint import Checkpoint
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.sampler import NOT_FINITE, finite_rows, sample, token_logprobs
 from trioserve.model.settings import ModelSettings
-from trioserve.model.step_tensors import StepShape, build_step_tensors
+from trioserve.model.step_tensors import HeadShape, StepShape, build_step_tensors
 from trioserve.model.weights import fill_slots
 from trioserve_kernels import pick_kernels
 
@@ -53,6 +53,9 @@ class ModelRunner:
             windows=tuple(dict.fromkeys(model.config.sliding_windows)),
             dtype=model.dtype,
             device=model.device,
+            walked_heads=HeadShape(model.config.head_count, model.config.kv_head_count, model.config.head_dim)
+            if model.kernels.FUSED
+            else None,
         )
 
     @classmethod
@@ -70,7 +73,7 @@ class ModelRunner:
         device = pick_device(settings)
         dtype = pick_dtype(config, settings, device)
         with torch.inference_mode():
-            model = MODEL_TYPES[config.architecture](config, pick_kernels(), dtype=dtype, device=device)
+            model = MODEL_TYPES[config.architecture](config, pick_kernels(device.type), dtype=dtype, device=device)
             fill_slots(model.slots(), checkpoint.tensors(), bytes_total=checkpoint.weight_bytes, progress=progress)
         return cls(model, settings)
 
@@ -167,7 +170,7 @@ class ModelRunner:
                 if sampled:
                     rows = [step.first_rows[place] + chunks[place].count - 1 for place in sampled]
                     logits = model.logits(_take_rows(hidden, rows))
-                    samples = sample(logits, [chunks[place] for place in sampled])
+                    samples = sample(logits, [chunks[place] for place in sampled], model.kernels)
                     for row, place in enumerate(sampled):
                         request_id = chunks[place].request.id
                         token_ids[runnable[place]] = samples.token_ids[row]
@@ -181,7 +184,7 @@ class ModelRunner:
 def _take_rows(hidden: Tensor, rows: Sequence[int]) -> Tensor:
     if list(rows) == list(range(hidden.shape[0])):
         return hidden
-    return hidden.index_select(0, torch.tensor(rows, device=hidden.device))
+    return hidden.index_select(0, torch.tensor(rows).to(hidden.device, non_blocking=True))
 
 
 def _fault(chunk: ScheduledChunk, vocab_size: int) -> str | None:

@@ -20,7 +20,9 @@ from torch import Tensor
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import ScheduledChunk
-from trioserve.model.drawing import draw, draw_word
+from trioserve.model.drawing import draw, draw_word, signed
+from trioserve_kernels import Kernels
+from trioserve_kernels.reference import Flaw
 
 __all__ = ["NOT_FINITE", "Samples", "finite_rows", "sample", "token_logprobs"]
 
@@ -40,12 +42,15 @@ class Samples:
     errors: dict[int, str] = field(default_factory=dict)
 
 
-def sample(logits: Tensor, chunks: Sequence[ScheduledChunk]) -> Samples:
+def sample(logits: Tensor, chunks: Sequence[ScheduledChunk], kernels: Kernels | None = None) -> Samples:
     """Choose the next token of every row.
 
     logits: [n, vocab_size] in any floating dtype; not changed. chunks: the row's chunk, whose last known token the row
-    follows; n of them, at least one. logit_bias must name tokens of the vocabulary only.
+    follows; n of them, at least one. logit_bias must name tokens of the vocabulary only. kernels: if they are fused,
+    they choose.
     """
+    if kernels is not None and kernels.FUSED:
+        return _sample_fused(logits, chunks, kernels)
     finite = finite_rows(logits)
     if all(_is_plain(chunk) for chunk in chunks):
         ids, finite_list = torch.stack((logits.max(-1).indices, finite.to(torch.int64))).tolist()
@@ -79,6 +84,43 @@ def sample(logits: Tensor, chunks: Sequence[ScheduledChunk]) -> Samples:
             for row, entry in zip(with_logprobs, token_logprobs(raw, chosen, tops), strict=True)
             if row not in errors
         }
+    return samples
+
+
+def _sample_fused(logits: Tensor, chunks: Sequence[ScheduledChunk], kernels: Kernels) -> Samples:
+    """As sample: the same order of changes, the same draw. What is chosen comes back in one copy; only rows that ask
+    for logprobs, biases or penalties cost more."""
+    scores = logits
+    hides = any(_is_adjusted(chunk) for chunk in chunks)
+    if hides:
+        scores = logits.to(torch.float32, copy=True)
+        for row, chunk in enumerate(chunks):
+            _adjust_(scores[row], chunk)
+    samplings = [chunk.request.sampling for chunk in chunks]
+    parameters = [(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) for sampling in samplings]
+    words = [signed(draw_word(chunk.request.seed, chunk.start + chunk.count)) for chunk in chunks]
+    chosen = kernels.choose_tokens(
+        scores,
+        torch.tensor(parameters, dtype=torch.float64).to(logits.device, non_blocking=True),
+        torch.tensor(words).to(logits.device, non_blocking=True),
+    )
+    if hides:
+        # Minus infinity may be a hidden token now, so whether the model gave it is asked of the logits.
+        chosen = torch.cat((chosen, logits.isfinite().all(-1).to(torch.int64)[None]))
+    ids, flaws, *finite = chosen.tolist()
+    errors: dict[int, str] = {}
+    for row, flaw in enumerate(flaws):
+        if (not finite[0][row]) if hides else flaw:
+            errors[row] = NOT_FINITE
+        elif flaw & Flaw.ALL_HIDDEN:
+            errors[row] = NOTHING_LEFT
+    samples = Samples([None if row in errors else token for row, token in enumerate(ids)], errors=errors)
+    with_logprobs = [row for row, sampling in enumerate(samplings) if sampling.logprobs is not None]
+    with_logprobs = [row for row in with_logprobs if row not in errors]
+    if with_logprobs:
+        tops = [samplings[row].logprobs or 0 for row in with_logprobs]
+        entries = token_logprobs(logits[with_logprobs], [ids[row] for row in with_logprobs], tops)
+        samples.logprobs = dict(zip(with_logprobs, entries, strict=True))
     return samples
 
 

@@ -15,9 +15,21 @@ import torch
 from torch import Tensor
 
 from trioserve.contracts.step import ScheduledChunk
+from trioserve_kernels.paged import DecodeWork, chunk_tile_tokens, split_count
 from trioserve_kernels.reference import decode_mask, prompt_mask
 
-__all__ = ["AttentionTensors", "DecodeGroup", "PromptPart", "StepShape", "StepTensors", "build_step_tensors"]
+__all__ = [
+    "AttentionTensors",
+    "ChunkTables",
+    "DecodeGroup",
+    "DecodeTables",
+    "HeadShape",
+    "PromptPart",
+    "StepShape",
+    "StepTensors",
+    "TableWalk",
+    "build_step_tensors",
+]
 
 # Decodes whose gathered contexts fit the CPU's caches together run faster than all at once (64 sequences of 256 tokens:
 # 1.5 ms a layer in four groups, 2.3 ms in one). A GPU wants few large launches; there the bound is on transient memory.
@@ -26,18 +38,57 @@ GATHERED_BYTES_MAX = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
 PART_ROWS_MAX = {"cpu": 256, "cuda": 2_048}
 PADDED_BLOCKS_MIN = 8  # shorter contexts than this are padded together: one more call costs more than their padding
 
+Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
+class HeadShape:
+    head_count: int
+    kv_head_count: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepShape:
-    """What the tensors depend on besides the plan. windows: the distinct sliding windows of the model's layers."""
+    """What the tensors depend on besides the plan. windows: the distinct sliding windows of the model's layers.
+    walked_heads: set if the kernels are fused and walk block tables themselves; these need no masks and no groups."""
 
     block_size: int
     token_kv_bytes: int  # of one token in one layer
     windows: tuple[int | None, ...]
     dtype: torch.dtype
     device: torch.device
+    walked_heads: HeadShape | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTables:
+    """All decodes of a step. block_tables: int32 [n, width], 0 behind a row's last block; contexts: int32 [n]."""
+
+    block_tables: Tensor
+    contexts: Tensor
+    context_max: int
+    work: DecodeWork
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTables:
+    """All chunks of a step, their rows counted from the first chunk's: as paged_chunks_ takes them, all int32."""
+
+    block_tables: Tensor
+    contexts: Tensor
+    row_starts: Tensor
+    tiles: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TableWalk:
+    """The rows of a step under one sliding window, for kernels that walk block tables: decodes, then chunks."""
+
+    window: int | None
+    decodes: DecodeTables | None
+    chunks: ChunkTables | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +127,14 @@ class AttentionTensors:
 
     decode_groups: tuple[DecodeGroup, ...]
     prompt_parts: tuple[PromptPart, ...]
+    walk: TableWalk | None = None  # in the place of both
 
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
     """token_ids, positions, slots: int64 [T]; slot = block * block_size + offset. cleared_slots: int64 [n], behind the
-    last token of every block that this step begins and does not fill; None if there are none. attention: by window.
-    first_rows: for each chunk in the order that was given, its first row."""
+    last token of every block that this step begins and does not fill; None if there are none, or if the kernels never
+    read them. attention: by window. first_rows: for each chunk in the order that was given, its first row."""
 
     token_ids: Tensor
     positions: Tensor
@@ -108,12 +160,16 @@ def build_step_tensors(chunks: Sequence[ScheduledChunk], shape: StepShape) -> St
         slots.append(_slots(chunk, chunk_positions, shape.block_size))
         cleared.append(_slots_behind(chunk, shape.block_size))
     behind = np.concatenate(cleared)
+    if shape.walked_heads is None:
+        attention = {window: _attention_tensors(chunks, order, shape, window) for window in shape.windows}
+    else:
+        attention = _walks([chunks[index] for index in order], shape, shape.walked_heads)
     return StepTensors(
         token_ids=_tensor(np.array(token_ids, dtype=np.int64), shape.device),
         positions=_tensor(np.concatenate(positions), shape.device),
         slots=_tensor(np.concatenate(slots), shape.device),
-        cleared_slots=_tensor(behind, shape.device) if behind.size else None,
-        attention={window: _attention_tensors(chunks, order, shape, window) for window in shape.windows},
+        cleared_slots=_tensor(behind, shape.device) if behind.size and shape.walked_heads is None else None,
+        attention=attention,
         first_rows=tuple(first_rows),
     )
 
@@ -138,6 +194,45 @@ def _slots_behind(chunk: ScheduledChunk, block_size: int) -> Int64Array:
         return np.empty(0, dtype=np.int64)
     block = chunk.block_table[begun // block_size]
     return np.arange(block * block_size + end - begun, (block + 1) * block_size, dtype=np.int64)
+
+
+def _walks(chunks: Sequence[ScheduledChunk], shape: StepShape, heads: HeadShape) -> dict[int | None, AttentionTensors]:
+    """chunks: in the order of their rows. Windows differ in a number alone, so they share the tensors."""
+    count = sum(chunk.count == 1 for chunk in chunks)
+    decodes = _decode_tables(chunks[:count], shape, heads) if count else None
+    parts = _chunk_tables(chunks[count:], shape, heads) if count < len(chunks) else None
+    return {window: AttentionTensors((), (), TableWalk(window, decodes, parts)) for window in shape.windows}
+
+
+def _decode_tables(chunks: Sequence[ScheduledChunk], shape: StepShape, heads: HeadShape) -> DecodeTables:
+    contexts = [chunk.start + 1 for chunk in chunks]
+    parts_max = max(split_count(max(contexts), window) for window in shape.windows)
+    return DecodeTables(
+        _tensor(_block_tables(chunks, shape.block_size), shape.device),
+        _tensor(np.array(contexts, dtype=np.int32), shape.device),
+        max(contexts),
+        DecodeWork.make(len(chunks), heads.head_count, parts_max, heads.head_dim, shape.device),
+    )
+
+
+def _chunk_tables(chunks: Sequence[ScheduledChunk], shape: StepShape, heads: HeadShape) -> ChunkTables:
+    tile_tokens = chunk_tile_tokens(heads.head_count // heads.kv_head_count)
+    tiles = [(index, first) for index, chunk in enumerate(chunks) for first in range(0, chunk.count, tile_tokens)]
+    row_starts = np.cumsum([0, *(chunk.count for chunk in chunks)], dtype=np.int32)
+    return ChunkTables(
+        _tensor(_block_tables(chunks, shape.block_size), shape.device),
+        _tensor(np.array([chunk.start + chunk.count for chunk in chunks], dtype=np.int32), shape.device),
+        _tensor(row_starts, shape.device),
+        _tensor(np.array(tiles, dtype=np.int32), shape.device),
+    )
+
+
+def _block_tables(chunks: Sequence[ScheduledChunk], block_size: int) -> Int32Array:
+    widths = [(chunk.start + chunk.count - 1) // block_size + 1 for chunk in chunks]
+    tables = np.zeros((len(chunks), max(widths)), dtype=np.int32)
+    for table, chunk, width in zip(tables, chunks, widths, strict=True):
+        table[:width] = chunk.block_table[:width]
+    return tables
 
 
 def _attention_tensors(
@@ -218,5 +313,5 @@ def _block_array(chunk: ScheduledChunk, first_block: int) -> Int64Array:
     return np.array(chunk.block_table[first_block:], dtype=np.int64)
 
 
-def _tensor(values: Int64Array, device: torch.device) -> Tensor:
+def _tensor(values: Int32Array | Int64Array, device: torch.device) -> Tensor:
     return torch.from_numpy(values).to(device, non_blocking=True)

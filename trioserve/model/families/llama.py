@@ -30,6 +30,7 @@ class LlamaLayer:
         self._window = config.sliding_windows[index]
         self._head_dim = config.head_dim
         self._rotated_heads = config.head_count + config.kv_head_count
+        self._kv_heads = config.kv_head_count
         self._query_size = config.head_count * config.head_dim
         self._kv_size = 2 * config.kv_head_count * config.head_dim
         hidden, middle = config.hidden_size, config.intermediate_size
@@ -65,23 +66,31 @@ class LlamaLayer:
             yield from part.slots()
 
     def __call__(
-        self, hidden: Tensor, step: StepTensors, cos: Tensor, sin: Tensor, pages: Tensor, slots_of_layer: Tensor
+        self,
+        hidden: Tensor,
+        product: Tensor | None,
+        step: StepTensors,
+        cos: Tensor,
+        sin: Tensor,
+        pages: Tensor,
+        slots_of_layer: Tensor,
     ) -> Tensor:
-        """hidden: [T, hidden_size]. Writes the step's keys and values into the layer's cache."""
+        """Writes the step's keys and values into the layer's cache.
+
+        hidden: [T, hidden_size], changed in place. product: what is still to be added to it, and what comes back is:
+        the residual sum is taken together with the norm that follows it.
+        """
         kernels = self._kernels
-        qkv = self._qkv(kernels.rms_norm(hidden, self._input_norm.weight, self._eps))
+        qkv = self._qkv(kernels.add_rms_norm_(hidden, product, self._input_norm.weight, self._eps))
         queries, keys_values = torch.split(qkv, [self._query_size, self._kv_size], -1)
         # Queries and keys lie side by side, so they are turned together and in place.
-        heads = qkv.view(qkv.shape[0], -1, self._head_dim)[:, : self._rotated_heads]
-        self.prepare_heads_(heads)
-        kernels.rotary_(heads, cos, sin)
-        kernels.store_kv_(slots_of_layer, keys_values, step.slots)
+        self.prepare_heads_(qkv.view(qkv.shape[0], -1, self._head_dim)[:, : self._rotated_heads])
+        kernels.rotary_and_store_kv_(qkv, cos, sin, slots_of_layer, step.slots, self._kv_heads)
         if step.cleared_slots is not None:
             kernels.clear_slots_(slots_of_layer, step.cleared_slots)
-        attended = attend(kernels, queries, keys_values, pages, step.attention[self._window])
-        hidden = self._output(attended).add_(hidden)
-        gate_up = self._gate_up(kernels.rms_norm(hidden, self._post_norm.weight, self._eps))
-        return self._down(kernels.silu_and_mul(gate_up)).add_(hidden)
+        product = self._output(attend(kernels, queries, keys_values, pages, step.attention[self._window]))
+        gate_up = self._gate_up(kernels.add_rms_norm_(hidden, product, self._post_norm.weight, self._eps))
+        return self._down(kernels.silu_and_mul(gate_up))
 
     def prepare_heads_(self, heads: Tensor) -> None:
         """What a family does, in place, to query and key heads [T, H + K, D] before they are turned: here nothing."""
@@ -96,7 +105,7 @@ class LlamaModel:
         self.config = config
         self.dtype = dtype
         self.device = device
-        self._kernels = kernels
+        self.kernels = kernels
         self._embedding = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self._layers = [
             self.layer_type(config, index, kernels, dtype=dtype, device=device) for index in range(config.layer_count)
@@ -122,12 +131,13 @@ class LlamaModel:
         abandoned, which is asked before each layer."""
         hidden = self._embedding(step.token_ids)
         cos, sin = self._rotary.cos_sin(step.positions, self.dtype)
+        product = None
         for layer, pages, slots_of_layer in zip(self._layers, storage.pages, storage.slots, strict=True):
             if is_abandoned():
                 return None
-            hidden = layer(hidden, step, cos, sin, pages, slots_of_layer)
-        return hidden
+            product = layer(hidden, product, step, cos, sin, pages, slots_of_layer)
+        return hidden if product is None else hidden.add_(product)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden_size] as forward returns it, to [n, vocab_size]."""
-        return self._head(self._kernels.rms_norm(hidden, self._norm.weight, self.config.rms_norm_eps))
+        return self._head(self.kernels.rms_norm(hidden, self._norm.weight, self.config.rms_norm_eps))

@@ -1,0 +1,119 @@
+"""`python -m trioserve_kernels.compile_check`: compiles every Triton kernel for a GPU that need not be there.
+
+The launches are those of the kernels' own functions, with tensors on the CPU and a stand-in for Triton's driver that
+only says which GPU is meant, so that strides, alignments and constants are what a real launch would compile for. Finds
+errors of types, layouts and shared memory; says nothing about results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from trioserve_kernels.paged import DecodeWork
+
+__all__ = ["main"]
+
+SHARED_BYTES_MAX = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448}  # of one program (CUDA programming guide)
+# head_dim, query heads, key/value heads, dtype
+ATTENTION_SHAPES = (
+    (64, 9, 3, torch.bfloat16),
+    (80, 32, 32, torch.bfloat16),
+    (96, 32, 8, torch.bfloat16),
+    (128, 32, 4, torch.bfloat16),
+    (128, 32, 8, torch.float16),
+    (128, 32, 8, torch.float32),
+    (256, 8, 4, torch.bfloat16),
+)
+
+
+class _NoDevice:
+    """What Triton asks of a driver before it launches."""
+
+    def __init__(self, arch: int) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self._target = GPUTarget("cuda", arch, 32)
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def _attention(kernels: Any, head_dim: int, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+    rows, width = 5, 3
+    qkv = torch.zeros(rows, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    queries = qkv[:, : heads * head_dim]
+    attended = torch.zeros(rows, heads * head_dim, dtype=dtype)
+    pages = torch.zeros(4, 16, 2, kv_heads, head_dim, dtype=dtype)
+    angles = torch.zeros(rows, 1, head_dim, dtype=dtype)
+    slots = torch.zeros(rows, dtype=torch.int64)
+    tables, contexts = torch.zeros(rows, width, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
+    kernels.rotary_and_store_kv_(qkv, angles, angles, pages.view(64, -1), slots, kv_heads)
+    for parts in (1, 2):
+        work = DecodeWork.make(rows, heads, parts, head_dim, pages.device)
+        kernels.paged_decode_(attended, queries, pages, tables, contexts, None, parts, work)
+    tiles = torch.zeros(7, 2, dtype=torch.int32)
+    kernels.paged_chunks_(attended, queries, pages, tables, contexts, contexts, tiles, None)
+
+
+def _rows(kernels: Any, dtype: torch.dtype) -> None:
+    hidden = torch.zeros(5, 4096, dtype=dtype)
+    kernels.add_rms_norm_(hidden, hidden.clone(), hidden[0], 1e-5)
+    kernels.add_rms_norm_(hidden, None, hidden[0], 1e-5)
+    kernels.rms_norm(hidden.view(5, 32, 128)[:, :9], None, 1e-5)
+    kernels.silu_and_mul(hidden)
+
+
+def _sampling(kernels: Any, dtype: torch.dtype) -> None:
+    scores = torch.zeros(5, 50_257, dtype=dtype)
+    kernels.choose_tokens(scores, torch.zeros(5, 4, dtype=torch.float64), torch.zeros(5, dtype=torch.int64))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m trioserve_kernels.compile_check", description=__doc__)
+    parser.add_argument("--arch", type=int, default=90, help="compute capability without its dot (default: 90)")
+    arch: int = parser.parse_args().arch
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    from trioserve_kernels import triton as kernels
+
+    launch = JITFunction.run
+    found: list[tuple[str, str, int, float]] = []
+
+    def compile_only(self: Any, case: str, *args: Any, **options: Any) -> None:
+        began = time.perf_counter()
+        compiled = launch(self, *args, **options | {"warmup": True})
+        found.append((case, self.__name__, compiled.metadata.shared, time.perf_counter() - began))
+
+    def check(case: str, launches: Callable[..., None], *shape: Any) -> None:
+        JITFunction.run = functools.partialmethod(compile_only, case)
+        launches(kernels, *shape)
+
+    driver.set_active(_NoDevice(arch))  # for good: this is a process of its own
+    for head_dim, heads, kv_heads, dtype in ATTENTION_SHAPES:
+        name = f"head_dim {head_dim}, heads {heads}/{kv_heads}, {dtype}"
+        check(name, _attention, head_dim, heads, kv_heads, dtype)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        check(str(dtype), _rows, dtype)
+    for dtype in (torch.bfloat16, torch.float32):
+        check(str(dtype), _sampling, dtype)
+    for case, name, shared_bytes, seconds in found:
+        print(f"{name:22} {case:45} shared memory {shared_bytes:7,} bytes {seconds:6.2f} s")
+        assert shared_bytes <= SHARED_BYTES_MAX.get(arch, SHARED_BYTES_MAX[86]), f"{name} needs too much shared memory"
+    print(f"{len(found)} launches compiled for sm_{arch}")
+
+
+if __name__ == "__main__":
+    main()

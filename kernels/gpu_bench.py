@@ -1,0 +1,279 @@
+"""`python -m trioserve_kernels.gpu_bench`: the Triton kernels on this machine's GPU, checked and timed.
+
+First every kernel against the plain ones in float64 on the same bfloat16 numbers. Then the time of each, captured in a
+CUDA graph (which shows that it can be) and replayed, beside the time the GPU needs to move the same bytes: bandwidth is
+that of one large copy here. Prints a table; ends with status 1 if a result is wrong. Takes a few minutes at most.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from trioserve_kernels import reference
+from trioserve_kernels.paged import DecodeWork, chunk_tile_tokens, split_count
+
+__all__ = ["main"]
+
+# One rounding of a result in bfloat16 is 2 ** -9 of its size; attention rounds its weights, too.
+TOLERANCE = 1e-2
+SECONDS_MAX = 240.0  # then no further kernel is timed
+REPEATS = 20  # launches in a graph
+REPLAYS = 5  # of which the fastest counts
+PAGE_TOKENS = 16
+# query heads, key/value heads, head_dim, hidden_size, intermediate_size, vocab_size
+MODELS = {"SmolLM2-135M": (9, 3, 64, 576, 1_536, 49_152), "Llama-3-8B": (32, 8, 128, 4_096, 14_336, 128_256)}
+CHECKED_HEADS = ((64, 9, 3), (80, 4, 4), (96, 8, 2), (128, 16, 2))
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    name: str
+    launch: Callable[[], object]
+    moved_bytes: int
+    operations: int = 0  # multiplications and additions, where these are the bound
+
+
+@dataclass(frozen=True, slots=True)
+class Paged:
+    pages: Tensor
+    block_tables: Tensor
+    contexts: Tensor
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def paged(contexts: list[int], kv_heads: int, head_dim: int) -> Paged:
+    """Every sequence's pages at random places."""
+    widths = [-(-context // PAGE_TOKENS) for context in contexts]
+    places = torch.randperm(sum(widths), dtype=torch.int32)
+    tables = torch.zeros(len(contexts), max(widths), dtype=torch.int32)
+    for row, part in enumerate(torch.split(places, widths)):
+        tables[row, : len(part)] = part
+    pages = numbers(sum(widths), PAGE_TOKENS, 2, kv_heads, head_dim)
+    return Paged(pages, tables.cuda(), torch.tensor(contexts, dtype=torch.int32, device="cuda"))
+
+
+def tiles_of(counts: list[int], group: int) -> tuple[Tensor, Tensor]:
+    """row_starts and tiles of chunks of these lengths."""
+    step = chunk_tile_tokens(group)
+    tiles = [(chunk, first) for chunk, count in enumerate(counts) for first in range(0, count, step)]
+    starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+    return starts.cuda(), torch.tensor(tiles, dtype=torch.int32, device="cuda")
+
+
+def checks() -> Iterator[tuple[str, float]]:
+    """What was compared, and its largest error relative to numbers above 1."""
+    from trioserve_kernels import triton as kernels
+
+    def error(got: Tensor, wanted: Tensor) -> float:
+        return float(((got.double() - wanted).abs() / wanted.abs().clamp(min=1.0)).max())
+
+    hidden, product, weight = numbers(33, 4_096), numbers(33, 4_096), numbers(4_096)
+    added = hidden + product
+    wanted = reference.rms_norm(added.double(), weight.double(), 1e-5)
+    yield "add_rms_norm_", error(kernels.add_rms_norm_(hidden, product, weight, 1e-5), wanted)
+    yield "  its residual", error(hidden, added.double())
+    yield "silu_and_mul", error(kernels.silu_and_mul(hidden), reference.silu_and_mul(hidden.double()))
+    for head_dim, heads, kv_heads in CHECKED_HEADS:
+        shape = f"head_dim {head_dim}, heads {heads}/{kv_heads}"
+        qkv = numbers(20, (heads + 2 * kv_heads) * head_dim)
+        cos, sin = numbers(20, 1, head_dim), numbers(20, 1, head_dim)
+        cache, slots = numbers(64, 2 * kv_heads * head_dim), torch.randperm(64, device="cuda")[:20]
+        wanted, wanted_cache = qkv.double(), cache.double()
+        reference.rotary_and_store_kv_(wanted, cos.double(), sin.double(), wanted_cache, slots, kv_heads)
+        kernels.rotary_and_store_kv_(qkv, cos, sin, cache, slots, kv_heads)
+        yield f"rotary_and_store_kv_, {shape}", max(error(qkv, wanted), error(cache, wanted_cache))
+        contexts = [1, 16, 17, 255, 256, 257, 1_000, 5_000]
+        counts = [1, 16, 5, 255, 100, 1, 333, 64]
+        case = paged(contexts, kv_heads, head_dim)
+        exact = case.pages.double()
+        starts, tiles = tiles_of(counts, heads // kv_heads)
+        for window in (None, 300):
+            parts = split_count(max(contexts), window)
+            work = DecodeWork.make(len(contexts), heads, parts, head_dim, case.pages.device)
+            queries = numbers(len(contexts), heads * head_dim)
+            got, wanted = torch.zeros_like(queries), torch.zeros_like(queries, dtype=torch.float64)
+            rest = (case.block_tables, case.contexts, window, parts, work)
+            kernels.paged_decode_(got, queries, case.pages, *rest)
+            reference.paged_decode_(wanted, queries.double(), exact, *rest)
+            yield f"paged_decode_, {shape}, window {window}", error(got, wanted)
+            queries = numbers(sum(counts), heads * head_dim)
+            got, wanted = torch.zeros_like(queries), torch.zeros_like(queries, dtype=torch.float64)
+            tables = (case.block_tables, case.contexts, starts, tiles, window)
+            kernels.paged_chunks_(got, queries, case.pages, *tables)
+            reference.paged_chunks_(wanted, queries.double(), exact, *tables)
+            yield f"paged_chunks_, {shape}, window {window}", error(got, wanted)
+    settings = [(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.8, 50, 1.0, 0.0), (1.2, 0, 0.9, 0.0), (1.0, 100, 0.95, 0.05)]
+    parameters = torch.tensor(settings * 8, dtype=torch.float64, device="cuda")
+    words = torch.randint(-(2**63), 2**63 - 1, (40,), device="cuda")
+    scores = numbers(40, 128_256) * 3
+    chosen = kernels.choose_tokens(scores, parameters, words)
+    different = (chosen != reference.choose_tokens(scores, parameters, words)).any(0).sum()
+    # Where rounding meets the border between two tokens the choice may differ, in about one of a million draws.
+    yield "choose_tokens, share of other tokens", float(different) / 40
+
+
+def timed(model: str) -> Iterator[Timed]:
+    """The kernels at the model's shapes. Bytes are what has to be read and written once, in bfloat16."""
+    from trioserve_kernels import triton as kernels
+
+    heads, kv_heads, head_dim, hidden_size, middle, vocab_size = MODELS[model]
+    qkv_size, kv_size = (heads + 2 * kv_heads) * head_dim, 2 * kv_heads * head_dim
+    for rows in (1, 64, 2_048):
+        hidden, product, weight = numbers(rows, hidden_size), numbers(rows, hidden_size), numbers(hidden_size)
+        yield Timed(
+            f"add_rms_norm_, {rows} rows",
+            partial(kernels.add_rms_norm_, hidden, product, weight, 1e-5),
+            2 * hidden_size * (4 * rows + 1),
+        )
+        gate_up = numbers(rows, 2 * middle)
+        yield Timed(f"silu_and_mul, {rows} rows", partial(kernels.silu_and_mul, gate_up), 2 * 3 * middle * rows)
+        qkv, angles = numbers(rows, qkv_size), numbers(rows, 1, head_dim)
+        cache, slots = numbers(4_096, kv_size), torch.randperm(4_096, device="cuda")[:rows]
+        yield Timed(
+            f"rotary_and_store_kv_, {rows} rows",
+            partial(kernels.rotary_and_store_kv_, qkv, angles, angles, cache, slots, kv_heads),
+            2 * rows * (2 * qkv_size + kv_size // 2 + 2 * head_dim),
+        )
+    for rows, context in ((1, 512), (1, 8_192), (16, 2_048), (64, 512), (64, 4_096)):
+        case = paged([context] * rows, kv_heads, head_dim)
+        queries = numbers(rows, heads * head_dim)
+        attended = torch.empty_like(queries)
+        parts = split_count(context, None)
+        work = DecodeWork.make(rows, heads, parts, head_dim, queries.device)
+        yield Timed(
+            f"paged_decode_, {rows} x {context}",
+            partial(
+                kernels.paged_decode_,
+                attended,
+                queries,
+                case.pages,
+                case.block_tables,
+                case.contexts,
+                None,
+                parts,
+                work,
+            ),
+            2 * rows * (context * kv_size + 2 * heads * head_dim),
+        )
+    for chunks, count, context in ((1, 512, 512), (1, 2_048, 8_192), (8, 256, 1_024)):
+        case = paged([context] * chunks, kv_heads, head_dim)
+        queries = numbers(chunks * count, heads * head_dim)
+        attended = torch.empty_like(queries)
+        starts, tiles = tiles_of([count] * chunks, heads // kv_heads)
+        yield Timed(
+            f"paged_chunks_, {chunks} x {count} of {context}",
+            partial(
+                kernels.paged_chunks_,
+                attended,
+                queries,
+                case.pages,
+                case.block_tables,
+                case.contexts,
+                starts,
+                tiles,
+                None,
+            ),
+            2 * chunks * (context * kv_size + 2 * count * heads * head_dim),
+            4 * chunks * heads * head_dim * count * (context - count // 2),
+        )
+    for rows in (1, 64):
+        scores = numbers(rows, vocab_size)
+        words = torch.arange(rows, device="cuda")
+        settings = {
+            "greedy": (0.0, 0.0, 1.0, 0.0),
+            "temperature": (1.0, 0.0, 1.0, 0.0),
+            "top_p 0.9": (1.0, 0.0, 0.9, 0.0),
+            "top_k 50, top_p 0.9": (1.0, 50.0, 0.9, 0.0),
+        }
+        for name, setting in settings.items():
+            parameters = torch.tensor([setting] * rows, dtype=torch.float64, device="cuda")
+            yield Timed(
+                f"choose_tokens, {rows} rows, {name}",
+                partial(kernels.choose_tokens, scores, parameters, words),
+                2 * rows * vocab_size,
+            )
+
+
+def seconds_of(launch: Callable[[], object], repeats: int = REPEATS) -> float:
+    """Of one launch, from a graph of several. What fits the L2 cache is found there by all but the first."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):  # compiles
+            launch()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            launch()
+    graph.replay()
+    best = float("inf")
+    for _ in range(REPLAYS):
+        began, ended = (
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+            for _ in range(2)
+        )
+        began.record()
+        graph.replay()
+        ended.record()
+        ended.synchronize()
+        best = min(best, began.elapsed_time(ended) / 1_000 / repeats)
+    return best
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written a second by a copy of 1 GiB."""
+    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * 2**30 / seconds_of(lambda: target.copy_(source), repeats=5)
+
+
+def main() -> None:
+    if not torch.cuda.is_available():
+        sys.exit("torch sees no CUDA device here")
+    if importlib.util.find_spec("triton") is None:
+        sys.exit("triton is not installed: pip install triton")
+    import triton
+
+    began = time.monotonic()
+    torch.manual_seed(0)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
+    wrong = 0
+    with torch.inference_mode():
+        print(f"\n{'compared in bfloat16':60} largest error (allowed: {TOLERANCE})")
+        for name, error in checks():
+            good = error < TOLERANCE  # false for NaN, too
+            wrong += not good
+            print(f"{name:60} {error:.1e}{'' if good else '   WRONG'}", flush=True)
+        bandwidth = copy_bandwidth()
+        print(f"\na copy of 1 GiB: {bandwidth / 1e9:,.0f} GB/s\n")
+        print(f"{'kernel':75} {'us':>9} {'GB/s':>7} {'bound, us':>9} {'of bound':>8} {'TFLOP/s':>8}")
+        for model in MODELS:
+            for case in timed(model):
+                if time.monotonic() - began > SECONDS_MAX:
+                    sys.exit("out of time; the rest was not timed")
+                seconds, bound = seconds_of(case.launch), case.moved_bytes / bandwidth
+                print(
+                    f"{model + ': ' + case.name:75} {seconds * 1e6:9.1f} {case.moved_bytes / seconds / 1e9:7,.0f} "
+                    f"{bound * 1e6:9.1f} {bound / seconds:8.0%}"
+                    f"{f' {case.operations / seconds / 1e12:8.1f}' if case.operations else ''}",
+                    flush=True,
+                )
+    print(f"\n{time.monotonic() - began:.0f} s; {wrong} wrong")
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

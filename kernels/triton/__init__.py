@@ -1,0 +1,44 @@
+"""The kernels in Triton, for CUDA. Needs triton, which CUDA builds of torch bring along. One file a kernel.
+
+No launch waits for the device, reads from it, or takes its grid from it, so a step can be captured into a CUDA graph
+once every kernel in it has been compiled; memory that a launch makes comes from torch's allocator, which a capture
+owns. What no model calls when kernels are FUSED is plain torch.
+"""
+
+from __future__ import annotations
+
+from trioserve_kernels.reference import (
+    attention_prompt,
+    clear_slots_,
+    gather_context,
+    paged_attention_decode,
+    rotary_,
+    store_kv_,
+)
+from trioserve_kernels.triton.activation import silu_and_mul
+from trioserve_kernels.triton.attention_chunks import paged_chunks_
+from trioserve_kernels.triton.attention_decode import paged_decode_
+from trioserve_kernels.triton.norm import add_rms_norm_, rms_norm
+from trioserve_kernels.triton.rotary import rotary_and_store_kv_
+from trioserve_kernels.triton.sampling import choose_tokens
+
+__all__ = [
+    "FUSED",
+    "NAME",
+    "add_rms_norm_",
+    "attention_prompt",
+    "choose_tokens",
+    "clear_slots_",
+    "gather_context",
+    "paged_attention_decode",
+    "paged_chunks_",
+    "paged_decode_",
+    "rms_norm",
+    "rotary_",
+    "rotary_and_store_kv_",
+    "silu_and_mul",
+    "store_kv_",
+]
+
+NAME = "triton"
+FUSED = True

@@ -1,0 +1,62 @@
+"""What both attention kernels share: the running softmax over tiles of a paged context (FlashAttention, arXiv
+2205.14135), and how large a tile is.
+
+Scores are kept in units of log 2, since exp2 is what the hardware computes. Tokens that a row does not see are never
+read, so whatever lies in a page behind its last token is harmless.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["LOG2_E", "attend_tile", "token_block"]
+
+LOG2_E = 1.4426950408889634
+TILE_BYTES_MAX = 16 * 1024  # keys or values of a tile; two of each are in flight, and small GPUs have 99 KiB
+
+
+@triton.jit
+def attend_tile(
+    query,
+    maximum,
+    total,
+    attended,
+    pages,
+    block_table,
+    position,
+    in_context,
+    seen,
+    kv_head,
+    score_scale,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+):
+    """One tile of tokens into the running softmax of query [M, DIM_BLOCK].
+
+    position, in_context: [N], the tile's tokens and which of them may be read. seen: [M, N] or [1, N].
+    Returns the new maximum, total [M] and attended [M, DIM_BLOCK], all float32.
+    """
+    dim = tl.arange(0, DIM_BLOCK)
+    page = tl.load(block_table + position // PAGE_TOKENS, mask=in_context, other=0)
+    slot = page.to(tl.int64) * PAGE_TOKENS + position % PAGE_TOKENS
+    key = pages + slot * (2 * KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
+    value = key + KV_HEADS * HEAD_DIM
+    keys = tl.load(key[None, :] + dim[:, None], mask=in_context[None, :] & (dim < HEAD_DIM)[:, None], other=0.0)
+    scores = tl.dot(query, keys, input_precision="tf32x3") * score_scale
+    scores = tl.where(seen, scores, float("-inf"))
+    higher = tl.maximum(maximum, tl.max(scores, 1))
+    # A row that has seen nothing yet keeps minus infinity; 0 in its place keeps the differences numbers.
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.exp2(scores - base[:, None])
+    shrunk = tl.exp2(maximum - base)
+    values = tl.load(value[:, None] + dim[None, :], mask=in_context[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
+    attended = attended * shrunk[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="tf32x3")
+    return higher, total * shrunk + tl.sum(weights, 1), attended
+
+
+def token_block(dim_block: int, number_bytes: int) -> int:
+    """Tokens of a tile: a power of 2 between 16 and 64."""
+    return min(64, max(16, TILE_BYTES_MAX // (dim_block * number_bytes)))

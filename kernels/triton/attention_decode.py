@@ -1,0 +1,204 @@
+"""One query per sequence over its pages, the context split between programs, the parts joined by a second kernel
+(flash decoding: https://pytorch.org/blog/flash-decoding/).
+
+The heads that share keys and values are the rows of one product, so keys and values are read once. Where a context is
+cut depends on the context alone.
+"""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trioserve_kernels.paged import SPLIT_TOKENS, DecodeWork
+from trioserve_kernels.triton.attention import LOG2_E, attend_tile, token_block
+
+__all__ = ["decode_join_kernel", "decode_split_kernel", "paged_decode_"]
+
+PART_BLOCK = 16  # parts that are joined at a time
+NO_WINDOW = 2**31 - 1
+
+
+@triton.jit(do_not_specialize=["window", "table_stride", "parts_max"])
+def decode_split_kernel(
+    attended,
+    queries,
+    pages,
+    block_tables,
+    contexts,
+    sums,
+    scales,
+    window,
+    score_scale,
+    attended_stride,
+    query_stride,
+    table_stride,
+    parts_max,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    SPLIT_TOKENS: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    TOKEN_BLOCK: tl.constexpr,
+    ONE_PART: tl.constexpr,
+):
+    """Program (row, key/value head, part). ONE_PART: nothing to join, so the result is written at once."""
+    row = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    part = tl.program_id(2)
+    context = tl.load(contexts + row)
+    first = tl.maximum(context - window, 0)
+    begin = (first // SPLIT_TOKENS + part) * SPLIT_TOKENS
+    end = tl.minimum(begin + SPLIT_TOKENS, context)
+    # The first tile holds the first visible token, so that no tile is without one.
+    begin = tl.maximum(begin, first // TOKEN_BLOCK * TOKEN_BLOCK)
+    if begin < end:
+        member = tl.arange(0, GROUP_BLOCK)
+        head = kv_head * GROUP + member
+        dim = tl.arange(0, DIM_BLOCK)
+        inside = (member < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+        place = head[:, None] * HEAD_DIM + dim[None, :]
+        query = tl.load(queries + row * query_stride + place, mask=inside, other=0.0)
+        maximum = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
+        total = tl.zeros([GROUP_BLOCK], tl.float32)
+        result = tl.zeros([GROUP_BLOCK, DIM_BLOCK], tl.float32)
+        for start in range(begin, end, TOKEN_BLOCK):
+            position = start + tl.arange(0, TOKEN_BLOCK)
+            visible = (position >= first) & (position < end)
+            maximum, total, result = attend_tile(
+                query,
+                maximum,
+                total,
+                result,
+                pages,
+                block_tables + row * table_stride,
+                position,
+                visible,
+                visible[None, :],
+                kv_head,
+                score_scale,
+                KV_HEADS,
+                HEAD_DIM,
+                PAGE_TOKENS,
+                DIM_BLOCK,
+            )
+        if ONE_PART:
+            result = (result / total[:, None]).to(attended.dtype.element_ty)
+            tl.store(attended + row * attended_stride + place, result, mask=inside)
+        else:
+            index = (row * KV_HEADS * GROUP + head) * parts_max + part
+            tl.store(sums + index[:, None] * HEAD_DIM + dim[None, :], result, mask=inside)
+            tl.store(scales + index * 2, maximum, mask=member < GROUP)
+            tl.store(scales + index * 2 + 1, total, mask=member < GROUP)
+
+
+@triton.jit(do_not_specialize=["window", "parts_max"])
+def decode_join_kernel(
+    attended,
+    contexts,
+    sums,
+    scales,
+    window,
+    attended_stride,
+    parts_max,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SPLIT_TOKENS: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    PART_BLOCK: tl.constexpr,
+):
+    """Program (row, head). Only parts that have a visible token were written, and only they are read."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    context = tl.load(contexts + row)
+    first = tl.maximum(context - window, 0)
+    parts = tl.cdiv(context, SPLIT_TOKENS) - first // SPLIT_TOKENS
+    dim = tl.arange(0, DIM_BLOCK)
+    maximum = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    result = tl.zeros([DIM_BLOCK], tl.float32)
+    for start in range(0, parts, PART_BLOCK):
+        part = start + tl.arange(0, PART_BLOCK)
+        written = part < parts
+        index = (row * HEADS + head) * parts_max + part
+        part_maximum = tl.load(scales + index * 2, mask=written, other=float("-inf"))
+        part_total = tl.load(scales + index * 2 + 1, mask=written, other=0.0)
+        inside = written[:, None] & (dim < HEAD_DIM)[None, :]
+        part_sums = tl.load(sums + index[:, None] * HEAD_DIM + dim[None, :], mask=inside, other=0.0)
+        higher = tl.maximum(maximum, tl.max(part_maximum, 0))
+        shrunk = tl.exp2(maximum - higher)
+        weights = tl.exp2(part_maximum - higher)
+        total = total * shrunk + tl.sum(part_total * weights, 0)
+        result = result * shrunk + tl.sum(part_sums * weights[:, None], 0)
+        maximum = higher
+    place = attended + row * attended_stride + head * HEAD_DIM + dim
+    tl.store(place, (result / total).to(attended.dtype.element_ty), mask=dim < HEAD_DIM)
+
+
+def paged_decode_(
+    attended: Tensor,
+    queries: Tensor,
+    pages: Tensor,
+    block_tables: Tensor,
+    contexts: Tensor,
+    window: int | None,
+    parts: int,
+    work: DecodeWork,
+) -> None:
+    count = queries.shape[0]
+    _, page_tokens, _, kv_heads, head_dim = pages.shape
+    heads = queries.shape[1] // head_dim
+    assert queries.stride(1) == attended.stride(1) == block_tables.stride(1) == 1
+    assert pages.is_contiguous()
+    assert work.sums.shape[0] >= count
+    assert work.sums.shape[1] == heads
+    assert work.parts_max >= parts
+    visible = NO_WINDOW if window is None else window
+    dim_block = max(16, triton.next_power_of_2(head_dim))
+    decode_split_kernel[(count, kv_heads, parts)](
+        attended,
+        queries,
+        pages,
+        block_tables,
+        contexts,
+        work.sums,
+        work.scales,
+        visible,
+        LOG2_E / math.sqrt(head_dim),
+        attended.stride(0),
+        queries.stride(0),
+        block_tables.stride(0),
+        work.parts_max,
+        KV_HEADS=kv_heads,
+        GROUP=heads // kv_heads,
+        HEAD_DIM=head_dim,
+        PAGE_TOKENS=page_tokens,
+        SPLIT_TOKENS=SPLIT_TOKENS,
+        GROUP_BLOCK=max(16, triton.next_power_of_2(heads // kv_heads)),
+        DIM_BLOCK=dim_block,
+        TOKEN_BLOCK=token_block(dim_block, pages.dtype.itemsize),
+        ONE_PART=parts == 1,
+        num_warps=4,
+        num_stages=2,
+    )
+    if parts > 1:
+        decode_join_kernel[(count, heads)](
+            attended,
+            contexts,
+            work.sums,
+            work.scales,
+            visible,
+            attended.stride(0),
+            work.parts_max,
+            HEADS=heads,
+            HEAD_DIM=head_dim,
+            SPLIT_TOKENS=SPLIT_TOKENS,
+            DIM_BLOCK=dim_block,
+            PART_BLOCK=PART_BLOCK,
+            num_warps=4,
+        )

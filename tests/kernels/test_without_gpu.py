@@ -1,0 +1,71 @@
+"""What can be known of the Triton kernels without a GPU: their results in the interpreter, and that they compile."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import trioserve_kernels
+from trioserve_kernels import KERNELS_VARIABLE, pick_kernels
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+NEEDS_TRITON = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed (pip install trioserve[gpu])")
+# In 3.6 and with numpy 2.4 or newer, the interpreter fails at any loop whose bounds were loaded.
+INTERPRETS = HAS_TRITON and tuple(map(int, importlib.metadata.version("triton").split(".")[:2])) >= (3, 7)
+
+
+def run(*arguments: str, **environment: str) -> str:
+    """A Python process: Triton decides when it is imported whether it interprets."""
+    surroundings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments],
+        env=surroundings | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@NEEDS_TRITON
+@pytest.mark.skipif(
+    HAS_TRITON and not INTERPRETS, reason="the interpreter of this triton does not work with newer numpy"
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device: tests/kernels/triton runs on it")
+def test_results_in_the_interpreter() -> None:
+    output = run("pytest", "-q", str(Path(__file__).with_name("triton")), TRITON_INTERPRET="1")
+    assert " passed" in output
+
+
+@NEEDS_TRITON
+def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
+    output = run("trioserve_kernels.compile_check", TRITON_CACHE_DIR=str(tmp_path))
+    folder = Path(trioserve_kernels.__path__[0]) / "triton"
+    for file in folder.glob("*.py"):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            if line.startswith("def ") and "_kernel(" in line:
+                assert line.removeprefix("def ").split("(")[0] in output
+
+
+@NEEDS_TRITON
+def test_triton_is_picked_for_cuda_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KERNELS_VARIABLE, "triton")
+    assert pick_kernels("cuda").NAME == "triton"
+    assert pick_kernels("cpu").NAME == pick_kernels().NAME == "torch"
+
+
+def test_plain_torch_is_picked_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(KERNELS_VARIABLE, raising=False)
+    assert pick_kernels("cuda").NAME == "torch"
+    monkeypatch.setenv(KERNELS_VARIABLE, "triton")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert pick_kernels("cuda").NAME == "torch"

@@ -1,0 +1,91 @@
+"""Runs on a CUDA device, or in Triton's interpreter: TRITON_INTERPRET=1 has to be set before anything imports triton,
+so without a GPU these tests have a process of their own, which ../test_without_gpu.py starts. Elsewhere they are not
+collected."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+collect_ignore_glob = [] if HAS_TRITON and (INTERPRETED or torch.cuda.is_available()) else ["test_*.py"]
+
+# Against the reference in float64 on the same inputs, relative to numbers above 1. float32: sums in another order. Half
+# formats: one rounding of the result (2 ** -9 of its size in bfloat16, 2 ** -12 in float16; the interpreter cuts
+# bfloat16 off, which is up to 2 ** -7), and in attention of the weights before their product with the values.
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if not INTERPRETED and item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    return "cpu" if INTERPRETED else "cuda"
+
+
+@pytest.fixture(params=(torch.float32, torch.float16, torch.bfloat16), ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+@pytest.fixture
+def product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """For kernels with tl.dot, which is garbage for bfloat16 in the interpreter."""
+    if INTERPRETED and dtype == torch.bfloat16:
+        pytest.skip("the interpreter cannot multiply matrices in bfloat16")
+    return dtype
+
+
+@pytest.fixture(scope="session")
+def numbers(device: str) -> Callable[..., Tensor]:
+    """numbers(*shape, dtype=float32, seed=0): normally distributed."""
+
+    def make(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def check_close() -> Callable[[Tensor, Tensor], None]:
+    """check_close(got, wanted in float64)."""
+
+    def check(got: Tensor, wanted: Tensor) -> None:
+        assert wanted.dtype == torch.float64
+        assert got.shape == wanted.shape
+        error = (got.double() - wanted).abs() / wanted.abs().clamp(min=1.0)
+        assert error.max() < TOLERANCES[got.dtype]
+
+    return check
+
+
+def _helper_of_the_model_tests(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / "model" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoints() -> ModuleType:
+    return _helper_of_the_model_tests("tiny_checkpoints")
+
+
+@pytest.fixture(scope="session")
+def step_driver() -> ModuleType:
+    return _helper_of_the_model_tests("step_driver")

@@ -1,0 +1,155 @@
+"""Paged attention of decodes and of prompt chunks against the reference.
+
+Every sequence has its pages at random places. What is behind its last token, and every page that is nobody's, holds
+NaN; so does page 0, with which tables are padded.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from trioserve_kernels import reference, triton
+from trioserve_kernels.paged import SPLIT_TOKENS, DecodeWork, chunk_tile_tokens, split_count
+
+# head_dim, key/value heads, heads to each of them, tokens a page, window
+SHAPES = pytest.mark.parametrize(
+    "head_dim, kv_heads, group, page_tokens, window",
+    ((64, 2, 3, 16, None), (80, 1, 1, 8, 300), (96, 2, 4, 16, 5), (128, 1, 8, 12, None), (16, 1, 3, 16, 16)),
+)
+# Around the borders of pages (16) and of parts (256).
+CONTEXTS = (1, 16, 17, SPLIT_TOKENS, SPLIT_TOKENS + 1)
+
+
+@dataclass(slots=True)
+class Paged:
+    pages: Tensor
+    block_tables: Tensor
+    contexts: Tensor
+
+
+@pytest.fixture(scope="session")
+def paged(device: str) -> Callable[..., Paged]:
+    """paged(contexts, page_tokens, kv_heads, head_dim, dtype)"""
+
+    def make(contexts: tuple[int, ...], page_tokens: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Paged:
+        widths = [-(-context // page_tokens) for context in contexts]
+        free = list(range(1, sum(widths) + 5))
+        random.Random(0).shuffle(free)
+        pages = torch.full((len(free) + 1, page_tokens, 2, kv_heads, head_dim), float("nan"))
+        tables = torch.zeros(len(contexts), max(widths), dtype=torch.int32)
+        draw = torch.Generator().manual_seed(0)
+        for row, (context, width) in enumerate(zip(contexts, widths, strict=True)):
+            table = [free.pop() for _ in range(width)]
+            tables[row, :width] = torch.tensor(table)
+            for position in range(context):
+                page = table[position // page_tokens]
+                pages[page, position % page_tokens] = torch.randn(2, kv_heads, head_dim, generator=draw)
+        lengths = torch.tensor(contexts, dtype=torch.int32)
+        return Paged(pages.to(dtype).to(device), tables.to(device), lengths.to(device))
+
+    return make
+
+
+def decode(queries: Tensor, case: Paged, window: int | None, parts: int | None = None) -> Tensor:
+    attended = torch.full(queries.shape, float("nan"), dtype=queries.dtype, device=queries.device)
+    head_dim = case.pages.shape[-1]
+    parts = parts or split_count(int(case.contexts.max()), window)
+    work = DecodeWork.make(len(queries), queries.shape[1] // head_dim, parts, head_dim, queries.device)
+    work.sums.fill_(float("nan"))
+    work.scales.fill_(float("nan"))
+    triton.paged_decode_(attended, queries, case.pages, case.block_tables, case.contexts, window, parts, work)
+    return attended
+
+
+@SHAPES
+def test_decodes(
+    head_dim: int,
+    kv_heads: int,
+    group: int,
+    page_tokens: int,
+    window: int | None,
+    product_dtype: torch.dtype,
+    numbers: Callable[..., Tensor],
+    paged: Callable[..., Paged],
+    check_close: Callable[..., None],
+) -> None:
+    case = paged(CONTEXTS, page_tokens, kv_heads, head_dim, product_dtype)
+    size = kv_heads * group * head_dim
+    # As in a model, the queries are columns of a wider product.
+    queries = numbers(len(CONTEXTS), size + 2 * kv_heads * head_dim, dtype=product_dtype)[:, :size]
+    wanted = torch.empty(queries.shape, dtype=torch.float64, device=queries.device)
+    parts = split_count(max(CONTEXTS), window)
+    work = DecodeWork.make(0, 0, 0, 0, queries.device)
+    reference.paged_decode_(
+        wanted, queries.double(), case.pages.double(), case.block_tables, case.contexts, window, parts, work
+    )
+    check_close(decode(queries, case, window), wanted)
+
+
+@pytest.mark.parametrize("window", (None, 40))
+def test_a_row_gets_the_same_bits_in_any_batch(
+    window: int | None, numbers: Callable[..., Tensor], paged: Callable[..., Paged]
+) -> None:
+    """Also with room for more parts than any row has, as a captured graph would have."""
+    case = paged((280, 100, 16), 16, 1, 64, torch.float32)
+    queries = numbers(3, 3 * 64)
+    together = decode(queries, case, window, parts=3)
+    for row in range(3):
+        alone = Paged(case.pages, case.block_tables[row : row + 1], case.contexts[row : row + 1])
+        assert torch.equal(decode(queries[row : row + 1], alone, window)[0], together[row])
+
+
+def test_many_parts_are_joined(paged: Callable[..., Paged], check_close: Callable[..., None]) -> None:
+    """More than are read at a time; the best key is in the last one, so what was joined before it has to shrink."""
+    contexts = (17 * SPLIT_TOKENS + 3,)
+    case = paged(contexts, 64, 1, 16, torch.float32)
+    queries = 2 * case.pages[case.block_tables[:, -1].long(), 2, 0, 0]
+    wanted = torch.empty(1, 16, dtype=torch.float64, device=queries.device)
+    reference.paged_chunks_(
+        wanted,
+        queries.double(),
+        case.pages.double(),
+        case.block_tables,
+        case.contexts,
+        torch.tensor([0, 1], device=queries.device),
+        torch.empty(0),
+        None,
+    )
+    check_close(decode(queries, case, None), wanted)
+
+
+@SHAPES
+def test_chunks_of_any_length_in_one_launch(
+    head_dim: int,
+    kv_heads: int,
+    group: int,
+    page_tokens: int,
+    window: int | None,
+    product_dtype: torch.dtype,
+    numbers: Callable[..., Tensor],
+    paged: Callable[..., Paged],
+    check_close: Callable[..., None],
+    device: str,
+) -> None:
+    """Whole prompts, a chunk after a prefix, one of a single token, one longer than a tile."""
+    contexts, counts = (16, 5, 40, 17, 33, 310), (16, 5, 23, 1, 32, 70)
+    case = paged(contexts, page_tokens, kv_heads, head_dim, product_dtype)
+    starts = torch.tensor([0, *counts], device=device).cumsum(0).to(torch.int32)
+    tile_tokens = chunk_tile_tokens(group)
+    tiles = [(chunk, first) for chunk, count in enumerate(counts) for first in range(0, count, tile_tokens)]
+    tiles_there = torch.tensor(tiles, dtype=torch.int32, device=device)
+    size = kv_heads * group * head_dim
+    queries = numbers(sum(counts), size + 2 * kv_heads * head_dim, dtype=product_dtype)[:, :size]
+    attended = torch.full(queries.shape, float("nan"), dtype=product_dtype, device=device)
+    triton.paged_chunks_(attended, queries, case.pages, case.block_tables, case.contexts, starts, tiles_there, window)
+    wanted = torch.empty(queries.shape, dtype=torch.float64, device=device)
+    reference.paged_chunks_(
+        wanted, queries.double(), case.pages.double(), case.block_tables, case.contexts, starts, tiles_there, window
+    )
+    check_close(attended, wanted)

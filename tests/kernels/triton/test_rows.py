@@ -1,0 +1,80 @@
+"""The kernels that work row by row: norm, rotary with the KV write, activation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from trioserve_kernels import reference, triton
+
+
+@pytest.mark.parametrize("rows, columns", ((1, 64), (5, 576), (3, 1500)))
+def test_rms_norm(
+    rows: int, columns: int, dtype: torch.dtype, numbers: Callable[..., Tensor], check_close: Callable[..., None]
+) -> None:
+    values, weight = numbers(rows, columns, dtype=dtype), numbers(columns, dtype=dtype, seed=1)
+    wanted = reference.rms_norm(values.double(), weight.double(), 1e-3)
+    check_close(triton.rms_norm(values, weight, 1e-3), wanted)
+
+
+def test_rms_norm_of_heads_inside_wider_rows(
+    dtype: torch.dtype, numbers: Callable[..., Tensor], check_close: Callable[..., None]
+) -> None:
+    heads = numbers(7, 12, 80, dtype=dtype)[:, 2:9]
+    check_close(triton.rms_norm(heads, None, 1e-5), reference.rms_norm(heads.double(), None, 1e-5))
+
+
+def test_the_residual_sum_is_taken_before_the_norm(
+    dtype: torch.dtype, numbers: Callable[..., Tensor], check_close: Callable[..., None], device: str
+) -> None:
+    hidden, product, weight = (
+        numbers(3, 576, dtype=dtype),
+        numbers(3, 576, dtype=dtype, seed=1),
+        numbers(576, dtype=dtype, seed=2),
+    )
+    added = hidden + product
+    normed = triton.add_rms_norm_(hidden, product, weight, 1e-5)
+    check_close(hidden, added.double())
+    if device == "cuda" or dtype != torch.bfloat16:
+        assert torch.equal(hidden, added)  # rounded as torch rounds it; the interpreter cuts bfloat16 off
+    before = hidden.clone()
+    # It is the rounded sum that is normed.
+    check_close(normed, reference.rms_norm(hidden.double(), weight.double(), 1e-5))
+    assert torch.equal(triton.add_rms_norm_(hidden, None, weight, 1e-5), normed)
+    assert torch.equal(hidden, before)
+
+
+@pytest.mark.parametrize("head_dim, heads, kv_heads", ((64, 9, 3), (80, 2, 2), (96, 8, 1), (128, 4, 2)))
+def test_rotary_turns_heads_and_writes_keys_and_values(
+    head_dim: int,
+    heads: int,
+    kv_heads: int,
+    dtype: torch.dtype,
+    numbers: Callable[..., Tensor],
+    check_close: Callable[..., None],
+    device: str,
+) -> None:
+    qkv = numbers(3, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    cos, sin = numbers(3, 1, head_dim, dtype=dtype, seed=1), numbers(3, 1, head_dim, dtype=dtype, seed=2)
+    slots = torch.tensor([9, 0, 6], device=device)
+    cache = numbers(12, 2 * kv_heads * head_dim, dtype=dtype, seed=3)
+    wanted, wanted_cache = qkv.double(), cache.double()
+    reference.rotary_and_store_kv_(wanted, cos.double(), sin.double(), wanted_cache, slots, kv_heads)
+    before = cache.clone()
+    triton.rotary_and_store_kv_(qkv, cos, sin, cache, slots, kv_heads)
+    check_close(qkv, wanted)
+    check_close(cache, wanted_cache)
+    assert torch.equal(cache[slots], qkv[:, heads * head_dim :])
+    others = [slot for slot in range(12) if slot not in (9, 0, 6)]
+    assert torch.equal(cache[others], before[others])
+
+
+@pytest.mark.parametrize("columns", (10, 1025))
+def test_silu_and_mul(
+    columns: int, dtype: torch.dtype, numbers: Callable[..., Tensor], check_close: Callable[..., None]
+) -> None:
+    gate_up = numbers(3, 2 * columns, dtype=dtype)
+    check_close(triton.silu_and_mul(gate_up), reference.silu_and_mul(gate_up.double()))

@@ -1,0 +1,144 @@
+"""The tokens chosen on the device are those the CPU's path chooses, under every setting and in every fault."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.step import ScheduledChunk
+from trioserve.model.drawing import DRAW_TILES
+from trioserve.model.sampler import NOT_FINITE, NOTHING_LEFT, sample
+from trioserve_kernels import reference, triton
+from trioserve_kernels.reference import Flaw
+
+VOCAB_SIZE = 1_300  # several tokens in a tile of drawing, and no multiple of it
+GREEDY = (0.0, 0.0, 1.0, 0.0)
+
+
+def choose(scores: Tensor, settings: list[tuple[float, ...]], words: list[int] | None = None) -> Tensor:
+    words = words or [0] * len(settings)
+    parameters = torch.tensor(settings, dtype=torch.float64, device=scores.device)
+    return triton.choose_tokens(scores, parameters, torch.tensor(words, device=scores.device))
+
+
+def row(
+    sampling: SamplingParams, *, output: tuple[int, ...] = (), seed: int = 0, stop: tuple[int, ...] = (7,)
+) -> ScheduledChunk:
+    prompt = (1, 2, 3)
+    request = EngineRequest(
+        id="r",
+        prompt_token_ids=prompt,
+        sampling=sampling,
+        output_tokens_max=100,
+        stop_token_ids=frozenset(stop),
+        seed=seed,
+    )
+    return ScheduledChunk(request, (*prompt, *output), 2 + len(output), 1, range(100), True)
+
+
+def test_the_greedy_choice_is_the_lowest_id_of_the_best(dtype: torch.dtype, device: str) -> None:
+    scores = torch.zeros(4, 9_000, device=device, dtype=dtype)
+    scores[0, [8_999, 8_500, 300]] = 2.0  # in both parts of a row
+    scores[1, [8_999, 8_500]] = 2.0
+    scores[2] = -1.0
+    scores[3, 4_000:4_100] = 3.0
+    assert choose(scores, [GREEDY] * 4).tolist() == [[300, 8_500, 0, 4_000], [0] * 4]
+
+
+def test_flaws_are_told_apart(numbers: Callable[..., Tensor]) -> None:
+    scores = numbers(6, 9_000)
+    scores[1, 8_999] = math.nan
+    scores[2, 0] = math.inf
+    scores[3, 5] = -math.inf
+    scores[4] = -math.inf
+    scores[5, 1:] = -math.inf
+    settings = [GREEDY, (1.0, 0, 1.0, 0), (1.0, 0, 0.9, 0), GREEDY, (1.0, 5, 0.9, 0.1), (1.0, 5, 0.9, 0.1)]
+    ids, flaws = choose(scores, settings).tolist()
+    wanted = [0, Flaw.NO_NUMBER, Flaw.NO_NUMBER, Flaw.HIDDEN, Flaw.HIDDEN | Flaw.ALL_HIDDEN, Flaw.HIDDEN]
+    assert flaws == wanted
+    assert flaws == reference.choose_tokens(scores, torch.zeros(6, 4), torch.zeros(6)).tolist()[1]
+    assert (ids[0], ids[3], ids[5]) == (scores[0].argmax(), scores[3].argmax(), 0)
+
+
+@pytest.mark.parametrize("spread", (1.0, 4.0))
+def test_draws_are_those_of_the_reference(spread: float, numbers: Callable[..., Tensor]) -> None:
+    """Flat and steep distributions, each filter alone and all together, words with and without the sign bit."""
+    filters = list(itertools.product((0, 20, VOCAB_SIZE - 1), (1.0, 0.9, 0.1), (0.0, 0.05)))
+    settings = [(1.0 + 0.1 * index, *values) for index, values in enumerate(filters)]
+    words = [(-1) ** index * (0x9E3779B97F4A7C15 * (index + 1) % 2**63) for index in range(len(settings))]
+    scores = numbers(len(settings), VOCAB_SIZE) * spread
+    wanted = reference.choose_tokens(
+        scores, torch.tensor(settings, dtype=torch.float64), torch.tensor(words, device=scores.device)
+    )
+    got = choose(scores, settings, words)
+    assert got.tolist() == wanted.tolist()
+    assert len(set(got[0].tolist())) > len(settings) // 3
+
+
+@pytest.mark.parametrize("setting", ((1.0, 3.0, 1.0, 0.0), (1.0, 0.0, 2.5 / 200, 0.0), (1.0, 0.0, 1.0, 0.9985)))
+def test_a_filter_keeps_its_tokens_and_no_other(setting: tuple[float, ...], device: str) -> None:
+    """200 tokens of almost the same probability, of which each of the filters keeps the best three."""
+    scores = (-torch.arange(200, device=device) * 0.0007).roll(50).expand(14, -1).contiguous()
+    drawn = choose(scores, [setting] * 14, list(range(14)))[0]
+    assert set(drawn.tolist()) == {50, 51, 52}
+
+
+def test_equals_stay_or_go_together(device: str) -> None:
+    """Under top_k and top_p: of 40 equal tokens behind a best one, all are drawn from when one must be."""
+    scores = torch.full((32, 200), -10.0, device=device)
+    scores[:, 0] = 1.0
+    scores[:, 100:140] = 0.5
+    settings = [(1.0, 2.0, 1.0, 0.0)] * 16 + [(1.0, 0.0, 0.2, 0.0)] * 16
+    drawn = choose(scores, settings, list(range(32)))[0]
+    for half in drawn.view(2, 16):
+        assert set(half.tolist()) <= {0, *range(100, 140)}
+        assert len(set(half.tolist())) > 8
+
+
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "plain": {"temperature": 1.0},
+    "filters": {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "min_p": 0.02},
+    "penalties": {"temperature": 1.2, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2},
+    "bias": {"temperature": 0.0, "logit_bias": {11: 100.0}},
+    "min_tokens": {"temperature": 3.0, "min_tokens": 5, "logprobs": 2},
+    "logprobs": {"temperature": 1.0, "logprobs": 3},
+}
+
+
+@pytest.mark.parametrize("names", (("greedy", "plain", "filters", "logprobs"), tuple(SAMPLINGS)))
+def test_the_samplers_answer_is_that_of_its_plain_path(
+    names: tuple[str, ...], dtype: torch.dtype, numbers: Callable[..., Tensor]
+) -> None:
+    """Without and with rows whose scores have to be changed first. One row is not finite."""
+    logits = (numbers(len(names) + 1, VOCAB_SIZE, seed=3) * 3).to(dtype)
+    logits[-1, 17] = -math.inf
+    logits[:, 7] = 12.0  # a stop token
+    before = logits.clone()
+    chunks = [row(SamplingParams(**SAMPLINGS[name]), output=(9, 9, 4), seed=index) for index, name in enumerate(names)]
+    chunks.append(row(SamplingParams(temperature=1.0, logprobs=1)))
+    got, wanted = sample(logits, chunks, triton), sample(logits, chunks)
+    assert got.token_ids == wanted.token_ids
+    assert got.errors == wanted.errors == {len(names): NOT_FINITE}
+    assert got.logprobs == wanted.logprobs
+    assert torch.equal(logits, before)
+
+
+def test_a_row_without_any_token_left_fails_alone(numbers: Callable[..., Tensor]) -> None:
+    logits = numbers(2, 3)
+    chunks = [row(SamplingParams(temperature=1.0, min_tokens=5), stop=(0, 1, 2)), row(SamplingParams(temperature=0.0))]
+    assert sample(logits, chunks, triton).errors == sample(logits, chunks).errors == {0: NOTHING_LEFT}
+
+
+def test_one_number_of_tiles_everywhere() -> None:
+    from trioserve_kernels.triton import sampling
+
+    assert DRAW_TILES == reference.DRAW_TILES == sampling.DRAW_TILES
