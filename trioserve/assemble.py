@@ -214,6 +214,7 @@ def _model_settings(config: Config) -> ModelSettings:
         kv_cache_bytes=None if config.kv_cache_memory is None else int(config.kv_cache_memory * 2**30),
         memory_share=config.gpu_memory_utilization,
         threads=config.threads,
+        cpu_kernels=config.cpu_kernels,
     )
 
 

@@ -50,6 +50,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         "where to compute; auto takes a GPU if there is one")] = "auto"
     threads: Annotated[Annotated[int, Meta(ge=1, le=1024)] | None, _about(
         "CPU threads of a forward pass; default: one per core", "N")] = None
+    cpu_kernels: Annotated[Literal["auto", "native", "torch"], _about(
+        "what computes on a CPU; auto takes native kernels, compiled at the first start, if they can be had")] = "auto"
     max_model_len: Annotated[Annotated[int, Meta(ge=2)] | None, _about(
         "tokens of prompt and answer together; default: what the model takes", "TOKENS")] = None
     max_num_seqs: Annotated[int, _about(

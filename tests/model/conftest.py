@@ -64,3 +64,16 @@ def tiny_gguf(
 def step_driver() -> ModuleType:
     """The module step_driver itself: StepDriver, load_runner."""
     return _neighbour("step_driver")
+
+
+@pytest.fixture(scope="session", params=("torch", "native"))
+def cpu_kernels(request: pytest.FixtureRequest) -> str:
+    """Each way to compute on a CPU, a value of ModelSettings.cpu_kernels; skips the one that cannot be had here."""
+    if request.param == "native":
+        from trioserve_kernels.native import NoNativeKernels, load_library
+
+        try:
+            load_library()
+        except NoNativeKernels as error:
+            pytest.skip(f"no native kernels: {error}")
+    return str(request.param)

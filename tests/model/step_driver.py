@@ -21,10 +21,24 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def load_runner(
-    path: Path, *, dtype: str = "float32", block_size: int = 4, block_count: int = 400, device: str = "cpu"
+    path: Path,
+    *,
+    dtype: str = "float32",
+    block_size: int = 4,
+    block_count: int = 400,
+    device: str = "cpu",
+    cpu_kernels: str = "auto",
+    threads: int | None = None,
 ) -> ModelRunner:
     """A runner with its KV cache. Every slot holds NaN at first, so that whoever reads an unwritten one shows it."""
-    settings = ModelSettings(dtype=dtype, device=device, block_size=block_size, kv_cache_bytes=2**24)
+    settings = ModelSettings(
+        dtype=dtype,
+        device=device,
+        block_size=block_size,
+        kv_cache_bytes=2**24,
+        cpu_kernels=cpu_kernels,
+        threads=threads,
+    )
     runner = ModelRunner.load(open_checkpoint(path), settings)
     runner.allocate_kv(block_count)
     assert runner.storage is not None
@@ -70,7 +84,7 @@ class StepDriver:
 
     def step(self, counts: Mapping[str, int]) -> StepResult:
         """Compute that many further tokens of each named request. Sampled tokens are appended to `tokens`."""
-        chunks = [self._chunk(name, count) for name, count in counts.items()]
+        chunks = [self.chunk(name, count) for name, count in counts.items()]
         result = self._runner.execute(StepPlan(self._steps, tuple(chunks), sum(counts.values())))
         self._steps += 1
         for name, count, token in zip(counts, counts.values(), result.token_ids, strict=True):
@@ -96,7 +110,8 @@ class StepDriver:
         if tokens is not None:
             self.tokens[name] = list(tokens)
 
-    def _chunk(self, name: str, count: int) -> ScheduledChunk:
+    def chunk(self, name: str, count: int) -> ScheduledChunk:
+        """The request's next `count` tokens, with blocks for them; `step` computes it."""
         table, start = self._tables[name], self._computed[name]
         while len(table) * self._runner.block_size < start + count:
             table.append(self._free.pop())

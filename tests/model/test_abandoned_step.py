@@ -11,8 +11,8 @@ from trioserve.model.runner import ModelRunner
 from trioserve.model.settings import ModelSettings
 
 
-def test_a_step_is_abandoned_between_two_layers(tiny_checkpoint):
-    settings = ModelSettings(dtype="float32", device="cpu", kv_cache_bytes=2**20)
+def test_a_step_is_abandoned_between_two_layers(tiny_checkpoint, cpu_kernels):
+    settings = ModelSettings(dtype="float32", device="cpu", kv_cache_bytes=2**20, cpu_kernels=cpu_kernels)
     runner = ModelRunner.load(open_checkpoint(tiny_checkpoint("llama")), settings)
     runner.allocate_kv(4)
     request = EngineRequest(

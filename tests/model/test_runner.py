@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -22,8 +23,8 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 @pytest.fixture
-def driver(tiny_checkpoint: Callable[..., Path], step_driver: ModuleType) -> Any:
-    return step_driver.StepDriver(step_driver.load_runner(tiny_checkpoint("llama")))
+def driver(cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType) -> Any:
+    return step_driver.StepDriver(step_driver.load_runner(tiny_checkpoint("llama"), cpu_kernels=cpu_kernels))
 
 
 def changed(checkpoint: Checkpoint, change: Callable[[str, torch.Tensor], list[tuple[str, torch.Tensor]]]) -> Any:
@@ -74,7 +75,7 @@ def test_when_every_request_fails_the_step_still_answers(driver: Any) -> None:
 
 @pytest.mark.parametrize("sampling", (GREEDY, SamplingParams(prompt_logprobs=1), SamplingParams(temperature=0.7)))
 def test_a_request_whose_numbers_are_not_finite_fails_alone(
-    sampling: SamplingParams, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
+    sampling: SamplingParams, cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
     """One token's embedding is NaN. Its request fails, and its blocks harm nobody who uses them afterwards."""
 
@@ -84,7 +85,8 @@ def test_a_request_whose_numbers_are_not_finite_fails_alone(
             tensor[33] = float("nan")
         return [(name, tensor)]
 
-    runner = ModelRunner.load(changed(open_checkpoint(tiny_checkpoint("llama")), damage), SETTINGS)
+    settings = msgspec.structs.replace(SETTINGS, cpu_kernels=cpu_kernels)
+    runner = ModelRunner.load(changed(open_checkpoint(tiny_checkpoint("llama")), damage), settings)
     runner.allocate_kv(12)
     driver = step_driver.StepDriver(runner)
     prompt = [33, 4, 6, 7, 8, 9]

@@ -15,8 +15,9 @@ class KVStorage:
 
     One buffer for all layers would be copied whole by compilers that index it. Within a layer a token's keys and values
     lie side by side: one row to write, and one contiguous block to gather. `pages` and `slots` are two views of the
-    same memory: by block, and by token (slot = block * block_size + offset). The memory comes uninitialised; who begins
-    a block clears what lies behind its last token, unless the kernels never read that.
+    same memory: by block, and by token (slot = block * block_size + offset). The native CPU kernels read and write the
+    same layout, so a block is copied in and out alike, whatever computes. The memory comes uninitialised; who begins a
+    block clears what lies behind its last token, unless the kernels never read that.
     """
 
     def __init__(

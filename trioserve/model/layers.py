@@ -15,7 +15,7 @@ from torch.nn import functional
 from trioserve.model.model_config import ModelConfig, RopeScaling
 from trioserve.model.weights import Slot
 
-__all__ = ["Embedding", "Linear", "Norm", "RotaryAngles"]
+__all__ = ["Embedding", "Linear", "Norm", "RotaryAngles", "rotary_frequencies"]
 
 
 class Linear:
@@ -109,7 +109,7 @@ class RotaryAngles:
     """Cosine and sine of every position's angles (RoFormer, arXiv 2104.09864), with the scaling the config names."""
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        frequencies, self._magnitude = _frequencies(config)
+        frequencies, self._magnitude = rotary_frequencies(config)
         # Both halves of a head turn by the same angles, the first one backwards: see rotary_ in the kernels.
         self._frequencies = torch.cat((frequencies, frequencies)).to(device)
         ones = torch.ones_like(frequencies)
@@ -121,7 +121,7 @@ class RotaryAngles:
         return (angles.cos() * self._magnitude).to(dtype), (angles.sin() * self._signs).to(dtype)
 
 
-def _frequencies(config: ModelConfig) -> tuple[Tensor, float]:
+def rotary_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     """float32 [head_dim / 2], radians a token, and what cosine and sine are multiplied by."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     plain = 1.0 / config.rope_theta**exponents

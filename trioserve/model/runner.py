@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from trioserve.contracts.errors import StartupError
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.request import EngineRequest
@@ -14,17 +16,20 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult, never_abandoned
 from trioserve.model.device import kv_block_bytes, kv_block_count, pick_device, pick_dtype, step_weight_bytes
 from trioserve.model.families import MODEL_TYPES
-from trioserve.model.families.llama import LlamaModel
 from trioserve.model.kv_storage import KVStorage
 from trioserve.model.loading.checkpoint import Checkpoint
 from trioserve.model.model_config import ModelConfig
-from trioserve.model.sampler import NOT_FINITE, finite_rows, sample, token_logprobs
+from trioserve.model.native_model import NativeModel, why_not_native
+from trioserve.model.sampler import NOT_FINITE, finite_rows, token_logprobs
 from trioserve.model.settings import ModelSettings
-from trioserve.model.step_tensors import HeadShape, StepShape, build_step_tensors
+from trioserve.model.step_model import StepModel, TorchStepModel
 from trioserve.model.weights import fill_slots
 from trioserve_kernels import pick_kernels
+from trioserve_kernels.native import NoNativeKernels, load_library
 
 __all__ = ["ModelRunner"]
+
+logger = logging.getLogger(__name__)
 
 # Logits of this many prompt tokens at a time: 128 rows of a vocabulary of 150,000 are 77 MB in float32.
 PROMPT_LOGPROB_ROWS = 128
@@ -37,9 +42,9 @@ class ModelRunner:
     in one thread: torch keeps a team of compute threads for every thread that uses it, and two teams slow each other.
     """
 
-    def __init__(self, model: LlamaModel, settings: ModelSettings) -> None:
-        """Raises StartupError if not even one KV block fits beside the model."""
-        self._model: LlamaModel | None = model
+    def __init__(self, model: StepModel, settings: ModelSettings) -> None:
+        """Raises StartupError if not even one KV block fits beside the model; it is the caller's to close, then."""
+        self._model: StepModel | None = model
         self._storage: KVStorage | None = None
         self.config: ModelConfig = model.config
         self.device = model.device
@@ -47,16 +52,6 @@ class ModelRunner:
         self.block_size = settings.block_size
         self.block_count = kv_block_count(model.config, settings, model.device, model.dtype)
         """Blocks of the KV cache; before allocate_kv, how many fit."""
-        self._shape = StepShape(
-            block_size=settings.block_size,
-            token_kv_bytes=2 * model.config.kv_head_count * model.config.head_dim * model.dtype.itemsize,
-            windows=tuple(dict.fromkeys(model.config.sliding_windows)),
-            dtype=model.dtype,
-            device=model.device,
-            walked_heads=HeadShape(model.config.head_count, model.config.kv_head_count, model.config.head_dim)
-            if model.kernels.FUSED
-            else None,
-        )
 
     @classmethod
     def load(
@@ -73,9 +68,21 @@ class ModelRunner:
         device = pick_device(settings)
         dtype = pick_dtype(config, settings, device)
         with torch.inference_mode():
-            model = MODEL_TYPES[config.architecture](config, pick_kernels(device.type), dtype=dtype, device=device)
-            fill_slots(model.slots(), checkpoint.tensors(), bytes_total=checkpoint.weight_bytes, progress=progress)
-        return cls(model, settings)
+            model = _make_model(config, settings, dtype, device)
+            try:
+                fill_slots(model.slots(), checkpoint.tensors(), bytes_total=checkpoint.weight_bytes, progress=progress)
+                runner = cls(model, settings)
+            except BaseException:
+                model.close()
+                raise
+        logger.debug("computing with %s", model.computed_by)
+        return runner
+
+    @property
+    def computed_by(self) -> str:
+        """What computes the steps, in a few words for people."""
+        assert self._model is not None, "computed_by after close"
+        return self._model.computed_by
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -94,6 +101,7 @@ class ModelRunner:
 
     def allocate_kv(self, block_count: int) -> None:
         """Make the KV cache; what an earlier one held is gone. Memory is claimed as blocks are first written."""
+        assert self._model is not None, "allocate_kv after close"
         assert block_count >= 1
         self._storage = None  # before the new one is made: two might not fit
         self.block_count = block_count
@@ -105,6 +113,7 @@ class ModelRunner:
                 dtype=self.dtype,
                 device=self.device,
             )
+            self._model.prepare_storage(self._storage)
 
     def warm_up(self) -> None:
         """Compute a few steps of the common shapes, so that libraries choose and cache their kernels. Uses the KV
@@ -128,8 +137,10 @@ class ModelRunner:
 
     def close(self) -> None:
         """Let weights and KV cache go. The runner cannot be used afterwards."""
-        self._model = None
+        model, self._model = self._model, None
         self._storage = None
+        if model is not None:
+            model.close()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -153,38 +164,57 @@ class ModelRunner:
         if runnable:
             chunks = [plan.chunks[index] for index in runnable]
             with torch.inference_mode():
-                step = build_step_tensors(chunks, self._shape)
-                hidden = model.forward(step, storage, is_abandoned)
-                if hidden is None:
+                computed = model.compute(chunks, storage, is_abandoned)
+                if computed is None:
                     return None
-                for chunk, row in zip(chunks, step.first_rows, strict=True):
+                for chunk, row in zip(chunks, computed.first_rows, strict=True):
                     if chunk.request.sampling.prompt_logprobs is not None:
-                        entries = _prompt_logprobs(model, hidden[row : row + chunk.count], chunk)
+                        assert computed.hidden is not None, "a chunk wants prompt_logprobs, and its rows are not there"
+                        entries = _prompt_logprobs(model, computed.hidden[row : row + chunk.count], chunk)
                         if entries is None:
                             errors[chunk.request.id] = NOT_FINITE
                         else:
                             prompt_logprobs[chunk.request.id] = entries
-                sampled = [
-                    place for place, chunk in enumerate(chunks) if chunk.samples and chunk.request.id not in errors
-                ]
-                if sampled:
-                    rows = [step.first_rows[place] + chunks[place].count - 1 for place in sampled]
-                    logits = model.logits(_take_rows(hidden, rows))
-                    samples = sample(logits, [chunks[place] for place in sampled], model.kernels)
-                    for row, place in enumerate(sampled):
-                        request_id = chunks[place].request.id
-                        token_ids[runnable[place]] = samples.token_ids[row]
-                        if row in samples.errors:
-                            errors[request_id] = samples.errors[row]
-                        if row in samples.logprobs:
-                            logprobs[request_id] = samples.logprobs[row]
+            sampled = [place for place, chunk in enumerate(chunks) if chunk.samples]
+            for row, place in enumerate(sampled):
+                request_id = chunks[place].request.id
+                samples = computed.samples
+                assert samples is not None, "chunks sample, and their samples are not there"
+                if request_id in errors:
+                    continue
+                token_ids[runnable[place]] = samples.token_ids[row]
+                if row in samples.errors:
+                    errors[request_id] = samples.errors[row]
+                if row in samples.logprobs:
+                    logprobs[request_id] = samples.logprobs[row]
         return StepResult(tuple(token_ids), logprobs, prompt_logprobs, errors)
 
 
-def _take_rows(hidden: Tensor, rows: Sequence[int]) -> Tensor:
-    if list(rows) == list(range(hidden.shape[0])):
-        return hidden
-    return hidden.index_select(0, torch.tensor(rows).to(hidden.device, non_blocking=True))
+def _make_model(config: ModelConfig, settings: ModelSettings, dtype: torch.dtype, device: torch.device) -> StepModel:
+    """The native kernels where they are wanted and can be had, else plain torch. Raises StartupError if they are
+    demanded and cannot be had."""
+    kernels = pick_kernels(device.type)
+    # Fused kernels on a CPU are there only because the environment names them, to try them out.
+    wants_native = settings.cpu_kernels == "native" or (settings.cpu_kernels == "auto" and not kernels.FUSED)
+    if device.type == "cpu" and wants_native:
+        reason = why_not_native(config, dtype)
+        if reason is None:
+            try:
+                library = load_library(on_compile=lambda sentence: logger.info("%s", sentence))
+                return NativeModel(
+                    config,
+                    library,
+                    dtype=dtype,
+                    block_size=settings.block_size,
+                    thread_count=torch.get_num_threads(),
+                )
+            except NoNativeKernels as error:
+                reason = str(error)
+        if settings.cpu_kernels == "native":
+            raise StartupError(f"cpu_kernels is native, but the native kernels cannot be used: {reason}")
+        logger.warning("plain torch computes, and more slowly than the native kernels: %s", reason)
+    model = MODEL_TYPES[config.architecture](config, kernels, dtype=dtype, device=device)
+    return TorchStepModel(model, settings.block_size)
 
 
 def _fault(chunk: ScheduledChunk, vocab_size: int) -> str | None:
@@ -199,7 +229,7 @@ def _fault(chunk: ScheduledChunk, vocab_size: int) -> str | None:
     return None
 
 
-def _prompt_logprobs(model: LlamaModel, hidden: Tensor, chunk: ScheduledChunk) -> tuple[TokenLogprob, ...] | None:
+def _prompt_logprobs(model: StepModel, hidden: Tensor, chunk: ScheduledChunk) -> tuple[TokenLogprob, ...] | None:
     """Logprobs of the prompt tokens that follow the chunk's rows; None if the model's numbers are not finite.
 
     hidden: [count, hidden_size], the chunk's rows after the last layer.

@@ -24,7 +24,7 @@ from trioserve.model.drawing import draw, draw_word, signed
 from trioserve_kernels import Kernels
 from trioserve_kernels.reference import Flaw
 
-__all__ = ["NOT_FINITE", "Samples", "finite_rows", "sample", "token_logprobs"]
+__all__ = ["NOT_FINITE", "Samples", "finite_rows", "is_plain", "sample", "token_logprobs"]
 
 SORTED_CANDIDATES = 256  # of each row; almost every top_k and top_p ends before, and sorting a whole row costs 1.5 ms
 CANDIDATES_GROWTH = 16  # a row that needs more gets 4,096, and only then all
@@ -52,7 +52,7 @@ def sample(logits: Tensor, chunks: Sequence[ScheduledChunk], kernels: Kernels | 
     if kernels is not None and kernels.FUSED:
         return _sample_fused(logits, chunks, kernels)
     finite = finite_rows(logits)
-    if all(_is_plain(chunk) for chunk in chunks):
+    if all(is_plain(chunk) for chunk in chunks):
         ids, finite_list = torch.stack((logits.max(-1).indices, finite.to(torch.int64))).tolist()
         return Samples(
             [token if good else None for token, good in zip(ids, finite_list, strict=True)],
@@ -148,7 +148,8 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], tops: Sequence[int]
     ]
 
 
-def _is_plain(chunk: ScheduledChunk) -> bool:
+def is_plain(chunk: ScheduledChunk) -> bool:
+    """Whether the chunk's next token is that of its largest logit, and nothing else is asked."""
     sampling = chunk.request.sampling
     return sampling.temperature == 0 and sampling.logprobs is None and not _is_adjusted(chunk)
 

@@ -9,10 +9,11 @@ import msgspec
 
 from trioserve.contracts.errors import StartupError
 
-__all__ = ["DeviceName", "DtypeName", "ModelSettings"]
+__all__ = ["CpuKernelsName", "DeviceName", "DtypeName", "ModelSettings"]
 
 DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
 DeviceName = Literal["auto", "cpu", "cuda"]
+CpuKernelsName = Literal["auto", "native", "torch"]
 
 BLOCK_SIZE_MAX = 256  # tokens; a block is the unit of sharing, and of waste at the end of each sequence
 THREADS_MAX = 1_024
@@ -23,7 +24,8 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     block_size: tokens in one KV block. kv_cache_bytes: size of the whole KV cache; None sizes it by the machine's
     memory. memory_share: of a GPU's memory, the part that weights, KV cache and everything else may fill together.
-    threads: of torch's computing on the CPU; None leaves torch's default, one per core.
+    threads: of computing on the CPU; None takes torch's default, one per core.
+    cpu_kernels: what computes on the CPU; auto is native, compiled if need be, or plain torch where that cannot be had.
     Raises StartupError, naming the field, when a value is out of range.
     """
 
@@ -33,10 +35,12 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_bytes: int | None = None
     memory_share: float = 0.9
     threads: int | None = None
+    cpu_kernels: CpuKernelsName = "auto"
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, get_args(DtypeName))
         _one_of("device", self.device, get_args(DeviceName))
+        _one_of("cpu_kernels", self.cpu_kernels, get_args(CpuKernelsName))
         if not 1 <= self.block_size <= BLOCK_SIZE_MAX:
             raise StartupError(f"block_size is {self.block_size} tokens, allowed is 1 to {BLOCK_SIZE_MAX}")
         if self.kv_cache_bytes is not None and self.kv_cache_bytes < 1:

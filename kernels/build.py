@@ -1,0 +1,165 @@
+"""Compiles cpu/ for this machine's instructions, once, and keeps the library in the user's cache folder.
+
+`python -m trioserve_kernels.build` does it ahead of the first start. A library's name holds a hash of the sources, the
+compiler and the flags, so that an old one is never taken for a new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+__all__ = ["LEVELS", "CannotBuild", "build_library", "supported_levels"]
+
+SOURCES = Path(__file__).parent / "cpu"
+COMMON_FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-shared", "-fPIC", "-pthread")
+COMPILERS = ("g++", "clang++", "c++")
+COMPILE_SECONDS_MAX = 600  # it takes about ten on a quiet machine
+
+_AVX2 = ("avx2", "fma")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
+LEVELS: dict[str, tuple[str, ...]] = {
+    "amx": (*_AVX512, "avx512_bf16", "amx_tile", "amx_bf16"),
+    "avx512_bf16": (*_AVX512, "avx512_bf16"),
+    "avx512": _AVX512,
+    "avx2": _AVX2,
+}
+"""What a library may use, best first: the names of the CPU's features as Linux spells them."""
+
+
+class CannotBuild(Exception):
+    """Why there is no library here, in a sentence."""
+
+
+def supported_levels(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
+    """The LEVELS that this machine has, best first; none where it is not Linux on x86-64."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return ()
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ()
+    features = next((set(line.split()) for line in lines if line.startswith("flags")), set())
+    return tuple(level for level, needed in LEVELS.items() if features.issuperset(needed))
+
+
+def build_library(
+    level: str,
+    *,
+    cache: Path | None = None,
+    more_flags: tuple[str, ...] = (),
+    on_compile: Callable[[str], None] = lambda sentence: None,
+) -> Path:
+    """The library for this level, compiled now if it is not in the cache yet. Two processes do not compile it twice.
+
+    on_compile is called with a sentence before a compiler runs. Raises CannotBuild.
+    """
+    compiler = _compiler()
+    flags = (*COMMON_FLAGS, *(_flag(feature) for feature in LEVELS[level]), *more_flags)
+    folder = _cache_folder() if cache is None else cache
+    library = folder / f"cpu-{level}-{_fingerprint(compiler, flags)}.so"
+    if library.is_file():
+        return library
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(library.with_suffix(".lock")):
+            if not library.is_file():
+                on_compile(f"compiling the CPU kernels for {level}; it takes about ten seconds, once")
+                _compile(compiler, flags, library)
+    except OSError as error:
+        raise CannotBuild(f"{folder} cannot be written: {error.strerror}") from None
+    return library
+
+
+def _flag(feature: str) -> str:
+    """The compiler's spelling."""
+    return "-mavx512bf16" if feature == "avx512_bf16" else f"-m{feature.replace('_', '-')}"
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "trioserve"
+
+
+def _compiler() -> str:
+    wanted = os.environ.get("CXX")
+    for name in (wanted,) if wanted else COMPILERS:
+        path = shutil.which(name)
+        if path is not None:
+            return path
+    raise CannotBuild(
+        "there is no C++ compiler (g++ or clang++)" if not wanted else f"CXX is {wanted}, which is not there"
+    )
+
+
+def _fingerprint(compiler: str, flags: tuple[str, ...]) -> str:
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
+    digest = hashlib.sha256(repr((compiler, version, flags)).encode())
+    for path in sorted(SOURCES.iterdir()):
+        if path.suffix in (".h", ".cpp"):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """The system lets go of the lock if the process ends."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _compile(compiler: str, flags: tuple[str, ...], library: Path) -> None:
+    """Into a file of its own first: nobody ever sees half a library."""
+    handle, name = tempfile.mkstemp(suffix=".so", dir=library.parent)
+    os.close(handle)
+    made = Path(name)
+    try:
+        sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
+        answer = subprocess.run(
+            [compiler, *flags, "-o", str(made), *sources],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            timeout=COMPILE_SECONDS_MAX,
+        )
+        if answer.returncode != 0:
+            first = next((line for line in answer.stderr.splitlines() if "error" in line), "no reason given")
+            raise CannotBuild(f"{compiler} failed: {first.strip()[:300]}")
+        made.chmod(0o755)
+        made.rename(library)
+    except subprocess.TimeoutExpired:
+        raise CannotBuild(f"{compiler} took longer than {COMPILE_SECONDS_MAX} seconds") from None
+    finally:
+        made.unlink(missing_ok=True)
+
+
+def main() -> int:
+    """Never a failure for whoever sets the project up: without a library plain torch computes."""
+    levels = supported_levels()
+    if not levels:
+        print("CPU kernels: none for this machine; plain torch computes", file=sys.stderr)
+        return 0
+    started_at = time.perf_counter()
+    try:
+        library = build_library(levels[0], on_compile=lambda sentence: print(sentence, file=sys.stderr, flush=True))
+    except CannotBuild as error:
+        print(f"CPU kernels: not compiled, plain torch computes: {error}", file=sys.stderr)
+        return 0
+    print(f"CPU kernels: {library} ({time.perf_counter() - started_at:.1f} s)", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+// The C functions that native.py calls. ctypes lets the GIL go for as long as one runs.
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <exception>
+#include <new>
+
+#include "product.h"
+#include "step.h"
+
+using namespace trioserve;
+
+namespace {
+
+// `Number` is what a unit holds for one output: a float32 or a pair of bfloat16. Half a pair at the end gets a zero.
+template <class T, class Number>
+void pack(const T* from, int64_t n, int64_t k, Number* to, int64_t first_block, int64_t block_step) {
+    constexpr int DEPTH = sizeof(Number) / sizeof(T);
+    const int64_t units = padded_depth(k) / DEPTH;
+    for (int64_t row = 0; row < n; row++) {
+        Number* block = to + (first_block + row / LANES * block_step) * units * LANES + row % LANES;
+        const T* values = from + row * k;
+        for (int64_t unit = 0; unit < k / DEPTH; unit++)
+            std::memcpy(block + unit * LANES, values + unit * DEPTH, sizeof(Number));
+        if (k % DEPTH) std::memcpy(block + k / DEPTH * LANES, values + k / DEPTH * DEPTH, sizeof(T));
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// What the CPU must have been asked for before this library's instructions may be used: 0 if it is granted.
+int32_t trioserve_prepare() {
+#if defined(__AMX_BF16__)
+    constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0 ? 0 : 1;
+#else
+    return 0;
+#endif
+}
+
+// For memory that nobody has written yet; where it is refused nothing changes.
+void trioserve_use_large_pages(void* memory, int64_t bytes) {
+    constexpr uintptr_t PAGE = 4096;
+    const uintptr_t first = (uintptr_t(memory) + PAGE - 1) / PAGE * PAGE, end = (uintptr_t(memory) + bytes) / PAGE * PAGE;
+    if (end > first) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
+}
+
+Engine* trioserve_make_engine(int32_t thread_count) {
+    try {
+        return make_engine(thread_count);
+    } catch (const std::exception&) {
+        return nullptr;
+    }
+}
+
+void trioserve_close_engine(Engine* engine) { close_engine(engine); }
+
+// Zeroed memory in large pages where the system has them: weights are read from end to end in every step, and the walk
+// through small pages' tables takes a part of that time. Null if there is none.
+void* trioserve_allocate(int64_t bytes) {
+    void* memory = mmap(nullptr, size_t(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) return nullptr;
+    trioserve_use_large_pages(memory, bytes);
+    return memory;
+}
+
+void trioserve_release(void* memory, int64_t bytes) { munmap(memory, size_t(bytes)); }
+
+// Elements of a packed weight [n, k].
+int64_t trioserve_packed_count(int64_t n, int64_t k) { return block_count(n) * LANES * padded_depth(k); }
+
+// weight: [n, k] in the model's dtype. Its blocks become blocks first_block, first_block + block_step, ... of `to`, which
+// was all zeros.
+void trioserve_pack(int32_t dtype, const void* weight, int64_t n, int64_t k, void* to, int64_t first_block,
+                    int64_t block_step) {
+    if (dtype == BFLOAT16)
+        pack(static_cast<const bf16*>(weight), n, k, static_cast<uint32_t*>(to), first_block, block_step);
+    else
+        pack(static_cast<const float*>(weight), n, k, static_cast<float*>(to), first_block, block_step);
+}
+
+// 0: finished; 1: abandoned; 2: out of memory.
+int32_t trioserve_step(Engine* engine, const Model* model, const Step* step) {
+    try {
+        return run_step(*engine, *model, *step) ? 0 : 1;
+    } catch (const std::bad_alloc&) {
+        return 2;
+    }
+}
+
+int32_t trioserve_logits(Engine* engine, const Model* model, const float* hidden, int64_t rows, float* logits) {
+    try {
+        run_logits(*engine, *model, hidden, rows, logits);
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return 2;
+    }
+}
+
+// These two are for tests and measurements.
+void trioserve_product(Engine* engine, int32_t dtype, const void* x, int64_t m, const void* weight, int64_t n, int64_t k,
+                       float* y) {
+    run_product(*engine, DtypeName(dtype), x, m, weight, n, k, y);
+}
+
+void trioserve_attention(Engine* engine, const Model* model, const Step* step, const void* queries, void* attended) {
+    run_attention(*engine, *model, *step, queries, attended);
+}
+
+}  // extern "C"

@@ -1,0 +1,246 @@
+// Products of few or many rows with a packed weight: y = x W^T.
+//
+// A packed weight [N, K] lies in blocks of 16 outputs, one behind the other. A block has K units; in float32 a unit is
+// one k for 16 outputs, in bfloat16 a pair of neighbouring k for 16 outputs, the two side by side. N is padded to 16
+// and K to 32 with zeros. 16 units of bfloat16 are what AMX calls a tile of B, and one unit is an operand of vdpbf16ps.
+#pragma once
+
+#include <algorithm>
+
+#include "simd.h"
+
+namespace trioserve {
+
+constexpr int PANEL_BLOCKS = 2;                   // blocks of a piece of work
+constexpr int PANEL = PANEL_BLOCKS * LANES;       // outputs of a piece of work
+constexpr int TILE_ROWS = 8;                      // 16 sums; more rows need more addresses than there are registers
+constexpr int CHUNK_ROWS = 96;                    // rows of a piece of work
+constexpr int64_t DEPTH = 1024;                   // of K at a time, if tiles share it: the panel stays in the second cache
+
+inline int64_t rounded_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+inline int64_t padded_depth(int64_t k) { return rounded_up(k, 32); }
+inline int64_t block_count(int64_t n) { return (n + LANES - 1) / LANES; }
+
+template <class T>
+struct Unit;
+
+template <>
+struct Unit<float> {
+    static constexpr int DEPTH = 1;
+    using Weight = Lanes;
+    using Value = Lanes;
+    static Weight weight(const float* from) { return load(from); }
+    static Value value(const float* from) { return set(*from); }
+    static Lanes add_product(Lanes sum, Weight w, Value x) { return fma(w, x, sum); }
+};
+
+#if defined(__AVX512BF16__)
+template <>
+struct Unit<bf16> {
+    static constexpr int DEPTH = 2;
+    using Weight = __m512bh;
+    using Value = __m512bh;
+    static Weight weight(const bf16* from) { return (__m512bh)_mm512_loadu_si512(from); }
+    static Value value(const bf16* from) {
+        int32_t pair;
+        std::memcpy(&pair, from, sizeof pair);
+        return (__m512bh)_mm512_set1_epi32(pair);
+    }
+    static Lanes add_product(Lanes sum, Weight w, Value x) { return _mm512_dpbf16_ps(sum, w, x); }
+};
+#else
+struct Pair {
+    Lanes even, odd;
+};
+template <>
+struct Unit<bf16> {
+    static constexpr int DEPTH = 2;
+    using Weight = Pair;
+    using Value = Pair;
+#if defined(__AVX512F__)
+    static Weight weight(const bf16* from) {
+        const __m512i raw = _mm512_loadu_si512(from);
+        return {_mm512_castsi512_ps(_mm512_slli_epi32(raw, 16)),
+                _mm512_castsi512_ps(_mm512_and_si512(raw, _mm512_set1_epi32(int(0xffff0000u))))};
+    }
+#else
+    static __m256 even(__m256i raw) { return _mm256_castsi256_ps(_mm256_slli_epi32(raw, 16)); }
+    static __m256 odd(__m256i raw) {
+        return _mm256_castsi256_ps(_mm256_and_si256(raw, _mm256_set1_epi32(int(0xffff0000u))));
+    }
+    static Weight weight(const bf16* from) {
+        const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+        const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + LANES));
+        return {{even(low), even(high)}, {odd(low), odd(high)}};
+    }
+#endif
+    static Value value(const bf16* from) { return {set(to_float(from[0])), set(to_float(from[1]))}; }
+    static Lanes add_product(Lanes sum, Weight w, Value x) { return fma(w.odd, x.odd, fma(w.even, x.even, sum)); }
+};
+#endif
+
+// sums[row][16 * block ...] (+)= rows of x times `BLOCKS` blocks of w, over `depth` of K. is_first: the sums begin at 0.
+// fetch: two addresses from which as much is brought into the caches as one block of w has.
+template <class T, int ROWS, int BLOCKS>
+inline void tile(const T* x, int64_t x_stride, const T* w, int64_t block_stride, int64_t depth, float* sums,
+                 int64_t sums_stride, bool is_first, const T* const* fetch) {
+    using U = Unit<T>;
+    Lanes sum[ROWS][BLOCKS];
+    for (int row = 0; row < ROWS; row++)
+        for (int block = 0; block < BLOCKS; block++)
+            sum[row][block] = is_first ? zero() : load(sums + row * sums_stride + block * LANES);
+    constexpr int STEP = U::DEPTH * LANES;
+    const char* fetch_first = reinterpret_cast<const char*>(fetch[0]);
+    const char* fetch_second = reinterpret_cast<const char*>(fetch[1]);
+    for (int64_t k = 0; k < depth; k += U::DEPTH, w += STEP, fetch_first += 64, fetch_second += 64) {
+        _mm_prefetch(fetch_first, _MM_HINT_T1);
+        _mm_prefetch(fetch_second, _MM_HINT_T1);
+        typename U::Weight weight[BLOCKS];
+        for (int block = 0; block < BLOCKS; block++) weight[block] = U::weight(w + block * block_stride);
+        for (int row = 0; row < ROWS; row++) {
+            const typename U::Value value = U::value(x + row * x_stride + k);
+            for (int block = 0; block < BLOCKS; block++)
+                sum[row][block] = U::add_product(sum[row][block], weight[block], value);
+        }
+    }
+    for (int row = 0; row < ROWS; row++)
+        for (int block = 0; block < BLOCKS; block++) store(sums + row * sums_stride + block * LANES, sum[row][block]);
+}
+
+template <class T>
+using Tile = void (*)(const T*, int64_t, const T*, int64_t, int64_t, float*, int64_t, bool, const T* const*);
+
+template <class T, int BLOCKS>
+inline Tile<T> tile_of(int rows) {
+    static constexpr Tile<T> TILES[TILE_ROWS] = {
+        tile<T, 1, BLOCKS>, tile<T, 2, BLOCKS>, tile<T, 3, BLOCKS>, tile<T, 4, BLOCKS>,
+        tile<T, 5, BLOCKS>, tile<T, 6, BLOCKS>, tile<T, 7, BLOCKS>, tile<T, 8, BLOCKS>};
+    return TILES[rows - 1];
+}
+
+#if defined(__AMX_BF16__)
+// One tile configuration for every product: 16 rows of 64 bytes. oneDNN changes it, so every thread sets it anew when a
+// step begins.
+inline void configure_tiles() {
+    alignas(64) uint8_t config[64] = {};
+    config[0] = 1;
+    for (int index = 0; index < 8; index++) {
+        config[16 + 2 * index] = 64;
+        config[48 + index] = 16;
+    }
+    _tile_loadconfig(config);
+}
+
+// As add_products; x has rows to read up to the next 16, sums to write.
+inline void add_products_amx(const bf16* x, int64_t x_stride, int rows, const bf16* w, int64_t block_stride, int blocks,
+                             int64_t depth, float* sums, int64_t sums_stride, bool is_first) {
+    const int64_t x_bytes = x_stride * 2, sums_bytes = sums_stride * 4;
+    for (int row = 0; row < rows; row += 32) {
+        const bool is_tall = rows - row > 16;
+        for (int block = 0; block < blocks; block += 2) {
+            const bool is_wide = blocks - block > 1;
+            float* to = sums + row * sums_stride + block * LANES;
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+            if (!is_first) {
+                _tile_loadd(0, to, sums_bytes);
+                if (is_wide) _tile_loadd(1, to + LANES, sums_bytes);
+                if (is_tall) _tile_loadd(2, to + 16 * sums_stride, sums_bytes);
+                if (is_tall && is_wide) _tile_loadd(3, to + 16 * sums_stride + LANES, sums_bytes);
+            }
+            const bf16* values = x + row * x_stride;
+            const bf16* weights = w + block * block_stride;
+            for (int64_t k = 0; k < depth; k += 32) {
+                _tile_loadd(4, values + k, x_bytes);
+                _tile_loadd(6, weights + k * LANES, 64);
+                _tile_dpbf16ps(0, 4, 6);
+                if (is_wide) {
+                    _tile_loadd(7, weights + block_stride + k * LANES, 64);
+                    _tile_dpbf16ps(1, 4, 7);
+                }
+                if (is_tall) {
+                    _tile_loadd(5, values + 16 * x_stride + k, x_bytes);
+                    _tile_dpbf16ps(2, 5, 6);
+                    if (is_wide) _tile_dpbf16ps(3, 5, 7);
+                }
+            }
+            _tile_stored(0, to, sums_bytes);
+            if (is_wide) _tile_stored(1, to + LANES, sums_bytes);
+            if (is_tall) _tile_stored(2, to + 16 * sums_stride, sums_bytes);
+            if (is_tall && is_wide) _tile_stored(3, to + 16 * sums_stride + LANES, sums_bytes);
+        }
+    }
+}
+constexpr int AMX_ROWS_MIN = 5;  // below, vdpbf16ps reads the weights as fast as memory gives them
+#else
+inline void configure_tiles() {}
+#endif
+
+// sums [rows, 16 * blocks] (+)= x [rows, depth] times blocks of w. Rows of x and of sums are there up to the next 16.
+// next: the weights that this thread will need after these, as many.
+template <class T>
+inline void add_products(const T* x, int64_t x_stride, int rows, const T* w, int64_t block_stride, int blocks,
+                         int64_t depth, float* sums, int64_t sums_stride, bool is_first, const T* next) {
+#if defined(__AMX_BF16__)
+    if constexpr (sizeof(T) == 2) {
+        if (rows >= AMX_ROWS_MIN && depth % 32 == 0) {
+            add_products_amx(x, x_stride, rows, w, block_stride, blocks, depth, sums, sums_stride, is_first);
+            return;
+        }
+    }
+#endif
+    const int tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    for (int index = 0, row = 0; index < tiles; index++) {
+        const int height = (rows - row + tiles - index - 1) / (tiles - index);
+        for (int block = 0; block < blocks; block += PANEL_BLOCKS) {
+            const bool is_whole = blocks - block >= PANEL_BLOCKS;
+            const Tile<T> run = is_whole ? tile_of<T, PANEL_BLOCKS>(height) : tile_of<T, 1>(height);
+            const T* weights = w + block * block_stride;
+            // One row reads its weights only once, and as fast as they come; of several, each fetches a part.
+            const T* fetch[2] = {weights, weights};
+            if (tiles == 1) {
+                fetch[0] = next;
+                fetch[1] = next + block_stride;
+            } else if (index < 2) {
+                fetch[index] = next + index * block_stride;
+            }
+            run(x + row * x_stride, x_stride, weights, block_stride, depth,
+                sums + row * sums_stride + block * LANES, sums_stride, is_first, fetch);
+        }
+        row += height;
+    }
+}
+
+// Pieces that a product [m, n] is divided into.
+inline int64_t piece_count(int64_t m, int64_t n) {
+    return ((m + CHUNK_ROWS - 1) / CHUNK_ROWS) * ((block_count(n) + PANEL_BLOCKS - 1) / PANEL_BLOCKS);
+}
+
+// One piece of y = x W^T: finish(first row, row count, first output block, block count, sums, stride of sums) gets it.
+// x: [m, padded depth], with rows to read up to the next 16.
+template <class T, class Finish>
+inline void compute_piece(int64_t piece, int threads, const T* x, int64_t m, const T* w, int64_t n, int64_t k,
+                          const Finish& finish) {
+    alignas(64) float sums[(CHUNK_ROWS + 16) * PANEL];
+    const int64_t depth = padded_depth(k), chunks = (m + CHUNK_ROWS - 1) / CHUNK_ROWS;
+    // Neighbouring pieces share a panel of weights.
+    const int64_t panel = piece / chunks, chunk = piece % chunks;
+    const int64_t first_row = m * chunk / chunks / 16 * 16;
+    const int64_t end_row = chunk + 1 == chunks ? m : m * (chunk + 1) / chunks / 16 * 16;
+    const int rows = int(end_row - first_row);
+    const int64_t first_block = panel * PANEL_BLOCKS;
+    const int blocks = int(std::min<int64_t>(PANEL_BLOCKS, block_count(n) - first_block));
+    const int64_t block_stride = depth * LANES;
+    const int64_t depth_max = rows <= TILE_ROWS ? depth : DEPTH;
+    const int64_t ahead = rows <= 4 ? 32 * 64 / int64_t(sizeof(T)) : threads * PANEL_BLOCKS * block_stride;
+    for (int64_t start = 0; start < depth; start += depth_max) {
+        const T* weights = w + first_block * block_stride + start * LANES;
+        add_products(x + first_row * depth + start, depth, rows, weights, block_stride, blocks,
+                     std::min(depth_max, depth - start), sums, PANEL, start == 0, weights + ahead);
+    }
+    finish(first_row, rows, first_block, blocks, sums);
+}
+
+}  // namespace trioserve

@@ -1,0 +1,192 @@
+// Sixteen float32 lanes and what is done with them, in AVX-512 or as two halves in AVX2. Every other file is written in
+// these words; which instructions they become is settled by the flags that this library is compiled with.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace trioserve {
+
+constexpr int LANES = 16;
+
+struct bf16 {
+    uint16_t bits;
+};
+
+inline float to_float(float value) { return value; }
+
+inline float to_float(bf16 value) {
+    const uint32_t bits = uint32_t(value.bits) << 16;
+    float result;
+    std::memcpy(&result, &bits, sizeof result);
+    return result;
+}
+
+#if defined(__AVX512F__)
+
+using Lanes = __m512;
+
+inline Lanes zero() { return _mm512_setzero_ps(); }
+inline Lanes set(float value) { return _mm512_set1_ps(value); }
+inline Lanes load(const float* from) { return _mm512_loadu_ps(from); }
+inline void store(float* to, Lanes a) { _mm512_storeu_ps(to, a); }
+inline Lanes add(Lanes a, Lanes b) { return _mm512_add_ps(a, b); }
+inline Lanes sub(Lanes a, Lanes b) { return _mm512_sub_ps(a, b); }
+inline Lanes mul(Lanes a, Lanes b) { return _mm512_mul_ps(a, b); }
+inline Lanes div(Lanes a, Lanes b) { return _mm512_div_ps(a, b); }
+inline Lanes fma(Lanes a, Lanes b, Lanes c) { return _mm512_fmadd_ps(a, b, c); }
+inline Lanes max(Lanes a, Lanes b) { return _mm512_max_ps(a, b); }
+inline Lanes min(Lanes a, Lanes b) { return _mm512_min_ps(a, b); }
+inline float sum_of(Lanes a) { return _mm512_reduce_add_ps(a); }
+inline float max_of(Lanes a) { return _mm512_reduce_max_ps(a); }
+
+inline Lanes load(const bf16* from) {
+    const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16));
+}
+
+inline void store(bf16* to, Lanes a) {
+#if defined(__AVX512BF16__)
+    const __m256bh rounded = _mm512_cvtneps_pbh(a);
+    std::memcpy(to, &rounded, sizeof rounded);
+#else
+    const __m512i bits = _mm512_castps_si512(a);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
+    const __mmask16 nan = _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
+    const __m512i chosen = _mm512_mask_blend_epi32(nan, rounded, quiet);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(_mm512_srli_epi32(chosen, 16)));
+#endif
+}
+
+// 2 ** whole * a; whole holds whole numbers.
+inline Lanes scale_by_power(Lanes a, Lanes whole) { return _mm512_scalef_ps(a, whole); }
+inline Lanes round_whole(Lanes a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+
+// Lane i of the result is the sum of all lanes of rows[i].
+inline Lanes sums_of(const Lanes* rows) {
+    __m512 quads[4];
+    for (int group = 0; group < 4; group++) {
+        const Lanes* r = rows + 4 * group;
+        const __m512 a = _mm512_add_ps(_mm512_unpacklo_ps(r[0], r[1]), _mm512_unpackhi_ps(r[0], r[1]));
+        const __m512 b = _mm512_add_ps(_mm512_unpacklo_ps(r[2], r[3]), _mm512_unpackhi_ps(r[2], r[3]));
+        const __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b));
+        const __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b));
+        quads[group] = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+    }
+    const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(quads[0], quads[1], 0x88),
+                                    _mm512_shuffle_f32x4(quads[0], quads[1], 0xdd));
+    const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(quads[2], quads[3], 0x88),
+                                    _mm512_shuffle_f32x4(quads[2], quads[3], 0xdd));
+    return _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+}
+
+#else
+
+struct Lanes {
+    __m256 low, high;
+};
+
+inline Lanes zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+inline Lanes set(float value) { return {_mm256_set1_ps(value), _mm256_set1_ps(value)}; }
+inline Lanes load(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
+inline void store(float* to, Lanes a) {
+    _mm256_storeu_ps(to, a.low);
+    _mm256_storeu_ps(to + 8, a.high);
+}
+inline Lanes add(Lanes a, Lanes b) { return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)}; }
+inline Lanes sub(Lanes a, Lanes b) { return {_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)}; }
+inline Lanes mul(Lanes a, Lanes b) { return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)}; }
+inline Lanes div(Lanes a, Lanes b) { return {_mm256_div_ps(a.low, b.low), _mm256_div_ps(a.high, b.high)}; }
+inline Lanes fma(Lanes a, Lanes b, Lanes c) {
+    return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
+}
+inline Lanes max(Lanes a, Lanes b) { return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)}; }
+inline Lanes min(Lanes a, Lanes b) { return {_mm256_min_ps(a.low, b.low), _mm256_min_ps(a.high, b.high)}; }
+
+inline float sum_of(Lanes a) {
+    const __m256 both = _mm256_add_ps(a.low, a.high);
+    __m128 part = _mm_add_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1));
+    part = _mm_add_ps(part, _mm_movehl_ps(part, part));
+    return _mm_cvtss_f32(_mm_add_ss(part, _mm_movehdup_ps(part)));
+}
+
+inline float max_of(Lanes a) {
+    const __m256 both = _mm256_max_ps(a.low, a.high);
+    __m128 part = _mm_max_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1));
+    part = _mm_max_ps(part, _mm_movehl_ps(part, part));
+    return _mm_cvtss_f32(_mm_max_ss(part, _mm_movehdup_ps(part)));
+}
+
+inline __m256 widened(const bf16* from) {
+    const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(raw), 16));
+}
+inline Lanes load(const bf16* from) { return {widened(from), widened(from + 8)}; }
+
+inline __m256i rounded(__m256 a) {
+    const __m256i bits = _mm256_castps_si256(a);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i near = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q));
+    return _mm256_srli_epi32(_mm256_blendv_epi8(near, quiet, nan), 16);
+}
+inline void store(bf16* to, Lanes a) {
+    const __m256i mixed = _mm256_packus_epi32(rounded(a.low), rounded(a.high));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_permute4x64_epi64(mixed, 0xd8));
+}
+
+inline __m256 half_scaled(__m256 a, __m256 whole) {
+    // In two factors, since 2 ** -149 is no normal number. whole is -160 to 128.
+    const __m256i power = _mm256_cvtps_epi32(whole);
+    const __m256i first = _mm256_srai_epi32(power, 1);
+    const __m256i second = _mm256_sub_epi32(power, first);
+    const __m256i bias = _mm256_set1_epi32(127);
+    a = _mm256_mul_ps(a, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(first, bias), 23)));
+    return _mm256_mul_ps(a, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(second, bias), 23)));
+}
+inline Lanes scale_by_power(Lanes a, Lanes whole) {
+    return {half_scaled(a.low, whole.low), half_scaled(a.high, whole.high)};
+}
+inline Lanes round_whole(Lanes a) {
+    constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    return {_mm256_round_ps(a.low, nearest), _mm256_round_ps(a.high, nearest)};
+}
+
+inline Lanes sums_of(const Lanes* rows) {
+    alignas(64) float sums[LANES];
+    for (int row = 0; row < LANES; row++) sums[row] = sum_of(rows[row]);
+    return load(sums);
+}
+
+#endif
+
+inline void store(bf16* to, float value) {
+    alignas(64) bf16 lanes[LANES];
+    store(lanes, set(value));
+    *to = lanes[0];
+}
+inline void store(float* to, float value) { *to = value; }
+
+// e ** a to about two units in the last place; 0 below -110, infinity above 89.
+inline Lanes exp(Lanes a) {
+    a = max(set(-110.0f), min(set(89.0f), a));  // in this order a NaN stays one
+    const Lanes whole = round_whole(mul(a, set(1.44269504088896341f)));
+    Lanes rest = fma(whole, set(-0.693359375f), a);
+    rest = fma(whole, set(2.12194440e-4f), rest);
+    // Cephes' expf polynomial.
+    Lanes p = set(1.9875691500e-4f);
+    p = fma(p, rest, set(1.3981999507e-3f));
+    p = fma(p, rest, set(8.3334519073e-3f));
+    p = fma(p, rest, set(4.1665795894e-2f));
+    p = fma(p, rest, set(1.6666665459e-1f));
+    p = fma(p, rest, set(5.0000001201e-1f));
+    p = add(fma(mul(rest, rest), p, rest), set(1.0f));
+    return scale_by_power(p, whole);
+}
+
+}  // namespace trioserve

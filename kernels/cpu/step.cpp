@@ -1,0 +1,489 @@
+#include "step.h"
+
+#include <cmath>
+#include <limits>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "attention.h"
+#include "buffer.h"
+
+namespace trioserve {
+namespace {
+
+// Up to this many rows every thread norms all of them for itself: one meeting less.
+constexpr int64_t OWN_NORM_ROWS_MAX = 4;
+constexpr int64_t ROWS_OF_PIECE = 4;
+constexpr int PIECES_OF_THREAD = 4;  // so many parts of the decodes' contexts, that one late thread leaves little behind
+
+template <class T>
+void norm_row(const float* from, const float* weight, int64_t size, float eps, T* to) {
+    Lanes squares = zero();
+    for (int64_t n = 0; n < size; n += LANES) {
+        const Lanes part = load(from + n);
+        squares = fma(part, part, squares);
+    }
+    const Lanes share = set(1.0f / std::sqrt(sum_of(squares) / float(size) + eps));
+    for (int64_t n = 0; n < size; n += LANES) store(to + n, mul(mul(load(from + n), share), load(weight + n)));
+}
+
+inline Lanes silu(Lanes gate) { return div(gate, add(set(1.0f), exp(sub(zero(), gate)))); }
+
+// Which thread computes which attention, for one sliding window.
+struct AttentionPlan {
+    std::vector<AttentionPiece> pieces;
+    std::vector<int64_t> partial_firsts;  // by row: where its parts lie, in parts
+    int64_t partial_count = 0;
+};
+
+}  // namespace
+
+class Engine {
+public:
+    explicit Engine(int thread_count) : team(thread_count), own_(thread_count) {}
+
+    template <class T>
+    bool compute(const Model& model, const Step& step);
+    template <class T>
+    void compute_logits(const Model& model, const float* hidden, int64_t rows, float* logits);
+
+    template <class T>
+    void compute_attention(const Model& model, const Step& step, const T* queries, T* attended);
+    template <class T>
+    void compute_product(const T* x, int64_t m, const T* weight, int64_t n, int64_t k, float* y);
+
+private:
+    struct Own {  // one thread's
+        Buffer normed, packed, floats, partial, best_values, best_ids, doubts;
+    };
+
+    void plan_rows(const Model& model, const Step& step);
+    AttentionPlan plan_attention(const AttentionShape& shape, int64_t window) const;
+    template <class T, class Finish>
+    void product(const T* x, int64_t rows, const void* weight, int64_t n, int64_t k, const Finish& finish);
+    template <class T>
+    void embed(const Model& model, const Step& step, float* hidden);
+    template <class T>
+    const T* norm_rows(int thread, const float* hidden, int64_t rows, int64_t size, const float* weight, float eps,
+                       T* shared);
+    template <class T>
+    void turn_and_store(const Model& model, const Layer& layer, const float* qkv, int64_t row, T* queries, T* pages);
+    template <class T>
+    void attend(int thread, const AttentionShape& shape, const AttentionPlan& plan, int64_t window, const T* queries,
+                const T* pages, T* attended);
+    template <class T>
+    void choose(int thread, const Model& model, const T* normed, int64_t rows, float* logits);
+
+    Team team;
+    std::vector<Own> own_;
+    std::vector<Chunk> chunks_;
+    std::vector<int32_t> chunk_of_row_;
+    std::map<int64_t, AttentionPlan> plans_;
+    std::unique_ptr<std::atomic<int>[]> parts_done_;
+    int64_t rows_ = 0, parts_done_count_ = 0;
+    bool is_abandoned_ = false;
+    Buffer hidden_, normed_, qkv_, queries_, attended_, activated_, angles_, partials_, sampled_;
+};
+
+// Rows that the products may read beyond the last one.
+static int64_t readable(int64_t rows) { return rounded_up(rows, 16) + 16; }
+
+void Engine::plan_rows(const Model& model, const Step& step) {
+    rows_ = step.row_count;
+    chunks_.clear();
+    chunk_of_row_.clear();
+    for (int32_t index = 0; index < step.chunk_count; index++) {
+        chunks_.push_back({int64_t(chunk_of_row_.size()), step.chunk_counts[index], step.chunk_starts[index],
+                           step.tables + step.table_firsts[index]});
+        chunk_of_row_.insert(chunk_of_row_.end(), step.chunk_counts[index], index);
+    }
+    const AttentionShape shape{model.head_count, model.kv_head_count, model.head_dim, model.page_tokens};
+    plans_.clear();
+    int64_t partials = 0;
+    for (int32_t layer = 0; layer < model.layer_count; layer++) {
+        const int64_t window = model.layers[layer].window;
+        if (plans_.count(window)) continue;
+        partials = std::max(partials, (plans_[window] = plan_attention(shape, window)).partial_count);
+    }
+    partials_.of<float>(partials * partial_count(shape));
+    if (parts_done_count_ < rows_) {
+        parts_done_count_ = rows_ + rows_ / 4;
+        parts_done_.reset(new std::atomic<int>[parts_done_count_]);
+        for (int64_t row = 0; row < parts_done_count_; row++) parts_done_[row] = 0;
+    }
+}
+
+AttentionPlan Engine::plan_attention(const AttentionShape& shape, int64_t window) const {
+    AttentionPlan plan;
+    plan.partial_firsts.resize(rows_);
+    int64_t direct_tokens = 0;
+    for (size_t index = 0; index < chunks_.size(); index++) {
+        const Chunk& chunk = chunks_[index];
+        if (chunk.count <= DIRECT_TOKENS_MAX) {
+            for (int64_t token = 0; token < chunk.count; token++) {
+                const int64_t position = chunk.start + token;
+                direct_tokens += position + 1 - first_seen(position, window);
+            }
+            continue;
+        }
+        // The last tokens see most: they come first, so that the threads end together.
+        const int64_t size = prompt_piece_tokens(shape);
+        for (int64_t token = (chunk.count - 1) / size * size; token >= 0; token -= size)
+            for (int kv_head = 0; kv_head < shape.kv_heads; kv_head++)
+                plan.pieces.push_back({int32_t(index), int32_t(token), int32_t(std::min(size, chunk.count - token)),
+                                       kv_head, 0, 0});
+    }
+    const int64_t wanted = direct_tokens / (int64_t(team.thread_count()) * PIECES_OF_THREAD) + 1;
+    const int64_t part_tokens = rounded_up(std::max<int64_t>(wanted, SPLIT_TOKENS_MIN), SPAN);
+    for (size_t index = 0; index < chunks_.size(); index++) {
+        const Chunk& chunk = chunks_[index];
+        if (chunk.count > DIRECT_TOKENS_MAX) continue;
+        for (int64_t token = 0; token < chunk.count; token++) {
+            const int64_t position = chunk.start + token;
+            const int64_t length = position + 1 - first_seen(position, window);
+            const int32_t splits = int32_t((length + part_tokens - 1) / part_tokens);
+            plan.partial_firsts[chunk.first_row + token] = plan.partial_count;
+            plan.partial_count += splits;
+            for (int32_t split = 0; split < splits; split++)
+                plan.pieces.push_back({int32_t(index), int32_t(token), 1, 0, split, splits});
+        }
+    }
+    return plan;
+}
+
+template <class T, class Finish>
+void Engine::product(const T* x, int64_t rows, const void* weight, int64_t n, int64_t k, const Finish& finish) {
+    const int64_t pieces = piece_count(rows, n);
+    for (int64_t piece; (piece = team.take()) < pieces;)
+        compute_piece(piece, team.thread_count(), x, rows, static_cast<const T*>(weight), n, k, finish);
+}
+
+template <class T>
+void Engine::embed(const Model& model, const Step& step, float* hidden) {
+    const int64_t size = model.hidden_size, half = model.head_dim / 2;
+    float* angles = angles_.of<float>(0);
+    for (int64_t row; (row = team.take()) < rows_;) {
+        const int64_t token = step.token_ids[row];
+        float* to = hidden + row * size;
+        if (model.embedding != nullptr) {
+            const T* from = static_cast<const T*>(model.embedding) + token * size;
+            for (int64_t n = 0; n < size; n += LANES) store(to + n, load(from + n));
+        } else {
+            constexpr int DEPTH = Unit<T>::DEPTH;
+            const T* from = static_cast<const T*>(model.head) + token / LANES * LANES * padded_depth(size);
+            for (int64_t n = 0; n < size; n++)
+                to[n] = to_float(from[n / DEPTH * DEPTH * LANES + token % LANES * DEPTH + n % DEPTH]);
+        }
+        const Chunk& chunk = chunks_[chunk_of_row_[row]];
+        const float position = float(chunk.start + row - chunk.first_row);
+        float* cosines = angles + row * 2 * half;
+        for (int64_t pair = 0; pair < half; pair++) {
+            const float angle = position * model.frequencies[pair];
+            cosines[pair] = std::cos(angle) * model.rotary_magnitude;
+            cosines[half + pair] = std::sin(angle) * model.rotary_magnitude;
+        }
+    }
+}
+
+template <class T>
+const T* Engine::norm_rows(int thread, const float* hidden, int64_t rows, int64_t size, const float* weight, float eps,
+                           T* shared) {
+    const int64_t stride = padded_depth(size);
+    if (rows <= OWN_NORM_ROWS_MAX) {
+        T* own = own_[thread].normed.of<T>(readable(rows) * stride);
+        for (int64_t row = 0; row < rows; row++) norm_row(hidden + row * size, weight, size, eps, own + row * stride);
+        return own;
+    }
+    const int64_t pieces = (rows + ROWS_OF_PIECE - 1) / ROWS_OF_PIECE;
+    for (int64_t piece; (piece = team.take()) < pieces;)
+        for (int64_t row = piece * ROWS_OF_PIECE; row < std::min(rows, (piece + 1) * ROWS_OF_PIECE); row++)
+            norm_row(hidden + row * size, weight, size, eps, shared + row * stride);
+    team.meet();
+    return shared;
+}
+
+template <class T>
+void Engine::turn_and_store(const Model& model, const Layer& layer, const float* qkv, int64_t row, T* queries,
+                            T* pages) {
+    const AttentionShape shape{model.head_count, model.kv_head_count, model.head_dim, model.page_tokens};
+    const int64_t dim = shape.head_dim, half = dim / 2, group = shape.group();
+    const float* cosines = angles_.of<float>(0) + row * dim;
+    const float* sines = cosines + half;
+    const Chunk& chunk = chunks_[chunk_of_row_[row]];
+    T* slot = const_cast<T*>(token_of<T>(pages, shape, chunk, chunk.start + row - chunk.first_row));
+    const float* from = qkv + row * (shape.heads + 2 * shape.kv_heads) * dim;
+    constexpr int64_t DIM_MAX = 512;
+    alignas(64) float normed[DIM_MAX];
+    alignas(64) float turned[DIM_MAX];
+    for (int head = 0; head < shape.heads + shape.kv_heads; head++, from += dim) {
+        const bool is_query = head < shape.heads;
+        const float* norm = is_query ? layer.query_norm : layer.key_norm;
+        const float* values = from;
+        if (norm != nullptr) {
+            norm_row(from, norm, dim, model.norm_eps, normed);
+            values = normed;
+        }
+        for (int64_t pair = 0; pair < half; pair++) {
+            turned[pair] = values[pair] * cosines[pair] - values[half + pair] * sines[pair];
+            turned[half + pair] = values[half + pair] * cosines[pair] + values[pair] * sines[pair];
+        }
+        T* to = is_query ? queries + ((head / group * rows_ + row) * group + head % group) * shape.query_stride()
+                         : slot + (head - shape.heads) * dim;
+        for (int64_t d = 0; d < dim; d += LANES) store(to + d, load(turned + d));
+    }
+    T* values = slot + shape.kv_heads * dim;
+    for (int64_t d = 0; d < shape.kv_heads * dim; d += LANES) store(values + d, load(from + d));
+}
+
+template <class T>
+void Engine::attend(int thread, const AttentionShape& shape, const AttentionPlan& plan, int64_t window,
+                    const T* queries, const T* pages, T* attended) {
+    const int64_t stride = padded_depth(int64_t(shape.heads) * shape.head_dim);
+    float* partials = partials_.of<float>(0);
+    T* packed = own_[thread].packed.of<T>(PromptScratch<T>::packed_count(shape));
+    float* floats = own_[thread].floats.of<float>(PromptScratch<T>::float_count(shape));
+    for (int64_t index; (index = team.take()) < int64_t(plan.pieces.size());) {
+        const AttentionPiece& piece = plan.pieces[index];
+        const Chunk& chunk = chunks_[piece.chunk];
+        if (piece.splits == 0) {
+            attend_prompt(shape, chunk, piece, window, queries, rows_, pages, attended, stride, packed, floats);
+            continue;
+        }
+        const int64_t row = chunk.first_row + piece.token;
+        float* parts = partials + plan.partial_firsts[row] * partial_count(shape);
+        const size_t next = size_t(index) + team.thread_count();
+        const bool has_next = next < plan.pieces.size() && plan.pieces[next].splits > 0;
+        attend_direct(shape, chunk, piece, window, queries, rows_, pages, parts + piece.split * partial_count(shape),
+                      has_next ? &chunks_[plan.pieces[next].chunk] : nullptr, has_next ? &plan.pieces[next] : nullptr);
+        if (parts_done_[row].fetch_add(1) + 1 == piece.splits) {
+            parts_done_[row].store(0);
+            join_parts(shape, parts, piece.splits, attended + row * stride);
+        }
+    }
+}
+
+// The head's product: logits, or of each row the best id so far and a doubt whether all were finite.
+template <class T>
+void Engine::choose(int thread, const Model& model, const T* normed, int64_t rows, float* logits) {
+    Own& own = own_[thread];
+    float* best_values = own.best_values.of<float>(rows);
+    int32_t* best_ids = own.best_ids.of<int32_t>(rows);
+    float* doubts = own.doubts.of<float>(rows * LANES);
+    std::fill(best_values, best_values + rows, -std::numeric_limits<float>::infinity());
+    std::fill(best_ids, best_ids + rows, std::numeric_limits<int32_t>::max());
+    std::fill(doubts, doubts + rows * LANES, 0.0f);
+    const int64_t vocab = model.vocab_size;
+    product(normed, rows, model.head, vocab, model.hidden_size,
+            [&](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
+                const int64_t first_id = first_block * LANES;
+                const int ids = int(std::min<int64_t>(blocks * LANES, vocab - first_id));
+                for (int row = 0; row < count; row++) {
+                    float* values = sums + row * PANEL;
+                    if (logits != nullptr)
+                        std::memcpy(logits + (first_row + row) * vocab + first_id, values, sizeof(float) * ids);
+                    float* doubt = doubts + (first_row + row) * LANES;
+                    Lanes best = set(-std::numeric_limits<float>::infinity());
+                    for (int block = 0; block < blocks; block++) {
+                        float* part = values + block * LANES;
+                        // Nothing but a NaN or an infinity times 0 is a NaN; padding is 0.
+                        store(doubt, fma(load(part), zero(), load(doubt)));
+                        for (int id = std::max(ids - block * LANES, 0); id < LANES; id++)
+                            part[id] = -std::numeric_limits<float>::infinity();
+                        best = max(best, load(part));
+                    }
+                    const float value = max_of(best);
+                    if (value < best_values[first_row + row]) continue;
+                    for (int id = 0; id < ids; id++) {
+                        if (values[id] != value) continue;
+                        if (value > best_values[first_row + row] || first_id + id < best_ids[first_row + row]) {
+                            best_values[first_row + row] = value;
+                            best_ids[first_row + row] = int32_t(first_id + id);
+                        }
+                        break;
+                    }
+                }
+            });
+}
+
+template <class T>
+bool Engine::compute(const Model& model, const Step& step) {
+    plan_rows(model, step);
+    is_abandoned_ = false;
+    const AttentionShape shape{model.head_count, model.kv_head_count, model.head_dim, model.page_tokens};
+    const int64_t rows = rows_, hidden_size = model.hidden_size, middle = model.intermediate_size;
+    const int64_t query_size = int64_t(shape.heads) * shape.head_dim;
+    const int64_t qkv_size = query_size + int64_t(2) * shape.kv_heads * shape.head_dim;
+    const int64_t sampled = step.sampled_count;
+    float* hidden = hidden_.of<float>(rows * hidden_size);
+    T* normed = normed_.of<T>(readable(rows) * padded_depth(hidden_size));
+    float* qkv = qkv_.of<float>(rows * qkv_size);
+    T* queries = queries_.of<T>((rows * shape.heads + 32) * shape.query_stride());
+    T* attended = attended_.of<T>(readable(rows) * padded_depth(query_size));
+    T* activated = activated_.of<T>(readable(rows) * padded_depth(middle));
+    angles_.of<float>(rows * shape.head_dim);
+    float* sampled_hidden = sampled_.of<float>(sampled * hidden_size);
+
+    const auto work = [&](int thread) {
+        configure_tiles();
+        embed<T>(model, step, hidden);
+        team.meet();
+        const auto add_to_hidden = [&](const float* bias) {
+            return [=](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
+                for (int row = 0; row < count; row++) {
+                    for (int block = 0; block < blocks; block++) {
+                        const int64_t n = (first_block + block) * LANES;
+                        float* to = hidden + (first_row + row) * hidden_size + n;
+                        Lanes value = load(sums + row * PANEL + block * LANES);
+                        if (bias != nullptr) value = add(value, load(bias + n));
+                        store(to, add(load(to), value));
+                    }
+                }
+            };
+        };
+        for (int32_t index = 0; index < model.layer_count; index++) {
+            const Layer& layer = model.layers[index];
+            T* pages = static_cast<T*>(step.pages[index]);
+            if (thread == 0 && index > 0 && step.is_abandoned != nullptr && index % step.ask_stride == 0)
+                is_abandoned_ = step.is_abandoned() != 0;
+            const T* x = norm_rows(thread, hidden, rows, hidden_size, layer.input_norm, model.norm_eps, normed);
+            product(x, rows, layer.qkv, qkv_size, hidden_size,
+                    [&](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
+                        for (int row = 0; row < count; row++) {
+                            for (int block = 0; block < blocks; block++) {
+                                const int64_t n = (first_block + block) * LANES;
+                                Lanes value = load(sums + row * PANEL + block * LANES);
+                                if (layer.qkv_bias != nullptr) value = add(value, load(layer.qkv_bias + n));
+                                store(qkv + (first_row + row) * qkv_size + n, value);
+                            }
+                        }
+                    });
+            team.meet();
+            if (is_abandoned_) return;
+            for (int64_t row; (row = team.take()) < rows;) turn_and_store(model, layer, qkv, row, queries, pages);
+            team.meet();
+            attend<T>(thread, shape, plans_.at(layer.window), layer.window, queries, pages, attended);
+            team.meet();
+            product(attended, rows, layer.output, hidden_size, query_size, add_to_hidden(layer.output_bias));
+            team.meet();
+            x = norm_rows(thread, hidden, rows, hidden_size, layer.post_norm, model.norm_eps, normed);
+            product(x, rows, layer.gate_up, 2 * block_count(middle) * LANES, hidden_size,
+                    [&](int64_t first_row, int count, int64_t first_block, int, float* sums) {
+                        const int64_t n = first_block / 2 * LANES;
+                        for (int row = 0; row < count; row++) {
+                            Lanes gate = load(sums + row * PANEL), up = load(sums + row * PANEL + LANES);
+                            if (layer.gate_up_bias != nullptr) {
+                                gate = add(gate, load(layer.gate_up_bias + first_block * LANES));
+                                up = add(up, load(layer.gate_up_bias + first_block * LANES + LANES));
+                            }
+                            store(activated + (first_row + row) * padded_depth(middle) + n, mul(silu(gate), up));
+                        }
+                    });
+            team.meet();
+            product(static_cast<const T*>(activated), rows, layer.down, hidden_size, middle,
+                    add_to_hidden(layer.down_bias));
+            team.meet();
+        }
+        if (sampled == 0) return;
+        if (thread == 0)
+            for (int64_t index = 0; index < sampled; index++)
+                std::memcpy(sampled_hidden + index * hidden_size, hidden + step.sampled_rows[index] * hidden_size,
+                            sizeof(float) * hidden_size);
+        team.meet();
+        const T* x = norm_rows(thread, sampled_hidden, sampled, hidden_size, model.norm, model.norm_eps, normed);
+        choose(thread, model, x, sampled, step.logits);
+    };
+    team.run(work);
+    if (is_abandoned_) return false;
+    for (int64_t index = 0; index < sampled; index++) {
+        float best = -std::numeric_limits<float>::infinity(), doubt = 0;
+        int32_t best_id = std::numeric_limits<int32_t>::max();
+        for (Own& own : own_) {
+            const float value = own.best_values.of<float>(0)[index];
+            const int32_t id = own.best_ids.of<int32_t>(0)[index];
+            if (value > best || (value == best && id < best_id)) {
+                best = value;
+                best_id = id;
+            }
+            for (int lane = 0; lane < LANES; lane++) doubt += own.doubts.of<float>(0)[index * LANES + lane];
+        }
+        step.is_finite[index] = doubt == 0.0f;
+        step.best_ids[index] = best_id == std::numeric_limits<int32_t>::max() ? 0 : best_id;
+    }
+    if (step.hidden != nullptr) std::memcpy(step.hidden, hidden, sizeof(float) * rows * hidden_size);
+    return true;
+}
+
+template <class T>
+void Engine::compute_logits(const Model& model, const float* hidden, int64_t rows, float* logits) {
+    T* normed = normed_.of<T>(readable(rows) * padded_depth(model.hidden_size));
+    team.run([&](int thread) {
+        configure_tiles();
+        const T* x = norm_rows(thread, hidden, rows, model.hidden_size, model.norm, model.norm_eps, normed);
+        choose(thread, model, x, rows, logits);
+    });
+}
+
+template <class T>
+void Engine::compute_attention(const Model& model, const Step& step, const T* queries, T* attended) {
+    plan_rows(model, step);
+    const AttentionShape shape{model.head_count, model.kv_head_count, model.head_dim, model.page_tokens};
+    const int64_t dim = shape.head_dim, group = shape.group(), size = shape.heads * dim, stride = padded_depth(size);
+    const int64_t window = model.layers[0].window;
+    T* ordered = queries_.of<T>((rows_ * shape.heads + 32) * shape.query_stride());
+    T* padded = attended_.of<T>(readable(rows_) * stride);
+    // One model keeps its padding; here every call may have another shape.
+    std::memset(ordered, 0, sizeof(T) * (rows_ * shape.heads + 32) * shape.query_stride());
+    for (int64_t row = 0; row < rows_; row++)
+        for (int64_t head = 0; head < shape.heads; head++)
+            std::memcpy(ordered + ((head / group * rows_ + row) * group + head % group) * shape.query_stride(),
+                        queries + row * size + head * dim, sizeof(T) * dim);
+    team.run([&](int thread) {
+        configure_tiles();
+        attend<T>(thread, shape, plans_.at(window), window, ordered, static_cast<const T*>(step.pages[0]), padded);
+    });
+    for (int64_t row = 0; row < rows_; row++) std::memcpy(attended + row * size, padded + row * stride, sizeof(T) * size);
+}
+
+template <class T>
+void Engine::compute_product(const T* x, int64_t m, const T* weight, int64_t n, int64_t k, float* y) {
+    team.run([&](int) {
+        configure_tiles();
+        product(x, m, weight, n, k, [=](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
+            const int64_t column = first_block * LANES, width = std::min<int64_t>(blocks * LANES, n - column);
+            for (int row = 0; row < count; row++)
+                std::memcpy(y + (first_row + row) * n + column, sums + row * PANEL, sizeof(float) * width);
+        });
+    });
+}
+
+Engine* make_engine(int thread_count) { return new Engine(thread_count); }
+void close_engine(Engine* engine) { delete engine; }
+
+bool run_step(Engine& engine, const Model& model, const Step& step) {
+    return model.dtype == BFLOAT16 ? engine.compute<bf16>(model, step) : engine.compute<float>(model, step);
+}
+
+void run_logits(Engine& engine, const Model& model, const float* hidden, int64_t rows, float* logits) {
+    if (model.dtype == BFLOAT16)
+        engine.compute_logits<bf16>(model, hidden, rows, logits);
+    else
+        engine.compute_logits<float>(model, hidden, rows, logits);
+}
+
+void run_attention(Engine& engine, const Model& model, const Step& step, const void* queries, void* attended) {
+    if (model.dtype == BFLOAT16)
+        engine.compute_attention(model, step, static_cast<const bf16*>(queries), static_cast<bf16*>(attended));
+    else
+        engine.compute_attention(model, step, static_cast<const float*>(queries), static_cast<float*>(attended));
+}
+
+void run_product(Engine& engine, DtypeName dtype, const void* x, int64_t m, const void* weight, int64_t n, int64_t k,
+                 float* y) {
+    if (dtype == BFLOAT16)
+        engine.compute_product(static_cast<const bf16*>(x), m, static_cast<const bf16*>(weight), n, k, y);
+    else
+        engine.compute_product(static_cast<const float*>(x), m, static_cast<const float*>(weight), n, k, y);
+}
+
+}  // namespace trioserve

@@ -1,0 +1,65 @@
+// One forward pass of a Llama-family model over the paged KV cache, and what it needs to know. The structs are those of
+// native.py, field by field.
+#pragma once
+
+#include <cstdint>
+
+#include "team.h"
+
+namespace trioserve {
+
+enum DtypeName : int32_t { FLOAT32 = 0, BFLOAT16 = 1 };
+
+// Weights are packed (see product.h); biases, norms: float32; absent ones are null. gate_up has blocks of 16 gate
+// outputs and 16 up outputs in turn, its bias, too. window: 0 sees everything.
+struct Layer {
+    const void *qkv, *output, *gate_up, *down;
+    const float *qkv_bias, *output_bias, *gate_up_bias, *down_bias;
+    const float *input_norm, *post_norm, *query_norm, *key_norm;
+    int64_t window;
+};
+
+struct Model {
+    int32_t dtype, layer_count, hidden_size, intermediate_size, head_count, kv_head_count, head_dim, vocab_size;
+    int32_t page_tokens;
+    float norm_eps, rotary_magnitude;
+    const float* frequencies;  // [D / 2], radians a token
+    const Layer* layers;
+    const void* embedding;  // [vocab, hidden]; null: the packed head has the same numbers
+    const void* head;
+    const float* norm;
+};
+
+// All counts int32. tables: block tables one behind the other; chunk i's begins at table_firsts[i].
+struct Step {
+    int32_t row_count, chunk_count, sampled_count, ask_stride;
+    const int32_t* token_ids;     // [rows]
+    const int32_t* chunk_starts;  // [chunks], position of the first token
+    const int32_t* chunk_counts;
+    const int32_t* table_firsts;
+    const int32_t* tables;
+    void* const* pages;            // [layers]
+    const int32_t* sampled_rows;   // rows whose logits are wanted
+    int32_t* best_ids;             // [sampled]: the largest logit's id, the lowest among equals
+    int32_t* is_finite;            // [sampled]
+    float* logits;                 // [sampled, vocab], or null
+    float* hidden;                 // [rows, hidden_size] after the last layer, or null
+    int32_t (*is_abandoned)();     // asked before every ask_stride-th layer but the first; or null
+};
+
+class Engine;
+
+Engine* make_engine(int thread_count);
+void close_engine(Engine* engine);
+// True: finished. False: abandoned.
+bool run_step(Engine& engine, const Model& model, const Step& step);
+// hidden: float32 [rows, hidden_size] as a step gives it. logits: float32 [rows, vocab].
+void run_logits(Engine& engine, const Model& model, const float* hidden, int64_t rows, float* logits);
+// The attention of a model's first layer alone. queries, attended: [rows, H * D] in the model's dtype; the step's keys
+// and values are in its pages already.
+void run_attention(Engine& engine, const Model& model, const Step& step, const void* queries, void* attended);
+// y [m, n] = x W^T alone. x: [m, padded k] with rows to read up to the next 16.
+void run_product(Engine& engine, DtypeName dtype, const void* x, int64_t m, const void* weight, int64_t n, int64_t k,
+                 float* y);
+
+}  // namespace trioserve

@@ -1,0 +1,92 @@
+#include "team.h"
+
+#include <immintrin.h>
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <climits>
+
+namespace trioserve {
+namespace {
+
+// Between two pieces of a step the others arrive within microseconds, and waking a sleeper costs about ten. Whoever
+// spins longer takes the core from the event loop.
+constexpr int SPINS_MAX = 1000;
+// Where somebody else computes on one of our cores, the one we wait for often cannot run before we sleep: spinning is
+// given up quickly then, and tried again now and then.
+constexpr int SPINS_MIN = 20;
+constexpr int WAITS_OF_TRIAL = 32;
+
+void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
+}
+
+void wake_all(std::atomic<uint32_t>& word) {
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+}
+
+void wait_while(std::atomic<uint32_t>& word, uint32_t value, std::atomic<int>& asleep) {
+    static thread_local int spins_max = SPINS_MAX, waits = 0;
+    const int limit = ++waits % WAITS_OF_TRIAL == 0 ? SPINS_MAX : spins_max;
+    for (int spin = 0; spin < limit; spin++) {
+        if (word.load(std::memory_order_acquire) != value) {
+            if (spin > SPINS_MIN) spins_max = SPINS_MAX;
+            return;
+        }
+        _mm_pause();
+    }
+    spins_max = std::max(spins_max / 2, SPINS_MIN);
+    // Counted before the word is looked at again, and whoever changes the word looks at the count afterwards.
+    asleep.fetch_add(1);
+    while (word.load() == value) sleep_while(word, value);
+    asleep.fetch_sub(1);
+}
+
+void change(std::atomic<uint32_t>& word, uint32_t value, std::atomic<int>& asleep) {
+    word.store(value);
+    if (asleep.load() > 0) wake_all(word);
+}
+
+}  // namespace
+
+Team::Team(int thread_count) : thread_count_(thread_count) {
+    for (int thread = 1; thread < thread_count; thread++) threads_.emplace_back(&Team::serve, this, thread);
+}
+
+Team::~Team() {
+    is_ending_ = true;
+    change(job_, job_.load() + 1, asleep_);
+    for (std::thread& thread : threads_) thread.join();
+}
+
+void Team::run(const std::function<void(int)>& work) {
+    work_ = &work;
+    next_.store(0);
+    change(job_, job_.load() + 1, asleep_);
+    work(0);
+    meet();
+}
+
+void Team::serve(int thread) {
+    for (uint32_t job = 0;; job++) {
+        wait_while(job_, job, asleep_);
+        if (is_ending_) return;
+        (*work_)(thread);
+        meet();
+    }
+}
+
+void Team::meet() {
+    const uint32_t meeting = meeting_.load(std::memory_order_acquire);
+    if (arrived_.fetch_add(1) + 1 == thread_count_) {
+        arrived_.store(0);
+        next_.store(0);
+        change(meeting_, meeting + 1, asleep_);
+    } else {
+        wait_while(meeting_, meeting, asleep_);
+    }
+}
+
+}  // namespace trioserve

@@ -1,0 +1,46 @@
+// The threads that compute a step together, and how they wait for each other. The caller is thread 0 of the team. They
+// are not pinned: on quiet cores that gains nothing, and beside a busy one it keeps a thread waiting there.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <thread>
+#include <vector>
+
+namespace trioserve {
+
+class Team {
+public:
+    explicit Team(int thread_count);
+    ~Team();  // ends the threads
+    Team(const Team&) = delete;
+    Team& operator=(const Team&) = delete;
+
+    int thread_count() const { return thread_count_; }
+
+    // Runs work(thread) once in every thread and returns when all have returned.
+    void run(const std::function<void(int)>& work);
+
+    // For use inside work: waits until every thread is here. Starts a new count for take().
+    void meet();
+
+    // The next piece of work since the last meet(): 0, 1, 2, ... Each number goes to one thread, so that a thread that
+    // lost its core to somebody else holds up one piece and not its whole share.
+    int64_t take() { return next_.fetch_add(1, std::memory_order_relaxed); }
+
+private:
+    void serve(int thread);
+
+    const int thread_count_;
+    std::vector<std::thread> threads_;
+    const std::function<void(int)>* work_ = nullptr;
+    alignas(64) std::atomic<uint32_t> job_{0};       // counts calls of run
+    alignas(64) std::atomic<uint32_t> meeting_{0};   // counts meetings that are over
+    alignas(64) std::atomic<int> arrived_{0};
+    alignas(64) std::atomic<int> asleep_{0};
+    alignas(64) std::atomic<int64_t> next_{0};
+    bool is_ending_ = false;
+};
+
+}  // namespace trioserve

@@ -1,0 +1,241 @@
+"""The library that build.py makes of cpu/, as Python calls: its structs, its functions, its threads.
+
+Calls go through ctypes, which lets the GIL go for as long as one runs. Tensors stay torch's; the library is given
+addresses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trioserve_kernels.build import CannotBuild, build_library, supported_levels
+
+__all__ = [
+    "DTYPES",
+    "Engine",
+    "IsAbandonedCallback",
+    "LayerStruct",
+    "Library",
+    "ModelStruct",
+    "NoNativeKernels",
+    "StepStruct",
+    "WeightMemory",
+    "address",
+    "load_library",
+]
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+FINISHED, ABANDONED = 0, 1
+HEAD_DIM_MAX = 512  # of the buffers in which one head is turned
+
+IsAbandonedCallback = ctypes.CFUNCTYPE(ctypes.c_int32)
+
+_pointer, _int, _float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
+
+
+class NoNativeKernels(Exception):
+    """Why plain torch has to compute, in a sentence."""
+
+
+class LayerStruct(ctypes.Structure):
+    """Layer of cpu/step.h."""
+
+    _fields_ = (
+        *((name, _pointer) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, _pointer) for name in ("qkv_bias", "output_bias", "gate_up_bias", "down_bias")),
+        *((name, _pointer) for name in ("input_norm", "post_norm", "query_norm", "key_norm")),
+        ("window", ctypes.c_int64),
+    )
+
+
+class ModelStruct(ctypes.Structure):
+    """Model of cpu/step.h."""
+
+    _fields_ = (
+        *((name, _int) for name in ("dtype", "layer_count", "hidden_size", "intermediate_size")),
+        *((name, _int) for name in ("head_count", "kv_head_count", "head_dim", "vocab_size", "page_tokens")),
+        ("norm_eps", _float),
+        ("rotary_magnitude", _float),
+        *((name, _pointer) for name in ("frequencies", "layers", "embedding", "head", "norm")),
+    )
+
+
+class StepStruct(ctypes.Structure):
+    """Step of cpu/step.h."""
+
+    _fields_ = (
+        *((name, _int) for name in ("row_count", "chunk_count", "sampled_count", "ask_stride")),
+        *((name, _pointer) for name in ("token_ids", "chunk_starts", "chunk_counts", "table_firsts", "tables")),
+        *((name, _pointer) for name in ("pages", "sampled_rows", "best_ids", "is_finite", "logits", "hidden")),
+        ("is_abandoned", _pointer),
+    )
+
+
+class Library:
+    """level: which instructions it uses, a name of build.LEVELS."""
+
+    def __init__(self, path: Path, level: str) -> None:
+        """Raises NoNativeKernels if it cannot be loaded or the system does not let it use its instructions."""
+        try:
+            functions = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise NoNativeKernels(f"{path} cannot be loaded: {error}") from None
+        self.level = level
+        self._prepare = functions.trioserve_prepare
+        self.make_engine = _declared(functions.trioserve_make_engine, _pointer, _int)
+        self.close_engine = _declared(functions.trioserve_close_engine, None, _pointer)
+        self.allocate = _declared(functions.trioserve_allocate, _pointer, ctypes.c_int64)
+        self.release = _declared(functions.trioserve_release, None, _pointer, ctypes.c_int64)
+        self._use_large_pages = _declared(functions.trioserve_use_large_pages, None, _pointer, ctypes.c_int64)
+        self._packed_count = _declared(functions.trioserve_packed_count, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+        self._pack = _declared(
+            functions.trioserve_pack, None, _int, _pointer, *[ctypes.c_int64] * 2, _pointer, *[ctypes.c_int64] * 2
+        )
+        self.step = _declared(functions.trioserve_step, _int, _pointer, _pointer, _pointer)
+        self.logits = _declared(
+            functions.trioserve_logits, _int, _pointer, _pointer, _pointer, ctypes.c_int64, _pointer
+        )
+        self.product = _declared(
+            functions.trioserve_product, None, _pointer, _int, *[_pointer, ctypes.c_int64] * 2, ctypes.c_int64, _pointer
+        )
+        self.attention = _declared(functions.trioserve_attention, None, *[_pointer] * 5)
+        if self._prepare() != 0:
+            raise NoNativeKernels(f"the system does not allow the instructions of {level}")
+
+    def packed_bytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
+        """Of a packed [rows, columns] matrix."""
+        return self._packed_count(rows, columns) * dtype.itemsize
+
+    def pack(self, weight: Tensor, packed: int, *, first_block: int = 0, block_step: int = 1) -> None:
+        """Copy a [rows, columns] matrix to a packed one at this address: to its blocks first_block,
+        first_block + block_step, ..., each of 16 rows; see cpu/product.h."""
+        weight = weight.contiguous()
+        self._pack(DTYPES[weight.dtype], address(weight), *weight.shape, packed, first_block, block_step)
+
+    def use_large_pages(self, tensor: Tensor) -> None:
+        """Ask for them; the tensor must not have been written yet."""
+        self._use_large_pages(address(tensor), tensor.nbytes)
+
+
+class WeightMemory:
+    """One zeroed piece of memory, from which weights take their parts one after the other. Closed once, by its owner,
+    when nothing computes with it any more."""
+
+    def __init__(self, library: Library, byte_count: int) -> None:
+        """Raises MemoryError."""
+        self._library = library
+        self._byte_count = byte_count
+        self._start: int | None = library.allocate(byte_count)
+        if self._start is None:
+            raise MemoryError(f"no memory for {byte_count} bytes of weights")
+        self._taken = 0
+
+    def take(self, byte_count: int) -> int:
+        """The address of the next byte_count bytes, which are multiples of 64."""
+        assert self._start is not None, "memory is taken before it is closed"
+        first = self._start + self._taken
+        self._taken += byte_count
+        assert self._taken <= self._byte_count, "more weights than were counted"
+        return first
+
+    def close(self) -> None:
+        start, self._start = self._start, None
+        if start is not None:
+            self._library.release(start, self._byte_count)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_start"):
+            self.close()
+
+
+class Engine:
+    """The compute threads of one model and their memory. Used by one thread at a time, closed once."""
+
+    def __init__(self, library: Library, thread_count: int) -> None:
+        self.library = library
+        self.thread_count = thread_count
+        self._handle: int | None = library.make_engine(thread_count)
+        if self._handle is None:
+            raise NoNativeKernels(f"{thread_count} compute threads cannot be started")
+
+    def step(self, model: ModelStruct, step: StepStruct) -> bool:
+        """False if it was abandoned."""
+        answer = self.library.step(self._handle, ctypes.addressof(model), ctypes.addressof(step))
+        _check(answer)
+        return bool(answer == FINISHED)
+
+    def logits(self, model: ModelStruct, hidden: Tensor, logits: Tensor) -> None:
+        """hidden: float32 [n, hidden_size]. logits: float32 [n, vocab_size], filled."""
+        _check(
+            self.library.logits(self._handle, ctypes.addressof(model), address(hidden), len(hidden), address(logits))
+        )
+
+    def product(self, x: Tensor, packed: int, outputs: int) -> Tensor:
+        """float32 [m, outputs]: x [m, k] times the packed [outputs, k] at this address, alone."""
+        rows, columns = x.shape
+        padded = torch.zeros(rows + 32, -(-columns // 32) * 32, dtype=x.dtype)
+        padded[:rows, :columns] = x
+        result = torch.empty(rows, outputs)
+        self.library.product(
+            self._handle, DTYPES[x.dtype], address(padded), rows, packed, outputs, columns, address(result)
+        )
+        return result
+
+    def attention(self, model: ModelStruct, step: StepStruct, queries: Tensor) -> Tensor:
+        """[rows, H * D]: the attention of the model's first layer alone, over keys and values that are in the step's
+        pages already. Of the two structs only what this needs has to be filled."""
+        attended = torch.empty_like(queries)
+        self.library.attention(
+            self._handle, ctypes.addressof(model), ctypes.addressof(step), address(queries), address(attended)
+        )
+        return attended
+
+    def close(self) -> None:
+        """Ends the threads. A second call does nothing."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            self.library.close_engine(handle)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_handle"):
+            self.close()
+
+
+def address(tensor: Tensor) -> int:
+    assert tensor.is_contiguous()
+    return tensor.data_ptr()
+
+
+def load_library(*, on_compile: Callable[[str], None] = lambda sentence: None) -> Library:
+    """The best library for this machine, compiled if need be. Raises NoNativeKernels with the reason.
+
+    TRIOSERVE_NATIVE=0 in the environment switches it off.
+    """
+    if os.environ.get("TRIOSERVE_NATIVE") == "0":
+        raise NoNativeKernels("TRIOSERVE_NATIVE is 0")
+    reason = "this is not a Linux machine on x86-64 with AVX2"
+    for level in supported_levels():
+        try:
+            return Library(build_library(level, on_compile=on_compile), level)
+        except CannotBuild as error:
+            raise NoNativeKernels(str(error)) from None
+        except NoNativeKernels as error:
+            reason = str(error)  # a level that the system refuses; the next one asks for less
+    raise NoNativeKernels(reason)
+
+
+def _declared(function: Callable[..., int], returned: object, *arguments: object) -> Callable[..., int]:
+    function.restype = returned  # type: ignore[attr-defined]  # ctypes functions take it
+    function.argtypes = arguments  # type: ignore[attr-defined]
+    return function
+
+
+def _check(answer: int) -> None:
+    if answer not in (FINISHED, ABANDONED):
+        raise MemoryError("no memory for a step's intermediate results")

@@ -1,0 +1,138 @@
+"""The library is compiled once, is never half there, and a reason is given where it cannot be had."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from trioserve_kernels.build import LEVELS, CannotBuild, build_library, supported_levels
+from trioserve_kernels.native import NoNativeKernels, load_library
+
+
+def write_compiler(folder: Path, *, fails: bool = False) -> Path:
+    """A compiler that notes each call and writes a file, or fails."""
+    path = folder / "compiler"
+    last = "echo 'x.cpp:1: error: no such word' >&2; exit 1" if fails else 'echo made > "$out"'
+    path.write_text(
+        "#!/bin/sh\n"
+        'if [ "$1" = --version ]; then echo test 1; exit; fi\n'
+        f"echo call >> {folder}/calls\n"
+        'while [ $# -gt 0 ]; do [ "$1" = -o ] && out=$2; shift; done\n'
+        f"{last}\n"
+    )
+    path.chmod(0o755)
+    return path
+
+
+def call_count(folder: Path) -> int:
+    calls = folder / "calls"
+    return len(calls.read_text().splitlines()) if calls.exists() else 0
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = write_compiler(tmp_path)
+    monkeypatch.setenv("CXX", str(path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return path
+
+
+def test_a_library_is_compiled_once(compiler: Path) -> None:
+    said: list[str] = []
+    first = build_library("avx2", on_compile=said.append)
+    assert first.read_text() == "made\n"
+    assert first.parent == compiler.parent / "cache" / "trioserve"
+    assert build_library("avx2", on_compile=said.append) == first
+    assert call_count(compiler.parent) == 1
+    assert len(said) == 1
+    assert "avx2" in said[0]
+
+
+def test_other_flags_or_another_compiler_make_another_library(compiler: Path) -> None:
+    libraries = {build_library("avx2"), build_library("avx512"), build_library("avx2", more_flags=("-g",))}
+    compiler.write_text(compiler.read_text().replace("test 1", "test 2"))
+    libraries.add(build_library("avx2"))
+    assert len(libraries) == call_count(compiler.parent) == 4
+
+
+def test_two_at_a_time_compile_once(compiler: Path) -> None:
+    together = threading.Barrier(4)
+    libraries = []
+
+    def build() -> None:
+        together.wait()
+        libraries.append(build_library("avx2"))
+
+    threads = [threading.Thread(target=build) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(libraries)) == 1
+    assert call_count(compiler.parent) == 1
+
+
+def test_a_failed_compilation_says_why_and_leaves_nothing(compiler: Path) -> None:
+    write_compiler(compiler.parent, fails=True)
+    for _ in range(2):
+        with pytest.raises(CannotBuild, match="no such word"):
+            build_library("avx2")
+    assert not list((compiler.parent / "cache").rglob("*.so"))
+    assert call_count(compiler.parent) == 2
+
+
+def test_without_a_compiler_there_is_a_reason(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(CannotBuild, match="no-such-compiler"):
+        build_library("avx2")
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(compiler.parent / "nothing"))
+    with pytest.raises(CannotBuild, match="no C\\+\\+ compiler"):
+        build_library("avx2")
+
+
+def test_a_cache_that_cannot_be_written_is_a_reason(compiler: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CannotBuild, match="cannot be written"):
+        build_library("avx2", cache=tmp_path / "file" / "cache")
+
+
+def test_the_best_level_comes_first(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    for features, levels in (
+        ("sse2 avx", ()),
+        ("sse2 avx avx2 fma", ("avx2",)),
+        (" ".join(LEVELS["avx512"]), ("avx512", "avx2")),
+        (" ".join(LEVELS["amx"]), ("amx", "avx512_bf16", "avx512", "avx2")),
+    ):
+        cpuinfo.write_text(f"processor\t: 0\nflags\t\t: {features}\n")
+        found = supported_levels(cpuinfo)
+        assert found == (levels if sys.platform == "linux" and os.uname().machine == "x86_64" else ())
+    assert supported_levels(tmp_path / "nothing") == ()
+
+
+def test_the_environment_switches_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIOSERVE_NATIVE", "0")
+    with pytest.raises(NoNativeKernels, match="TRIOSERVE_NATIVE"):
+        load_library()
+
+
+@pytest.mark.skipif(not supported_levels(), reason="needs Linux on x86-64 with AVX2")
+def test_a_damaged_library_is_a_reason(compiler: Path) -> None:
+    with pytest.raises(NoNativeKernels, match="cannot be loaded"):
+        load_library()
+
+
+@pytest.mark.parametrize("fails", (False, True))
+def test_the_command_never_fails_the_setup(compiler: Path, fails: bool) -> None:
+    write_compiler(compiler.parent, fails=fails)
+    answer = subprocess.run(
+        [sys.executable, "-m", "trioserve_kernels.build"], capture_output=True, text=True, check=False
+    )
+    assert answer.returncode == 0
+    assert "CPU kernels" in answer.stderr

@@ -1,0 +1,247 @@
+"""The native kernels against the same mathematics in float64, at every level of instructions that this machine has.
+
+Tolerance: operands are exact, so what differs is the order of sums in float32, and the rounding of a result. A
+product's bound is relative to the sum of the absolute terms, because that is what a float32 sum's error grows with;
+attention of bfloat16 rounds the weights of the values (2 ** -9 of each) and the result (2 ** -9), of values up to 4.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from trioserve_kernels.build import build_library, supported_levels
+from trioserve_kernels.native import (
+    DTYPES,
+    Engine,
+    LayerStruct,
+    Library,
+    ModelStruct,
+    NoNativeKernels,
+    StepStruct,
+    WeightMemory,
+    address,
+)
+
+LEVELS = supported_levels()
+pytestmark = pytest.mark.skipif(not LEVELS, reason="needs Linux on x86-64 with AVX2")
+EMULATED_AMX = "amx, emulated"
+DTYPE_IDS = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+ATTENTION_TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+def library_of(level: str) -> Library:
+    try:
+        if level == EMULATED_AMX:
+            header = Path(__file__).with_name("emulated_amx.h")
+            return Library(build_library("avx512_bf16", more_flags=("-include", str(header))), level)
+        return Library(build_library(level), level)
+    except NoNativeKernels as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module", params=(*LEVELS, *((EMULATED_AMX,) if "avx512_bf16" in LEVELS else ())))
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    engine = Engine(library_of(request.param), 2)
+    yield engine
+    engine.close()
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+# --- products -------------------------------------------------------------------------------------------------------
+
+
+@DTYPE_IDS
+@pytest.mark.parametrize(
+    "rows, outputs, inputs",
+    (
+        (1, 16, 32),
+        (1, 50, 576),
+        (3, 64, 48),
+        (4, 33, 31),
+        (5, 32, 64),
+        (8, 96, 576),
+        (9, 17, 1056),
+        (16, 48, 1100),
+        (17, 80, 96),
+        (33, 64, 2080),
+        (96, 40, 64),
+        (97, 64, 160),
+        (191, 16, 32),
+        (300, 70, 1088),
+    ),
+)
+def test_products(engine: Engine, dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> None:
+    x, weight = random(rows, inputs, dtype=dtype), random(outputs, inputs, dtype=dtype, seed=1)
+    library = engine.library
+    # What follows a weight is read ahead, and must not count: here NaN.
+    size = library.packed_bytes(outputs, inputs, dtype)
+    memory = WeightMemory(library, size + 4096)
+    packed = memory.take(size)
+    library.pack(weight, packed)
+    ctypes.memset(memory.take(4096), 0xFF, 4096)
+    product = engine.product(x, packed, outputs)
+    memory.close()
+    exact = x.double() @ weight.double().T
+    terms = x.double().abs() @ weight.double().abs().T
+    assert ((product.double() - exact).abs() <= 1e-6 * terms + 1e-6).all()
+
+
+def test_two_matrices_in_turn_blocks(engine: Engine) -> None:
+    """As gate and up lie: block for block beside each other."""
+    x, gate, up = random(6, 64), random(48, 64, seed=1), random(48, 64, seed=2)
+    library = engine.library
+    size = library.packed_bytes(96, 64, torch.float32)
+    memory = WeightMemory(library, size)
+    packed = memory.take(size)
+    library.pack(gate, packed, first_block=0, block_step=2)
+    library.pack(up, packed, first_block=1, block_step=2)
+    product = engine.product(x, packed, 96).view(6, 3, 2, 16)
+    memory.close()
+    torch.testing.assert_close(product[:, :, 0].reshape(6, 48), x @ gate.T, atol=1e-4, rtol=0)
+    torch.testing.assert_close(product[:, :, 1].reshape(6, 48), x @ up.T, atol=1e-4, rtol=0)
+
+
+# --- attention ------------------------------------------------------------------------------------------------------
+
+
+def expected_attention(
+    queries: Tensor, pages: Tensor, tables: list[list[int]], chunks: list[tuple[int, int]], window: int | None
+) -> Tensor:
+    """Each row alone, over what it sees, in float64."""
+    rows = []
+    kv_heads, dim = pages.shape[3:]
+    for (start, count), table in zip(chunks, tables, strict=True):
+        context = pages[table].flatten(0, 1).double()
+        for position in range(start, start + count):
+            first = 0 if window is None else max(0, position - window + 1)
+            seen = context[first : position + 1]
+            query = queries[len(rows)].double().view(kv_heads, -1, dim)
+            scores = torch.einsum("kgd,tkd->kgt", query, seen[:, 0]) / math.sqrt(dim)
+            rows.append(torch.einsum("kgt,tkd->kgd", scores.softmax(-1), seen[:, 1]).flatten())
+    return torch.stack(rows)
+
+
+def check_attention(
+    engine: Engine,
+    dtype: torch.dtype,
+    *,
+    chunks: list[tuple[int, int]],
+    heads: int = 6,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    page_tokens: int = 16,
+    window: int | None = None,
+) -> None:
+    """chunks: (start, count) of each sequence. Every slot that no row sees holds NaN."""
+    widths = [-(-(start + count) // page_tokens) for start, count in chunks]
+    order = torch.randperm(sum(widths) + 3, generator=torch.Generator().manual_seed(5)).tolist()
+    tables = [[order.pop() for _ in range(width)] for width in widths]
+    pages = random(sum(widths) + 3, page_tokens, 2, kv_heads, head_dim, dtype=dtype, seed=7)
+    seen = torch.zeros(len(pages), page_tokens, dtype=torch.bool)
+    for (start, count), table in zip(chunks, tables, strict=True):
+        for position in range(0 if window is None else max(0, start - window + 1), start + count):
+            seen[table[position // page_tokens], position % page_tokens] = True
+    pages[~seen] = float("nan")
+    row_count = sum(count for _, count in chunks)
+    queries = random(row_count, heads * head_dim, dtype=dtype, seed=8)
+
+    def array(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    starts, counts = array([start for start, _ in chunks]), array([count for _, count in chunks])
+    firsts = array([sum(widths[:index]) for index in range(len(widths))])
+    blocks = array([block for table in tables for block in table])
+    layer = LayerStruct(window=window or 0)
+    model = ModelStruct(
+        dtype=DTYPES[dtype],
+        layer_count=1,
+        head_count=heads,
+        kv_head_count=kv_heads,
+        head_dim=head_dim,
+        page_tokens=page_tokens,
+        layers=ctypes.addressof(layer),
+    )
+    page_addresses = (ctypes.c_void_p * 1)(address(pages))
+    step = StepStruct(
+        row_count=row_count,
+        chunk_count=len(chunks),
+        chunk_starts=address(starts),
+        chunk_counts=address(counts),
+        table_firsts=address(firsts),
+        tables=address(blocks),
+        pages=ctypes.addressof(page_addresses),
+    )
+    attended = engine.attention(model, step, queries)
+    expected = expected_attention(queries, pages, tables, chunks, window)
+    assert (attended.double() - expected).abs().max() < ATTENTION_TOLERANCES[dtype]
+
+
+@DTYPE_IDS
+@pytest.mark.parametrize(
+    "chunks",
+    (
+        [(0, 1)],
+        [(14, 1), (15, 1), (16, 1), (17, 1)],
+        [(63, 1), (64, 1), (127, 1), (200, 1)],
+        [(2500, 1)],
+        [(1000, 1), (3, 1)],
+        [(0, 2), (30, 3)],
+        [(0, 4)],
+        [(0, 64), (0, 65)],
+        [(5, 40), (61, 30)],
+        [(0, 200), (130, 1), (64, 64), (9, 2)],
+    ),
+    ids=str,
+)
+def test_attention_of_decodes_and_prompts(engine: Engine, dtype: torch.dtype, chunks: list[tuple[int, int]]) -> None:
+    check_attention(engine, dtype, chunks=chunks)
+
+
+@DTYPE_IDS
+@pytest.mark.parametrize("window", (1, 7, 16, 64, 100))
+def test_attention_in_a_window(engine: Engine, dtype: torch.dtype, window: int) -> None:
+    check_attention(engine, dtype, chunks=[(0, 1), (6, 1), (90, 1), (300, 1), (0, 130), (77, 50)], window=window)
+
+
+@DTYPE_IDS
+@pytest.mark.parametrize("head_dim", (16, 32, 48, 80, 96, 128, 256))
+@pytest.mark.parametrize("heads, kv_heads", ((1, 1), (4, 4), (5, 1), (14, 2)))
+def test_attention_of_other_heads(engine: Engine, dtype: torch.dtype, head_dim: int, heads: int, kv_heads: int) -> None:
+    chunks = [(33, 1), (0, 20), (16, 1)]
+    check_attention(engine, dtype, chunks=chunks, head_dim=head_dim, heads=heads, kv_heads=kv_heads)
+
+
+@pytest.mark.parametrize("page_tokens", (1, 4, 5, 32, 256))
+def test_attention_over_other_pages(engine: Engine, page_tokens: int) -> None:
+    check_attention(engine, torch.float32, chunks=[(70, 1), (0, 37), (3, 9)], page_tokens=page_tokens)
+
+
+# --- threads --------------------------------------------------------------------------------------------------------
+
+
+def thread_count() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.parametrize("threads", (1, 2, 3, 8))
+def test_any_number_of_threads_computes_and_ends(threads: int) -> None:
+    before = thread_count()
+    engine = Engine(library_of(LEVELS[0]), threads)
+    assert thread_count() == before + threads - 1
+    for rows in (1, 7, 130):
+        test_products(engine, torch.float32, rows, 80, 96)
+    check_attention(engine, torch.bfloat16, chunks=[(200, 1), (0, 70), (80, 1)])
+    engine.close()
+    engine.close()
+    assert thread_count() == before

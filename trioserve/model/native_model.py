@@ -1,0 +1,326 @@
+"""The Llama family computed by the native CPU kernels: a whole step in one call, without the GIL.
+
+Weights are packed one by one as they are read, so that nothing is held twice. What is computed is said in
+families/llama.py; only roundings differ: between two products numbers stay in float32 here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from trioserve.contracts.step import IsAbandoned, ScheduledChunk
+from trioserve.model.kv_storage import KVStorage
+from trioserve.model.layers import rotary_frequencies
+from trioserve.model.model_config import ModelConfig
+from trioserve.model.sampler import NOT_FINITE, Samples, is_plain, sample
+from trioserve.model.step_model import ComputedStep
+from trioserve.model.weights import Slot
+from trioserve_kernels.native import (
+    DTYPES,
+    HEAD_DIM_MAX,
+    Engine,
+    IsAbandonedCallback,
+    LayerStruct,
+    Library,
+    ModelStruct,
+    StepStruct,
+    WeightMemory,
+    address,
+)
+
+__all__ = ["NativeModel", "why_not_native"]
+
+BLOCK = 16  # outputs of a block of a packed weight
+# Asking whether a step is abandoned takes the GIL, and beside a busy event loop that can take as long as a layer. A
+# step of few rows is over soon: it asks a few times. In one of many rows a layer takes longer than the asking.
+ASKS_OF_SHORT_STEP = 4
+SHORT_STEP_ROWS = 64
+
+
+def why_not_native(config: ModelConfig, dtype: torch.dtype) -> str | None:
+    """Why the native kernels cannot compute this model, as a part of a sentence; None if they can."""
+    if dtype not in DTYPES:
+        return f"they do not compute {str(dtype).removeprefix('torch.')}"
+    for name in ("hidden_size", "intermediate_size", "head_dim"):
+        if getattr(config, name) % BLOCK:
+            return f"{name} is {getattr(config, name)}, no multiple of {BLOCK}"
+    if config.head_dim > HEAD_DIM_MAX:
+        return f"head_dim is {config.head_dim}, above {HEAD_DIM_MAX}"
+    return None
+
+
+class NativeModel:
+    """Packed weights, and the threads that compute with them. Close it: its threads are its own."""
+
+    def __init__(
+        self, config: ModelConfig, library: Library, *, dtype: torch.dtype, block_size: int, thread_count: int
+    ) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.device = torch.device("cpu")
+        self.computed_by = f"native kernels ({library.level}, {thread_count} threads)"
+        self._library = library
+        self._pages: tuple[Tensor, ...] = ()
+        self._page_addresses = (ctypes.c_void_p * config.layer_count)()
+        shapes = _matrix_shapes(config)
+        sizes = {name: library.packed_bytes(*shape, dtype) for name, shape in shapes.items()}
+        head_bytes = library.packed_bytes(config.vocab_size, config.hidden_size, dtype)
+        self._memory = WeightMemory(library, head_bytes + config.layer_count * sum(sizes.values()))
+        self._layers = [
+            _Layer(config, {name: self._memory.take(size) for name, size in sizes.items()})
+            for _ in range(config.layer_count)
+        ]
+        self._norm = torch.empty(config.hidden_size)
+        self._head = self._memory.take(head_bytes)
+        tied = config.tie_word_embeddings
+        self._embedding = None if tied else torch.empty(config.vocab_size, config.hidden_size, dtype=dtype)
+        self._frequencies, magnitude = rotary_frequencies(config)
+        self._layer_structs = (LayerStruct * config.layer_count)(
+            *(layer.struct(window) for layer, window in zip(self._layers, config.sliding_windows, strict=True))
+        )
+        self._struct = ModelStruct(
+            dtype=DTYPES[dtype],
+            layer_count=config.layer_count,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            head_count=config.head_count,
+            kv_head_count=config.kv_head_count,
+            head_dim=config.head_dim,
+            vocab_size=config.vocab_size,
+            page_tokens=block_size,
+            norm_eps=config.rms_norm_eps,
+            rotary_magnitude=magnitude,
+            frequencies=address(self._frequencies),
+            layers=ctypes.addressof(self._layer_structs),
+            embedding=None if self._embedding is None else address(self._embedding),
+            head=self._head,
+            norm=address(self._norm),
+        )
+        self._engine: Engine | None = Engine(library, thread_count)
+
+    def slots(self) -> Iterator[Slot]:
+        config = self.config
+        vocabulary = (config.vocab_size, config.hidden_size)
+        if self._embedding is None:
+            yield Slot("embed.weight", vocabulary, functools.partial(self._pack, self._head, 0, 1))
+        else:
+            yield Slot("embed.weight", vocabulary, self._embedding.copy_)
+            yield Slot("lm_head.weight", vocabulary, functools.partial(self._pack, self._head, 0, 1))
+        for index, layer in enumerate(self._layers):
+            yield from layer.slots(f"layers.{index}", self._pack)
+        yield Slot("norm.weight", tuple(self._norm.shape), self._norm.copy_)
+
+    def _pack(self, packed: int, first_block: int, block_step: int, weight: Tensor) -> None:
+        self._library.pack(weight.to(self.dtype), packed, first_block=first_block, block_step=block_step)
+
+    def compute(
+        self, chunks: Sequence[ScheduledChunk], storage: KVStorage, is_abandoned: IsAbandoned
+    ) -> ComputedStep | None:
+        assert self._engine is not None, "compute after close"
+        if is_abandoned():
+            return None
+        self._use_pages(storage)
+        arrays = _StepArrays(chunks, storage.block_size)
+        sampled = [chunk for chunk in chunks if chunk.samples]
+        # Greedy choices are made where the logits are computed; for all else the sampler gets them.
+        needs_logits = not all(is_plain(chunk) for chunk in sampled)
+        logits = torch.empty(len(sampled), self.config.vocab_size) if needs_logits else None
+        needs_hidden = any(chunk.request.sampling.prompt_logprobs is not None for chunk in chunks)
+        hidden = torch.empty(arrays.row_count, self.config.hidden_size) if needs_hidden else None
+        asking = _Asking(is_abandoned)
+        layers = self.config.layer_count
+        step = StepStruct(
+            row_count=arrays.row_count,
+            chunk_count=len(chunks),
+            sampled_count=len(sampled),
+            ask_stride=1 if arrays.row_count >= SHORT_STEP_ROWS else max(1, layers // ASKS_OF_SHORT_STEP),
+            token_ids=_start(arrays.token_ids),
+            chunk_starts=_start(arrays.chunk_starts),
+            chunk_counts=_start(arrays.chunk_counts),
+            table_firsts=_start(arrays.table_firsts),
+            tables=_start(arrays.tables),
+            pages=ctypes.addressof(self._page_addresses),
+            sampled_rows=_start(arrays.sampled_rows),
+            best_ids=_start(arrays.best_ids),
+            is_finite=_start(arrays.is_finite),
+            logits=None if logits is None else address(logits),
+            hidden=None if hidden is None else address(hidden),
+            is_abandoned=ctypes.cast(asking.callback, ctypes.c_void_p),
+        )
+        finished = self._engine.step(self._struct, step)
+        if asking.error is not None:
+            raise asking.error
+        if not finished:
+            return None
+        samples = None
+        if logits is not None:
+            samples = sample(logits, sampled)
+        elif sampled:
+            samples = _greedy_samples(arrays.best_ids.tolist(), arrays.is_finite.tolist())
+        return ComputedStep(hidden, arrays.first_rows, samples)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        assert self._engine is not None, "compute after close"
+        logits = torch.empty(hidden.shape[0], self.config.vocab_size)
+        self._engine.logits(self._struct, hidden.contiguous(), logits)
+        return logits
+
+    def close(self) -> None:
+        """Ends the threads and lets the weights go. A second call does nothing."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+            self._memory.close()
+        self._layers, self._pages, self._embedding = [], (), None
+
+    def _use_pages(self, storage: KVStorage) -> None:
+        if self._pages is not storage.pages:
+            self._pages = storage.pages
+            for index, pages in enumerate(storage.pages):
+                self._page_addresses[index] = address(pages)
+
+    def prepare_storage(self, storage: KVStorage) -> None:
+        for pages in storage.pages:
+            self._library.use_large_pages(pages)
+
+
+def _matrix_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of a layer's matrices, by their names in LayerStruct."""
+    heads, keys = config.head_count * config.head_dim, config.kv_head_count * config.head_dim
+    hidden, middle = config.hidden_size, config.intermediate_size
+    return {
+        "qkv": (heads + 2 * keys, hidden),
+        "output": (hidden, heads),
+        "gate_up": (2 * middle, hidden),
+        "down": (hidden, middle),
+    }
+
+
+class _Layer:
+    """One layer's weights. matrices: where the packed ones lie. Biases and norms are float32, which holds every dtype
+    exactly."""
+
+    def __init__(self, config: ModelConfig, matrices: dict[str, int]) -> None:
+        hidden, middle, dim = config.hidden_size, config.intermediate_size, config.head_dim
+        heads, keys = config.head_count * dim, config.kv_head_count * dim
+        self._config = config
+        self._matrices = matrices
+        self.input_norm, self.post_norm = torch.empty(hidden), torch.empty(hidden)
+        self.query_norm = torch.empty(dim) if config.qk_norm else None
+        self.key_norm = torch.empty(dim) if config.qk_norm else None
+        self.qkv_bias = torch.empty(heads + 2 * keys) if config.attention_bias else None
+        self.output_bias = torch.empty(hidden) if config.attention_output_bias else None
+        self.gate_up_bias = torch.empty(2 * middle) if config.mlp_bias else None
+        self.down_bias = torch.empty(hidden) if config.mlp_bias else None
+
+    def struct(self, window: int | None) -> LayerStruct:
+        names = {field[0] for field in LayerStruct._fields_} - {"window", *self._matrices}
+        tensors = {name: getattr(self, name) for name in names}
+        addresses = {name: None if tensor is None else address(tensor) for name, tensor in tensors.items()}
+        return LayerStruct(**self._matrices, **addresses, window=window or 0)
+
+    def slots(self, name: str, pack: Callable[[int, int, int, Tensor], None]) -> Iterator[Slot]:
+        config = self._config
+        hidden, middle, dim = config.hidden_size, config.intermediate_size, config.head_dim
+        heads, keys = config.head_count * dim, config.kv_head_count * dim
+        both = heads + keys
+        matrices = self._matrices
+        for projection, packed, rows, columns, first_block, block_step, bias in (
+            ("q_proj", matrices["qkv"], heads, hidden, 0, 1, _part(self.qkv_bias, 0, heads)),
+            ("k_proj", matrices["qkv"], keys, hidden, heads // BLOCK, 1, _part(self.qkv_bias, heads, keys)),
+            ("v_proj", matrices["qkv"], keys, hidden, both // BLOCK, 1, _part(self.qkv_bias, both, keys)),
+            ("o_proj", matrices["output"], hidden, heads, 0, 1, self.output_bias),
+            # Gate and up lie in turn, so that both are at hand where they are multiplied.
+            ("gate_proj", matrices["gate_up"], middle, hidden, 0, 2, _every_other_block(self.gate_up_bias, 0)),
+            ("up_proj", matrices["gate_up"], middle, hidden, 1, 2, _every_other_block(self.gate_up_bias, 1)),
+            ("down_proj", matrices["down"], hidden, middle, 0, 1, self.down_bias),
+        ):
+            fill = functools.partial(pack, packed, first_block, block_step)
+            yield Slot(f"{name}.{projection}.weight", (rows, columns), fill)
+            if bias is not None:
+                yield Slot(f"{name}.{projection}.bias", (rows,), functools.partial(_copy_in_shape, bias))
+        for norm, weight in (
+            ("input_norm", self.input_norm),
+            ("post_norm", self.post_norm),
+            ("q_norm", self.query_norm),
+            ("k_norm", self.key_norm),
+        ):
+            if weight is not None:
+                yield Slot(f"{name}.{norm}.weight", tuple(weight.shape), weight.copy_)
+
+
+def _part(bias: Tensor | None, first: int, count: int) -> Tensor | None:
+    return None if bias is None else bias[first : first + count]
+
+
+def _every_other_block(bias: Tensor | None, first: int) -> Tensor | None:
+    return None if bias is None else bias.view(-1, 2, BLOCK)[:, first]
+
+
+def _copy_in_shape(place: Tensor, tensor: Tensor) -> None:
+    place.copy_(tensor.view(place.shape))
+
+
+class _StepArrays:
+    """A plan as the arrays that the kernels read, and room for their answers. Rows are in the plan's order."""
+
+    def __init__(self, chunks: Sequence[ScheduledChunk], block_size: int) -> None:
+        token_ids: list[int] = []
+        tables: list[int] = []
+        table_firsts, sampled_rows = [], []
+        self.first_rows: list[int] = []
+        for chunk in chunks:
+            end = chunk.start + chunk.count
+            self.first_rows.append(len(token_ids))
+            token_ids.extend(chunk.tokens[chunk.start : end])
+            table_firsts.append(len(tables))
+            tables.extend(chunk.block_table[: -(-end // block_size)])
+            if chunk.samples:
+                sampled_rows.append(len(token_ids) - 1)
+        self.row_count = len(token_ids)
+        self.token_ids = _array(token_ids)
+        self.tables = _array(tables)
+        self.table_firsts = _array(table_firsts)
+        self.chunk_starts = _array([chunk.start for chunk in chunks])
+        self.chunk_counts = _array([chunk.count for chunk in chunks])
+        self.sampled_rows = _array(sampled_rows)
+        self.best_ids = np.zeros(len(sampled_rows), dtype=np.int32)
+        self.is_finite = np.zeros(len(sampled_rows), dtype=np.int32)
+
+
+class _Asking:
+    """is_abandoned as a C function. What it raises ends the step and is kept for the caller: C cannot carry it."""
+
+    def __init__(self, is_abandoned: IsAbandoned) -> None:
+        self.error: BaseException | None = None
+        self._is_abandoned = is_abandoned
+        self.callback = IsAbandonedCallback(self._ask)
+
+    def _ask(self) -> int:
+        try:
+            return int(self._is_abandoned())
+        except BaseException as error:
+            self.error = error
+            return 1
+
+
+def _greedy_samples(token_ids: list[int], is_finite: list[int]) -> Samples:
+    return Samples(
+        [token if good else None for token, good in zip(token_ids, is_finite, strict=True)],
+        errors={row: NOT_FINITE for row, good in enumerate(is_finite) if not good},
+    )
+
+
+def _array(values: list[int]) -> npt.NDArray[np.int32]:
+    return np.array(values, dtype=np.int32)
+
+
+def _start(values: npt.NDArray[np.int32]) -> int:
+    return int(values.ctypes.data)
