@@ -45,6 +45,7 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     model_path: Path
     device: str
     dtype: str
+    computed_by: str
     context_tokens_max: int
     model_context_tokens_max: int
     block_count: int
@@ -91,6 +92,7 @@ async def open_configured_engine(
                     Loaded(
                         model_path=path,
                         device=str(runner.device),
+                        computed_by=runner.computed_by,
                         dtype=str(runner.dtype).removeprefix("torch."),
                         context_tokens_max=core.settings.context_tokens_max,
                         model_context_tokens_max=checkpoint.config.context_tokens_max,

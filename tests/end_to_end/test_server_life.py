@@ -114,11 +114,10 @@ def test_generate_reads_a_raw_prompt_from_standard_input():
 
 
 def test_chat_remembers_what_was_said():
-    result = run(
-        "chat", "--temperature", "0", "--max-tokens", "20", stdin="My name is Ada.\nWhat is my name?\n/new\nHi\n"
-    )
+    said = "The password is swordfish.\nRepeat the password.\n/new\nHi\n"
+    result = run("chat", "--temperature", "0", "--max-tokens", "20", stdin=said)
     assert result.returncode == 0
-    assert "Ada" in result.stdout.splitlines()[1]
+    assert "swordfish" in result.stdout.splitlines()[1]
 
 
 def stream(url: str, max_tokens: int) -> list[bytes]:

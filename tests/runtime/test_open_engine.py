@@ -28,6 +28,8 @@ class FakeRunner(FakeExecutor):
     device = "cpu"
     dtype = "torch.float32"
     kv_cache_bytes = 1
+    step_weight_bytes = 1
+    computed_by = "nothing"
     at: ClassVar[dict[str, Callable[..., None]]] = {}
     made: ClassVar[list[FakeRunner]] = []
 

@@ -75,7 +75,6 @@ class ModelRunner:
             except BaseException:
                 model.close()
                 raise
-        logger.debug("computing with %s", model.computed_by)
         return runner
 
     @property
