@@ -181,7 +181,7 @@ def test_a_client_that_is_killed_takes_its_request_along(server, how):
 def test_a_signal_drains_and_running_requests_finish(start_server, number):
     """S21."""
     server = start_server()
-    client = Client(server.url, max_tokens=40)
+    client = Client(server.url, max_tokens=400)
     wait_until_running(server, 1)
     assert server.stop(number) == 0
     client.join(ANSWER_SECONDS_MAX)

@@ -44,6 +44,6 @@ def test_nothing_is_left_of_clients_that_leave_at_every_moment(server, tmp_path:
     assert figures["left_requests"] > 30
     assert figures["completed_requests"] > 30
     assert all(count > 0 for count in figures["left_by_moment"].values()), result.stdout
-    assert {phase["phase"] for phase in figures["cancel_to_free"] if phase["aborts"]} >= {"queued", "decode"}
+    assert sum(phase["aborts"] for phase in figures["cancel_to_free"]) > 10, result.stdout
     assert server.metric('trioserve:kv_blocks{state="used"}') == 0
     assert server.metric("trioserve:live_requests") == 0
