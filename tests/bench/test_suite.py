@@ -123,3 +123,30 @@ def test_a_row_that_is_not_there_is_refused():
 
 def test_memory_is_read_at_some_rate():
     assert suite.read_bandwidth() > 1e8
+
+
+def test_an_interruption_ends_the_whole_suite_and_shows_what_there_is(short_rows, capsys, monkeypatch):
+    measure, calls = suite.measure, []
+
+    async def interrupted_at_the_third(settings):
+        calls.append(settings.url)
+        outcome = await measure(settings)
+        return outcome if len(calls) < 3 else type(outcome)(outcome.report, 130)
+
+    monkeypatch.setattr(suite, "measure", interrupted_at_the_third)
+    monkeypatch.setattr(suite, "read_bandwidth", lambda: 1e10)
+    with served() as first, served() as second:
+        assert main(SuiteSettings(url=first, peers=(second,), vocab_size=256)) == 130
+        assert calls == [first, second, first]
+    assert "| a | " in capsys.readouterr().out
+
+
+def test_every_bound_is_of_the_bandwidth_that_the_report_names(short_rows, monkeypatch, tmp_path):
+    speeds = iter((1e9, 4e9))
+    monkeypatch.setattr(suite, "read_bandwidth", lambda: next(speeds))
+    path = tmp_path / "suite.json"
+    with served(step_weight_bytes=1e9, token_kv_bytes=0.001) as url:
+        assert main(SuiteSettings(url=url, rows=("a",), vocab_size=256, json_path=str(path))) == 0
+    report = json.loads(path.read_text())
+    assert report["read_bytes_per_second"] == 4e9
+    assert report["results"][0]["bound"] == pytest.approx(4.0, rel=1e-3)

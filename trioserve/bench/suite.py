@@ -15,7 +15,7 @@ import trio
 from trioserve.bench.bandwidth import read_bandwidth
 from trioserve.bench.client import Failure, stream_opener
 from trioserve.bench.http1 import Http1Client
-from trioserve.bench.report import Figures, Machine
+from trioserve.bench.report import BenchReport, Figures, Machine
 from trioserve.bench.run import (
     EXIT_INTERRUPTED,
     EXIT_REQUESTS_FAILED,
@@ -72,28 +72,27 @@ def main(settings: SuiteSettings) -> int:
     bandwidth = read_bandwidth()
     urls = (settings.url, *settings.peers)
     costs = {url: trio.run(_step_cost, url, settings.api_key) for url in urls}
-    results: list[RowResult] = []
+    measured: dict[tuple[str, str], list[BenchReport]] = {}
     exit_code = 0
-    for row in settings.chosen_rows:
-        rounds: dict[str, list[Figures]] = {url: [] for url in urls}
-        models: dict[str, str] = {}
-        for _ in range(settings.rounds):
-            for url in urls:
-                outcome = trio.run(measure, _settings_of(row, url, settings))
-                if isinstance(outcome, CannotMeasure):
-                    print(f"trioserve bench: row {row.name}: {outcome.message}", file=sys.stderr)
-                    exit_code = outcome.exit_code
-                    continue
-                exit_code = exit_code or outcome.exit_code
-                rounds[url].append(outcome.report.figures)
-                models[url] = outcome.report.model
-        for url in urls:
-            if rounds[url]:
-                results.append(_result(row, url, models[url], rounds[url], costs[url], bandwidth))
-                print(_progress(results[-1]), file=sys.stderr, flush=True)
-        if exit_code == EXIT_INTERRUPTED:
+    turns = [(row, url) for row in settings.chosen_rows for _ in range(settings.rounds) for url in urls]
+    for row, url in turns:
+        outcome = trio.run(measure, _settings_of(row, url, settings))
+        exit_code = exit_code or outcome.exit_code
+        if isinstance(outcome, CannotMeasure):
+            print(f"trioserve bench: row {row.name}: {outcome.message}", file=sys.stderr)
+        else:
+            measured.setdefault((row.name, url), []).append(outcome.report)
+            print(f"row {row.name} at {url} is measured", file=sys.stderr, flush=True)
+        if outcome.exit_code == EXIT_INTERRUPTED:
+            exit_code = EXIT_INTERRUPTED
             break
-    bandwidth = max(bandwidth, read_bandwidth())
+    bandwidth = max(bandwidth, read_bandwidth())  # of the quieter moment, for every bound
+    results = [
+        _result(row, url, measured[row.name, url], costs[url], bandwidth)
+        for row in settings.chosen_rows
+        for url in urls
+        if (row.name, url) in measured
+    ]
     if not results:
         return exit_code or EXIT_REQUESTS_FAILED
     report = SuiteReport(
@@ -180,9 +179,9 @@ def _settings_of(row: Row, url: str, settings: SuiteSettings) -> BenchSettings:
     return BenchSettings(url=url, **load)
 
 
-def _result(
-    row: Row, url: str, model: str, rounds: list[Figures], cost: StepCost | None, bandwidth: float
-) -> RowResult:
+def _result(row: Row, url: str, reports: list[BenchReport], cost: StepCost | None, bandwidth: float) -> RowResult:
+    rounds = [report.figures for report in reports]
+
     def middle(values: Sequence[float | None]) -> float | None:
         known = [value for value in values if value is not None]
         return median(known) if known else None
@@ -193,7 +192,7 @@ def _result(
     return RowResult(
         row=row.name,
         url=url,
-        model=model,
+        model=reports[-1].model,
         figure=figure or 0.0,
         unit="requests/s" if row.counts_requests else "tokens/s",
         ttft_p50_ms=middle([None if one.ttft_ms is None else one.ttft_ms.p50 for one in rounds]),
@@ -219,11 +218,6 @@ async def _step_cost(url: str, api_key: str | None) -> StepCost | None:
     scrape = Scrape(answer.text())
     weights, token = scrape.total("trioserve:step_weight_bytes"), scrape.total("trioserve:token_kv_bytes")
     return None if not weights or token is None else StepCost(weights, token)
-
-
-def _progress(result: RowResult) -> str:
-    bound = "" if result.bound is None else f", {result.figure / result.bound:.0%} of the bound"
-    return f"row {result.row} at {result.url}: {result.figure:.1f} {result.unit}{bound}"
 
 
 def _notes(settings: SuiteSettings) -> list[str]:
