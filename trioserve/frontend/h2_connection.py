@@ -326,7 +326,7 @@ class H2Connection:
     def flush(self) -> None:
         """Called by the flusher: write what the kernel takes at once, and leave the rest to the writer."""
         self._is_flushing = False
-        if self._is_writing or self._unwritten:
+        if self._is_writing:
             self._wake.set()
             return
         try:
@@ -336,6 +336,7 @@ class H2Connection:
             self._wake.set()
 
     def _flush(self) -> None:
+        assert not self._unwritten, "what is left over is the writer's, and goes before anything new"
         if self._outbox.frame_ready_streams(WRITE_BYTES):
             self._wake.set()  # more than goes into one write: the others have their turn in between
         assert self._tcp is not None
