@@ -11,6 +11,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -18,12 +20,16 @@ from trioserve_kernels.build import CannotBuild, build_library, supported_levels
 
 __all__ = [
     "DTYPES",
+    "FLAW_NOTHING_LEFT",
+    "FLAW_NOT_FINITE",
+    "NO_FLAW",
     "Engine",
     "IsAbandonedCallback",
     "LayerStruct",
     "Library",
     "ModelStruct",
     "NoNativeKernels",
+    "SamplingStruct",
     "StepStruct",
     "WeightMemory",
     "address",
@@ -37,6 +43,8 @@ HEAD_DIM_MAX = 512  # of the buffers in which one head is turned
 IsAbandonedCallback = ctypes.CFUNCTYPE(ctypes.c_int32)
 
 _pointer, _int, _float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
+
+NO_FLAW, FLAW_NOT_FINITE, FLAW_NOTHING_LEFT = 0, 1, 2  # Flaw of cpu/sampling.h
 
 
 class NoNativeKernels(Exception):
@@ -66,13 +74,28 @@ class ModelStruct(ctypes.Structure):
     )
 
 
+class SamplingStruct(ctypes.Structure):
+    """Sampling of cpu/sampling.h. All zeros: the largest logit."""
+
+    _fields_ = (
+        ("seed", ctypes.c_uint64),
+        ("top_p", ctypes.c_double),
+        ("position", ctypes.c_int64),
+        *((name, _float) for name in ("temperature", "min_p")),
+        *((name, _float) for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")),
+        *((name, _int) for name in ("top_k", "ids_first", "biases_first", "bias_count", "hidden_count")),
+        *((name, _int) for name in ("seen_count", "output_count", "top_count", "wants_logprobs", "needs_logits")),
+    )
+
+
 class StepStruct(ctypes.Structure):
     """Step of cpu/step.h."""
 
     _fields_ = (
-        *((name, _int) for name in ("row_count", "chunk_count", "sampled_count", "ask_stride")),
+        *((name, _int) for name in ("row_count", "chunk_count", "sampled_count", "ask_stride", "top_count_max")),
         *((name, _pointer) for name in ("token_ids", "chunk_starts", "chunk_counts", "table_firsts", "tables")),
-        *((name, _pointer) for name in ("pages", "sampled_rows", "best_ids", "is_finite", "logits", "hidden")),
+        *((name, _pointer) for name in ("pages", "sampled_rows", "samplings", "sampling_ids", "sampling_biases")),
+        *((name, _pointer) for name in ("next_ids", "flaws", "logprobs", "top_ids", "hidden")),
         ("is_abandoned", _pointer),
     )
 
@@ -98,13 +121,20 @@ class Library:
             functions.trioserve_pack, None, _int, _pointer, *[ctypes.c_int64] * 2, _pointer, *[ctypes.c_int64] * 2
         )
         self.step = _declared(functions.trioserve_step, _int, _pointer, _pointer, _pointer)
-        self.logits = _declared(
-            functions.trioserve_logits, _int, _pointer, _pointer, _pointer, ctypes.c_int64, _pointer
+        self.logprobs = _declared(
+            functions.trioserve_logprobs,
+            _int,
+            *[_pointer] * 3,
+            ctypes.c_int64,
+            _pointer,
+            _int,
+            *[_pointer] * 2,
         )
         self.product = _declared(
             functions.trioserve_product, None, _pointer, _int, *[_pointer, ctypes.c_int64] * 2, ctypes.c_int64, _pointer
         )
         self.attention = _declared(functions.trioserve_attention, None, *[_pointer] * 5)
+        self.sampling = _declared(functions.trioserve_sampling, None, _pointer, _pointer, ctypes.c_int64, _pointer)
         if self._prepare() != 0:
             raise NoNativeKernels(f"the system does not allow the instructions of {level}")
 
@@ -170,11 +200,33 @@ class Engine:
         _check(answer)
         return bool(answer == FINISHED)
 
-    def logits(self, model: ModelStruct, hidden: Tensor, logits: Tensor) -> None:
-        """hidden: float32 [n, hidden_size]. logits: float32 [n, vocab_size], filled."""
-        _check(
-            self.library.logits(self._handle, ctypes.addressof(model), address(hidden), len(hidden), address(logits))
+    def logprobs(
+        self, model: ModelStruct, hidden: npt.NDArray[np.float32], targets: npt.NDArray[np.int32], top_count: int
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]] | None:
+        """Of the logits of each row: [n, 1 + top_count] logprobs, that of targets[row] and then those of the most
+        probable tokens, best first; and their ids, [n, top_count]. None if a row is not finite.
+
+        hidden: [n, hidden_size] as a step gives it. top_count: at most vocab_size.
+        """
+        logprobs = np.empty((len(targets), 1 + top_count), dtype=np.float32)
+        ids = np.empty((len(targets), top_count), dtype=np.int32)
+        answer = self.library.logprobs(
+            self._handle,
+            ctypes.addressof(model),
+            hidden.ctypes.data,
+            len(targets),
+            targets.ctypes.data,
+            top_count,
+            logprobs.ctypes.data,
+            ids.ctypes.data,
         )
+        _check(answer)
+        return (logprobs, ids) if answer == FINISHED else None
+
+    def sample(self, step: StepStruct, logits: npt.NDArray[np.float32]) -> None:
+        """The sampling of a step alone, from [sampled, vocab_size] logits. Of the step only what this needs has to be
+        filled."""
+        self.library.sampling(self._handle, ctypes.addressof(step), logits.shape[1], logits.ctypes.data)
 
     def product(self, x: Tensor, packed: int, outputs: int) -> Tensor:
         """float32 [m, outputs]: x [m, k] times the packed [outputs, k] at this address, alone."""

@@ -92,16 +92,17 @@ int32_t trioserve_step(Engine* engine, const Model* model, const Step* step) {
     }
 }
 
-int32_t trioserve_logits(Engine* engine, const Model* model, const float* hidden, int64_t rows, float* logits) {
+// 0: done; 1: a row was not finite; 2: out of memory.
+int32_t trioserve_logprobs(Engine* engine, const Model* model, const float* hidden, int64_t rows, const int32_t* targets,
+                           int32_t top_count, float* logprobs, int32_t* top_ids) {
     try {
-        run_logits(*engine, *model, hidden, rows, logits);
-        return 0;
+        return run_logprobs(*engine, *model, hidden, rows, targets, top_count, logprobs, top_ids) ? 0 : 1;
     } catch (const std::bad_alloc&) {
         return 2;
     }
 }
 
-// These two are for tests and measurements.
+// The following are for tests and measurements.
 void trioserve_product(Engine* engine, int32_t dtype, const void* x, int64_t m, const void* weight, int64_t n, int64_t k,
                        float* y) {
     run_product(*engine, DtypeName(dtype), x, m, weight, n, k, y);
@@ -109,6 +110,10 @@ void trioserve_product(Engine* engine, int32_t dtype, const void* x, int64_t m, 
 
 void trioserve_attention(Engine* engine, const Model* model, const Step* step, const void* queries, void* attended) {
     run_attention(*engine, *model, *step, queries, attended);
+}
+
+void trioserve_sampling(Engine* engine, const Step* step, int64_t vocab, const float* logits) {
+    run_sampling(*engine, *step, vocab, logits);
 }
 
 }  // extern "C"

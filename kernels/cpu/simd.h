@@ -62,6 +62,34 @@ inline void store(bf16* to, Lanes a) {
 #endif
 }
 
+// Lanes below `limit` become 0.
+inline Lanes cut_below(Lanes a, Lanes limit) {
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, limit, _CMP_GE_OQ), a);
+}
+
+// Sixteen sums in float64.
+struct WideLanes {
+    __m512d low, high;
+};
+inline WideLanes load(const double* from) { return {_mm512_loadu_pd(from), _mm512_loadu_pd(from + 8)}; }
+inline void store(double* to, WideLanes a) {
+    _mm512_storeu_pd(to, a.low);
+    _mm512_storeu_pd(to + 8, a.high);
+}
+inline WideLanes add(WideLanes a, Lanes b) {
+    return {_mm512_add_pd(a.low, _mm512_cvtps_pd(_mm512_castps512_ps256(b))),
+            _mm512_add_pd(a.high, _mm512_cvtps_pd(_mm512_extractf32x8_ps(b, 1)))};
+}
+
+// Stores the lanes that are at least `limit`, or with IS_UPPER false those below, one behind the other, and something in
+// the rest of the sixteen. Returns how many they are.
+template <bool IS_UPPER>
+inline int store_kept(float* to, Lanes a, Lanes limit) {
+    const __mmask16 kept = _mm512_cmp_ps_mask(a, limit, IS_UPPER ? _CMP_GE_OQ : _CMP_LT_OQ);
+    store(to, _mm512_maskz_compress_ps(kept, a));
+    return __builtin_popcount(kept);
+}
+
 // 2 ** whole * a; whole holds whole numbers.
 inline Lanes scale_by_power(Lanes a, Lanes whole) { return _mm512_scalef_ps(a, whole); }
 inline Lanes round_whole(Lanes a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
@@ -155,6 +183,40 @@ inline Lanes scale_by_power(Lanes a, Lanes whole) {
 inline Lanes round_whole(Lanes a) {
     constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
     return {_mm256_round_ps(a.low, nearest), _mm256_round_ps(a.high, nearest)};
+}
+
+inline Lanes cut_below(Lanes a, Lanes limit) {
+    return {_mm256_and_ps(a.low, _mm256_cmp_ps(a.low, limit.low, _CMP_GE_OQ)),
+            _mm256_and_ps(a.high, _mm256_cmp_ps(a.high, limit.high, _CMP_GE_OQ))};
+}
+
+struct WideLanes {
+    __m256d quarters[4];
+};
+inline WideLanes load(const double* from) {
+    return {{_mm256_loadu_pd(from), _mm256_loadu_pd(from + 4), _mm256_loadu_pd(from + 8), _mm256_loadu_pd(from + 12)}};
+}
+inline void store(double* to, const WideLanes& a) {
+    for (int quarter = 0; quarter < 4; quarter++) _mm256_storeu_pd(to + 4 * quarter, a.quarters[quarter]);
+}
+inline WideLanes add(const WideLanes& a, Lanes b) {
+    return {{_mm256_add_pd(a.quarters[0], _mm256_cvtps_pd(_mm256_castps256_ps128(b.low))),
+             _mm256_add_pd(a.quarters[1], _mm256_cvtps_pd(_mm256_extractf128_ps(b.low, 1))),
+             _mm256_add_pd(a.quarters[2], _mm256_cvtps_pd(_mm256_castps256_ps128(b.high))),
+             _mm256_add_pd(a.quarters[3], _mm256_cvtps_pd(_mm256_extractf128_ps(b.high, 1)))}};
+}
+
+template <bool IS_UPPER>
+inline int store_kept(float* to, Lanes a, Lanes limit) {
+    alignas(64) float values[LANES];
+    store(values, a);
+    const float least = _mm256_cvtss_f32(limit.low);
+    int count = 0;
+    for (int lane = 0; lane < LANES; lane++) {
+        to[count] = values[lane];
+        count += (values[lane] >= least) == IS_UPPER;
+    }
+    return count;
 }
 
 inline Lanes sums_of(const Lanes* rows) {

@@ -46,7 +46,9 @@ public:
     template <class T>
     bool compute(const Model& model, const Step& step);
     template <class T>
-    void compute_logits(const Model& model, const float* hidden, int64_t rows, float* logits);
+    bool compute_logprobs(const Model& model, const float* hidden, int64_t rows, const int32_t* targets,
+                          int32_t top_count, float* logprobs, int32_t* top_ids);
+    void compute_sampling(const Step& step, int64_t vocab, const float* logits);
 
     template <class T>
     void compute_attention(const Model& model, const Step& step, const T* queries, T* attended);
@@ -55,7 +57,7 @@ public:
 
 private:
     struct Own {  // one thread's
-        Buffer normed, packed, floats, partial, best_values, best_ids, doubts;
+        Buffer normed, packed, floats, best_values, best_ids, doubts, scores, weights, work, marks;
     };
 
     void plan_rows(const Model& model, const Step& step);
@@ -73,17 +75,22 @@ private:
     void attend(int thread, const AttentionShape& shape, const AttentionPlan& plan, int64_t window, const T* queries,
                 const T* pages, T* attended);
     template <class T>
-    void choose(int thread, const Model& model, const T* normed, int64_t rows, float* logits);
+    void choose(int thread, const Model& model, const T* normed, int64_t rows);
+    int32_t best_of(int64_t row);
+    bool is_finite(int64_t row);
+    void prepare_sampling(int64_t vocab);
+    void sample(int thread, const Step& step, int64_t row, int64_t vocab, const float* logits);
 
     Team team;
     std::vector<Own> own_;
     std::vector<Chunk> chunks_;
     std::vector<int32_t> chunk_of_row_;
+    std::vector<float*> logits_of_row_;  // of each sampled row; null: its logits are not kept
     std::map<int64_t, AttentionPlan> plans_;
     std::unique_ptr<std::atomic<int>[]> parts_done_;
     int64_t rows_ = 0, parts_done_count_ = 0;
     bool is_abandoned_ = false;
-    Buffer hidden_, normed_, qkv_, queries_, attended_, activated_, angles_, partials_, sampled_;
+    Buffer hidden_, normed_, qkv_, queries_, attended_, activated_, angles_, partials_, sampled_, logits_;
 };
 
 // Rows that the products may read beyond the last one.
@@ -263,9 +270,10 @@ void Engine::attend(int thread, const AttentionShape& shape, const AttentionPlan
     }
 }
 
-// The head's product: logits, or of each row the best id so far and a doubt whether all were finite.
+// The head's product: of each row the best id of this thread's pieces, a doubt whether all were finite, and the logits
+// where they are kept.
 template <class T>
-void Engine::choose(int thread, const Model& model, const T* normed, int64_t rows, float* logits) {
+void Engine::choose(int thread, const Model& model, const T* normed, int64_t rows) {
     Own& own = own_[thread];
     float* best_values = own.best_values.of<float>(rows);
     int32_t* best_ids = own.best_ids.of<int32_t>(rows);
@@ -280,8 +288,8 @@ void Engine::choose(int thread, const Model& model, const T* normed, int64_t row
                 const int ids = int(std::min<int64_t>(blocks * LANES, vocab - first_id));
                 for (int row = 0; row < count; row++) {
                     float* values = sums + row * PANEL;
-                    if (logits != nullptr)
-                        std::memcpy(logits + (first_row + row) * vocab + first_id, values, sizeof(float) * ids);
+                    float* logits = logits_of_row_[first_row + row];
+                    if (logits != nullptr) std::memcpy(logits + first_id, values, sizeof(float) * ids);
                     float* doubt = doubts + (first_row + row) * LANES;
                     Lanes best = set(-std::numeric_limits<float>::infinity());
                     for (int block = 0; block < blocks; block++) {
@@ -306,6 +314,53 @@ void Engine::choose(int thread, const Model& model, const T* normed, int64_t row
             });
 }
 
+// Both are known when all threads have chosen.
+int32_t Engine::best_of(int64_t row) {
+    float best = MINUS_INFINITY;
+    int32_t best_id = std::numeric_limits<int32_t>::max();
+    for (Own& own : own_) {
+        const float value = own.best_values.of<float>(0)[row];
+        const int32_t id = own.best_ids.of<int32_t>(0)[row];
+        if (value > best || (value == best && id < best_id)) {
+            best = value;
+            best_id = id;
+        }
+    }
+    return best_id;
+}
+
+bool Engine::is_finite(int64_t row) {
+    float doubt = 0;
+    for (Own& own : own_)
+        for (int lane = 0; lane < LANES; lane++) doubt += own.doubts.of<float>(0)[row * LANES + lane];
+    return doubt == 0.0f;
+}
+
+// Memory for sample(): a thread of the team must not find that there is none.
+void Engine::prepare_sampling(int64_t vocab) {
+    const int64_t padded = rounded_up(vocab, LANES);
+    for (Own& own : own_) {
+        own.scores.of<float>(padded);
+        own.weights.of<float>(padded);
+        own.work.of<float>(padded);
+        own.marks.of<int32_t>(padded);
+    }
+}
+
+// logits: the row's, finite.
+void Engine::sample(int thread, const Step& step, int64_t row, int64_t vocab, const float* logits) {
+    const Sampling& sampling = step.samplings[row];
+    Own& own = own_[thread];
+    const SamplingScratch scratch{own.scores.of<float>(0), own.weights.of<float>(0), own.work.of<float>(0),
+                                  own.marks.of<int32_t>(0)};
+    int32_t* token = step.next_ids + row;
+    step.flaws[row] = sample_row(sampling, logits, vocab, step.sampling_ids + sampling.ids_first,
+                                 step.sampling_biases + sampling.biases_first, scratch, token);
+    if (sampling.wants_logprobs && step.flaws[row] == NO_FLAW)
+        write_logprobs(logits, vocab, *token, sampling.top_count, scratch.weights,
+                       step.logprobs + row * (1 + step.top_count_max), step.top_ids + row * step.top_count_max);
+}
+
 template <class T>
 bool Engine::compute(const Model& model, const Step& step) {
     plan_rows(model, step);
@@ -323,6 +378,16 @@ bool Engine::compute(const Model& model, const Step& step) {
     T* activated = activated_.of<T>(readable(rows) * padded_depth(middle));
     angles_.of<float>(rows * shape.head_dim);
     float* sampled_hidden = sampled_.of<float>(sampled * hidden_size);
+    int64_t kept_count = 0;
+    for (int64_t row = 0; row < sampled; row++) kept_count += step.samplings[row].needs_logits != 0;
+    if (kept_count > 0) prepare_sampling(model.vocab_size);
+    float* logits = logits_.of<float>(kept_count * model.vocab_size);
+    logits_of_row_.assign(sampled, nullptr);
+    for (int64_t row = 0; row < sampled; row++) {
+        if (!step.samplings[row].needs_logits) continue;
+        logits_of_row_[row] = logits;
+        logits += model.vocab_size;
+    }
 
     const auto work = [&](int thread) {
         configure_tiles();
@@ -391,36 +456,57 @@ bool Engine::compute(const Model& model, const Step& step) {
                             sizeof(float) * hidden_size);
         team.meet();
         const T* x = norm_rows(thread, sampled_hidden, sampled, hidden_size, model.norm, model.norm_eps, normed);
-        choose(thread, model, x, sampled, step.logits);
+        choose(thread, model, x, sampled);
+        team.meet();
+        for (int64_t row; (row = team.take()) < sampled;) {
+            if (!is_finite(row)) {
+                step.flaws[row] = NOT_FINITE;
+            } else if (step.samplings[row].needs_logits) {
+                sample(thread, step, row, model.vocab_size, logits_of_row_[row]);
+            } else {
+                step.flaws[row] = NO_FLAW;
+                step.next_ids[row] = best_of(row);
+            }
+        }
     };
     team.run(work);
     if (is_abandoned_) return false;
-    for (int64_t index = 0; index < sampled; index++) {
-        float best = -std::numeric_limits<float>::infinity(), doubt = 0;
-        int32_t best_id = std::numeric_limits<int32_t>::max();
-        for (Own& own : own_) {
-            const float value = own.best_values.of<float>(0)[index];
-            const int32_t id = own.best_ids.of<int32_t>(0)[index];
-            if (value > best || (value == best && id < best_id)) {
-                best = value;
-                best_id = id;
-            }
-            for (int lane = 0; lane < LANES; lane++) doubt += own.doubts.of<float>(0)[index * LANES + lane];
-        }
-        step.is_finite[index] = doubt == 0.0f;
-        step.best_ids[index] = best_id == std::numeric_limits<int32_t>::max() ? 0 : best_id;
-    }
     if (step.hidden != nullptr) std::memcpy(step.hidden, hidden, sizeof(float) * rows * hidden_size);
     return true;
 }
 
 template <class T>
-void Engine::compute_logits(const Model& model, const float* hidden, int64_t rows, float* logits) {
+bool Engine::compute_logprobs(const Model& model, const float* hidden, int64_t rows, const int32_t* targets,
+                              int32_t top_count, float* logprobs, int32_t* top_ids) {
+    const int64_t vocab = model.vocab_size;
     T* normed = normed_.of<T>(readable(rows) * padded_depth(model.hidden_size));
+    float* logits = logits_.of<float>(rows * vocab);
+    logits_of_row_.resize(rows);
+    for (int64_t row = 0; row < rows; row++) logits_of_row_[row] = logits + row * vocab;
+    prepare_sampling(vocab);
+    std::atomic<bool> are_finite{true};
     team.run([&](int thread) {
         configure_tiles();
-        const T* x = norm_rows(thread, hidden, rows, model.hidden_size, model.norm, model.norm_eps, normed);
-        choose(thread, model, x, rows, logits);
+        choose(thread, model, norm_rows(thread, hidden, rows, model.hidden_size, model.norm, model.norm_eps, normed),
+               rows);
+        team.meet();
+        float* weights = own_[thread].weights.of<float>(0);
+        for (int64_t row; (row = team.take()) < rows;) {
+            if (is_finite(row))
+                write_logprobs(logits_of_row_[row], vocab, targets[row], top_count, weights,
+                               logprobs + row * (1 + top_count), top_ids + row * top_count);
+            else
+                are_finite = false;
+        }
+    });
+    return are_finite;
+}
+
+void Engine::compute_sampling(const Step& step, int64_t vocab, const float* logits) {
+    prepare_sampling(vocab);
+    team.run([&](int thread) {
+        for (int64_t row; (row = team.take()) < step.sampled_count;)
+            sample(thread, step, row, vocab, logits + row * vocab);
     });
 }
 
@@ -464,11 +550,15 @@ bool run_step(Engine& engine, const Model& model, const Step& step) {
     return model.dtype == BFLOAT16 ? engine.compute<bf16>(model, step) : engine.compute<float>(model, step);
 }
 
-void run_logits(Engine& engine, const Model& model, const float* hidden, int64_t rows, float* logits) {
-    if (model.dtype == BFLOAT16)
-        engine.compute_logits<bf16>(model, hidden, rows, logits);
-    else
-        engine.compute_logits<float>(model, hidden, rows, logits);
+bool run_logprobs(Engine& engine, const Model& model, const float* hidden, int64_t rows, const int32_t* targets,
+                  int32_t top_count, float* logprobs, int32_t* top_ids) {
+    return model.dtype == BFLOAT16
+               ? engine.compute_logprobs<bf16>(model, hidden, rows, targets, top_count, logprobs, top_ids)
+               : engine.compute_logprobs<float>(model, hidden, rows, targets, top_count, logprobs, top_ids);
+}
+
+void run_sampling(Engine& engine, const Step& step, int64_t vocab, const float* logits) {
+    engine.compute_sampling(step, vocab, logits);
 }
 
 void run_attention(Engine& engine, const Model& model, const Step& step, const void* queries, void* attended) {

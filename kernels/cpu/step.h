@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "sampling.h"
 #include "team.h"
 
 namespace trioserve {
@@ -33,16 +34,21 @@ struct Model {
 // All counts int32. tables: block tables one behind the other; chunk i's begins at table_firsts[i].
 struct Step {
     int32_t row_count, chunk_count, sampled_count, ask_stride;
+    int32_t top_count_max;  // of all samplings that want logprobs
     const int32_t* token_ids;     // [rows]
     const int32_t* chunk_starts;  // [chunks], position of the first token
     const int32_t* chunk_counts;
     const int32_t* table_firsts;
     const int32_t* tables;
     void* const* pages;            // [layers]
-    const int32_t* sampled_rows;   // rows whose logits are wanted
-    int32_t* best_ids;             // [sampled]: the largest logit's id, the lowest among equals
-    int32_t* is_finite;            // [sampled]
-    float* logits;                 // [sampled, vocab], or null
+    const int32_t* sampled_rows;   // rows whose next tokens are wanted
+    const Sampling* samplings;     // [sampled]
+    const int32_t* sampling_ids;
+    const float* sampling_biases;
+    int32_t* next_ids;             // [sampled]
+    int32_t* flaws;                // [sampled]; a row with one has no next id
+    float* logprobs;               // [sampled][1 + top_count_max]: the next token's, then the most probable ones'
+    int32_t* top_ids;              // [sampled][top_count_max]
     float* hidden;                 // [rows, hidden_size] after the last layer, or null
     int32_t (*is_abandoned)();     // asked before every ask_stride-th layer but the first; or null
 };
@@ -53,8 +59,12 @@ Engine* make_engine(int thread_count);
 void close_engine(Engine* engine);
 // True: finished. False: abandoned.
 bool run_step(Engine& engine, const Model& model, const Step& step);
-// hidden: float32 [rows, hidden_size] as a step gives it. logits: float32 [rows, vocab].
-void run_logits(Engine& engine, const Model& model, const float* hidden, int64_t rows, float* logits);
+// hidden: float32 [rows, hidden_size] as a step gives it. Of each row's logits the logprobs of targets[row] and of the
+// top_count best, as in a Step. False: there was one that is not finite.
+bool run_logprobs(Engine& engine, const Model& model, const float* hidden, int64_t rows, const int32_t* targets,
+                  int32_t top_count, float* logprobs, int32_t* top_ids);
+// The sampling of a step alone. logits: float32 [sampled, vocab].
+void run_sampling(Engine& engine, const Step& step, int64_t vocab, const float* logits);
 // The attention of a model's first layer alone. queries, attended: [rows, H * D] in the model's dtype; the step's keys
 // and values are in its pages already.
 void run_attention(Engine& engine, const Model& model, const Step& step, const void* queries, void* attended);

@@ -1,22 +1,54 @@
-"""Every sampling parameter against a slow reference in plain Python, and the randomness by its distribution."""
+"""Every sampling parameter against a slow reference in plain Python, and the randomness by its distribution; in torch
+and in the native kernels, at every level of instructions that this machine has."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import ScheduledChunk
+from trioserve.model import sampler
 from trioserve.model.drawing import DRAW_TILES, draw_word, exponentials
-from trioserve.model.sampler import sample, token_logprobs
+from trioserve.model.native_sampling import NativeSamplings
+from trioserve.model.samples import Samples
+from trioserve_kernels.build import build_library, supported_levels
+from trioserve_kernels.native import Engine, Library, NoNativeKernels, StepStruct
 
 VOCAB_SIZE = 700  # several tokens in a tile of drawing, and more than are sorted at first
+
+
+Sample = Callable[[torch.Tensor, Sequence[ScheduledChunk]], Samples]
+
+
+@pytest.fixture(scope="module", params=("torch", *supported_levels()))
+def sample(request: pytest.FixtureRequest) -> Iterator[Sample]:
+    if request.param == "torch":
+        yield sampler.sample
+        return
+    try:
+        engine = Engine(Library(build_library(request.param), request.param), 3)
+    except NoNativeKernels as error:
+        pytest.skip(str(error))
+
+    def sample_natively(logits: torch.Tensor, chunks: Sequence[ScheduledChunk]) -> Samples:
+        samplings = NativeSamplings(chunks, logits.shape[1])
+        step = StepStruct(sampled_count=len(chunks))
+        samplings.put_into(step)
+        before = logits.float().contiguous().numpy()
+        engine.sample(step, after := before.copy())
+        assert np.array_equal(before, after)
+        return samplings.samples()
+
+    yield sample_natively
+    engine.close()
 
 
 def row(
@@ -133,7 +165,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_each_parameter_gives_the_slow_references_tokens(name: str) -> None:
+def test_each_parameter_gives_the_slow_references_tokens(sample: Sample, name: str) -> None:
     sampling = SamplingParams(**PARAMETERS[name])
     logits = random_logits(40, seed=1)
     best = logits.topk(6, -1).indices.tolist()
@@ -156,7 +188,7 @@ def test_each_parameter_gives_the_slow_references_tokens(name: str) -> None:
     ]
 
 
-def test_rows_with_different_parameters_do_not_mix() -> None:
+def test_rows_with_different_parameters_do_not_mix(sample: Sample) -> None:
     names = list(PARAMETERS)
     logits = random_logits(len(names), seed=3)
     best = logits.topk(4, -1).indices.tolist()
@@ -173,11 +205,11 @@ def test_logits_are_not_changed() -> None:
     logits = random_logits(2)
     before = logits.clone()
     sampling = SamplingParams(**PARAMETERS["everything"])
-    sample(logits, [row(sampling, output=[5, 6]), row(SamplingParams(temperature=0.3))])
+    sampler.sample(logits, [row(sampling, output=[5, 6]), row(SamplingParams(temperature=0.3))])
     assert torch.equal(logits, before)
 
 
-def test_equal_logits_are_kept_together_and_greedy_takes_the_lowest_id() -> None:
+def test_equal_logits_are_kept_together_and_greedy_takes_the_lowest_id(sample: Sample) -> None:
     logits = torch.zeros(1, VOCAB_SIZE)
     logits[0, [5, 50, 500]] = 9.0
     assert sample(logits, [row(SamplingParams(temperature=0.0))]).token_ids == [5]
@@ -185,11 +217,33 @@ def test_equal_logits_are_kept_together_and_greedy_takes_the_lowest_id() -> None
     assert seen == {5, 50, 500}
 
 
+@pytest.mark.parametrize("vocab_size", (1, 15, 512, 513, 49_152, 50_001))
+def test_a_vocabulary_of_any_size_gives_torchs_tokens(sample: Sample, vocab_size: int) -> None:
+    """All parameters in one batch. Both round weights at 1e-7, which none of these rows is that near to."""
+    parameters = [PARAMETERS[name] for name in PARAMETERS if "bias" not in name and name != "everything"]
+    logits = random_logits(3 * len(parameters), seed=vocab_size, spread=2.0, vocab_size=vocab_size)
+    chunks = [
+        row(SamplingParams(**parameters[index // 3]), prompt=[0], output=[0, vocab_size // 2], seed=index)
+        for index in range(len(logits))
+    ]
+    assert sample(logits, chunks).token_ids == sampler.sample(logits, chunks).token_ids
+
+
+def test_a_nucleus_whose_weights_differ_in_their_last_bits(sample: Sample) -> None:
+    """Selecting has to go through every bit of a weight, here of neighbouring float32 numbers."""
+    logits = torch.full((1, VOCAB_SIZE), -50.0)
+    logits[0, 100:108] = 1 + torch.arange(8) * 2.0**-23
+    chunks = [row(SamplingParams(top_k=count), seed=seed) for count in (1, 3, 5) for seed in range(200)]
+    tokens = sample(logits.expand(len(chunks), -1), chunks).token_ids
+    for index, count in enumerate((1, 3, 5)):
+        assert set(tokens[200 * index : 200 * (index + 1)]) == set(range(108 - count, 108))
+
+
 # --- randomness -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("parameters", ({}, {"top_k": 12, "top_p": 0.9}, {"min_p": 0.05, "temperature": 2.0}))
-def test_drawn_tokens_follow_the_distribution(parameters: dict[str, Any]) -> None:
+def test_drawn_tokens_follow_the_distribution(sample: Sample, parameters: dict[str, Any]) -> None:
     """Chi-square over 4,000 draws, half from seeds and half from positions. With n bins the statistic has mean n - 1
     and standard deviation sqrt(2 (n - 1)); the seeds are fixed, and a fair sampler stays below five deviations."""
     sampling = SamplingParams(**parameters)
@@ -218,7 +272,7 @@ def test_drawn_tokens_follow_the_distribution(parameters: dict[str, Any]) -> Non
     assert statistic < len(bins) - 1 + 5 * math.sqrt(2 * (len(bins) - 1))
 
 
-def test_a_seed_gives_the_same_token_in_any_batch_and_place() -> None:
+def test_a_seed_gives_the_same_token_in_any_batch_and_place(sample: Sample) -> None:
     logits = random_logits(30, seed=4)
     sampling = SamplingParams(temperature=1.3, top_p=0.9)
     chunks = [row(sampling, seed=1000 + index) for index in range(30)]
@@ -230,7 +284,7 @@ def test_a_seed_gives_the_same_token_in_any_batch_and_place() -> None:
 
 
 @pytest.mark.parametrize("parameters", [{}, {"top_p": 0.9}])
-def test_rounding_of_logits_seldom_changes_a_token(parameters: dict[str, Any]) -> None:
+def test_rounding_of_logits_seldom_changes_a_token(sample: Sample, parameters: dict[str, Any]) -> None:
     """Logits of a real model's size, rounded to bfloat16: 2,000 draws, each of which may change by itself. A running
     sum in the order of ids keeps 898 and 928 of 1,000 here."""
     sampling = SamplingParams(**parameters)
@@ -245,7 +299,7 @@ def test_rounding_of_logits_seldom_changes_a_token(parameters: dict[str, Any]) -
 # --- logprobs -------------------------------------------------------------------------------------------------------
 
 
-def test_logprobs_are_those_of_the_raw_logits() -> None:
+def test_logprobs_are_those_of_the_raw_logits(sample: Sample) -> None:
     logits = random_logits(3, seed=5)
     sampling = SamplingParams(
         temperature=0.5, logprobs=4, logit_bias={7: 100.0}, repetition_penalty=2.0, presence_penalty=1.0
@@ -263,9 +317,10 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     assert samples.logprobs[2].top == ()
 
 
-def test_logprobs_of_a_vocabulary_smaller_than_asked_for() -> None:
-    (entry,) = token_logprobs(torch.zeros(1, 4), [2], [20])
-    assert len(entry.top) == 4
+def test_logprobs_of_a_vocabulary_smaller_than_asked_for(sample: Sample) -> None:
+    (entry,) = sample(torch.zeros(1, 4), [row(SamplingParams(temperature=0.0, logprobs=20))]).logprobs.values()
+    assert sorted(token for token, _ in entry.top) == [0, 1, 2, 3]
+    assert [logprob for _, logprob in entry.top] == pytest.approx([math.log(0.25)] * 4)
     assert entry.logprob == pytest.approx(math.log(0.25))
 
 
@@ -278,9 +333,9 @@ def test_logprobs_of_a_vocabulary_smaller_than_asked_for() -> None:
 )
 def test_a_row_that_is_not_finite_fails_alone(value: float, parameters: dict[str, Any]) -> None:
     logits = random_logits(3, seed=6)
-    good = sample(logits, [row(SamplingParams(**parameters), seed=index) for index in range(3)])
+    good = sampler.sample(logits, [row(SamplingParams(**parameters), seed=index) for index in range(3)])
     logits[1, 99] = value
-    samples = sample(logits, [row(SamplingParams(**parameters), seed=index) for index in range(3)])
+    samples = sampler.sample(logits, [row(SamplingParams(**parameters), seed=index) for index in range(3)])
     assert list(samples.errors) == [1]
     assert "no number" in samples.errors[1]
     assert samples.token_ids == [good.token_ids[0], None, good.token_ids[2]]
@@ -291,11 +346,11 @@ def test_large_finite_float16_logits_are_no_fault() -> None:
     """Their sum passes float16's range, which must not be taken for a damaged row."""
     logits = torch.full((1, VOCAB_SIZE), 60_000.0, dtype=torch.float16)
     logits[0, 30] = 65_000.0
-    assert sample(logits, [row(SamplingParams(temperature=0.0))]).token_ids == [30]
+    assert sampler.sample(logits, [row(SamplingParams(temperature=0.0))]).token_ids == [30]
 
 
 @pytest.mark.parametrize("temperature", (0.0, 1.0))
-def test_a_row_with_no_token_left_says_so(temperature: float) -> None:
+def test_a_row_with_no_token_left_says_so(sample: Sample, temperature: float) -> None:
     sampling = SamplingParams(temperature=temperature, min_tokens=1)
     chunk = row(sampling, stop_token_ids=range(VOCAB_SIZE))
     samples = sample(random_logits(2), [chunk, row(SamplingParams(temperature=0.0))])
@@ -304,7 +359,7 @@ def test_a_row_with_no_token_left_says_so(temperature: float) -> None:
     assert samples.token_ids[1] is not None
 
 
-def test_stop_tokens_outside_the_vocabulary_are_no_fault() -> None:
+def test_stop_tokens_outside_the_vocabulary_are_no_fault(sample: Sample) -> None:
     sampling = SamplingParams(temperature=0.0, min_tokens=5)
     samples = sample(random_logits(1), [row(sampling, stop_token_ids=[VOCAB_SIZE, 2**31 - 1])])
     assert samples.errors == {}

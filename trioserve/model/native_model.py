@@ -15,12 +15,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
 from trioserve.model.kv_storage import KVStorage
 from trioserve.model.layers import rotary_frequencies
 from trioserve.model.model_config import ModelConfig
-from trioserve.model.sampler import NOT_FINITE, Samples, is_plain, sample
-from trioserve.model.step_model import ComputedStep
+from trioserve.model.native_sampling import NativeSamplings, token_logprob
+from trioserve.model.samples import PROMPT_LOGPROB_ROWS, ComputedStep, prompt_followers
 from trioserve.model.weights import Slot
 from trioserve_kernels.native import (
     DTYPES,
@@ -128,18 +129,15 @@ class NativeModel:
             return None
         self._use_pages(storage)
         arrays = _StepArrays(chunks, storage.block_size)
-        sampled = [chunk for chunk in chunks if chunk.samples]
-        # Greedy choices are made where the logits are computed; for all else the sampler gets them.
-        needs_logits = not all(is_plain(chunk) for chunk in sampled)
-        logits = torch.empty(len(sampled), self.config.vocab_size) if needs_logits else None
+        samplings = NativeSamplings([chunk for chunk in chunks if chunk.samples], self.config.vocab_size)
         needs_hidden = any(chunk.request.sampling.prompt_logprobs is not None for chunk in chunks)
-        hidden = torch.empty(arrays.row_count, self.config.hidden_size) if needs_hidden else None
+        hidden = np.empty((arrays.row_count if needs_hidden else 0, self.config.hidden_size), dtype=np.float32)
         asking = _Asking(is_abandoned)
         layers = self.config.layer_count
         step = StepStruct(
             row_count=arrays.row_count,
             chunk_count=len(chunks),
-            sampled_count=len(sampled),
+            sampled_count=len(arrays.sampled_rows),
             ask_stride=1 if arrays.row_count >= SHORT_STEP_ROWS else max(1, layers // ASKS_OF_SHORT_STEP),
             token_ids=_start(arrays.token_ids),
             chunk_starts=_start(arrays.chunk_starts),
@@ -148,29 +146,38 @@ class NativeModel:
             tables=_start(arrays.tables),
             pages=ctypes.addressof(self._page_addresses),
             sampled_rows=_start(arrays.sampled_rows),
-            best_ids=_start(arrays.best_ids),
-            is_finite=_start(arrays.is_finite),
-            logits=None if logits is None else address(logits),
-            hidden=None if hidden is None else address(hidden),
+            hidden=_start(hidden) if needs_hidden else None,
             is_abandoned=ctypes.cast(asking.callback, ctypes.c_void_p),
         )
+        samplings.put_into(step)
         finished = self._engine.step(self._struct, step)
         if asking.error is not None:
             raise asking.error
         if not finished:
             return None
-        samples = None
-        if logits is not None:
-            samples = sample(logits, sampled)
-        elif sampled:
-            samples = _greedy_samples(arrays.best_ids.tolist(), arrays.is_finite.tolist())
-        return ComputedStep(hidden, arrays.first_rows, samples)
+        return ComputedStep(
+            samplings.samples() if len(arrays.sampled_rows) else None,
+            {
+                place: self._prompt_logprobs(hidden[row : row + chunk.count], chunk)
+                for place, (chunk, row) in enumerate(zip(chunks, arrays.first_rows, strict=True))
+                if chunk.request.sampling.prompt_logprobs is not None
+            },
+        )
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        assert self._engine is not None, "compute after close"
-        logits = torch.empty(hidden.shape[0], self.config.vocab_size)
-        self._engine.logits(self._struct, hidden.contiguous(), logits)
-        return logits
+    def _prompt_logprobs(
+        self, hidden: npt.NDArray[np.float32], chunk: ScheduledChunk
+    ) -> tuple[TokenLogprob, ...] | None:
+        assert self._engine is not None, "a step is computed before close"
+        followers = prompt_followers(chunk)
+        top = min(chunk.request.sampling.prompt_logprobs or 0, self.config.vocab_size)
+        entries: list[TokenLogprob] = []
+        for first in range(0, len(followers), PROMPT_LOGPROB_ROWS):
+            targets = _array(followers[first : first + PROMPT_LOGPROB_ROWS])
+            found = self._engine.logprobs(self._struct, hidden[first : first + len(targets)], targets, top)
+            if found is None:
+                return None
+            entries.extend(map(token_logprob, targets.tolist(), *(array.tolist() for array in found)))
+        return tuple(entries)
 
     def close(self) -> None:
         """Ends the threads and lets the weights go. A second call does nothing."""
@@ -291,8 +298,6 @@ class _StepArrays:
         self.chunk_starts = _array([chunk.start for chunk in chunks])
         self.chunk_counts = _array([chunk.count for chunk in chunks])
         self.sampled_rows = _array(sampled_rows)
-        self.best_ids = np.zeros(len(sampled_rows), dtype=np.int32)
-        self.is_finite = np.zeros(len(sampled_rows), dtype=np.int32)
 
 
 class _Asking:
@@ -311,16 +316,9 @@ class _Asking:
             return 1
 
 
-def _greedy_samples(token_ids: list[int], is_finite: list[int]) -> Samples:
-    return Samples(
-        [token if good else None for token, good in zip(token_ids, is_finite, strict=True)],
-        errors={row: NOT_FINITE for row, good in enumerate(is_finite) if not good},
-    )
-
-
-def _array(values: list[int]) -> npt.NDArray[np.int32]:
+def _array(values: Sequence[int]) -> npt.NDArray[np.int32]:
     return np.array(values, dtype=np.int32)
 
 
-def _start(values: npt.NDArray[np.int32]) -> int:
+def _start(values: npt.NDArray[np.int32] | npt.NDArray[np.float32]) -> int:
     return int(values.ctypes.data)

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.events import TokenLogprob
@@ -20,7 +19,7 @@ from trioserve.model.kv_storage import KVStorage
 from trioserve.model.loading.checkpoint import Checkpoint
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.native_model import NativeModel, why_not_native
-from trioserve.model.sampler import NOT_FINITE, finite_rows, token_logprobs
+from trioserve.model.samples import NOT_FINITE
 from trioserve.model.settings import ModelSettings
 from trioserve.model.step_model import StepModel, TorchStepModel
 from trioserve.model.weights import fill_slots
@@ -30,9 +29,6 @@ from trioserve_kernels.native import NoNativeKernels, load_library
 __all__ = ["ModelRunner"]
 
 logger = logging.getLogger(__name__)
-
-# Logits of this many prompt tokens at a time: 128 rows of a vocabulary of 150,000 are 77 MB in float32.
-PROMPT_LOGPROB_ROWS = 128
 
 
 class ModelRunner:
@@ -166,14 +162,12 @@ class ModelRunner:
                 computed = model.compute(chunks, storage, is_abandoned)
                 if computed is None:
                     return None
-                for chunk, row in zip(chunks, computed.first_rows, strict=True):
-                    if chunk.request.sampling.prompt_logprobs is not None:
-                        assert computed.hidden is not None, "a chunk wants prompt_logprobs, and its rows are not there"
-                        entries = _prompt_logprobs(model, computed.hidden[row : row + chunk.count], chunk)
-                        if entries is None:
-                            errors[chunk.request.id] = NOT_FINITE
-                        else:
-                            prompt_logprobs[chunk.request.id] = entries
+            for place, entries in computed.prompt_logprobs.items():
+                request_id = chunks[place].request.id
+                if entries is None:
+                    errors[request_id] = NOT_FINITE
+                else:
+                    prompt_logprobs[request_id] = entries
             sampled = [place for place, chunk in enumerate(chunks) if chunk.samples]
             for row, place in enumerate(sampled):
                 request_id = chunks[place].request.id
@@ -226,21 +220,3 @@ def _fault(chunk: ScheduledChunk, vocab_size: int) -> str | None:
         if token >= vocab_size:
             return f"logit_bias names token id {token}, but the model's vocabulary has ids 0 to {vocab_size - 1}"
     return None
-
-
-def _prompt_logprobs(model: StepModel, hidden: Tensor, chunk: ScheduledChunk) -> tuple[TokenLogprob, ...] | None:
-    """Logprobs of the prompt tokens that follow the chunk's rows; None if the model's numbers are not finite.
-
-    hidden: [count, hidden_size], the chunk's rows after the last layer.
-    """
-    prompt = chunk.request.prompt_token_ids
-    top = chunk.request.sampling.prompt_logprobs or 0
-    followers = prompt[chunk.start + 1 : chunk.start + chunk.count + 1]
-    entries: list[TokenLogprob] = []
-    for first in range(0, len(followers), PROMPT_LOGPROB_ROWS):
-        targets = followers[first : first + PROMPT_LOGPROB_ROWS]
-        logits = model.logits(hidden[first : first + len(targets)])
-        if not bool(finite_rows(logits).all()):
-            return None
-        entries.extend(token_logprobs(logits, targets, [top] * len(targets)))
-    return tuple(entries)

@@ -1,4 +1,5 @@
-"""Logits to token ids: penalties, filters, logprobs; drawing.py draws.
+"""Logits to token ids, in torch: penalties, filters, logprobs; drawing.py draws. What is said here holds for the native
+kernels' sampling.h, too.
 
 The order is vLLM's: logit_bias, min_tokens, penalties, temperature, min_p, top_k, top_p. Logprobs are taken before all
 of it. Tokens of exactly equal probability are kept or dropped together by a filter, so that nothing depends on how a
@@ -12,7 +13,6 @@ differ by rounding, drawing.py makes that change a token as seldom as it can.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,25 +21,22 @@ from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import ScheduledChunk
 from trioserve.model.drawing import draw, draw_word, signed
+from trioserve.model.samples import (
+    NOT_FINITE,
+    NOTHING_LEFT,
+    Samples,
+    counts_output,
+    hides_end_tokens,
+    is_adjusted,
+    is_plain,
+)
 from trioserve_kernels import Kernels
 from trioserve_kernels.reference import Flaw
 
-__all__ = ["NOT_FINITE", "Samples", "finite_rows", "is_plain", "sample", "token_logprobs"]
+__all__ = ["finite_rows", "sample", "token_logprobs"]
 
 SORTED_CANDIDATES = 256  # of each row; almost every top_k and top_p ends before, and sorting a whole row costs 1.5 ms
 CANDIDATES_GROWTH = 16  # a row that needs more gets 4,096, and only then all
-
-NOT_FINITE = "the model gave a result that is no number (NaN or infinity) for this request; its answer cannot go on"
-NOTHING_LEFT = "min_tokens and logit_bias leave no token that may be sampled: lower min_tokens or change logit_bias"
-
-
-@dataclass(slots=True)
-class Samples:
-    """One entry per row: token_ids (None where errors has the row), and logprobs where the request asked."""
-
-    token_ids: list[int | None]
-    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
-    errors: dict[int, str] = field(default_factory=dict)
 
 
 def sample(logits: Tensor, chunks: Sequence[ScheduledChunk], kernels: Kernels | None = None) -> Samples:
@@ -91,7 +88,7 @@ def _sample_fused(logits: Tensor, chunks: Sequence[ScheduledChunk], kernels: Ker
     """As sample: the same order of changes, the same draw. What is chosen comes back in one copy; only rows that ask
     for logprobs, biases or penalties cost more."""
     scores = logits
-    hides = any(_is_adjusted(chunk) for chunk in chunks)
+    hides = any(is_adjusted(chunk) for chunk in chunks)
     if hides:
         scores = logits.to(torch.float32, copy=True)
         for row, chunk in enumerate(chunks):
@@ -148,40 +145,17 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], tops: Sequence[int]
     ]
 
 
-def is_plain(chunk: ScheduledChunk) -> bool:
-    """Whether the chunk's next token is that of its largest logit, and nothing else is asked."""
-    sampling = chunk.request.sampling
-    return sampling.temperature == 0 and sampling.logprobs is None and not _is_adjusted(chunk)
-
-
-def _is_adjusted(chunk: ScheduledChunk) -> bool:
-    sampling = chunk.request.sampling
-    return bool(
-        sampling.logit_bias or _end_tokens_hidden(chunk) or sampling.repetition_penalty != 1.0 or _counts(sampling)
-    )
-
-
-def _counts(sampling: SamplingParams) -> bool:
-    return sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
-
-
-def _end_tokens_hidden(chunk: ScheduledChunk) -> bool:
-    """Whether the token to be sampled comes before min_tokens are reached."""
-    output_count = chunk.start + chunk.count - len(chunk.request.prompt_token_ids)
-    return output_count < chunk.request.sampling.min_tokens
-
-
 def _adjust_(scores: Tensor, chunk: ScheduledChunk) -> None:
     """Bias, hidden end tokens and penalties of one row, in place. Repetition counts prompt and output, presence and
     frequency the output alone."""
-    if not _is_adjusted(chunk):
+    if not is_adjusted(chunk):
         return
     request, sampling = chunk.request, chunk.request.sampling
     vocab_size, device = scores.shape[0], scores.device
     if sampling.logit_bias:
         ids = torch.tensor(list(sampling.logit_bias), device=device)
         scores[ids] += torch.tensor(list(sampling.logit_bias.values()), dtype=scores.dtype, device=device)
-    if _end_tokens_hidden(chunk):
+    if hides_end_tokens(chunk):
         # A client may name stop tokens that this vocabulary does not have; they cannot be sampled anyway.
         hidden = [token for token in request.stop_token_ids if token < vocab_size]
         scores[torch.tensor(hidden, dtype=torch.int64, device=device)] = float("-inf")
@@ -192,7 +166,7 @@ def _adjust_(scores: Tensor, chunk: ScheduledChunk) -> None:
         scores[seen] = torch.where(
             values > 0, values / sampling.repetition_penalty, values * sampling.repetition_penalty
         )
-    if _counts(sampling):
+    if counts_output(sampling):
         output = list(chunk.tokens[len(request.prompt_token_ids) : known])
         counts = torch.bincount(torch.tensor(output, dtype=torch.int64, device=device), minlength=vocab_size)
         scores -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)

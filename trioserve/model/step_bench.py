@@ -1,22 +1,31 @@
 """Milliseconds of whole steps, native kernels beside plain torch, and beside what the memory allows.
 
-    python -m trioserve.model.step_bench [--model smollm2] [--rounds 15] [--threads 2]
+    python -m trioserve.model.step_bench [--model smollm2] [--rounds 15] [--threads 2] [--steps sampled shared]
+    python -m trioserve.model.step_bench --against OTHER_CHECKOUT [--steps decode sampled shared prompt]
 
-Both compute in turns, round for round, so that whatever else the machine does meets both. Shown are the least and the
+All compute in turns, round for round, so that whatever else the machine does meets all. Shown are the least and the
 median of the rounds. A decode step cannot be faster than its weights and KV can be read: that bound comes from the
 speed at which as many threads read memory, measured in the same rounds.
+
+With --against, the native kernels of another checkout of this project take the place of plain torch; they compute in a
+process of their own.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
+import json
 import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -33,10 +42,34 @@ from trioserve.model.settings import ModelSettings
 
 __all__ = ["main"]
 
-BATCHES = (1, 16, 64)
-CONTEXT = 256
-PROMPTS = (128, 512)
 READ_BYTES = 2**28  # of each thread; beyond any cache
+FILLED_AT_ONCE = 8  # sequences
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step: the last `count` tokens of each of `batch` sequences of `context` tokens. The first `shared` tokens are
+    the same for all, and their full blocks are there once."""
+
+    batch: int
+    context: int
+    count: int = 1
+    shared: int = 0
+    is_sampled: bool = False  # at temperature 0.8, top_p 0.95; else the largest logit
+
+    def __str__(self) -> str:
+        name = f"prompt of {self.context}" if self.count > 1 else f"decode {self.batch:3} x {self.context}"
+        name += f", {self.shared} of them shared" if self.shared else ""
+        return name + (", sampled" if self.is_sampled else "")
+
+
+CASES = {
+    "decode": [Case(batch, 256) for batch in (1, 16, 64)],
+    "sampled": [Case(batch, 256, is_sampled=True) for batch in (1, 16, 64)],
+    "shared": [Case(batch, 1020, shared=1000) for batch in (16, 64)],
+    "prompt": [Case(1, tokens, count=tokens) for tokens in (128, 512)],
+    "long": [Case(1, 1500, count=1500)],
+}
 
 
 def main() -> int:
@@ -44,41 +77,148 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=None)
-    arguments = parser.parse_args()
-    checkpoint = open_checkpoint(resolve_model(arguments.model))
-    runners: dict[str, ModelRunner] = {}
-    for name in ("native", "torch"):
-        settings = ModelSettings(device="cpu", threads=arguments.threads, cpu_kernels=name)
-        runner = runners[name] = ModelRunner.load(checkpoint, settings)
-        runner.allocate_kv(max(BATCHES) * CONTEXT // runner.block_size + max(PROMPTS))
-        for first in range(0, max(BATCHES), 8):
-            runner.execute(_plan(runner, sequences=range(first, first + 8), tokens=CONTEXT, count=CONTEXT))
-    threads = torch.get_num_threads()
-    reading = _Reading(threads)
-    native = runners["native"]
-    print(
-        f"{arguments.model}, {str(native.dtype).removeprefix('torch.')}, {threads} threads, load average "
-        f"{os.getloadavg()[0]:.1f}; milliseconds, least / median of the rounds"
+    parser.add_argument("--steps", nargs="+", choices=CASES, default=["decode", "prompt"], help="which steps to time")
+    parser.add_argument(
+        "--against", type=Path, metavar="CHECKOUT", help="another checkout of this project, in the place of plain torch"
     )
-    for batch in BATCHES:
-        times = _times(
-            runners,
-            reading,
-            functools.partial(_plan, sequences=range(batch), tokens=CONTEXT, count=1),
-            arguments.rounds,
+    parser.add_argument("--answering", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    native = _Local("native", arguments.model, arguments.threads)
+    if arguments.answering:
+        return _answer(native)
+    runner = native.runner
+    other: _Contestant = (
+        _Other(arguments.against, arguments.model, arguments.threads)
+        if arguments.against
+        else _Local("torch", arguments.model, arguments.threads)
+    )
+    contestants, names = (native, other), ("native", "against" if arguments.against else "torch")
+    try:
+        threads = torch.get_num_threads()
+        reading = _Reading(threads)
+        print(
+            f"{arguments.model}, {str(runner.dtype).removeprefix('torch.')}, {threads} threads, load average "
+            f"{os.getloadavg()[0]:.1f}; milliseconds, least / median of the rounds"
         )
-        kv_bytes = batch * CONTEXT // native.block_size * kv_block_bytes(native.config, native.block_size, native.dtype)
-        bound = (native.step_weight_bytes + kv_bytes) / reading.best_bytes_per_second
-        print(f"decode {batch:3} x {CONTEXT}: {_shown(times)}  bound {1e3 * bound:.1f} (read {reading})", flush=True)
-    for tokens in PROMPTS:
-        rounds = max(3, arguments.rounds // 3)
-        times = _times(
-            runners, reading, functools.partial(_plan, sequences=range(1), tokens=tokens, count=tokens), rounds
+        for case in (case for step in arguments.steps for case in CASES[step]):
+            rounds = arguments.rounds if case.count == 1 else max(3, arguments.rounds // 3)
+            times: list[list[float]] = [[], []]
+            for contestant in contestants:
+                contestant.fill(case)
+            for _ in range(rounds):
+                reading.measure()
+                for place, contestant in enumerate(contestants):
+                    times[place] += contestant.times(case)
+            shown = ", ".join(f"{name} {_shown(seconds)}" for name, seconds in zip(names, times, strict=True))
+            if case.count == 1:
+                bound = _bytes_read(runner, case) / reading.best_bytes_per_second
+                print(f"{case}: {shown}  bound {1e3 * bound:.1f} (read {reading})", flush=True)
+            else:
+                flops = 2e-12 * _layer_count(runner) * case.context
+                speeds = ", ".join(
+                    f"{name} {flops / min(seconds):.2f}" for name, seconds in zip(names, times, strict=True)
+                )
+                print(f"{case}: {shown}  TFLOP/s of the layers' products: {speeds}", flush=True)
+    finally:
+        other.close()
+        native.close()
+    return 0
+
+
+class _Contestant(Protocol):
+    def fill(self, case: Case) -> None:
+        """Write the KV of every token that the case's step finds there."""
+        ...
+
+    def times(self, case: Case) -> list[float]:
+        """Seconds of some steps."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class _Local:
+    """A model in this process."""
+
+    def __init__(self, cpu_kernels: Literal["native", "torch"], model: str, threads: int | None) -> None:
+        settings = ModelSettings(device="cpu", threads=threads, cpu_kernels=cpu_kernels)
+        self.runner = ModelRunner.load(open_checkpoint(resolve_model(model)), settings)
+        self.runner.allocate_kv(
+            max(_block_count(case, self.runner.block_size) for some in CASES.values() for case in some)
         )
-        speeds = (f"{name} {2e-12 * _layer_count(native) * tokens / min(times[name]):.2f}" for name in runners)
-        print(f"prompt of {tokens}: {_shown(times)}  TFLOP/s of the layers' products: {', '.join(speeds)}", flush=True)
-    for runner in runners.values():
-        runner.close()
+
+    def fill(self, case: Case) -> None:
+        start = 0
+        for first in range(0, case.batch, FILLED_AT_ONCE):
+            if first == 0 and case.shared:
+                self.runner.execute(_plan(self.runner, case, range(1), 0))
+                start = _shared_blocks(case, self.runner.block_size) * self.runner.block_size
+            sequences = range(first, min(first + FILLED_AT_ONCE, case.batch))
+            self.runner.execute(_plan(self.runner, case, sequences, start))
+
+    def times(self, case: Case) -> list[float]:
+        plan = _plan(self.runner, case, range(case.batch), case.context - case.count)
+        self.runner.execute(plan)  # what the others left in the caches is gone now
+        seconds = []
+        for _ in range(2):
+            started_at = time.perf_counter()
+            self.runner.execute(plan)
+            seconds.append(time.perf_counter() - started_at)
+        return seconds
+
+    def close(self) -> None:
+        self.runner.close()
+
+
+class _Other:
+    """The native kernels of another checkout, in a process of its own, which runs this very file."""
+
+    def __init__(self, checkout: Path, model: str, threads: int | None) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        (Path(self._folder.name) / "trioserve_kernels").symlink_to((checkout / "kernels").resolve())
+        path = os.pathsep.join((str(checkout.resolve()), self._folder.name))
+        more = [] if threads is None else ["--threads", str(threads)]
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", __file__, "--answering", "--model", model, *more],
+            env={**os.environ, "PYTHONPATH": path},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def fill(self, case: Case) -> None:
+        self._ask("fill", case)
+
+    def times(self, case: Case) -> list[float]:
+        return self._ask("times", case)
+
+    def close(self) -> None:
+        self._process.communicate()
+        self._folder.cleanup()
+
+    def _ask(self, what: str, case: Case) -> list[float]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps([what, asdict(case)]) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit("the other checkout's process has ended")
+        answer: list[float] = json.loads(line)
+        return answer
+
+
+def _answer(local: _Local) -> int:
+    """The other end of _Other."""
+    for line in sys.stdin:
+        what, fields = json.loads(line)
+        answer: list[float] = []
+        if what == "fill":
+            local.fill(Case(**fields))
+        else:
+            answer = local.times(Case(**fields))
+        print(json.dumps(answer), flush=True)
+    local.close()
     return 0
 
 
@@ -104,39 +244,44 @@ class _Reading:
         return f"{self.best_bytes_per_second / 1e9:.1f} GB/s"
 
 
-def _times(
-    runners: dict[str, ModelRunner], reading: _Reading, plan_for: Callable[[ModelRunner], StepPlan], rounds: int
-) -> dict[str, list[float]]:
-    times: dict[str, list[float]] = {name: [] for name in runners}
-    plans = {name: plan_for(runner) for name, runner in runners.items()}
-    for _ in range(rounds):
-        reading.measure()
-        for name, runner in runners.items():
-            runner.execute(plans[name])  # what the others left in the caches is gone now
-            for _ in range(2):
-                started_at = time.perf_counter()
-                runner.execute(plans[name])
-                times[name].append(time.perf_counter() - started_at)
-    return times
+def _shared_blocks(case: Case, block_size: int) -> int:
+    return case.shared // block_size
 
 
-def _plan(runner: ModelRunner, *, sequences: Sequence[int], tokens: int, count: int) -> StepPlan:
-    """The last `count` tokens of sequences of that many tokens, each in blocks of its own."""
-    width = -(-tokens // runner.block_size)
+def _block_count(case: Case, block_size: int) -> int:
+    """Of all sequences of a step."""
+    shared = _shared_blocks(case, block_size)
+    return shared + case.batch * (-(-case.context // block_size) - shared)
+
+
+def _bytes_read(runner: ModelRunner, case: Case) -> int:
+    kv_bytes = _block_count(case, runner.block_size) * kv_block_bytes(runner.config, runner.block_size, runner.dtype)
+    return runner.step_weight_bytes + kv_bytes
+
+
+def _plan(runner: ModelRunner, case: Case, sequences: Sequence[int], start: int) -> StepPlan:
+    """The tokens of these sequences from `start` on."""
+    shared = _shared_blocks(case, runner.block_size)
+    own = -(-case.context // runner.block_size) - shared
+    sampling = SamplingParams(temperature=0.8, top_p=0.95) if case.is_sampled else SamplingParams(temperature=0.0)
     chunks = []
     for sequence in sequences:
-        prompt = tuple((7919 * (sequence + 1) + 104_729 * index) % runner.config.vocab_size for index in range(tokens))
+        prompt = tuple(
+            (7919 * (1 if index < case.shared else sequence + 1) + 104_729 * index) % runner.config.vocab_size
+            for index in range(case.context)
+        )
         request = EngineRequest(
             id=RequestId(str(sequence)),
             prompt_token_ids=prompt,
-            sampling=SamplingParams(temperature=0.0),
+            sampling=sampling,
             output_tokens_max=1,
             stop_token_ids=frozenset(),
-            seed=0,
+            seed=sequence,
         )
-        table = range(sequence * width, (sequence + 1) * width)
-        chunks.append(ScheduledChunk(request, prompt, tokens - count, count, table, True))
-    return StepPlan(0, tuple(chunks), len(chunks) * count)
+        first = shared + sequence * own
+        table = [*range(shared), *range(first, first + own)]
+        chunks.append(ScheduledChunk(request, prompt, start, case.context - start, table, True))
+    return StepPlan(0, tuple(chunks), len(chunks) * (case.context - start))
 
 
 def _layer_count(runner: ModelRunner) -> int:
@@ -146,10 +291,8 @@ def _layer_count(runner: ModelRunner) -> int:
     return config.layer_count * config.hidden_size * (heads + 3 * config.intermediate_size)
 
 
-def _shown(times: dict[str, list[float]]) -> str:
-    return ", ".join(
-        f"{name} {1e3 * min(seconds):.1f} / {1e3 * statistics.median(seconds):.1f}" for name, seconds in times.items()
-    )
+def _shown(seconds: list[float]) -> str:
+    return f"{1e3 * min(seconds):.1f} / {1e3 * statistics.median(seconds):.1f}"
 
 
 if __name__ == "__main__":

@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
 from trioserve.model.families.llama import LlamaModel
 from trioserve.model.kv_storage import KVStorage
 from trioserve.model.model_config import ModelConfig
-from trioserve.model.sampler import Samples, sample
+from trioserve.model.sampler import finite_rows, sample, token_logprobs
+from trioserve.model.samples import PROMPT_LOGPROB_ROWS, ComputedStep, prompt_followers
 from trioserve.model.step_tensors import HeadShape, StepShape, build_step_tensors
 from trioserve.model.weights import Slot
 
-__all__ = ["ComputedStep", "StepModel", "TorchStepModel"]
-
-
-@dataclass(slots=True)
-class ComputedStep:
-    """hidden: [T, hidden_size] after the last layer, for StepModel.logits; it may be None if no chunk asks for
-    prompt_logprobs. first_rows: each chunk's first row. samples: a row for each chunk that samples, in their order;
-    None without any."""
-
-    hidden: Tensor | None
-    first_rows: Sequence[int]
-    samples: Samples | None
+__all__ = ["StepModel", "TorchStepModel"]
 
 
 class StepModel(Protocol):
@@ -60,10 +50,6 @@ class StepModel(Protocol):
         self, chunks: Sequence[ScheduledChunk], storage: KVStorage, is_abandoned: IsAbandoned
     ) -> ComputedStep | None:
         """Write the KV of every chunk's tokens, attend, and sample where a chunk samples; None if it was abandoned."""
-        ...
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[n, vocab_size] of rows of ComputedStep.hidden."""
         ...
 
     def close(self) -> None:
@@ -112,13 +98,16 @@ class TorchStepModel:
         sampled = [place for place, chunk in enumerate(chunks) if chunk.samples]
         if sampled:
             rows = [step.first_rows[place] + chunks[place].count - 1 for place in sampled]
-            logits = self.logits(_take_rows(hidden, rows))
+            logits = self._model.logits(_take_rows(hidden, rows))
             samples = sample(logits, [chunks[place] for place in sampled], self._model.kernels)
-        return ComputedStep(hidden, step.first_rows, samples)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        assert self._model is not None, "compute after close"
-        return self._model.logits(hidden)
+        return ComputedStep(
+            samples,
+            {
+                place: _prompt_logprobs(self._model, hidden[row : row + chunk.count], chunk)
+                for place, (chunk, row) in enumerate(zip(chunks, step.first_rows, strict=True))
+                if chunk.request.sampling.prompt_logprobs is not None
+            },
+        )
 
     def close(self) -> None:
         self._model = None
@@ -128,3 +117,17 @@ def _take_rows(hidden: Tensor, rows: Sequence[int]) -> Tensor:
     if list(rows) == list(range(hidden.shape[0])):
         return hidden
     return hidden.index_select(0, torch.tensor(rows).to(hidden.device, non_blocking=True))
+
+
+def _prompt_logprobs(model: LlamaModel, hidden: Tensor, chunk: ScheduledChunk) -> tuple[TokenLogprob, ...] | None:
+    """hidden: [count, hidden_size], the chunk's rows after the last layer."""
+    top = chunk.request.sampling.prompt_logprobs or 0
+    followers = prompt_followers(chunk)
+    entries: list[TokenLogprob] = []
+    for first in range(0, len(followers), PROMPT_LOGPROB_ROWS):
+        targets = followers[first : first + PROMPT_LOGPROB_ROWS]
+        logits = model.logits(hidden[first : first + len(targets)])
+        if not bool(finite_rows(logits).all()):
+            return None
+        entries.extend(token_logprobs(logits, targets, [top] * len(targets)))
+    return tuple(entries)

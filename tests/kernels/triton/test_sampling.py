@@ -15,7 +15,8 @@ from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import ScheduledChunk
 from trioserve.model.drawing import DRAW_TILES
-from trioserve.model.sampler import NOT_FINITE, NOTHING_LEFT, sample
+from trioserve.model.sampler import sample
+from trioserve.model.samples import NOT_FINITE, NOTHING_LEFT
 from trioserve_kernels import reference, triton
 from trioserve_kernels.reference import Flaw
 

@@ -1,0 +1,104 @@
+"""How each sampled row's token is to be chosen, as the native kernels read it, and what they chose."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from trioserve.contracts.events import TokenLogprob
+from trioserve.contracts.step import ScheduledChunk
+from trioserve.model.samples import NOT_FINITE, NOTHING_LEFT, Samples, counts_output, hides_end_tokens, is_plain
+from trioserve_kernels.native import FLAW_NOT_FINITE, NO_FLAW, SamplingStruct, StepStruct
+
+__all__ = ["NativeSamplings", "token_logprob"]
+
+
+class NativeSamplings:
+    """The rows of a step that are sampled, in order, and room for what the kernels choose."""
+
+    def __init__(self, chunks: Sequence[ScheduledChunk], vocab_size: int) -> None:
+        self._ids: list[int] = []
+        self._biases: list[float] = []
+        self._structs = (SamplingStruct * len(chunks))()
+        for row, chunk in enumerate(chunks):
+            if not is_plain(chunk):
+                self._structs[row] = self._struct(chunk, vocab_size)
+        with_logprobs = [row for row, chunk in enumerate(chunks) if chunk.request.sampling.logprobs is not None]
+        self._top_counts = {row: self._structs[row].top_count for row in with_logprobs}
+        top_count_max = max(self._top_counts.values(), default=0)
+        self._id_array, self._bias_array = np.array(self._ids, dtype=np.int32), np.array(self._biases, dtype=np.float32)
+        self._next_ids = np.empty(len(chunks), dtype=np.int32)
+        self._flaws = np.empty(len(chunks), dtype=np.int32)
+        self._logprobs = np.empty((len(chunks), 1 + top_count_max), dtype=np.float32)
+        self._top_ids = np.empty((len(chunks), top_count_max), dtype=np.int32)
+
+    def put_into(self, step: StepStruct) -> None:
+        """The addresses; they are good as long as this lives."""
+        step.samplings = ctypes.addressof(self._structs)
+        step.sampling_ids, step.sampling_biases = _address(self._id_array), _address(self._bias_array)
+        step.next_ids, step.flaws = _address(self._next_ids), _address(self._flaws)
+        step.logprobs, step.top_ids = _address(self._logprobs), _address(self._top_ids)
+        step.top_count_max = self._top_ids.shape[1]
+
+    def samples(self) -> Samples:
+        """What the kernels chose."""
+        token_ids, flaws = self._next_ids.tolist(), self._flaws.tolist()
+        errors = {
+            row: NOT_FINITE if flaw == FLAW_NOT_FINITE else NOTHING_LEFT
+            for row, flaw in enumerate(flaws)
+            if flaw != NO_FLAW
+        }
+        logprobs = {
+            row: token_logprob(token_ids[row], self._logprobs[row].tolist(), self._top_ids[row, :top_count].tolist())
+            for row, top_count in self._top_counts.items()
+            if row not in errors
+        }
+        return Samples([None if row in errors else token for row, token in enumerate(token_ids)], logprobs, errors)
+
+    def _struct(self, chunk: ScheduledChunk, vocab_size: int) -> SamplingStruct:
+        request, sampling = chunk.request, chunk.request.sampling
+        known, prompt_count = chunk.start + chunk.count, len(request.prompt_token_ids)
+        ids_first, biases_first = len(self._ids), len(self._biases)
+        bias = sampling.logit_bias or {}
+        hidden = request.stop_token_ids if hides_end_tokens(chunk) else frozenset()
+        seen: Sequence[int] = ()
+        if sampling.repetition_penalty != 1.0:
+            seen = chunk.tokens[:known]
+        elif counts_output(sampling):
+            seen = chunk.tokens[prompt_count:known]
+        self._ids.extend(bias)
+        self._biases.extend(bias.values())
+        self._ids.extend(hidden)
+        self._ids.extend(seen)
+        return SamplingStruct(
+            seed=request.seed,
+            top_p=sampling.top_p,
+            position=known,
+            temperature=sampling.temperature,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            top_k=max(0, min(sampling.top_k, vocab_size)),
+            ids_first=ids_first,
+            biases_first=biases_first,
+            bias_count=len(bias),
+            hidden_count=len(hidden),
+            seen_count=len(seen),
+            output_count=min(len(seen), known - prompt_count),
+            top_count=min(sampling.logprobs or 0, vocab_size),
+            wants_logprobs=sampling.logprobs is not None,
+            needs_logits=1,
+        )
+
+
+def token_logprob(token_id: int, logprobs: list[float], top_ids: list[int]) -> TokenLogprob:
+    """logprobs: the token's own, then those of top_ids, and perhaps more."""
+    return TokenLogprob(token_id, logprobs[0], tuple(zip(top_ids, logprobs[1:], strict=False)))
+
+
+def _address(values: npt.NDArray[np.int32] | npt.NDArray[np.float32]) -> int:
+    return int(values.ctypes.data)

@@ -1,0 +1,76 @@
+"""What sampling asks of a chunk, and what a computed step answers, whoever computes it. Knows no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from trioserve.contracts.events import TokenLogprob
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.step import ScheduledChunk
+
+__all__ = [
+    "NOTHING_LEFT",
+    "NOT_FINITE",
+    "PROMPT_LOGPROB_ROWS",
+    "ComputedStep",
+    "Samples",
+    "counts_output",
+    "hides_end_tokens",
+    "is_adjusted",
+    "is_plain",
+    "prompt_followers",
+]
+
+NOT_FINITE = "the model gave a result that is no number (NaN or infinity) for this request; its answer cannot go on"
+NOTHING_LEFT = "min_tokens and logit_bias leave no token that may be sampled: lower min_tokens or change logit_bias"
+
+# Logits of this many prompt tokens at a time: 128 rows of a vocabulary of 150,000 are 77 MB in float32.
+PROMPT_LOGPROB_ROWS = 128
+
+
+@dataclass(slots=True)
+class Samples:
+    """One entry per row: token_ids (None where errors has the row), and logprobs where the request asked."""
+
+    token_ids: list[int | None]
+    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class ComputedStep:
+    """samples: a row for each chunk that samples, in their order; None without any. prompt_logprobs: by the place of
+    each chunk that asks, those of its prompt_followers; None if the model's numbers for it are not finite."""
+
+    samples: Samples | None
+    prompt_logprobs: dict[int, tuple[TokenLogprob, ...] | None] = field(default_factory=dict)
+
+
+def prompt_followers(chunk: ScheduledChunk) -> Sequence[int]:
+    """The prompt tokens after each of the chunk's; the last token of a prompt has none."""
+    return chunk.request.prompt_token_ids[chunk.start + 1 : chunk.start + chunk.count + 1]
+
+
+def is_plain(chunk: ScheduledChunk) -> bool:
+    """Whether the chunk's next token is that of its largest logit, and nothing else is asked."""
+    sampling = chunk.request.sampling
+    return sampling.temperature == 0 and sampling.logprobs is None and not is_adjusted(chunk)
+
+
+def is_adjusted(chunk: ScheduledChunk) -> bool:
+    """Whether logits are changed before anything is chosen."""
+    sampling = chunk.request.sampling
+    return bool(
+        sampling.logit_bias or hides_end_tokens(chunk) or sampling.repetition_penalty != 1.0 or counts_output(sampling)
+    )
+
+
+def counts_output(sampling: SamplingParams) -> bool:
+    return sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
+
+
+def hides_end_tokens(chunk: ScheduledChunk) -> bool:
+    """Whether the token to be sampled comes before min_tokens are reached."""
+    output_count = chunk.start + chunk.count - len(chunk.request.prompt_token_ids)
+    return output_count < chunk.request.sampling.min_tokens
