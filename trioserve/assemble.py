@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -75,9 +74,6 @@ async def open_configured_engine(
     on_loaded: Callable[[Loaded], None] = lambda loaded: None,
 ) -> AsyncIterator[Engine]:
     """The same from a Config, with a look at the loading."""
-    # Read by OpenMP when torch is first imported: threads that wait for each other give the core back soon, so that a
-    # busy event loop on the other core costs a step little.
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     started_at = time.perf_counter()
     with errors_unwrapped():
         async with WorkerThread("compute") as compute, WorkerThread("text") as text:
@@ -91,9 +87,9 @@ async def open_configured_engine(
                 on_loaded(
                     Loaded(
                         model_path=path,
-                        device=str(runner.device),
+                        device=runner.device,
                         computed_by=runner.computed_by,
-                        dtype=str(runner.dtype).removeprefix("torch."),
+                        dtype=runner.dtype,
                         context_tokens_max=core.settings.context_tokens_max,
                         model_context_tokens_max=checkpoint.config.context_tokens_max,
                         block_count=runner.block_count,
@@ -167,7 +163,7 @@ async def _load(
         on_progress(done, total)
 
     def load_runner() -> ModelRunner:
-        from trioserve.model.runner import ModelRunner  # imports torch, in the thread that will use it
+        from trioserve.model.runner import ModelRunner  # in the thread that will use it, since it may import torch
 
         runner = ModelRunner.load(checkpoint, _model_settings(config), progress=report)
         runners.append(runner)

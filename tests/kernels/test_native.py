@@ -12,7 +12,10 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor
@@ -33,7 +36,7 @@ from trioserve_kernels.native import (
 LEVELS = supported_levels()
 pytestmark = pytest.mark.skipif(not LEVELS, reason="needs Linux on x86-64 with AVX2")
 EMULATED_AMX = "amx, emulated"
-DTYPE_IDS = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+DTYPE_IDS = pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 ATTENTION_TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
@@ -56,6 +59,19 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def as_array(tensor: Tensor) -> npt.NDArray[Any]:
+    """The tensor's memory as the kernels' arrays have it: bfloat16 as its bits."""
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def as_tensor(array: npt.NDArray[Any]) -> Tensor:
+    return torch.from_numpy(array).view(torch.bfloat16 if array.dtype == np.uint16 else torch.float32)
 
 
 # --- products -------------------------------------------------------------------------------------------------------
@@ -85,12 +101,12 @@ def test_products(engine: Engine, dtype: torch.dtype, rows: int, outputs: int, i
     x, weight = random(rows, inputs, dtype=dtype), random(outputs, inputs, dtype=dtype, seed=1)
     library = engine.library
     # What follows a weight is read ahead, and must not count: here NaN.
-    size = library.packed_bytes(outputs, inputs, dtype)
+    size = library.packed_bytes(outputs, inputs, name_of(dtype))
     memory = WeightMemory(library, size + 4096)
     packed = memory.take(size)
-    library.pack(weight, packed)
+    library.pack(as_array(weight), packed)
     ctypes.memset(memory.take(4096), 0xFF, 4096)
-    product = engine.product(x, packed, outputs)
+    product = as_tensor(engine.product(as_array(x), packed, outputs))
     memory.close()
     exact = x.double() @ weight.double().T
     terms = x.double().abs() @ weight.double().abs().T
@@ -101,12 +117,12 @@ def test_two_matrices_in_turn_blocks(engine: Engine) -> None:
     """As gate and up lie: block for block beside each other."""
     x, gate, up = random(6, 64), random(48, 64, seed=1), random(48, 64, seed=2)
     library = engine.library
-    size = library.packed_bytes(96, 64, torch.float32)
+    size = library.packed_bytes(96, 64, "float32")
     memory = WeightMemory(library, size)
     packed = memory.take(size)
-    library.pack(gate, packed, first_block=0, block_step=2)
-    library.pack(up, packed, first_block=1, block_step=2)
-    product = engine.product(x, packed, 96).view(6, 3, 2, 16)
+    library.pack(gate.numpy(), packed, first_block=0, block_step=2)
+    library.pack(up.numpy(), packed, first_block=1, block_step=2)
+    product = as_tensor(engine.product(x.numpy(), packed, 96)).view(6, 3, 2, 16)
     memory.close()
     torch.testing.assert_close(product[:, :, 0].reshape(6, 48), x @ gate.T, atol=1e-4, rtol=0)
     torch.testing.assert_close(product[:, :, 1].reshape(6, 48), x @ up.T, atol=1e-4, rtol=0)
@@ -156,15 +172,15 @@ def check_attention(
     row_count = sum(count for _, count in chunks)
     queries = random(row_count, heads * head_dim, dtype=dtype, seed=8)
 
-    def array(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32)
+    def array(values: list[int]) -> npt.NDArray[np.int32]:
+        return np.array(values, dtype=np.int32)
 
     starts, counts = array([start for start, _ in chunks]), array([count for _, count in chunks])
     firsts = array([sum(widths[:index]) for index in range(len(widths))])
     blocks = array([block for table in tables for block in table])
     layer = LayerStruct(window=window or 0)
     model = ModelStruct(
-        dtype=DTYPES[dtype],
+        dtype=DTYPES[name_of(dtype)],
         layer_count=1,
         head_count=heads,
         kv_head_count=kv_heads,
@@ -172,7 +188,7 @@ def check_attention(
         page_tokens=page_tokens,
         layers=ctypes.addressof(layer),
     )
-    page_addresses = (ctypes.c_void_p * 1)(address(pages))
+    page_addresses = (ctypes.c_void_p * 1)(address(as_array(pages)))
     step = StepStruct(
         row_count=row_count,
         chunk_count=len(chunks),
@@ -182,7 +198,7 @@ def check_attention(
         tables=address(blocks),
         pages=ctypes.addressof(page_addresses),
     )
-    attended = engine.attention(model, step, queries)
+    attended = as_tensor(engine.attention(model, step, as_array(queries)))
     expected = expected_attention(queries, pages, tables, chunks, window)
     assert (attended.double() - expected).abs().max() < ATTENTION_TOLERANCES[dtype]
 

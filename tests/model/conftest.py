@@ -8,6 +8,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+
+from trioserve.model.loading.checkpoint import Checkpoint
+from trioserve.model.torch_formats import as_tensor
 
 
 def _neighbour(name: str) -> ModuleType:
@@ -58,6 +62,12 @@ def tiny_gguf(
         return made[key]
 
     return file
+
+
+@pytest.fixture(scope="session")
+def tensors_of() -> Callable[[Checkpoint], dict[str, torch.Tensor]]:
+    """tensors_of(checkpoint) -> every tensor by name, read in its own format."""
+    return lambda checkpoint: {tensor.name: as_tensor(tensor.read(tensor.dtype)) for tensor in checkpoint.tensors()}
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
+import numpy as np
 
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
@@ -17,6 +17,7 @@ from trioserve.model.settings import ModelSettings
 
 __all__ = ["GREEDY", "StepDriver", "load_runner"]
 
+BFLOAT16_NAN_BITS = 0x7FC0
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -42,9 +43,11 @@ def load_runner(
     runner = ModelRunner.load(open_checkpoint(path), settings)
     runner.allocate_kv(block_count)
     assert runner.storage is not None
-    with torch.inference_mode():
-        for pages in runner.storage.pages:
-            pages.fill_(float("nan"))
+    for pages in runner.storage.pages:
+        if isinstance(pages, np.ndarray) and pages.dtype == np.uint16:
+            pages[:] = BFLOAT16_NAN_BITS
+        else:
+            pages[:] = float("nan")
     return runner
 
 

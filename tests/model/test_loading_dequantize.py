@@ -18,13 +18,13 @@ LARGEST_ERROR |= {"Q5_0": 0.5 / 16, "Q5_1": 0.9 / 31, "Q4_K": 0.9 / 15, "Q5_K": 
 
 
 def test_quantized_checkpoints_stay_near_the_original(
-    tiny_checkpoints: Any, tiny_checkpoint: Callable[..., Path], tiny_gguf: Callable[..., Path]
+    tiny_checkpoints: Any, tiny_checkpoint: Callable[..., Path], tiny_gguf: Callable[..., Path], tensors_of: Any
 ) -> None:
-    original = dict(open_checkpoint(tiny_checkpoint("llama-wide")).tensors())
+    original = tensors_of(open_checkpoint(tiny_checkpoint("llama-wide")))
     assert set(tiny_checkpoints.GGUF_QUANT_TYPES) == set(LARGEST_ERROR)
     for quant_type, largest_error in LARGEST_ERROR.items():
         checkpoint = open_checkpoint(tiny_gguf("llama-wide", quant_type))
-        for name, tensor in checkpoint.tensors():
+        for name, tensor in tensors_of(checkpoint).items():
             error = np.abs(tensor.float().numpy() - original[name].numpy())
             if tensor.ndim == 1:
                 assert error.max() == 0.0
@@ -35,9 +35,11 @@ def test_quantized_checkpoints_stay_near_the_original(
 
 
 @pytest.mark.parametrize("quant_type", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
-def test_every_tensor_is_what_the_gguf_package_makes_of_it(tiny_gguf: Callable[..., Path], quant_type: str) -> None:
+def test_every_tensor_is_what_the_gguf_package_makes_of_it(
+    tiny_gguf: Callable[..., Path], quant_type: str, tensors_of: Any
+) -> None:
     path = tiny_gguf("llama-wide", quant_type)
-    given = dict(open_checkpoint(path).tensors())
+    given = tensors_of(open_checkpoint(path))
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     for name, outside in (
         ("embed.weight", "token_embd.weight"),
@@ -47,9 +49,12 @@ def test_every_tensor_is_what_the_gguf_package_makes_of_it(tiny_gguf: Callable[.
         assert np.array_equal(given[name].numpy(), expected), name
 
 
-def test_slices_join_without_a_seam(tiny_gguf: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    at_once = dict(open_checkpoint(tiny_gguf("llama", "Q8_0")).tensors())
-    monkeypatch.setattr("trioserve.model.loading.dequantize.SLICE_VALUES", 39 * 32)  # leaves a remainder everywhere
-    in_slices = dict(open_checkpoint(tiny_gguf("llama", "Q8_0")).tensors())
-    for name, tensor in at_once.items():
-        assert np.array_equal(tensor.numpy(), in_slices[name].numpy()), name
+@pytest.mark.parametrize("quant_type", ["Q8_0", "F16"])
+def test_slices_join_without_a_seam(
+    tiny_gguf: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, quant_type: str
+) -> None:
+    checkpoint = open_checkpoint(tiny_gguf("llama", quant_type))
+    at_once = {tensor.name: tensor.read("bfloat16") for tensor in checkpoint.tensors()}
+    monkeypatch.setattr("trioserve.model.loading.stored_tensor.SLICE_VALUES", 39 * 32)  # leaves a remainder everywhere
+    for tensor in checkpoint.tensors():
+        assert np.array_equal(tensor.read("bfloat16"), at_once[tensor.name]), tensor.name

@@ -9,12 +9,13 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 
 from trioserve.contracts.errors import ModelLoadError, StartupError
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import StepPlan
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
+from trioserve.model.loading.stored_tensor import StoredTensor
+from trioserve.model.number_formats import Dtype, Values
 from trioserve.model.runner import ModelRunner
 from trioserve.model.settings import ModelSettings
 
@@ -27,12 +28,12 @@ def driver(cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: 
     return step_driver.StepDriver(step_driver.load_runner(tiny_checkpoint("llama"), cpu_kernels=cpu_kernels))
 
 
-def changed(checkpoint: Checkpoint, change: Callable[[str, torch.Tensor], list[tuple[str, torch.Tensor]]]) -> Any:
+def changed(checkpoint: Checkpoint, change: Callable[[StoredTensor], list[StoredTensor]]) -> Any:
     """The checkpoint with each of its tensors replaced by what `change` makes of it."""
 
-    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in checkpoint.tensors():
-            yield from change(name, tensor)
+    def tensors() -> Iterator[StoredTensor]:
+        for tensor in checkpoint.tensors():
+            yield from change(tensor)
 
     return SimpleNamespace(config=checkpoint.config, weight_bytes=checkpoint.weight_bytes, tensors=tensors)
 
@@ -79,11 +80,13 @@ def test_a_request_whose_numbers_are_not_finite_fails_alone(
 ) -> None:
     """One token's embedding is NaN. Its request fails, and its blocks harm nobody who uses them afterwards."""
 
-    def damage(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        if name == "embed.weight":
-            tensor = tensor.clone()
-            tensor[33] = float("nan")
-        return [(name, tensor)]
+    def damage(tensor: StoredTensor) -> list[StoredTensor]:
+        def read(dtype: Dtype) -> Values:
+            values = tensor.read(dtype)
+            values[33] = float("nan")
+            return values
+
+        return [tensor._replace(read=read) if tensor.name == "embed.weight" else tensor]
 
     settings = msgspec.structs.replace(SETTINGS, cpu_kernels=cpu_kernels)
     runner = ModelRunner.load(changed(open_checkpoint(tiny_checkpoint("llama")), damage), settings)
@@ -181,11 +184,11 @@ def test_progress_counts_every_byte_and_may_end_the_loading(tiny_checkpoint: Cal
 @pytest.mark.parametrize(
     "change, message",
     (
-        (lambda name, tensor: [] if name == "layers.1.k_proj.weight" else [(name, tensor)], "layers.1.k_proj.weight"),
-        (lambda name, tensor: [(name, tensor)] * (2 if name == "norm.weight" else 1), "norm.weight twice"),
-        (lambda name, tensor: [(name.replace("layers.1.", "layers.7."), tensor)], "layers.7.*no place"),
+        (lambda tensor: [tensor] * (tensor.name != "layers.1.k_proj.weight"), "layers.1.k_proj.weight"),
+        (lambda tensor: [tensor] * (2 if tensor.name == "norm.weight" else 1), "norm.weight twice"),
+        (lambda tensor: [tensor._replace(name=tensor.name.replace("layers.1.", "layers.7."))], "layers.7.*no place"),
         (
-            lambda name, tensor: [(name, tensor[:-1] if name == "layers.0.up_proj.weight" else tensor)],
+            lambda tensor: [tensor._replace(shape=(95, 64)) if tensor.name == "layers.0.up_proj.weight" else tensor],
             r"layers.0.up_proj.weight has shape \[95, 64\].*\[96, 64\]",
         ),
     ),

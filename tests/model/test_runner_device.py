@@ -15,8 +15,6 @@ from trioserve.model.device import free_host_bytes, kv_block_bytes, kv_block_cou
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.settings import ModelSettings
 
-CPU = torch.device("cpu")
-
 
 def config(**changes: Any) -> ModelConfig:
     fields: dict[str, Any] = {
@@ -46,20 +44,20 @@ def config(**changes: Any) -> ModelConfig:
 
 
 def test_a_block_holds_keys_and_values_of_every_layer() -> None:
-    assert kv_block_bytes(config(), 16, torch.bfloat16) == 2 * 3 * 2 * 8 * 16 * 2
+    assert kv_block_bytes(config(), 16, "bfloat16") == 2 * 3 * 2 * 8 * 16 * 2
 
 
 def test_kv_cache_bytes_are_filled_and_not_exceeded() -> None:
-    block = kv_block_bytes(config(), 16, torch.float32)
+    block = kv_block_bytes(config(), 16, "float32")
     for budget, count in ((block, 1), (3 * block - 1, 2), (3 * block, 3)):
-        assert kv_block_count(config(), ModelSettings(kv_cache_bytes=budget), CPU, torch.float32) == count
+        assert kv_block_count(config(), ModelSettings(kv_cache_bytes=budget), "cpu", "float32") == count
     with pytest.raises(StartupError, match=f"needs {block}"):
-        kv_block_count(config(), ModelSettings(kv_cache_bytes=block - 1), CPU, torch.float32)
+        kv_block_count(config(), ModelSettings(kv_cache_bytes=block - 1), "cpu", "float32")
 
 
 def test_a_cpu_gives_a_quarter_of_its_free_memory_and_at_most_4_gib() -> None:
-    block = kv_block_bytes(config(), 16, torch.float32)
-    count = kv_block_count(config(), ModelSettings(), CPU, torch.float32)
+    block = kv_block_bytes(config(), 16, "float32")
+    count = kv_block_count(config(), ModelSettings(), "cpu", "float32")
     assert 0 < count * block <= min(4 * 2**30, 0.3 * free_host_bytes())
 
 
@@ -103,15 +101,15 @@ def test_free_memory_heeds_the_control_group(cgroup: dict[str, str], expected: i
 
 def test_auto_takes_the_checkpoints_format_but_not_float16_on_a_cpu() -> None:
     auto = ModelSettings()
-    assert pick_dtype(config(dtype_name="float32"), auto, CPU) == torch.float32
-    assert pick_dtype(config(dtype_name="float16"), auto, CPU) == torch.bfloat16
-    assert pick_dtype(config(dtype_name="float16"), auto, torch.device("cuda", 0)) == torch.float16
-    assert pick_dtype(config(), ModelSettings(dtype="float16"), CPU) == torch.float16
+    assert pick_dtype(config(dtype_name="float32"), auto, "cpu") == "float32"
+    assert pick_dtype(config(dtype_name="float16"), auto, "cpu") == "bfloat16"
+    assert pick_dtype(config(dtype_name="float16"), auto, "cuda") == "float16"
+    assert pick_dtype(config(), ModelSettings(dtype="float16"), "cpu") == "float16"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests what happens without a CUDA device")
 def test_cuda_is_refused_where_there_is_none() -> None:
-    assert pick_device(ModelSettings(device="auto")) == CPU
+    assert pick_device(ModelSettings(device="auto")) == "cpu"
     with pytest.raises(StartupError, match="no CUDA device"):
         pick_device(ModelSettings(device="cuda"))
 

@@ -26,7 +26,7 @@ class FakeRunner(FakeExecutor):
     """A model runner without torch. at: what to do at "load" (given the report of progress), "allocate" or "warm"."""
 
     device = "cpu"
-    dtype = "torch.float32"
+    dtype = "float32"
     kv_cache_bytes = 1
     step_weight_bytes = 1
     computed_by = "nothing"

@@ -2,56 +2,112 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
-
-import torch
+from types import ModuleType
+from typing import Literal
 
 from trioserve.contracts.errors import StartupError
 from trioserve.model.model_config import ModelConfig
+from trioserve.model.number_formats import VALUE_BYTES, Dtype
 from trioserve.model.settings import ModelSettings
 
-__all__ = ["free_host_bytes", "kv_block_bytes", "kv_block_count", "step_weight_bytes", "pick_device", "pick_dtype"]
+__all__ = [
+    "DeviceType",
+    "default_thread_count",
+    "free_host_bytes",
+    "kv_block_bytes",
+    "kv_block_count",
+    "pick_device",
+    "pick_dtype",
+    "step_weight_bytes",
+    "torch_now",
+]
+
+DeviceType = Literal["cpu", "cuda"]
 
 KV_CACHE_BYTES_MAX_CPU = 4 * 2**30  # the rest of a host's memory is not ours to take unasked
 KV_CACHE_SHARE_CPU = 0.25  # of what is free
 
 
-def pick_device(settings: ModelSettings) -> torch.device:
+def torch_now() -> ModuleType:
+    """torch, imported by now at the latest. That takes seconds and 200 MiB, and the native kernels do without it: only
+    what cannot go on without torch asks."""
+    # Read by OpenMP when torch is first imported: threads that wait for each other give the core back soon, so that a
+    # busy event loop on the other core costs a step little.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    import torch
+
+    return torch
+
+
+def pick_device(settings: ModelSettings) -> DeviceType:
     """The device that the settings name. Raises StartupError if CUDA is asked for and there is none."""
-    available = torch.cuda.is_available()
-    if settings.device == "cuda" and not available:
-        raise StartupError("device is cuda, but torch sees no CUDA device here: use device cpu or auto")
-    if settings.device == "cpu" or not available:
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    if settings.device == "cuda":
+        if not torch_now().cuda.is_available():
+            raise StartupError("device is cuda, but torch sees no CUDA device here: use device cpu or auto")
+        return "cuda"
+    is_wanted = settings.device == "auto" and _has_cuda_driver()
+    return "cuda" if is_wanted and torch_now().cuda.is_available() else "cpu"
 
 
-def pick_dtype(config: ModelConfig, settings: ModelSettings, device: torch.device) -> torch.dtype:
+def _has_cuda_driver() -> bool:
+    """Without this library torch sees no CUDA device either; looking for it takes no import of torch."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def default_thread_count() -> int:
+    """torch's own default: OMP_NUM_THREADS, or one thread for each core that this process may run on."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if wanted.isdecimal() and int(wanted) > 0:
+        return int(wanted)
+    return _core_count()
+
+
+def _core_count(root: Path = Path("/")) -> int:
+    """Two CPUs of one core share what computes, so they count once."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    cpus = os.sched_getaffinity(0)
+    cores = set()
+    for cpu in cpus:
+        try:
+            siblings = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+            cores.add(siblings.read_text(encoding="ascii"))
+        except OSError:
+            cores.add(str(cpu))
+    return len(cores)
+
+
+def pick_dtype(config: ModelConfig, settings: ModelSettings, device: DeviceType) -> Dtype:
     """The number format of weights, activations and KV.
 
     auto takes the checkpoint's own, but bfloat16 for a float16 one on a CPU: few CPUs multiply float16, and torch's way
     around takes several times as long.
     """
-    name: str = settings.dtype
-    if name == "auto":
-        name = "bfloat16" if device.type == "cpu" and config.dtype_name == "float16" else config.dtype_name
-    return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[name]
+    if settings.dtype != "auto":
+        return settings.dtype
+    return "bfloat16" if device == "cpu" and config.dtype_name == "float16" else config.dtype_name
 
 
-def kv_block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+def kv_block_bytes(config: ModelConfig, block_size: int, dtype: Dtype) -> int:
     """What one block takes: keys and values of block_size tokens in all layers."""
-    return 2 * config.layer_count * config.kv_head_count * config.head_dim * block_size * dtype.itemsize
+    return 2 * config.layer_count * config.kv_head_count * config.head_dim * block_size * VALUE_BYTES[dtype]
 
 
-def step_weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+def step_weight_bytes(config: ModelConfig, dtype: Dtype) -> int:
     """What a decode step has to read of the weights: all but an embedding table that is not the output layer, too."""
     attention = config.hidden_size * config.head_dim * (2 * config.head_count + 2 * config.kv_head_count)
     mlp = 3 * config.hidden_size * config.intermediate_size
-    return (config.layer_count * (attention + mlp) + config.vocab_size * config.hidden_size) * dtype.itemsize
+    return (config.layer_count * (attention + mlp) + config.vocab_size * config.hidden_size) * VALUE_BYTES[dtype]
 
 
-def kv_block_count(config: ModelConfig, settings: ModelSettings, device: torch.device, dtype: torch.dtype) -> int:
+def kv_block_count(config: ModelConfig, settings: ModelSettings, device: DeviceType, dtype: Dtype) -> int:
     """How many KV blocks fit; call it when the weights are loaded. Raises StartupError if not even one does.
 
     kv_cache_bytes if it is set. Else on a CPU 4 GiB or a quarter of the free memory, whichever is less; on CUDA
@@ -59,12 +115,12 @@ def kv_block_count(config: ModelConfig, settings: ModelSettings, device: torch.d
     not avoided here: the core limits how many run.
     """
     budget = settings.kv_cache_bytes
-    if budget is None and device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
+    if budget is None and device == "cuda":
+        free, total = torch_now().cuda.mem_get_info()
         budget = int(settings.memory_share * total) - (total - free)
     elif budget is None:
         budget = min(KV_CACHE_BYTES_MAX_CPU, int(KV_CACHE_SHARE_CPU * free_host_bytes()))
-    elif device.type != "cuda" and budget > (free := free_host_bytes()):
+    elif device != "cuda" and budget > (free := free_host_bytes()):
         raise StartupError(
             f"the KV cache is to have {budget / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB are free: ask for less"
         )

@@ -4,7 +4,6 @@ in families/."""
 from __future__ import annotations
 
 import functools
-import math
 import platform
 from collections.abc import Iterator, Mapping
 
@@ -12,10 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trioserve.model.model_config import ModelConfig, RopeScaling
+from trioserve.model.model_config import ModelConfig
+from trioserve.model.rotary import rotary_frequencies
+from trioserve.model.torch_formats import torch_slot
 from trioserve.model.weights import Slot
 
-__all__ = ["Embedding", "Linear", "Norm", "RotaryAngles", "rotary_frequencies"]
+__all__ = ["Embedding", "Linear", "Norm", "RotaryAngles"]
 
 
 class Linear:
@@ -43,9 +44,10 @@ class Linear:
     def slots(self) -> Iterator[Slot]:
         first = 0
         for name, size in self._outputs.items():
-            yield Slot(f"{name}.weight", (size, self._inputs), functools.partial(self._fill, name, first))
+            fill = functools.partial(self._fill, name, first)
+            yield torch_slot(f"{name}.weight", (size, self._inputs), self._dtype, fill)
             if self._bias is not None:
-                yield Slot(f"{name}.bias", (size,), self._bias[first : first + size].copy_)
+                yield torch_slot(f"{name}.bias", (size,), self._dtype, self._bias[first : first + size].copy_)
             first += size
 
     def take(self, weight: Tensor) -> None:
@@ -87,7 +89,7 @@ class Embedding:
             if tied is not None:
                 tied.take(self.weight)
 
-        yield Slot("embed.weight", tuple(self.weight.shape), fill)
+        yield torch_slot("embed.weight", tuple(self.weight.shape), self.weight.dtype, fill)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """int64 [n] to [n, columns], a copy that may be changed."""
@@ -102,14 +104,15 @@ class Norm:
         self.weight = torch.empty(size, dtype=dtype, device=device)
 
     def slots(self) -> Iterator[Slot]:
-        yield Slot(f"{self._name}.weight", tuple(self.weight.shape), self.weight.copy_)
+        yield torch_slot(f"{self._name}.weight", tuple(self.weight.shape), self.weight.dtype, self.weight.copy_)
 
 
 class RotaryAngles:
     """Cosine and sine of every position's angles (RoFormer, arXiv 2104.09864), with the scaling the config names."""
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        frequencies, self._magnitude = rotary_frequencies(config)
+        plain, self._magnitude = rotary_frequencies(config)
+        frequencies = torch.from_numpy(plain)
         # Both halves of a head turn by the same angles, the first one backwards: see rotary_ in the kernels.
         self._frequencies = torch.cat((frequencies, frequencies)).to(device)
         ones = torch.ones_like(frequencies)
@@ -119,48 +122,6 @@ class RotaryAngles:
         """positions: int64 [T]. Returns two tensors [T, 1, head_dim], the first half of sine negated."""
         angles = positions.to(torch.float32)[:, None, None] * self._frequencies
         return (angles.cos() * self._magnitude).to(dtype), (angles.sin() * self._signs).to(dtype)
-
-
-def rotary_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
-    """float32 [head_dim / 2], radians a token, and what cosine and sine are multiplied by."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    plain = 1.0 / config.rope_theta**exponents
-    scaling = config.rope_scaling
-    if scaling is None:
-        return plain, 1.0
-    if scaling.kind == "linear":
-        return plain / scaling.factor, 1.0
-    if scaling.kind == "llama3":
-        return _llama3_frequencies(plain, scaling), 1.0
-    return _yarn_frequencies(plain, scaling, config)
-
-
-def _llama3_frequencies(plain: Tensor, scaling: RopeScaling) -> Tensor:
-    """As in Meta's Llama 3.1: slow turns are stretched, fast ones stay, and between the two it is a linear blend."""
-    if scaling.frequency_factors is not None:
-        return plain / torch.tensor(scaling.frequency_factors, dtype=torch.float32)
-    turns = scaling.original_context_tokens * plain / (2 * math.pi)
-    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = kept.clamp(0.0, 1.0)
-    return (1 - kept) * plain / scaling.factor + kept * plain
-
-
-def _yarn_frequencies(plain: Tensor, scaling: RopeScaling, config: ModelConfig) -> tuple[Tensor, float]:
-    """YaRN, arXiv 2309.00071: as llama3, but the blend is linear in the index, and attention gets a temperature."""
-
-    def index_of(turns: float) -> float:
-        """The index (not rounded) whose angle makes this many turns over the original context."""
-        wavelength = scaling.original_context_tokens / (turns * 2 * math.pi)
-        return config.head_dim * math.log(wavelength) / (2 * math.log(config.rope_theta))
-
-    first = max(math.floor(index_of(scaling.beta_fast)), 0)
-    last = min(math.ceil(index_of(scaling.beta_slow)), config.head_dim - 1)
-    ramp = (torch.arange(plain.shape[0], dtype=torch.float32) - first) / max(last - first, 0.001)
-    stretched = ramp.clamp(0.0, 1.0)
-    magnitude = scaling.attention_factor
-    if magnitude is None:
-        magnitude = 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
-    return stretched * plain / scaling.factor + (1 - stretched) * plain, magnitude
 
 
 def _can_pack(weight: Tensor) -> bool:

@@ -12,8 +12,9 @@ import msgspec
 
 from trioserve.contracts.errors import ModelLoadError
 
-__all__ = ["ARCHITECTURES", "Architecture", "ModelConfig", "RopeScaling"]
+__all__ = ["ARCHITECTURES", "Architecture", "Dtype", "ModelConfig", "RopeScaling"]
 
+Dtype = Literal["bfloat16", "float16", "float32"]
 Architecture = Literal["llama", "mistral", "qwen2", "qwen3"]
 ARCHITECTURES: tuple[Architecture, ...] = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -106,7 +107,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     sliding_windows: tuple[int | None, ...]
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    dtype_name: str
+    dtype_name: Dtype
 
     def __post_init__(self) -> None:
         if self.architecture not in ARCHITECTURES:

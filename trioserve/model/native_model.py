@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
+from trioserve.model.device import DeviceType
 from trioserve.model.kv_storage import KVStorage
-from trioserve.model.layers import rotary_frequencies
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.native_sampling import NativeSamplings, token_logprob
+from trioserve.model.number_formats import Dtype, Float32Array, Values, convert
+from trioserve.model.rotary import rotary_frequencies
 from trioserve.model.samples import PROMPT_LOGPROB_ROWS, ComputedStep, prompt_followers
 from trioserve.model.weights import Slot
 from trioserve_kernels.native import (
@@ -34,6 +34,7 @@ from trioserve_kernels.native import (
     StepStruct,
     WeightMemory,
     address,
+    empty_array,
 )
 
 __all__ = ["NativeModel", "why_not_native"]
@@ -45,10 +46,10 @@ ASKS_OF_SHORT_STEP = 4
 SHORT_STEP_ROWS = 64
 
 
-def why_not_native(config: ModelConfig, dtype: torch.dtype) -> str | None:
+def why_not_native(config: ModelConfig, dtype: Dtype) -> str | None:
     """Why the native kernels cannot compute this model, as a part of a sentence; None if they can."""
     if dtype not in DTYPES:
-        return f"they do not compute {str(dtype).removeprefix('torch.')}"
+        return f"they do not compute {dtype}"
     for name in ("hidden_size", "intermediate_size", "head_dim"):
         if getattr(config, name) % BLOCK:
             return f"{name} is {getattr(config, name)}, no multiple of {BLOCK}"
@@ -61,14 +62,15 @@ class NativeModel:
     """Packed weights, and the threads that compute with them. Close it: its threads are its own."""
 
     def __init__(
-        self, config: ModelConfig, library: Library, *, dtype: torch.dtype, block_size: int, thread_count: int
+        self, config: ModelConfig, library: Library, *, dtype: Dtype, block_size: int, thread_count: int
     ) -> None:
         self.config = config
         self.dtype = dtype
-        self.device = torch.device("cpu")
+        self.device: DeviceType = "cpu"
         self.computed_by = f"native kernels ({library.level}, {thread_count} threads)"
         self._library = library
-        self._pages: tuple[Tensor, ...] = ()
+        self._block_size = block_size
+        self._storage: KVStorage[Values] | None = None
         self._page_addresses = (ctypes.c_void_p * config.layer_count)()
         shapes = _matrix_shapes(config)
         sizes = {name: library.packed_bytes(*shape, dtype) for name, shape in shapes.items()}
@@ -78,10 +80,10 @@ class NativeModel:
             _Layer(config, {name: self._memory.take(size) for name, size in sizes.items()})
             for _ in range(config.layer_count)
         ]
-        self._norm = torch.empty(config.hidden_size)
+        self._norm = _singles(config.hidden_size)
         self._head = self._memory.take(head_bytes)
         tied = config.tie_word_embeddings
-        self._embedding = None if tied else torch.empty(config.vocab_size, config.hidden_size, dtype=dtype)
+        self._embedding: Values | None = None if tied else empty_array((config.vocab_size, config.hidden_size), dtype)
         self._frequencies, magnitude = rotary_frequencies(config)
         self._layer_structs = (LayerStruct * config.layer_count)(
             *(layer.struct(window) for layer, window in zip(self._layers, config.sliding_windows, strict=True))
@@ -106,29 +108,48 @@ class NativeModel:
         )
         self._engine: Engine | None = Engine(library, thread_count)
 
+    @property
+    def loading_threads(self) -> int:
+        assert self._engine is not None, "a model is filled before it is closed"
+        return self._engine.thread_count  # reading and packing compute on the GIL's other side
+
     def slots(self) -> Iterator[Slot]:
         config = self.config
         vocabulary = (config.vocab_size, config.hidden_size)
+        pack_head = functools.partial(self._pack, self._head, 0, 1)
         if self._embedding is None:
-            yield Slot("embed.weight", vocabulary, functools.partial(self._pack, self._head, 0, 1))
+            yield Slot("embed.weight", vocabulary, self.dtype, pack_head)
         else:
-            yield Slot("embed.weight", vocabulary, self._embedding.copy_)
-            yield Slot("lm_head.weight", vocabulary, functools.partial(self._pack, self._head, 0, 1))
+            yield Slot("embed.weight", vocabulary, self.dtype, functools.partial(_copy, self._embedding))
+            yield Slot("lm_head.weight", vocabulary, self.dtype, pack_head)
         for index, layer in enumerate(self._layers):
-            yield from layer.slots(f"layers.{index}", self._pack)
-        yield Slot("norm.weight", tuple(self._norm.shape), self._norm.copy_)
+            yield from layer.slots(f"layers.{index}", self.dtype, self._pack)
+        yield Slot("norm.weight", self._norm.shape, "float32", functools.partial(_copy, self._norm))
 
-    def _pack(self, packed: int, first_block: int, block_step: int, weight: Tensor) -> None:
-        self._library.pack(weight.to(self.dtype), packed, first_block=first_block, block_step=block_step)
+    def _pack(self, packed: int, first_block: int, block_step: int, weight: Values) -> None:
+        self._library.pack(weight, packed, first_block=first_block, block_step=block_step)
 
-    def compute(
-        self, chunks: Sequence[ScheduledChunk], storage: KVStorage, is_abandoned: IsAbandoned
-    ) -> ComputedStep | None:
+    @property
+    def storage(self) -> KVStorage[Values] | None:
+        return self._storage
+
+    def allocate_kv(self, block_count: int) -> None:
+        def make(shape: tuple[int, ...]) -> Values:
+            pages: Values = empty_array(shape, self.dtype)
+            self._library.use_large_pages(pages)
+            return pages
+
+        self._storage = None  # before the new one is made: two might not fit
+        self._storage = KVStorage(self.config, block_count=block_count, block_size=self._block_size, make=make)
+        for index, pages in enumerate(self._storage.pages):
+            self._page_addresses[index] = address(pages)
+
+    def compute(self, chunks: Sequence[ScheduledChunk], is_abandoned: IsAbandoned) -> ComputedStep | None:
         assert self._engine is not None, "compute after close"
+        assert self._storage is not None, "compute before allocate_kv"
         if is_abandoned():
             return None
-        self._use_pages(storage)
-        arrays = _StepArrays(chunks, storage.block_size)
+        arrays = _StepArrays(chunks, self._block_size)
         samplings = NativeSamplings([chunk for chunk in chunks if chunk.samples], self.config.vocab_size)
         needs_hidden = any(chunk.request.sampling.prompt_logprobs is not None for chunk in chunks)
         hidden = np.empty((arrays.row_count if needs_hidden else 0, self.config.hidden_size), dtype=np.float32)
@@ -139,14 +160,14 @@ class NativeModel:
             chunk_count=len(chunks),
             sampled_count=len(arrays.sampled_rows),
             ask_stride=1 if arrays.row_count >= SHORT_STEP_ROWS else max(1, layers // ASKS_OF_SHORT_STEP),
-            token_ids=_start(arrays.token_ids),
-            chunk_starts=_start(arrays.chunk_starts),
-            chunk_counts=_start(arrays.chunk_counts),
-            table_firsts=_start(arrays.table_firsts),
-            tables=_start(arrays.tables),
+            token_ids=address(arrays.token_ids),
+            chunk_starts=address(arrays.chunk_starts),
+            chunk_counts=address(arrays.chunk_counts),
+            table_firsts=address(arrays.table_firsts),
+            tables=address(arrays.tables),
             pages=ctypes.addressof(self._page_addresses),
-            sampled_rows=_start(arrays.sampled_rows),
-            hidden=_start(hidden) if needs_hidden else None,
+            sampled_rows=address(arrays.sampled_rows),
+            hidden=address(hidden) if needs_hidden else None,
             is_abandoned=ctypes.cast(asking.callback, ctypes.c_void_p),
         )
         samplings.put_into(step)
@@ -164,9 +185,7 @@ class NativeModel:
             },
         )
 
-    def _prompt_logprobs(
-        self, hidden: npt.NDArray[np.float32], chunk: ScheduledChunk
-    ) -> tuple[TokenLogprob, ...] | None:
+    def _prompt_logprobs(self, hidden: Float32Array, chunk: ScheduledChunk) -> tuple[TokenLogprob, ...] | None:
         assert self._engine is not None, "a step is computed before close"
         followers = prompt_followers(chunk)
         top = min(chunk.request.sampling.prompt_logprobs or 0, self.config.vocab_size)
@@ -180,22 +199,12 @@ class NativeModel:
         return tuple(entries)
 
     def close(self) -> None:
-        """Ends the threads and lets the weights go. A second call does nothing."""
+        """Ends the threads and lets weights and KV cache go. A second call does nothing."""
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
             self._memory.close()
-        self._layers, self._pages, self._embedding = [], (), None
-
-    def _use_pages(self, storage: KVStorage) -> None:
-        if self._pages is not storage.pages:
-            self._pages = storage.pages
-            for index, pages in enumerate(storage.pages):
-                self._page_addresses[index] = address(pages)
-
-    def prepare_storage(self, storage: KVStorage) -> None:
-        for pages in storage.pages:
-            self._library.use_large_pages(pages)
+        self._layers, self._storage, self._embedding = [], None, None
 
 
 def _matrix_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -219,13 +228,13 @@ class _Layer:
         heads, keys = config.head_count * dim, config.kv_head_count * dim
         self._config = config
         self._matrices = matrices
-        self.input_norm, self.post_norm = torch.empty(hidden), torch.empty(hidden)
-        self.query_norm = torch.empty(dim) if config.qk_norm else None
-        self.key_norm = torch.empty(dim) if config.qk_norm else None
-        self.qkv_bias = torch.empty(heads + 2 * keys) if config.attention_bias else None
-        self.output_bias = torch.empty(hidden) if config.attention_output_bias else None
-        self.gate_up_bias = torch.empty(2 * middle) if config.mlp_bias else None
-        self.down_bias = torch.empty(hidden) if config.mlp_bias else None
+        self.input_norm, self.post_norm = _singles(hidden), _singles(hidden)
+        self.query_norm = _singles(dim) if config.qk_norm else None
+        self.key_norm = _singles(dim) if config.qk_norm else None
+        self.qkv_bias = _singles(heads + 2 * keys) if config.attention_bias else None
+        self.output_bias = _singles(hidden) if config.attention_output_bias else None
+        self.gate_up_bias = _singles(2 * middle) if config.mlp_bias else None
+        self.down_bias = _singles(hidden) if config.mlp_bias else None
 
     def struct(self, window: int | None) -> LayerStruct:
         names = {field[0] for field in LayerStruct._fields_} - {"window", *self._matrices}
@@ -233,7 +242,7 @@ class _Layer:
         addresses = {name: None if tensor is None else address(tensor) for name, tensor in tensors.items()}
         return LayerStruct(**self._matrices, **addresses, window=window or 0)
 
-    def slots(self, name: str, pack: Callable[[int, int, int, Tensor], None]) -> Iterator[Slot]:
+    def slots(self, name: str, dtype: Dtype, pack: Callable[[int, int, int, Values], None]) -> Iterator[Slot]:
         config = self._config
         hidden, middle, dim = config.hidden_size, config.intermediate_size, config.head_dim
         heads, keys = config.head_count * dim, config.kv_head_count * dim
@@ -250,9 +259,9 @@ class _Layer:
             ("down_proj", matrices["down"], hidden, middle, 0, 1, self.down_bias),
         ):
             fill = functools.partial(pack, packed, first_block, block_step)
-            yield Slot(f"{name}.{projection}.weight", (rows, columns), fill)
+            yield Slot(f"{name}.{projection}.weight", (rows, columns), dtype, fill)
             if bias is not None:
-                yield Slot(f"{name}.{projection}.bias", (rows,), functools.partial(_copy_in_shape, bias))
+                yield Slot(f"{name}.{projection}.bias", (rows,), "float32", functools.partial(_copy, bias))
         for norm, weight in (
             ("input_norm", self.input_norm),
             ("post_norm", self.post_norm),
@@ -260,19 +269,23 @@ class _Layer:
             ("k_norm", self.key_norm),
         ):
             if weight is not None:
-                yield Slot(f"{name}.{norm}.weight", tuple(weight.shape), weight.copy_)
+                yield Slot(f"{name}.{norm}.weight", weight.shape, "float32", functools.partial(_copy, weight))
 
 
-def _part(bias: Tensor | None, first: int, count: int) -> Tensor | None:
+def _part(bias: Float32Array | None, first: int, count: int) -> Float32Array | None:
     return None if bias is None else bias[first : first + count]
 
 
-def _every_other_block(bias: Tensor | None, first: int) -> Tensor | None:
-    return None if bias is None else bias.view(-1, 2, BLOCK)[:, first]
+def _every_other_block(bias: Float32Array | None, first: int) -> Float32Array | None:
+    return None if bias is None else bias.reshape(-1, 2, BLOCK)[:, first]
 
 
-def _copy_in_shape(place: Tensor, tensor: Tensor) -> None:
-    place.copy_(tensor.view(place.shape))
+def _copy(place: Values, values: Values) -> None:
+    convert(values.reshape(place.shape), place)
+
+
+def _singles(count: int) -> Float32Array:
+    return np.empty(count, dtype=np.float32)
 
 
 class _StepArrays:
@@ -318,7 +331,3 @@ class _Asking:
 
 def _array(values: Sequence[int]) -> npt.NDArray[np.int32]:
     return np.array(values, dtype=np.int32)
-
-
-def _start(values: npt.NDArray[np.int32] | npt.NDArray[np.float32]) -> int:
-    return int(values.ctypes.data)

@@ -6,12 +6,11 @@ import ctypes
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.step import ScheduledChunk
 from trioserve.model.samples import NOT_FINITE, NOTHING_LEFT, Samples, counts_output, hides_end_tokens, is_plain
-from trioserve_kernels.native import FLAW_NOT_FINITE, NO_FLAW, SamplingStruct, StepStruct
+from trioserve_kernels.native import FLAW_NOT_FINITE, NO_FLAW, SamplingStruct, StepStruct, address
 
 __all__ = ["NativeSamplings", "token_logprob"]
 
@@ -38,9 +37,9 @@ class NativeSamplings:
     def put_into(self, step: StepStruct) -> None:
         """The addresses; they are good as long as this lives."""
         step.samplings = ctypes.addressof(self._structs)
-        step.sampling_ids, step.sampling_biases = _address(self._id_array), _address(self._bias_array)
-        step.next_ids, step.flaws = _address(self._next_ids), _address(self._flaws)
-        step.logprobs, step.top_ids = _address(self._logprobs), _address(self._top_ids)
+        step.sampling_ids, step.sampling_biases = address(self._id_array), address(self._bias_array)
+        step.next_ids, step.flaws = address(self._next_ids), address(self._flaws)
+        step.logprobs, step.top_ids = address(self._logprobs), address(self._top_ids)
         step.top_count_max = self._top_ids.shape[1]
 
     def samples(self) -> Samples:
@@ -98,7 +97,3 @@ class NativeSamplings:
 def token_logprob(token_id: int, logprobs: list[float], top_ids: list[int]) -> TokenLogprob:
     """logprobs: the token's own, then those of top_ids, and perhaps more."""
     return TokenLogprob(token_id, logprobs[0], tuple(zip(top_ids, logprobs[1:], strict=False)))
-
-
-def _address(values: npt.NDArray[np.int32] | npt.NDArray[np.float32]) -> int:
-    return int(values.ctypes.data)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-
-import torch
+from typing import Any
 
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.events import TokenLogprob
@@ -13,17 +12,25 @@ from trioserve.contracts.ids import RequestId
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult, never_abandoned
-from trioserve.model.device import kv_block_bytes, kv_block_count, pick_device, pick_dtype, step_weight_bytes
-from trioserve.model.families import MODEL_TYPES
+from trioserve.model.device import (
+    DeviceType,
+    default_thread_count,
+    kv_block_bytes,
+    kv_block_count,
+    pick_device,
+    pick_dtype,
+    step_weight_bytes,
+    torch_now,
+)
 from trioserve.model.kv_storage import KVStorage
 from trioserve.model.loading.checkpoint import Checkpoint
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.native_model import NativeModel, why_not_native
+from trioserve.model.number_formats import Dtype
 from trioserve.model.samples import NOT_FINITE
 from trioserve.model.settings import ModelSettings
-from trioserve.model.step_model import StepModel, TorchStepModel
+from trioserve.model.step_model import StepModel
 from trioserve.model.weights import fill_slots
-from trioserve_kernels import pick_kernels
 from trioserve_kernels.native import NoNativeKernels, load_library
 
 __all__ = ["ModelRunner"]
@@ -36,12 +43,12 @@ class ModelRunner:
 
     load, then allocate_kv, then warm_up if the first request should not pay for it, then execute step after step, all
     in one thread: torch keeps a team of compute threads for every thread that uses it, and two teams slow each other.
+    torch is imported only where it computes: on a GPU, or in the place of the native kernels.
     """
 
     def __init__(self, model: StepModel, settings: ModelSettings) -> None:
         """Raises StartupError if not even one KV block fits beside the model; it is the caller's to close, then."""
         self._model: StepModel | None = model
-        self._storage: KVStorage | None = None
         self.config: ModelConfig = model.config
         self.device = model.device
         self.dtype = model.dtype
@@ -53,25 +60,27 @@ class ModelRunner:
     def load(
         cls, checkpoint: Checkpoint, settings: ModelSettings, *, progress: Callable[[int, int], None] | None = None
     ) -> ModelRunner:
-        """Read the weights into the target number format, tensor by tensor, in the calling thread.
+        """Read the weights into the target number format, tensor by tensor; torch computes in the calling thread alone.
 
         progress(bytes_done, bytes_total) is called after each tensor; what it raises ends the loading.
         Raises ModelLoadError if the tensors are not those of the config, StartupError if the device is not there.
         """
-        if settings.threads is not None:
-            torch.set_num_threads(settings.threads)
         config = checkpoint.config
         device = pick_device(settings)
         dtype = pick_dtype(config, settings, device)
-        with torch.inference_mode():
-            model = _make_model(config, settings, dtype, device)
-            try:
-                fill_slots(model.slots(), checkpoint.tensors(), bytes_total=checkpoint.weight_bytes, progress=progress)
-                runner = cls(model, settings)
-            except BaseException:
-                model.close()
-                raise
-        return runner
+        model = _make_model(config, settings, dtype, device)
+        try:
+            fill_slots(
+                model.slots(),
+                checkpoint.tensors(),
+                bytes_total=checkpoint.weight_bytes,
+                progress=progress,
+                thread_count=model.loading_threads,
+            )
+            return cls(model, settings)
+        except BaseException:
+            model.close()
+            raise
 
     @property
     def computed_by(self) -> str:
@@ -90,25 +99,16 @@ class ModelRunner:
         return step_weight_bytes(self.config, self.dtype)
 
     @property
-    def storage(self) -> KVStorage | None:
-        """The KV tensors, for whoever carries blocks elsewhere; None before allocate_kv."""
-        return self._storage
+    def storage(self) -> KVStorage[Any] | None:
+        """The KV buffers, for whoever carries blocks elsewhere; None before allocate_kv."""
+        return None if self._model is None else self._model.storage
 
     def allocate_kv(self, block_count: int) -> None:
         """Make the KV cache; what an earlier one held is gone. Memory is claimed as blocks are first written."""
         assert self._model is not None, "allocate_kv after close"
         assert block_count >= 1
-        self._storage = None  # before the new one is made: two might not fit
         self.block_count = block_count
-        with torch.inference_mode():
-            self._storage = KVStorage(
-                self.config,
-                block_count=block_count,
-                block_size=self.block_size,
-                dtype=self.dtype,
-                device=self.device,
-            )
-            self._model.prepare_storage(self._storage)
+        self._model.allocate_kv(block_count)
 
     def warm_up(self) -> None:
         """Compute a few steps of the common shapes, so that libraries choose and cache their kernels. Uses the KV
@@ -133,18 +133,14 @@ class ModelRunner:
     def close(self) -> None:
         """Let weights and KV cache go. The runner cannot be used afterwards."""
         model, self._model = self._model, None
-        self._storage = None
         if model is not None:
             model.close()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
 
     def execute(self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned) -> StepResult | None:
         """See Executor. A request with a token or a logit_bias id outside the vocabulary, or whose logits are not
         finite, gets an error; the rest of the plan is computed."""
-        model, storage = self._model, self._storage
+        model = self._model
         assert model is not None, "execute after close"
-        assert storage is not None, "execute before allocate_kv"
         errors: dict[RequestId, str] = {}
         runnable: list[int] = []
         for index, chunk in enumerate(plan.chunks):
@@ -158,10 +154,9 @@ class ModelRunner:
         prompt_logprobs: dict[RequestId, tuple[TokenLogprob, ...]] = {}
         if runnable:
             chunks = [plan.chunks[index] for index in runnable]
-            with torch.inference_mode():
-                computed = model.compute(chunks, storage, is_abandoned)
-                if computed is None:
-                    return None
+            computed = model.compute(chunks, is_abandoned)
+            if computed is None:
+                return None
             for place, entries in computed.prompt_logprobs.items():
                 request_id = chunks[place].request.id
                 if entries is None:
@@ -183,13 +178,10 @@ class ModelRunner:
         return StepResult(tuple(token_ids), logprobs, prompt_logprobs, errors)
 
 
-def _make_model(config: ModelConfig, settings: ModelSettings, dtype: torch.dtype, device: torch.device) -> StepModel:
+def _make_model(config: ModelConfig, settings: ModelSettings, dtype: Dtype, device: DeviceType) -> StepModel:
     """The native kernels where they are wanted and can be had, else plain torch. Raises StartupError if they are
     demanded and cannot be had."""
-    kernels = pick_kernels(device.type)
-    # Fused kernels on a CPU are there only because the environment names them, to try them out.
-    wants_native = settings.cpu_kernels == "native" or (settings.cpu_kernels == "auto" and not kernels.FUSED)
-    if device.type == "cpu" and wants_native:
+    if device == "cpu" and settings.cpu_kernels != "torch":
         reason = why_not_native(config, dtype)
         if reason is None:
             try:
@@ -199,15 +191,19 @@ def _make_model(config: ModelConfig, settings: ModelSettings, dtype: torch.dtype
                     library,
                     dtype=dtype,
                     block_size=settings.block_size,
-                    thread_count=torch.get_num_threads(),
+                    thread_count=settings.threads or default_thread_count(),
                 )
             except NoNativeKernels as error:
                 reason = str(error)
         if settings.cpu_kernels == "native":
             raise StartupError(f"cpu_kernels is native, but the native kernels cannot be used: {reason}")
         logger.warning("plain torch computes, and more slowly than the native kernels: %s", reason)
-    model = MODEL_TYPES[config.architecture](config, kernels, dtype=dtype, device=device)
-    return TorchStepModel(model, settings.block_size)
+    torch_now()
+    from trioserve.model.torch_step_model import TorchStepModel
+
+    return TorchStepModel(
+        config, dtype=dtype, device=device, block_size=settings.block_size, thread_count=settings.threads
+    )
 
 
 def _fault(chunk: ScheduledChunk, vocab_size: int) -> str | None:

@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
-import torch
 
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.request import EngineRequest
@@ -94,7 +93,9 @@ def main() -> int:
     )
     contestants, names = (native, other), ("native", "against" if arguments.against else "torch")
     try:
-        threads = torch.get_num_threads()
+        from trioserve.model.device import default_thread_count  # late: this file also runs in older checkouts
+
+        threads = arguments.threads or default_thread_count()
         reading = _Reading(threads)
         print(
             f"{arguments.model}, {str(runner.dtype).removeprefix('torch.')}, {threads} threads, load average "

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from torch import Tensor
-
 from trioserve.contracts.errors import ModelLoadError
+from trioserve.model.loading.stored_tensor import StoredTensor
+from trioserve.model.number_formats import Dtype, Values
 
 __all__ = ["Progress", "Slot", "fill_slots"]
 
@@ -16,25 +18,42 @@ Progress = Callable[[int, int], None]
 
 
 class Slot(NamedTuple):
-    """A place for one tensor. fill copies it there, in the model's dtype; the tensor is not kept."""
+    """A place for one tensor. fill copies it there; it is given the values in `dtype`, which are not kept."""
 
     name: str
     shape: tuple[int, ...]
-    fill: Callable[[Tensor], object]
+    dtype: Dtype
+    fill: Callable[[Values], object]
 
 
 def fill_slots(
-    slots: Iterable[Slot], tensors: Iterable[tuple[str, Tensor]], *, bytes_total: int, progress: Progress | None
+    slots: Iterable[Slot],
+    tensors: Iterable[StoredTensor],
+    *,
+    bytes_total: int,
+    progress: Progress | None,
+    thread_count: int = 1,
 ) -> None:
-    """Put every tensor into its slot as it comes, so that one tensor at a time is held besides the weights.
+    """Read every tensor and put it into its slot, so that one tensor a thread is held besides the weights.
 
-    Raises ModelLoadError for a tensor that no slot waits for, that comes twice, has another shape, or never comes.
+    thread_count: how many tensors are read and filled in at the same time, in threads of this call; 1 does all in the
+    calling thread. Raises ModelLoadError, before anything is read, for a tensor that no slot waits for, that comes
+    twice, has another shape, or never comes; and if one cannot be read.
     """
-    waiting = {slot.name: slot for slot in slots}
-    filled: set[str] = set()
     bytes_done = 0
-    for name, tensor in tensors:
-        if name in filled:
+    with contextlib.closing(_filled(_pairs(slots, tensors), thread_count)) as filled:
+        for byte_count in filled:
+            bytes_done += byte_count
+            if progress is not None:
+                progress(min(bytes_done, bytes_total), bytes_total)
+
+
+def _pairs(slots: Iterable[Slot], tensors: Iterable[StoredTensor]) -> list[tuple[Slot, StoredTensor]]:
+    waiting = {slot.name: slot for slot in slots}
+    pairs: dict[str, tuple[Slot, StoredTensor]] = {}
+    for tensor in tensors:
+        name = tensor.name
+        if name in pairs:
             raise ModelLoadError(f"the checkpoint gives {name} twice: it is damaged, fetch it again")
         slot = waiting.pop(name, None)
         if slot is None:
@@ -42,16 +61,28 @@ def fill_slots(
                 f"the checkpoint gives {name}, which the model has no place for: weights and config are not of the "
                 "same model"
             )
-        if tuple(tensor.shape) != slot.shape:
+        if tensor.shape != slot.shape:
             raise ModelLoadError(
                 f"{name} has shape {list(tensor.shape)}, but the config asks for {list(slot.shape)}: weights and "
                 "config are not of the same model"
             )
-        slot.fill(tensor)
-        filled.add(name)
-        bytes_done += tensor.nbytes
-        if progress is not None:
-            progress(min(bytes_done, bytes_total), bytes_total)
+        pairs[name] = slot, tensor
     if waiting:
         missing = ", ".join(list(waiting)[:3])
         raise ModelLoadError(f"the checkpoint lacks {len(waiting)} tensors, among them {missing}: fetch it again")
+    return list(pairs.values())
+
+
+def _filled(pairs: list[tuple[Slot, StoredTensor]], thread_count: int) -> Generator[int, None, None]:
+    """The bytes of each tensor when it is in its place."""
+    if thread_count == 1:
+        yield from map(_fill, pairs)
+        return
+    with ThreadPoolExecutor(thread_count, "trioserve-load") as pool:
+        yield from pool.map(_fill, pairs)  # closed early, it drops what has not begun
+
+
+def _fill(pair: tuple[Slot, StoredTensor]) -> int:
+    slot, tensor = pair
+    slot.fill(tensor.read(slot.dtype))
+    return tensor.byte_count

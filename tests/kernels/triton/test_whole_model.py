@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.model import runner
+from trioserve.model import torch_step_model
 from trioserve_kernels import reference, triton
 
 PROMPTS = {"a": 36, "b": 2, "c": 9, "d": 8}
@@ -18,7 +18,7 @@ PROMPTS = {"a": 36, "b": 2, "c": 9, "d": 8}
 
 def answers(kernels: Any, path: Path, device: str, step_driver: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Tokens, and the logprobs of prompts and answers."""
-    monkeypatch.setattr(runner, "pick_kernels", lambda device_type: kernels)
+    monkeypatch.setattr(torch_step_model, "pick_kernels", lambda device_type: kernels)
     driver = step_driver.StepDriver(step_driver.load_runner(path, device=device, cpu_kernels="torch"))
     for index, (name, length) in enumerate(PROMPTS.items()):
         sampling = SamplingParams(temperature=index % 2, top_p=0.9, logprobs=0, prompt_logprobs=0)

@@ -125,16 +125,17 @@ class LlamaModel:
             yield from self._head.slots()
 
     def forward(
-        self, step: StepTensors, storage: KVStorage, is_abandoned: IsAbandoned = never_abandoned
+        self, step: StepTensors, storage: KVStorage[Tensor], is_abandoned: IsAbandoned = never_abandoned
     ) -> Tensor | None:
         """Compute every row of the step and write its KV. Returns [T, hidden_size] after the last layer; None if it was
         abandoned, which is asked before each layer."""
         hidden = self._embedding(step.token_ids)
         cos, sin = self._rotary.cos_sin(step.positions, self.dtype)
         product = None
-        for layer, pages, slots_of_layer in zip(self._layers, storage.pages, storage.slots, strict=True):
+        for layer, pages in zip(self._layers, storage.pages, strict=True):
             if is_abandoned():
                 return None
+            slots_of_layer = pages.view(storage.block_count * storage.block_size, -1)
             product = layer(hidden, product, step, cos, sin, pages, slots_of_layer)
         return hidden if product is None else hidden.add_(product)
 

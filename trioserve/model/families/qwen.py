@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trioserve.model.families.llama import LlamaLayer, LlamaModel
 from trioserve.model.model_config import ModelConfig
+from trioserve.model.torch_formats import torch_slot
 from trioserve.model.weights import Slot
 from trioserve_kernels import Kernels
 
@@ -32,7 +33,8 @@ class Qwen3Layer(LlamaLayer):
     def slots(self) -> Iterator[Slot]:
         yield from super().slots()
         for name, rows in self._head_names.items():
-            yield Slot(f"{name}.weight", (self._head_dim,), self._head_weights[rows].copy_)
+            place = self._head_weights[rows]
+            yield torch_slot(f"{name}.weight", (self._head_dim,), place.dtype, place.copy_)
 
     def prepare_heads_(self, heads: Tensor) -> None:
         torch.mul(self._kernels.rms_norm(heads, None, self._eps), self._head_weights, out=heads)

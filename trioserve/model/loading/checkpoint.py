@@ -1,19 +1,19 @@
 """One way to look at a checkpoint, whatever its files: dimensions, tensors by our names, and where its tokenizer is.
 
-Opening reads headers only and does not import torch; the weights are read by tensors(), one at a time.
+Opening reads headers only; each tensor is read when it is asked for. torch is not needed for either.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from trioserve.contracts.errors import ModelLoadError
+from trioserve.model.loading.gguf_checkpoint import GgufCheckpoint
+from trioserve.model.loading.safetensors import SafetensorsCheckpoint
+from trioserve.model.loading.stored_tensor import StoredTensor
 from trioserve.model.model_config import ModelConfig
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["Checkpoint", "open_checkpoint"]
 
@@ -40,9 +40,8 @@ class Checkpoint(Protocol):
     @property
     def sampling_defaults(self) -> Mapping[str, float | int]: ...
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name (see names.py) and values of every tensor on the CPU, in the checkpoint's dtype, or float32 where it was
-        quantized. A tensor may share the file's memory: copy what you keep. Raises ModelLoadError if a read fails."""
+    def tensors(self) -> Iterator[StoredTensor]:
+        """Every tensor of the model, not yet read, in the order of computing."""
         ...
 
 
@@ -65,11 +64,8 @@ def _one_line(message: str) -> str:
 
 
 def _opened(path: Path) -> Checkpoint:
-    # Each format is imported when it is met, so that a GGUF file is open before safetensors would be loaded.
     if path.is_dir():
         if any(path.glob("*.safetensors")) or (path / "model.safetensors.index.json").is_file():
-            from trioserve.model.loading.safetensors import SafetensorsCheckpoint
-
             return SafetensorsCheckpoint(path)
         path = _only_gguf(path)
     elif not path.exists():
@@ -78,8 +74,6 @@ def _opened(path: Path) -> Checkpoint:
         raise ModelLoadError(
             "a model is a .gguf file or a directory with config.json and safetensors; name one of them"
         )
-    from trioserve.model.loading.gguf_checkpoint import GgufCheckpoint
-
     return GgufCheckpoint(path)
 
 

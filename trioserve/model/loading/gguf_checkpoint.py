@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
-from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import cast
 
-from trioserve.contracts.errors import ModelLoadError
+import numpy as np
+
 from trioserve.model.loading.gguf import GgufTensor, read_gguf
 from trioserve.model.loading.gguf_config import ROPE_FACTORS_NAME, model_config_from, sampling_defaults_from
 from trioserve.model.loading.names import gguf_name, match_tensors
+from trioserve.model.loading.stored_tensor import StoredTensor, read_blocks, read_plain
 from trioserve.model.model_config import ModelConfig
-
-if TYPE_CHECKING:
-    import torch
+from trioserve.model.number_formats import Dtype, Values
 
 __all__ = ["GgufCheckpoint"]
 
-_PLAIN_VALUE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-_DEQUANTIZED_VALUE_BYTES = 4
+_PLAIN_DTYPES: dict[str, Dtype] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class GgufCheckpoint:
@@ -32,71 +31,42 @@ class GgufCheckpoint:
         shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
         outside = match_tensors(self.config, shapes, gguf_name, ignored=lambda name: name == ROPE_FACTORS_NAME)
         self._tensors = {name: file.tensors[outside_name] for name, outside_name in outside.items()}
-        self.weight_bytes: int = sum(
-            tensor.value_count * _PLAIN_VALUE_BYTES.get(tensor.storage.name, _DEQUANTIZED_VALUE_BYTES)
-            for tensor in self._tensors.values()
-        )
+        self.weight_bytes: int = sum(tensor.byte_count for tensor in self.tensors())
         self.tokenizer_directory: Path | None = None
         self.gguf_metadata: dict[str, object] | None = file.metadata
         self.sampling_defaults: dict[str, float | int] = sampling_defaults_from(file.metadata)
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each tensor in its stored dtype, or float32 where it was quantized; all of them fresh memory."""
-        path = self.files[0]
-        try:
-            with path.open("rb") as file:
-                for name, tensor in self._tensors.items():
-                    yield name, self._in_transformers_order(name, _read(file, tensor))
-        except OSError as error:
-            raise ModelLoadError(f"cannot load {path}: {error.strerror or error}") from error
+    def tensors(self) -> Iterator[StoredTensor]:
+        for name, tensor in self._tensors.items():
+            dtype = _PLAIN_DTYPES.get(tensor.storage.name, "float32")
+            yield StoredTensor(name, tensor.shape, dtype, functools.partial(self._read, name, tensor))
 
-    def _in_transformers_order(self, name: str, values: torch.Tensor) -> torch.Tensor:
+    def _read(self, name: str, tensor: GgufTensor, wanted: Dtype) -> Values:
+        path, storage = self.files[0], tensor.storage
+        plain = _PLAIN_DTYPES.get(storage.name)
+        if plain is not None:
+            values = read_plain(path, tensor.offset, tensor.shape, plain, wanted)
+        else:
+            from trioserve.model.loading.dequantize import dequantize  # needs the gguf package: plain files do not
+
+            values = read_blocks(
+                path,
+                tensor.offset,
+                tensor.shape,
+                wanted,
+                block_values=storage.block_values,
+                block_bytes=storage.block_bytes,
+                decode=functools.partial(dequantize, storage.name),
+            )
+        return self._in_transformers_order(name, values)
+
+    def _in_transformers_order(self, name: str, values: Values) -> Values:
         """llama.cpp rotates adjacent dimensions in files of architecture "llama", so its converter has interleaved the
         two halves of each head's rows; the other architectures keep transformers' order."""
         module = name.split(".")[-2]
         if self.config.architecture != "llama" or module not in ("q_proj", "k_proj"):
             return values
         heads = self.config.head_count if module == "q_proj" else self.config.kv_head_count
-        return _halves_apart(values, heads)
-
-
-def _read(file: BufferedReader, tensor: GgufTensor) -> torch.Tensor:
-    # Here, because opening a checkpoint must not import torch: that alone takes seconds.
-    import numpy as np
-    import torch
-
-    from trioserve.model.loading.dequantize import dequantize, slice_blocks
-
-    file.seek(tensor.offset)
-    storage = tensor.storage
-    plain = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}.get(storage.name)
-    values = torch.empty(tensor.shape, dtype=plain or torch.float32)
-    if plain is not None:
-        _fill(file, values.view(-1).view(torch.uint8).numpy().data)
-        return values
-    blocks_of_values = values.numpy().reshape(-1, storage.block_values)
-    at_once = min(slice_blocks(storage.block_values), blocks_of_values.shape[0])
-    slice_memory = np.empty((at_once, storage.block_bytes), dtype=np.uint8)
-    for start in range(0, blocks_of_values.shape[0], at_once):
-        part = blocks_of_values[start : start + at_once]
-        blocks = slice_memory[: part.shape[0]]
-        _fill(file, blocks.data)
-        dequantize(storage.name, blocks, part)
-    return values
-
-
-def _halves_apart(values: torch.Tensor, heads: int) -> torch.Tensor:
-    """Row 2 * pair + half of each head becomes row half * pairs + pair."""
-    import numpy as np
-    import torch
-
-    # By numpy: threads of torch would wait for each other on busy cores. It knows no bfloat16: two bytes are an int16.
-    raw = (values.view(torch.int16) if values.itemsize == 2 else values).numpy()
-    ordered = np.ascontiguousarray(raw.reshape(heads, -1, 2, raw[0].size).swapaxes(1, 2))
-    return torch.from_numpy(ordered).view(values.dtype).view(values.shape)
-
-
-def _fill(file: BufferedReader, memory: memoryview) -> None:
-    """Read as many bytes as the contiguous memory has."""
-    if file.readinto(memory) != memory.nbytes:
-        raise ModelLoadError(f"cannot load {file.name}: it has become shorter since it was opened, fetch it again")
+        # Row 2 * pair + half of each head becomes row half * pairs + pair.
+        halves_apart = values.reshape(heads, -1, 2, values[0].size).swapaxes(1, 2)
+        return cast(Values, np.ascontiguousarray(halves_apart).reshape(values.shape))

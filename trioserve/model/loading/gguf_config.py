@@ -7,7 +7,7 @@ import math
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.loading.fields import Fields
 from trioserve.model.loading.gguf import GgufFile, read_float32s
-from trioserve.model.model_config import Architecture, ModelConfig, RopeScaling
+from trioserve.model.model_config import Architecture, Dtype, ModelConfig, RopeScaling
 
 __all__ = ["ROPE_FACTORS_NAME", "model_config_from", "sampling_defaults_from"]
 
@@ -125,9 +125,10 @@ def _end_token_ids(fields: Fields) -> tuple[int, ...]:
     return tuple(dict.fromkeys(token_id for token_id in ids if token_id is not None))
 
 
-def _dtype_name(file: GgufFile) -> str:
+def _dtype_name(file: GgufFile) -> Dtype:
     storages = {tensor.storage.name for tensor in file.tensors.values() if len(tensor.shape) > 1}
-    return {frozenset({"F32"}): "float32", frozenset({"F16"}): "float16"}.get(frozenset(storages), "bfloat16")
+    dtypes: dict[frozenset[str], Dtype] = {frozenset({"F32"}): "float32", frozenset({"F16"}): "float16"}
+    return dtypes.get(frozenset(storages), "bfloat16")
 
 
 def _rope_scaling(

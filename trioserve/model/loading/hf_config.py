@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.loading.fields import Fields
-from trioserve.model.model_config import Architecture, ModelConfig, RopeScaling
+from trioserve.model.model_config import Architecture, Dtype, ModelConfig, RopeScaling
 
 __all__ = ["model_config_from", "read_json_object", "sampling_defaults_from"]
 
@@ -38,7 +38,7 @@ def read_json_object(path: Path) -> dict[str, object]:
 
 
 def model_config_from(
-    config: dict[str, object], generation_config: dict[str, object], *, dtype_name: str
+    config: dict[str, object], generation_config: dict[str, object], *, dtype_name: Dtype
 ) -> ModelConfig:
     """Dimensions from config.json; the end tokens are those of either file, as chat models often name them in one only.
 

@@ -1,42 +1,53 @@
-"""A directory as transformers saves it: which file holds which tensor, checked against the config, read one by one."""
+"""A directory as transformers saves it: which file holds which tensor, and where, checked against the config.
+
+The headers are read by our own code: the safetensors package gives numpy no bfloat16, and does not say where in its
+file a tensor lies. Format: https://huggingface.co/docs/safetensors. Nothing that a file says is believed before it is
+compared with the file's size.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Annotated
 
-from safetensors import SafetensorError, safe_open
+import msgspec
 
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.loading.fields import Fields
 from trioserve.model.loading.hf_config import model_config_from, read_json_object, sampling_defaults_from
 from trioserve.model.loading.names import Shape, match_tensors, transformers_name
+from trioserve.model.loading.stored_tensor import StoredTensor, read_plain
 from trioserve.model.model_config import ModelConfig
-
-if TYPE_CHECKING:
-    import torch
+from trioserve.model.number_formats import VALUE_BYTES, Dtype
 
 __all__ = ["SafetensorsCheckpoint"]
 
-_DTYPES = {"BF16": ("bfloat16", 2), "F16": ("float16", 2), "F32": ("float32", 4)}
+_DTYPES: dict[str, Dtype] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _INDEX_NAME = "model.safetensors.index.json"
+HEADER_BYTES_MAX = 100_000_000  # the package's own limit
 
 
-class _StoredTensor:
-    """Where a tensor lies, and as what; dtype is safetensors' name for it."""
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
-    def __init__(self, path: Path, shape: Shape, dtype: str) -> None:
-        if dtype not in _DTYPES:
-            raise ModelLoadError(
-                f"{path.name} stores {dtype}; supported are {', '.join(_DTYPES)}: "
-                "take an unquantized checkpoint or a GGUF file"
-            )
-        self.path = path
-        self.shape = shape
-        self.dtype_name, value_bytes = _DTYPES[dtype]
-        self.byte_count = math.prod(shape) * value_bytes
+
+class _Entry(msgspec.Struct, frozen=True):
+    """What a header says of a tensor. data_offsets: its first byte and the one behind it, from the header's end on."""
+
+    dtype: str
+    shape: tuple[_Count, ...]
+    data_offsets: tuple[_Count, _Count]
+
+
+class _StoredTensor(msgspec.Struct, frozen=True):
+    """Where a tensor lies: offset counts from the file's start."""
+
+    path: Path
+    offset: int
+    shape: Shape
+    dtype: Dtype
 
 
 class SafetensorsCheckpoint:
@@ -53,28 +64,21 @@ class SafetensorsCheckpoint:
         self.config: ModelConfig = model_config_from(
             read_json_object(directory / "config.json"),
             generation_config,
-            dtype_name="float32" if embedding is None else embedding.dtype_name,
+            dtype_name="float32" if embedding is None else embedding.dtype,
         )
         shapes = {name: tensor.shape for name, tensor in stored.items()}
         self._outside_names = match_tensors(self.config, shapes, transformers_name, ignored=self._ignored)
-        self._path_by_name = {name: stored[outside].path for name, outside in self._outside_names.items()}
-        self.weight_bytes: int = sum(stored[outside].byte_count for outside in self._outside_names.values())
+        self._stored = stored
+        self.weight_bytes: int = sum(tensor.byte_count for tensor in self.tensors())
         self.tokenizer_directory: Path | None = directory
         self.gguf_metadata: dict[str, object] | None = None
         self.sampling_defaults: dict[str, float | int] = sampling_defaults_from(generation_config)
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each tensor in the checkpoint's dtype. It may share the mapped file's memory: copy what you keep."""
-        shards: dict[Path, safe_open] = {}
+    def tensors(self) -> Iterator[StoredTensor]:
         for name, outside_name in self._outside_names.items():
-            path = self._path_by_name[name]
-            try:
-                if path not in shards:
-                    shards[path] = safe_open(path, framework="pt")
-                tensor = shards[path].get_tensor(outside_name)  # type: ignore[no-untyped-call]  # their stub
-            except (SafetensorError, OSError) as error:
-                raise _damaged(path, error) from error
-            yield name, tensor
+            stored = self._stored[outside_name]
+            read = functools.partial(read_plain, stored.path, stored.offset, stored.shape, stored.dtype)
+            yield StoredTensor(name, stored.shape, stored.dtype, read)
 
     def _ignored(self, name: str) -> bool:
         # Old checkpoints store the rotary frequencies, which follow from the config; some store a tied matrix twice.
@@ -125,17 +129,37 @@ def _indexed_tensors(directory: Path) -> dict[str, _StoredTensor]:
 
 
 def _header(path: Path) -> dict[str, _StoredTensor]:
+    """Eight bytes with the length of a JSON object, that object, then the tensors, each where the object says."""
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(0)
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, HEADER_BYTES_MAX):
+            raise _damaged(path, f"it has {size} bytes, and its header is to have {length}")
+        text = file.read(length)
     try:
-        # numpy, because opening a checkpoint must not import torch: that alone takes seconds.
-        with safe_open(path, framework="np") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is not iterable itself
-            return {
-                name: _StoredTensor(path, tuple(tensor.get_shape()), str(tensor.get_dtype()))
-                for name, tensor in slices.items()
-            }
-    except (SafetensorError, OSError) as error:
-        raise _damaged(path, error) from error
+        entries = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        entries.pop("__metadata__", None)
+        described = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in entries.items()}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _damaged(path, str(error)) from error
+    return {name: _stored_tensor(path, name, entry, 8 + length, size) for name, entry in described.items()}
 
 
-def _damaged(path: Path, error: Exception) -> ModelLoadError:
-    return ModelLoadError(f"{path.name} is damaged or incomplete ({error}): fetch the checkpoint again")
+def _stored_tensor(path: Path, name: str, entry: _Entry, data_start: int, size: int) -> _StoredTensor:
+    if entry.dtype not in _DTYPES:
+        raise ModelLoadError(
+            f"{path.name} stores {entry.dtype}; supported are {', '.join(_DTYPES)}: "
+            "take an unquantized checkpoint or a GGUF file"
+        )
+    dtype = _DTYPES[entry.dtype]
+    first, end = (data_start + offset for offset in entry.data_offsets)
+    if end > size or end - first != math.prod(entry.shape) * VALUE_BYTES[dtype]:
+        raise _damaged(
+            path, f"{name[:80]!r} with {list(entry.shape)} values lies at bytes {first} to {end}, the file has {size}"
+        )
+    return _StoredTensor(path, first, entry.shape, dtype)
+
+
+def _damaged(path: Path, reason: str) -> ModelLoadError:
+    return ModelLoadError(f"{path.name} is damaged or incomplete ({reason}): fetch the checkpoint again")

@@ -1,0 +1,58 @@
+"""How fast each pair of a head's numbers turns, with the scaling that the config names. The kernels turn them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from trioserve.model.model_config import ModelConfig, RopeScaling
+from trioserve.model.number_formats import Float32Array
+
+__all__ = ["rotary_frequencies"]
+
+_Float64Array = npt.NDArray[np.float64]
+
+
+def rotary_frequencies(config: ModelConfig) -> tuple[Float32Array, float]:
+    """float32 [head_dim / 2], radians a token (RoFormer, arXiv 2104.09864), and what cosine and sine are multiplied
+    by."""
+    plain = config.rope_theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
+    magnitude = 1.0
+    scaling = config.rope_scaling
+    if scaling is not None and scaling.kind == "linear":
+        plain = plain / scaling.factor
+    elif scaling is not None and scaling.kind == "llama3":
+        plain = _llama3_frequencies(plain, scaling)
+    elif scaling is not None:
+        plain, magnitude = _yarn_frequencies(plain, scaling, config)
+    return plain.astype(np.float32), magnitude
+
+
+def _llama3_frequencies(plain: _Float64Array, scaling: RopeScaling) -> _Float64Array:
+    """As in Meta's Llama 3.1: slow turns are stretched, fast ones stay, and between the two it is a linear blend."""
+    if scaling.frequency_factors is not None:
+        return plain / np.array(scaling.frequency_factors, dtype=np.float64)
+    turns = scaling.original_context_tokens * plain / (2 * math.pi)
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = np.clip(kept, 0.0, 1.0)
+    return (1 - kept) * plain / scaling.factor + kept * plain
+
+
+def _yarn_frequencies(plain: _Float64Array, scaling: RopeScaling, config: ModelConfig) -> tuple[_Float64Array, float]:
+    """YaRN, arXiv 2309.00071: as llama3, but the blend is linear in the index, and attention gets a temperature."""
+
+    def index_of(turns: float) -> float:
+        """The index (not rounded) whose angle makes this many turns over the original context."""
+        wavelength = scaling.original_context_tokens / (turns * 2 * math.pi)
+        return config.head_dim * math.log(wavelength) / (2 * math.log(config.rope_theta))
+
+    first = max(math.floor(index_of(scaling.beta_fast)), 0)
+    last = min(math.ceil(index_of(scaling.beta_slow)), config.head_dim - 1)
+    ramp = (np.arange(plain.size) - first) / max(last - first, 0.001)
+    stretched = np.clip(ramp, 0.0, 1.0)
+    magnitude = scaling.attention_factor
+    if magnitude is None:
+        magnitude = 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+    return stretched * plain / scaling.factor + (1 - stretched) * plain, magnitude
