@@ -171,13 +171,14 @@ class EngineCore:
         self._plan_in_flight = None
         events: list[EngineEvent] = []
         staying: list[tuple[ScheduledChunk, LiveRequest, int | None]] = []
+        publishes, block_size = self.settings.enable_prefix_caching, self.settings.block_size
         for chunk, token_id in zip(plan.chunks, result.token_ids, strict=True):
             live = self._live[chunk.request.id]
             live.in_flight = False
             if chunk.request.id not in result.errors:
                 # Computed is computed: the full blocks of a request that leaves now are as good as anybody's.
                 live.computed_count += chunk.count
-                if self.settings.enable_prefix_caching:
+                if publishes and live.computed_count >= (live.chain.block_count + 1) * block_size:
                     self.cache.publish(live.chain, live.tokens, live.computed_count, live.blocks)
             if live.abort_reason is not None:
                 events.append(self._finish(live, live.abort_reason, now))

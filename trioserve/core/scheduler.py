@@ -52,18 +52,21 @@ class Scheduler:
         whoever lives waits for a connector."""
         planned: dict[RequestId, int] = {}  # token count of each chunk
         budget = self._settings.step_tokens_max
+        block_size = self._settings.block_size
         preempted: list[LiveRequest] = []
         for live in self._running_in_turn():
             if budget == 0:
                 break
-            if live.status is not RequestStatus.RUNNING:
+            if preempted and live.status is not RequestStatus.RUNNING:
                 continue  # lost its blocks to one that came before it in this loop
             count = min(live.due_count, budget)
-            budget += self._make_room(live, count, planned, preempted)
-            if live.status is RequestStatus.RUNNING:
+            if live.computed_count + count > len(live.blocks) * block_size:  # one decode in block_size
+                budget += self._make_room(live, count, planned, preempted)
+                if live.status is not RequestStatus.RUNNING:
+                    continue  # it was the last in line itself
                 self._extend(live, count)
-                planned[live.request.id] = count
-                budget -= count
+            planned[live.request.id] = count
+            budget -= count
 
         admitted: list[RequestId] = []
         # With nothing planned everybody who ran has lost its blocks, to holds: then nobody is favoured by waiting.
@@ -72,8 +75,9 @@ class Scheduler:
         chunks = []
         for request_id, count in planned.items():
             live = self.running[request_id]
-            samples = count == live.due_count
-            chunks.append(ScheduledChunk(live.request, live.tokens, live.computed_count, count, live.blocks, samples))
+            start, tokens = live.computed_count, live.tokens
+            samples = start + count == len(tokens)
+            chunks.append(ScheduledChunk(live.request, tokens, start, count, live.blocks, samples))
         return chunks, admitted, [live.request.id for live in preempted]
 
     def release(self, live: LiveRequest) -> None:
@@ -96,9 +100,11 @@ class Scheduler:
         live.blocks_wanted = 0
         self.waiting.put_back(live)
 
-    def _running_in_turn(self) -> Iterator[LiveRequest]:
-        running = list(self.running.values())
-        return (live for decodes in (True, False) for live in running if (live.due_count == 1) is decodes)
+    def _running_in_turn(self) -> list[LiveRequest]:
+        decodes, others = [], []
+        for live in self.running.values():
+            (decodes if live.due_count == 1 else others).append(live)
+        return decodes + others
 
     def _make_room(
         self, live: LiveRequest, count: int, planned: dict[RequestId, int], preempted: list[LiveRequest]
@@ -106,10 +112,7 @@ class Scheduler:
         """Preempt from the end of the line until `live` can compute `count` tokens, or is the end of the line itself.
         Returns the budget that comes back from chunks that were planned already."""
         budget_back = 0
-        needed = self.blocks_for(live.computed_count + count) - len(live.blocks)
-        if needed <= 0:
-            return 0  # most decodes
-        needed -= len(live.reserved_blocks)
+        needed = self.blocks_for(live.computed_count + count) - len(live.blocks) - len(live.reserved_blocks)
         while needed > self._pool.available_count:
             victim = max(self.running.values(), key=lambda other: other.order)
             budget_back += planned.pop(victim.request.id, 0)

@@ -11,8 +11,9 @@ __all__ = ["finish_reason_of"]
 def finish_reason_of(live: LiveRequest) -> FinishReason | None:
     """Whether the last token of `live` ends it. An end token counts after min_tokens others."""
     request = live.request
-    output_count = live.output_count
-    if live.tokens[-1] in request.stop_token_ids and output_count > request.sampling.min_tokens:
+    tokens = live.tokens
+    output_count = len(tokens) - len(request.prompt_token_ids)
+    if tokens[-1] in request.stop_token_ids and output_count > request.sampling.min_tokens:
         return FinishReason.STOP
     if output_count >= request.output_tokens_max:
         return FinishReason.LENGTH
