@@ -13,6 +13,7 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.samples import Sample
 
 from trioserve.metrics.catalogue import CATALOGUE, MODEL_LABEL, PREFIX, Metric
+from trioserve.metrics.plain_histogram import PlainHistogram
 
 __all__ = ["Metrics"]
 
@@ -21,7 +22,7 @@ class Metrics:
     """One attribute for each metric of the catalogue, named like it: `metrics.step_seconds.observe(0.012)`.
 
     A metric with labels wants them first: `metrics.aborts_total.labels("decode").inc()`. Several Metrics can live in
-    one process: each has a registry of its own. Counting may happen in any thread.
+    one process: each has a registry of its own. Counting may happen in any thread, but of a PlainHistogram only in one.
     """
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"
@@ -29,10 +30,10 @@ class Metrics:
     num_requests_running: Gauge
     num_requests_waiting: Gauge
     kv_cache_usage_perc: Gauge
-    time_to_first_token_seconds: Histogram
-    inter_token_latency_seconds: Histogram
-    e2e_request_latency_seconds: Histogram
-    request_queue_time_seconds: Histogram
+    time_to_first_token_seconds: PlainHistogram
+    inter_token_latency_seconds: PlainHistogram
+    e2e_request_latency_seconds: PlainHistogram
+    request_queue_time_seconds: PlainHistogram
     prompt_tokens_total: Counter
     generation_tokens_total: Counter
     prefix_cache_queries_total: Counter
@@ -47,7 +48,7 @@ class Metrics:
     step_weight_bytes: Gauge
     token_kv_bytes: Gauge
     tasks: Gauge
-    step_seconds: Histogram
+    step_seconds: PlainHistogram
     kv_blocks: Gauge
     transfer_faults_total: Counter
     requests_rejected_total: Counter
@@ -124,7 +125,9 @@ def _family_name(metric: Metric) -> str:
     return metric.name.removesuffix("_total") if metric.kind == "counter" else metric.name
 
 
-def _instrument(metric: Metric, registry: CollectorRegistry) -> Gauge | Counter | Histogram:
+def _instrument(metric: Metric, registry: CollectorRegistry) -> Gauge | Counter | Histogram | PlainHistogram:
+    if metric.kind == "histogram" and not metric.labels:
+        return PlainHistogram(metric.name, metric.meaning, buckets=metric.buckets, registry=registry)
     label_names = [label.name for label in metric.labels]
     instrument: Gauge | Counter | Histogram
     if metric.kind == "gauge":

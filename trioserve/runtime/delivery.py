@@ -50,6 +50,8 @@ class Delivery:
         self._choices: dict[RequestId, Choice] = {}
         self._cancelled: dict[RequestId, _Cancelled] = {}  # aborted while a step reads their blocks
         self._step_count = 0  # steps that have ended
+        self._token_count = 0  # of the step that is being delivered
+        self._followed_counts: dict[float, int] = {}  # its sequences, by when they had their last token before
         self.drain_rate = DrainRate()
 
     def __len__(self) -> int:
@@ -115,8 +117,10 @@ class Delivery:
                 self._on_finished(event, tokens.pop(event.request_id, None), now)
             else:
                 self._on_prompt_logprobs(event)
+        choices = self._choices
         for sequence_id, ready in tokens.items():
-            self._feed(self._choices[sequence_id], ready, None, now)
+            self._feed(choices[sequence_id], ready, None, now)
+        self._show_counts(now)
 
     def on_ended(self, events: list[EngineEvent]) -> None:
         """Requests ended while no step did: the KV they waited for did not come."""
@@ -142,12 +146,13 @@ class Delivery:
         """Turn a sequence's new tokens into text for its reader. Returns the reason if that was the end."""
         stream = choice.stream
         assert not choice.is_ended
-        token_count = 0 if ready is None else len(ready.token_ids)
-        self._count_tokens(choice, token_count, now)
+        if ready is not None:
+            self._count_tokens(choice, len(ready.token_ids), now)
         if choice.is_mute:
             stream.push_end(choice, FinishReason.LENGTH)
             return FinishReason.LENGTH
-        stream.completion_token_count += token_count
+        if ready is not None:
+            stream.completion_token_count += len(ready.token_ids)
         delta = self._output(choice, ready, finished)
         if delta is None:
             return None
@@ -176,16 +181,23 @@ class Delivery:
             )
 
     def _count_tokens(self, choice: Choice, count: int, now: float) -> None:
-        if count == 0:
-            return
-        self._metrics.generation_tokens_total.inc(count)
+        self._token_count += count
         if choice.first_token_at is None:
             choice.first_token_at = now
             choice.stream.note_first_token()
             self._metrics.time_to_first_token_seconds.observe(now - choice.stream.entered_at)
         else:
-            self._metrics.inter_token_latency_seconds.observe(now - choice.last_token_at)
+            before = choice.last_token_at
+            self._followed_counts[before] = self._followed_counts.get(before, 0) + 1
         choice.last_token_at = now
+
+    def _show_counts(self, now: float) -> None:
+        """What a step's tokens have in common is counted once: most of them follow one that came at the same time."""
+        self._metrics.generation_tokens_total.inc(self._token_count)
+        self._token_count = 0
+        for before, count in self._followed_counts.items():
+            self._metrics.inter_token_latency_seconds.observe(now - before, count)
+        self._followed_counts.clear()
 
     def _on_prompt_logprobs(self, event: PromptLogprobs) -> None:
         choice = self._choices[event.request_id]

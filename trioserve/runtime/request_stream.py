@@ -99,7 +99,7 @@ class RequestStream:
         self._pending: dict[int, Delta] = {}
         self._unfinished_count = sampling.n
         self._error: Exception | None = None
-        self._arrived = trio.Event()
+        self._waiting: list[trio.lowlevel.Task] = []  # most often one, the reader
         self._begun = trio.Event()
 
     async def __aenter__(self) -> RequestStream:
@@ -132,11 +132,20 @@ class RequestStream:
                 raise StopAsyncIteration
             if self._error is not None:
                 raise self._error
-            if self._arrived.is_set():  # otherwise another task reads, too
-                self._arrived = trio.Event()
-            await self._arrived.wait()
+            await self._wait()
         index = next(iter(self._pending))
         return self._pending.pop(index)
+
+    async def _wait(self) -> None:
+        """Until something was pushed. An event for each token would cost more than all else here."""
+        task = trio.lowlevel.current_task()
+        self._waiting.append(task)
+
+        def stop_waiting(_raise_cancel: object) -> trio.lowlevel.Abort:
+            self._waiting.remove(task)
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        await trio.lowlevel.wait_task_rescheduled(stop_waiting)
 
     @property
     def is_finished(self) -> bool:
@@ -175,12 +184,13 @@ class RequestStream:
 
     def push(self, delta: Delta) -> None:
         """Hand a delta to the reader, joined to the one it has not fetched yet."""
-        waiting = self._pending.get(delta.index)
-        self._pending[delta.index] = delta if waiting is None else merge(waiting, delta)
+        index, pending = delta.index, self._pending
+        pending[index] = merge(pending[index], delta) if index in pending else delta
         if delta.finish_reason is not None:
             self._unfinished_count -= 1
             self._begun.set()
-        self._arrived.set()
+        if self._waiting:
+            self._wake_readers()
 
     def push_end(
         self,
@@ -212,4 +222,9 @@ class RequestStream:
             choice.is_ended = True
         self._error = error
         self._begun.set()
-        self._arrived.set()
+        self._wake_readers()
+
+    def _wake_readers(self) -> None:
+        for task in self._waiting:
+            trio.lowlevel.reschedule(task)
+        self._waiting.clear()

@@ -45,6 +45,8 @@ class IncrementalDecoder:
         piece = self._pieces[token_id]
         if self._leading_spaces_left and piece:
             piece = self._without_leading_spaces(piece)
+        if piece.isascii() and not self._utf8.buffer:
+            return piece.decode("ascii")  # the same, without the way through Python code of the decoder
         return self._utf8.decode(piece)
 
     def flush(self) -> str:
