@@ -5,7 +5,8 @@ from __future__ import annotations
 import trio
 
 from trioserve.contracts.output import Delta
-from trioserve.frontend.generation import KEEP_ALIVE_SECONDS, read_streams
+from trioserve.frontend.generation import KEEP_ALIVE_SECONDS, KeepAlive, read_streams
+from trioserve.runtime.deadline_keeper import DeadlineKeeper
 
 
 class OneDelta:
@@ -36,11 +37,14 @@ async def test_a_delta_at_the_moment_of_a_keep_alive_is_taken(autojump_clock):
     async def keep_alive() -> None:
         kept_alive.append(trio.current_time())
 
+    keeper = DeadlineKeeper()
     async with trio.open_nursery() as nursery:
 
         async def read() -> None:
-            await read_streams([stream], take, keep_alive=keep_alive)
+            await read_streams([stream], take, keep_alive=KeepAlive(keep_alive, keeper.set))
+            nursery.cancel_scope.cancel()
 
+        nursery.start_soon(keeper.run)
         nursery.start_soon(read)
         await trio.testing.wait_all_tasks_blocked()
         stream.arrived.set()

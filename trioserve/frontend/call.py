@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from trioserve.contracts.errors import InvalidRequest, UnknownModel
 from trioserve.frontend.error_responses import REASON_HEADER, ErrorAnswer
+from trioserve.frontend.generation import KeepAlive
 from trioserve.frontend.openai_types import (
     AbortBody,
     ChatBody,
@@ -36,7 +37,7 @@ Body = TypeVar("Body", ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, A
 
 
 class Call:
-    """Handlers get one of these, and answer it once: with `answer`, or with `start_events`, `send` and `finish`.
+    """Handlers get one of these and answer it once: with `answer`, or `start_events`, `exchange.send` and `finish`.
 
     request_id: the client's, or ours; the client has it in the head of every answer.
     trust_chat_template: the request may bring its own chat template. It runs sandboxed, but may still take long.
@@ -109,20 +110,18 @@ class Call:
         await self.exchange.respond(status, self._head(content_type, headers), body)
 
     async def start_events(self) -> None:
-        """Send the head of a streamed answer; the client has the request's id from here on."""
+        """Send the head of a streamed answer, whose events go to the exchange; the client has the request's id now."""
         self.status = 200
         self._streaming = True
         # Buffering proxies (nginx) would hold tokens back.
         headers = (("cache-control", "no-cache"), ("x-accel-buffering", "no"))
         await self.exchange.start(200, self._head("text/event-stream; charset=utf-8", headers))
 
-    async def send(self, events: bytes) -> None:
-        await self.exchange.send(events)
-
-    async def keep_alive(self) -> None:
-        """Send a comment, which clients skip: proxies see that the connection lives, and a client that has vanished is
+    @property
+    def keep_alive(self) -> KeepAlive:
+        """A comment, which clients skip: proxies see that the connection lives, and a client that has vanished is
         noticed by what it does not take."""
-        await self.exchange.send(KEEP_ALIVE)
+        return KeepAlive(lambda: self.exchange.send(KEEP_ALIVE), self.engine.call_at)
 
     async def finish(self) -> None:
         await self.exchange.finish()

@@ -17,12 +17,14 @@ from trioserve.frontend.deadline_fields import deadlines_of
 from trioserve.frontend.generation import Choice, collect, read_streams, usage_of, wait_until_begun
 from trioserve.frontend.logprobs import chat_logprobs, prompt_logprobs
 from trioserve.frontend.openai_types import ChatBody
-from trioserve.frontend.sse import DONE, ChunkWriter, encode
+from trioserve.frontend.sse import DONE, ChunkWriter, encode, one_line_json
 
 if TYPE_CHECKING:
     from trioserve.runtime.request_stream import RequestStream
 
 __all__ = ["create_chat_completion"]
+
+TEXT_END = b'},"logprobs":null,"finish_reason":null}'
 
 
 async def create_chat_completion(call: Call) -> None:
@@ -45,14 +47,14 @@ async def create_chat_completion(call: Call) -> None:
 
             async def send(_: int, delta: Delta) -> None:
                 if piece := events.of(delta):
-                    await call.send(piece)
+                    await call.exchange.send(piece)
 
             await read_streams([stream], send, keep_alive=call.keep_alive)
         else:
             [choices] = await collect([stream], sampling.n)
     # The engine's part is over, and its scope left: a slow client keeps nothing but its own bytes waiting.
     if body.stream:
-        await call.send(events.end())
+        await call.exchange.send(events.end())
         await call.finish()
     else:
         await call.answer(_whole(call, body, stream, head, choices))
@@ -121,17 +123,25 @@ class _ChatEvents:
         self._stream = stream
         self._writer = ChunkWriter(head, null_usage=body.wants_usage)
         self._content_heads: dict[int, bytes] = {}
+        # For events of nothing but text, if the client wants no more.
+        self._around_text: dict[int, tuple[bytes, bytes]] = {}
+        self._wants_text_only = not (body.logprobs or body.return_token_ids or body.wants_continuous_usage)
 
     def of(self, delta: Delta) -> bytes:
         """The events of one delta; nothing if there is nothing to show yet."""
+        around = self._around_text.get(delta.index)
+        if around is not None and delta.finish_reason is None:
+            return around[0] + one_line_json(delta.text) + around[1] if delta.text else b""
         events = []
         content_head = self._content_heads.get(delta.index)
         if content_head is None:
             content_head = self._content_heads[delta.index] = b'{"index":%d,"delta":{"content":' % delta.index
             events.append(self._first(delta.index))
+            if self._wants_text_only:
+                self._around_text[delta.index] = self._writer.around(content_head, TEXT_END)
         extras = self._extras(delta)
         if delta.text or extras is not None:
-            tail = b'},"logprobs":null,"finish_reason":null}' if extras is None else extras
+            tail = TEXT_END if extras is None else extras
             events.append(self._chunk(content_head + encode(delta.text) + tail))
         if delta.finish_reason is not None:
             events.append(

@@ -18,7 +18,7 @@ from trioserve.frontend.deadline_fields import deadlines_of
 from trioserve.frontend.generation import Choice, Usage, collect, read_streams, usage_of, wait_until_begun
 from trioserve.frontend.logprobs import CompletionLogprobs, prompt_logprobs
 from trioserve.frontend.openai_types import CompletionBody
-from trioserve.frontend.sse import DONE, ChunkWriter, encode
+from trioserve.frontend.sse import DONE, ChunkWriter, encode, one_line_json
 
 if TYPE_CHECKING:
     from trioserve.runtime.request_stream import RequestStream
@@ -61,14 +61,14 @@ async def create_completion(call: Call) -> None:
 
             async def send(stream_index: int, delta: Delta) -> None:
                 if piece := events.of(stream_index, delta):
-                    await call.send(piece)
+                    await call.exchange.send(piece)
 
             await read_streams(streams, send, keep_alive=call.keep_alive)
         else:
             choices = await collect(streams, sampling.n)
     # The engine's part is over, and its scopes left: a slow client keeps nothing but its own bytes waiting.
     if body.stream:
-        await call.send(events.end())
+        await call.exchange.send(events.end())
         await call.finish()
     else:
         await call.answer({**head, "choices": answer.choices(choices), "usage": answer.usage()})
@@ -185,14 +185,26 @@ class _CompletionEvents:
         self._body = answer.body
         self._writer = ChunkWriter(head, null_usage=answer.body.wants_usage)
         self._logprobs: dict[int, CompletionLogprobs] = {}
+        # For events of nothing but text, if the client wants no more.
+        self._around_text: dict[int, tuple[bytes, bytes]] = {}
+        self._wants_text_only = not (
+            answer.body.logprobs is not None or answer.body.return_token_ids or answer.body.wants_continuous_usage
+        )
 
     def of(self, stream_index: int, delta: Delta) -> bytes:
         """The events of one delta; nothing if there is nothing to show yet."""
         index = stream_index * self._answer.choice_count + delta.index
+        around = self._around_text.get(index)
+        if around is not None and delta.finish_reason is None:
+            return around[0] + one_line_json(delta.text) + around[1] if delta.text else b""
         events = []
         if index not in self._logprobs:
             self._logprobs[index] = self._answer.new_logprobs()
             events.append(self._first(index, stream_index))
+            if self._wants_text_only:
+                self._around_text[index] = self._writer.around(
+                    b'{"index":%d,"text":' % index, b',"logprobs":null,"finish_reason":null}'
+                )
         logprobs = None
         if self._body.logprobs is not None and delta.logprobs:
             logprobs = self._logprobs[index].take(delta.token_ids, delta.logprobs)

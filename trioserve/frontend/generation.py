@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 import trio
@@ -15,9 +14,10 @@ from trioserve.contracts.output import Delta
 from trioserve.frontend.error_responses import foreign_end
 
 if TYPE_CHECKING:
+    from trioserve.runtime.deadline_keeper import Alarm
     from trioserve.runtime.request_stream import RequestStream
 
-__all__ = ["Choice", "Usage", "collect", "read_streams", "usage_of", "wait_until_begun"]
+__all__ = ["Choice", "KeepAlive", "Usage", "collect", "read_streams", "usage_of", "wait_until_begun"]
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
@@ -87,51 +87,96 @@ async def collect(streams: Sequence[RequestStream], choice_count: int) -> list[l
 KEEP_ALIVE_SECONDS = 15.0  # proxies and load balancers close a silent connection after 30 to 60
 
 Take = Callable[[int, Delta], Awaitable[None]]
-KeepAlive = Callable[[], Awaitable[None]]
 T = TypeVar("T")
+
+
+class KeepAlive(NamedTuple):
+    """send: says that the answer goes on. call_at: has a function called at a time of Trio's clock, as Engine does."""
+
+    send: Callable[[], Awaitable[None]]
+    call_at: Callable[[float, Callable[[], None]], Alarm]
 
 
 async def read_streams(streams: Sequence[RequestStream], take: Take, *, keep_alive: KeepAlive | None = None) -> None:
     """Give every delta of every stream to `take(stream_index, delta)`, one at a time, until all streams have ended.
 
-    keep_alive is called when KEEP_ALIVE_SECONDS have passed without a delta, and again after as many.
+    keep_alive is sent when KEEP_ALIVE_SECONDS have passed without a delta, and again after as many.
 
     While `take` waits, at most one delta of each stream is held here; the streams merge what comes meanwhile.
     Raises what a stream or `take` raises, and what `foreign_end` says of a choice that another's hand ended (after its
     last text). The first of these ends the reading of all: the caller leaves the streams' scopes, and so cancels them.
     """
-    if len(streams) == 1:
-        await _read(0, streams[0], take, keep_alive)
-    else:
+    if len(streams) > 1:
         await _read_merged(streams, take, keep_alive)
+    elif keep_alive is None:
+        await _read(0, streams[0], take)
+    else:
+        await _read_patiently(streams[0], take, keep_alive)
 
 
-async def _read(index: int, stream: RequestStream, take: Take, keep_alive: KeepAlive | None) -> None:
+async def _read(index: int, stream: RequestStream, take: Take) -> None:
+    async for delta in stream:
+        await _take(index, delta, take)
+
+
+async def _read_patiently(stream: RequestStream, take: Take, keep_alive: KeepAlive) -> None:
     deltas = aiter(stream)
-    while True:
-        # One scope for many deltas: one for each would cost as much as the delta. Its deadline is set while it waits.
-        delta = None
-        with trio.CancelScope() as patience:
-            try:
-                while True:
-                    if keep_alive is not None:
-                        patience.deadline = trio.current_time() + KEEP_ALIVE_SECONDS
-                    delta = await deltas.__anext__()
-                    patience.deadline = math.inf
-                    if patience.cancel_called:
-                        break  # by the same moment that brought the delta
-                    await _take(index, delta, take)
-                    delta = None
-            except StopAsyncIteration:
-                return
-        if delta is not None:
-            await _take(index, delta, take)
-        elif keep_alive is not None:
-            await keep_alive()
+    patience = _Patience(keep_alive.call_at)
+    try:
+        while True:
+            delta = None
+            with patience.new_scope() as scope:
+                try:
+                    while True:
+                        patience.waiting_since = trio.current_time()
+                        delta = await deltas.__anext__()
+                        patience.waiting_since = None
+                        if scope.cancel_called:
+                            break  # by the same moment that brought the delta
+                        await _take(0, delta, take)
+                        delta = None
+                except StopAsyncIteration:
+                    return
+            patience.waiting_since = None
+            if delta is not None:
+                await _take(0, delta, take)
+            else:
+                await keep_alive.send()
+    finally:
+        patience.end()
+
+
+class _Patience:
+    """Cancels a wait that has lasted KEEP_ALIVE_SECONDS. A deadline of the scope itself, set for each delta, would cost
+    as much as the delta; this is one alarm, which looks every KEEP_ALIVE_SECONDS whether it is needed.
+
+    waiting_since: None while nothing is waited for, and nothing may be cancelled.
+    """
+
+    def __init__(self, call_at: Callable[[float, Callable[[], None]], Alarm]) -> None:
+        self.waiting_since: float | None = None
+        self._call_at = call_at
+        self._scope = trio.CancelScope()
+        self._alarm = call_at(trio.current_time() + KEEP_ALIVE_SECONDS, self._look)
+
+    def new_scope(self) -> trio.CancelScope:
+        self._scope = trio.CancelScope()
+        return self._scope
+
+    def end(self) -> None:
+        self._alarm.cancel()
+
+    def _look(self) -> None:
+        now = trio.current_time()
+        due = (now if self.waiting_since is None else self.waiting_since) + KEEP_ALIVE_SECONDS
+        if due <= now:
+            self._scope.cancel()
+            due = now + KEEP_ALIVE_SECONDS
+        self._alarm = self._call_at(due, self._look)
 
 
 async def _take(index: int, delta: Delta, take: Take) -> None:
-    end = foreign_end(delta)
+    end = None if delta.finish_reason is None else foreign_end(delta)
     if end is None:
         await take(index, delta)
         return
@@ -171,7 +216,7 @@ async def _patiently(receive: Callable[[], Awaitable[T]], keep_alive: KeepAlive 
     while True:
         with trio.move_on_after(KEEP_ALIVE_SECONDS):
             return await receive()
-        await keep_alive()
+        await keep_alive.send()
 
 
 async def _pump(
@@ -179,6 +224,6 @@ async def _pump(
 ) -> None:
     with sender:
         try:
-            await _read(index, stream, lambda index, delta: sender.send((index, delta)), None)
+            await _read(index, stream, lambda index, delta: sender.send((index, delta)))
         except TrioserveError as error:
             await sender.send(error)

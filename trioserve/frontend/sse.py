@@ -6,7 +6,7 @@ import msgspec
 
 from trioserve.frontend.error_responses import ErrorAnswer
 
-__all__ = ["DONE", "ChunkWriter", "encode", "error_event"]
+__all__ = ["DONE", "ChunkWriter", "encode", "error_event", "one_line_json"]
 
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment, which every reader of events skips."""
@@ -37,6 +37,15 @@ class ChunkWriter:
         fields: more JSON fields of the chunk itself, with a comma before each."""
         end = self._end if usage is None else b',"usage":' + encode(usage) + b"}\n\n"
         return self._head + _one_line(choice) + b"]" + fields + end
+
+    def around(self, choice_begin: bytes, choice_end: bytes) -> tuple[bytes, bytes]:
+        """What stands before and behind the one value in which most events of an answer differ. Both in ASCII."""
+        return self._head + choice_begin, choice_end + b"]" + self._end
+
+
+def one_line_json(value: object) -> bytes:
+    """As it may stand between the two parts of ChunkWriter.around."""
+    return _one_line(encode(value))
 
 
 def error_event(answer: ErrorAnswer) -> bytes:

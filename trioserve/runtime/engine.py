@@ -32,7 +32,7 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.stats import EngineStats
 from trioserve.core.engine import EngineCore
 from trioserve.metrics.registry import Metrics
-from trioserve.runtime.deadline_keeper import DeadlineKeeper
+from trioserve.runtime.deadline_keeper import Alarm, DeadlineKeeper
 from trioserve.runtime.delivery import Delivery
 from trioserve.runtime.engine_loop import EngineLoop, StepRunner
 from trioserve.runtime.live_view import view_of
@@ -255,6 +255,11 @@ class Engine:
         """Call a function of values where long texts are tokenized: for what would hold up the event loop. A cancelled
         caller leaves at once, and what the function makes of it is thrown away."""
         return await self._text_thread.run_cancellable(function, *arguments)
+
+    def call_at(self, at: float, function: Callable[[], None]) -> Alarm:
+        """Have `function` called at a time of Trio's clock, by the engine's one task for this. It must not wait or
+        raise."""
+        return self._deadline_keeper.set(at, function)
 
     def stats(self) -> EngineStats:
         return self._core.stats()

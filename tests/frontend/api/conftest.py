@@ -19,6 +19,7 @@ from trioserve.frontend.exchange import Exchange, HeaderFields
 from trioserve.frontend.headers import Headers
 from trioserve.frontend.routes import App
 from trioserve.metrics.registry import Metrics
+from trioserve.runtime.deadline_keeper import DeadlineKeeper
 
 BOS = 1
 Step = Delta | Exception | trio.Event
@@ -192,6 +193,7 @@ class ScriptedEngine:
         self.text_gate: trio.Event | None = None
         self.text_jobs: list[Callable[..., Any]] = []
         self.cached_token_count = 0
+        self.call_at = DeadlineKeeper().set  # nobody rings
         self.streams: list[ScriptedStream] = []
         self.options: list[dict[str, Any]] = []
 
