@@ -168,6 +168,10 @@ def _chat(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
+    if arguments.core or arguments.frontend:
+        from trioserve.runtime.interpreter import prepare_interpreter
+
+        prepare_interpreter()
     if arguments.core:
         from trioserve.testing.core_cost import run_core_cost
 

@@ -25,12 +25,12 @@ from trioserve.frontend.routes import App
 from trioserve.frontend.server import FrontendServer
 from trioserve.metrics.registry import Metrics
 from trioserve.runtime.errors_unwrapped import errors_unwrapped
+from trioserve.runtime.interpreter import keep_what_is_loaded, prepare_interpreter
 from trioserve.runtime.serve import FrontEnd, Service
 from trioserve.terminal import EXIT_INTERRUPTED, LoadingBar
 
 __all__ = ["run_server", "serve_configured"]
 
-SWITCH_INTERVAL_SECONDS = 0.001  # how long Python computing in one thread may keep the others from the GIL
 ORDERS_MAX = 8  # signals that wait to be obeyed; more say nothing new
 
 
@@ -41,7 +41,7 @@ def run_server(config: Config) -> int:
     )
     for library in ("h2", "hpack"):  # a line for each header field says nothing of a request
         logging.getLogger(library).setLevel(logging.WARNING)
-    sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
+    prepare_interpreter()
     return trio.run(_serve_until_signal, config)
 
 
@@ -59,6 +59,7 @@ async def _serve_until_signal(config: Config) -> int:
                     sender.send_nowait(number)
 
     def announce(urls: list[str]) -> None:
+        keep_what_is_loaded()
         is_serving.set()
         for url in urls:
             print(f"serving {', '.join(_names(config))} at {url} (Ctrl-C stops)", file=sys.stderr, flush=True)

@@ -49,6 +49,54 @@ async def test_requests_follow_each_other_on_one_connection(autojump_clock, fron
     assert the_front.server.counters().connections_total == 1
 
 
+@pytest.mark.parametrize("connection", [None, "keep-alive", "Keep-Alive", "close", "close, te"])
+async def test_the_connection_goes_on_unless_the_client_says_close(autojump_clock, front, connection):
+    client = front(answer_ok).h11()
+    field = "" if connection is None else f"connection: {connection}\r\n"
+    await client.raw(f"GET / HTTP/1.1\r\nhost: test\r\n{field}\r\n".encode())
+    status, headers, body = await client.answer()
+    assert (status, body) == (200, b"ok")
+    is_closed = connection is not None and "close" in connection
+    assert (headers.get("connection") == "close") is is_closed
+    if is_closed:
+        assert await client.stream.receive_some() == b""
+    else:
+        await client.raw(b"GET / HTTP/1.1\r\nhost: test\r\n\r\n")
+        assert (await client.stream.receive_some()).startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+async def test_requests_sent_ahead_are_answered_one_after_another(autojump_clock, front):
+    client = front(echo).h11()
+    await client.raw(
+        b"POST /1 HTTP/1.1\r\nhost: test\r\ncontent-length: 3\r\n\r\nabc"
+        b"GET /2 HTTP/1.1\r\nhost: test\r\n\r\n"
+        b"POST /3 HTTP/1.1\r\nhost: test\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n\r\n"
+        b"GET /4 HTTP/1.1\r\nhost: test\r\n\r\n"
+    )
+    received = b""
+    while received.count(b"HTTP/1.1 200") < 4 or not received.endswith(b"\r\n\r\nGET"):
+        received += await client.stream.receive_some()
+    assert [received.index(b"x-path: /%d" % number) for number in (1, 2, 3, 4)] == sorted(
+        received.index(b"x-path: /%d" % number) for number in (1, 2, 3, 4)
+    )
+    assert [answer[answer.index(b"\r\n\r\n") + 4 :] for answer in received.split(b"HTTP/1.1 200 OK")[1:]] == [
+        b"POSTabc",
+        b"GET",
+        b"POSTx",
+        b"GET",
+    ]
+
+
+async def test_a_length_that_is_not_the_bodys_never_looks_like_an_answer(autojump_clock, front):
+    async def handler(exchange):
+        await exchange.respond(200, [("Content-Length", "5")], b"ok")
+
+    client = front(handler).h11()
+    await client.raw(b"GET / HTTP/1.1\r\nhost: test\r\n\r\nGET / HTTP/1.1\r\nhost: test\r\n\r\n")
+    received = await read_all(client.stream)
+    assert received.count(b"HTTP/1.1 200") <= 1  # the second one would be taken for the rest of the first
+
+
 async def test_chunked_body_and_chunked_answer(autojump_clock, front):
     async def handler(exchange):
         body = await exchange.body()

@@ -46,7 +46,9 @@ class H11Connection:
         self._tally = setup.tally
         self._transport = transport
         self._peer = peer
-        self._protocol = h11.Connection(h11.SERVER, max_incomplete_event_size=setup.limits.head_bytes_max)
+        self._protocol = self._new_protocol()
+        self.takes_whole_answers = False
+        self._wrote_whole = False  # an answer, past h11
         self._held = bytearray(received)  # read, not yet given to h11
         self._changed: trio.Event | None = None  # of _held
         self._whole = trio.CancelScope()  # reader and conversation
@@ -143,6 +145,14 @@ class H11Connection:
         else:
             await self._write(b"%x\r\n%b\r\n" % (len(data), data))
 
+    async def write_whole(self, status: int, fields: list[tuple[bytes, bytes]], body: bytes) -> None:
+        if self._client_gone or self._write_broken:
+            await trio.lowlevel.checkpoint()
+            return
+        self._wrote_whole = True
+        head = b"".join([b"%b: %b\r\n" % field for field in fields])
+        await self._write(b"HTTP/1.1 %d %b\r\n%b\r\n%b" % (status, REASONS.get(status, b""), head, body))
+
     async def _write(self, data: bytes) -> None:
         self._write_broken = True  # unless it comes to its end
         try:
@@ -226,14 +236,27 @@ class H11Connection:
 
     # --- the conversation ---
 
+    def _new_protocol(self) -> h11.Connection:
+        return h11.Connection(h11.SERVER, max_incomplete_event_size=self._limits.head_bytes_max)
+
     async def _converse(self) -> None:
         while True:
             head = await self._next_request()
             if head is None or not await self._answer(head) or self._draining:
                 return
-            if not self._request_ended or self._protocol.our_state is not h11.DONE:
+            if not self._request_ended:
                 return
-            self._protocol.start_next_cycle()
+            if self._wrote_whole:
+                # h11 has read the request and knows nothing of its answer: the next one begins with what it has left.
+                rest, _ = self._protocol.trailing_data
+                self._protocol = self._new_protocol()
+                if rest:
+                    self._protocol.receive_data(rest)
+                self._wrote_whole = False
+            elif self._protocol.our_state is h11.DONE:
+                self._protocol.start_next_cycle()
+            else:
+                return
 
     async def _next_request(self) -> RequestHead | None:
         """None when the connection is to end; then the client was told why, if it had begun a request."""
@@ -243,8 +266,12 @@ class H11Connection:
             try:
                 while not self._request_begun():
                     await self._change()
-                patience.deadline = trio.current_time() + self._limits.head_seconds_max
-                event = await self._next_event()
+                if self._held:
+                    self._feed()
+                event = self._protocol.next_event()
+                if event is h11.NEED_DATA:
+                    patience.deadline = trio.current_time() + self._limits.head_seconds_max
+                    event = await self._next_event()
             except h11.RemoteProtocolError as error:
                 is_large = error.error_status_hint == 431
                 refusal = ConnectionRefusal.HEAD_TOO_LARGE if is_large else ConnectionRefusal.MALFORMED
@@ -291,6 +318,9 @@ class H11Connection:
         tally.exchanges_total += 1
         tally.exchanges_open += 1
         exchange = H11Exchange(self, head, BodyShare(self._setup.body_budget), self._limits)
+        # Of an ordinary request. All others are h11's: it knows when their connection has to end.
+        keeps_alive = (head.headers.get("connection") or "keep-alive").lower() == "keep-alive"
+        self.takes_whole_answers = head.http_version == "1.1" and keeps_alive
         self._exchange = exchange
         try:
             with exchange.scope:

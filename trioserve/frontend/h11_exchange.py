@@ -30,6 +30,12 @@ class ExchangeOwner(Protocol):
         """The same as write(h11.Data(data)) where the answer is chunked, without the way through h11, which is most of
         what an event costs and keeps no count of chunks."""
 
+    takes_whole_answers: bool
+    """Whether write_whole may be used for this request."""
+
+    async def write_whole(self, status: int, fields: list[tuple[bytes, bytes]], body: bytes) -> None:
+        """The same as writing head, body and end, after which the connection goes on; without the way through h11."""
+
     def body_too_slow(self) -> None:
         """To be counted: the body was given up."""
 
@@ -81,14 +87,20 @@ class H11Exchange(Exchange):
         return self.share.whole()
 
     async def respond(self, status: int, headers: HeaderFields, body: bytes) -> None:
-        events: list[h11.Event] = [self._head(status, headers, content_length=len(body))]
+        fields, goes_on = self._begin(status, headers, content_length=len(body))
+        if goes_on and not self.answer.bodiless and self._owner.takes_whole_answers and not _has_length(headers):
+            self.answer.finish()
+            await self._owner.write_whole(status, fields, body)
+            return
+        events: list[h11.Event] = [_response(status, fields)]
         if body and not self.answer.bodiless:
             events.append(h11.Data(data=body))
         self.answer.finish()
         await self._owner.write(*events, h11.EndOfMessage())
 
     async def start(self, status: int, headers: HeaderFields) -> None:
-        await self._owner.write(self._head(status, headers, content_length=None))
+        fields, _ = self._begin(status, headers, content_length=None)
+        await self._owner.write(_response(status, fields))
         self._is_chunked = self.http_version == "1.1"  # h11 sees to it, since no length is given
 
     async def send(self, data: bytes) -> None:
@@ -105,9 +117,22 @@ class H11Exchange(Exchange):
         self.answer.finish()
         await self._owner.write(h11.EndOfMessage())
 
-    def _head(self, status: int, headers: HeaderFields, *, content_length: int | None) -> h11.Response:
+    def _begin(
+        self, status: int, headers: HeaderFields, *, content_length: int | None
+    ) -> tuple[list[tuple[bytes, bytes]], bool]:
+        """The fields of the answer, which starts now, and whether the connection can go on after it."""
         fields = encode_fields(headers, unix_seconds=self._owner.unix_seconds(), content_length=content_length)
         self.answer.start(status)
-        if not self._owner.answer_starts():
+        goes_on = self._owner.answer_starts()
+        if not goes_on:
             fields.append((b"connection", b"close"))
-        return h11.Response(status_code=status, headers=fields, reason=REASONS.get(status, b""))
+        return fields, goes_on
+
+
+def _response(status: int, fields: list[tuple[bytes, bytes]]) -> h11.Response:
+    return h11.Response(status_code=status, headers=fields, reason=REASONS.get(status, b""))
+
+
+def _has_length(headers: HeaderFields) -> bool:
+    """Then h11 has to see that it is the body's."""
+    return any(name.lower() == "content-length" for name, _ in headers)

@@ -24,7 +24,7 @@ from trioserve.frontend.counters import ConnectionRefusal, StreamRefusal
 from trioserve.frontend.h2_errors import error_code_of, refusal_of
 from trioserve.frontend.h2_frames import PREFACE, Flood, FrameGate, goaway_frame
 from trioserve.frontend.h2_outbox import H2Outbox
-from trioserve.frontend.h2_protocol import bound_encoder_table, initiated_protocol, request_head
+from trioserve.frontend.h2_protocol import initiated_protocol, request_head
 from trioserve.frontend.h2_stream import H2Stream
 from trioserve.frontend.handler_call import call_handler
 from trioserve.frontend.message_head import printable
@@ -202,7 +202,6 @@ class H2Connection:
                 stream.leave()
             self._count_reset(now)
         elif isinstance(event, h2.events.RemoteSettingsChanged):
-            bound_encoder_table(self._protocol)
             self._window_opened(0)
 
     def _open_stream(self, event: h2.events.RequestReceived, now: float) -> None:

@@ -63,7 +63,7 @@ class H2Outbox:
                 continue
             data = b""
             if stream.unsent_bytes:
-                room = min(protocol.local_flow_control_window(stream.id), protocol.max_outbound_frame_size, left)
+                room = min(protocol.window_of(stream.id), protocol.max_outbound_frame_size, left)
                 if room <= 0:
                     if protocol.outbound_flow_control_window <= 0:
                         window_closed = True  # the connection's, so all of them wait

@@ -9,19 +9,23 @@ import h2.connection
 import h2.events
 from h2.settings import SettingCodes, Settings
 
+from trioserve.frontend.h2_fields import FieldEncoder
 from trioserve.frontend.headers import Headers
 from trioserve.frontend.limits import FrontendLimits
 from trioserve.frontend.message_head import RequestHead, split_target
 
-__all__ = ["H2Protocol", "bound_encoder_table", "initiated_protocol", "request_head"]
+__all__ = ["H2Protocol", "initiated_protocol", "request_head"]
 
 DATA_HEAD = struct.Struct(">HBBBL")  # length, DATA, no flags, stream (RFC 9113, 4.1)
-HEADER_TABLE_BYTES_MAX = 4096  # HPACK's default; a client may offer gigabytes, every answer would add to and search it
 CONNECTION_WINDOW_BYTES = 1024 * 1024  # bytes on their way to us; what is held of them, the streams' windows bound
 
 
 class H2Protocol(h2.connection.H2Connection):
     MAX_CLOSED_STREAMS = 4096  # remembered to tell late frames from wrong ones; h2's 65,536 are megabytes a connection
+
+    def window_of(self, stream_id: int) -> int:
+        """What local_flow_control_window says of a stream whose head was sent."""
+        return min(self.outbound_flow_control_window, self.streams[stream_id].outbound_flow_control_window)
 
     def data_frame(self, stream_id: int, data: bytes) -> bytes:
         """What send_data(stream_id, data) makes, without the way through h2's state machines, which DATA that does not
@@ -44,6 +48,7 @@ def initiated_protocol(limits: FrontendLimits) -> H2Protocol:
             normalize_outbound_headers=False,
         )
     )
+    protocol.encoder = FieldEncoder()  # type: ignore[assignment]
     settings: dict[SettingCodes, int] = {
         SettingCodes.MAX_CONCURRENT_STREAMS: limits.streams_max,
         SettingCodes.MAX_HEADER_LIST_SIZE: limits.head_bytes_max,
@@ -57,14 +62,6 @@ def initiated_protocol(limits: FrontendLimits) -> H2Protocol:
     protocol.local_settings = Settings(client=False, initial_values=settings)
     protocol.increment_flow_control_window(CONNECTION_WINDOW_BYTES - protocol.inbound_flow_control_window)
     return protocol
-
-
-def bound_encoder_table(protocol: H2Protocol) -> None:
-    """To be called when the client's settings have changed: use no more of the table it offers than is good for us
-    (RFC 7541, 4.2, lets the encoder choose)."""
-    encoder = protocol.encoder
-    if encoder.header_table_size > HEADER_TABLE_BYTES_MAX:
-        encoder.header_table_size = HEADER_TABLE_BYTES_MAX
 
 
 def request_head(event: h2.events.RequestReceived, peer: str) -> RequestHead:

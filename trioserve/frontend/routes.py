@@ -116,17 +116,19 @@ class App:
         self._keys = ApiKeys(api_keys, admin_key=admin_api_key)
         self._trust_chat_template = trust_request_chat_template
         self._surroundings = surroundings or Surroundings()
+        self._open_count = self._open_shown = 0
+        self._counts: dict[tuple[str, int | None], int] = {}  # since the last scrape, by path and status
+        engine.metrics.on_scrape(self._show_counts)
 
     async def __call__(self, exchange: Exchange) -> None:
         route = _route(exchange.path)
         call = Call(exchange, self._engine, self._surroundings, trust_chat_template=self._trust_chat_template)
-        metrics = self._engine.metrics
-        metrics.streams_open.inc()
+        self._open_count += 1
         began_at = trio.current_time()
         try:
             await self._answer(call, route)
         finally:
-            metrics.streams_open.dec()
+            self._open_count -= 1
             self._count(route, call.status)
             if logger.isEnabledFor(logging.DEBUG):
                 logger.debug("%s", _end_line(call, seconds=trio.current_time() - began_at))
@@ -139,7 +141,17 @@ class App:
             logger.debug("%s", end_line({**fields, "outcome": Outcome.FINISHED}))
 
     def _count(self, route: Route, status: int | None) -> None:
-        self._engine.metrics.http_requests_total.labels(route.path, str(status or "left")).inc()
+        key = (route.path, status)
+        self._counts[key] = self._counts.get(key, 0) + 1
+
+    def _show_counts(self) -> None:
+        """At every scrape: a metric with labels costs more than a look into a dict, and each request has one."""
+        metrics = self._engine.metrics
+        metrics.streams_open.inc(self._open_count - self._open_shown)
+        self._open_shown = self._open_count
+        for (path, status), count in self._counts.items():
+            metrics.http_requests_total.labels(path, str(status or "left")).inc(count)
+        self._counts.clear()
 
     async def _answer(self, call: Call, route: Route) -> None:
         try:

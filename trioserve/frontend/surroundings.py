@@ -4,7 +4,7 @@ its own, so that every byte of an answer follows from a seed."""
 from __future__ import annotations
 
 import dataclasses
-import secrets
+import os
 import time
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ __all__ = ["Surroundings"]
 
 
 def _new_request_id() -> str:
-    return secrets.token_hex(16)
+    return os.urandom(16).hex()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
