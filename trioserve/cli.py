@@ -104,7 +104,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Nam
     bench.add_argument(
         "--core",
         action="store_true",
-        help="measure scheduling in this process instead, without a model (default: off)",
+        help="measure instead what Python costs a step, from scheduling to the readers, without a model (default: off)",
     )
     bench.add_argument(
         "--frontend",

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from trioserve.testing import core_cost
 from trioserve.testing.core_cost import add_arguments, main
 
 
@@ -16,11 +17,29 @@ def parsed(*words: str) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
+@pytest.fixture(autouse=True)
+def few_deliveries(monkeypatch):
+    monkeypatch.setattr(core_cost, "DELIVERY_SHAPES", ((2, 0), (3, 5)))
+
+
+def test_every_part_of_a_delivery_has_a_cost(capsys):
+    assert main(parsed("--running", "1", "--queued", "1", "--rounds", "1")) == 0
+    delivery = json.loads(capsys.readouterr().out.splitlines()[-1])["delivery"]
+    steps = [(step["readers"], step["running_count"], step["queued_count"]) for step in delivery["steps"]]
+    assert steps == [("plain", 2, 0), ("plain", 3, 5), ("chat", 2, 0), ("chat", 3, 5)]
+    for step in delivery["steps"]:
+        assert min(step[part] for part in ("schedule_us", "update_us", "deliver_us", "readers_us")) > 0
+        assert step["step_count"] == 8
+    assert [hand_off["sample_count"] for hand_off in delivery["hand_offs"]] == [100, 100]
+    for hand_off in delivery["hand_offs"]:
+        assert 0 < hand_off["median_us"] <= hand_off["p99_us"]
+
+
 def test_every_combination_is_measured_and_compared_with_the_shortest_queue(capsys):
     assert main(parsed("--running", "1", "3", "--queued", "2", "9", "--rounds", "1")) == 0
     *table, line = capsys.readouterr().out.splitlines()
     costs = json.loads(line)["costs"]
-    assert len(table) == len(costs) + 1
+    assert len([row for row in table if row.startswith(("step", "abort"))]) == len(costs)
     queue = [cost for cost in costs if cost["held_count"] is None]
     places = {(cost["what"], cost["running_count"], cost["queued_count"]) for cost in queue}
     kinds = {"step", "abort head", "abort middle", "abort tail", "abort running"}

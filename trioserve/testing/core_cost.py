@@ -2,7 +2,8 @@
 
 The claim is that a step costs what it computes, and an abort its own blocks, whatever waits. To be fair on a busy
 machine the queue lengths take turns, round by round, and every figure is compared with the smallest of its own run. The
-garbage collector runs as always, but does not search again what was there before a measurement (gc.freeze).
+garbage collector runs as in the server, and does not search again what was there before a measurement (gc.freeze).
+Last comes the way of a step's tokens to their readers (delivery_cost).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from statistics import median, quantiles
 from time import perf_counter_ns
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import msgspec
 
@@ -26,6 +27,7 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import StepResult
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
+from trioserve.testing.delivery_cost import Readers, delivery_cost, hand_off_costs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,9 +37,11 @@ __all__ = ["Cost", "add_arguments", "block_costs", "main", "queue_costs", "run_c
 RUNNING_COUNTS = (1, 16, 64, 256)
 QUEUED_COUNTS = (10, 100, 1_000, 10_000, 100_000)
 HELD_COUNTS = (1, 10, 100, 1_000)
+DELIVERY_SHAPES = ((16, 0), (256, 0), (1_024, 0), (256, 100_000))  # running, queued
 ROUNDS = 30
 STEPS_PER_ROUND = 8
 ABORTS_PER_ROUND = 4  # of each kind
+HAND_OFFS_PER_ROUND = 100
 BLOCK_SIZE = 16
 OUTPUT_TOKENS_MAX = 1_024  # more than a measurement takes, so that nobody finishes meanwhile
 SAMPLING = SamplingParams(temperature=0.0)
@@ -217,7 +221,7 @@ def run_core_cost(
     *,
     rounds: int = ROUNDS,
 ) -> int:
-    """Measure, print a table as it grows, and then everything as one line of JSON. About ten seconds as it stands."""
+    """Measure, print a table as it grows, and then everything as one line of JSON. Half a minute as it stands."""
     print(f"{'':<14}{'running':>8}{'queued':>9}{'blocks':>8}{'median us':>11}{'10 %':>10}{'90 %':>10}{'ratio':>8}")
     costs = block_costs(rounds=rounds)
     _print_table(costs)
@@ -225,9 +229,30 @@ def run_core_cost(
         more = queue_costs(running_count, queued_counts, rounds=rounds)
         _print_table(more)
         costs += more
+    delivery = _print_delivery(rounds)
     machine = f"{platform.machine()}, Python {platform.python_version()}"
-    print(json.dumps({"machine": machine, "costs": msgspec.to_builtins(costs)}))
+    print(json.dumps({"machine": machine, "costs": msgspec.to_builtins(costs), "delivery": delivery}))
     return 0
+
+
+def _print_delivery(rounds: int) -> dict[str, object]:
+    """The whole way of a step's tokens, and the hand-off to another thread."""
+    head = ("readers", "running", "queued", "schedule", "update", "deliver", "us a token", "readers us")
+    print(("{:<14}{:>8}{:>9}" + "{:>11}" * 5).format(*head))
+    steps = []
+    for readers in get_args(Readers):
+        for running_count, queued_count in DELIVERY_SHAPES:
+            cost = delivery_cost(readers, running_count, queued_count, steps=rounds * STEPS_PER_ROUND)
+            steps.append(cost)
+            print(
+                f"{readers:<14}{running_count:>8}{queued_count:>9,}{cost.schedule_us:>11.1f}{cost.update_us:>11.1f}"
+                f"{cost.deliver_us:>11.1f}{cost.engine_us / running_count:>11.2f}{cost.readers_us:>11.1f}",
+                flush=True,
+            )
+    hand_offs = hand_off_costs(samples=rounds * HAND_OFFS_PER_ROUND)
+    for hand_off in hand_offs:
+        print(f"{hand_off.what:<22}median {hand_off.median_us:>6.1f} us, 99 % {hand_off.p99_us:>6.1f} us")
+    return {"steps": msgspec.to_builtins(steps), "hand_offs": msgspec.to_builtins(hand_offs)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
