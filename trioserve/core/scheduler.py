@@ -101,7 +101,8 @@ class Scheduler:
         self.waiting.put_back(live)
 
     def _running_in_turn(self) -> list[LiveRequest]:
-        decodes, others = [], []
+        decodes: list[LiveRequest] = []
+        others: list[LiveRequest] = []
         for live in self.running.values():
             (decodes if live.due_count == 1 else others).append(live)
         return decodes + others

@@ -268,7 +268,7 @@ class H11Connection:
                     await self._change()
                 if self._held:
                     self._feed()
-                event = self._protocol.next_event()
+                event: object = self._protocol.next_event()
                 if event is h11.NEED_DATA:
                     patience.deadline = trio.current_time() + self._limits.head_seconds_max
                     event = await self._next_event()

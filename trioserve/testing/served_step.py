@@ -62,7 +62,7 @@ class _Times:
             self._began_at = began_at if is_full else 0.0
             return result
 
-        ModelRunner.execute = timed  # type: ignore[method-assign]
+        ModelRunner.execute = timed  # type: ignore[assignment]
 
     def take(self) -> tuple[float, float]:
         taken = median(self.forward), median(self.whole)
