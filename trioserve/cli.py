@@ -111,6 +111,11 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Nam
         action="store_true",
         help="measure what the front end costs an event and a small request instead, without a model (default: off)",
     )
+    bench.add_argument(
+        "--served",
+        action="store_true",
+        help="measure what a step of smollm2 loses while its tokens go out over HTTP instead (default: off)",
+    )
     add_bench_arguments(bench)
 
     simulate = subparsers.add_parser("simulate", help="look for bugs of the engine: histories from seeds, all checked")
@@ -168,7 +173,7 @@ def _chat(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    if arguments.core or arguments.frontend:
+    if arguments.core or arguments.frontend or arguments.served:
         from trioserve.runtime.interpreter import prepare_interpreter
 
         prepare_interpreter()
@@ -180,6 +185,11 @@ def _bench(arguments: argparse.Namespace) -> int:
         from trioserve.testing.frontend_cost import run_frontend_cost
 
         return run_frontend_cost()
+    if arguments.served:
+        from trioserve.assemble import open_engine
+        from trioserve.testing.served_step import run_served_step
+
+        return run_served_step(open_engine)
     from trioserve.bench.flags import settings_from
     from trioserve.bench.soak_settings import SoakSettings
     from trioserve.bench.suite_settings import SuiteSettings

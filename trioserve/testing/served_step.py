@@ -1,7 +1,5 @@
 """What a step of the engine loses to the event loop while many streams go out over HTTP.
 
-    python -m trioserve.testing.served_step [--model smollm2] [--dtype float32] [--streams 64] [--threads N]
-
 One engine, one process, and the same batch in turns: read by tasks that do nothing with it, and by clients in another
 process over one HTTP/2 connection. Shown is the time of the forward pass alone, as its thread sees it, and of a whole
 step, from its plan to the next one. The clients need a core, too: their CPU time is told beside it.
@@ -9,27 +7,33 @@ step, from its plan to the next one. The clients need a core, too: their CPU tim
 
 from __future__ import annotations
 
-import argparse
+import functools
 import json
+import os
 import resource
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from statistics import median
 
 import trio
 
-from trioserve import SamplingParams, open_engine
+from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult, never_abandoned
 from trioserve.frontend.limits import FrontendLimits
 from trioserve.frontend.routes import App
 from trioserve.frontend.server import FrontendServer
 from trioserve.model.runner import ModelRunner
 from trioserve.runtime.engine import Engine
-from trioserve.runtime.interpreter import keep_what_is_loaded, prepare_interpreter
+from trioserve.runtime.interpreter import keep_what_is_loaded
 
-__all__ = ["main"]
+__all__ = ["OpenEngine", "run_served_step"]
+
+OpenEngine = Callable[..., AbstractAsyncContextManager[Engine]]
+"""trioserve.open_engine, which knows more rooms than may be known here."""
+
+STREAMS = 64
 
 PROMPT = "Once upon a time there was a step"
 TOKENS = 32
@@ -37,16 +41,16 @@ ROUNDS = 5
 
 
 class _Times:
-    """Of the steps that compute a full batch."""
+    """Of the steps that compute a full batch: the forward pass, and from its beginning to that of the next one."""
 
     def __init__(self) -> None:
-        self.batch = 0
         self.forward: list[float] = []
         self.whole: list[float] = []
-        self._began_at = 0.0
+        self._began_at: float | None = None
 
-    def watch(self) -> None:
-        """From now on every step of every runner is timed, in the thread that computes it."""
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Every step of every runner is timed, in the thread that computes it."""
         execute = ModelRunner.execute
 
         def timed(
@@ -54,15 +58,19 @@ class _Times:
         ) -> StepResult | None:
             began_at = time.perf_counter()
             result = execute(runner, plan, is_abandoned)
-            is_full = len(plan.chunks) == plan.token_count == self.batch
+            is_full = len(plan.chunks) == plan.token_count == STREAMS
             if is_full:
                 self.forward.append(time.perf_counter() - began_at)
-                if self._began_at:
+                if self._began_at is not None:
                     self.whole.append(began_at - self._began_at)
-            self._began_at = began_at if is_full else 0.0
+            self._began_at = began_at if is_full else None
             return result
 
         ModelRunner.execute = timed  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            ModelRunner.execute = execute  # type: ignore[method-assign]
 
     def take(self) -> tuple[float, float]:
         taken = median(self.forward), median(self.whole)
@@ -71,7 +79,7 @@ class _Times:
         return taken
 
 
-async def _read_in_process(engine: Engine, streams: int) -> None:
+async def _read_in_process(engine: Engine) -> None:
     sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0)
 
     async def read() -> None:
@@ -80,13 +88,13 @@ async def _read_in_process(engine: Engine, streams: int) -> None:
                 pass
 
     async with trio.open_nursery() as nursery:
-        for _ in range(streams):
+        for _ in range(STREAMS):
             nursery.start_soon(read)
 
 
 @asynccontextmanager
-async def _serving(engine: Engine, streams: int) -> AsyncIterator[int]:
-    server = FrontendServer(App(engine), limits=FrontendLimits(streams_max=max(100, streams)))
+async def _serving(engine: Engine) -> AsyncIterator[int]:
+    server = FrontendServer(App(engine), limits=FrontendLimits(streams_max=max(100, STREAMS)))
     listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
     async with trio.open_nursery() as nursery:
         await nursery.start(server.serve, listeners)
@@ -94,10 +102,10 @@ async def _serving(engine: Engine, streams: int) -> AsyncIterator[int]:
         nursery.cancel_scope.cancel()
 
 
-async def _read_over_http(port: int, streams: int) -> float:
+async def _read_over_http(port: int) -> float:
     """CPU seconds of the clients."""
     body = {"prompt": PROMPT, "max_tokens": TOKENS, "ignore_eos": True, "stream": True, "temperature": 0}
-    load = {"port": port, "connections": 1, "streams": streams, "http": 2, "body": json.dumps(body), "repeats": 1}
+    load = {"port": port, "connections": 1, "streams": STREAMS, "http": 2, "body": json.dumps(body), "repeats": 1}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     await trio.run_process(
         [sys.executable, "-m", "trioserve.testing.frontend_load"],
@@ -108,23 +116,22 @@ async def _read_over_http(port: int, streams: int) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-async def _measure(model: str, dtype: str, streams: int, threads: int | None, rounds: int) -> None:
+async def _measure(open_engine: OpenEngine, rounds: int) -> None:
     times = _Times()
-    times.watch()
-    times.batch = streams
-    async with (
-        open_engine(model, dtype=dtype, threads=threads, max_num_seqs=streams, enable_prefix_caching=False) as engine,
-        _serving(engine, streams) as port,
-    ):
-        keep_what_is_loaded()
-        await _read_in_process(engine, streams)  # warms up
-        times.take()
-        quiet, served, client_seconds = [], [], []
-        for _ in range(rounds):
-            await _read_in_process(engine, streams)
-            quiet.append(times.take())
-            client_seconds.append(await _read_over_http(port, streams))
-            served.append(times.take())
+    with times.watching():
+        async with (
+            open_engine(max_num_seqs=STREAMS, enable_prefix_caching=False) as engine,
+            _serving(engine) as port,
+        ):
+            keep_what_is_loaded()
+            await _read_in_process(engine)  # warms up
+            times.take()
+            quiet, served, client_seconds = [], [], []
+            for _ in range(rounds):
+                await _read_in_process(engine)
+                quiet.append(times.take())
+                client_seconds.append(await _read_over_http(port))
+                served.append(times.take())
     for index, what in enumerate(("forward pass", "whole step")):
         without, over_http = (median(round_[index] for round_ in taken) * 1e3 for taken in (quiet, served))
         ratios = sorted(after[index] / before[index] for before, after in zip(quiet, served, strict=True))
@@ -135,18 +142,10 @@ async def _measure(model: str, dtype: str, streams: int, threads: int | None, ro
     print(f"the clients: {median(client_seconds) / TOKENS * 1e3:.2f} ms of CPU time a step, their start included")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=None, help="of a forward pass; default: one per core")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    arguments = parser.parse_args()
-    prepare_interpreter()
-    trio.run(_measure, arguments.model, arguments.dtype, arguments.streams, arguments.threads, arguments.rounds)
+def run_served_step(open_engine: OpenEngine, *, model: str = "smollm2", rounds: int = ROUNDS) -> int:
+    """With as many threads as there are cores, and with one less, which leaves the event loop a core of its own."""
+    cores = os.cpu_count() or 1
+    for threads in dict.fromkeys((cores, max(1, cores - 1))):
+        print(f"{STREAMS} streams, {threads} threads, load average {os.getloadavg()[0]:.1f}", flush=True)
+        trio.run(_measure, functools.partial(open_engine, model, threads=threads), rounds)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -49,7 +49,7 @@ class ChoiceOutput:
             raise RuntimeError("fed a choice that has ended")
         assert logprobs is None or len(logprobs) == len(token_ids), "one logprob entry per token"
         if self._is_plain and finished is None and len(token_ids) == 1 and not self._token_ids:
-            # What nearly every token is: the same as below, in a third of the time.
+            # What nearly every token is: the same as below, without what stop strings and logprobs need.
             text = self._decoder.push(token_ids[0])
             if text:
                 return Delta(index=self._index, text=text, token_ids=token_ids)
