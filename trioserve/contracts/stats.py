@@ -15,7 +15,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     Cached blocks are used by nobody and can be had at once. Held ones are used by no live request, but a connector may
     still read or write them. remote_kv_count: of those that wait, how many wait for KV from elsewhere. The *_total
     figures only grow: preemptions, steps, prompt tokens that were looked up in the prefix cache (queries), found there
-    (hits) and loaded from elsewhere, and what went wrong with the connector, by kind (empty without one).
+    (hits) and loaded from elsewhere, drafts that were verified, their tokens, those of them that were right (accepted),
+    and what went wrong with the connector, by kind (empty without one).
     """
 
     running_count: int
@@ -31,6 +32,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_query_tokens_total: int
     prefix_hit_tokens_total: int
     loaded_tokens_total: int
+    drafts_total: int
+    draft_tokens_total: int
+    accepted_tokens_total: int
     transfer_faults_total: dict[TransferFault, int]
 
     @property

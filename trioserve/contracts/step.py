@@ -22,6 +22,9 @@ class ScheduledChunk(msgspec.Struct, frozen=True):
     Both are views of the core's own lists, stable until update_from_output: read them, never change them.
     samples: the chunk reaches the last known token, so its last row gives the next token.
     A decode is a chunk with count 1 that samples; a prefix hit is a chunk whose start is above 0.
+    draft: guesses what comes after the last known token, computed in the same step at the positions behind it. Only a
+    decode has one. A token is sampled after the last known token and after each guess, as if all before it were known.
+    The block table covers the draft, too.
     """
 
     request: EngineRequest
@@ -30,12 +33,24 @@ class ScheduledChunk(msgspec.Struct, frozen=True):
     count: int
     block_table: Sequence[int]
     samples: bool
+    draft: tuple[int, ...] = ()
+
+    @property
+    def row_count(self) -> int:
+        """Tokens that it computes, known and guessed."""
+        return self.count + len(self.draft)
+
+    @property
+    def row_tokens(self) -> Sequence[int]:
+        """These tokens."""
+        known = self.tokens[self.start : self.start + self.count]
+        return [*known, *self.draft] if self.draft else known
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """One forward pass. step_index counts from 0. admitted and preempted name requests that started, or lost their
-    blocks, when this plan was made. One request may be in both: it lost its blocks, and with nothing else left to
-    compute it starts over in the same plan, as a chunk of its own."""
+    """One forward pass. step_index counts from 0. token_count: what all chunks compute, drafts included. admitted and
+    preempted name requests that started, or lost their blocks, when this plan was made. One request may be in both: it
+    lost its blocks, and with nothing else left to compute it starts over in the same plan, as a chunk of its own."""
 
     step_index: int
     chunks: tuple[ScheduledChunk, ...]
@@ -47,16 +62,21 @@ class StepPlan(msgspec.Struct, frozen=True):
 class StepResult(msgspec.Struct, frozen=True):
     """The answer to a plan.
 
-    token_ids: one per chunk, in the plan's order; None for a chunk that does not sample or that failed.
-    logprobs: by request, for those that asked. prompt_logprobs: by request that asked; the entry of a chunk holds the
-    logprobs of the tokens at positions start + 1 .. start + count, as far as these are prompt tokens.
+    token_ids: one per chunk, in the plan's order, what follows its last known token; None for a chunk that does not
+    sample or that failed. logprobs: by request, for those that asked. prompt_logprobs: by request that asked; the entry
+    of a chunk holds the logprobs of the tokens at positions start + 1 .. start + count, as far as these are prompt
+    tokens.
     errors: requests that cannot go on, with a sentence for the client; the others are not touched.
+    draft_token_ids: by request with a draft, what follows each guess, if the guesses up to it are right; shorter than
+    the draft where no token could be chosen. draft_logprobs: as long, for those that asked.
     """
 
     token_ids: tuple[int | None, ...]
     logprobs: dict[RequestId, TokenLogprob] = {}
     prompt_logprobs: dict[RequestId, tuple[TokenLogprob, ...]] = {}
     errors: dict[RequestId, str] = {}
+    draft_token_ids: dict[RequestId, tuple[int, ...]] = {}
+    draft_logprobs: dict[RequestId, tuple[TokenLogprob, ...]] = {}
 
 
 IsAbandoned = Callable[[], bool]

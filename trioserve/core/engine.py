@@ -69,6 +69,9 @@ class EngineCore:
         self._waited_for_count = 0  # requests of the plan in flight that nobody has aborted
         self._arrivals_total = 0
         self._steps_total = 0
+        self._drafts_total = 0
+        self._draft_tokens_total = 0
+        self._accepted_tokens_total = 0
 
     def add(self, request: EngineRequest) -> None:
         """A new request joins the waiting line. Raises InvalidRequest if it can never run here: nothing is held. Its id
@@ -136,7 +139,8 @@ class EngineCore:
         plan = StepPlan(
             self._steps_total,
             tuple(chunks),
-            sum(chunk.count for chunk in chunks),
+            sum(chunk.count for chunk in chunks)
+            + (sum(len(chunk.draft) for chunk in chunks) if self.settings.draft_tokens_max else 0),
             tuple(admitted),
             tuple(preempted),
         )
@@ -219,6 +223,9 @@ class EngineCore:
             steps_total=self._steps_total,
             prefix_query_tokens_total=scheduler.prefix_query_tokens_total,
             prefix_hit_tokens_total=scheduler.prefix_hit_tokens_total,
+            drafts_total=self._drafts_total,
+            draft_tokens_total=self._draft_tokens_total,
+            accepted_tokens_total=self._accepted_tokens_total,
             loaded_tokens_total=0 if transfers is None else transfers.loaded_tokens_total,
             transfer_faults_total={} if transfers is None else dict(transfers.faults.totals),
         )
@@ -248,11 +255,43 @@ class EngineCore:
         assert token_id is not None, f"{request_id}: the chunk samples, but no token came"
         live.tokens.append(token_id)
         logprob = result.logprobs.get(request_id)
-        events.append(TokensReady(request_id, (token_id,), None if logprob is None else (logprob,)))
+        token_ids: tuple[int, ...] = (token_id,)
+        logprobs: tuple[TokenLogprob, ...] | None = None if logprob is None else (logprob,)
         reason = finish_reason_of(live)
+        if chunk.draft:
+            more, reason = self._take_draft(chunk, live, result.draft_token_ids[request_id], reason)
+            token_ids += more
+            if logprobs is not None:
+                logprobs += result.draft_logprobs[request_id][: len(more)]
+        events.append(TokensReady(request_id, token_ids, logprobs))
         if reason is not None:
-            stop_token_id = token_id if reason is FinishReason.STOP else None
+            stop_token_id = live.tokens[-1] if reason is FinishReason.STOP else None
             events.append(self._finish(live, reason, now, stop_token_id=stop_token_id))
+
+    def _take_draft(
+        self, chunk: ScheduledChunk, live: LiveRequest, sampled: tuple[int, ...], reason: FinishReason | None
+    ) -> tuple[tuple[int, ...], FinishReason | None]:
+        """Go on behind the first new token of a request for as long as its guesses were right: the token that was
+        sampled after a right guess is the one that follows. Returns the further tokens, and why they end it, if they
+        do. sampled: what follows each guess. reason: why the first token ends it."""
+        known_count = len(live.tokens)
+        for guess, token_id in zip(chunk.draft, sampled, strict=False):
+            if reason is not None or guess != live.tokens[-1]:
+                break
+            live.tokens.append(token_id)
+            reason = finish_reason_of(live)
+        accepted_count = len(live.tokens) - known_count
+        # Behind the right guesses the KV is that of wrong ones: it is written anew when its turn comes.
+        live.computed_count += accepted_count
+        if self.settings.enable_prefix_caching:
+            self.cache.publish(live.chain, live.tokens, live.computed_count, live.blocks)
+        self.scheduler.give_back_rest(live)
+        assert live.drafter is not None
+        live.drafter.learn(len(chunk.draft), accepted_count)
+        self._drafts_total += 1
+        self._draft_tokens_total += len(chunk.draft)
+        self._accepted_tokens_total += accepted_count
+        return tuple(live.tokens[known_count:]), reason
 
     def _pass_on_prompt_logprobs(
         self, chunk: ScheduledChunk, live: LiveRequest, result: StepResult, events: list[EngineEvent]

@@ -18,6 +18,7 @@ import enum
 from trioserve.contracts.events import FinishReason, Phase
 from trioserve.contracts.ids import BlockIndex
 from trioserve.contracts.request import EngineRequest
+from trioserve.core.drafting import Drafter
 from trioserve.core.prefix_cache import PrefixChain
 
 __all__ = ["LiveRequest", "RequestStatus"]
@@ -59,6 +60,7 @@ class LiveRequest:
         "cached_token_count",
         "chain",
         "computed_count",
+        "drafter",
         "in_flight",
         "loaded_token_count",
         "prompt_logprobs_count",
@@ -79,6 +81,7 @@ class LiveRequest:
         self.reserved_blocks: list[BlockIndex] = []  # its own as well, for what is known and not loaded
         self.blocks_wanted = 0  # as many must be available before it is worth looking again whether it fits
         self.chain = PrefixChain(request.cache_salt)
+        self.drafter: Drafter | None = None  # made when it first may guess
         self.cached_token_count: int | None = None  # set when it runs for the first time
         self.wants_load = False  # and there was no room for one more
         self.asked_remote = False  # a load was begun: it is not tried twice

@@ -8,6 +8,8 @@ A prompt that is being computed goes on before one that waits, also when the wai
 was begun holds blocks, and finishing it is how they come back. Priorities decide who starts next and who is preempted.
 For the same reason a request whose KV has arrived from elsewhere starts before one that has nothing yet.
 
+Guesses (drafting.py) come last: they use the tokens and blocks that are left over, and none while anybody waits.
+
 The cost of a step is O(running requests and computed tokens), whatever waits.
 """
 
@@ -15,9 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
+
 from trioserve.contracts.block_hash import BlockHash
 from trioserve.contracts.ids import BlockIndex, RequestId
 from trioserve.contracts.step import ScheduledChunk
+from trioserve.core.drafting import Drafter
 from trioserve.core.kv_blocks import BlockPool
 from trioserve.core.prefix_cache import PrefixCache
 from trioserve.core.remote_loads import RemoteLoads
@@ -78,6 +83,8 @@ class Scheduler:
             start, tokens = live.computed_count, live.tokens
             samples = start + count == len(tokens)
             chunks.append(ScheduledChunk(live.request, tokens, start, count, live.blocks, samples))
+        if self._settings.draft_tokens_max and not self._somebody_waits():
+            self._add_drafts(chunks)
         return chunks, admitted, [live.request.id for live in preempted]
 
     def release(self, live: LiveRequest) -> None:
@@ -92,6 +99,13 @@ class Scheduler:
                 assert self._loads is not None
                 self._loads.ready.remove(live)
             self._release_blocks(live)
+
+    def give_back_rest(self, live: LiveRequest) -> None:
+        """Give back the blocks behind what is computed, which guesses had that were wrong."""
+        needed = self.blocks_for(live.computed_count)
+        if needed < len(live.blocks):
+            self._pool.release(live.blocks[needed:])
+            del live.blocks[needed:]
 
     def start_over(self, live: LiveRequest) -> None:
         """A request whose load is over, without KV, waits again to compute everything itself."""
@@ -132,6 +146,34 @@ class Scheduler:
                 needed -= len(own)
             live.blocks += self._pool.allocate(needed)
 
+    def _add_drafts(self, chunks: list[ScheduledChunk]) -> None:
+        """Let the decodes of a small step guess, each its share of the tokens that are left."""
+        settings = self._settings
+        left = min(settings.step_tokens_max, settings.draft_step_tokens_max) - sum([chunk.count for chunk in chunks])
+        for index, chunk in enumerate(chunks):
+            share = left // (len(chunks) - index) if left > 0 else 0
+            if share > 0 and chunk.count == 1 and chunk.samples:
+                draft = self._drafted(self.running[chunk.request.id], share)
+                if draft:
+                    left -= len(draft)
+                    chunks[index] = msgspec.structs.replace(chunk, draft=draft)
+
+    def _drafted(self, live: LiveRequest, count_max: int) -> tuple[int, ...]:
+        """At most so many guesses, with the blocks they need. A cached block may be evicted for them, as for any other
+        token; if they are wrong it is the next one to be handed out, so that no second one has to go."""
+        known_count = len(live.tokens)
+        room = (len(live.blocks) + self._pool.available_count) * self._settings.block_size - known_count
+        # The last token that it may have is sampled after a guess, and never computed.
+        count_max = min(count_max, room, live.request.output_tokens_max - live.output_count - 1)
+        if count_max <= 0 or live.output_count == 0:
+            return ()
+        if live.drafter is None:
+            tokens_max = live.prompt_count + live.request.output_tokens_max
+            live.drafter = Drafter(self._settings.draft_tokens_max, tokens_max)
+        draft = live.drafter.draft(live.tokens, count_max)
+        self._extend(live, 1 + len(draft))
+        return draft
+
     def _preempt(self, live: LiveRequest) -> None:
         del self.running[live.request.id]
         self._release_blocks(live)
@@ -159,7 +201,7 @@ class Scheduler:
         """
         seats = self._settings.running_requests_max - len(self.running)
         loads = self._loads
-        if seats == 0 or budget == 0 or (len(self.waiting) == 0 and (loads is None or len(loads.ready) == 0)):
+        if seats == 0 or budget == 0 or not self._somebody_waits():
             return []
         admission = _Admission(planned, seats=seats, budget=budget)
         for request_id, count in planned.items():
@@ -171,6 +213,10 @@ class Scheduler:
             live.move(RequestStatus.RUNNING)
             self.running[live.request.id] = live
         return [live.request.id for live in admission.chosen]
+
+    def _somebody_waits(self) -> bool:
+        """For a seat: whoever waits for KV from elsewhere has its blocks, and nothing here could help it."""
+        return len(self.waiting) > 0 or (self._loads is not None and len(self._loads.ready) > 0)
 
     def _start_loaded(self, loads: RemoteLoads, admission: _Admission) -> None:
         """Those whose KV has arrived: they have their blocks, and need nothing more than a seat."""

@@ -20,6 +20,9 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     step_tokens_max: tokens computed in one step; a longer prompt is computed in chunks, so that the others' next token
         does not wait for all of it.
     enable_prefix_caching: full blocks stay findable by their tokens after their request has gone.
+    draft_tokens_max: guesses that a decode may compute beside its last token; 0 turns drafts off.
+    draft_step_tokens_max: tokens of a step with drafts. Up to here a CPU waits for the weights anyway, and a guess
+        costs a twentieth of a step; beyond, it costs as much as it can save.
     hold_seconds_max: how long a connector may keep the blocks of a request that is over before they are taken back.
     remote_kv_seconds_max: how long a request waits for KV from elsewhere.
     load_failure_policy: whether a request whose KV does not come computes it here, or ends with an error.
@@ -32,6 +35,8 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     running_requests_max: int = 64
     step_tokens_max: int = 512
     enable_prefix_caching: bool = True
+    draft_tokens_max: int = 0
+    draft_step_tokens_max: int = 16
     hold_seconds_max: float = 10.0  # many times what a transfer takes, and short enough to wait for after a lost peer
     remote_kv_seconds_max: float = 10.0
     load_failure_policy: Literal["recompute", "fail"] = "recompute"
@@ -41,6 +46,9 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value < 1:
                 raise StartupError(f"{name} is {value}, it must be at least 1")
+        for name in ("draft_tokens_max", "draft_step_tokens_max"):
+            if getattr(self, name) < 0:
+                raise StartupError(f"{name} is {getattr(self, name)}, it must be at least 0")
         for name in ("hold_seconds_max", "remote_kv_seconds_max"):
             seconds = getattr(self, name)
             if not 0 < seconds <= 3600:

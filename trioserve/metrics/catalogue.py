@@ -145,6 +145,27 @@ CATALOGUE: tuple[Metric, ...] = (
         vllm=True,
     ),
     Metric(
+        name="spec_decode_num_drafts_total",
+        kind="counter",
+        unit="drafts",
+        meaning="Drafts that were verified: one for each sequence and step that guessed.",
+        vllm=True,
+    ),
+    Metric(
+        name="spec_decode_num_draft_tokens_total",
+        kind="counter",
+        unit="tokens",
+        meaning="Tokens of these drafts.",
+        vllm=True,
+    ),
+    Metric(
+        name="spec_decode_num_accepted_tokens_total",
+        kind="counter",
+        unit="tokens",
+        meaning="Those of them that were right, each a step saved; one that ends its sequence saves none.",
+        vllm=True,
+    ),
+    Metric(
         name="request_success_total",
         kind="counter",
         unit="sequences",

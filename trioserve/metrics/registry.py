@@ -38,6 +38,9 @@ class Metrics:
     generation_tokens_total: Counter
     prefix_cache_queries_total: Counter
     prefix_cache_hits_total: Counter
+    spec_decode_num_drafts_total: Counter
+    spec_decode_num_draft_tokens_total: Counter
+    spec_decode_num_accepted_tokens_total: Counter
     request_success_total: Counter
     num_preemptions_total: Counter
     aborts_total: Counter

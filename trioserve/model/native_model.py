@@ -21,7 +21,7 @@ from trioserve.model.model_config import ModelConfig
 from trioserve.model.native_sampling import NativeSamplings, token_logprob
 from trioserve.model.number_formats import Dtype, Float32Array, Values, convert
 from trioserve.model.rotary import rotary_frequencies
-from trioserve.model.samples import PROMPT_LOGPROB_ROWS, ComputedStep, prompt_followers
+from trioserve.model.samples import PROMPT_LOGPROB_ROWS, ComputedStep, prompt_followers, sampled_rows
 from trioserve.model.weights import Slot
 from trioserve_kernels.native import (
     DTYPES,
@@ -150,7 +150,7 @@ class NativeModel:
         if is_abandoned():
             return None
         arrays = _StepArrays(chunks, self._block_size)
-        samplings = NativeSamplings([chunk for chunk in chunks if chunk.samples], self.config.vocab_size)
+        samplings = NativeSamplings(sampled_rows(chunks), self.config.vocab_size)
         needs_hidden = any(chunk.request.sampling.prompt_logprobs is not None for chunk in chunks)
         hidden = np.empty((arrays.row_count if needs_hidden else 0, self.config.hidden_size), dtype=np.float32)
         asking = _Asking(is_abandoned)
@@ -294,23 +294,24 @@ class _StepArrays:
     def __init__(self, chunks: Sequence[ScheduledChunk], block_size: int) -> None:
         token_ids: list[int] = []
         tables: list[int] = []
-        table_firsts, sampled_rows = [], []
+        table_firsts: list[int] = []
+        rows: list[int] = []
         self.first_rows: list[int] = []
         for chunk in chunks:
-            end = chunk.start + chunk.count
+            end = chunk.start + chunk.row_count
             self.first_rows.append(len(token_ids))
-            token_ids.extend(chunk.tokens[chunk.start : end])
+            token_ids.extend(chunk.row_tokens)
             table_firsts.append(len(tables))
             tables.extend(chunk.block_table[: -(-end // block_size)])
             if chunk.samples:
-                sampled_rows.append(len(token_ids) - 1)
+                rows.extend(range(len(token_ids) - 1 - len(chunk.draft), len(token_ids)))
         self.row_count = len(token_ids)
         self.token_ids = _array(token_ids)
         self.tables = _array(tables)
         self.table_firsts = _array(table_firsts)
         self.chunk_starts = _array([chunk.start for chunk in chunks])
-        self.chunk_counts = _array([chunk.count for chunk in chunks])
-        self.sampled_rows = _array(sampled_rows)
+        self.chunk_counts = _array([chunk.row_count for chunk in chunks])
+        self.sampled_rows = _array(rows)
 
 
 class _Asking:

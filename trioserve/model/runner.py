@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from itertools import takewhile
+from typing import Any, cast
 
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.events import TokenLogprob
@@ -152,6 +153,8 @@ class ModelRunner:
         token_ids: list[int | None] = [None] * len(plan.chunks)
         logprobs: dict[RequestId, TokenLogprob] = {}
         prompt_logprobs: dict[RequestId, tuple[TokenLogprob, ...]] = {}
+        draft_token_ids: dict[RequestId, tuple[int, ...]] = {}
+        draft_logprobs: dict[RequestId, tuple[TokenLogprob, ...]] = {}
         if runnable:
             chunks = [plan.chunks[index] for index in runnable]
             computed = model.compute(chunks, is_abandoned)
@@ -163,10 +166,12 @@ class ModelRunner:
                     errors[request_id] = NOT_FINITE
                 else:
                     prompt_logprobs[request_id] = entries
-            sampled = [place for place, chunk in enumerate(chunks) if chunk.samples]
-            for row, place in enumerate(sampled):
-                request_id = chunks[place].request.id
-                samples = computed.samples
+            next_row = 0
+            for place, chunk in enumerate(chunks):
+                if not chunk.samples:
+                    continue
+                row, next_row = next_row, next_row + 1 + len(chunk.draft)
+                request_id, samples = chunk.request.id, computed.samples
                 assert samples is not None, "chunks sample, and their samples are not there"
                 if request_id in errors:
                     continue
@@ -175,7 +180,14 @@ class ModelRunner:
                     errors[request_id] = samples.errors[row]
                 if row in samples.logprobs:
                     logprobs[request_id] = samples.logprobs[row]
-        return StepResult(tuple(token_ids), logprobs, prompt_logprobs, errors)
+                if chunk.draft:
+                    # What cannot be sampled behind a guess is an error when its turn comes, if the guess is right.
+                    after = tuple(takewhile(lambda token: token is not None, samples.token_ids[row + 1 : next_row]))
+                    draft_token_ids[request_id] = cast(tuple[int, ...], after)
+                    if row in samples.logprobs:
+                        rows = range(row + 1, row + 1 + len(after))
+                        draft_logprobs[request_id] = tuple(samples.logprobs[row] for row in rows)
+        return StepResult(tuple(token_ids), logprobs, prompt_logprobs, errors, draft_token_ids, draft_logprobs)
 
 
 def _make_model(config: ModelConfig, settings: ModelSettings, dtype: Dtype, device: DeviceType) -> StepModel:
@@ -208,7 +220,7 @@ def _make_model(config: ModelConfig, settings: ModelSettings, dtype: Dtype, devi
 
 def _fault(chunk: ScheduledChunk, vocab_size: int) -> str | None:
     """Why this chunk cannot be computed, as a sentence for the client."""
-    tokens = chunk.tokens[chunk.start : chunk.start + chunk.count]
+    tokens = chunk.row_tokens
     for token in (min(tokens), max(tokens)):
         if not 0 <= token < vocab_size:
             return f"the prompt has token id {token}, but the model's vocabulary has ids 0 to {vocab_size - 1}"

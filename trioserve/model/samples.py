@@ -20,6 +20,7 @@ __all__ = [
     "is_adjusted",
     "is_plain",
     "prompt_followers",
+    "sampled_rows",
 ]
 
 NOT_FINITE = "the model gave a result that is no number (NaN or infinity) for this request; its answer cannot go on"
@@ -40,11 +41,28 @@ class Samples:
 
 @dataclass(slots=True)
 class ComputedStep:
-    """samples: a row for each chunk that samples, in their order; None without any. prompt_logprobs: by the place of
+    """samples: a row for each of sampled_rows; None without any. prompt_logprobs: by the place of
     each chunk that asks, those of its prompt_followers; None if the model's numbers for it are not finite."""
 
     samples: Samples | None
     prompt_logprobs: dict[int, tuple[TokenLogprob, ...] | None] = field(default_factory=dict)
+
+
+def sampled_rows(chunks: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:
+    """One chunk for each row that is sampled, in the order of the rows: of a chunk with a draft first itself, then, for
+    each guess, the chunk that it is if the guesses up to there are right. So each has its own position and history."""
+    rows: list[ScheduledChunk] = []
+    for chunk in chunks:
+        if not chunk.samples:
+            continue
+        rows.append(chunk)
+        if chunk.draft:
+            tokens = [*chunk.tokens, *chunk.draft]
+            rows += (
+                ScheduledChunk(chunk.request, tokens, chunk.start, chunk.count + right, chunk.block_table, True)
+                for right in range(1, len(chunk.draft) + 1)
+            )
+    return rows
 
 
 def prompt_followers(chunk: ScheduledChunk) -> Sequence[int]:

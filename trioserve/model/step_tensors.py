@@ -1,7 +1,8 @@
 """A StepPlan as index tensors: where each token is written, what each one sees. Every shape and dtype is written here.
 
 Computed once a step, read by every layer. Rows of a step: first all chunks of one token (decodes), longest context
-first, then the other chunks in the plan's order; a chunk's tokens are consecutive rows.
+first, then the other chunks in the plan's order, decodes with a draft among them; a chunk's tokens are consecutive
+rows.
 """
 
 from __future__ import annotations
@@ -153,8 +154,8 @@ def build_step_tensors(chunks: Sequence[ScheduledChunk], shape: StepShape) -> St
     for index in order:
         chunk = chunks[index]
         first_rows[index] = len(token_ids)
-        end = chunk.start + chunk.count
-        token_ids.extend(chunk.tokens[chunk.start : end])
+        end = chunk.start + chunk.row_count
+        token_ids.extend(chunk.row_tokens)
         chunk_positions = np.arange(chunk.start, end, dtype=np.int64)
         positions.append(chunk_positions)
         slots.append(_slots(chunk, chunk_positions, shape.block_size))
@@ -175,9 +176,9 @@ def build_step_tensors(chunks: Sequence[ScheduledChunk], shape: StepShape) -> St
 
 
 def _row_order(chunks: Sequence[ScheduledChunk]) -> list[int]:
-    decodes = [index for index, chunk in enumerate(chunks) if chunk.count == 1]
+    decodes = [index for index, chunk in enumerate(chunks) if chunk.row_count == 1]
     decodes.sort(key=lambda index: -chunks[index].start)
-    return decodes + [index for index, chunk in enumerate(chunks) if chunk.count > 1]
+    return decodes + [index for index, chunk in enumerate(chunks) if chunk.row_count > 1]
 
 
 def _slots(chunk: ScheduledChunk, positions: Int64Array, block_size: int) -> Int64Array:
@@ -188,7 +189,7 @@ def _slots(chunk: ScheduledChunk, positions: Int64Array, block_size: int) -> Int
 
 def _slots_behind(chunk: ScheduledChunk, block_size: int) -> Int64Array:
     """The free slots of the last block, if this chunk begins it."""
-    end = chunk.start + chunk.count
+    end = chunk.start + chunk.row_count
     begun = (end - 1) // block_size * block_size
     if begun < chunk.start or end % block_size == 0:
         return np.empty(0, dtype=np.int64)
@@ -198,7 +199,7 @@ def _slots_behind(chunk: ScheduledChunk, block_size: int) -> Int64Array:
 
 def _walks(chunks: Sequence[ScheduledChunk], shape: StepShape, heads: HeadShape) -> dict[int | None, AttentionTensors]:
     """chunks: in the order of their rows. Windows differ in a number alone, so they share the tensors."""
-    count = sum(chunk.count == 1 for chunk in chunks)
+    count = sum(chunk.row_count == 1 for chunk in chunks)
     decodes = _decode_tables(chunks[:count], shape, heads) if count else None
     parts = _chunk_tables(chunks[count:], shape, heads) if count < len(chunks) else None
     return {window: AttentionTensors((), (), TableWalk(window, decodes, parts)) for window in shape.windows}
@@ -217,18 +218,18 @@ def _decode_tables(chunks: Sequence[ScheduledChunk], shape: StepShape, heads: He
 
 def _chunk_tables(chunks: Sequence[ScheduledChunk], shape: StepShape, heads: HeadShape) -> ChunkTables:
     tile_tokens = chunk_tile_tokens(heads.head_count // heads.kv_head_count)
-    tiles = [(index, first) for index, chunk in enumerate(chunks) for first in range(0, chunk.count, tile_tokens)]
-    row_starts = np.cumsum([0, *(chunk.count for chunk in chunks)], dtype=np.int32)
+    tiles = [(index, first) for index, chunk in enumerate(chunks) for first in range(0, chunk.row_count, tile_tokens)]
+    row_starts = np.cumsum([0, *(chunk.row_count for chunk in chunks)], dtype=np.int32)
     return ChunkTables(
         _tensor(_block_tables(chunks, shape.block_size), shape.device),
-        _tensor(np.array([chunk.start + chunk.count for chunk in chunks], dtype=np.int32), shape.device),
+        _tensor(np.array([chunk.start + chunk.row_count for chunk in chunks], dtype=np.int32), shape.device),
         _tensor(row_starts, shape.device),
         _tensor(np.array(tiles, dtype=np.int32), shape.device),
     )
 
 
 def _block_tables(chunks: Sequence[ScheduledChunk], block_size: int) -> Int32Array:
-    widths = [(chunk.start + chunk.count - 1) // block_size + 1 for chunk in chunks]
+    widths = [(chunk.start + chunk.row_count - 1) // block_size + 1 for chunk in chunks]
     tables = np.zeros((len(chunks), max(widths)), dtype=np.int32)
     for table, chunk, width in zip(tables, chunks, widths, strict=True):
         table[:width] = chunk.block_table[:width]
@@ -238,7 +239,7 @@ def _block_tables(chunks: Sequence[ScheduledChunk], block_size: int) -> Int32Arr
 def _attention_tensors(
     chunks: Sequence[ScheduledChunk], order: Sequence[int], shape: StepShape, window: int | None
 ) -> AttentionTensors:
-    decodes = [chunks[index] for index in order if chunks[index].count == 1]
+    decodes = [chunks[index] for index in order if chunks[index].row_count == 1]
     groups, parts = [], []
     row = 0
     for group in _decode_groups(decodes, shape, window):
@@ -246,7 +247,7 @@ def _attention_tensors(
         row += len(group)
     for index in order[len(decodes) :]:
         chunk = chunks[index]
-        end = chunk.start + chunk.count
+        end = chunk.start + chunk.row_count
         for start in range(chunk.start, end, PART_ROWS_MAX[shape.device.type]):
             part_end = min(start + PART_ROWS_MAX[shape.device.type], end)
             parts.append(_prompt_part(chunk, start, part_end, row, shape, window))

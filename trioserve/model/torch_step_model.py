@@ -16,7 +16,7 @@ from trioserve.model.kv_storage import KVStorage
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype
 from trioserve.model.sampler import finite_rows, sample, token_logprobs
-from trioserve.model.samples import PROMPT_LOGPROB_ROWS, ComputedStep, prompt_followers
+from trioserve.model.samples import PROMPT_LOGPROB_ROWS, ComputedStep, prompt_followers, sampled_rows
 from trioserve.model.step_tensors import HeadShape, StepShape, build_step_tensors
 from trioserve.model.torch_formats import TORCH_DTYPES
 from trioserve.model.weights import Slot
@@ -81,9 +81,15 @@ class TorchStepModel:
         samples = None
         sampled = [place for place, chunk in enumerate(chunks) if chunk.samples]
         if sampled:
-            rows = [step.first_rows[place] + chunks[place].count - 1 for place in sampled]
+            rows = [
+                row
+                for place in sampled
+                for row in range(
+                    step.first_rows[place] + chunks[place].count - 1, step.first_rows[place] + chunks[place].row_count
+                )
+            ]
             logits = model.logits(_take_rows(hidden, rows))
-            samples = sample(logits, [chunks[place] for place in sampled], model.kernels)
+            samples = sample(logits, sampled_rows(chunks), model.kernels)
         return ComputedStep(
             samples,
             {

@@ -146,14 +146,16 @@ class Delivery:
         """Turn a sequence's new tokens into text for its reader. Returns the reason if that was the end."""
         stream = choice.stream
         assert not choice.is_ended
-        if ready is not None:
-            self._count_tokens(choice, len(ready.token_ids), now)
         if choice.is_mute:
+            self._count_tokens(choice, 0 if ready is None else len(ready.token_ids), now)
             stream.push_end(choice, FinishReason.LENGTH)
             return FinishReason.LENGTH
-        if ready is not None:
-            stream.completion_token_count += len(ready.token_ids)
+        count_before = choice.output.token_count
         delta = self._output(choice, ready, finished)
+        # Of several tokens, those behind a stop string are dropped: they are nobody's.
+        token_count = choice.output.token_count - count_before
+        self._count_tokens(choice, token_count, now)
+        stream.completion_token_count += token_count
         if delta is None:
             return None
         if delta.finish_reason is not None:
@@ -181,6 +183,8 @@ class Delivery:
             )
 
     def _count_tokens(self, choice: Choice, count: int, now: float) -> None:
+        if count == 0:
+            return
         self._token_count += count
         if choice.first_token_at is None:
             choice.first_token_at = now
@@ -188,7 +192,11 @@ class Delivery:
             self._metrics.time_to_first_token_seconds.observe(now - choice.stream.entered_at)
         else:
             before = choice.last_token_at
-            self._followed_counts[before] = self._followed_counts.get(before, 0) + 1
+            if count == 1:
+                self._followed_counts[before] = self._followed_counts.get(before, 0) + 1
+            else:
+                # Tokens that come together share the time since the last ones, so that its mean is that of a token.
+                self._metrics.inter_token_latency_seconds.observe((now - before) / count, count)
         choice.last_token_at = now
 
     def _show_counts(self, now: float) -> None:

@@ -425,5 +425,8 @@ class Engine:
         metrics.num_preemptions_total.inc(stats.preemptions_total - seen.preemptions_total)
         metrics.prefix_cache_queries_total.inc(stats.prefix_query_tokens_total - seen.prefix_query_tokens_total)
         metrics.prefix_cache_hits_total.inc(stats.prefix_hit_tokens_total - seen.prefix_hit_tokens_total)
+        metrics.spec_decode_num_drafts_total.inc(stats.drafts_total - seen.drafts_total)
+        metrics.spec_decode_num_draft_tokens_total.inc(stats.draft_tokens_total - seen.draft_tokens_total)
+        metrics.spec_decode_num_accepted_tokens_total.inc(stats.accepted_tokens_total - seen.accepted_tokens_total)
         for fault, total in stats.transfer_faults_total.items():
             metrics.transfer_faults_total.labels(fault.value).inc(total - seen.transfer_faults_total[fault])

@@ -99,14 +99,18 @@ class Author:
         rng = self._rng
         block_size = rng.choice((1, 2, 3, 4))
         seats = rng.choice((1, 2, 3, 3, 4, 5))
+        draft_tokens = rng.choice((0, 0, 1, 3, 8))
         return World(
             block_count=rng.randint(3, 9) if rng.random() < 0.6 else rng.randint(10, 24),
             block_size=block_size,
             running_requests_max=seats,
             step_tokens_max=seats + rng.choice((0, 1, 3, 8, 16)),
-            vocab_size=rng.choice((2, 4, 4, 50)),
+            # Guesses come from text that repeats itself, and of few tokens most does.
+            vocab_size=rng.choice((1, 2, 2, 4) if draft_tokens else (2, 4, 4, 50)),
             stop_period=rng.choice((2, 4, 8)),
             enable_prefix_caching=rng.random() < 0.8,
+            draft_tokens=draft_tokens,
+            draft_step_tokens=rng.choice((2, 4, 16)),
             has_poor_hash=rng.random() < 0.2,
             has_connector=rng.random() < 0.4,
             hold_seconds=rng.choice((0.2, 1.0)),

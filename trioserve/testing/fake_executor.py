@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.request import EngineRequest
@@ -99,7 +101,7 @@ class FakeExecutor:
         for chunk in plan.chunks:
             self._write(chunk)
         token_ids: list[int | None] = []
-        result = StepResult((), {}, {}, {})
+        result = StepResult((), {}, {}, {}, {}, {})
         for chunk in plan.chunks:
             request = chunk.request
             if request.id in self.errors:
@@ -113,11 +115,22 @@ class FakeExecutor:
             if not chunk.samples:
                 token_ids.append(None)
                 continue
-            token_id = self.model.next_token_id(request, chunk.tokens, digests[-1])
-            token_ids.append(token_id)
+            # One after the last known token, and one after each guess.
+            tokens = [*chunk.tokens, *chunk.draft]
+            ends = range(len(chunk.tokens), len(tokens) + 1)
+            sampled = [self.model.next_token_id(request, tokens[:end], digests[end - 1]) for end in ends]
+            token_ids.append(sampled[0])
+            if chunk.draft:
+                result.draft_token_ids[request.id] = tuple(sampled[1:])
             if sampling.logprobs is not None:
-                result.logprobs[request.id] = self.model.logprob(token_id, digests[-1], sampling.logprobs)
-        return StepResult(tuple(token_ids), result.logprobs, result.prompt_logprobs, result.errors)
+                logprobs = [
+                    self.model.logprob(token_id, digests[end - 1], sampling.logprobs)
+                    for token_id, end in zip(sampled, ends, strict=True)
+                ]
+                result.logprobs[request.id] = logprobs[0]
+                if chunk.draft:
+                    result.draft_logprobs[request.id] = tuple(logprobs[1:])
+        return msgspec.structs.replace(result, token_ids=tuple(token_ids))
 
     # --- for a connector that moves KV behind the steps ---
 
@@ -142,7 +155,7 @@ class FakeExecutor:
     def _check_plan(self, plan: StepPlan) -> None:
         assert plan.step_index == self.plans, f"step {plan.step_index} comes after {self.plans} steps"
         assert plan.chunks, "an empty step"
-        assert plan.token_count == sum(chunk.count for chunk in plan.chunks)
+        assert plan.token_count == sum(chunk.row_count for chunk in plan.chunks)
         ids = [chunk.request.id for chunk in plan.chunks]
         assert len(set(ids)) == len(ids), f"a request is in the step twice: {ids}"
         went_on = set(ids) - set(plan.admitted)
@@ -155,7 +168,9 @@ class FakeExecutor:
             assert 0 <= chunk.start < end <= len(chunk.tokens), f"{name}: {chunk.start} to {end} of {len(chunk.tokens)}"
             assert tuple(chunk.tokens[: len(prompt)]) == prompt, f"{name}: the prompt has changed"
             assert chunk.samples == (end == len(chunk.tokens)), f"{name}: samples at the wrong place"
-            assert len(chunk.block_table) == -(-end // self.block_size), f"{name}: {len(chunk.block_table)} blocks"
+            assert not chunk.draft or (chunk.samples and chunk.count == 1), f"{name} guesses, and is no decode"
+            block_count = -(-(end + len(chunk.draft)) // self.block_size)
+            assert len(chunk.block_table) == block_count, f"{name}: {len(chunk.block_table)} blocks"
             assert len(set(chunk.block_table)) == len(chunk.block_table), f"{name}: a block twice"
             assert all(0 <= block < self.block_count for block in chunk.block_table), f"{name}: no such block"
 
@@ -163,7 +178,7 @@ class FakeExecutor:
         return chunk.block_table[position // self.block_size] * self.block_size + position % self.block_size
 
     def _write(self, chunk: ScheduledChunk) -> None:
-        positions = range(chunk.start, chunk.start + chunk.count)
+        positions = range(chunk.start, chunk.start + chunk.row_count)
         if chunk.request.id in self.errors:
             self._spoil(chunk)
             return
@@ -173,20 +188,21 @@ class FakeExecutor:
             before = self._slots[self._slot(chunk, chunk.start - 1)]
             assert before is not None, f"{chunk.request.id}: position {chunk.start - 1} was never written"
             parent = before[0]
-        for position in positions:
-            parent = self.model.digest((chunk.tokens[position],), parent)
+        for position, token_id in zip(positions, chunk.row_tokens, strict=True):
+            parent = self.model.digest((token_id,), parent)
             self._slots[self._slot(chunk, position)] = (parent, chunk.request.cache_salt)
 
     def _spoil(self, chunk: ScheduledChunk) -> None:
-        for position in range(chunk.start, chunk.start + chunk.count):
+        for position in range(chunk.start, chunk.start + chunk.row_count):
             self._slots[self._slot(chunk, position)] = None
 
     def _read(self, chunk: ScheduledChunk) -> list[int]:
         """The digest at every position of the context, each compared with what the request's own tokens say."""
         digests: list[int] = []
         expected = 0
-        for position in range(chunk.start + chunk.count):
-            expected = self.model.digest((chunk.tokens[position],), expected)
+        tokens = [*chunk.tokens[: chunk.start + chunk.count], *chunk.draft]
+        for position, token_id in enumerate(tokens):
+            expected = self.model.digest((token_id,), expected)
             found = self._slots[self._slot(chunk, position)]
             assert found == (expected, chunk.request.cache_salt), (
                 f"{chunk.request.id}: position {position}, in block {chunk.block_table[position // self.block_size]}, "

@@ -38,6 +38,8 @@ class World(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
     """The engine and the model. has_poor_hash: blocks get names that collide all the time. vocab_size: so few tokens
     that prompts share prefixes by chance. stop_period: one prefix in so many is followed by token 0.
 
+    draft_tokens, draft_step_tokens: guesses of a request in a step, and tokens of a step with guesses.
+
     has_connector: there is one; hold_seconds and load_seconds: how long it may keep blocks, and a request wait for its
     KV. fails_without_kv: a request whose KV does not come ends with an error, instead of computing it.
     """
@@ -49,6 +51,8 @@ class World(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
     vocab_size: int = 4
     stop_period: int = 4
     enable_prefix_caching: bool = True
+    draft_tokens: int = 0
+    draft_step_tokens: int = 16
     has_poor_hash: bool = False
     has_connector: bool = False
     hold_seconds: float = 1.0

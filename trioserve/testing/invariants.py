@@ -81,7 +81,8 @@ def _check_running(core: EngineCore, live: LiveRequest) -> None:
     if live.reserved_blocks:
         assert held_count + len(live.reserved_blocks) == _blocks_for(core, len(live.tokens)), name
     if live.in_flight:
-        assert _blocks_for(core, live.computed_count + 1) <= held_count <= _blocks_for(core, len(live.tokens)), name
+        rows_max = len(live.tokens) + (core.settings.draft_tokens_max if live.drafter is not None else 0)
+        assert _blocks_for(core, live.computed_count + 1) <= held_count <= _blocks_for(core, rows_max), name
         return
     assert held_count == _blocks_for(core, live.computed_count), f"{name}: {held_count} blocks"
     published_count = live.computed_count // core.settings.block_size if core.settings.enable_prefix_caching else 0
@@ -210,3 +211,4 @@ def _check_stats(core: EngineCore, running: list[LiveRequest], owners: list[Live
     assert stats.running_count == len(running) <= settings.running_requests_max
     assert stats.waiting_count == len(list(core.live_requests())) - len(running)
     assert 0 <= stats.prefix_hit_tokens_total <= stats.prefix_query_tokens_total
+    assert 0 <= stats.accepted_tokens_total <= stats.draft_tokens_total

@@ -71,6 +71,8 @@ class Simulation:
                 running_requests_max=world.running_requests_max,
                 step_tokens_max=world.step_tokens_max,
                 enable_prefix_caching=world.enable_prefix_caching,
+                draft_tokens_max=world.draft_tokens,
+                draft_step_tokens_max=world.draft_step_tokens,
                 hold_seconds_max=world.hold_seconds,
                 remote_kv_seconds_max=world.load_seconds,
                 load_failure_policy="fail" if world.fails_without_kv else "recompute",
@@ -121,6 +123,13 @@ class Simulation:
         assert stats.prefix_query_tokens_total == sum(len(story.request.prompt_token_ids) for story in looked_up), stats
         assert stats.preemptions_total == self.counts.get("preempted", 0), stats
         assert stats.steps_total == self.counts.get("steps", 0), stats
+        counts = (stats.drafts_total, stats.draft_tokens_total, stats.accepted_tokens_total)
+        stories = self.stories.values()
+        expected = tuple(sum(story.draft_counts[index] for story in stories) for index in range(3))
+        assert counts == expected, f"drafts, guesses, right ones: {counts} are counted, {expected} came to pass"
+        self._count("drafts", counts[0])
+        self._count("guesses", counts[1])
+        self._count("guesses that were right", counts[2])
 
     # --- what happens ---
 

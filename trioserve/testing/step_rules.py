@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from trioserve.contracts.request import PRIORITY_MIN
-from trioserve.contracts.step import StepPlan
+from trioserve.contracts.step import ScheduledChunk, StepPlan
+from trioserve.core.drafting import NGRAM_MIN
 from trioserve.core.engine import EngineCore
 from trioserve.testing.story import Story
 from trioserve.testing.transfer_watch import TransferWatch
@@ -40,6 +41,11 @@ def check_begun_step(
     waiting = [
         story for name, story in live.items() if not (story.is_running or (transfers and transfers.is_loading(name)))
     ]
+    for chunk in plan.chunks:
+        if chunk.draft:
+            assert not waiting, f"{chunk.request.id} guesses, and {waiting[0].request.id} waits"
+            assert plan.token_count <= settings.draft_step_tokens_max, f"{plan.token_count} tokens, with guesses"
+            _check_draft(chunk, settings.draft_tokens_max)
     if waiting and not plan.preempted:
         waiting.sort(key=_turn)
         sharing = [story for story in waiting if _may_wait_for_a_hit(core, plan, live, story, knows_hashes)]
@@ -57,6 +63,20 @@ def check_begun_step(
             and len(loading_later) <= settings.running_requests_max  # beyond that nobody looks any further
         ):
             _check_nobody_waits_in_vain(core, waiting, [*sharing, *loading_later])
+
+
+def _check_draft(chunk: ScheduledChunk, tokens_max: int) -> None:
+    """It fits what the request may have, and it is what followed some earlier place of its text."""
+    name, known, draft = chunk.request.id, list(chunk.tokens), chunk.draft
+    assert len(draft) <= tokens_max, f"{name} guesses {len(draft)} tokens, {tokens_max} are allowed"
+    output_count = len(known) - len(chunk.request.prompt_token_ids)
+    assert output_count + len(draft) < chunk.request.output_tokens_max, f"{name} guesses beyond its last token"
+    assert output_count > 0, f"{name} guesses before its first token"
+    text = [*known, *draft]
+    for place in range(NGRAM_MIN, len(known)):
+        if known[place - NGRAM_MIN : place] == known[-NGRAM_MIN:] and text[place : place + len(draft)] == list(draft):
+            return
+    raise AssertionError(f"{name} guesses {draft}, which follows nothing that is like its last tokens")
 
 
 Turn = tuple[bool, tuple[int, int]]

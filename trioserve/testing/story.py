@@ -23,12 +23,14 @@ __all__ = ["Story"]
 class Story:
     """order: who goes first, the smaller one. known: prompt and delivered tokens. cached_count: the prompt tokens that
     were cached when it first ran; None before. message: what its failing step says. lacks_kv: it has to end, since
-    its KV did not come. loaded_count: the tokens whose KV a connector has brought."""
+    its KV did not come. loaded_count: the tokens whose KV a connector has brought. draft_counts: of its drafts that
+    were verified: how many, their tokens, those of them that were right."""
 
     __slots__ = (
         "aborted_for",
         "answer",
         "cached_count",
+        "draft_counts",
         "finished",
         "is_in_flight",
         "is_running",
@@ -50,6 +52,7 @@ class Story:
         self.output_count = 0
         self.loaded_count = 0
         self.lacks_kv = False
+        self.draft_counts = (0, 0, 0)
         self.prompt_logprobs_count = 0
         self.cached_count: int | None = None
         self.is_running = False
@@ -96,9 +99,23 @@ class Story:
             assert self.finished is not None, f"{name} ought to have ended with the step, and lives"
         else:
             count = self.output_count - tokens_before
-            assert count == chunk.samples, f"{name}: {count} tokens from a chunk that samples {int(chunk.samples)}"
+            expected = int(chunk.samples)
+            if chunk.draft:
+                expected += self._verified_count(chunk.draft, tokens_before)
+                drafts, tokens, accepted = self.draft_counts
+                self.draft_counts = (drafts + 1, tokens + len(chunk.draft), accepted + expected - 1)
+            assert count == expected, f"{name}: {count} tokens from a chunk that gives {expected}"
             if self.output_count == len(self.answer.token_ids):
                 assert self.finished is not None, f"{name} has its whole answer, and no end"
+
+    def _verified_count(self, draft: tuple[int, ...], tokens_before: int) -> int:
+        """How many tokens a draft brings besides the one that every decode does: one for each right guess in a row, as
+        far as the answer goes."""
+        tokens = self.answer.token_ids[tokens_before:]
+        count = 0
+        while count < min(len(draft), len(tokens) - 1) and draft[count] == tokens[count]:
+            count += 1
+        return count
 
     def take(self, event: EngineEvent) -> None:
         """Whatever the core says of it."""

@@ -20,12 +20,13 @@ def abort_moment(story: Story | None) -> str:
 
 
 def plan_line(plan: StepPlan | None) -> str:
-    """Who lost its blocks (-r1), and who computes which tokens in which blocks; * samples."""
+    """Who lost its blocks (-r1), and who computes which tokens in which blocks; * samples, + guesses."""
     if plan is None:
         return "  nothing to compute"
     lost = [f"-{name}" for name in plan.preempted]
     chunks = [
         f"{chunk.request.id}[{chunk.start}:{chunk.start + chunk.count}]{'*' if chunk.samples else ''}"
+        f"{'+' + ','.join(map(str, chunk.draft)) if chunk.draft else ''}"
         f"@{','.join(map(str, chunk.block_table))}"
         for chunk in plan.chunks
     ]

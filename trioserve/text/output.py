@@ -18,8 +18,8 @@ class ChoiceOutput:
     beginning. Text after a stop string is dropped, and so are the tokens after the one that completed it.
     The answer continues the prompt: a leading space is part of it, so prompt and answer can be joined.
 
-    ended: the last delta was given. If the engine did not say so itself, the caller aborts the sequence and drops
-    what still arrives.
+    token_count: tokens that are part of the answer so far, shown or not. ended: the last delta was given. If the engine
+    did not say so itself, the caller aborts the sequence and drops what still arrives.
     """
 
     def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams, *, index: int) -> None:
@@ -29,7 +29,7 @@ class ChoiceOutput:
         self._decoder = tokenizer.new_decoder(sampling.skip_special_tokens, continues_text=True)
         self._stops = StopStringFinder(sampling.stop) if sampling.stop else None
         self._is_plain = self._stops is None and sampling.logprobs is None
-        self._token_count = 0  # as stop strings need it
+        self.token_count = 0
         # Since the last delta: tokens whose text is not complete yet.
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprob] | None = None if sampling.logprobs is None else []
@@ -50,6 +50,7 @@ class ChoiceOutput:
         assert logprobs is None or len(logprobs) == len(token_ids), "one logprob entry per token"
         if self._is_plain and finished is None and len(token_ids) == 1 and not self._token_ids:
             # What nearly every token is: the same as below, without what stop strings and logprobs need.
+            self.token_count += 1
             text = self._decoder.push(token_ids[0])
             if text:
                 return Delta(index=self._index, text=text, token_ids=token_ids)
@@ -58,7 +59,7 @@ class ChoiceOutput:
         hidden_index = self._hidden_token_index(len(token_ids), finished)
         text = ""
         for index, token_id in enumerate(token_ids):
-            self._token_count += 1
+            self.token_count += 1
             self._token_ids.append(token_id)
             if self._logprobs is not None and logprobs is not None:
                 self._logprobs.append(logprobs[index])
@@ -82,7 +83,7 @@ class ChoiceOutput:
     def _shown(self, text: str) -> str:
         if self._stops is None:
             return text
-        return self._stops.feed(text, may_complete=self._token_count > self._sampling.min_tokens)
+        return self._stops.feed(text, may_complete=self.token_count > self._sampling.min_tokens)
 
     def _stopped_by_string(self, text: str) -> Delta:
         stop = self._found
