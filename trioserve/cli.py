@@ -116,6 +116,11 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Nam
         action="store_true",
         help="measure what a step of smollm2 loses while its tokens go out over HTTP instead (default: off)",
     )
+    bench.add_argument(
+        "--drafts",
+        action="store_true",
+        help="measure what guesses bring (--speculative-ngram) in this process instead, on smollm2 (default: off)",
+    )
     add_bench_arguments(bench)
 
     simulate = subparsers.add_parser("simulate", help="look for bugs of the engine: histories from seeds, all checked")
@@ -190,6 +195,10 @@ def _bench(arguments: argparse.Namespace) -> int:
         from trioserve.testing.served_step import run_served_step
 
         return run_served_step(open_engine)
+    if arguments.drafts:
+        from trioserve.testing.draft_bench import run_draft_bench
+
+        return run_draft_bench()
     from trioserve.bench.flags import settings_from
     from trioserve.bench.soak_settings import SoakSettings
     from trioserve.bench.suite_settings import SuiteSettings

@@ -85,15 +85,23 @@ class StepDriver:
         self._tables[name] = []
         self._computed[name] = 0
 
-    def step(self, counts: Mapping[str, int]) -> StepResult:
-        """Compute that many further tokens of each named request. Sampled tokens are appended to `tokens`."""
-        chunks = [self.chunk(name, count) for name, count in counts.items()]
-        result = self._runner.execute(StepPlan(self._steps, tuple(chunks), sum(counts.values())))
+    def step(self, counts: Mapping[str, int], drafts: Mapping[str, Sequence[int]] | None = None) -> StepResult:
+        """Compute that many further tokens of each named request, and its draft behind them. Sampled tokens are
+        appended to `tokens`, those behind right guesses, too."""
+        drafts = drafts or {}
+        chunks = [self.chunk(name, count, drafts.get(name, ())) for name, count in counts.items()]
+        token_count = sum(chunk.row_count for chunk in chunks)
+        result = self._runner.execute(StepPlan(self._steps, tuple(chunks), token_count))
         self._steps += 1
-        for name, count, token in zip(counts, counts.values(), result.token_ids, strict=True):
-            self._computed[name] += count
+        for chunk, name, token in zip(chunks, counts, result.token_ids, strict=True):
+            self._computed[name] += chunk.count
             if token is not None:
                 self.tokens[name].append(token)
+            for guess, following in zip(chunk.draft, result.draft_token_ids.get(name, ()), strict=False):
+                if guess != self.tokens[name][-1]:
+                    break
+                self._computed[name] += 1
+                self.tokens[name].append(following)
         return result
 
     def generate(self, names: Sequence[str], steps: int) -> None:
@@ -113,10 +121,10 @@ class StepDriver:
         if tokens is not None:
             self.tokens[name] = list(tokens)
 
-    def chunk(self, name: str, count: int) -> ScheduledChunk:
-        """The request's next `count` tokens, with blocks for them; `step` computes it."""
+    def chunk(self, name: str, count: int, draft: Sequence[int] = ()) -> ScheduledChunk:
+        """The request's next `count` tokens and a draft, with blocks for them; `step` computes it."""
         table, start = self._tables[name], self._computed[name]
-        while len(table) * self._runner.block_size < start + count:
+        while len(table) * self._runner.block_size < start + count + len(draft):
             table.append(self._free.pop())
-        tokens = self.tokens[name]
-        return ScheduledChunk(self._requests[name], tokens, start, count, table, start + count == len(tokens))
+        tokens, samples = self.tokens[name], start + count == len(self.tokens[name])
+        return ScheduledChunk(self._requests[name], tokens, start, count, table, samples, tuple(draft))

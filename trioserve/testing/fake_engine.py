@@ -179,6 +179,7 @@ async def open_fake_engine(
     running_requests_max: int = 8,
     step_tokens_max: int = 32,
     enable_prefix_caching: bool = True,
+    speculative_ngram: int = 0,
     waiting_requests_max: int = 16,
     step_seconds: float = 0.0,
     paused: bool = False,
@@ -191,10 +192,10 @@ async def open_fake_engine(
     """An engine as open_engine gives it, but for the model: bytes are tokens, and a forward pass takes step_seconds.
 
     The limits are the engine's: KV blocks and tokens in each, tokens of prompt and answer, requests that run, tokens a
-    step computes (a longer prompt comes in chunks), sequences that wait. paused: no step begins until step(),
-    held_step() or resume(). What it says, of these at most one: `answer`, a text or a function of the prompt's text;
-    `next_token`, a function of the tokens so far; `model`. Otherwise it follows from the prompt, but looks random.
-    deadlines, deadlines_max: defaults and upper limits for every request.
+    step computes (a longer prompt comes in chunks), guesses of a request in a step (speculative_ngram), sequences that
+    wait. paused: no step begins until step(), held_step() or resume(). What it says, of these at most one: `answer`, a
+    text or a function of the prompt's text; `next_token`, a function of the tokens so far; `model`. Otherwise it
+    follows from the prompt, but looks random. deadlines, deadlines_max: defaults and upper limits for every request.
 
     Inside, the KV blocks are watched: a step that reads a block that another request wrote to is an AssertionError.
     Leaving does what leaving open_engine does.
@@ -213,6 +214,7 @@ async def open_fake_engine(
             running_requests_max=running_requests_max,
             step_tokens_max=step_tokens_max,
             enable_prefix_caching=enable_prefix_caching,
+            draft_tokens_max=speculative_ngram,
         ),
         is_paused=paused,
     )

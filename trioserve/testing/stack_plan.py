@@ -69,7 +69,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="stage"):
     """The engine. step_seconds: how long the steps take, in turn. fault_at: the step at which it breaks; None: it does
-    not. schedule_seed: decides who goes first among the tasks that can run. front: what clients over HTTP find."""
+    not. draft_tokens: guesses of a request in a step. schedule_seed: decides who goes first among the tasks that can
+    run. front: what clients over HTTP find."""
 
     block_count: int
     running_requests_max: int
@@ -78,6 +79,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
     step_seconds: tuple[float, ...]
     schedule_seed: int
     fault_at: int | None = None
+    draft_tokens: int = 0
     front: Front = Front()
 
 
@@ -120,6 +122,7 @@ def drawn_stack_plan(rng: Random, client_count: int) -> StackPlan:
         step_seconds=tuple(rng.choice((0.0, 0.005, 0.01, 0.04)) for _ in range(5)),
         schedule_seed=rng.getrandbits(32),
         fault_at=rng.randint(0, 20) if rng.random() < 0.08 else None,
+        draft_tokens=rng.choice((0, 0, 2, 5)),
         front=drawn_front(rng),
     )
     return StackPlan(stage, tuple(parts))

@@ -78,6 +78,7 @@ class StackSimulation:
                     running_requests_max=stage.running_requests_max,
                     step_tokens_max=stage.step_tokens_max,
                     waiting_requests_max=stage.waiting_requests_max,
+                    speculative_ngram=stage.draft_tokens,
                 ) as fake:
                     await self._live(fake)
         except EngineFault as fault:

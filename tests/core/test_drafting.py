@@ -1,0 +1,357 @@
+"""Guesses from a request's own text: where they come from, how many there are, and what the core makes of them.
+
+Whatever is guessed, an answer is the reference's: the drivers compare every token, and every block after every event.
+"""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+
+import pytest
+
+from trioserve.contracts.errors import StartupError
+from trioserve.contracts.events import FinishReason
+from trioserve.contracts.step import StepResult
+from trioserve.core.drafting import ENTERED_MAX, NGRAM_MAX, NGRAM_MIN, PAUSE_MAX, Drafter
+from trioserve.core.engine import EngineCore
+from trioserve.core.settings import CoreSettings
+from trioserve.testing.fake_executor import FakeModel
+
+LONG = tuple(range(100, 130))
+
+
+def drafter(draft_tokens_max: int = 16) -> Drafter:
+    made = Drafter(draft_tokens_max, 4096)
+    for _ in range(5):
+        made.learn(16, 16)  # so that it guesses as much as it may
+    return made
+
+
+def guess(text: str, count: int = 16, *, draft_tokens_max: int = 16) -> str:
+    return "".join(map(chr, drafter(draft_tokens_max).draft([ord(letter) for letter in text], count)))
+
+
+# --- where guesses come from ---
+
+
+@pytest.mark.parametrize(
+    ("text", "guessed"),
+    [
+        ("one two three, one two", " three, one two "),
+        ("nothing comes twice", ""),
+        ("ab", ""),
+        ("ab ab", ""),  # two letters are too few
+        ("abc-abc", "-abc-abc-abc-abc"),  # it runs on into its own repetition
+        ("aaaa", "aaaaaaaaaaaaaaaa"),
+        ("xyz1 xyz2 xyz", "2 xyz2 xyz2 xyz2"),  # the latest of equals
+        ("wxyz1 xyz2 wxyz", "1 xyz2 wxyz1 xyz"),  # but the longest before it
+    ],
+)
+def test_what_follows_the_last_tokens_elsewhere_is_guessed(text, guessed):
+    assert guess(text) == guessed
+
+
+def test_there_are_no_more_guesses_than_are_wanted():
+    assert guess("one two three, one two", 3) == " th"
+    assert guess("one two three, one two", 16, draft_tokens_max=2) == " t"
+
+
+def test_what_is_guessed_does_not_depend_on_how_the_text_came():
+    text = [ord(letter) for letter in "to be or not to be, that is to be or not"]
+    grown = drafter()
+    for count in range(1, len(text)):
+        grown.draft(text[:count], 1)
+    assert grown.draft(text, 9) == drafter().draft(text, 9)
+
+
+def test_a_long_prompt_is_entered_bit_by_bit_and_found_in_the_end():
+    text = [*range(3 * ENTERED_MAX), 5, 6, 7, 8]
+    one = drafter()
+    assert one.draft([*text[:-4], *range(900, 904)], 2) == ()  # that far it has not come
+    assert one.draft(text, 2) == (9, 10)
+
+
+def test_entering_a_token_costs_no_look_at_the_text_before_it():
+    class Watched(list):
+        looked_at = 0
+
+        def __getitem__(self, index):
+            length = len(range(*index.indices(len(self)))) if isinstance(index, slice) else 1
+            Watched.looked_at += length
+            return super().__getitem__(index)
+
+    text = Watched(range(20_000))
+    one = Drafter(8, 40_000)
+    for _ in range(20_000 // ENTERED_MAX + 1):
+        one.draft(text, 8)
+    Watched.looked_at = 0
+    for token in range(20_000, 20_100):
+        text.append(token)
+        assert one.draft(text, 8) == ()
+    assert Watched.looked_at <= 100 * (2 * NGRAM_MIN + 16 * 2 * NGRAM_MAX)
+
+
+def test_text_of_one_token_is_as_cheap_as_any_other():
+    """Every place is like every other; only the latest ones are looked at."""
+    text = [7] * 5_000 + [8, 7, 7, 7]
+    one = drafter()
+    for count in range(10, len(text), 400):
+        one.draft(text[:count], 8)
+    assert len(one.draft(text, 8)) == 8
+
+
+def test_a_drafter_takes_a_few_bytes_a_token():
+    text = list(range(30_000))
+    gc.collect()
+    tracemalloc.start()
+    try:
+        one = Drafter(8, len(text))
+        for _ in range(len(text) // ENTERED_MAX + 1):
+            one.draft(text, 8)
+        kept = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert kept < 10 * len(text)
+
+
+# --- how many there are ---
+
+
+def lengths(one: Drafter, accepted: list[int]) -> list[int]:
+    text = [ord(letter) for letter in "abcabc"]
+    found = []
+    for count in accepted:
+        found.append(len(one.draft(text, 100)))
+        if found[-1]:
+            one.learn(found[-1], min(count, found[-1]))
+    return found
+
+
+def test_right_guesses_are_followed_by_longer_drafts_up_to_the_limit():
+    assert lengths(Drafter(20, 100), [100] * 5) == [4, 8, 16, 20, 20]
+    assert lengths(Drafter(3, 100), [100] * 3) == [3, 3, 3]
+
+
+def test_a_draft_that_is_right_in_part_is_followed_by_one_of_that_length():
+    assert lengths(Drafter(20, 100), [100, 100, 3, 100, 1, 1]) == [4, 8, 16, 3, 6, 1]
+
+
+def test_wrong_guesses_are_followed_by_ever_longer_pauses():
+    found = lengths(Drafter(8, 100), [0] * 200)
+    assert found[:14] == [4, 2, 1, 0, 1, 0, 0, 1, 0, 0, 0, 0, 1, 0]
+    assert max("".join(map(str, found)).split("1"), key=len).count("0") == PAUSE_MAX
+    assert sum(found[100:]) <= 4  # of a hundred tokens: next to nothing
+
+
+def test_after_a_right_guess_pauses_are_short_again():
+    one = Drafter(8, 100)
+    lengths(one, [0] * 200)
+    found = lengths(one, [1] * 60 + [0] * 10)
+    assert found[-10:].count(0) < 10
+
+
+# --- what the core makes of them ---
+
+
+def repeating(period: int) -> FakeModel:
+    """A model that says what it said `period` tokens ago."""
+
+    class Repeating(FakeModel):
+        def next_token_id(self, request, tokens, digest):
+            return tokens[-period]
+
+    return Repeating()
+
+
+def test_right_guesses_bring_several_tokens_a_step(drive):
+    driver = drive(model=repeating(5), draft_tokens_max=4, step_tokens_max=64)
+    driver.add("a", (1, 2, 3, 4, 5, 1, 2, 3, 4, 5), 41)
+    driver.run()
+    stats = driver.core.stats()
+    # The prompt gives one token, and then five come in every step.
+    assert (stats.steps_total, stats.drafts_total, stats.draft_tokens_total, stats.accepted_tokens_total) == (
+        9,
+        8,
+        32,
+        32,
+    )
+    assert len(driver.tokens["a"]) == 41
+
+
+def test_wrong_guesses_cost_no_token_and_no_block(drive):
+    driver = drive(model=FakeModel(vocab_size=2), draft_tokens_max=8, block_size=2, block_count=40, step_tokens_max=40)
+    driver.add("a", (0, 1, 0, 0, 1, 1, 0, 1), 30)
+    driver.run()
+    stats = driver.core.stats()
+    assert stats.accepted_tokens_total < stats.draft_tokens_total
+    assert stats.steps_total == 30 - stats.accepted_tokens_total
+
+
+def test_without_the_setting_nothing_is_guessed(drive):
+    driver = drive(model=repeating(5), step_tokens_max=64)
+    driver.add("a", (1, 2, 3, 4, 5) * 2, 20)
+    driver.run()
+    assert driver.core.stats().steps_total == 20
+    assert driver.core.stats().drafts_total == 0
+
+
+def test_a_stop_token_ends_a_request_in_the_middle_of_its_draft(drive):
+    driver = drive(model=repeating(5), draft_tokens_max=8, step_tokens_max=64)
+    driver.add("a", (1, 2, 3, 4, 5) * 3, 40, stop_token_ids=frozenset({3}), logprobs=1)
+    driver.run()
+    assert driver.tokens["a"] == [1, 2, 3]
+    assert len(driver.logprobs["a"]) == 3
+    assert (driver.finished["a"].reason, driver.finished["a"].stop_token_id) == (FinishReason.STOP, 3)
+
+
+def test_a_stop_token_before_min_tokens_does_not(drive):
+    driver = drive(draft_tokens_max=8, step_tokens_max=64, model=FakeModel(vocab_size=2, stop_token_id=0))
+    driver.add("a", (1, 1, 1, 1, 1, 1), 30, stop_token_ids=frozenset({0}), min_tokens=25)
+    driver.run()
+    assert len(driver.tokens["a"]) >= 25
+    assert driver.core.stats().accepted_tokens_total > 10
+
+
+@pytest.mark.parametrize("output_tokens_max", range(1, 14))
+def test_nothing_is_guessed_beyond_the_last_token(drive, output_tokens_max):
+    driver = drive(model=repeating(2), draft_tokens_max=8, step_tokens_max=64, context_tokens_max=8 + output_tokens_max)
+    driver.add("a", (1, 2) * 4, output_tokens_max)
+    count = 0
+    while (plan := driver.step()) is not None:
+        assert count + len(plan.chunks[0].draft) < output_tokens_max
+        count = len(driver.tokens["a"])
+    assert len(driver.tokens["a"]) == output_tokens_max
+    assert driver.finished["a"].reason is FinishReason.LENGTH
+
+
+def test_nobody_guesses_while_somebody_waits(drive):
+    driver = drive(model=repeating(2), draft_tokens_max=8, step_tokens_max=64, running_requests_max=1)
+    driver.add("a", (1, 2) * 4, 12)
+    driver.step()
+    driver.add("b", (3, 4) * 4, 12)
+    while "a" not in driver.finished:
+        assert not driver.step().chunks[0].draft
+    assert driver.step().chunks[0].request.id == "b"
+    assert driver.step().chunks[0].draft  # alone
+    driver.run()
+
+
+def test_guesses_take_what_a_step_has_left_and_share_it(drive):
+    driver = drive(model=repeating(2), draft_tokens_max=8, step_tokens_max=64, draft_step_tokens_max=9)
+    for name in "abc":
+        driver.add(name, (ord(name), 1) * 4, 60)
+    driver.step()
+    plan = driver.step()
+    assert [len(chunk.draft) for chunk in plan.chunks] == [2, 2, 2]
+    driver.add("d", range(200, 220), 1)
+    plan = driver.step()
+    assert [chunk.count for chunk in plan.chunks] == [1, 1, 1, 20]
+    assert not any(chunk.draft for chunk in plan.chunks)  # such a step is long enough
+    driver.run()
+
+
+def test_guesses_have_no_more_blocks_than_are_left(drive):
+    """Three blocks of four: one more token fits than is known."""
+    driver = drive(model=repeating(2), draft_tokens_max=8, step_tokens_max=64, block_count=3, block_size=4)
+    driver.add("a", (1, 2) * 3, 5)
+    driver.add("b", (3, 3), 1)  # keeps its block as a cached one, which may be had
+    driver.step()
+    plan = driver.step()
+    assert len(plan.chunks[0].draft) == 3
+    driver.run()
+
+
+def test_an_abort_during_a_step_with_guesses_frees_every_block_in_its_update(drive):
+    driver = drive(model=repeating(2), draft_tokens_max=8, step_tokens_max=64, block_size=1)
+    driver.add("a", (1, 2) * 4, 40)
+    driver.step()
+    plan = driver.step(abort=["a"])
+    assert plan.chunks[0].draft
+    assert driver.finished["a"].reason is FinishReason.ABORT
+    assert len(driver.tokens["a"]) == 1
+    assert driver.core.stats().blocks_used == 0
+    driver.run()
+
+
+def test_a_failing_step_with_guesses_frees_every_block(drive):
+    driver = drive(model=repeating(2), draft_tokens_max=8, step_tokens_max=64, block_size=1)
+    driver.add("a", (1, 2) * 4, 40)
+    driver.step()
+    assert driver.step(fail=["a"]).chunks[0].draft
+    assert driver.finished["a"].reason is FinishReason.ERROR
+    assert driver.core.stats().blocks_used == 0
+    driver.run()
+
+
+def test_an_abandoned_step_with_guesses_frees_every_block(drive):
+    driver = drive(model=repeating(2), draft_tokens_max=8, step_tokens_max=64, block_size=1)
+    driver.add("a", (1, 2) * 4, 40)
+    driver.step()
+    plan = driver.core.schedule(0.0)
+    assert plan.chunks[0].draft
+    driver.abort("a")
+    assert driver.core.is_step_abandoned
+    driver.core.drop_plan(plan, 0.0)
+    assert driver.core.stats().blocks_used == 0
+
+
+def test_only_right_guesses_are_found_by_others(drive):
+    """Another request begins with the first one's text; the fake KV tells what a block really holds."""
+    driver = drive(model=FakeModel(vocab_size=2), draft_tokens_max=8, block_size=1, block_count=80, step_tokens_max=80)
+    driver.add("a", (0, 1, 0, 0, 1, 1, 0, 1), 30)
+    driver.run()
+    stats = driver.core.stats()
+    assert 0 < stats.accepted_tokens_total < stats.draft_tokens_total
+    text = [*driver.requests["a"].prompt_token_ids, *driver.tokens["a"]]
+    for name, length in (("b", len(text)), ("c", 20)):
+        driver.add(name, (*text[:length], 0, 1), 3)
+        driver.run()
+    assert driver.finished["b"].cached_token_count == len(text) - 1  # the last one was never computed
+
+
+def test_a_request_that_lost_its_blocks_guesses_again(drive):
+    driver = drive(
+        model=repeating(2), draft_tokens_max=4, step_tokens_max=64, block_count=10, block_size=2, running_requests_max=2
+    )
+    driver.add("a", (1, 2) * 2, 16)
+    driver.add("b", (3, 4) * 2, 16)
+    driver.run()
+    stats = driver.core.stats()
+    assert stats.preemptions_total > 0
+    assert stats.accepted_tokens_total > 0
+
+
+def test_a_guess_after_which_nothing_can_be_sampled_ends_the_run_there():
+    """The executor gives fewer tokens than there are guesses; the request goes on behind the last one."""
+    core = EngineCore(CoreSettings(block_count=16, context_tokens_max=64, draft_tokens_max=4))
+    driver_request = _request((1, 2) * 4, 20)
+    core.add(driver_request)
+    plan = core.schedule(0.0)
+    core.update_from_output(plan, StepResult((1,)), 0.0)
+    plan = core.schedule(0.0)
+    assert plan.chunks[0].draft == (2, 1, 2, 1)
+    (event,) = core.update_from_output(plan, StepResult((2,), draft_token_ids={"a": (1,)}), 0.0)
+    assert event.token_ids == (2, 1)
+    chunk = core.schedule(0.0).chunks[0]
+    assert (chunk.start, chunk.count, list(chunk.tokens)) == (10, 1, [1, 2] * 4 + [1, 2, 1])
+
+
+def _request(prompt, output_tokens_max):
+    from trioserve.contracts.request import EngineRequest
+    from trioserve.contracts.sampling import SamplingParams
+
+    return EngineRequest(
+        id="a",
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(temperature=0.0),
+        output_tokens_max=output_tokens_max,
+        stop_token_ids=frozenset(),
+        seed=0,
+    )
+
+
+@pytest.mark.parametrize("name", ["draft_tokens_max", "draft_step_tokens_max"])
+def test_a_negative_limit_is_refused(name):
+    with pytest.raises(StartupError, match=name):
+        CoreSettings(block_count=16, context_tokens_max=64, **{name: -1})
