@@ -68,14 +68,20 @@ async def test_each_token_of_right_guesses_has_its_logprobs(autojump_clock):
 
 async def test_a_client_that_leaves_during_a_step_with_guesses_gives_everything_back():
     async with open_fake_engine(answer=TEXT, speculative_ngram=8, block_count=128, block_size=1, paused=True) as fake:
+        leaving = trio.CancelScope()
+
+        async def read_until_leaving() -> None:
+            with leaving:
+                await read(fake)
+
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(read, fake)
-            for _ in range(40):
-                await fake.step()
+            nursery.start_soon(read_until_leaving)
+            while not (await fake.step()).chunks[0].draft:
+                pass
             async with fake.held_step() as plan:
                 assert plan.chunks[0].draft
                 used = fake.stats().blocks_used
-                nursery.cancel_scope.cancel()
+                leaving.cancel()
                 await trio.testing.wait_all_tasks_blocked()
                 assert fake.stats().blocks_used == used  # the forward pass still reads them
         fake.assert_all_free()

@@ -23,8 +23,8 @@ from trioserve.runtime.engine import Engine
 __all__ = ["DraftFigure", "run_draft_bench"]
 
 DRAFT_TOKENS = 8
-ROUNDS = 5
-TOKENS = 192
+ROUNDS = 3
+TOKENS = 128
 
 _STORY = (
     "The harbour of Lindholm lies in a bay that opens to the west. In the year 1871 a ship with the name "

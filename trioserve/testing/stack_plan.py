@@ -8,6 +8,7 @@ from random import Random
 import msgspec
 
 from trioserve.contracts.errors import InvalidRequest
+from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE
 from trioserve.testing.script import line_of, parts_of
 from trioserve.testing.stack_http_plan import (
     Ask,
@@ -69,8 +70,9 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="stage"):
     """The engine. step_seconds: how long the steps take, in turn. fault_at: the step at which it breaks; None: it does
-    not. draft_tokens: guesses of a request in a step. schedule_seed: decides who goes first among the tasks that can
-    run. front: what clients over HTTP find."""
+    not. draft_tokens: guesses of a request in a step. vocab_size: tokens that the model knows; of few it makes text
+    that can be guessed. schedule_seed: decides who goes first among the tasks that can run. front: what clients over
+    HTTP find."""
 
     block_count: int
     running_requests_max: int
@@ -80,6 +82,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
     schedule_seed: int
     fault_at: int | None = None
     draft_tokens: int = 0
+    vocab_size: int = BYTE_VOCAB_SIZE - 1
     front: Front = Front()
 
 
@@ -114,6 +117,7 @@ def drawn_stack_plan(rng: Random, client_count: int) -> StackPlan:
     parts: list[Part] = [draws.client(number) for number in range(client_count - http_count)]
     parts += draws.connections(http_count)
     parts += draws.orders(http_count)
+    draft_tokens = rng.choice((0, 0, 2, 5))
     stage = Stage(
         block_count=block_count,
         running_requests_max=seats,
@@ -122,7 +126,8 @@ def drawn_stack_plan(rng: Random, client_count: int) -> StackPlan:
         step_seconds=tuple(rng.choice((0.0, 0.005, 0.01, 0.04)) for _ in range(5)),
         schedule_seed=rng.getrandbits(32),
         fault_at=rng.randint(0, 20) if rng.random() < 0.08 else None,
-        draft_tokens=rng.choice((0, 0, 2, 5)),
+        draft_tokens=draft_tokens,
+        vocab_size=rng.choice((1, 2)) if draft_tokens else BYTE_VOCAB_SIZE - 1,
         front=drawn_front(rng),
     )
     return StackPlan(stage, tuple(parts))

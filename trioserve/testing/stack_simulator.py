@@ -28,6 +28,7 @@ from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult, never_ab
 from trioserve.runtime.engine import SEED_STRIDE
 from trioserve.runtime.request_stream import RequestStream
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
+from trioserve.testing.fake_executor import FakeModel
 from trioserve.testing.invariants import check_core, check_idle
 from trioserve.testing.reference_engine import ReferenceEngine
 from trioserve.testing.seeded_schedule import seeded_schedule
@@ -79,6 +80,7 @@ class StackSimulation:
                     step_tokens_max=stage.step_tokens_max,
                     waiting_requests_max=stage.waiting_requests_max,
                     speculative_ngram=stage.draft_tokens,
+                    model=FakeModel(vocab_size=stage.vocab_size),
                 ) as fake:
                     await self._live(fake)
         except EngineFault as fault:
@@ -325,6 +327,8 @@ class _WatchedSteps:
         self._simulation.check(self._fake)
         self._http.check_step((chunk.request.id for chunk in plan.chunks), self._started_at())
         self._simulation.count("steps")
+        if any(chunk.draft for chunk in plan.chunks):
+            self._simulation.count("steps with guesses")
         chunks = " ".join(f"{chunk.request.id}[{chunk.start}:{chunk.start + chunk.count}]" for chunk in plan.chunks)
         self._simulation.tell(f"step {plan.step_index}: {chunks}{' abandoned' if is_abandoned() else ''}")
         if plan.step_index == self._simulation.plan.stage.fault_at:
