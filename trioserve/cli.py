@@ -196,9 +196,10 @@ def _bench(arguments: argparse.Namespace) -> int:
 
         return run_served_step(open_engine)
     if arguments.drafts:
+        from trioserve.assemble import open_engine
         from trioserve.testing.draft_bench import run_draft_bench
 
-        return run_draft_bench()
+        return run_draft_bench(open_engine)
     from trioserve.bench.flags import settings_from
     from trioserve.bench.soak_settings import SoakSettings
     from trioserve.bench.suite_settings import SuiteSettings

@@ -16,7 +16,8 @@ import torch
 
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.model import step_model
-from trioserve.model.sampler import Samples, sample, sampled_rows
+from trioserve.model.sampler import sample
+from trioserve.model.samples import Samples, sampled_rows
 
 TOKENS = 24
 SAMPLINGS = {

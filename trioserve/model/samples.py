@@ -41,8 +41,8 @@ class Samples:
 
 @dataclass(slots=True)
 class ComputedStep:
-    """samples: a row for each of sampled_rows; None without any. prompt_logprobs: by the place of
-    each chunk that asks, those of its prompt_followers; None if the model's numbers for it are not finite."""
+    """samples: a row for each of sampled_rows; None without any. prompt_logprobs: by the place of each chunk that asks,
+    those of its prompt_followers; None if the model's numbers for it are not finite."""
 
     samples: Samples | None
     prompt_logprobs: dict[int, tuple[TokenLogprob, ...] | None] = field(default_factory=dict)

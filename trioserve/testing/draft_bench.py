@@ -10,17 +10,20 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from statistics import median
 
 import msgspec
 import trio
 
-from trioserve.assemble import open_engine
 from trioserve.contracts.prompt import ChatPrompt, Prompt
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.runtime.engine import Engine
 
 __all__ = ["DraftFigure", "run_draft_bench"]
+
+OpenEngine = Callable[..., AbstractAsyncContextManager[Engine]]
 
 DRAFT_TOKENS = 8
 ROUNDS = 3
@@ -148,7 +151,7 @@ async def _run(engine: Engine, workload: Workload, tokens: int) -> tuple[float, 
     return (sum(counts) - sum(first_counts)) / seconds, sum(counts)
 
 
-async def _main(model: str, draft_tokens: int, rounds: int, tokens: int) -> list[DraftFigure]:
+async def _main(open_engine: OpenEngine, model: str, draft_tokens: int, rounds: int, tokens: int) -> list[DraftFigure]:
     figures = []
     async with open_engine(model) as plain, open_engine(model, speculative_ngram=draft_tokens) as drafting:
         for workload in WORKLOADS:
@@ -158,12 +161,18 @@ async def _main(model: str, draft_tokens: int, rounds: int, tokens: int) -> list
 
 
 def run_draft_bench(
-    model: str = "smollm2", *, draft_tokens: int = DRAFT_TOKENS, rounds: int = ROUNDS, tokens: int = TOKENS
+    open_engine: OpenEngine,
+    model: str = "smollm2",
+    *,
+    draft_tokens: int = DRAFT_TOKENS,
+    rounds: int = ROUNDS,
+    tokens: int = TOKENS,
 ) -> int:
-    """Measure, print a table as it grows, and then everything as one line of JSON. A few minutes as it stands."""
+    """Measure, print a table as it grows, and then everything as one line of JSON. A few minutes as it stands.
+    open_engine: trioserve.open_engine, which a room does not know."""
     print(f"{model}, {draft_tokens} guesses at most, load average {os.getloadavg()[0]:.1f}; tokens a second, medians")
     print(f"{'':<22}{'streams':>8}{'without':>9}{'with':>9}{'ratio':>7}{'guessed':>9}{'right':>8}{'of tokens':>11}")
-    figures = trio.run(_main, model, draft_tokens, rounds, tokens)
+    figures = trio.run(_main, open_engine, model, draft_tokens, rounds, tokens)
     machine = f"{platform.machine()}, Python {platform.python_version()}"
     print(json.dumps({"machine": machine, "figures": msgspec.to_builtins(figures)}))
     return 0
