@@ -69,8 +69,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     enable_prefix_caching: Annotated[bool, _about(
         "keep full blocks findable, so that prompts with the same beginning share it")] = True
     speculative_ngram: Annotated[int, _about(
-        "tokens that a step may guess for a request, from its own text, and verify; for few streams; 0 is off",
-        "TOKENS", ge=0, le=64)] = 0
+        "tokens that a step may guess of a request from its own text, and verify; speeds up few streams that repeat "
+        "their prompts; 0 is off", "TOKENS", ge=0, le=15)] = 0
     host: Annotated[str, _about("address to listen at", "ADDRESS")] = "127.0.0.1"
     port: Annotated[int, _about("TCP port; 0 takes a free one", "PORT", ge=0, le=65535)] = 8000
     api_key: Annotated[tuple[str, ...], _about(

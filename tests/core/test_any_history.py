@@ -99,8 +99,20 @@ class CoreHistory(RuleBasedStateMachine):
         hash_function=st.sampled_from([hash_block, poor_hash]),
         stop_period=st.integers(1, 6),
         policy=st.sampled_from(["recompute", "recompute", "fail"]),
+        draft_tokens_max=st.sampled_from([0, 0, 2, 6]),
     )
-    def begin(self, block_size, block_count, seats, more_step_tokens, caching, hash_function, stop_period, policy):
+    def begin(
+        self,
+        block_size,
+        block_count,
+        seats,
+        more_step_tokens,
+        caching,
+        hash_function,
+        stop_period,
+        policy,
+        draft_tokens_max,
+    ):
         model = FakeModel(vocab_size=VOCAB_SIZE, stop_token_id=0, stop_period=stop_period)
         self.executor = FakeExecutor(block_count=block_count, block_size=block_size, model=model)
         self.reference = ReferenceEngine(model)
@@ -117,6 +129,7 @@ class CoreHistory(RuleBasedStateMachine):
                 hold_seconds_max=HOLD_SECONDS_MAX,
                 remote_kv_seconds_max=REMOTE_KV_SECONDS_MAX,
                 load_failure_policy=policy,
+                draft_tokens_max=draft_tokens_max,
             ),
             hash_block=hash_function,
             connector=self.connector,
