@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.model import step_model
+from trioserve.model import torch_step_model
 from trioserve.model.sampler import sample
 from trioserve.model.samples import Samples, sampled_rows
 
@@ -112,7 +112,7 @@ def test_what_cannot_be_sampled_behind_a_guess_ends_the_run_and_fails_nobody(
         return samples
 
     bad_rows: tuple[int, ...] = ()
-    monkeypatch.setattr(step_model, "sample", sample_all_but_two)
+    monkeypatch.setattr(torch_step_model, "sample", sample_all_but_two)
     runner = step_driver.load_runner(tiny_checkpoint("llama"), cpu_kernels="torch")
     driver = step_driver.StepDriver(runner)
     for name, sampling in (("a", SAMPLINGS["greedy"]), ("b", SAMPLINGS["logprobs"])):
