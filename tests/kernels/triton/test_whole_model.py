@@ -1,5 +1,5 @@
 """The runner with these kernels answers as it does with the plain ones: chunks and decodes in one step, windows,
-heads that are normed, prompts in pieces and longer than a tile, a cache full of NaN."""
+heads that are normed, prompts in pieces and longer than a tile, guesses behind decodes, a cache full of NaN."""
 
 from __future__ import annotations
 
@@ -29,7 +29,11 @@ def answers(kernels: Any, path: Path, device: str, step_driver: ModuleType, monk
         assert not result.errors
         for found in (result.logprobs, *result.prompt_logprobs.values()):
             entries.extend(found.values() if isinstance(found, dict) else found)
-    return driver.tokens, [entry.logprob for entry in entries]
+    result = driver.step(dict.fromkeys(PROMPTS, 1), {"a": (5, 6, 7), "c": (9,), "d": tuple(range(40, 60))})
+    assert not result.errors
+    for found in result.draft_logprobs.values():
+        entries.extend(found)
+    return {**driver.tokens, **result.draft_token_ids}, [entry.logprob for entry in entries]
 
 
 @pytest.mark.parametrize("kind", ("llama", "qwen2-sliding", "qwen3"))
