@@ -12,13 +12,13 @@ import pytest
 
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.events import FinishReason
+from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import StepResult
-from trioserve.core.drafting import ENTERED_MAX, NGRAM_MAX, NGRAM_MIN, PAUSE_MAX, Drafter
+from trioserve.core.drafting import ENTERED_MAX, NGRAM_MAX, NGRAM_MIN, PAUSE_MAX, PLACES_MAX, Drafter
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
 from trioserve.testing.fake_executor import FakeModel
-
-LONG = tuple(range(100, 130))
 
 
 def drafter(draft_tokens_max: int = 16) -> Drafter:
@@ -44,7 +44,7 @@ def guess(text: str, count: int = 16, *, draft_tokens_max: int = 16) -> str:
         ("ab ab", ""),  # two letters are too few
         ("abc-abc", "-abc-abc-abc-abc"),  # it runs on into its own repetition
         ("aaaa", "aaaaaaaaaaaaaaaa"),
-        ("xyz1 xyz2 xyz", "2 xyz2 xyz2 xyz2"),  # the latest of equals
+        ("axyz1bxyz2cxyz", "2cxyz2cxyz2cxyz2"),  # the latest of equals
         ("wxyz1 xyz2 wxyz", "1 xyz2 wxyz1 xyz"),  # but the longest before it
     ],
 )
@@ -72,33 +72,34 @@ def test_a_long_prompt_is_entered_bit_by_bit_and_found_in_the_end():
     assert one.draft(text, 2) == (9, 10)
 
 
-def test_entering_a_token_costs_no_look_at_the_text_before_it():
-    class Watched(list):
-        looked_at = 0
+class Watched(list):
+    """Counts the tokens that are looked at."""
 
-        def __getitem__(self, index):
-            length = len(range(*index.indices(len(self)))) if isinstance(index, slice) else 1
-            Watched.looked_at += length
-            return super().__getitem__(index)
+    looked_at = 0
 
-    text = Watched(range(20_000))
+    def __getitem__(self, index):
+        self.looked_at += len(range(*index.indices(len(self)))) if isinstance(index, slice) else 1
+        return super().__getitem__(index)
+
+
+GUESS_LOOKS_MAX = 2 * NGRAM_MIN + PLACES_MAX * 2 * NGRAM_MAX + 8
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [lambda number: [100 + number, 200_000 + number, 400_000 + number], lambda number: [100 + number, 1, 2, 3]],
+    ids=["of new tokens", "in which every place is like the last"],
+)
+def test_a_guess_in_a_long_text_costs_a_few_looks(piece):
+    text = Watched(token for number in range(5_000) for token in piece(number))
     one = Drafter(8, 40_000)
-    for _ in range(20_000 // ENTERED_MAX + 1):
+    for _ in range(len(text) // ENTERED_MAX + 1):
         one.draft(text, 8)
-    Watched.looked_at = 0
-    for token in range(20_000, 20_100):
-        text.append(token)
-        assert one.draft(text, 8) == ()
-    assert Watched.looked_at <= 100 * (2 * NGRAM_MIN + 16 * 2 * NGRAM_MAX)
-
-
-def test_text_of_one_token_is_as_cheap_as_any_other():
-    """Every place is like every other; only the latest ones are looked at."""
-    text = [7] * 5_000 + [8, 7, 7, 7]
-    one = drafter()
-    for count in range(10, len(text), 400):
-        one.draft(text[:count], 8)
-    assert len(one.draft(text, 8)) == 8
+    for number in range(5_000, 5_020):
+        text += piece(number)
+        text.looked_at = 0
+        one.draft(text, 8)
+        assert text.looked_at <= GUESS_LOOKS_MAX
 
 
 def test_a_drafter_takes_a_few_bytes_a_token():
@@ -325,8 +326,7 @@ def test_a_request_that_lost_its_blocks_guesses_again(drive):
 def test_a_guess_after_which_nothing_can_be_sampled_ends_the_run_there():
     """The executor gives fewer tokens than there are guesses; the request goes on behind the last one."""
     core = EngineCore(CoreSettings(block_count=16, context_tokens_max=64, draft_tokens_max=4))
-    driver_request = _request((1, 2) * 4, 20)
-    core.add(driver_request)
+    core.add(_request((1, 2) * 4, 20))
     plan = core.schedule(0.0)
     core.update_from_output(plan, StepResult((1,)), 0.0)
     plan = core.schedule(0.0)
@@ -338,9 +338,6 @@ def test_a_guess_after_which_nothing_can_be_sampled_ends_the_run_there():
 
 
 def _request(prompt, output_tokens_max):
-    from trioserve.contracts.request import EngineRequest
-    from trioserve.contracts.sampling import SamplingParams
-
     return EngineRequest(
         id="a",
         prompt_token_ids=prompt,
