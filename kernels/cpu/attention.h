@@ -27,11 +27,23 @@ constexpr int SPAN = 64;           // context tokens that a prompt's rows meet a
 constexpr int QUERY_ROWS = 96;     // (token, head) rows of a prompt's piece; the packed keys serve them all
 constexpr int DIRECT_TOKENS_MAX = 3;  // chunks up to this length read keys and values where they lie
 constexpr int SPLIT_TOKENS_MIN = 64;
+constexpr int SHARERS_MIN = 2;        // with fewer rows, packing what they share costs more than reading it again
+constexpr int SHARED_TOKENS_MIN = 64;
 
-// One piece of a step's attention: of a decode, a part of its context; of a prompt, a kv head and some of its tokens.
+// One piece of a step's attention: a kv head and some tokens of a prompt; a kv head, some rows and a part of the context
+// that they share; of one row, a part of the context that it has for itself.
 struct AttentionPiece {
-    int32_t chunk, token, tokens, kv_head;
-    int32_t split, splits;  // splits is 0 for a prompt's piece
+    enum Kind { PROMPT, SHARED, DIRECT } kind;
+    int32_t chunk, token, tokens;         // not SHARED
+    int32_t kv_head;                      // not DIRECT
+    int32_t from, to;                     // not PROMPT: positions
+    int32_t part;                         // not PROMPT: which of the row's; in SHARED, added to that of each sharer
+    int32_t sharers_first, sharer_count;  // SHARED
+};
+
+// A row whose context begins with blocks of other rows, too.
+struct Sharer {
+    int32_t row, part;
 };
 
 inline int64_t first_seen(int64_t position, int64_t window) {
@@ -64,13 +76,10 @@ inline void find_tokens(const T* pages, const AttentionShape& shape, const Chunk
 // --- a prompt's rows: two products with a softmax between them ---------------------------------------------------------
 
 // Keys of SPAN tokens as a packed weight [SPAN, D], values as one of [D, SPAN]; absent tokens are zeros.
-inline void pack_key(const float* key, int64_t dim, int64_t index, float* to) {
-    for (int64_t d = 0; d < dim; d++) to[d * LANES + index] = key[d];
-}
-inline void pack_key(const bf16* key, int64_t dim, int64_t index, bf16* to) {
-    const uint32_t* pairs = reinterpret_cast<const uint32_t*>(key);
-    uint32_t* packed = reinterpret_cast<uint32_t*>(to);
-    for (int64_t d = 0; d < dim / 2; d++) packed[d * LANES + index] = pairs[d];
+template <class T>
+inline void pack_key(const T* key, int64_t dim, int64_t index, T* to) {
+    constexpr int64_t DEPTH = Unit<T>::DEPTH;
+    for (int64_t d = 0; d < dim; d += DEPTH) std::memcpy(to + d * LANES + index * DEPTH, key + d, DEPTH * sizeof(T));
 }
 inline void pack_value(const float* value, int64_t dim, int64_t token, float* to) {
     for (int64_t d = 0; d < dim; d += LANES) store(to + d * SPAN + token * LANES, load(value + d));
@@ -82,101 +91,199 @@ inline void pack_value(const bf16* value, int64_t dim, int64_t token, bf16* to) 
     }
 }
 
+// Sixteen tokens at once, whose keys lie `at` behind their beginnings.
 template <class T>
-struct PromptScratch {
+inline void pack_keys(const T* const* tokens, int64_t at, int64_t dim, T* to) {
+    constexpr int64_t DEPTH = Unit<T>::DEPTH;
+    int64_t d = 0;
+    for (; d + LANES * DEPTH <= dim; d += LANES * DEPTH) {
+        Lanes rows[LANES];
+        for (int token = 0; token < LANES; token++)
+            rows[token] = load(reinterpret_cast<const float*>(tokens[token] + at + d));
+        transpose(rows);
+        for (int row = 0; row < LANES; row++) store(reinterpret_cast<float*>(to + (d + row * DEPTH) * LANES), rows[row]);
+    }
+    for (int token = 0; token < LANES && d < dim; token++)
+        pack_key(tokens[token] + at + d, dim - d, token, to + d * LANES);
+}
+inline void pack_values(const float* const* tokens, int64_t at, int64_t dim, int64_t first, float* to) {
+    for (int token = 0; token < LANES; token++) pack_value(tokens[token] + at, dim, first + token, to);
+}
+inline void pack_values(const bf16* const* tokens, int64_t at, int64_t dim, int64_t first, bf16* to) {
+    for (int token = 0; token < LANES; token += 2)
+        for (int64_t d = 0; d < dim; d += LANES)
+            store_in_turn(to + d * SPAN + (first + token) * LANES, tokens[token] + at + d, tokens[token + 1] + at + d);
+}
+
+// One thread's memory for the rows that meet packed keys: up to QUERY_MAX (token, head) rows.
+template <class T>
+struct PackedScratch {
+    T *keys, *values, *weights, *queries;
+    float *scores, *sums, *best, *total;
+
+    static int64_t query_max(const AttentionShape& shape) { return prompt_piece_tokens(shape) * shape.group(); }
+    static int64_t row_count(const AttentionShape& shape) { return query_max(shape) + 16; }
     // In elements of T and of float.
     static int64_t packed_count(const AttentionShape& shape) {
-        return SPAN * (shape.query_stride() + shape.head_dim) + (QUERY_MAX(shape) + 16) * SPAN;
+        return SPAN * (shape.query_stride() + shape.head_dim) + row_count(shape) * (SPAN + shape.query_stride());
     }
-    static int64_t QUERY_MAX(const AttentionShape& shape) { return prompt_piece_tokens(shape) * shape.group(); }
-    static int64_t float_count(const AttentionShape& shape) {
-        return (QUERY_MAX(shape) + 16) * (SPAN + shape.head_dim) + 2 * (QUERY_MAX(shape) + 16);
+    static int64_t float_count(const AttentionShape& shape) { return row_count(shape) * (SPAN + shape.head_dim + 2); }
+
+    PackedScratch(const AttentionShape& shape, T* packed, float* floats) {
+        keys = packed;
+        values = keys + SPAN * shape.query_stride();
+        weights = values + SPAN * shape.head_dim;
+        queries = weights + row_count(shape) * SPAN;
+        scores = floats;
+        sums = scores + row_count(shape) * SPAN;
+        best = sums + row_count(shape) * shape.head_dim;
+        total = best + row_count(shape);
+    }
+
+    void begin(const AttentionShape& shape, int64_t count) const {
+        std::fill(best, best + count, -std::numeric_limits<float>::infinity());
+        std::fill(total, total + count, 0.0f);
+        // One model's padding stays; here nobody knows what was computed before.
+        std::memset(keys, 0, sizeof(T) * SPAN * shape.query_stride());
     }
 };
+
+// Packs tokens first .. end - 1 of a span; the others are zeros.
+template <class T>
+inline void pack_span(const AttentionShape& shape, const T* const* tokens_at, int64_t kv_head, int64_t first, int64_t end,
+                      const PackedScratch<T>& scratch) {
+    const int64_t dim = shape.head_dim, stride = shape.query_stride();
+    if (end - first < SPAN) {
+        std::memset(scratch.keys, 0, sizeof(T) * SPAN * stride);
+        std::memset(scratch.values, 0, sizeof(T) * SPAN * dim);
+    }
+    const int64_t key = kv_head * dim, value = key + shape.kv_heads * dim;
+    for (int64_t index = first; index < end; index++) {
+        T* block = scratch.keys + index / LANES * LANES * stride;
+        if (index % LANES == 0 && index + LANES <= end) {
+            pack_keys(tokens_at + index, key, dim, block);
+            pack_values(tokens_at + index, value, dim, index, scratch.values);
+            index += LANES - 1;
+            continue;
+        }
+        pack_key(tokens_at[index] + key, dim, index % LANES, block);
+        pack_value(tokens_at[index] + value, dim, index, scratch.values);
+    }
+}
+
+struct Seen {
+    int64_t begin, end;
+};
+
+// What a new largest score leaves of the weights so far. Most spans bring none.
+inline float kept_share(float best, float new_best) { return best == new_best ? 1.0f : std::exp(best - new_best); }
+
+// `count` query rows meet a packed span; seen(row) tells which of its tokens a row sees. The weighted values are added
+// up as one softmax over all spans (Milakov, Gimelshein: Online normalizer calculation, arXiv 1805.02867).
+template <class T, class SeenBy>
+inline void meet_span(const AttentionShape& shape, const T* query, int64_t count, bool is_first,
+                      const PackedScratch<T>& scratch, const SeenBy& seen) {
+    const int64_t dim = shape.head_dim, stride = shape.query_stride();
+    const float scale = 1.0f / std::sqrt(float(dim));
+    const T *keys = scratch.keys, *values = scratch.values;
+    add_products(query, stride, int(count), keys, LANES * stride, SPAN / LANES, stride, scratch.scores, SPAN, true, keys);
+    for (int64_t row = 0; row < count; row++) {
+        const Seen bounds = seen(row);
+        float* score = scratch.scores + row * SPAN;
+        T* weight = scratch.weights + row * SPAN;
+        if (bounds.begin >= bounds.end) {
+            for (int64_t index = 0; index < SPAN; index += LANES) store(weight + index, zero());
+            if (is_first)
+                for (int64_t d = 0; d < dim; d += LANES) store(scratch.sums + row * dim + d, zero());
+            continue;
+        }
+        for (int64_t index = 0; index < bounds.begin; index++) score[index] = -std::numeric_limits<float>::infinity();
+        for (int64_t index = bounds.end; index < SPAN; index++) score[index] = -std::numeric_limits<float>::infinity();
+        Lanes largest = load(score);
+        for (int64_t index = LANES; index < SPAN; index += LANES) largest = max(largest, load(score + index));
+        const float new_best = std::max(scratch.best[row], max_of(largest) * scale);
+        Lanes sum = zero();
+        for (int64_t index = 0; index < SPAN; index += LANES) {
+            const Lanes part = exp(fma(load(score + index), set(scale), set(-new_best)));
+            sum = add(sum, part);
+            store(weight + index, part);
+        }
+        const float kept = is_first ? 0.0f : kept_share(scratch.best[row], new_best);
+        scratch.total[row] = scratch.total[row] * kept + sum_of(sum);
+        scratch.best[row] = new_best;
+        if (!is_first && kept != 1.0f)
+            for (int64_t d = 0; d < dim; d += LANES)
+                store(scratch.sums + row * dim + d, mul(load(scratch.sums + row * dim + d), set(kept)));
+    }
+    add_products(static_cast<const T*>(scratch.weights), SPAN, int(count), values, LANES * SPAN, int(dim / LANES), SPAN,
+                 scratch.sums, dim, is_first, values);
+}
 
 // queries: [K][rows][G][query_stride], turned. attended: [rows][attended_stride].
 template <class T>
 void attend_prompt(const AttentionShape& shape, const Chunk& chunk, const AttentionPiece& piece, int64_t window,
-                   const T* queries, int64_t rows, const T* pages, T* attended, int64_t attended_stride, T* packed,
-                   float* scratch) {
-    const int64_t group = shape.group(), dim = shape.head_dim, stride = shape.query_stride();
+                   const T* queries, int64_t rows, const T* pages, T* attended, int64_t attended_stride,
+                   const PackedScratch<T>& scratch) {
+    const int64_t group = shape.group(), dim = shape.head_dim;
     const int64_t count = piece.tokens * group;
     const int64_t first = chunk.start + piece.token, last = first + piece.tokens - 1;
-    const int64_t row_max = PromptScratch<T>::QUERY_MAX(shape) + 16;
-    T* keys = packed;
-    T* values = keys + SPAN * stride;
-    T* weights = values + SPAN * dim;
-    float* scores = scratch;
-    float* sums = scores + row_max * SPAN;
-    float* best = sums + row_max * dim;
-    float* total = best + row_max;
-    const T* query = queries + ((piece.kv_head * rows + chunk.first_row + piece.token) * group) * stride;
-    const float scale = 1.0f / std::sqrt(float(dim));
-    std::fill(best, best + count, -std::numeric_limits<float>::infinity());
-    std::fill(total, total + count, 0.0f);
-    std::memset(keys, 0, sizeof(T) * SPAN * stride);
+    const T* query = queries + ((piece.kv_head * rows + chunk.first_row + piece.token) * group) * shape.query_stride();
+    scratch.begin(shape, count);
     bool is_first = true;
     for (int64_t from = first_seen(first, window) / SPAN * SPAN; from <= last; from += SPAN) {
         const int64_t present = std::min<int64_t>(SPAN, last + 1 - from);
-        if (present < SPAN) {
-            std::memset(keys, 0, sizeof(T) * SPAN * stride);
-            std::memset(values, 0, sizeof(T) * SPAN * dim);
-        }
+        // Behind a window lie pages that may be somebody else's by now.
+        const int64_t hidden = std::max<int64_t>(first_seen(first, window) - from, 0);
         const T* tokens_at[SPAN];
         find_tokens(pages, shape, chunk, from, present, tokens_at);
-        for (int64_t index = 0; index < present; index++) {
-            // Behind a window lie pages that may be somebody else's by now.
-            if (window > 0 && from + index < first_seen(first, window)) {
-                for (int64_t d = 0; d < stride; d++)
-                    keys[index / LANES * LANES * stride + d / Unit<T>::DEPTH * LANES * Unit<T>::DEPTH +
-                         index % LANES * Unit<T>::DEPTH + d % Unit<T>::DEPTH] = T{};
-                for (int64_t d = 0; d < dim; d++)
-                    values[d / LANES * LANES * SPAN + index / Unit<T>::DEPTH * LANES * Unit<T>::DEPTH +
-                           d % LANES * Unit<T>::DEPTH + index % Unit<T>::DEPTH] = T{};
-                continue;
-            }
-            const T* token = tokens_at[index] + piece.kv_head * dim;
-            pack_key(token, dim, index % LANES, keys + index / LANES * LANES * stride);
-            pack_value(token + shape.kv_heads * dim, dim, index, values);
-        }
-        add_products(query, stride, int(count), static_cast<const T*>(keys), LANES * stride, SPAN / LANES, stride, scores, SPAN, true, static_cast<const T*>(keys));
-        for (int64_t row = 0; row < count; row++) {
+        pack_span(shape, tokens_at, piece.kv_head, hidden, present, scratch);
+        meet_span(shape, query, count, is_first, scratch, [&](int64_t row) {
             const int64_t position = first + row / group;
-            const int64_t begin = std::max<int64_t>(first_seen(position, window) - from, 0);
-            const int64_t end = std::min<int64_t>(position + 1 - from, SPAN);
-            float* score = scores + row * SPAN;
-            T* weight = weights + row * SPAN;
-            if (begin >= end) {
-                for (int64_t index = 0; index < SPAN; index += LANES) store(weight + index, zero());
-                continue;
-            }
-            for (int64_t index = 0; index < begin; index++) score[index] = -std::numeric_limits<float>::infinity();
-            for (int64_t index = end; index < SPAN; index++) score[index] = -std::numeric_limits<float>::infinity();
-            Lanes largest = load(score);
-            for (int64_t index = LANES; index < SPAN; index += LANES) largest = max(largest, load(score + index));
-            const float new_best = std::max(best[row], max_of(largest) * scale);
-            Lanes sum = zero();
-            for (int64_t index = 0; index < SPAN; index += LANES) {
-                const Lanes part = exp(fma(load(score + index), set(scale), set(-new_best)));
-                sum = add(sum, part);
-                store(weight + index, part);
-            }
-            const float kept = is_first ? 0.0f : std::exp(best[row] - new_best);
-            total[row] = total[row] * kept + sum_of(sum);
-            best[row] = new_best;
-            if (!is_first && kept != 1.0f)
-                for (int64_t d = 0; d < dim; d += LANES)
-                    store(sums + row * dim + d, mul(load(sums + row * dim + d), set(kept)));
-        }
-        add_products(static_cast<const T*>(weights), SPAN, int(count), static_cast<const T*>(values), LANES * SPAN, int(dim / LANES), SPAN, sums, dim, is_first,
-                     static_cast<const T*>(values));
+            return Seen{std::max<int64_t>(first_seen(position, window) - from, 0),
+                        std::min<int64_t>(position + 1 - from, SPAN)};
+        });
         is_first = false;
     }
     for (int64_t row = 0; row < count; row++) {
         T* to = attended + (chunk.first_row + piece.token + row / group) * attended_stride +
                 (piece.kv_head * group + row % group) * dim;
-        const Lanes share = set(1.0f / total[row]);
-        for (int64_t d = 0; d < dim; d += LANES) store(to + d, mul(load(sums + row * dim + d), share));
+        const Lanes share = set(1.0f / scratch.total[row]);
+        for (int64_t d = 0; d < dim; d += LANES) store(to + d, mul(load(scratch.sums + row * dim + d), share));
+    }
+}
+
+// --- decodes that share the beginning of their contexts: each span is packed once for all of them -----------------------
+
+// What a piece of a row's context leaves: for each head the largest score, the sum of weights, and the weighted values.
+inline int64_t partial_count(const AttentionShape& shape) {
+    return int64_t(shape.heads) * (shape.head_dim + 2);
+}
+
+// Blocks are found through `chunk`, the first sharer's. partial_of(sharer) is where its part goes.
+template <class T, class PartialOf>
+void attend_shared(const AttentionShape& shape, const Chunk& chunk, const AttentionPiece& piece, const Sharer* sharers,
+                   const T* queries, int64_t rows, const T* pages, const PackedScratch<T>& scratch,
+                   const PartialOf& partial_of) {
+    const int64_t group = shape.group(), dim = shape.head_dim, size = group * shape.query_stride();
+    const int64_t count = piece.sharer_count * group;
+    for (int64_t index = 0; index < piece.sharer_count; index++)
+        std::memcpy(scratch.queries + index * size, queries + (piece.kv_head * rows + sharers[index].row) * size,
+                    sizeof(T) * size);
+    scratch.begin(shape, count);
+    for (int64_t from = piece.from; from < piece.to; from += SPAN) {
+        const int64_t present = std::min<int64_t>(SPAN, piece.to - from);
+        const T* tokens_at[SPAN];
+        find_tokens(pages, shape, chunk, from, present, tokens_at);
+        pack_span(shape, tokens_at, piece.kv_head, 0, present, scratch);
+        meet_span(shape, static_cast<const T*>(scratch.queries), count, from == piece.from, scratch,
+                  [=](int64_t) { return Seen{0, present}; });
+    }
+    for (int64_t row = 0; row < count; row++) {
+        float* partial = partial_of(sharers[row / group]);
+        const int64_t head = piece.kv_head * group + row % group;
+        partial[head] = scratch.best[row];
+        partial[shape.heads + head] = scratch.total[row];
+        std::memcpy(partial + 2 * shape.heads + head * dim, scratch.sums + row * dim, sizeof(float) * dim);
     }
 }
 
@@ -226,11 +333,6 @@ inline void add_values(const float* weights, int64_t weight_stride, const T* con
             store(sums + head * sums_stride + vector * LANES, sum[head][vector]);
 }
 
-// What a decode's piece leaves: for each head the largest score, the sum of weights, and the weighted values.
-inline int64_t partial_count(const AttentionShape& shape) {
-    return int64_t(shape.heads) * (shape.head_dim + 2);
-}
-
 // Tokens that will be read soon, and which of their bytes to bring into the caches meanwhile.
 template <class T>
 struct Fetch {
@@ -273,7 +375,7 @@ void attend_heads(const AttentionShape& shape, const T* query, const T* const* t
             sum = add(sum, part);
             store(weights[head] + token, part);
         }
-        const float kept = std::exp(best[head] - new_best);
+        const float kept = kept_share(best[head], new_best);
         total[head] = total[head] * kept + sum_of(sum);
         best[head] = new_best;
         if (kept != 1.0f)
@@ -292,27 +394,13 @@ void attend_heads(const AttentionShape& shape, const T* query, const T* const* t
     }
 }
 
-// Positions from .. to - 1 of the context are a decode's piece. Parts end at multiples of 16 tokens.
-struct Part {
-    int64_t from, to;
-    Part(const Chunk& chunk, const AttentionPiece& piece, int64_t window) {
-        const int64_t position = chunk.start + piece.token;
-        const int64_t seen = first_seen(position, window), length = position + 1 - seen;
-        from = seen + length * piece.split / piece.splits / LANES * LANES;
-        to = piece.split + 1 == piece.splits ? position + 1
-                                             : seen + length * (piece.split + 1) / piece.splits / LANES * LANES;
-    }
-};
-
 // partial: best [H], total [H], sums [H][D]. next_chunk, next_piece: what this thread will probably do then, or null.
 template <class T>
-void attend_direct(const AttentionShape& shape, const Chunk& chunk, const AttentionPiece& piece, int64_t window,
-                   const T* queries, int64_t rows, const T* pages, float* partial, const Chunk* next_chunk,
+void attend_direct(const AttentionShape& shape, const Chunk& chunk, const AttentionPiece& piece, const T* queries, int64_t rows, const T* pages, float* partial, const Chunk* next_chunk,
                    const AttentionPiece* next_piece) {
     const int64_t dim = shape.head_dim, group = shape.group(), stride = shape.query_stride();
     const int64_t row = chunk.first_row + piece.token;
-    const Part part(chunk, piece, window);
-    const int64_t from = part.from, to = part.to;
+    const int64_t from = piece.from, to = piece.to;
     float* best = partial;
     float* total = best + shape.heads;
     float* sums = total + shape.heads;
@@ -326,9 +414,8 @@ void attend_direct(const AttentionShape& shape, const Chunk& chunk, const Attent
         if (fetch.count > 0) {
             find_tokens(pages, shape, chunk, begin + SPAN, fetch.count, fetch.tokens);
         } else if (next_piece != nullptr) {
-            const Part next(*next_chunk, *next_piece, window);
-            fetch.count = int(std::min<int64_t>(SPAN, next.to - next.from));
-            find_tokens(pages, shape, *next_chunk, next.from, fetch.count, fetch.tokens);
+            fetch.count = int(std::min<int64_t>(SPAN, next_piece->to - next_piece->from));
+            find_tokens(pages, shape, *next_chunk, next_piece->from, fetch.count, fetch.tokens);
         }
         const int count = int(std::min<int64_t>(SPAN, to - begin));
         find_tokens(pages, shape, chunk, begin, count, tokens_at);

@@ -62,6 +62,39 @@ inline void store(bf16* to, Lanes a) {
 #endif
 }
 
+// Rows become columns. Lanes are moved as they are, whatever their bits mean.
+inline void transpose(Lanes* rows) {
+    __m512 pairs[LANES];
+    for (int row = 0; row < LANES; row += 2) {
+        pairs[row] = _mm512_unpacklo_ps(rows[row], rows[row + 1]);
+        pairs[row + 1] = _mm512_unpackhi_ps(rows[row], rows[row + 1]);
+    }
+    __m512 quads[LANES];  // quads[4 * i + c] has column 4 * k + c of rows 4 * i .. 4 * i + 3 in its quarter k
+    for (int row = 0; row < LANES; row += 4) {
+        for (int half = 0; half < 2; half++) {
+            const __m512d a = _mm512_castps_pd(pairs[row + half]), b = _mm512_castps_pd(pairs[row + half + 2]);
+            quads[row + 2 * half] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+            quads[row + 2 * half + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+        }
+    }
+    for (int column = 0; column < 4; column++) {
+        const __m512* q = quads + column;
+        const __m512 even_first = _mm512_shuffle_f32x4(q[0], q[4], 0x88), odd_first = _mm512_shuffle_f32x4(q[0], q[4], 0xdd);
+        const __m512 even_last = _mm512_shuffle_f32x4(q[8], q[12], 0x88), odd_last = _mm512_shuffle_f32x4(q[8], q[12], 0xdd);
+        rows[column] = _mm512_shuffle_f32x4(even_first, even_last, 0x88);
+        rows[column + 4] = _mm512_shuffle_f32x4(odd_first, odd_last, 0x88);
+        rows[column + 8] = _mm512_shuffle_f32x4(even_first, even_last, 0xdd);
+        rows[column + 12] = _mm512_shuffle_f32x4(odd_first, odd_last, 0xdd);
+    }
+}
+
+// Sixteen of `even` and sixteen of `odd` in turn.
+inline void store_in_turn(bf16* to, const bf16* even, const bf16* odd) {
+    const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(even)));
+    const __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(odd)));
+    _mm512_storeu_si512(to, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+}
+
 // Lanes below `limit` become 0.
 inline Lanes cut_below(Lanes a, Lanes limit) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, limit, _CMP_GE_OQ), a);
@@ -183,6 +216,43 @@ inline Lanes scale_by_power(Lanes a, Lanes whole) {
 inline Lanes round_whole(Lanes a) {
     constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
     return {_mm256_round_ps(a.low, nearest), _mm256_round_ps(a.high, nearest)};
+}
+
+inline void transpose_quarter(const __m256* from, __m256* to) {
+    __m256 pairs[8], quads[8];
+    for (int row = 0; row < 8; row += 2) {
+        pairs[row] = _mm256_unpacklo_ps(from[row], from[row + 1]);
+        pairs[row + 1] = _mm256_unpackhi_ps(from[row], from[row + 1]);
+    }
+    for (int row = 0; row < 8; row += 4) {
+        for (int half = 0; half < 2; half++) {
+            quads[row + 2 * half] = _mm256_shuffle_ps(pairs[row + half], pairs[row + half + 2], 0x44);
+            quads[row + 2 * half + 1] = _mm256_shuffle_ps(pairs[row + half], pairs[row + half + 2], 0xee);
+        }
+    }
+    for (int column = 0; column < 4; column++) {
+        to[column] = _mm256_permute2f128_ps(quads[column], quads[column + 4], 0x20);
+        to[column + 4] = _mm256_permute2f128_ps(quads[column], quads[column + 4], 0x31);
+    }
+}
+inline void transpose(Lanes* rows) {
+    __m256 from[8], parts[2][2][8];  // by half of the rows, half of the columns
+    for (int half = 0; half < 2; half++) {
+        for (int row = 0; row < 8; row++) from[row] = rows[8 * half + row].low;
+        transpose_quarter(from, parts[half][0]);
+        for (int row = 0; row < 8; row++) from[row] = rows[8 * half + row].high;
+        transpose_quarter(from, parts[half][1]);
+    }
+    for (int row = 0; row < LANES; row++) rows[row] = {parts[0][row / 8][row % 8], parts[1][row / 8][row % 8]};
+}
+
+inline void store_in_turn(bf16* to, const bf16* even, const bf16* odd) {
+    for (int half = 0; half < 2; half++) {
+        const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(even + 8 * half));
+        const __m128i high = _mm_loadu_si128(reinterpret_cast<const __m128i*>(odd + 8 * half));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 16 * half), _mm_unpacklo_epi16(low, high));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 16 * half + 8), _mm_unpackhi_epi16(low, high));
+    }
 }
 
 inline Lanes cut_below(Lanes a, Lanes limit) {

@@ -1,5 +1,6 @@
 #include "step.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <map>
@@ -30,11 +31,30 @@ void norm_row(const float* from, const float* weight, int64_t size, float eps, T
 
 inline Lanes silu(Lanes gate) { return div(gate, add(set(1.0f), exp(sub(zero(), gate)))); }
 
+// The parts of one row's context: where the first one lies, in parts; how many they are; how many pieces write them.
+struct RowParts {
+    int64_t first = 0;
+    int32_t count = 0, writes = 0;
+};
+
+// A decode's row while it is found out which others have the same blocks: those that it sees whole are pages_seen.
+struct DecodeRow {
+    const int32_t* table;
+    int64_t pages_seen, shared_tokens;
+    int32_t row, chunk;
+};
+
+int64_t common_pages(const DecodeRow& a, const DecodeRow& b) {
+    const int64_t limit = std::min(a.pages_seen, b.pages_seen);
+    return std::mismatch(a.table, a.table + limit, b.table).first - a.table;
+}
+
 // Which thread computes which attention, for one sliding window.
 struct AttentionPlan {
     std::vector<AttentionPiece> pieces;
-    std::vector<int64_t> partial_firsts;  // by row: where its parts lie, in parts
-    int64_t partial_count = 0;
+    std::vector<Sharer> sharers;
+    std::vector<RowParts> parts;  // by row; those of prompts have none
+    int64_t part_count = 0;
 };
 
 }  // namespace
@@ -62,6 +82,7 @@ private:
 
     void plan_rows(const Model& model, const Step& step);
     AttentionPlan plan_attention(const AttentionShape& shape, int64_t window) const;
+    void share(const AttentionShape& shape, DecodeRow* first, DecodeRow* end, int64_t pages, AttentionPlan& plan) const;
     template <class T, class Finish>
     void product(const T* x, int64_t rows, const void* weight, int64_t n, int64_t k, const Finish& finish);
     template <class T>
@@ -111,7 +132,7 @@ void Engine::plan_rows(const Model& model, const Step& step) {
     for (int32_t layer = 0; layer < model.layer_count; layer++) {
         const int64_t window = model.layers[layer].window;
         if (plans_.count(window)) continue;
-        partials = std::max(partials, (plans_[window] = plan_attention(shape, window)).partial_count);
+        partials = std::max(partials, (plans_[window] = plan_attention(shape, window)).part_count);
     }
     partials_.of<float>(partials * partial_count(shape));
     if (parts_done_count_ < rows_) {
@@ -121,40 +142,117 @@ void Engine::plan_rows(const Model& model, const Step& step) {
     }
 }
 
+// Pieces for what the rows first .. end - 1, which are in the order of their tables, have in common behind `pages` pages,
+// and then for the groups among them that have more in common.
+void Engine::share(const AttentionShape& shape, DecodeRow* first, DecodeRow* end, int64_t pages,
+                   AttentionPlan& plan) const {
+    if (end - first < SHARERS_MIN) return;
+    const int64_t common = common_pages(*first, end[-1]);
+    const int64_t from = pages * shape.page_tokens, to = common * shape.page_tokens;
+    if (to - from >= SHARED_TOKENS_MIN) {
+        const int64_t batch = prompt_piece_tokens(shape), batches = (end - first + batch - 1) / batch;
+        const int64_t wanted = int64_t(team.thread_count()) * PIECES_OF_THREAD / (shape.kv_heads * batches) + 1;
+        const int64_t part_tokens = std::max<int64_t>(rounded_up((to - from + wanted - 1) / wanted, SPAN), 2 * SPAN);
+        const int32_t parts = int32_t((to - from + part_tokens - 1) / part_tokens);
+        const int32_t sharers_first = int32_t(plan.sharers.size());
+        for (DecodeRow* decode = first; decode < end; decode++) {
+            RowParts& row = plan.parts[decode->row];
+            plan.sharers.push_back({decode->row, row.count});
+            row.count += parts;
+            row.writes += parts * shape.kv_heads;
+            decode->shared_tokens = to;
+        }
+        for (int32_t part = 0; part < parts; part++)
+            for (int64_t index = 0; index < batches; index++) {
+                const int32_t sharer = int32_t((end - first) * index / batches);
+                const int32_t count = int32_t((end - first) * (index + 1) / batches) - sharer;
+                for (int kv_head = 0; kv_head < shape.kv_heads; kv_head++) {
+                    AttentionPiece piece{};
+                    piece.kind = AttentionPiece::SHARED;
+                    piece.chunk = first->chunk;
+                    piece.kv_head = kv_head;
+                    piece.from = int32_t(from + part * part_tokens);
+                    piece.to = int32_t(std::min(from + (part + 1) * part_tokens, to));
+                    piece.part = part;
+                    piece.sharers_first = sharers_first + sharer;
+                    piece.sharer_count = count;
+                    plan.pieces.push_back(piece);
+                }
+            }
+        pages = common;
+    }
+    // Those that end here come first.
+    while (first < end && first->pages_seen == common) first++;
+    while (first < end) {
+        DecodeRow* next = first;
+        while (next < end && next->table[common] == first->table[common]) next++;
+        share(shape, first, next, pages, plan);
+        first = next;
+    }
+}
+
 AttentionPlan Engine::plan_attention(const AttentionShape& shape, int64_t window) const {
     AttentionPlan plan;
-    plan.partial_firsts.resize(rows_);
-    int64_t direct_tokens = 0;
+    plan.parts.resize(rows_);
+    std::vector<DecodeRow> decodes;
     for (size_t index = 0; index < chunks_.size(); index++) {
         const Chunk& chunk = chunks_[index];
         if (chunk.count <= DIRECT_TOKENS_MAX) {
             for (int64_t token = 0; token < chunk.count; token++) {
                 const int64_t position = chunk.start + token;
-                direct_tokens += position + 1 - first_seen(position, window);
+                // What a window has left behind may be somebody else's by now: nothing to share there.
+                const int64_t pages_seen = first_seen(position, window) > 0 ? 0 : (position + 1) / shape.page_tokens;
+                decodes.push_back({chunk.table, pages_seen, 0, int32_t(chunk.first_row + token), int32_t(index)});
             }
             continue;
         }
         // The last tokens see most: they come first, so that the threads end together.
         const int64_t size = prompt_piece_tokens(shape);
         for (int64_t token = (chunk.count - 1) / size * size; token >= 0; token -= size)
-            for (int kv_head = 0; kv_head < shape.kv_heads; kv_head++)
-                plan.pieces.push_back({int32_t(index), int32_t(token), int32_t(std::min(size, chunk.count - token)),
-                                       kv_head, 0, 0});
+            for (int kv_head = 0; kv_head < shape.kv_heads; kv_head++) {
+                AttentionPiece piece{};
+                piece.kind = AttentionPiece::PROMPT;
+                piece.chunk = int32_t(index);
+                piece.token = int32_t(token);
+                piece.tokens = int32_t(std::min(size, chunk.count - token));
+                piece.kv_head = kv_head;
+                plan.pieces.push_back(piece);
+            }
     }
+    // Rows with the same first blocks become neighbours; where none have, a comparison is one of two numbers.
+    std::stable_sort(decodes.begin(), decodes.end(), [](const DecodeRow& a, const DecodeRow& b) {
+        return std::lexicographical_compare(a.table, a.table + a.pages_seen, b.table, b.table + b.pages_seen);
+    });
+    share(shape, decodes.data(), decodes.data() + decodes.size(), 0, plan);
+    const auto own_tokens = [&](const DecodeRow& decode) {
+        const Chunk& chunk = chunks_[decode.chunk];
+        const int64_t position = chunk.start + decode.row - chunk.first_row;
+        return Seen{std::max(decode.shared_tokens, first_seen(position, window)), position + 1};
+    };
+    int64_t direct_tokens = 0;
+    for (const DecodeRow& decode : decodes) direct_tokens += own_tokens(decode).end - own_tokens(decode).begin;
     const int64_t wanted = direct_tokens / (int64_t(team.thread_count()) * PIECES_OF_THREAD) + 1;
     const int64_t part_tokens = rounded_up(std::max<int64_t>(wanted, SPLIT_TOKENS_MIN), SPAN);
-    for (size_t index = 0; index < chunks_.size(); index++) {
-        const Chunk& chunk = chunks_[index];
-        if (chunk.count > DIRECT_TOKENS_MAX) continue;
-        for (int64_t token = 0; token < chunk.count; token++) {
-            const int64_t position = chunk.start + token;
-            const int64_t length = position + 1 - first_seen(position, window);
-            const int32_t splits = int32_t((length + part_tokens - 1) / part_tokens);
-            plan.partial_firsts[chunk.first_row + token] = plan.partial_count;
-            plan.partial_count += splits;
-            for (int32_t split = 0; split < splits; split++)
-                plan.pieces.push_back({int32_t(index), int32_t(token), 1, 0, split, splits});
+    for (const DecodeRow& decode : decodes) {
+        const Seen own = own_tokens(decode);
+        const int64_t length = own.end - own.begin, splits = (length + part_tokens - 1) / part_tokens;
+        RowParts& parts = plan.parts[decode.row];
+        for (int64_t split = 0; split < splits; split++) {
+            AttentionPiece piece{};
+            piece.kind = AttentionPiece::DIRECT;
+            piece.chunk = decode.chunk;
+            piece.token = int32_t(decode.row - chunks_[decode.chunk].first_row);
+            piece.tokens = 1;
+            // Parts end at multiples of 16 tokens.
+            piece.from = int32_t(own.begin + length * split / splits / LANES * LANES);
+            piece.to = int32_t(split + 1 == splits ? own.end
+                                                   : own.begin + length * (split + 1) / splits / LANES * LANES);
+            piece.part = parts.count++;
+            parts.writes++;
+            plan.pieces.push_back(piece);
         }
+        parts.first = plan.part_count;
+        plan.part_count += parts.count;
     }
     return plan;
 }
@@ -247,25 +345,37 @@ template <class T>
 void Engine::attend(int thread, const AttentionShape& shape, const AttentionPlan& plan, int64_t window,
                     const T* queries, const T* pages, T* attended) {
     const int64_t stride = padded_depth(int64_t(shape.heads) * shape.head_dim);
+    const PackedScratch<T> scratch(shape, own_[thread].packed.of<T>(PackedScratch<T>::packed_count(shape)),
+                                   own_[thread].floats.of<float>(PackedScratch<T>::float_count(shape)));
     float* partials = partials_.of<float>(0);
-    T* packed = own_[thread].packed.of<T>(PromptScratch<T>::packed_count(shape));
-    float* floats = own_[thread].floats.of<float>(PromptScratch<T>::float_count(shape));
+    const auto partial_at = [&](int64_t row, int64_t part) {
+        return partials + (plan.parts[row].first + part) * partial_count(shape);
+    };
+    // Whoever writes the last part of a row joins them.
+    const auto count_write = [&](int64_t row) {
+        if (parts_done_[row].fetch_add(1) + 1 != plan.parts[row].writes) return;
+        parts_done_[row].store(0);
+        join_parts(shape, partial_at(row, 0), plan.parts[row].count, attended + row * stride);
+    };
     for (int64_t index; (index = team.take()) < int64_t(plan.pieces.size());) {
         const AttentionPiece& piece = plan.pieces[index];
         const Chunk& chunk = chunks_[piece.chunk];
-        if (piece.splits == 0) {
-            attend_prompt(shape, chunk, piece, window, queries, rows_, pages, attended, stride, packed, floats);
-            continue;
-        }
-        const int64_t row = chunk.first_row + piece.token;
-        float* parts = partials + plan.partial_firsts[row] * partial_count(shape);
-        const size_t next = size_t(index) + team.thread_count();
-        const bool has_next = next < plan.pieces.size() && plan.pieces[next].splits > 0;
-        attend_direct(shape, chunk, piece, window, queries, rows_, pages, parts + piece.split * partial_count(shape),
-                      has_next ? &chunks_[plan.pieces[next].chunk] : nullptr, has_next ? &plan.pieces[next] : nullptr);
-        if (parts_done_[row].fetch_add(1) + 1 == piece.splits) {
-            parts_done_[row].store(0);
-            join_parts(shape, parts, piece.splits, attended + row * stride);
+        if (piece.kind == AttentionPiece::PROMPT) {
+            attend_prompt(shape, chunk, piece, window, queries, rows_, pages, attended, stride, scratch);
+        } else if (piece.kind == AttentionPiece::SHARED) {
+            const Sharer* sharers = plan.sharers.data() + piece.sharers_first;
+            attend_shared(shape, chunk, piece, sharers, queries, rows_, pages, scratch, [&](const Sharer& sharer) {
+                return partial_at(sharer.row, sharer.part + piece.part);
+            });
+            for (int32_t sharer = 0; sharer < piece.sharer_count; sharer++) count_write(sharers[sharer].row);
+        } else {
+            const int64_t row = chunk.first_row + piece.token;
+            const size_t next = size_t(index) + team.thread_count();
+            const bool has_next = next < plan.pieces.size() && plan.pieces[next].kind == AttentionPiece::DIRECT;
+            attend_direct(shape, chunk, piece, queries, rows_, pages, partial_at(row, piece.part),
+                          has_next ? &chunks_[plan.pieces[next].chunk] : nullptr,
+                          has_next ? &plan.pieces[next] : nullptr);
+            count_write(row);
         }
     }
 }

@@ -158,11 +158,17 @@ def check_attention(
     head_dim: int = 64,
     page_tokens: int = 16,
     window: int | None = None,
+    shared: dict[int, tuple[int, int]] | None = None,
 ) -> None:
-    """chunks: (start, count) of each sequence. Every slot that no row sees holds NaN."""
+    """chunks: (start, count) of each sequence. shared: of some sequences, which earlier one has the same first blocks,
+    and how many. Every slot that no row sees holds NaN."""
     widths = [-(-(start + count) // page_tokens) for start, count in chunks]
     order = torch.randperm(sum(widths) + 3, generator=torch.Generator().manual_seed(5)).tolist()
-    tables = [[order.pop() for _ in range(width)] for width in widths]
+    tables: list[list[int]] = []
+    for index, width in enumerate(widths):
+        other, common = (shared or {}).get(index, (0, 0))
+        table = tables[other][:common] if common else []
+        tables.append([*table, *(order.pop() for _ in range(width - len(table)))])
     pages = random(sum(widths) + 3, page_tokens, 2, kv_heads, head_dim, dtype=dtype, seed=7)
     seen = torch.zeros(len(pages), page_tokens, dtype=torch.bool)
     for (start, count), table in zip(chunks, tables, strict=True):
@@ -241,6 +247,42 @@ def test_attention_of_other_heads(engine: Engine, dtype: torch.dtype, head_dim: 
 @pytest.mark.parametrize("page_tokens", (1, 4, 5, 32, 256))
 def test_attention_over_other_pages(engine: Engine, page_tokens: int) -> None:
     check_attention(engine, torch.float32, chunks=[(70, 1), (0, 37), (3, 9)], page_tokens=page_tokens)
+
+
+SHARINGS: dict[str, tuple[list[tuple[int, int]], dict[int, tuple[int, int]]]] = {
+    "two": ([(100, 1), (130, 1)], {1: (0, 5)}),
+    "blocks that are full with the last token": ([(127, 1), (127, 1), (200, 1)], {1: (0, 7), 2: (0, 8)}),
+    "forty": ([(300 + 3 * index, 1) for index in range(40)], dict.fromkeys(range(1, 40), (0, 17))),
+    "groups in groups": (
+        [(1000, 1), (1001, 1), (700, 1), (90, 1), (333, 1), (720, 1), (15, 1), (500, 1), (330, 1)],
+        {1: (0, 60), 2: (0, 30), 4: (3, 5), 5: (2, 40), 7: (0, 10), 8: (4, 20)},
+    ),
+    "beside prompts": ([(200, 1), (150, 40), (210, 1), (199, 3), (0, 64)], {1: (0, 9), 2: (0, 11), 3: (0, 12)}),
+    "the rows of one chunk": ([(80, 3), (200, 2)], {}),
+    "too little": ([(60, 1), (70, 1)], {1: (0, 2)}),
+}
+
+
+@DTYPE_IDS
+@pytest.mark.parametrize("name", SHARINGS)
+def test_attention_of_sequences_that_share_blocks(engine: Engine, dtype: torch.dtype, name: str) -> None:
+    chunks, shared = SHARINGS[name]
+    check_attention(engine, dtype, chunks=chunks, shared=shared)
+    check_attention(engine, dtype, chunks=chunks, shared=shared, heads=5, kv_heads=1, head_dim=48)
+
+
+@pytest.mark.parametrize("page_tokens", (1, 5, 48))
+def test_shared_blocks_of_other_sizes(engine: Engine, page_tokens: int) -> None:
+    chunks = [(400 + 7 * index, 1) for index in range(9)]
+    shared = {index: (index - 1, (380 - 30 * index) // page_tokens) for index in range(1, 9)}
+    check_attention(engine, torch.float32, chunks=chunks, shared=shared, page_tokens=page_tokens)
+
+
+@pytest.mark.parametrize("window", (64, 300, 2000))
+def test_shared_blocks_in_a_window(engine: Engine, window: int) -> None:
+    """Rows that have left blocks behind see no shared ones; others in the step may."""
+    chunks = [(250, 1), (280, 1), (290, 1), (310, 1), (900, 1)]
+    check_attention(engine, torch.float32, chunks=chunks, shared=dict.fromkeys(range(1, 5), (0, 14)), window=window)
 
 
 # --- threads --------------------------------------------------------------------------------------------------------

@@ -144,6 +144,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "all filters": {"min_p": 0.001, "top_k": 40, "top_p": 0.8, "temperature": 1.7},
     "repetition": {"repetition_penalty": 1.8, "temperature": 0.0},
     "repetition below 1": {"repetition_penalty": 0.5},
+    "repetition and presence": {"repetition_penalty": 1.1, "presence_penalty": 2.0, "temperature": 0.0},
     "presence": {"presence_penalty": 2.0, "temperature": 0.0},
     "frequency": {"frequency_penalty": 1.5},
     "negative penalties": {"frequency_penalty": -2.0, "presence_penalty": -1.0},
@@ -322,6 +323,15 @@ def test_logprobs_of_a_vocabulary_smaller_than_asked_for(sample: Sample) -> None
     assert sorted(token for token, _ in entry.top) == [0, 1, 2, 3]
     assert [logprob for _, logprob in entry.top] == pytest.approx([math.log(0.25)] * 4)
     assert entry.logprob == pytest.approx(math.log(0.25))
+
+
+def test_of_equal_logprobs_the_lowest_ids_come_first(sample: Sample) -> None:
+    if sample is sampler.sample:
+        pytest.skip("torch's topk leaves open which of equals it takes")
+    logits = torch.zeros(1, VOCAB_SIZE)
+    logits[0, 40] = 1.0
+    (entry,) = sample(logits, [row(SamplingParams(temperature=0.0, logprobs=4))]).logprobs.values()
+    assert [token for token, _ in entry.top] == [40, 0, 1, 2]
 
 
 # --- faults ---------------------------------------------------------------------------------------------------------
