@@ -26,11 +26,14 @@ COMMON_FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-shared", "-fPIC", "-pt
 COMPILERS = ("g++", "clang++", "c++")
 COMPILE_SECONDS_MAX = 600  # it takes about ten on a quiet machine
 
-_AVX2 = ("avx2", "fma")
+_AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
+_AVX512_VNNI = (*_AVX512, "avx512_vnni")
+_AVX512_BF16 = (*_AVX512_VNNI, "avx512_bf16")  # every CPU that has these has those
 LEVELS: dict[str, tuple[str, ...]] = {
-    "amx": (*_AVX512, "avx512_bf16", "amx_tile", "amx_bf16"),
-    "avx512_bf16": (*_AVX512, "avx512_bf16"),
+    "amx": (*_AVX512_BF16, "amx_tile", "amx_bf16"),
+    "avx512_bf16": _AVX512_BF16,
+    "avx512_vnni": _AVX512_VNNI,
     "avx512": _AVX512,
     "avx2": _AVX2,
 }
@@ -86,7 +89,7 @@ def build_library(
 
 def _flag(feature: str) -> str:
     """The compiler's spelling."""
-    return "-mavx512bf16" if feature == "avx512_bf16" else f"-m{feature.replace('_', '-')}"
+    return f"-m{feature.replace('_', '' if feature.startswith('avx512') else '-')}"
 
 
 def _cache_folder() -> Path:

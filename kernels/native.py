@@ -7,6 +7,7 @@ addresses; numpy knows no bfloat16, so its numbers are held as their 16 bits, in
 from __future__ import annotations
 
 import ctypes
+import enum
 import math
 import os
 from collections.abc import Callable
@@ -19,6 +20,8 @@ import numpy.typing as npt
 from trioserve_kernels.build import CannotBuild, build_library, supported_levels
 
 __all__ = [
+    "BLOCK_FORMATS",
+    "BLOCK_OUTPUTS",
     "DTYPES",
     "FLAW_NOTHING_LEFT",
     "FLAW_NOT_FINITE",
@@ -27,19 +30,23 @@ __all__ = [
     "IsAbandonedCallback",
     "LayerStruct",
     "Library",
+    "MatrixStruct",
     "ModelStruct",
     "NoNativeKernels",
     "SamplingStruct",
     "StepStruct",
+    "WeightFormat",
     "WeightMemory",
     "address",
     "empty_array",
     "load_library",
+    "matrix_of",
 ]
 
 DTYPES = {"float32": 0, "bfloat16": 1}
 _ARRAY_TYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(np.uint16)}
 FINISHED, ABANDONED = 0, 1
+BLOCK_OUTPUTS = 16  # of a block of a packed weight
 CACHE_LINE_BYTES = 64
 HEAD_DIM_MAX = 512  # of the buffers in which one head is turned
 
@@ -53,15 +60,60 @@ _pointer, _int, _float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
 NO_FLAW, FLAW_NOT_FINITE, FLAW_NOTHING_LEFT = 0, 1, 2  # Flaw of cpu/sampling.h
 
 
+class WeightFormat(enum.IntEnum):
+    """How a packed weight is stored: in the model's dtype, or quantized. See cpu/quantized.h, whose numbers these are.
+
+    Scales and mins are float16, for 32 numbers; WIDE has float32 and a min, FINE float32 scales for 16 numbers.
+    """
+
+    DENSE = 0
+    Q8 = 1
+    Q4 = 2
+    Q4_MIN = 3
+    Q4_WIDE = 4
+    Q8_FINE = 5
+    Q8_WIDE = 6
+
+    @property
+    def bits(self) -> int:
+        """Of a number, without scales; of a quantized format."""
+        return 4 if self in (WeightFormat.Q4, WeightFormat.Q4_MIN, WeightFormat.Q4_WIDE) else 8
+
+
+BLOCK_FORMATS = {
+    "Q4_0": (2, WeightFormat.Q4),
+    "Q4_1": (3, WeightFormat.Q4_MIN),
+    "Q5_0": (6, WeightFormat.Q8),
+    "Q5_1": (7, WeightFormat.Q8_WIDE),
+    "Q8_0": (8, WeightFormat.Q8),
+    "Q4_K": (12, WeightFormat.Q4_WIDE),
+    "Q5_K": (13, WeightFormat.Q8_WIDE),
+    "Q6_K": (14, WeightFormat.Q8_FINE),
+}
+"""ggml's number of each type of blocks, and the format that holds them without loss."""
+
+
 class NoNativeKernels(Exception):
     """Why plain torch has to compute, in a sentence."""
+
+
+class WeightPartStruct(ctypes.Structure):
+    """WeightPart of cpu/step.h; format: a WeightFormat."""
+
+    _fields_ = (("data", _pointer), *((name, _int) for name in ("first_block", "block_count", "format", "inputs")))
+
+
+class MatrixStruct(ctypes.Structure):
+    """Matrix of cpu/step.h."""
+
+    _fields_ = (("parts", WeightPartStruct * 3),)
 
 
 class LayerStruct(ctypes.Structure):
     """Layer of cpu/step.h."""
 
     _fields_ = (
-        *((name, _pointer) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, MatrixStruct) for name in ("qkv", "output", "gate_up", "down")),
         *((name, _pointer) for name in ("qkv_bias", "output_bias", "gate_up_bias", "down_bias")),
         *((name, _pointer) for name in ("input_norm", "post_norm", "query_norm", "key_norm")),
         ("window", ctypes.c_int64),
@@ -76,7 +128,9 @@ class ModelStruct(ctypes.Structure):
         *((name, _int) for name in ("head_count", "kv_head_count", "head_dim", "vocab_size", "page_tokens")),
         ("norm_eps", _float),
         ("rotary_magnitude", _float),
-        *((name, _pointer) for name in ("frequencies", "layers", "embedding", "head", "norm")),
+        *((name, _pointer) for name in ("frequencies", "layers", "embedding")),
+        ("head", MatrixStruct),
+        ("norm", _pointer),
     )
 
 
@@ -137,7 +191,17 @@ class Library:
             *[_pointer] * 2,
         )
         self.product = _declared(
-            functions.trioserve_product, None, _pointer, _int, *[_pointer, ctypes.c_int64] * 2, ctypes.c_int64, _pointer
+            functions.trioserve_product, None, _pointer, _int, *[_pointer, ctypes.c_int64] * 2, _pointer
+        )
+        self._quantized_bytes = _declared(
+            functions.trioserve_quantized_bytes, ctypes.c_int64, _int, *[ctypes.c_int64] * 2
+        )
+        self._pack_blocks, self._pack_values = (
+            _declared(function, None, _int, _pointer, *[ctypes.c_int64] * 2, _pointer, *[ctypes.c_int64] * 2)
+            for function in (functions.trioserve_pack_blocks, functions.trioserve_pack_values)
+        )
+        self._dequantize = _declared(
+            functions.trioserve_dequantize, None, _int, _pointer, *[ctypes.c_int64] * 2, _pointer
         )
         self.attention = _declared(functions.trioserve_attention, None, *[_pointer] * 5)
         self.sampling = _declared(functions.trioserve_sampling, None, _pointer, _pointer, ctypes.c_int64, _pointer)
@@ -152,6 +216,44 @@ class Library:
         """Copy a contiguous [rows, columns] matrix to a packed one at this address: to its blocks first_block,
         first_block + block_step, ..., each of 16 rows; see cpu/product.h. Several threads may pack different parts."""
         self._pack(_dtype_number(weight), address(weight), *weight.shape, packed, first_block, block_step)
+
+    def quantized_bytes(self, rows: int, columns: int, format: WeightFormat) -> int:
+        """Of a quantized [rows, columns] matrix."""
+        return self._quantized_bytes(format, rows, columns)
+
+    def pack_blocks(
+        self,
+        storage_name: str,
+        blocks: npt.NDArray[np.uint8],
+        columns: int,
+        packed: int,
+        *,
+        first_block: int = 0,
+        block_step: int = 1,
+    ) -> None:
+        """As pack, of a GGUF file's blocks, uint8 [rows, bytes of a row], without loss: in their type's format of
+        BLOCK_FORMATS."""
+        number, _ = BLOCK_FORMATS[storage_name]
+        self._pack_blocks(number, address(blocks), len(blocks), columns, packed, first_block, block_step)
+
+    def pack_values(
+        self,
+        format: WeightFormat,
+        values: npt.NDArray[np.float32],
+        packed: int,
+        *,
+        first_block: int = 0,
+        block_step: int = 1,
+    ) -> None:
+        """As pack, quantizing float32 [rows, columns]. format: Q8 or Q4_MIN."""
+        assert format in (WeightFormat.Q8, WeightFormat.Q4_MIN)
+        self._pack_values(format, address(values), *values.shape, packed, first_block, block_step)
+
+    def dequantized(self, format: WeightFormat, packed: int, rows: int, columns: int) -> npt.NDArray[np.float32]:
+        """What a quantized [rows, columns] matrix stands for."""
+        values = np.empty((rows, columns), dtype=np.float32)
+        self._dequantize(format, packed, rows, columns, address(values))
+        return values
 
     def use_large_pages(self, array: Array) -> None:
         """Ask for them; the array must not have been written yet."""
@@ -233,14 +335,14 @@ class Engine:
         filled."""
         self.library.sampling(self._handle, ctypes.addressof(step), logits.shape[1], address(logits))
 
-    def product(self, x: Array, packed: int, outputs: int) -> Float32Array:
-        """float32 [m, outputs]: x [m, k] times the packed [outputs, k] at this address, alone."""
+    def product(self, x: Array, weight: MatrixStruct, outputs: int) -> Float32Array:
+        """float32 [m, outputs]: x [m, k] times a packed [outputs, k], alone."""
         rows, columns = x.shape
         padded = np.zeros((rows + 32, -(-columns // 32) * 32), dtype=x.dtype)
         padded[:rows, :columns] = x
         result = np.empty((rows, outputs), dtype=np.float32)
         self.library.product(
-            self._handle, _dtype_number(x), address(padded), rows, packed, outputs, columns, address(result)
+            self._handle, _dtype_number(x), address(padded), rows, ctypes.addressof(weight), outputs, address(result)
         )
         return result
 
@@ -262,6 +364,18 @@ class Engine:
     def __del__(self) -> None:
         if hasattr(self, "_handle"):
             self.close()
+
+
+def matrix_of(*parts: tuple[int, int, int, WeightFormat]) -> MatrixStruct:
+    """A matrix of up to three parts, one behind the other: address, outputs, inputs, format. All but the last have
+    a multiple of 16 outputs."""
+    matrix = MatrixStruct()
+    first_block = 0
+    for index, (data, outputs, inputs, format) in enumerate(parts):
+        block_count = -(-outputs // BLOCK_OUTPUTS)
+        matrix.parts[index] = WeightPartStruct(data, first_block, block_count, format, inputs)
+        first_block += block_count
+    return matrix
 
 
 def empty_array(shape: tuple[int, ...], dtype: str) -> Array:

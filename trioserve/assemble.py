@@ -213,6 +213,7 @@ def _model_settings(config: Config) -> ModelSettings:
         memory_share=config.gpu_memory_utilization,
         threads=config.threads,
         cpu_kernels=config.cpu_kernels,
+        quantization=config.quantization,
     )
 
 

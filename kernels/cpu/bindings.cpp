@@ -8,6 +8,7 @@
 #include <new>
 
 #include "product.h"
+#include "quantized.h"
 #include "step.h"
 
 using namespace trioserve;
@@ -83,6 +84,21 @@ void trioserve_pack(int32_t dtype, const void* weight, int64_t n, int64_t k, voi
         pack(static_cast<const float*>(weight), n, k, static_cast<float*>(to), first_block, block_step);
 }
 
+// Bytes of a quantized weight [n, k].
+int64_t trioserve_quantized_bytes(int32_t format, int64_t n, int64_t k) { return quantized_bytes(format, n, k); }
+
+// As trioserve_pack. blocks: a GGUF file's, of ggml's type `storage`; their format is format_of(storage).
+void trioserve_pack_blocks(int32_t storage, const void* blocks, int64_t n, int64_t k, void* to, int64_t first_block,
+                           int64_t block_step) {
+    pack_blocks(storage, static_cast<const uint8_t*>(blocks), n, k, static_cast<uint8_t*>(to), first_block, block_step);
+}
+
+// As trioserve_pack. values: float32, quantized to Q8 or Q4_MIN.
+void trioserve_pack_values(int32_t format, const float* values, int64_t n, int64_t k, void* to, int64_t first_block,
+                           int64_t block_step) {
+    pack_values(format, values, n, k, static_cast<uint8_t*>(to), first_block, block_step);
+}
+
 // 0: finished; 1: abandoned; 2: out of memory.
 int32_t trioserve_step(Engine* engine, const Model* model, const Step* step) {
     try {
@@ -103,9 +119,14 @@ int32_t trioserve_logprobs(Engine* engine, const Model* model, const float* hidd
 }
 
 // The following are for tests and measurements.
-void trioserve_product(Engine* engine, int32_t dtype, const void* x, int64_t m, const void* weight, int64_t n, int64_t k,
+void trioserve_dequantize(int32_t format, const void* packed, int64_t n, int64_t k, float* to) {
+    for (int64_t row = 0; row < n; row++)
+        dequantize_row(format, static_cast<const uint8_t*>(packed), row, k, to + row * k);
+}
+
+void trioserve_product(Engine* engine, int32_t dtype, const void* x, int64_t m, const Matrix* weight, int64_t n,
                        float* y) {
-    run_product(*engine, DtypeName(dtype), x, m, weight, n, k, y);
+    run_product(*engine, DtypeName(dtype), x, m, *weight, n, y);
 }
 
 void trioserve_attention(Engine* engine, const Model* model, const Step* step, const void* queries, void* attended) {

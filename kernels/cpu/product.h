@@ -218,19 +218,30 @@ inline int64_t piece_count(int64_t m, int64_t n) {
     return ((m + CHUNK_ROWS - 1) / CHUNK_ROWS) * ((block_count(n) + PANEL_BLOCKS - 1) / PANEL_BLOCKS);
 }
 
+struct PieceRows {
+    int64_t panel, first;
+    int count;
+};
+
+// Neighbouring pieces share a panel of weights.
+inline PieceRows rows_of_piece(int64_t piece, int64_t m) {
+    const int64_t chunks = (m + CHUNK_ROWS - 1) / CHUNK_ROWS, chunk = piece % chunks;
+    const int64_t first = m * chunk / chunks / 16 * 16;
+    const int64_t end = chunk + 1 == chunks ? m : m * (chunk + 1) / chunks / 16 * 16;
+    return {piece / chunks, first, int(end - first)};
+}
+
 // One piece of y = x W^T: finish(first row, row count, first output block, block count, sums, stride of sums) gets it.
 // x: [m, padded depth], with rows to read up to the next 16.
 template <class T, class Finish>
 inline void compute_piece(int64_t piece, int threads, const T* x, int64_t m, const T* w, int64_t n, int64_t k,
                           const Finish& finish) {
     alignas(64) float sums[(CHUNK_ROWS + 16) * PANEL];
-    const int64_t depth = padded_depth(k), chunks = (m + CHUNK_ROWS - 1) / CHUNK_ROWS;
-    // Neighbouring pieces share a panel of weights.
-    const int64_t panel = piece / chunks, chunk = piece % chunks;
-    const int64_t first_row = m * chunk / chunks / 16 * 16;
-    const int64_t end_row = chunk + 1 == chunks ? m : m * (chunk + 1) / chunks / 16 * 16;
-    const int rows = int(end_row - first_row);
-    const int64_t first_block = panel * PANEL_BLOCKS;
+    const int64_t depth = padded_depth(k);
+    const PieceRows piece_rows = rows_of_piece(piece, m);
+    const int64_t first_row = piece_rows.first;
+    const int rows = piece_rows.count;
+    const int64_t first_block = piece_rows.panel * PANEL_BLOCKS;
     const int blocks = int(std::min<int64_t>(PANEL_BLOCKS, block_count(n) - first_block));
     const int64_t block_stride = depth * LANES;
     const int64_t depth_max = rows <= TILE_ROWS ? depth : DEPTH;

@@ -9,6 +9,7 @@
 
 #include "attention.h"
 #include "buffer.h"
+#include "quantized.h"
 
 namespace trioserve {
 namespace {
@@ -73,18 +74,20 @@ public:
     template <class T>
     void compute_attention(const Model& model, const Step& step, const T* queries, T* attended);
     template <class T>
-    void compute_product(const T* x, int64_t m, const T* weight, int64_t n, int64_t k, float* y);
+    void compute_product(const T* x, int64_t m, const Matrix& weight, int64_t n, float* y);
 
 private:
     struct Own {  // one thread's
-        Buffer normed, packed, floats, best_values, best_ids, doubts, scores, weights, work, marks;
+        Buffer normed, quantized, packed, floats, best_values, best_ids, doubts, scores, weights, work, marks;
     };
 
     void plan_rows(const Model& model, const Step& step);
     AttentionPlan plan_attention(const AttentionShape& shape, int64_t window) const;
     void share(const AttentionShape& shape, DecodeRow* first, DecodeRow* end, int64_t pages, AttentionPlan& plan) const;
+    template <class T>
+    QuantizedRows quantize_rows(int thread, const T* x, int64_t rows, int64_t k);
     template <class T, class Finish>
-    void product(const T* x, int64_t rows, const void* weight, int64_t n, int64_t k, const Finish& finish);
+    void product(int thread, const T* x, int64_t rows, const Matrix& weight, const Finish& finish);
     template <class T>
     void embed(const Model& model, const Step& step, float* hidden);
     template <class T>
@@ -111,7 +114,7 @@ private:
     std::unique_ptr<std::atomic<int>[]> parts_done_;
     int64_t rows_ = 0, parts_done_count_ = 0;
     bool is_abandoned_ = false;
-    Buffer hidden_, normed_, qkv_, queries_, attended_, activated_, angles_, partials_, sampled_, logits_;
+    Buffer hidden_, normed_, quantized_, qkv_, queries_, attended_, activated_, angles_, partials_, sampled_, logits_;
 };
 
 // Rows that the products may read beyond the last one.
@@ -257,11 +260,49 @@ AttentionPlan Engine::plan_attention(const AttentionShape& shape, int64_t window
     return plan;
 }
 
-template <class T, class Finish>
-void Engine::product(const T* x, int64_t rows, const void* weight, int64_t n, int64_t k, const Finish& finish) {
-    const int64_t pieces = piece_count(rows, n);
+template <class T>
+QuantizedRows Engine::quantize_rows(int thread, const T* x, int64_t rows, int64_t k) {
+    if (rows <= OWN_NORM_ROWS_MAX) {
+        const QuantizedRows own = rows_at(own_[thread].quantized.of<int8_t>(quantized_rows_bytes(rows, k)), rows, k);
+        for (int64_t row = 0; row < rows; row++) quantize_row(x, k, row, own);
+        return own;
+    }
+    const QuantizedRows shared = rows_at(quantized_.of<int8_t>(0), rows, k);
+    const int64_t pieces = (rows + ROWS_OF_PIECE - 1) / ROWS_OF_PIECE;
     for (int64_t piece; (piece = team.take()) < pieces;)
-        compute_piece(piece, team.thread_count(), x, rows, static_cast<const T*>(weight), n, k, finish);
+        for (int64_t row = piece * ROWS_OF_PIECE; row < std::min(rows, (piece + 1) * ROWS_OF_PIECE); row++)
+            quantize_row(x, k, row, shared);
+    team.meet();
+    return shared;
+}
+
+// x: [rows, padded inputs].
+template <class T, class Finish>
+void Engine::product(int thread, const T* x, int64_t rows, const Matrix& weight, const Finish& finish) {
+    QuantizedRows quantized = {};
+    for (const WeightPart& part : weight.parts)
+        if (part.block_count > 0 && part.format != DENSE && quantized.values == nullptr)
+            quantized = quantize_rows(thread, x, rows, part.inputs);
+    const WeightPart* part = weight.parts;
+    int64_t first_piece = 0, pieces = piece_count(rows, part->block_count * LANES);
+    for (int64_t piece; ; ) {
+        piece = team.take();
+        while (piece >= first_piece + pieces && ++part < std::end(weight.parts)) {
+            first_piece += pieces;
+            pieces = piece_count(rows, part->block_count * LANES);
+        }
+        if (part == std::end(weight.parts)) return;
+        const auto finish_part = [&](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
+            finish(first_row, count, part->first_block + first_block, blocks, sums);
+        };
+        const int64_t outputs = part->block_count * LANES;
+        if (part->format == DENSE)
+            compute_piece(piece - first_piece, team.thread_count(), x, rows, static_cast<const T*>(part->data), outputs,
+                          part->inputs, finish_part);
+        else
+            compute_quantized_piece(piece - first_piece, team.thread_count(), quantized, rows, part->format,
+                                    static_cast<const uint8_t*>(part->data), outputs, part->inputs, finish_part);
+    }
 }
 
 template <class T>
@@ -274,9 +315,12 @@ void Engine::embed(const Model& model, const Step& step, float* hidden) {
         if (model.embedding != nullptr) {
             const T* from = static_cast<const T*>(model.embedding) + token * size;
             for (int64_t n = 0; n < size; n += LANES) store(to + n, load(from + n));
+        } else if (model.head.parts[0].format != DENSE) {
+            const WeightPart& head = model.head.parts[0];
+            dequantize_row(head.format, static_cast<const uint8_t*>(head.data), token, size, to);
         } else {
             constexpr int DEPTH = Unit<T>::DEPTH;
-            const T* from = static_cast<const T*>(model.head) + token / LANES * LANES * padded_depth(size);
+            const T* from = static_cast<const T*>(model.head.parts[0].data) + token / LANES * LANES * padded_depth(size);
             for (int64_t n = 0; n < size; n++)
                 to[n] = to_float(from[n / DEPTH * DEPTH * LANES + token % LANES * DEPTH + n % DEPTH]);
         }
@@ -392,7 +436,7 @@ void Engine::choose(int thread, const Model& model, const T* normed, int64_t row
     std::fill(best_ids, best_ids + rows, std::numeric_limits<int32_t>::max());
     std::fill(doubts, doubts + rows * LANES, 0.0f);
     const int64_t vocab = model.vocab_size;
-    product(normed, rows, model.head, vocab, model.hidden_size,
+    product(thread, normed, rows, model.head,
             [&](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
                 const int64_t first_id = first_block * LANES;
                 const int ids = int(std::min<int64_t>(blocks * LANES, vocab - first_id));
@@ -486,6 +530,7 @@ bool Engine::compute(const Model& model, const Step& step) {
     T* queries = queries_.of<T>((rows * shape.heads + 32) * shape.query_stride());
     T* attended = attended_.of<T>(readable(rows) * padded_depth(query_size));
     T* activated = activated_.of<T>(readable(rows) * padded_depth(middle));
+    quantized_.of<int8_t>(quantized_rows_bytes(rows, std::max({hidden_size, query_size, middle})));
     angles_.of<float>(rows * shape.head_dim);
     float* sampled_hidden = sampled_.of<float>(sampled * hidden_size);
     int64_t kept_count = 0;
@@ -522,7 +567,7 @@ bool Engine::compute(const Model& model, const Step& step) {
             if (thread == 0 && index > 0 && step.is_abandoned != nullptr && index % step.ask_stride == 0)
                 is_abandoned_ = step.is_abandoned() != 0;
             const T* x = norm_rows(thread, hidden, rows, hidden_size, layer.input_norm, model.norm_eps, normed);
-            product(x, rows, layer.qkv, qkv_size, hidden_size,
+            product(thread, x, rows, layer.qkv,
                     [&](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
                         for (int row = 0; row < count; row++) {
                             for (int block = 0; block < blocks; block++) {
@@ -539,10 +584,10 @@ bool Engine::compute(const Model& model, const Step& step) {
             team.meet();
             attend<T>(thread, shape, plans_.at(layer.window), layer.window, queries, pages, attended);
             team.meet();
-            product(attended, rows, layer.output, hidden_size, query_size, add_to_hidden(layer.output_bias));
+            product(thread, static_cast<const T*>(attended), rows, layer.output, add_to_hidden(layer.output_bias));
             team.meet();
             x = norm_rows(thread, hidden, rows, hidden_size, layer.post_norm, model.norm_eps, normed);
-            product(x, rows, layer.gate_up, 2 * block_count(middle) * LANES, hidden_size,
+            product(thread, x, rows, layer.gate_up,
                     [&](int64_t first_row, int count, int64_t first_block, int, float* sums) {
                         const int64_t n = first_block / 2 * LANES;
                         for (int row = 0; row < count; row++) {
@@ -555,8 +600,7 @@ bool Engine::compute(const Model& model, const Step& step) {
                         }
                     });
             team.meet();
-            product(static_cast<const T*>(activated), rows, layer.down, hidden_size, middle,
-                    add_to_hidden(layer.down_bias));
+            product(thread, static_cast<const T*>(activated), rows, layer.down, add_to_hidden(layer.down_bias));
             team.meet();
         }
         if (sampled == 0) return;
@@ -595,6 +639,7 @@ bool Engine::compute_logprobs(const Model& model, const float* hidden, int64_t r
     for (int64_t row = 0; row < rows; row++) logits_of_row_[row] = logits + row * vocab;
     prepare_sampling(vocab);
     std::atomic<bool> are_finite{true};
+    quantized_.of<int8_t>(quantized_rows_bytes(rows, model.hidden_size));
     team.run([&](int thread) {
         configure_tiles();
         choose(thread, model, norm_rows(thread, hidden, rows, model.hidden_size, model.norm, model.norm_eps, normed),
@@ -642,10 +687,11 @@ void Engine::compute_attention(const Model& model, const Step& step, const T* qu
 }
 
 template <class T>
-void Engine::compute_product(const T* x, int64_t m, const T* weight, int64_t n, int64_t k, float* y) {
-    team.run([&](int) {
+void Engine::compute_product(const T* x, int64_t m, const Matrix& weight, int64_t n, float* y) {
+    quantized_.of<int8_t>(quantized_rows_bytes(m, weight.parts[0].inputs));
+    team.run([&](int thread) {
         configure_tiles();
-        product(x, m, weight, n, k, [=](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
+        product(thread, x, m, weight, [=](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
             const int64_t column = first_block * LANES, width = std::min<int64_t>(blocks * LANES, n - column);
             for (int row = 0; row < count; row++)
                 std::memcpy(y + (first_row + row) * n + column, sums + row * PANEL, sizeof(float) * width);
@@ -678,12 +724,11 @@ void run_attention(Engine& engine, const Model& model, const Step& step, const v
         engine.compute_attention(model, step, static_cast<const float*>(queries), static_cast<float*>(attended));
 }
 
-void run_product(Engine& engine, DtypeName dtype, const void* x, int64_t m, const void* weight, int64_t n, int64_t k,
-                 float* y) {
+void run_product(Engine& engine, DtypeName dtype, const void* x, int64_t m, const Matrix& weight, int64_t n, float* y) {
     if (dtype == BFLOAT16)
-        engine.compute_product(static_cast<const bf16*>(x), m, static_cast<const bf16*>(weight), n, k, y);
+        engine.compute_product(static_cast<const bf16*>(x), m, weight, n, y);
     else
-        engine.compute_product(static_cast<const float*>(x), m, static_cast<const float*>(weight), n, k, y);
+        engine.compute_product(static_cast<const float*>(x), m, weight, n, y);
 }
 
 }  // namespace trioserve

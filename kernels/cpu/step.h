@@ -11,10 +11,21 @@ namespace trioserve {
 
 enum DtypeName : int32_t { FLOAT32 = 0, BFLOAT16 = 1 };
 
-// Weights are packed (see product.h); biases, norms: float32; absent ones are null. gate_up has blocks of 16 gate
+// Some of a matrix's outputs, 16 to a block. format: a WeightFormat of quantized.h; DENSE is the model's dtype.
+struct WeightPart {
+    const void* data;
+    int32_t first_block, block_count, format, inputs;
+};
+
+// A part without blocks is not there.
+struct Matrix {
+    WeightPart parts[3];
+};
+
+// Weights are packed (see product.h and quantized.h); biases, norms: float32; absent ones are null. gate_up has blocks of 16 gate
 // outputs and 16 up outputs in turn, its bias, too. window: 0 sees everything.
 struct Layer {
-    const void *qkv, *output, *gate_up, *down;
+    Matrix qkv, output, gate_up, down;
     const float *qkv_bias, *output_bias, *gate_up_bias, *down_bias;
     const float *input_norm, *post_norm, *query_norm, *key_norm;
     int64_t window;
@@ -26,8 +37,8 @@ struct Model {
     float norm_eps, rotary_magnitude;
     const float* frequencies;  // [D / 2], radians a token
     const Layer* layers;
-    const void* embedding;  // [vocab, hidden]; null: the packed head has the same numbers
-    const void* head;
+    const void* embedding;  // [vocab, hidden]; null: the head has the same numbers
+    Matrix head;
     const float* norm;
 };
 
@@ -69,7 +80,6 @@ void run_sampling(Engine& engine, const Step& step, int64_t vocab, const float* 
 // and values are in its pages already.
 void run_attention(Engine& engine, const Model& model, const Step& step, const void* queries, void* attended);
 // y [m, n] = x W^T alone. x: [m, padded k] with rows to read up to the next 16.
-void run_product(Engine& engine, DtypeName dtype, const void* x, int64_t m, const void* weight, int64_t n, int64_t k,
-                 float* y);
+void run_product(Engine& engine, DtypeName dtype, const void* x, int64_t m, const Matrix& weight, int64_t n, float* y);
 
 }  // namespace trioserve

@@ -106,10 +106,11 @@ def test_the_best_level_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     cpuinfo = tmp_path / "cpuinfo"
     for wish, features, levels in (
         ("", "sse2 avx", ()),
-        ("", "sse2 avx avx2 fma", ("avx2",)),
+        ("", "sse2 avx avx2 fma f16c", ("avx2",)),
         ("", " ".join(LEVELS["avx512"]), ("avx512", "avx2")),
-        ("", " ".join(LEVELS["amx"]), ("avx512_bf16", "avx512", "avx2")),
-        ("1", " ".join(LEVELS["amx"]), ("amx", "avx512_bf16", "avx512", "avx2")),
+        ("", " ".join(LEVELS["avx512_vnni"]), ("avx512_vnni", "avx512", "avx2")),
+        ("", " ".join(LEVELS["amx"]), ("avx512_bf16", "avx512_vnni", "avx512", "avx2")),
+        ("1", " ".join(LEVELS["amx"]), ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2")),
         ("1", " ".join(LEVELS["avx2"]), ("avx2",)),
     ):
         monkeypatch.setenv(AMX_VARIABLE, wish)

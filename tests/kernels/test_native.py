@@ -10,8 +10,6 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,41 +18,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from trioserve_kernels.build import build_library, supported_levels
 from trioserve_kernels.native import (
     DTYPES,
     Engine,
     LayerStruct,
     Library,
     ModelStruct,
-    NoNativeKernels,
     StepStruct,
+    WeightFormat,
     WeightMemory,
     address,
+    matrix_of,
 )
 
-LEVELS = supported_levels()
-pytestmark = pytest.mark.skipif(not LEVELS, reason="needs Linux on x86-64 with AVX2")
-EMULATED_AMX = "amx, emulated"
 DTYPE_IDS = pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 ATTENTION_TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
-
-
-def library_of(level: str) -> Library:
-    try:
-        if level == EMULATED_AMX:
-            header = Path(__file__).with_name("emulated_amx.h")
-            return Library(build_library("avx512_bf16", more_flags=("-include", str(header))), level)
-        return Library(build_library(level), level)
-    except NoNativeKernels as error:
-        pytest.skip(str(error))
-
-
-@pytest.fixture(scope="module", params=(*LEVELS, *((EMULATED_AMX,) if "avx512_bf16" in LEVELS else ())))
-def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    engine = Engine(library_of(request.param), 2)
-    yield engine
-    engine.close()
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -106,7 +84,8 @@ def test_products(engine: Engine, dtype: torch.dtype, rows: int, outputs: int, i
     packed = memory.take(size)
     library.pack(as_array(weight), packed)
     ctypes.memset(memory.take(4096), 0xFF, 4096)
-    product = as_tensor(engine.product(as_array(x), packed, outputs))
+    matrix = matrix_of((packed, outputs, inputs, WeightFormat.DENSE))
+    product = as_tensor(engine.product(as_array(x), matrix, outputs))
     memory.close()
     exact = x.double() @ weight.double().T
     terms = x.double().abs() @ weight.double().abs().T
@@ -122,7 +101,8 @@ def test_two_matrices_in_turn_blocks(engine: Engine) -> None:
     packed = memory.take(size)
     library.pack(gate.numpy(), packed, first_block=0, block_step=2)
     library.pack(up.numpy(), packed, first_block=1, block_step=2)
-    product = as_tensor(engine.product(x.numpy(), packed, 96)).view(6, 3, 2, 16)
+    matrix = matrix_of((packed, 96, 64, WeightFormat.DENSE))
+    product = as_tensor(engine.product(x.numpy(), matrix, 96)).view(6, 3, 2, 16)
     memory.close()
     torch.testing.assert_close(product[:, :, 0].reshape(6, 48), x @ gate.T, atol=1e-4, rtol=0)
     torch.testing.assert_close(product[:, :, 1].reshape(6, 48), x @ up.T, atol=1e-4, rtol=0)
@@ -293,9 +273,9 @@ def thread_count() -> int:
 
 
 @pytest.mark.parametrize("threads", (1, 2, 3, 8))
-def test_any_number_of_threads_computes_and_ends(threads: int) -> None:
+def test_any_number_of_threads_computes_and_ends(threads: int, library: Library) -> None:
     before = thread_count()
-    engine = Engine(library_of(LEVELS[0]), threads)
+    engine = Engine(library, threads)
     assert thread_count() == before + threads - 1
     for rows in (1, 7, 130):
         test_products(engine, torch.float32, rows, 80, 96)

@@ -30,6 +30,7 @@ def load_runner(
     device: str = "cpu",
     cpu_kernels: str = "auto",
     threads: int | None = None,
+    quantization: str = "none",
 ) -> ModelRunner:
     """A runner with its KV cache. Every slot holds NaN at first, so that whoever reads an unwritten one shows it."""
     settings = ModelSettings(
@@ -39,6 +40,7 @@ def load_runner(
         kv_cache_bytes=2**24,
         cpu_kernels=cpu_kernels,
         threads=threads,
+        quantization=quantization,
     )
     runner = ModelRunner.load(open_checkpoint(path), settings)
     runner.allocate_kv(block_count)

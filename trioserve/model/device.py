@@ -88,11 +88,12 @@ def pick_dtype(config: ModelConfig, settings: ModelSettings, device: DeviceType)
     """The number format of weights, activations and KV.
 
     auto takes the checkpoint's own, but bfloat16 for a float16 one on a CPU: few CPUs multiply float16, and torch's way
-    around takes several times as long.
+    around takes several times as long; and bfloat16 where quantized weights are demanded, which need it.
     """
     if settings.dtype != "auto":
         return settings.dtype
-    return "bfloat16" if device == "cpu" and config.dtype_name == "float16" else config.dtype_name
+    is_replaced = settings.demands_quantized or (device == "cpu" and config.dtype_name == "float16")
+    return "bfloat16" if is_replaced else config.dtype_name
 
 
 def kv_block_bytes(config: ModelConfig, block_size: int, dtype: Dtype) -> int:

@@ -1,14 +1,15 @@
 """The Llama family computed by the native CPU kernels: a whole step in one call, without the GIL.
 
 Weights are packed one by one as they are read, so that nothing is held twice. What is computed is said in
-families/llama.py; only roundings differ: between two products numbers stay in float32 here.
+families/llama.py; only roundings differ: between two products numbers stay in float32 here, and what is multiplied with
+a quantized weight is rounded to 8 bits.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -20,26 +21,29 @@ from trioserve.model.kv_storage import KVStorage
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.native_sampling import NativeSamplings, token_logprob
 from trioserve.model.number_formats import Dtype, Float32Array, Values, convert
+from trioserve.model.packed_weights import HEAD, PackedWeights
+from trioserve.model.quantization import Quantization
 from trioserve.model.rotary import rotary_frequencies
 from trioserve.model.samples import PROMPT_LOGPROB_ROWS, ComputedStep, prompt_followers, sampled_rows
 from trioserve.model.weights import Slot
 from trioserve_kernels.native import (
+    BLOCK_OUTPUTS,
     DTYPES,
     HEAD_DIM_MAX,
     Engine,
     IsAbandonedCallback,
     LayerStruct,
     Library,
+    MatrixStruct,
     ModelStruct,
     StepStruct,
-    WeightMemory,
     address,
     empty_array,
 )
 
 __all__ = ["NativeModel", "why_not_native"]
 
-BLOCK = 16  # outputs of a block of a packed weight
+MATRICES = ("qkv", "output", "gate_up", "down")  # of LayerStruct
 # Asking whether a step is abandoned takes the GIL, and beside a busy event loop that can take as long as a layer. A
 # step of few rows is over soon: it asks a few times. In one of many rows a layer takes longer than the asking.
 ASKS_OF_SHORT_STEP = 4
@@ -51,8 +55,8 @@ def why_not_native(config: ModelConfig, dtype: Dtype) -> str | None:
     if dtype not in DTYPES:
         return f"they do not compute {dtype}"
     for name in ("hidden_size", "intermediate_size", "head_dim"):
-        if getattr(config, name) % BLOCK:
-            return f"{name} is {getattr(config, name)}, no multiple of {BLOCK}"
+        if getattr(config, name) % BLOCK_OUTPUTS:
+            return f"{name} is {getattr(config, name)}, no multiple of {BLOCK_OUTPUTS}"
     if config.head_dim > HEAD_DIM_MAX:
         return f"head_dim is {config.head_dim}, above {HEAD_DIM_MAX}"
     return None
@@ -62,31 +66,38 @@ class NativeModel:
     """Packed weights, and the threads that compute with them. Close it: its threads are its own."""
 
     def __init__(
-        self, config: ModelConfig, library: Library, *, dtype: Dtype, block_size: int, thread_count: int
+        self,
+        config: ModelConfig,
+        library: Library,
+        *,
+        dtype: Dtype,
+        block_size: int,
+        thread_count: int,
+        quantization: Quantization,
+        block_types: Mapping[str, str],
     ) -> None:
+        """block_types: of the checkpoint's quantized matrices, by name."""
         self.config = config
         self.dtype = dtype
         self.device: DeviceType = "cpu"
-        self.computed_by = f"native kernels ({library.level}, {thread_count} threads)"
+        kept = "" if quantization == "none" else f", weights kept as {quantization}"
+        self.computed_by = f"native kernels ({library.level}, {thread_count} threads{kept})"
         self._library = library
         self._block_size = block_size
         self._storage: KVStorage[Values] | None = None
         self._page_addresses = (ctypes.c_void_p * config.layer_count)()
-        shapes = _matrix_shapes(config)
-        sizes = {name: library.packed_bytes(*shape, dtype) for name, shape in shapes.items()}
-        head_bytes = library.packed_bytes(config.vocab_size, config.hidden_size, dtype)
-        self._memory = WeightMemory(library, head_bytes + config.layer_count * sum(sizes.values()))
-        self._layers = [
-            _Layer(config, {name: self._memory.take(size) for name, size in sizes.items()})
-            for _ in range(config.layer_count)
-        ]
+        self._weights = PackedWeights(config, library, dtype, quantization, block_types)
+        self.step_weight_bytes: int = self._weights.byte_count
+        self._layers = [_Layer(config) for _ in range(config.layer_count)]
         self._norm = _singles(config.hidden_size)
-        self._head = self._memory.take(head_bytes)
         tied = config.tie_word_embeddings
         self._embedding: Values | None = None if tied else empty_array((config.vocab_size, config.hidden_size), dtype)
         self._frequencies, magnitude = rotary_frequencies(config)
         self._layer_structs = (LayerStruct * config.layer_count)(
-            *(layer.struct(window) for layer, window in zip(self._layers, config.sliding_windows, strict=True))
+            *(
+                layer.struct(window, {name: self._weights.matrix(f"layers.{index}.{name}") for name in MATRICES})
+                for index, (layer, window) in enumerate(zip(self._layers, config.sliding_windows, strict=True))
+            )
         )
         self._struct = ModelStruct(
             dtype=DTYPES[dtype],
@@ -103,7 +114,7 @@ class NativeModel:
             frequencies=address(self._frequencies),
             layers=ctypes.addressof(self._layer_structs),
             embedding=None if self._embedding is None else address(self._embedding),
-            head=self._head,
+            head=self._weights.matrix(HEAD),
             norm=address(self._norm),
         )
         self._engine: Engine | None = Engine(library, thread_count)
@@ -114,20 +125,13 @@ class NativeModel:
         return self._engine.thread_count  # reading and packing compute on the GIL's other side
 
     def slots(self) -> Iterator[Slot]:
-        config = self.config
-        vocabulary = (config.vocab_size, config.hidden_size)
-        pack_head = functools.partial(self._pack, self._head, 0, 1)
-        if self._embedding is None:
-            yield Slot("embed.weight", vocabulary, self.dtype, pack_head)
-        else:
-            yield Slot("embed.weight", vocabulary, self.dtype, functools.partial(_copy, self._embedding))
-            yield Slot("lm_head.weight", vocabulary, self.dtype, pack_head)
+        yield from self._weights.slots()
+        if self._embedding is not None:
+            fill = functools.partial(_copy, self._embedding)
+            yield Slot("embed.weight", self._embedding.shape, self.dtype, fill)
         for index, layer in enumerate(self._layers):
-            yield from layer.slots(f"layers.{index}", self.dtype, self._pack)
+            yield from layer.slots(f"layers.{index}")
         yield Slot("norm.weight", self._norm.shape, "float32", functools.partial(_copy, self._norm))
-
-    def _pack(self, packed: int, first_block: int, block_step: int, weight: Values) -> None:
-        self._library.pack(weight, packed, first_block=first_block, block_step=block_step)
 
     @property
     def storage(self) -> KVStorage[Values] | None:
@@ -203,31 +207,17 @@ class NativeModel:
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
-            self._memory.close()
+            self._weights.close()
         self._layers, self._storage, self._embedding = [], None, None
 
 
-def _matrix_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of a layer's matrices, by their names in LayerStruct."""
-    heads, keys = config.head_count * config.head_dim, config.kv_head_count * config.head_dim
-    hidden, middle = config.hidden_size, config.intermediate_size
-    return {
-        "qkv": (heads + 2 * keys, hidden),
-        "output": (hidden, heads),
-        "gate_up": (2 * middle, hidden),
-        "down": (hidden, middle),
-    }
-
-
 class _Layer:
-    """One layer's weights. matrices: where the packed ones lie. Biases and norms are float32, which holds every dtype
-    exactly."""
+    """One layer's biases and norms: float32, which holds every dtype exactly."""
 
-    def __init__(self, config: ModelConfig, matrices: dict[str, int]) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         hidden, middle, dim = config.hidden_size, config.intermediate_size, config.head_dim
         heads, keys = config.head_count * dim, config.kv_head_count * dim
         self._config = config
-        self._matrices = matrices
         self.input_norm, self.post_norm = _singles(hidden), _singles(hidden)
         self.query_norm = _singles(dim) if config.qk_norm else None
         self.key_norm = _singles(dim) if config.qk_norm else None
@@ -236,32 +226,26 @@ class _Layer:
         self.gate_up_bias = _singles(2 * middle) if config.mlp_bias else None
         self.down_bias = _singles(hidden) if config.mlp_bias else None
 
-    def struct(self, window: int | None) -> LayerStruct:
-        names = {field[0] for field in LayerStruct._fields_} - {"window", *self._matrices}
+    def struct(self, window: int | None, matrices: dict[str, MatrixStruct]) -> LayerStruct:
+        names = {field[0] for field in LayerStruct._fields_} - {"window", *MATRICES}
         tensors = {name: getattr(self, name) for name in names}
         addresses = {name: None if tensor is None else address(tensor) for name, tensor in tensors.items()}
-        return LayerStruct(**self._matrices, **addresses, window=window or 0)
+        return LayerStruct(**matrices, **addresses, window=window or 0)
 
-    def slots(self, name: str, dtype: Dtype, pack: Callable[[int, int, int, Values], None]) -> Iterator[Slot]:
+    def slots(self, name: str) -> Iterator[Slot]:
         config = self._config
-        hidden, middle, dim = config.hidden_size, config.intermediate_size, config.head_dim
-        heads, keys = config.head_count * dim, config.kv_head_count * dim
-        both = heads + keys
-        matrices = self._matrices
-        for projection, packed, rows, columns, first_block, block_step, bias in (
-            ("q_proj", matrices["qkv"], heads, hidden, 0, 1, _part(self.qkv_bias, 0, heads)),
-            ("k_proj", matrices["qkv"], keys, hidden, heads // BLOCK, 1, _part(self.qkv_bias, heads, keys)),
-            ("v_proj", matrices["qkv"], keys, hidden, both // BLOCK, 1, _part(self.qkv_bias, both, keys)),
-            ("o_proj", matrices["output"], hidden, heads, 0, 1, self.output_bias),
-            # Gate and up lie in turn, so that both are at hand where they are multiplied.
-            ("gate_proj", matrices["gate_up"], middle, hidden, 0, 2, _every_other_block(self.gate_up_bias, 0)),
-            ("up_proj", matrices["gate_up"], middle, hidden, 1, 2, _every_other_block(self.gate_up_bias, 1)),
-            ("down_proj", matrices["down"], hidden, middle, 0, 1, self.down_bias),
+        heads, keys = config.head_count * config.head_dim, config.kv_head_count * config.head_dim
+        for projection, bias in (
+            ("q_proj", _part(self.qkv_bias, 0, heads)),
+            ("k_proj", _part(self.qkv_bias, heads, keys)),
+            ("v_proj", _part(self.qkv_bias, heads + keys, keys)),
+            ("o_proj", self.output_bias),
+            ("gate_proj", _every_other_block(self.gate_up_bias, 0)),
+            ("up_proj", _every_other_block(self.gate_up_bias, 1)),
+            ("down_proj", self.down_bias),
         ):
-            fill = functools.partial(pack, packed, first_block, block_step)
-            yield Slot(f"{name}.{projection}.weight", (rows, columns), dtype, fill)
             if bias is not None:
-                yield Slot(f"{name}.{projection}.bias", (rows,), "float32", functools.partial(_copy, bias))
+                yield Slot(f"{name}.{projection}.bias", (bias.size,), "float32", functools.partial(_copy, bias))
         for norm, weight in (
             ("input_norm", self.input_norm),
             ("post_norm", self.post_norm),
@@ -277,7 +261,7 @@ def _part(bias: Float32Array | None, first: int, count: int) -> Float32Array | N
 
 
 def _every_other_block(bias: Float32Array | None, first: int) -> Float32Array | None:
-    return None if bias is None else bias.reshape(-1, 2, BLOCK)[:, first]
+    return None if bias is None else bias.reshape(-1, 2, BLOCK_OUTPUTS)[:, first]
 
 
 def _copy(place: Values, values: Values) -> None:

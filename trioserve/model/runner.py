@@ -20,7 +20,6 @@ from trioserve.model.device import (
     kv_block_count,
     pick_device,
     pick_dtype,
-    step_weight_bytes,
     torch_now,
 )
 from trioserve.model.kv_storage import KVStorage
@@ -28,6 +27,7 @@ from trioserve.model.loading.checkpoint import Checkpoint
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.native_model import NativeModel, why_not_native
 from trioserve.model.number_formats import Dtype
+from trioserve.model.quantization import settle_quantization
 from trioserve.model.samples import NOT_FINITE
 from trioserve.model.settings import ModelSettings
 from trioserve.model.step_model import StepModel
@@ -69,7 +69,7 @@ class ModelRunner:
         config = checkpoint.config
         device = pick_device(settings)
         dtype = pick_dtype(config, settings, device)
-        model = _make_model(config, settings, dtype, device)
+        model = _make_model(checkpoint, settings, dtype, device)
         try:
             fill_slots(
                 model.slots(),
@@ -97,7 +97,8 @@ class ModelRunner:
     @property
     def step_weight_bytes(self) -> int:
         """What a decode step has to read of the weights, however few tokens it has."""
-        return step_weight_bytes(self.config, self.dtype)
+        assert self._model is not None, "step_weight_bytes after close"
+        return self._model.step_weight_bytes
 
     @property
     def storage(self) -> KVStorage[Any] | None:
@@ -190,12 +191,16 @@ class ModelRunner:
         return StepResult(tuple(token_ids), logprobs, prompt_logprobs, errors, draft_token_ids, draft_logprobs)
 
 
-def _make_model(config: ModelConfig, settings: ModelSettings, dtype: Dtype, device: DeviceType) -> StepModel:
+def _make_model(checkpoint: Checkpoint, settings: ModelSettings, dtype: Dtype, device: DeviceType) -> StepModel:
     """The native kernels where they are wanted and can be had, else plain torch. Raises StartupError if they are
-    demanded and cannot be had."""
+    demanded, for themselves or for quantized weights, and cannot be had."""
+    config = checkpoint.config
+    reason: str | None = f"the device is {device}"
     if device == "cpu" and settings.cpu_kernels != "torch":
         reason = why_not_native(config, dtype)
         if reason is None:
+            block_types = {tensor.name: tensor.block_type for tensor in checkpoint.tensors() if tensor.block_type}
+            quantization = settle_quantization(settings.quantization, block_types, dtype=dtype)
             try:
                 library = load_library(on_compile=lambda sentence: logger.info("%s", sentence))
                 return NativeModel(
@@ -204,12 +209,20 @@ def _make_model(config: ModelConfig, settings: ModelSettings, dtype: Dtype, devi
                     dtype=dtype,
                     block_size=settings.block_size,
                     thread_count=settings.threads or default_thread_count(),
+                    quantization=quantization,
+                    block_types=block_types,
                 )
             except NoNativeKernels as error:
                 reason = str(error)
         if settings.cpu_kernels == "native":
             raise StartupError(f"cpu_kernels is native, but the native kernels cannot be used: {reason}")
-        logger.warning("plain torch computes, and more slowly than the native kernels: %s", reason)
+        if not settings.demands_quantized:
+            logger.warning("plain torch computes, and more slowly than the native kernels: %s", reason)
+    if settings.demands_quantized:
+        raise StartupError(
+            f"quantization is {settings.quantization}, but the native kernels, which alone compute with quantized "
+            f"weights, cannot be used: {reason}; take quantization none"
+        )
     torch_now()
     from trioserve.model.torch_step_model import TorchStepModel
 

@@ -9,11 +9,12 @@ import msgspec
 
 from trioserve.contracts.errors import StartupError
 
-__all__ = ["CpuKernelsName", "DeviceName", "DtypeName", "ModelSettings"]
+__all__ = ["CpuKernelsName", "DeviceName", "DtypeName", "ModelSettings", "QuantizationName"]
 
 DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 CpuKernelsName = Literal["auto", "native", "torch"]
+QuantizationName = Literal["auto", "none", "file", "int8", "int4"]
 
 BLOCK_SIZE_MAX = 256  # tokens; a block is the unit of sharing, and of waste at the end of each sequence
 THREADS_MAX = 1_024
@@ -26,6 +27,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     memory. memory_share: of a GPU's memory, the part that weights, KV cache and everything else may fill together.
     threads: of computing on the CPU; None takes torch's default, one per core.
     cpu_kernels: what computes on the CPU; auto is native, compiled if need be, or plain torch where that cannot be had.
+    quantization: of weights in the native kernels' memory; auto is settled in quantization.py.
     Raises StartupError, naming the field, when a value is out of range.
     """
 
@@ -36,11 +38,15 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     memory_share: float = 0.9
     threads: int | None = None
     cpu_kernels: CpuKernelsName = "auto"
+    quantization: QuantizationName = "auto"
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, get_args(DtypeName))
         _one_of("device", self.device, get_args(DeviceName))
         _one_of("cpu_kernels", self.cpu_kernels, get_args(CpuKernelsName))
+        _one_of("quantization", self.quantization, get_args(QuantizationName))
+        if self.demands_quantized:
+            self._check_quantization()
         if not 1 <= self.block_size <= BLOCK_SIZE_MAX:
             raise StartupError(f"block_size is {self.block_size} tokens, allowed is 1 to {BLOCK_SIZE_MAX}")
         if self.kv_cache_bytes is not None and self.kv_cache_bytes < 1:
@@ -49,6 +55,24 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise StartupError(f"memory_share is {self.memory_share}, allowed is above 0 and at most 1")
         if self.threads is not None and not 1 <= self.threads <= THREADS_MAX:
             raise StartupError(f"threads is {self.threads}, allowed is 1 to {THREADS_MAX}")
+
+    @property
+    def demands_quantized(self) -> bool:
+        """Whether quantized weights are demanded, so that there is nothing to fall back to."""
+        return self.quantization not in ("auto", "none")
+
+    def _check_quantization(self) -> None:
+        for name, value, allowed in (
+            ("dtype", self.dtype, ("auto", "bfloat16")),
+            ("device", self.device, ("auto", "cpu")),
+            ("cpu_kernels", self.cpu_kernels, ("auto", "native")),
+        ):
+            if value not in allowed:
+                raise StartupError(
+                    f"quantization is {self.quantization} and {name} is {value}, but quantized weights are computed "
+                    f"with on the CPU alone, by the native kernels and in bfloat16: take {name} "
+                    f"{' or '.join(allowed)}, or quantization none"
+                )
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

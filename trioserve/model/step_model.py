@@ -34,6 +34,11 @@ class StepModel(Protocol):
         ...
 
     @property
+    def step_weight_bytes(self) -> int:
+        """What a decode step has to read of the weights, however few tokens it has."""
+        ...
+
+    @property
     def loading_threads(self) -> int:
         """How many tensors may be read, and their slots filled, at the same time; 1: in the compute thread alone."""
         ...

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
-from trioserve.model.device import DeviceType
+from trioserve.model.device import DeviceType, step_weight_bytes
 from trioserve.model.families import MODEL_TYPES
 from trioserve.model.families.llama import LlamaModel
 from trioserve.model.kv_storage import KVStorage
@@ -39,6 +39,7 @@ class TorchStepModel:
         self.config = config
         self.dtype: Dtype = dtype
         self.device: DeviceType = device
+        self.step_weight_bytes: int = step_weight_bytes(config, dtype)
         self._storage: KVStorage[Tensor] | None = None
         place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
         kernels = pick_kernels(device)

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from trioserve.contracts.errors import ModelLoadError
-from trioserve.model.loading.stored_tensor import StoredTensor
+from trioserve.model.loading.stored_tensor import Bytes, StoredTensor
 from trioserve.model.number_formats import Dtype, Values
 
 __all__ = ["Progress", "Slot", "fill_slots"]
@@ -18,12 +18,17 @@ Progress = Callable[[int, int], None]
 
 
 class Slot(NamedTuple):
-    """A place for one tensor. fill copies it there; it is given the values in `dtype`, which are not kept."""
+    """A place for one tensor. fill copies it there; it is given the values in `dtype`, which are not kept.
+
+    block_type: if the tensor is stored in blocks of this type, fill_blocks is given these instead.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: Dtype
     fill: Callable[[Values], object]
+    block_type: str | None = None
+    fill_blocks: Callable[[Bytes], object] | None = None
 
 
 def fill_slots(
@@ -84,5 +89,8 @@ def _filled(pairs: list[tuple[Slot, StoredTensor]], thread_count: int) -> Genera
 
 def _fill(pair: tuple[Slot, StoredTensor]) -> int:
     slot, tensor = pair
-    slot.fill(tensor.read(slot.dtype))
+    if tensor.read_blocks is not None and slot.fill_blocks is not None and tensor.block_type == slot.block_type:
+        slot.fill_blocks(tensor.read_blocks())
+    else:
+        slot.fill(tensor.read(slot.dtype))
     return tensor.byte_count

@@ -5,18 +5,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from trioserve.model.loading.gguf import GgufTensor, read_gguf
 from trioserve.model.loading.gguf_config import ROPE_FACTORS_NAME, model_config_from, sampling_defaults_from
 from trioserve.model.loading.names import gguf_name, match_tensors
-from trioserve.model.loading.stored_tensor import StoredTensor, read_blocks, read_plain
+from trioserve.model.loading.stored_tensor import Bytes, StoredTensor, read_blocks, read_bytes, read_plain
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import Dtype, Values
 
 __all__ = ["GgufCheckpoint"]
+
+AnyArray = TypeVar("AnyArray", bound=npt.NDArray[Any])
 
 _PLAIN_DTYPES: dict[str, Dtype] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -39,7 +42,11 @@ class GgufCheckpoint:
     def tensors(self) -> Iterator[StoredTensor]:
         for name, tensor in self._tensors.items():
             dtype = _PLAIN_DTYPES.get(tensor.storage.name, "float32")
-            yield StoredTensor(name, tensor.shape, dtype, functools.partial(self._read, name, tensor))
+            stored = StoredTensor(name, tensor.shape, dtype, functools.partial(self._read, name, tensor))
+            if tensor.storage.name not in _PLAIN_DTYPES and len(tensor.shape) == 2:
+                read_blocks = functools.partial(self._read_blocks, name, tensor)
+                stored = stored._replace(block_type=tensor.storage.name, read_blocks=read_blocks)
+            yield stored
 
     def _read(self, name: str, tensor: GgufTensor, wanted: Dtype) -> Values:
         path, storage = self.files[0], tensor.storage
@@ -60,7 +67,12 @@ class GgufCheckpoint:
             )
         return self._in_transformers_order(name, values)
 
-    def _in_transformers_order(self, name: str, values: Values) -> Values:
+    def _read_blocks(self, name: str, tensor: GgufTensor) -> Bytes:
+        rows = tensor.shape[0]
+        blocks = read_bytes(self.files[0], tensor.offset, (rows, tensor.byte_count // rows))
+        return self._in_transformers_order(name, blocks)  # whole rows change places, so their blocks do
+
+    def _in_transformers_order(self, name: str, values: AnyArray) -> AnyArray:
         """llama.cpp rotates adjacent dimensions in files of architecture "llama", so its converter has interleaved the
         two halves of each head's rows; the other architectures keep transformers' order."""
         module = name.split(".")[-2]
@@ -69,4 +81,4 @@ class GgufCheckpoint:
         heads = self.config.head_count if module == "q_proj" else self.config.kv_head_count
         # Row 2 * pair + half of each head becomes row half * pairs + pair.
         halves_apart = values.reshape(heads, -1, 2, values[0].size).swapaxes(1, 2)
-        return cast(Values, np.ascontiguousarray(halves_apart).reshape(values.shape))
+        return cast(AnyArray, np.ascontiguousarray(halves_apart).reshape(values.shape))

@@ -15,7 +15,7 @@ from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.loading.names import Shape
 from trioserve.model.number_formats import VALUE_BYTES, Dtype, Values, convert, empty_values, values_of
 
-__all__ = ["SLICE_VALUES", "StoredTensor", "read_blocks", "read_plain"]
+__all__ = ["SLICE_VALUES", "Bytes", "StoredTensor", "read_blocks", "read_bytes", "read_plain"]
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
@@ -26,18 +26,34 @@ class StoredTensor(NamedTuple):
     """name: see names.py. dtype: the checkpoint's own; float32 where it is quantized.
 
     read(dtype) gives its values in that format, in memory of their own; several threads may read at the same time. It
-    raises ModelLoadError if the file cannot be read any more.
+    raises ModelLoadError if the file cannot be read any more. block_type: ggml's name of the type of a matrix that is
+    quantized; read_blocks() then gives its blocks as they are, uint8 [rows, bytes of a row], on the same terms.
     """
 
     name: str
     shape: Shape
     dtype: Dtype
     read: Callable[[Dtype], Values]
+    block_type: str | None = None
+    read_blocks: Callable[[], Bytes] | None = None
 
     @property
     def byte_count(self) -> int:
         """In its own format."""
         return math.prod(self.shape) * VALUE_BYTES[self.dtype]
+
+
+def read_bytes(path: Path, offset: int, shape: Shape) -> Bytes:
+    """The bytes from this offset of a file on. Raises ModelLoadError if the file cannot be read, or ends before."""
+    result = np.empty(shape, dtype=np.uint8)
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            if file.readinto(result.reshape(-1).data) != result.nbytes:
+                raise ModelLoadError(f"cannot load {path}: it has become shorter since it was opened, fetch it again")
+    except OSError as error:
+        raise ModelLoadError(f"cannot load {path}: {error.strerror or error}") from error
+    return result
 
 
 def read_plain(path: Path, offset: int, shape: Shape, stored: Dtype, wanted: Dtype) -> Values:

@@ -1,0 +1,258 @@
+"""Quantized weights against the gguf package and against the same mathematics in float64, at every level.
+
+A block's numbers are scale * value, exact in float32, plus a min, where one rounding may differ. A product's sums over
+32 numbers are whole, so against the same quantized rows it differs by the order of float32 sums alone; against the rows
+themselves by at most half a step of each number.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from trioserve_kernels.native import (
+    BLOCK_FORMATS,
+    Engine,
+    Library,
+    MatrixStruct,
+    WeightFormat,
+    WeightMemory,
+    matrix_of,
+)
+
+Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
+Bits = npt.NDArray[np.uint16]  # of bfloat16
+BLOCK_TYPES = pytest.mark.parametrize("block_type", BLOCK_FORMATS)
+# Where a type's float16 scales stand in its block.
+SCALES_AT = {"Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}
+
+
+def random_blocks(block_type: str, rows: int, columns: int, seed: int = 0) -> npt.NDArray[np.uint8]:
+    """Any bytes, but scales of a size that weights have: both signs, and a few zeros."""
+    values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[block_type]]
+    random = np.random.default_rng(seed)
+    blocks = random.integers(0, 256, (rows, columns // values, size), dtype=np.uint8)
+    for at in SCALES_AT.get(block_type, (0,)):
+        scales = random.normal(0, 0.01, blocks.shape[:2]).astype(np.float16)
+        scales[random.random(scales.shape) < 0.05] = 0
+        blocks[:, :, at : at + 2] = scales[..., None].view(np.uint8)
+    return np.ascontiguousarray(blocks.reshape(rows, -1))
+
+
+def expected_values(block_type: str, blocks: npt.NDArray[np.uint8]) -> Floats:
+    values: Floats = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[block_type])
+    return values
+
+
+class Weight:
+    """A packed matrix and the numbers it stands for. What follows it in memory is read ahead, and holds NaN."""
+
+    def __init__(self, library: Library, format: WeightFormat, rows: int, columns: int) -> None:
+        self.format, self.rows, self.columns, self._library = format, rows, columns, library
+        size = library.quantized_bytes(rows, columns, format)
+        self._memory = WeightMemory(library, size + 8192)
+        self.place = self._memory.take(size)
+        ctypes.memset(self._memory.take(8192), 0xFF, 8192)
+
+    @property
+    def part(self) -> tuple[int, int, int, WeightFormat]:
+        return self.place, self.rows, self.columns, self.format
+
+    @property
+    def matrix(self) -> MatrixStruct:
+        return matrix_of(self.part)
+
+    @property
+    def values(self) -> Floats:
+        return self._library.dequantized(self.format, self.place, self.rows, self.columns)
+
+
+def weight_of_blocks(library: Library, block_type: str, rows: int, columns: int, seed: int = 0) -> Weight:
+    weight = Weight(library, BLOCK_FORMATS[block_type][1], rows, columns)
+    library.pack_blocks(block_type, random_blocks(block_type, rows, columns, seed), columns, weight.place)
+    return weight
+
+
+def weight_of_values(library: Library, format: WeightFormat, values: Floats) -> Weight:
+    weight = Weight(library, format, *values.shape)
+    library.pack_values(format, values, weight.place)
+    return weight
+
+
+def random_rows(rows: int, columns: int, seed: int = 9) -> Bits:
+    """As activations are: a few numbers far larger than the rest, and a group of zeros."""
+    x = np.random.default_rng(seed).normal(0, 1, (rows, columns)).astype(np.float32)
+    x[:, 5::37] *= 30
+    x[0, :32] = 0
+    return bfloat16_bits(x)
+
+
+def bfloat16_bits(values: Floats) -> Bits:
+    return np.ascontiguousarray(values.view(np.uint16).reshape(*values.shape, 2)[..., 1])
+
+
+def floats_of(bits: Bits) -> Floats:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def quantized_rows(x: Bits) -> tuple[Doubles, Doubles]:
+    """The numbers that a product computes with instead of x, and half of the step of each."""
+    values = floats_of(x)
+    rows, columns = values.shape
+    padded = np.zeros((rows, -(-columns // 32), 32), dtype=np.float32)
+    padded.reshape(rows, -1)[:, :columns] = values
+    most = np.abs(padded).max(axis=-1, keepdims=True)
+    inverse = np.divide(np.float32(127), most, out=np.zeros_like(most), where=most > 0)
+    scale = (most / np.float32(127)).astype(np.float64)
+    whole = np.rint(padded * inverse).astype(np.float64)
+    halves = np.broadcast_to(scale / 2, padded.shape).reshape(rows, -1)[:, :columns]
+    return (whole * scale).reshape(rows, -1)[:, :columns], halves
+
+
+def check_product(x: Bits, values: Floats, product: Floats) -> None:
+    weights = values.astype(np.float64)
+    rows, half_steps = quantized_rows(x)
+    terms = np.abs(rows) @ np.abs(weights).T
+    assert (np.abs(product - rows @ weights.T) <= 3e-6 * terms + 1e-6).all()
+    bound = half_steps @ np.abs(weights).T
+    assert (np.abs(product - floats_of(x).astype(np.float64) @ weights.T) <= 1.001 * bound + 3e-6 * terms + 1e-6).all()
+
+
+# --- formats ----------------------------------------------------------------------------------------------------------
+
+
+@BLOCK_TYPES
+@pytest.mark.parametrize("rows, columns", ((1, 256), (16, 512), (50, 768)))
+def test_blocks_are_kept_as_what_the_gguf_package_makes_of_them(
+    library: Library, block_type: str, rows: int, columns: int
+) -> None:
+    weight = weight_of_blocks(library, block_type, rows, columns)
+    expected = expected_values(block_type, random_blocks(block_type, rows, columns))
+    if block_type in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"):
+        # scale * value + min, in one rounding or two: the sum's size is below 1.
+        np.testing.assert_allclose(weight.values, expected, rtol=0, atol=2.0**-23 * max(1.0, np.abs(expected).max()))
+    else:
+        np.testing.assert_array_equal(weight.values, expected)
+
+
+@pytest.mark.parametrize("format, steps", ((WeightFormat.Q8, 127), (WeightFormat.Q4_MIN, 15)))
+@pytest.mark.parametrize("rows, columns", ((1, 32), (33, 48), (40, 576)))
+def test_numbers_are_kept_to_half_a_step(
+    library: Library, format: WeightFormat, steps: int, rows: int, columns: int
+) -> None:
+    values = np.random.default_rng(1).normal(0, 0.05, (rows, columns)).astype(np.float32)
+    values[0, :32] = 0
+    kept = weight_of_values(library, format, values).values
+    for start in range(0, columns, 32):
+        group = values[:, start : start + 32]
+        span = np.abs(group).max(axis=1) if format == WeightFormat.Q8 else group.max(axis=1) - group.min(axis=1)
+        # Scale and min are float16: their rounding adds 2 ** -11 of the largest number's size.
+        most = 0.5 * span / steps + 2.0**-10 * np.abs(group).max(axis=1) + 1e-7
+        assert (np.abs(kept[:, start : start + 32] - group) <= most[:, None]).all()
+    assert (kept[0, :32] == 0).all()
+
+
+def test_a_number_that_is_none_stays_none(library: Library) -> None:
+    values = np.ones((20, 64), dtype=np.float32)
+    values[3, 40], values[7, 2] = np.nan, np.inf
+    for format in (WeightFormat.Q8, WeightFormat.Q4_MIN):
+        kept = weight_of_values(library, format, values).values
+        finite = np.isfinite(kept)
+        assert not finite[3, 40]
+        assert not finite[7, 2]
+        assert finite[[0, 1, 2, 4, 5, 6, 8]].all()
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+@BLOCK_TYPES
+@pytest.mark.parametrize("outputs", (16, 70))
+def test_products_of_any_number_of_rows(engine: Engine, block_type: str, outputs: int) -> None:
+    weight = weight_of_blocks(engine.library, block_type, outputs, 512)
+    x = random_rows(70, 512)
+    for rows in (*range(1, 20), 33, 70):
+        check_product(x[:rows], weight.values, engine.product(x[:rows], weight.matrix, outputs))
+
+
+@pytest.mark.parametrize(
+    "rows, outputs, inputs", ((1, 50, 576), (3, 33, 48), (5, 17, 1056), (97, 64, 160), (300, 48, 80))
+)
+@pytest.mark.parametrize("format", (WeightFormat.Q8, WeightFormat.Q4_MIN), ids=str)
+def test_products_of_other_shapes(engine: Engine, format: WeightFormat, rows: int, outputs: int, inputs: int) -> None:
+    values = np.random.default_rng(2).normal(0, 0.05, (outputs, inputs)).astype(np.float32)
+    weight = weight_of_values(engine.library, format, values)
+    x = random_rows(rows, inputs)
+    check_product(x, weight.values, engine.product(x, weight.matrix, outputs))
+
+
+@BLOCK_TYPES
+def test_the_largest_numbers_do_not_overflow(engine: Engine, block_type: str) -> None:
+    """Every value at its end, every number of a row at its: where sums of 16 bits would be too narrow."""
+    for fill in (0x00, 0xFF, 0x80, 0x7F):
+        blocks = np.full_like(random_blocks(block_type, 32, 256), fill)
+        values, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[block_type]]
+        parts = blocks.reshape(32, 256 // values, -1)
+        for at in SCALES_AT.get(block_type, (0,)):
+            parts[:, :, at : at + 2] = np.array([1.0], dtype=np.float16).view(np.uint8)
+        weight = Weight(engine.library, BLOCK_FORMATS[block_type][1], 32, 256)
+        engine.library.pack_blocks(block_type, blocks, 256, weight.place)
+        for sign in (1, -1):
+            x = bfloat16_bits(np.full((3, 256), sign, dtype=np.float32))
+            check_product(x, weight.values, engine.product(x, weight.matrix, 32))
+
+
+def test_a_row_has_the_same_bits_in_any_batch(engine: Engine) -> None:
+    for block_type in BLOCK_FORMATS:
+        weight = weight_of_blocks(engine.library, block_type, 40, 256)
+        x = random_rows(65, 256)
+        together = engine.product(x, weight.matrix, 40)
+        for row in (0, 1, 30, 64):
+            assert np.array_equal(engine.product(x[row : row + 1], weight.matrix, 40)[0], together[row])
+
+
+def test_parts_of_different_formats_make_one_matrix(engine: Engine) -> None:
+    """Odd numbers of blocks in each, and one of them in bfloat16."""
+    library = engine.library
+    first = weight_of_blocks(library, "Q4_K", 48, 256)
+    second = weight_of_blocks(library, "Q6_K", 16, 256, seed=1)
+    dense = random_rows(80, 256, seed=3)
+    memory = WeightMemory(library, library.packed_bytes(80, 256, "bfloat16") + 4096)
+    place = memory.take(library.packed_bytes(80, 256, "bfloat16"))
+    library.pack(dense, place)
+    matrix = matrix_of(first.part, (place, 80, 256, WeightFormat.DENSE), second.part)
+    for rows in (1, 7, 130):
+        x = random_rows(rows, 256)
+        product = engine.product(x, matrix, 144)
+        check_product(x, first.values, product[:, :48])
+        exact, terms = floats_of(x) @ floats_of(dense).T, np.abs(floats_of(x)) @ np.abs(floats_of(dense)).T
+        assert (np.abs(product[:, 48:128] - exact) <= 2e-6 * terms).all()
+        check_product(x, second.values, product[:, 128:])
+
+
+def test_matrices_in_turn_blocks(engine: Engine) -> None:
+    library = engine.library
+    weight = Weight(library, WeightFormat.Q4_MIN, 96, 64)
+    gate, up = (random_blocks("Q4_1", 48, 64, seed) for seed in (1, 2))
+    library.pack_blocks("Q4_1", gate, 64, weight.place, first_block=0, block_step=2)
+    library.pack_blocks("Q4_1", up, 64, weight.place, first_block=1, block_step=2)
+    x = random_rows(6, 64)
+    product = engine.product(x, weight.matrix, 96).reshape(6, 3, 2, 16)
+    check_product(x, expected_values("Q4_1", gate), product[:, :, 0].reshape(6, 48))
+    check_product(x, expected_values("Q4_1", up), product[:, :, 1].reshape(6, 48))
+
+
+@pytest.mark.parametrize("bad", (float("nan"), float("inf"), -float("inf")))
+def test_a_row_that_is_not_finite_spoils_itself_alone(engine: Engine, bad: float) -> None:
+    for block_type in ("Q8_0", "Q4_1"):
+        weight = weight_of_blocks(engine.library, block_type, 32, 64)
+        x = random_rows(9, 64)
+        x[4, 50] = bfloat16_bits(np.array([bad], dtype=np.float32))[0]
+        finite = np.isfinite(engine.product(x, weight.matrix, 32))
+        assert finite[[0, 1, 2, 3, 5, 6, 7, 8]].all()
+        assert not finite[4].any()

@@ -1,0 +1,130 @@
+"""The matrices of a model in the native kernels' memory: in which format each lies, and how it gets there."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from trioserve.model.loading.stored_tensor import Bytes
+from trioserve.model.model_config import ModelConfig
+from trioserve.model.number_formats import Dtype, Float32Array, Values
+from trioserve.model.quantization import Quantization, weight_format
+from trioserve.model.weights import Slot
+from trioserve_kernels.native import (
+    BLOCK_FORMATS,
+    Library,
+    MatrixStruct,
+    WeightFormat,
+    WeightMemory,
+    matrix_of,
+)
+
+__all__ = ["HEAD", "PackedWeights"]
+
+HEAD = "head"
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One or more matrices of the checkpoint, of the same shape, whose blocks of 16 outputs lie in turn."""
+
+    names: tuple[str, ...]
+    rows: int
+    columns: int
+    format: WeightFormat
+
+    @property
+    def outputs(self) -> int:
+        return len(self.names) * self.rows
+
+
+class PackedWeights:
+    """All matrices that a step reads from end to end, in one piece of memory. Closed by its owner, when
+    nothing computes any more."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        library: Library,
+        dtype: Dtype,
+        quantization: Quantization,
+        block_types: Mapping[str, str],
+    ) -> None:
+        """dtype: of what is not quantized. block_types: see StoredTensor, by name. Raises MemoryError."""
+        self._library = library
+        self._dtype: Dtype = dtype
+        self._block_types = block_types
+        self._matrices = _matrices(config, lambda name: weight_format(quantization, block_types.get(name)))
+        sizes = {part: self._packed_bytes(part) for matrix in self._matrices.values() for part in matrix}
+        self.byte_count = sum(sizes.values())
+        self._memory = WeightMemory(library, self.byte_count)
+        self._places = {part: self._memory.take(size) for part, size in sizes.items()}
+
+    def matrix(self, name: str) -> MatrixStruct:
+        """name: HEAD, or such as layers.0.qkv, with the names of LayerStruct."""
+        return matrix_of(
+            *((self._places[part], part.outputs, part.columns, part.format) for part in self._matrices[name])
+        )
+
+    def slots(self) -> Iterator[Slot]:
+        for part, place in self._places.items():
+            for index, name in enumerate(part.names):
+                yield self._slot(name, part, place, index)
+
+    def close(self) -> None:
+        """A second call does nothing."""
+        self._memory.close()
+
+    def _packed_bytes(self, part: _Part) -> int:
+        if part.format == WeightFormat.DENSE:
+            return self._library.packed_bytes(part.outputs, part.columns, self._dtype)
+        return self._library.quantized_bytes(part.outputs, part.columns, part.format)
+
+    def _slot(self, name: str, part: _Part, place: int, first_block: int) -> Slot:
+        def pack(weight: Values) -> None:
+            library.pack(weight, place, first_block=first_block, block_step=step)
+
+        def quantize(weight: Values) -> None:
+            values = cast(Float32Array, weight)
+            library.pack_values(part.format, values, place, first_block=first_block, block_step=step)
+
+        def take(block_type: str, blocks: Bytes) -> None:
+            library.pack_blocks(block_type, blocks, part.columns, place, first_block=first_block, block_step=step)
+
+        step = len(part.names)
+        library, shape = self._library, (part.rows, part.columns)
+        if part.format == WeightFormat.DENSE:
+            return Slot(name, shape, self._dtype, pack)
+        block_type = self._block_types.get(name)
+        if block_type is None or BLOCK_FORMATS[block_type][1] != part.format:
+            return Slot(name, shape, "float32", quantize)
+        return Slot(name, shape, "float32", quantize, block_type, functools.partial(take, block_type))
+
+
+def _matrices(config: ModelConfig, format_of: Callable[[str], WeightFormat]) -> dict[str, tuple[_Part, ...]]:
+    """The parts of each, by the matrix's name."""
+
+    def part(rows: int, columns: int, *names: str) -> _Part:
+        formats = {format_of(name) for name in names}
+        # What lies in turn has one format: where a file mixes two, neither.
+        return _Part(names, rows, columns, formats.pop() if len(formats) == 1 else WeightFormat.DENSE)
+
+    heads, keys = config.head_count * config.head_dim, config.kv_head_count * config.head_dim
+    hidden, middle = config.hidden_size, config.intermediate_size
+    matrices: dict[str, tuple[_Part, ...]] = {}
+    for index in range(config.layer_count):
+        layer = f"layers.{index}"
+        matrices[f"{layer}.qkv"] = (
+            part(heads, hidden, f"{layer}.q_proj.weight"),
+            part(keys, hidden, f"{layer}.k_proj.weight"),
+            part(keys, hidden, f"{layer}.v_proj.weight"),
+        )
+        matrices[f"{layer}.output"] = (part(hidden, heads, f"{layer}.o_proj.weight"),)
+        # Gate and up lie in turn, so that both are at hand where they are multiplied.
+        matrices[f"{layer}.gate_up"] = (part(middle, hidden, f"{layer}.gate_proj.weight", f"{layer}.up_proj.weight"),)
+        matrices[f"{layer}.down"] = (part(hidden, middle, f"{layer}.down_proj.weight"),)
+    name = "embed.weight" if config.tie_word_embeddings else "lm_head.weight"
+    matrices[HEAD] = (part(config.vocab_size, hidden, name),)
+    return matrices

@@ -1,0 +1,45 @@
+"""In how many bits weights stay in memory, settled from the settings and the checkpoint before anything is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from trioserve.contracts.errors import StartupError
+from trioserve.model.settings import QuantizationName
+from trioserve_kernels.native import BLOCK_FORMATS, WeightFormat
+
+__all__ = ["Quantization", "settle_quantization", "weight_format"]
+
+Quantization = Literal["none", "file", "int8", "int4"]
+
+
+def settle_quantization(wish: QuantizationName, block_types: Mapping[str, str], *, dtype: str) -> Quantization:
+    """What --quantization comes to with the native kernels. block_types: of the checkpoint's quantized matrices, by
+    name. Raises StartupError if `file` is asked of a checkpoint that has none.
+
+    auto keeps a quantized file's own blocks unless float32 is asked for: they are the exact weights, which bfloat16
+    would round, a decode step reads a third of the bytes, and loading is faster, for answers of the same quality.
+    """
+    if wish == "auto":
+        return "file" if dtype == "bfloat16" and block_types else "none"
+    if wish == "file" and not block_types:
+        raise StartupError(
+            "quantization is file, but the checkpoint's weights are not quantized: take int8, int4 or none, or a "
+            "quantized GGUF file"
+        )
+    return wish
+
+
+def weight_format(quantization: Quantization, block_type: str | None) -> WeightFormat:
+    """How a matrix is kept. block_type: of its blocks in the file, or None if it has none.
+
+    Blocks that have the wanted number of bits already are kept as they are.
+    """
+    own = WeightFormat.DENSE if block_type is None else BLOCK_FORMATS[block_type][1]
+    if quantization == "none":
+        return WeightFormat.DENSE
+    if quantization == "file":
+        return own
+    wanted, bits = (WeightFormat.Q8, 8) if quantization == "int8" else (WeightFormat.Q4_MIN, 4)
+    return own if own != WeightFormat.DENSE and own.bits == bits else wanted
