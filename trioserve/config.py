@@ -53,8 +53,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cpu_kernels: Annotated[Literal["auto", "native", "torch"], _about(
         "what computes on a CPU; auto takes native kernels, compiled at the first start, if they can be had")] = "auto"
     quantization: Annotated[Literal["auto", "none", "file", "int8", "int4"], _about(
-        "bits of weights in memory, native kernels only: file keeps a quantized GGUF's own, int8 and int4 quantize "
-        "any checkpoint, none is --dtype; auto takes file where it can, else none")] = "auto"
+        "how native kernels keep weights: file keeps a quantized GGUF's blocks, int8 and int4 quantize any checkpoint, "
+        "none keeps --dtype; auto takes file where it can, else none")] = "auto"
     max_model_len: Annotated[Annotated[int, Meta(ge=2)] | None, _about(
         "tokens of prompt and answer together; default: what the model takes", "TOKENS")] = None
     max_num_seqs: Annotated[int, _about(

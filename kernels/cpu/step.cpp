@@ -9,7 +9,7 @@
 
 #include "attention.h"
 #include "buffer.h"
-#include "quantized.h"
+#include "quantized_product.h"
 
 namespace trioserve {
 namespace {

@@ -137,7 +137,9 @@ def test_a_step_s_bytes_are_what_is_kept(tiny_gguf: Callable[..., Path], step_dr
     path = tiny_gguf("llama-wide", "Q4_1")
     config = open_checkpoint(path).config
     in_bfloat16 = step_weight_bytes(config, "bfloat16")
-    for quantization, share in (("none", 1.0), ("int8", 34 / 64), ("file", 20 / 64), ("int4", 20 / 64)):
+    head = 2 * config.vocab_size * config.hidden_size / in_bfloat16
+    in_four_bits = (1 - head) * 20 / 64 + head * 34 / 64
+    for quantization, share in (("none", 1.0), ("int8", 34 / 64), ("file", 20 / 64), ("int4", in_four_bits)):
         runner = step_driver.load_runner(path, dtype="bfloat16", cpu_kernels="native", quantization=quantization)
         assert runner.step_weight_bytes == pytest.approx(share * in_bfloat16, rel=1e-9)
         runner.close()
@@ -147,16 +149,21 @@ def test_a_step_s_bytes_are_what_is_kept(tiny_gguf: Callable[..., Path], step_dr
 
 
 def test_what_is_already_small_enough_is_kept() -> None:
-    assert {name: weight_format("int4", name) for name in BLOCK_FORMATS} == {
+    assert {name: weight_format("int4", "layers.0.q_proj.weight", name) for name in BLOCK_FORMATS} == {
         name: format if "4" in name else WeightFormat.Q4_MIN for name, (_, format) in BLOCK_FORMATS.items()
     }
-    assert {name: weight_format("int8", name) for name in BLOCK_FORMATS} == {
-        name: WeightFormat.Q8 if "4" in name else format for name, (_, format) in BLOCK_FORMATS.items()
-    }
+    for quantization, tensor in (
+        ("int8", "layers.0.q_proj.weight"),
+        ("int4", "lm_head.weight"),
+        ("int4", "embed.weight"),
+    ):
+        assert {name: weight_format(quantization, tensor, name) for name in BLOCK_FORMATS} == {
+            name: WeightFormat.Q8 if "4" in name else format for name, (_, format) in BLOCK_FORMATS.items()
+        }
     for name, (_, format) in BLOCK_FORMATS.items():
-        assert weight_format("file", name) == format
-        assert weight_format("none", name) == WeightFormat.DENSE
-    assert weight_format("file", None) == WeightFormat.DENSE
+        assert weight_format("file", "embed.weight", name) == format
+        assert weight_format("none", "embed.weight", name) == WeightFormat.DENSE
+    assert weight_format("file", "embed.weight", None) == WeightFormat.DENSE
 
 
 def test_auto_keeps_the_blocks_of_a_quantized_file_unless_float32_is_asked_for() -> None:

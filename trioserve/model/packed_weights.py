@@ -56,7 +56,7 @@ class PackedWeights:
         self._library = library
         self._dtype: Dtype = dtype
         self._block_types = block_types
-        self._matrices = _matrices(config, lambda name: weight_format(quantization, block_types.get(name)))
+        self._matrices = _matrices(config, lambda name: weight_format(quantization, name, block_types.get(name)))
         sizes = {part: self._packed_bytes(part) for matrix in self._matrices.values() for part in matrix}
         self.byte_count = sum(sizes.values())
         self._memory = WeightMemory(library, self.byte_count)

@@ -1,12 +1,14 @@
 """Milliseconds of whole steps, native kernels beside plain torch, and beside what the memory allows.
 
     python -m trioserve.model.step_bench [--model smollm2] [--rounds 15] [--threads 2] [--steps sampled shared]
+    python -m trioserve.model.step_bench --quantization none int8 int4 file
     python -m trioserve.model.step_bench --against OTHER_CHECKOUT [--steps decode sampled shared prompt]
 
 All compute in turns, round for round, so that whatever else the machine does meets all. Shown are the least and the
 median of the rounds. A decode step cannot be faster than its weights and KV can be read: that bound comes from the
 speed at which as many threads read memory, measured in the same rounds.
 
+With --quantization, the native kernels compute once with each of these, in the place of plain torch.
 With --against, the native kernels of another checkout of this project take the place of plain torch; they compute in a
 process of their own.
 """
@@ -25,8 +27,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
+import msgspec
 import numpy as np
 
 from trioserve.contracts.ids import RequestId
@@ -39,7 +42,12 @@ from trioserve.model.loading.default_model import resolve_model
 from trioserve.model.runner import ModelRunner
 from trioserve.model.settings import ModelSettings
 
+if TYPE_CHECKING:  # this file also runs in older checkouts, which lack it
+    from trioserve.model.settings import QuantizationName
+
 __all__ = ["main"]
+
+QUANTIZATIONS = ("auto", "none", "file", "int8", "int4")
 
 READ_BYTES = 2**28  # of each thread; beyond any cache
 FILLED_AT_ONCE = 8  # sequences
@@ -80,18 +88,23 @@ def main() -> int:
     parser.add_argument(
         "--against", type=Path, metavar="CHECKOUT", help="another checkout of this project, in the place of plain torch"
     )
+    parser.add_argument(
+        "--quantization", nargs="+", default=["auto"], choices=QUANTIZATIONS, help="how weights are kept"
+    )
     parser.add_argument("--answering", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    native = _Local("native", arguments.model, arguments.threads)
+    wishes: list[QuantizationName] = arguments.quantization
+    natives = [_Local("native", arguments.model, arguments.threads, wish) for wish in wishes]
     if arguments.answering:
-        return _answer(native)
-    runner = native.runner
-    other: _Contestant = (
-        _Other(arguments.against, arguments.model, arguments.threads)
-        if arguments.against
-        else _Local("torch", arguments.model, arguments.threads)
-    )
-    contestants, names = (native, other), ("native", "against" if arguments.against else "torch")
+        return _answer(natives[0])
+    runner = natives[0].runner
+    contestants: dict[str, _Contestant] = {}
+    for wish, native in zip(wishes, natives, strict=True):
+        contestants["native" if wish == "auto" else f"native {wish}"] = native
+    if arguments.against:
+        contestants["against"] = _Other(arguments.against, arguments.model, arguments.threads)
+    elif len(wishes) == 1:
+        contestants["torch"] = _Local("torch", arguments.model, arguments.threads)
     try:
         from trioserve.model.device import default_thread_count  # late: this file also runs in older checkouts
 
@@ -103,26 +116,25 @@ def main() -> int:
         )
         for case in (case for step in arguments.steps for case in CASES[step]):
             rounds = arguments.rounds if case.count == 1 else max(3, arguments.rounds // 3)
-            times: list[list[float]] = [[], []]
-            for contestant in contestants:
+            times: dict[str, list[float]] = {name: [] for name in contestants}
+            for contestant in contestants.values():
                 contestant.fill(case)
             for _ in range(rounds):
                 reading.measure()
-                for place, contestant in enumerate(contestants):
-                    times[place] += contestant.times(case)
-            shown = ", ".join(f"{name} {_shown(seconds)}" for name, seconds in zip(names, times, strict=True))
+                for name, contestant in contestants.items():
+                    times[name] += contestant.times(case)
+            shown = ", ".join(f"{name} {_shown(seconds)}" for name, seconds in times.items())
             if case.count == 1:
-                bound = _bytes_read(runner, case) / reading.best_bytes_per_second
-                print(f"{case}: {shown}  bound {1e3 * bound:.1f} (read {reading})", flush=True)
+                bounds = (_bytes_read(native.runner, case) / reading.best_bytes_per_second for native in natives)
+                shown_bounds = ", ".join(f"{1e3 * bound:.1f}" for bound in bounds)
+                print(f"{case}: {shown}  bound {shown_bounds} (read {reading})", flush=True)
             else:
                 flops = 2e-12 * _layer_count(runner) * case.context
-                speeds = ", ".join(
-                    f"{name} {flops / min(seconds):.2f}" for name, seconds in zip(names, times, strict=True)
-                )
+                speeds = ", ".join(f"{name} {flops / min(seconds):.2f}" for name, seconds in times.items())
                 print(f"{case}: {shown}  TFLOP/s of the layers' products: {speeds}", flush=True)
     finally:
-        other.close()
-        native.close()
+        for contestant in contestants.values():
+            contestant.close()
     return 0
 
 
@@ -141,8 +153,16 @@ class _Contestant(Protocol):
 class _Local:
     """A model in this process."""
 
-    def __init__(self, cpu_kernels: Literal["native", "torch"], model: str, threads: int | None) -> None:
+    def __init__(
+        self,
+        cpu_kernels: Literal["native", "torch"],
+        model: str,
+        threads: int | None,
+        quantization: QuantizationName = "auto",
+    ) -> None:
         settings = ModelSettings(device="cpu", threads=threads, cpu_kernels=cpu_kernels)
+        if quantization != "auto":  # older checkouts do not know it
+            settings = msgspec.structs.replace(settings, quantization=quantization)
         self.runner = ModelRunner.load(open_checkpoint(resolve_model(model)), settings)
         self.runner.allocate_kv(
             max(_block_count(case, self.runner.block_size) for some in CASES.values() for case in some)

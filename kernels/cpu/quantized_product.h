@@ -1,0 +1,226 @@
+// Products of few or many rows with a quantized weight.
+//
+// Rows are quantized to 8 bits, with a scale for each 32 numbers. Sums over 32 of K are whole numbers and exact; they are
+// added up in float32, always in the same order: a row's results do not depend on the rows beside it.
+#pragma once
+
+#include "quantized.h"
+
+namespace trioserve {
+
+// What 32 numbers of a row are multiplied with, and sums of their whole numbers.
+struct RowGroup {
+    float scale, scaled_sum;
+    int32_t starts[2];  // -128 times the sum of the lower 16 and of the upper 16
+};
+
+// [rows, padded k] and [rows, padded k / 32].
+struct QuantizedRows {
+    const int8_t* values;
+    const RowGroup* groups;
+};
+
+inline int64_t quantized_rows_bytes(int64_t rows, int64_t k) {
+    return rows * (padded_depth(k) + record_count(k) * int64_t(sizeof(RowGroup)));
+}
+
+inline QuantizedRows rows_at(const int8_t* memory, int64_t rows, int64_t k) {
+    return {memory, reinterpret_cast<const RowGroup*>(memory + rows * padded_depth(k))};
+}
+
+// x: [rows, padded k].
+template <class T>
+inline void quantize_row(const T* x, int64_t k, int64_t row, const QuantizedRows& to) {
+    constexpr float TINY = 1e-30f;  // below, 127 / most is no number, and nothing is lost
+    const int64_t records = record_count(k);
+    const T* from = x + row * padded_depth(k);
+    int8_t* values = const_cast<int8_t*>(to.values) + row * padded_depth(k);
+    RowGroup* groups = const_cast<RowGroup*>(to.groups) + row * records;
+    for (int64_t record = 0; record < records; record++, from += RECORD_DEPTH, values += RECORD_DEPTH) {
+        Lanes low = load(from), high = load(from + LANES);
+        const float most = max_of(max(max(low, sub(zero(), low)), max(high, sub(zero(), high))));
+        const float doubt = sum_of(mul(add(low, high), zero()));  // nothing but a NaN or an infinity times 0 is a NaN
+        if (doubt != doubt) {
+            std::memset(values, 0, RECORD_DEPTH);
+            groups[record] = {doubt, doubt, {0, 0}};
+            continue;
+        }
+        const Lanes inverse = set(most > TINY ? 127.0f / most : 0.0f);
+        low = round_whole(mul(low, inverse));
+        high = round_whole(mul(high, inverse));
+        store(values, low);
+        store(values + LANES, high);
+        const float scale = most > TINY ? most / 127.0f : 0.0f, low_sum = sum_of(low), high_sum = sum_of(high);
+        groups[record] = {scale, scale * (low_sum + high_sum), {int32_t(-128.0f * low_sum), int32_t(-128.0f * high_sum)}};
+    }
+}
+
+// --- products --------------------------------------------------------------------------------------------------------
+
+// Dot<F> sums the products of units of weights with 4 numbers of a row, in 16 lanes.
+#if defined(__AVX512VNNI__)
+constexpr int QUANTIZED_TILE_ROWS = 6;
+
+using Bytes = __m512i;
+inline Bytes load_bytes(const uint8_t* from) { return _mm512_loadu_si512(from); }
+inline Bytes low_halves(Bytes a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
+inline Bytes high_halves(Bytes a) { return low_halves(_mm512_srli_epi16(a, 4)); }
+
+template <class F>
+struct Dot {
+    __m512i sum;
+
+    void start(const RowGroup& group, int part) {
+        if (F::OFFSET == 0) {
+            sum = _mm512_setzero_si512();
+            return;
+        }
+        sum = _mm512_set1_epi32(group.starts[part]);
+        if (F::PARTS == 1) sum = _mm512_add_epi32(sum, _mm512_set1_epi32(group.starts[1]));
+        if (F::OFFSET == 8) sum = _mm512_srai_epi32(sum, 4);
+    }
+    void add(Bytes weights, int32_t values) { sum = _mm512_dpbusd_epi32(sum, weights, _mm512_set1_epi32(values)); }
+    Lanes value(const RowGroup&) const { return _mm512_cvtepi32_ps(sum); }
+};
+#else
+constexpr int QUANTIZED_TILE_ROWS = 2;
+
+struct Bytes {
+    __m256i low, high;
+};
+inline Bytes load_bytes(const uint8_t* from) {
+    const __m256i* halves = reinterpret_cast<const __m256i*>(from);
+    return {_mm256_loadu_si256(halves), _mm256_loadu_si256(halves + 1)};
+}
+inline __m256i low_half(__m256i a) { return _mm256_and_si256(a, _mm256_set1_epi8(15)); }
+inline Bytes low_halves(Bytes a) { return {low_half(a.low), low_half(a.high)}; }
+inline Bytes high_halves(Bytes a) {
+    return {low_half(_mm256_srli_epi16(a.low, 4)), low_half(_mm256_srli_epi16(a.high, 4))};
+}
+
+template <class F>
+struct Dot {
+    // Of 4 bits in 16 bit lanes: 32 products of at most 15 * 127 in two lanes fit.
+    __m256i low, high;
+
+    static __m256i pairs(__m256i a) { return _mm256_madd_epi16(a, _mm256_set1_epi16(1)); }
+    static __m256i product(__m256i weights, __m256i values) {
+        if constexpr (F::BITS == 4) return _mm256_maddubs_epi16(weights, values);
+        // Of signed weights the sign goes to the values: 2 * 128 * 127 fits 16 bits, 2 * 255 * 127 does not.
+        const __m256i signed_ = _mm256_xor_si256(weights, _mm256_set1_epi8(char(0x80)));
+        return pairs(_mm256_maddubs_epi16(_mm256_abs_epi8(signed_), _mm256_sign_epi8(values, signed_)));
+    }
+    static __m256i sum(__m256i a, __m256i b) {
+        return F::BITS == 4 ? _mm256_add_epi16(a, b) : _mm256_add_epi32(a, b);
+    }
+
+    void start(const RowGroup&, int) { low = high = _mm256_setzero_si256(); }
+    void add(Bytes weights, int32_t values) {
+        const __m256i same = _mm256_set1_epi32(values);
+        low = sum(low, product(weights.low, same));
+        high = sum(high, product(weights.high, same));
+    }
+    Lanes value(const RowGroup& group) const {
+        __m256i a = low, b = high;
+        if constexpr (F::BITS == 4) {
+            const __m256i offset = _mm256_set1_epi32(F::OFFSET == 0 ? 0 : (group.starts[0] + group.starts[1]) / 16);
+            a = _mm256_add_epi32(pairs(a), offset);
+            b = _mm256_add_epi32(pairs(b), offset);
+        }
+#if defined(__AVX512F__)
+        return _mm512_cvtepi32_ps(_mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1));
+#else
+        return {_mm256_cvtepi32_ps(a), _mm256_cvtepi32_ps(b)};
+#endif
+    }
+};
+#endif
+
+// sums [ROWS, 32] = rows times one panel. fetch: an address from which as much is brought into the caches as is read.
+template <class F, int ROWS>
+inline void quantized_tile(const int8_t* x, const RowGroup* groups, int64_t records, const uint8_t* panel, float* sums,
+                           const uint8_t* fetch) {
+    using Scale = typename F::Scale;
+    constexpr int UNITS = 8 / F::PARTS;
+    const int64_t stride = records * RECORD_DEPTH;
+    Lanes sum[ROWS][PANEL_BLOCKS];
+    for (int row = 0; row < ROWS; row++)
+        for (int block = 0; block < PANEL_BLOCKS; block++) sum[row][block] = zero();
+    for (int64_t record = 0; record < records; record++, panel += F::BYTES) {
+        for (int64_t byte = 0; byte < F::BYTES; byte += 64, fetch += 64)
+            _mm_prefetch(reinterpret_cast<const char*>(fetch), _MM_HINT_T0);
+        for (int part = 0; part < F::PARTS; part++) {
+            Dot<F> dot[ROWS][PANEL_BLOCKS];
+            for (int row = 0; row < ROWS; row++)
+                for (int block = 0; block < PANEL_BLOCKS; block++)
+                    dot[row][block].start(groups[row * records + record], part);
+// Without it compilers give up on tiles of many rows, and keep the sums in memory.
+#pragma GCC unroll 8
+            for (int index = 0; index < UNITS; index++) {
+                const int unit = part * UNITS + index;
+                Bytes weights[PANEL_BLOCKS];
+                for (int block = 0; block < PANEL_BLOCKS; block++) {
+                    const int at = (F::BITS == 8 ? unit : unit / 2) * PANEL_BLOCKS + block;
+                    const Bytes raw = load_bytes(panel + F::VALUES + at * 64);
+                    weights[block] = F::BITS == 8 ? raw : index % 2 == 0 ? low_halves(raw) : high_halves(raw);
+                }
+                for (int row = 0; row < ROWS; row++) {
+                    int32_t values;
+                    std::memcpy(&values, x + row * stride + record * RECORD_DEPTH + unit * 4, sizeof values);
+                    for (int block = 0; block < PANEL_BLOCKS; block++) dot[row][block].add(weights[block], values);
+                }
+            }
+            for (int block = 0; block < PANEL_BLOCKS; block++) {
+                const int64_t place = block * LANES;
+                const Lanes scale = load(reinterpret_cast<const Scale*>(panel) + part * PANEL + place);
+                for (int row = 0; row < ROWS; row++) {
+                    const RowGroup& group = groups[row * records + record];
+                    const Lanes both = mul(scale, set(group.scale));
+                    sum[row][block] = fma(dot[row][block].value(group), both, sum[row][block]);
+                }
+                if constexpr (F::HAS_MIN) {
+                    const Lanes min = load(reinterpret_cast<const Scale*>(panel + F::MINS) + place);
+                    for (int row = 0; row < ROWS; row++)
+                        sum[row][block] = fma(min, set(groups[row * records + record].scaled_sum), sum[row][block]);
+                }
+            }
+        }
+    }
+    for (int row = 0; row < ROWS; row++)
+        for (int block = 0; block < PANEL_BLOCKS; block++) store(sums + row * PANEL + block * LANES, sum[row][block]);
+}
+
+// For `rows` of at most QUANTIZED_TILE_ROWS.
+template <class F, int ROWS = QUANTIZED_TILE_ROWS>
+inline void run_quantized_tile(int rows, const int8_t* x, const RowGroup* groups, int64_t records, const uint8_t* panel,
+                               float* sums, const uint8_t* fetch) {
+    if constexpr (ROWS > 1) {
+        if (rows < ROWS) return run_quantized_tile<F, ROWS - 1>(rows, x, groups, records, panel, sums, fetch);
+    }
+    quantized_tile<F, ROWS>(x, groups, records, panel, sums, fetch);
+}
+
+// compute_piece for a quantized weight.
+template <class Finish>
+inline void compute_quantized_piece(int64_t piece, int threads, const QuantizedRows& x, int64_t m, int32_t format,
+                                    const uint8_t* w, int64_t n, int64_t k, const Finish& finish) {
+    alignas(64) float sums[(CHUNK_ROWS + 16) * PANEL];
+    const PieceRows rows = rows_of_piece(piece, m);
+    const int64_t first_block = rows.panel * PANEL_BLOCKS, records = record_count(k), depth = padded_depth(k);
+    with_format(format, [&](auto f) {
+        using F = decltype(f);
+        const uint8_t* panel = w + rows.panel * records * F::BYTES;
+        const int tiles = (rows.count + QUANTIZED_TILE_ROWS - 1) / QUANTIZED_TILE_ROWS;
+        for (int index = 0, row = 0; index < tiles; index++) {
+            const int height = (rows.count - row + tiles - index - 1) / (tiles - index);
+            const int64_t first = rows.first + row;
+            const uint8_t* fetch = index == 0 ? panel + threads * records * F::BYTES : panel;
+            run_quantized_tile<F>(height, x.values + first * depth, x.groups + first * records, records, panel,
+                                  sums + row * PANEL, fetch);
+            row += height;
+        }
+    });
+    finish(rows.first, rows.count, first_block, int(std::min<int64_t>(PANEL_BLOCKS, block_count(n) - first_block)), sums);
+}
+
+}  // namespace trioserve
