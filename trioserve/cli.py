@@ -202,6 +202,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         return run_draft_bench(open_engine)
     from trioserve.bench.flags import settings_from
     from trioserve.bench.soak_settings import SoakSettings
+    from trioserve.bench.startup_settings import StartupSettings
     from trioserve.bench.suite_settings import SuiteSettings
 
     settings = settings_from(arguments)
@@ -209,6 +210,10 @@ def _bench(arguments: argparse.Namespace) -> int:
         from trioserve.bench.suite import main as run_suite
 
         return run_suite(settings)
+    if isinstance(settings, StartupSettings):
+        from trioserve.bench.startup import main as run_startup
+
+        return run_startup(settings)
     if isinstance(settings, SoakSettings):
         from trioserve.bench.soak_run import main as run_soak
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import ssl
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,6 +33,7 @@ from trioserve.terminal import EXIT_INTERRUPTED, LoadingBar
 
 __all__ = ["run_server", "serve_configured"]
 
+_IMPORTED_AT = time.perf_counter()
 ORDERS_MAX = 8  # signals that wait to be obeyed; more say nothing new
 
 
@@ -61,8 +64,13 @@ async def _serve_until_signal(config: Config) -> int:
     def announce(urls: list[str]) -> None:
         keep_what_is_loaded()
         is_serving.set()
+        seconds = _process_seconds()
         for url in urls:
-            print(f"serving {', '.join(_names(config))} at {url} (Ctrl-C stops)", file=sys.stderr, flush=True)
+            print(
+                f"serving {', '.join(_names(config))} at {url} (ready after {seconds:.1f} s; Ctrl-C stops)",
+                file=sys.stderr,
+                flush=True,
+            )
 
     with errors_unwrapped():
         async with trio.open_nursery() as nursery:
@@ -71,6 +79,15 @@ async def _serve_until_signal(config: Config) -> int:
             print("stopped", file=sys.stderr)
             nursery.cancel_scope.cancel()
     return 0 if is_serving.is_set() else EXIT_INTERRUPTED
+
+
+def _process_seconds() -> float:
+    """How long this process has lived: what is waited for at a start is also Python itself and every module."""
+    if sys.platform != "linux":
+        return time.perf_counter() - _IMPORTED_AT
+    # Clock ticks from the start of the system to that of the process; field 22 as proc(5) counts, two stand before ")".
+    ticks = int(Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 async def serve_configured(

@@ -11,11 +11,12 @@ import pytest
 from trioserve.bench.flags import add_arguments, settings_from
 from trioserve.bench.settings import BenchSettings, Target
 from trioserve.bench.soak_settings import SoakSettings
+from trioserve.bench.startup_settings import StartupSettings
 from trioserve.bench.suite_settings import SuiteSettings
 from trioserve.contracts.errors import StartupError
 
 
-def parse(flags: str) -> BenchSettings | SoakSettings | SuiteSettings:
+def parse(flags: str) -> BenchSettings | SoakSettings | SuiteSettings | StartupSettings:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     return settings_from(parser.parse_args(flags.split(" ") if flags else []))
@@ -23,6 +24,13 @@ def parse(flags: str) -> BenchSettings | SoakSettings | SuiteSettings:
 
 def test_no_flags_give_the_defaults():
     assert parse("") == BenchSettings()
+
+
+def test_flags_of_a_startup_reach_their_settings():
+    settings = parse("--startup --rounds 3 --flags=--threads=2 --timeout 9 --json - --label l")
+    assert settings == StartupSettings(
+        server_flags=("--threads=2",), rounds=3, timeout_seconds=9.0, json_path="-", label="l"
+    )
 
 
 def test_every_flag_reaches_its_setting():
@@ -97,8 +105,12 @@ def test_every_help_text_can_be_printed_and_names_a_default(capsys):
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     flags = [action for action in parser._actions if action.dest != "help"]
-    fields = {name for kind in (BenchSettings, SoakSettings, SuiteSettings) for name in kind.__struct_fields__}
-    assert {action.dest for action in flags} == {"soak", "suite", *fields}
+    fields = {
+        name
+        for kind in (BenchSettings, SoakSettings, SuiteSettings, StartupSettings)
+        for name in kind.__struct_fields__
+    }
+    assert {action.dest for action in flags} == {"soak", "suite", "startup", *fields}
     for action in flags:
         assert "default" in action.help or "(off)" in action.help, action.dest
     parser.print_help()

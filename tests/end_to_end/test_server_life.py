@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -36,6 +37,15 @@ def check_refusal(result: subprocess.CompletedProcess[str], *words: str) -> None
     assert sentence.startswith("trioserve: ")
     for word in words:
         assert word in sentence
+
+
+def test_a_server_with_native_kernels_has_no_torch_and_says_when_it_was_ready(server):
+    if not any("native kernels" in line for line in server.lines):
+        pytest.skip("no native kernels here")
+    assert server.metric("trioserve:step_weight_bytes") > 0
+    maps = Path(f"/proc/{server.process.pid}/maps").read_text()
+    assert "libtorch" not in maps
+    assert re.search(r"\(ready after \d+\.\d s; Ctrl-C stops\)", "".join(server.lines))
 
 
 def test_a_wrong_path_is_one_sentence():

@@ -6,11 +6,13 @@ Importing this file is cheap (no trio, no h2), so that a command line can show i
 from __future__ import annotations
 
 import argparse
+import shlex
 
 import msgspec
 
 from trioserve.bench.settings import BenchSettings
 from trioserve.bench.soak_settings import SoakSettings
+from trioserve.bench.startup_settings import StartupSettings
 from trioserve.bench.suite_settings import ROWS, SuiteSettings
 from trioserve.contracts.errors import StartupError
 
@@ -46,20 +48,24 @@ _FLAGS = {
     "rows": "--rows",
     "rounds": "--rounds",
     "label": "--label",
+    "checkouts": "--checkout",
+    "server_flags": "--flags",
 }
 """The flag of each setting. Some belong to one kind of measurement alone."""
 
-_KINDS = {"a plain bench": BenchSettings, "--soak": SoakSettings, "--suite": SuiteSettings}
+Settings = BenchSettings | SoakSettings | SuiteSettings | StartupSettings
+
+_MODES: dict[str, type[Settings]] = {"soak": SoakSettings, "suite": SuiteSettings, "startup": StartupSettings}
+_KINDS = {"a plain bench": BenchSettings, **{f"--{name}": kind for name, kind in _MODES.items()}}
 
 
-def settings_from(arguments: argparse.Namespace) -> BenchSettings | SoakSettings | SuiteSettings:
+def settings_from(arguments: argparse.Namespace) -> Settings:
     """The settings from what a parser with add_arguments read; other attributes are not looked at. Raises StartupError,
     also for a flag that this kind of measurement does not know."""
-    if arguments.soak and arguments.suite:
-        raise StartupError("--soak and --suite are two kinds of measurement: give one of them")
-    kind: type[BenchSettings] | type[SoakSettings] | type[SuiteSettings] = BenchSettings
-    if arguments.soak or arguments.suite:
-        kind = SoakSettings if arguments.soak else SuiteSettings
+    modes = [name for name in _MODES if getattr(arguments, name)]
+    if len(modes) > 1:
+        raise StartupError(f"--{modes[0]} and --{modes[1]} are two kinds of measurement: give one of them")
+    kind: type[Settings] = _MODES[modes[0]] if modes else BenchSettings
     given = {field: value for field in _FLAGS if (value := getattr(arguments, field)) is not None}
     for field in given:
         if field not in kind.__struct_fields__:
@@ -77,8 +83,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     soak = {field.name: field.default for field in msgspec.structs.fields(SoakSettings)}
     suite = {field.name: field.default for field in msgspec.structs.fields(SuiteSettings)}
 
+    startup = {field.name: field.default for field in msgspec.structs.fields(StartupSettings)}
+
     def flag(field: str, help_text: str, **options: object) -> None:
         default = plain.get(field, soak.get(field, suite.get(field)))
+        if startup.get(field, default) != default:
+            default = f"{default}, with --startup {startup[field]}"
         if soak.get(field, default) != default:
             default = f"{default}, with --soak {soak[field]}"
         keywords: dict[str, object] = {"dest": field, "default": None, **options}
@@ -96,6 +106,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help=f"measure the rows of a fixed table, {', '.join(row.name for row in ROWS)} (default: off)",
     )
+    parser.add_argument(
+        "--startup",
+        action="store_true",
+        help="start trioserve serve again and again: seconds from the command until it is ready, and its memory then "
+        "(default: off)",
+    )
+    flag(
+        "checkouts",
+        "with --startup, another checkout of trioserve to start in turn; may be repeated (default none)",
+        metavar="FOLDER",
+        action=_Append,
+    )
+    flag(
+        "server_flags",
+        "with --startup, flags of serve in one text, such as --flags='--cpu-kernels torch' (default none)",
+        type=_words,
+    )
     flag(
         "peers",
         "with --suite, another server to measure in turn; may be repeated (default none)",
@@ -103,7 +130,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action=_Append,
     )
     flag("rows", "with --suite, names of rows, separated by commas (default all)", type=_names)
-    flag("rounds", "with --suite, how often each row is measured (default DEFAULT)", type=int)
+    flag("rounds", "with --suite or --startup, how often each is measured (default DEFAULT)", type=int)
     flag("markdown_path", "with --suite, write the table to this file (default none)")
     flag("url", "server to measure, with or without /v1 (default DEFAULT)")
     flag("allow_remote", "permit a server that is not on this machine (off)", action="store_true")
@@ -152,6 +179,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag("api_key", "sent as a bearer token (default none)")
     flag("json_path", "write settings and figures to this file, - is standard output (default none)")
     flag("label", "a name for this measurement in its report (default none)")
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(shlex.split(text))
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -1,0 +1,111 @@
+"""Servers are started in turn, asked until they are ready, looked at, and ended."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from trioserve.bench.report import Machine
+from trioserve.bench.startup import Start, StartupReport, main, memory_bytes, startup_text
+from trioserve.bench.startup_settings import StartupSettings
+from trioserve.contracts.errors import StartupError
+
+MACHINE = Machine(cpu="a CPU", cores=2, python="3.11", platform="Linux")
+
+# Ready at the third question; it writes down its process and its flags.
+SERVER = """
+import http.server, os, pathlib, sys
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    asked = 0
+
+    def do_GET(self):
+        Handler.asked += 1
+        self.send_response(200 if self.path == "/ready" and Handler.asked > 2 else 503)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *arguments):
+        pass
+
+with pathlib.Path(__file__).with_name("started").open("a") as file:
+    print(os.getpid(), *sys.argv[1:], file=file)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[3])), Handler).serve_forever()
+"""
+FAILING = "import sys; print('trioserve: the model is not there', file=sys.stderr); sys.exit(1)"
+
+
+def checkout(folder: Path, program: str) -> Path:
+    (folder / "trioserve").mkdir(parents=True)
+    (folder / "trioserve/__init__.py").touch()
+    (folder / "trioserve/__main__.py").write_text(program)
+    (folder / "kernels").mkdir()
+    return folder
+
+
+def starts_of(folder: Path) -> list[list[str]]:
+    return [line.split() for line in (folder / "trioserve/started").read_text().splitlines()]
+
+
+def test_this_version_and_another_are_started_in_turn(tmp_path, monkeypatch, capsys):
+    here, there = checkout(tmp_path / "here", SERVER), checkout(tmp_path / "there", SERVER)
+    monkeypatch.chdir(here)  # `python -m` looks there first
+    settings = StartupSettings(
+        checkouts=(str(there),), server_flags=("--threads", "1"), rounds=2, json_path=str(tmp_path / "report.json")
+    )
+    assert main(settings) == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [start["checkout"] for start in report["starts"]] == ["", str(there)] * 2
+    for start in report["starts"]:
+        assert 0 < start["ready_seconds"] < 120
+        assert start["resident_bytes"] >= start["proportional_bytes"] > 0
+    table = capsys.readouterr().out.splitlines()
+    assert [line.split(" | ")[0] for line in table[2:4]] == ["| this version", f"| {there}"]
+    for folder in (here, there):
+        assert len(starts_of(folder)) == 2
+        for pid, command, *flags in starts_of(folder):
+            assert (command, flags[0], flags[2:]) == ("serve", "--port", ["--threads", "1"])
+            with pytest.raises(ProcessLookupError):
+                os.kill(int(pid), 0)
+
+
+def test_a_server_that_ends_is_told_with_its_last_words(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(checkout(tmp_path / "here", FAILING))
+    assert main(StartupSettings(rounds=3)) == 2
+    assert "last words: trioserve: the model is not there" in capsys.readouterr().err
+
+
+def test_the_table_shows_medians_and_what_is_not_known():
+    starts = [
+        Start(
+            checkout="",
+            ready_seconds=seconds,
+            cpu_seconds=None,
+            resident_bytes=bytes_,
+            proportional_bytes=None,
+            resident_bytes_max=2**30,
+        )
+        for seconds, bytes_ in ((3.0, 2**20), (1.0, 5 * 2**20), (2.0, 3 * 2**20))
+    ]
+    report = StartupReport(settings=StartupSettings(label="mine"), date="today", machine=MACHINE, starts=starts)
+    assert startup_text(report).splitlines()[2] == "| mine | 2.00 | 1.00 | - | 3 | - | 1024 |"
+
+
+def test_memory_is_read_as_the_kernel_tells_it(tmp_path):
+    folder = tmp_path / "proc/7"
+    folder.mkdir(parents=True)
+    (folder / "status").write_text("Name:\tserver\nVmHWM:\t    30 kB\nVmRSS:\t    20 kB\nThreads:\t3\n")
+    assert memory_bytes(7, tmp_path) == (20 * 1024, None, 30 * 1024)
+    (folder / "smaps_rollup").write_text("55d0-7ffe ---p 00000000 00:00 0 [rollup]\nRss: 20 kB\nPss:  15 kB\n")
+    assert memory_bytes(7, tmp_path) == (20 * 1024, 15 * 1024, 30 * 1024)
+    assert memory_bytes(8, tmp_path) == (None, None, None)
+
+
+def test_what_cannot_be_started_is_refused(tmp_path):
+    with pytest.raises(StartupError, match="has no trioserve in it"):
+        StartupSettings(checkouts=(str(tmp_path),))
+    with pytest.raises(StartupError, match="--rounds is 0"):
+        StartupSettings(rounds=0)

@@ -1,0 +1,229 @@
+"""From the command to a ready server, and what the idle server's memory is: a process of its own, seen from outside.
+
+The processor time is shown beside the seconds, since others on the machine take part in these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from statistics import median
+
+import msgspec
+import trio
+
+from trioserve.bench.client import stream_opener
+from trioserve.bench.http1 import Http1Client
+from trioserve.bench.report import Machine
+from trioserve.bench.run import EXIT_INTERRUPTED, EXIT_UNREACHABLE, PlainAnswer, common_headers
+from trioserve.bench.settings import Target
+from trioserve.bench.startup_settings import StartupSettings
+
+__all__ = ["Start", "StartupReport", "main", "memory_bytes", "startup_json", "startup_text"]
+
+LOOKS_SECONDS = 0.005  # between two questions whether it is ready; as much may be missing in a figure
+STOP_SECONDS_MAX = 10.0
+READY_PATH = "/ready"
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True):
+    """One start. checkout: which version, "" for this one. ready_seconds: from the command to the first 200 of
+    /ready. cpu_seconds: of all of its threads until then. Bytes are of the idle server right afterwards: what is
+    resident, the same with shared pages divided among those who share them, and the most it ever was; None where the
+    system does not tell.
+    """
+
+    checkout: str
+    ready_seconds: float
+    cpu_seconds: float | None
+    resident_bytes: int | None
+    proportional_bytes: int | None
+    resident_bytes_max: int | None
+
+
+class StartupReport(msgspec.Struct, frozen=True, kw_only=True):
+    settings: StartupSettings
+    date: str
+    machine: Machine
+    starts: list[Start]
+
+
+class _NotReady(Exception):
+    """Why a server is not there, in a sentence."""
+
+
+def main(settings: StartupSettings) -> int:
+    """Measure, print, and return the exit code as bench does. What was measured before an interruption is printed."""
+    starts: list[Start] = []
+    exit_code = 0
+    try:
+        for _ in range(settings.rounds):
+            for checkout in ("", *settings.checkouts):
+                starts.append(_start(checkout, settings))
+                print(f"{_name(checkout)}: ready after {starts[-1].ready_seconds:.2f} s", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        exit_code = EXIT_INTERRUPTED
+    except _NotReady as error:
+        print(f"trioserve bench: {error}", file=sys.stderr)
+        exit_code = EXIT_UNREACHABLE
+    if not starts:
+        return exit_code
+    report = StartupReport(
+        settings=settings,
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        machine=Machine.here(),
+        starts=starts,
+    )
+    print(startup_text(report), end="", file=sys.stderr if settings.json_path == "-" else sys.stdout)
+    if settings.json_path == "-":
+        sys.stdout.write(startup_json(report).decode())
+    elif settings.json_path is not None:
+        pathlib.Path(settings.json_path).write_bytes(startup_json(report))
+    return exit_code
+
+
+def startup_text(report: StartupReport) -> str:
+    """One line a version: medians, and the quickest start."""
+    lines = [
+        "| version | ready, s: median | least | CPU s | resident, MiB | proportional | most |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for checkout in ("", *report.settings.checkouts):
+        starts = [start for start in report.starts if start.checkout == checkout]
+        if not starts:
+            continue
+        seconds = [start.ready_seconds for start in starts]
+        cells = [
+            report.settings.label or _name(checkout) if not checkout else _name(checkout),
+            f"{median(seconds):.2f}",
+            f"{min(seconds):.2f}",
+            _middle([start.cpu_seconds for start in starts], "{:.2f}", 1),
+            _middle([start.resident_bytes for start in starts], "{:.0f}", 2**20),
+            _middle([start.proportional_bytes for start in starts], "{:.0f}", 2**20),
+            _middle([start.resident_bytes_max for start in starts], "{:.0f}", 2**20),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    flags = " ".join(report.settings.server_flags) or "no flags"
+    machine = report.machine
+    lines += [
+        "",
+        f"{machine.cpu}, {machine.cores} cores, Python {machine.python}, {report.date}; serve with {flags}, "
+        f"{report.settings.rounds} rounds in turn.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def startup_json(report: StartupReport) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
+
+
+def memory_bytes(pid: int, root: pathlib.Path = pathlib.Path("/")) -> tuple[int | None, int | None, int | None]:
+    """Resident, proportional, and the most that was resident; None for what the system does not tell."""
+    status = _kibibytes(root / f"proc/{pid}/status")
+    return status.get("VmRSS"), _kibibytes(root / f"proc/{pid}/smaps_rollup").get("Pss"), status.get("VmHWM")
+
+
+def _start(checkout: str, settings: StartupSettings) -> Start:
+    """Raises _NotReady."""
+    port = _free_port()
+    command = [sys.executable, "-m", "trioserve", "serve", "--port", str(port), *settings.server_flags]
+    with _environment(checkout) as (folder, environment), tempfile.TemporaryFile() as log:
+        started_at = time.perf_counter()
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        )
+        try:
+            ready_at = trio.run(_wait_until_ready, port, lambda: process.poll() is None, settings.timeout_seconds)
+            if ready_at is None:
+                log.seek(0)
+                said = log.read().decode(errors="replace").strip().splitlines() or ["nothing"]
+                raise _NotReady(f"{_name(checkout)} did not become ready; its last words: {said[-1]}")
+            resident, proportional, most = memory_bytes(process.pid)
+            return Start(
+                checkout=checkout,
+                ready_seconds=ready_at - started_at,
+                cpu_seconds=_cpu_seconds(process.pid),
+                resident_bytes=resident,
+                proportional_bytes=proportional,
+                resident_bytes_max=most,
+            )
+        finally:
+            process.terminate()
+            try:
+                process.wait(STOP_SECONDS_MAX)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+async def _wait_until_ready(port: int, is_alive: Callable[[], bool], seconds_max: float) -> float | None:
+    """The moment of the first 200; None if the server has ended, or the time has."""
+    target = Target.from_url(f"http://127.0.0.1:{port}")
+    client = Http1Client(stream_opener(target, 1), [("host", target.authority), *common_headers(None)])
+    with trio.move_on_after(seconds_max):
+        while is_alive():
+            answer = PlainAnswer()
+            # Who connects while the model is loaded waits in the backlog: the answer is then the first one given.
+            failure = await client.request("GET", READY_PATH, b"", answer)
+            if failure is None and answer.status == 200:
+                ready_at = time.perf_counter()
+                await client.aclose()
+                return ready_at
+            await trio.sleep(LOOKS_SECONDS)
+    return None
+
+
+@contextlib.contextmanager
+def _environment(checkout: str) -> Iterator[tuple[str | None, dict[str, str]]]:
+    """The folder and the environment in which `python -m trioserve` is that checkout; "" is this very one."""
+    if not checkout:
+        yield None, dict(os.environ)
+        return
+    root = pathlib.Path(checkout).resolve()
+    with tempfile.TemporaryDirectory() as folder:
+        # The folder is called kernels, and the package trioserve_kernels.
+        pathlib.Path(folder, "trioserve_kernels").symlink_to(root / "kernels")
+        yield str(root), {**os.environ, "PYTHONPATH": os.pathsep.join((str(root), folder))}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _cpu_seconds(pid: int) -> float | None:
+    try:
+        fields = pathlib.Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
+    except OSError:
+        return None
+    user, system = fields.split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def _kibibytes(path: pathlib.Path) -> dict[str, int]:
+    """Lines like "VmRSS:   1234 kB", in bytes; nothing where there is no such file."""
+    try:
+        lines = path.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return {}
+    named = (line.partition(":") for line in lines if line.endswith(" kB"))
+    return {name: int(value.split()[0]) * 1024 for name, _colon, value in named}
+
+
+def _middle(values: list[float | None] | list[int | None], form: str, unit: int) -> str:
+    known = [value for value in values if value is not None]
+    return form.format(median(known) / unit) if known else "-"
+
+
+def _name(checkout: str) -> str:
+    return checkout or "this version"

@@ -1,0 +1,35 @@
+"""Which servers are started, and how often."""
+
+from __future__ import annotations
+
+import pathlib
+
+import msgspec
+
+from trioserve.bench.settings import check_integer, check_number, check_writable
+from trioserve.contracts.errors import StartupError
+
+__all__ = ["StartupSettings"]
+
+
+class StartupSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Raises StartupError, one sentence, when a value is out of range.
+
+    checkouts: folders with other versions of this project, started in turn with this one, so that a noisy machine is
+    noisy for all. server_flags: what `serve` is given besides its port.
+    """
+
+    checkouts: tuple[str, ...] = ()
+    server_flags: tuple[str, ...] = ()
+    rounds: int = 5
+    timeout_seconds: float = 120.0
+    json_path: str | None = None
+    label: str = ""
+
+    def __post_init__(self) -> None:
+        check_integer("--rounds", self.rounds, 1, 100)
+        check_number("--timeout", self.timeout_seconds, 0.001, 86_400.0)
+        for folder in self.checkouts:
+            if not pathlib.Path(folder, "trioserve", "__main__.py").is_file():
+                raise StartupError(f"--checkout {folder} has no trioserve in it: name a checkout of the project")
+        check_writable(self.json_path)
