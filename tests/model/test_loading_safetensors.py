@@ -202,6 +202,33 @@ def test_a_cut_file_is_refused(copied: Callable[..., Path]) -> None:
     check_refused(directory, "model.safetensors is damaged or incomplete")
 
 
+@pytest.mark.parametrize(
+    "entry, said",
+    [
+        ({"data_offsets": [0, 252]}, "with [64] values lies at bytes"),
+        ({"data_offsets": [256, 0]}, "with [64] values lies at bytes"),
+        ({"data_offsets": [2**62, 2**62 + 256]}, "with [64] values lies at bytes"),
+        ({"data_offsets": [-256, 0]}, ">= 0"),
+        ({"shape": [-64]}, ">= 0"),
+        ({"shape": [10**30]}, "`int`"),
+        ({"shape": None}, "array"),
+        ({"dtype": 7}, "str"),
+    ],
+)
+def test_a_header_that_does_not_fit_its_file_is_refused(
+    copied: Callable[..., Path], entry: dict[str, object], said: str
+) -> None:
+    directory = copied("llama")
+    path = directory / "model.safetensors"
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header["model.norm.weight"] |= entry
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+    check_refused(directory, "model.safetensors is damaged or incomplete", said)
+
+
 def test_a_missing_or_broken_config_is_refused(copied: Callable[..., Path]) -> None:
     directory = copied("llama")
     (directory / "config.json").write_text("{")

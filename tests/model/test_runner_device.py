@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from trioserve.contracts.errors import StartupError
-from trioserve.model.device import free_host_bytes, kv_block_bytes, kv_block_count, pick_device, pick_dtype
+from trioserve.model.device import (
+    default_thread_count,
+    free_host_bytes,
+    kv_block_bytes,
+    kv_block_count,
+    pick_device,
+    pick_dtype,
+)
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.settings import ModelSettings
 
@@ -97,6 +104,22 @@ def write_machine(root: Path, *, available_kib: int, cgroup: dict[str, str]) -> 
 )
 def test_free_memory_heeds_the_control_group(cgroup: dict[str, str], expected: int, tmp_path: Path) -> None:
     assert free_host_bytes(write_machine(tmp_path, available_kib=8192, cgroup=cgroup)) == expected
+
+
+def test_threads_are_as_many_as_cores_unless_the_environment_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CPUs 0 and 2 are of one core, 1 and 3 of another, and of 5 nothing is known."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _process: {0, 1, 2, 3, 5})
+    for cpu, siblings in ((0, "0,2\n"), (1, "1,3\n"), (2, "0,2\n"), (3, "1,3\n")):
+        folder = tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(siblings)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert default_thread_count(tmp_path) == 3
+    for said, count in (("4", 4), ("2,1", 2), ("0", 3), ("many", 3)):
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+        assert default_thread_count(tmp_path) == count
 
 
 def test_auto_takes_the_checkpoints_format_but_not_float16_on_a_cpu() -> None:

@@ -61,27 +61,22 @@ def _has_cuda_driver() -> bool:
     return True
 
 
-def default_thread_count() -> int:
+def default_thread_count(root: Path = Path("/")) -> int:
     """torch's own default: OMP_NUM_THREADS, or one thread for each core that this process may run on."""
     wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if wanted.isdecimal() and int(wanted) > 0:
         return int(wanted)
-    return _core_count()
-
-
-def _core_count(root: Path = Path("/")) -> int:
-    """Two CPUs of one core share what computes, so they count once."""
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
-    cpus = os.sched_getaffinity(0)
-    cores = set()
-    for cpu in cpus:
-        try:
-            siblings = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
-            cores.add(siblings.read_text(encoding="ascii"))
-        except OSError:
-            cores.add(str(cpu))
-    return len(cores)
+    return len({_core_of(cpu, root) for cpu in os.sched_getaffinity(0)})
+
+
+def _core_of(cpu: int, root: Path) -> str:
+    """The same text for all CPUs of one core: they share what computes, so they count once."""
+    try:
+        return (root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text(encoding="ascii")
+    except OSError:
+        return str(cpu)
 
 
 def pick_dtype(config: ModelConfig, settings: ModelSettings, device: DeviceType) -> Dtype:
