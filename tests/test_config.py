@@ -14,7 +14,7 @@ from trioserve.contracts.errors import StartupError
 def config(*flags: str, environment: dict[str, str] | None = None) -> Config:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    return config_from(parser.parse_args(flags), environment or {})
+    return config_from(parser.parse_args(flags), environment or {}, kind=Config)
 
 
 def test_a_flag_goes_before_the_environment_and_that_before_the_file(tmp_path: Path):

@@ -54,7 +54,10 @@ ROOMS = {
     ),
     # outcome is what trio itself hands results between threads in
     "runtime": Room(
-        rooms=words("contracts core router text metrics"), packages=words("trio outcome"), without=words("asyncio")
+        rooms=words("contracts core router text metrics"),
+        packages=words("trio outcome h11"),
+        only_in={"h11": words("remote_endpoint.py")},
+        without=words("asyncio"),
     ),
     "frontend": Room(
         rooms=words("contracts text metrics runtime"),

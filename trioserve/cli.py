@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from trioserve import __version__
-from trioserve.config import add_arguments, config_from
+from trioserve.config import Config, RouteConfig, add_arguments, config_from
 from trioserve.contracts.errors import TrioserveError
 from trioserve.model.loading.default_model import DOWNLOAD_THREAD
 
@@ -83,6 +83,9 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Nam
     serve = subparsers.add_parser("serve", help="serve a model over HTTP, OpenAI-compatible")
     add_arguments(serve)
 
+    route = subparsers.add_parser("route", help="route requests to other servers; needs no model")
+    add_arguments(route, RouteConfig)
+
     generate = subparsers.add_parser("generate", help="answer one prompt in the terminal, as it is made")
     generate.add_argument("prompt", help="the prompt; - reads it from standard input")
     generate.add_argument(
@@ -125,7 +128,14 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Nam
 
     simulate = subparsers.add_parser("simulate", help="look for bugs of the engine: histories from seeds, all checked")
     _add_simulate(simulate)
-    return parser, {"serve": _serve, "generate": _generate, "chat": _chat, "bench": _bench, "simulate": _simulate}
+    return parser, {
+        "serve": _serve,
+        "route": _route,
+        "generate": _generate,
+        "chat": _chat,
+        "bench": _bench,
+        "simulate": _simulate,
+    }
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -156,14 +166,21 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    config = config_from(arguments)
+    config = config_from(arguments, kind=Config)
     from trioserve.server import run_server
 
     return run_server(config)
 
 
+def _route(arguments: argparse.Namespace) -> int:
+    config = config_from(arguments, kind=RouteConfig)
+    from trioserve.route import run_router
+
+    return run_router(config)
+
+
 def _generate(arguments: argparse.Namespace) -> int:
-    config = config_from(arguments)
+    config = config_from(arguments, kind=Config)
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     from trioserve.terminal import SamplingWishes, run_generate
 
@@ -171,7 +188,7 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _chat(arguments: argparse.Namespace) -> int:
-    config = config_from(arguments)
+    config = config_from(arguments, kind=Config)
     from trioserve.terminal import SamplingWishes, run_chat
 
     return run_chat(config, SamplingWishes.from_arguments(arguments), system=arguments.system)

@@ -15,7 +15,7 @@ import types
 import typing
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, Literal, TypeVar, Union
 
 import msgspec
 from msgspec import Meta
@@ -23,7 +23,7 @@ from msgspec import Meta
 from trioserve.contracts.errors import StartupError
 from trioserve.frontend.limits import FrontendLimits
 
-__all__ = ["Config", "add_arguments", "config_from", "make_config"]
+__all__ = ["Config", "RouteConfig", "ServerConfig", "add_arguments", "config_from", "make_config"]
 
 ENVIRONMENT_PREFIX = "TRIOSERVE_"
 
@@ -36,8 +36,57 @@ def _about(description: str, unit: str | None = None, **bounds: float) -> Meta:
 Seconds = Annotated[float, Meta(gt=0)] | None
 
 
-class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Names and meanings are vLLM's where vLLM has them. Defaults suit a small machine without a GPU."""
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What every server has, whatever it serves. Names and meanings are vLLM's where vLLM has them."""
+
+    # fmt: off
+    host: Annotated[str, _about("address to listen at", "ADDRESS")] = "127.0.0.1"
+    port: Annotated[int, _about("TCP port; 0 takes a free one", "PORT", ge=0, le=65535)] = 8000
+    api_key: Annotated[tuple[str, ...], _about(
+        "keys that clients must send as 'Authorization: Bearer KEY'; default: none", "KEY")] = ()
+    admin_api_key: Annotated[str | None, _about(
+        "key that sees and aborts the requests of all keys; default: none", "KEY")] = None
+    ssl_certfile: Annotated[str | None, _about(
+        "certificate chain in PEM; turns TLS on; default: no TLS", "FILE")] = None
+    ssl_keyfile: Annotated[str | None, _about(
+        "its key in PEM; default: in the same file", "FILE")] = None
+    ssl_ca_certs: Annotated[str | None, _about(
+        "CA certificates in PEM that have signed those of clients; default: none", "FILE")] = None
+    ssl_client_certs: Annotated[Literal["none", "optional", "required"], _about(
+        "whether clients have to show a certificate, or may; needs --ssl-ca-certs")] = "none"
+    cors_origin: Annotated[tuple[str, ...], _about(
+        "web pages that browsers may let use the API, such as https://chat.example.org, or *; default: none",
+        "ORIGIN")] = ()
+    max_connections: Annotated[int, _about(
+        "client connections at a time; the next one takes the place of an idle one, or waits", "N", ge=1, le=1000000,
+        )] = FrontendLimits().connections_max
+    max_body_bytes: Annotated[int, _about(
+        "size of a request's body; a larger one is refused with 413", "BYTES", ge=1024, le=2**31 - 1,
+        )] = FrontendLimits().body_bytes_max
+    stall_timeout: Annotated[float, _about(
+        "seconds after which a client that takes nothing of its answer is cancelled", "SECONDS", gt=0, le=86400,
+        )] = FrontendLimits().stall_seconds_max
+    queue_timeout: Annotated[Seconds, _about(
+        "seconds a request may wait to begin, if it says nothing else; default: no limit", "SECONDS")] = None
+    ttft_timeout: Annotated[Seconds, _about(
+        "the same until its first token, in seconds; default: no limit", "SECONDS")] = None
+    request_timeout: Annotated[Seconds, _about(
+        "the same until its answer is complete, in seconds; default: no limit", "SECONDS")] = None
+    max_queue_timeout: Annotated[Seconds, _about(
+        "seconds that any request may ask for as its queue timeout; default: no limit", "SECONDS")] = None
+    max_ttft_timeout: Annotated[Seconds, _about(
+        "the same for the time to its first token, in seconds; default: no limit", "SECONDS")] = None
+    max_request_timeout: Annotated[Seconds, _about(
+        "the same for the whole request, in seconds; default: no limit", "SECONDS")] = None
+    drain_timeout: Annotated[float, _about(
+        "seconds that running requests get after Ctrl-C or SIGTERM", "SECONDS", ge=0, le=86400)] = 30.0
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], _about(
+        "the least that is logged, to stderr")] = "info"
+    # fmt: on
+
+
+class Config(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A server with an engine. Defaults suit a small machine without a GPU."""
 
     # fmt: off
     model: Annotated[str, _about(
@@ -74,111 +123,117 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     speculative_ngram: Annotated[int, _about(
         "tokens that a step may guess of a request from its own text, and verify; speeds up few streams that repeat "
         "their prompts; 0 is off", "TOKENS", ge=0, le=15)] = 0
-    host: Annotated[str, _about("address to listen at", "ADDRESS")] = "127.0.0.1"
-    port: Annotated[int, _about("TCP port; 0 takes a free one", "PORT", ge=0, le=65535)] = 8000
-    api_key: Annotated[tuple[str, ...], _about(
-        "keys that clients must send as 'Authorization: Bearer KEY'; default: none", "KEY")] = ()
-    admin_api_key: Annotated[str | None, _about(
-        "key that sees and aborts the requests of all keys; default: none", "KEY")] = None
-    ssl_certfile: Annotated[str | None, _about(
-        "certificate chain in PEM; turns TLS on; default: no TLS", "FILE")] = None
-    ssl_keyfile: Annotated[str | None, _about(
-        "its key in PEM; default: in the same file", "FILE")] = None
-    ssl_ca_certs: Annotated[str | None, _about(
-        "CA certificates in PEM that have signed those of clients; default: none", "FILE")] = None
-    ssl_client_certs: Annotated[Literal["none", "optional", "required"], _about(
-        "whether clients have to show a certificate, or may; needs --ssl-ca-certs")] = "none"
-    cors_origin: Annotated[tuple[str, ...], _about(
-        "web pages that browsers may let use the API, such as https://chat.example.org, or *; default: none",
-        "ORIGIN")] = ()
-    max_connections: Annotated[int, _about(
-        "client connections at a time; the next one takes the place of an idle one, or waits", "N", ge=1, le=1000000,
-        )] = FrontendLimits().connections_max
-    max_body_bytes: Annotated[int, _about(
-        "size of a request's body; a larger one is refused with 413", "BYTES", ge=1024, le=2**31 - 1,
-        )] = FrontendLimits().body_bytes_max
-    stall_timeout: Annotated[float, _about(
-        "seconds after which a client that takes nothing of its answer is cancelled", "SECONDS", gt=0, le=86400,
-        )] = FrontendLimits().stall_seconds_max
     frontend: Annotated[Literal["native", "hypercorn"], _about(
         "who speaks HTTP; hypercorn knows fewer ways to stop")] = "native"
     trust_request_chat_template: Annotated[bool, _about(
         "let requests bring a chat template of their own")] = False
-    queue_timeout: Annotated[Seconds, _about(
-        "seconds a request may wait to begin, if it says nothing else; default: no limit", "SECONDS")] = None
-    ttft_timeout: Annotated[Seconds, _about(
-        "the same until its first token, in seconds; default: no limit", "SECONDS")] = None
-    request_timeout: Annotated[Seconds, _about(
-        "the same until its answer is complete, in seconds; default: no limit", "SECONDS")] = None
-    max_queue_timeout: Annotated[Seconds, _about(
-        "seconds that any request may ask for as its queue timeout; default: no limit", "SECONDS")] = None
-    max_ttft_timeout: Annotated[Seconds, _about(
-        "the same for the time to its first token, in seconds; default: no limit", "SECONDS")] = None
-    max_request_timeout: Annotated[Seconds, _about(
-        "the same for the whole request, in seconds; default: no limit", "SECONDS")] = None
-    drain_timeout: Annotated[float, _about(
-        "seconds that running requests get after Ctrl-C or SIGTERM", "SECONDS", ge=0, le=86400)] = 30.0
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], _about(
-        "the least that is logged, to stderr")] = "info"
     # fmt: on
+
+
+class RouteConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A router: a server without an engine."""
+
+    # fmt: off
+    endpoint: Annotated[tuple[str, ...], _about(
+        "servers to route to, such as http://10.0.0.7:8000 or name=http://10.0.0.7:8000", "URL")] = ()
+    endpoint_api_key: Annotated[str | None, _about(
+        "key that is sent to them; default: what the client sends, if this server wants none", "KEY")] = None
+    endpoint_ca_certs: Annotated[str | None, _about(
+        "CA certificates in PEM for https endpoints; default: the system's", "FILE")] = None
+    model_alias: Annotated[tuple[str, ...], _about(
+        "names for models, such as gpt-4=smollm2; default: none", "NAME=MODEL")] = ()
+    policy: Annotated[str, _about(
+        "who gets a request: round_robin, least_loaded, power_of_two, session, prefix_aware, kv_aware, or one that "
+        "is installed", "NAME")] = "least_loaded"
+    tenant_header: Annotated[str, _about(
+        "header that tells tenants apart; they share the line fairly. Without it the API key does", "NAME",
+        )] = "x-tenant-id"
+    session_header: Annotated[str, _about(
+        "header that names a conversation, for --policy session", "NAME")] = "x-session-id"
+    max_queued_requests: Annotated[int, _about(
+        "requests that may wait for one model; more are refused with 429", "N", ge=0)] = 256
+    max_queued_tokens: Annotated[int, _about(
+        "tokens of prompt that may wait for one model", "TOKENS", ge=1)] = 1_000_000
+    max_queue_wait: Annotated[float, _about(
+        "seconds that any request may wait in line", "SECONDS", gt=0, le=86400)] = 60.0
+    endpoint_max_requests: Annotated[int, _about(
+        "sequences that one endpoint gets at a time", "N", ge=1)] = 64
+    endpoint_max_waiting: Annotated[int, _about(
+        "sequences that may wait inside of one endpoint, as it reports", "N", ge=0)] = 4
+    lease_until: Annotated[Literal["first_token", "end"], _about(
+        "until when a request counts at its endpoint")] = "end"
+    health_interval: Annotated[float, _about(
+        "seconds between two health checks of an endpoint", "SECONDS", gt=0, le=3600)] = 2.0
+    load_interval: Annotated[float, _about(
+        "seconds between two questions for its load", "SECONDS", gt=0, le=3600)] = 0.25
+    # fmt: on
+
+
+ConfigType = TypeVar("ConfigType", bound=ServerConfig)
 
 
 def make_config(**values: object) -> Config:
     """A Config from Python values. Raises StartupError that names the option and what it takes."""
-    return _convert({name: (name, value) for name, value in values.items()}, strict=True)
+    return _convert(Config, {name: (name, value) for name, value in values.items()}, strict=True)
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, without: Collection[str] = ()) -> None:
-    """One flag a field, with its help and default. Values are checked in config_from, not by argparse."""
+def add_arguments(
+    parser: argparse.ArgumentParser, kind: type[ServerConfig] = Config, *, without: Collection[str] = ()
+) -> None:
+    """One flag a field of `kind`, its own ones first, with help and default. Values are checked in config_from, not by
+    argparse."""
     parser.add_argument(
         "--config", metavar="FILE", help="TOML file with any of these options, spelled with - or _ (default: none)"
     )
-    for field in msgspec.structs.fields(Config):
+    inherited = {field.name for field in msgspec.structs.fields(ServerConfig)}
+    for field in sorted(msgspec.structs.fields(kind), key=lambda field: field.name in inherited):
         if field.name in without:
             continue
-        kind, meta = _kind(field.name)
+        value_type, meta = _type_of(kind, field.name)
         shown = "" if "default:" in meta.description or field.default is None else _spell_value(field.default)
         help_text = (meta.description + (f" (default: {shown})" if shown else "")).replace("%", "%%")
         flag = _flag(field.name)
-        if kind is bool:
+        if value_type is bool:
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=help_text)
-        elif typing.get_origin(kind) is tuple:
+        elif typing.get_origin(value_type) is tuple:
             # Several values behind one flag, or the flag several times.
             parser.add_argument(flag, action="extend", nargs="+", metavar=meta.title, default=None, help=help_text)
-        elif typing.get_origin(kind) is Literal:
-            parser.add_argument(flag, choices=typing.get_args(kind), default=None, help=help_text)
+        elif typing.get_origin(value_type) is Literal:
+            parser.add_argument(flag, choices=typing.get_args(value_type), default=None, help=help_text)
         else:
             parser.add_argument(flag, metavar=meta.title, default=None, help=help_text)
 
 
-def config_from(arguments: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> Config:
+def config_from(
+    arguments: argparse.Namespace, environment: Mapping[str, str] = os.environ, *, kind: type[ConfigType]
+) -> ConfigType:
     """Join file, environment and flags. Raises StartupError that names the option and what it takes."""
     values: dict[str, tuple[str, object]] = {}  # with the spelling by which the user knows it
     if arguments.config is not None:
         values |= _read_file(Path(arguments.config))
-    for field in msgspec.structs.fields(Config):
+    for field in msgspec.structs.fields(kind):
         variable = ENVIRONMENT_PREFIX + field.name.upper()
         text = environment.get(variable)
         if text is not None:
-            is_list = typing.get_origin(_kind(field.name)[0]) is tuple
+            is_list = typing.get_origin(_type_of(kind, field.name)[0]) is tuple
             values[field.name] = variable, re.split(r"[,\s]+", text.strip()) if is_list else text
         flag_value = getattr(arguments, field.name, None)
         if flag_value is not None:
             values[field.name] = _flag(field.name), flag_value
-    return _convert(values, strict=False)
+    return _convert(kind, values, strict=False)
 
 
-def _convert(values: Mapping[str, tuple[str, object]], *, strict: bool) -> Config:
-    known = {field.name for field in msgspec.structs.fields(Config)}
+def _convert(kind: type[ConfigType], values: Mapping[str, tuple[str, object]], *, strict: bool) -> ConfigType:
+    known = {field.name for field in msgspec.structs.fields(kind)}
     converted: dict[str, Any] = {}
     for name, (spelling, value) in values.items():
         if name not in known:
             raise StartupError(f"{spelling} is no option; there are: {', '.join(sorted(known))}")
         try:
-            converted[name] = msgspec.convert(value, _hints()[name], strict=strict)
+            converted[name] = msgspec.convert(value, _hints(kind)[name], strict=strict)
         except msgspec.ValidationError:
-            raise StartupError(f"{spelling} is {value!r}, allowed is {_allowed(_hints()[name])}") from None
-    return Config(**converted)
+            raise StartupError(f"{spelling} is {value!r}, allowed is {_allowed(_hints(kind)[name])}") from None
+    return kind(**converted)
 
 
 def _read_file(path: Path) -> dict[str, tuple[str, object]]:
@@ -192,13 +247,13 @@ def _read_file(path: Path) -> dict[str, tuple[str, object]]:
 
 
 @functools.cache
-def _hints() -> dict[str, Any]:
-    return typing.get_type_hints(Config, include_extras=True)
+def _hints(kind: type[ServerConfig]) -> dict[str, Any]:
+    return typing.get_type_hints(kind, include_extras=True)
 
 
-def _kind(name: str) -> tuple[Any, Any]:
+def _type_of(kind: type[ServerConfig], name: str) -> tuple[Any, Any]:
     """The field's type and its Meta, without the None of an option that may be left out."""
-    annotated = _hints()[name]
+    annotated = _hints(kind)[name]
     return annotated.__origin__, annotated.__metadata__[-1]
 
 

@@ -7,7 +7,7 @@ import trio
 
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.runtime.drain_rate import DrainRate
+from trioserve.router.drain_rate import DrainRate
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.testing.invariants import check_idle
 

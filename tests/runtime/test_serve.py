@@ -112,6 +112,8 @@ async def test_a_fault_of_the_engine_reaches_every_client_before_the_server_ends
     with pytest.raises(EngineFault):
         async with open_fake_engine(step_seconds=0.1) as fake:
             front_end = ScriptedFrontEnd(fake, ["one", "two"], tell_seconds=1)
+            service = Service(fake, front_end, RuntimeSettings())
+            fake.on_fault = service.pass_on_fault
 
             async def break_it() -> None:
                 await trio.sleep(0.5)
@@ -119,6 +121,6 @@ async def test_a_fault_of_the_engine_reaches_every_client_before_the_server_ends
 
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(break_it)
-                await run_with_orders_at(Service(fake, front_end, RuntimeSettings()))
+                await run_with_orders_at(service)
     assert front_end.ends == {"one": EngineFault, "two": EngineFault}
     assert trio.current_time() == pytest.approx(1.6, abs=0.11)

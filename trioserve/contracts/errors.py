@@ -6,10 +6,13 @@ __all__ = [
     "AlreadyEnded",
     "ContextTooLong",
     "Draining",
+    "EndpointLost",
     "EngineFault",
     "InvalidRequest",
     "ModelLoadError",
+    "NoEndpoint",
     "Overloaded",
+    "QueueWaitOver",
     "RequestFailed",
     "StartupError",
     "TrioserveError",
@@ -66,6 +69,18 @@ class Overloaded(TrioserveError):
 
 class Draining(Overloaded):
     """Refused because the server is leaving; another one may take the request."""
+
+
+class NoEndpoint(Overloaded):
+    """Refused because no endpoint that serves the model takes requests now."""
+
+
+class QueueWaitOver(TrioserveError):
+    """The request's own time to wait in line has passed; nothing was sent anywhere."""
+
+
+class EndpointLost(TrioserveError):
+    """The endpoint failed while it served this request, and no other could take it over."""
 
 
 # --- ours -----------------------------------------------------------------------------------------------------------

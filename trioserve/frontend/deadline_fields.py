@@ -6,6 +6,7 @@ from trioserve.contracts.deadlines import Deadline, Deadlines
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.frontend.headers import Headers
 from trioserve.frontend.openai_types import GenerationBody
+from trioserve.frontend.routed_body import RoutedBody
 
 __all__ = ["deadlines_of"]
 
@@ -16,7 +17,7 @@ HEADERS = {
 }
 
 
-def deadlines_of(body: GenerationBody, headers: Headers) -> Deadlines:
+def deadlines_of(body: GenerationBody | RoutedBody, headers: Headers) -> Deadlines:
     """Raises InvalidRequest that names the field or the header."""
     values: dict[str, float | None] = {}
     for deadline, header in HEADERS.items():

@@ -6,11 +6,14 @@ import math
 
 import msgspec
 
+from trioserve.contracts.deadlines import Deadline
 from trioserve.contracts.errors import (
     ContextTooLong,
     Draining,
+    EndpointLost,
     EngineFault,
     InvalidRequest,
+    NoEndpoint,
     Overloaded,
     RequestFailed,
     TrioserveError,
@@ -20,7 +23,7 @@ from trioserve.contracts.events import FinishReason
 from trioserve.contracts.output import Delta
 from trioserve.frontend.exchange import BodyTimeout, BodyTooLarge
 
-__all__ = ["REASON_HEADER", "ErrorAnswer", "Refusal", "foreign_end", "error_answer"]
+__all__ = ["REASON_HEADER", "ErrorAnswer", "Refusal", "deadline_refusal", "error_answer", "foreign_end"]
 
 REASON_HEADER = "x-trioserve-reason"
 """On every refusal: one word for programs, where the message is a sentence for people."""
@@ -66,7 +69,9 @@ TABLE: tuple[tuple[type[TrioserveError], int, str, str | None], ...] = (
     (UnknownModel, 404, _CALLER, "model_not_found"),
     (InvalidRequest, 400, _CALLER, None),
     (Draining, 503, "service_unavailable_error", "draining"),
+    (NoEndpoint, 503, "service_unavailable_error", "no_endpoint"),
     (Overloaded, 429, "rate_limit_error", "overloaded"),
+    (EndpointLost, 502, _SERVER, "endpoint_lost"),
     (RequestFailed, 500, _SERVER, "request_failed"),
     (EngineFault, 500, _SERVER, "engine_fault"),
 )
@@ -112,6 +117,21 @@ def _param(error: Exception) -> str | None:
 
 
 DEADLINE_RETRY_SECONDS = 5
+
+
+def deadline_refusal(deadline: Deadline, message: str) -> Refusal:
+    """The error of a request whose time is over. Time ran out here, not for good: the same request may well make it a
+    little later."""
+    return Refusal(
+        ErrorAnswer(
+            status=504,
+            type=_SERVER,
+            code=deadline.value,
+            message=message,
+            headers=(("retry-after", str(DEADLINE_RETRY_SECONDS)), (REASON_HEADER, deadline.value)),
+        )
+    )
+
 
 _ENDED: dict[FinishReason, tuple[int, str, str]] = {
     FinishReason.ABORT: (

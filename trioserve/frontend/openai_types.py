@@ -230,7 +230,7 @@ REFUSED = {
 }
 """Fields whose silent loss would change the answer, and what to do instead."""
 
-Body = TypeVar("Body", ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, AbortBody)
+Body = TypeVar("Body", bound=msgspec.Struct)
 
 _PLACE = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 

@@ -24,7 +24,8 @@ from trioserve.frontend.openai_types import (
 from trioserve.frontend.operations import VERSION
 
 if TYPE_CHECKING:
-    from trioserve.frontend.routes import Route
+    from trioserve.frontend.app import Route
+    from trioserve.frontend.call import Call
 
 __all__ = ["OPERATIONS", "DescribedOperation", "openapi_document"]
 
@@ -146,7 +147,7 @@ _REQUEST_ID = {
 }
 
 
-def openapi_document(routes: Iterable[Route]) -> dict[str, Any]:
+def openapi_document(routes: Iterable[Route[Call]]) -> dict[str, Any]:
     """The description of these routes, ready to become JSON."""
     components = _components()
     return {
@@ -171,7 +172,7 @@ def openapi_document(routes: Iterable[Route]) -> dict[str, Any]:
     }
 
 
-def _operation(described: DescribedOperation, route: Route, method: str) -> dict[str, Any]:
+def _operation(described: DescribedOperation, route: Route[Call], method: str) -> dict[str, Any]:
     parameters: list[dict[str, Any]] = [_REQUEST_ID]
     if described.path_parameter:
         name = route.path.partition("{")[2].rstrip("}")

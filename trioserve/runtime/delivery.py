@@ -25,7 +25,7 @@ from trioserve.contracts.output import Delta
 from trioserve.contracts.step import StepPlan
 from trioserve.core.engine import EngineCore
 from trioserve.metrics.registry import Metrics
-from trioserve.runtime.drain_rate import DrainRate
+from trioserve.router.drain_rate import DrainRate
 from trioserve.runtime.request_stream import Choice, RequestStream
 
 __all__ = ["Delivery"]

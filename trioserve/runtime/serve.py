@@ -12,10 +12,9 @@ from typing import Protocol
 
 import trio
 
-from trioserve.runtime.engine import Engine
 from trioserve.runtime.settings import RuntimeSettings
 
-__all__ = ["FrontEnd", "Service"]
+__all__ = ["FrontEnd", "Service", "Worker"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,15 +29,24 @@ class FrontEnd(Protocol):
         """Take nothing new, and tell clients so; exchanges under way go on. Never waits."""
 
 
-class Service:
-    """An engine and the front end before it, from start to stop."""
+class Worker(Protocol):
+    """Whoever answers the requests: an engine, or a router."""
 
-    def __init__(self, engine: Engine, front_end: FrontEnd, settings: RuntimeSettings) -> None:
-        self._engine = engine
+    def drain(self) -> None:
+        """Take nothing new, refuse who waits; the others go on. Never waits."""
+
+    def abort_all(self, message: str) -> None:
+        """End the others, too; their readers get the message."""
+
+
+class Service:
+    """A worker and the front end before it, from start to stop."""
+
+    def __init__(self, worker: Worker, front_end: FrontEnd, settings: RuntimeSettings) -> None:
+        self._worker = worker
         self._front_end = front_end
         self._settings = settings
         self._is_over = trio.Event()  # the front end serves nobody any more
-        engine.on_fault = self._pass_on_fault
 
     async def run(
         self,
@@ -54,12 +62,12 @@ class Service:
             task_status.started()
             await _first_of(self._is_over.wait, orders.receive)  # a front end may also end by itself
             logger.info("draining seconds_max=%g", settings.drain_seconds_max)
-            self._engine.drain()
+            self._worker.drain()
             self._front_end.drain()
             with trio.move_on_after(settings.drain_seconds_max):
                 await _first_of(self._is_over.wait, orders.receive)
             if not self._is_over.is_set():
-                self._engine.abort_all("the server is shutting down")
+                self._worker.abort_all("the server is shutting down")
                 with trio.move_on_after(settings.last_words_seconds_max):
                     await _first_of(self._is_over.wait, orders.receive)
             nursery.cancel_scope.cancel()
@@ -68,8 +76,8 @@ class Service:
         await self._front_end.serve(task_status=task_status)
         self._is_over.set()
 
-    async def _pass_on_fault(self) -> None:
-        """Every handler has the fault; wait until they have told their clients."""
+    async def pass_on_fault(self) -> None:
+        """To be called when every handler has a fault of the worker; returns when they have told their clients."""
         self._front_end.drain()
         await self._is_over.wait()
 

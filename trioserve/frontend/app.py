@@ -1,0 +1,154 @@
+"""What goes for every path of every API here: request ids, API keys, errors, counting, one line in the log."""
+
+from __future__ import annotations
+
+import abc
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import msgspec
+import trio
+
+from trioserve.contracts.errors import TrioserveError
+from trioserve.frontend.answering import Answering, request_id_from
+from trioserve.frontend.api_keys import ApiKeys
+from trioserve.frontend.error_responses import REASON_HEADER, ErrorAnswer, Refusal, error_answer
+from trioserve.frontend.message_head import printable
+from trioserve.frontend.request_end import Outcome, end_line
+
+if TYPE_CHECKING:
+    from trioserve.frontend.exchange import Exchange
+    from trioserve.metrics.registry import Metrics
+
+__all__ = ["BaseApp", "Operation", "Route"]
+
+logger = logging.getLogger(__name__)
+
+CallType = TypeVar("CallType", bound=Answering)
+OTHER_PATH = "other"
+"""The name of all unknown paths in metrics."""
+
+Operation = Callable[[CallType], Awaitable[None]]
+
+
+class Route(msgspec.Struct, Generic[CallType], frozen=True, kw_only=True):
+    """path: also its name in metrics. needs_key: whether API keys, if there are any, guard it."""
+
+    path: str
+    operations: dict[str, Operation[CallType]]
+    needs_key: bool = True
+
+    def operation(self, method: str) -> Operation[CallType]:
+        """Raises Refusal (405)."""
+        # The exchange drops the body of an answer to HEAD.
+        operation = self.operations.get("GET" if method == "HEAD" else method)
+        if operation is None:
+            allowed = sorted({*self.operations, *(["HEAD"] if "GET" in self.operations else [])})
+            raise Refusal(
+                ErrorAnswer(
+                    status=405,
+                    type="invalid_request_error",
+                    code="method_not_allowed",
+                    message=f"{self.path} does not take {method}, allowed is: {', '.join(allowed)}",
+                    headers=(("allow", ", ".join(allowed)), (REASON_HEADER, "method_not_allowed")),
+                )
+            )
+        return operation
+
+
+class BaseApp(abc.ABC, Generic[CallType]):
+    """A handler of exchanges: answers every one, and turns every error into an answer while there is still time."""
+
+    def __init__(self, keys: ApiKeys, metrics: Metrics) -> None:
+        self._keys = keys
+        self._metrics = metrics
+        self._open_count = self._open_shown = 0
+        self._counts: dict[tuple[str, int | None], int] = {}  # since the last scrape, by path and status
+        metrics.on_scrape(self._show_counts)
+
+    @abc.abstractmethod
+    def route(self, path: str) -> Route[CallType] | None:
+        """What is at this path, if anything."""
+
+    @abc.abstractmethod
+    def new_call(self, exchange: Exchange) -> CallType: ...
+
+    @abc.abstractmethod
+    def end_fields(self, call: CallType) -> dict[str, object]:
+        """What the log says of the call's work besides what it says of every call."""
+
+    async def __call__(self, exchange: Exchange) -> None:
+        route = self.route(exchange.path)
+        call = self.new_call(exchange)
+        self._open_count += 1
+        began_at = trio.current_time()
+        try:
+            await self._answer(call, route)
+        finally:
+            self._open_count -= 1
+            self._count(route, call.status)
+            if logger.isEnabledFor(logging.DEBUG):
+                logger.debug("%s", self._end_line(call, seconds=trio.current_time() - began_at))
+
+    def note_preflight(self, exchange: Exchange, status: int) -> None:
+        """Count an answer that was given in the app's stead."""
+        self._count(self.route(exchange.path), status)
+        if logger.isEnabledFor(logging.DEBUG):
+            fields = {"method": exchange.method, "path": printable(exchange.path), "status": status}
+            logger.debug("%s", end_line({**fields, "outcome": Outcome.FINISHED}))
+
+    def _count(self, route: Route[CallType] | None, status: int | None) -> None:
+        key = (OTHER_PATH if route is None else route.path, status)
+        self._counts[key] = self._counts.get(key, 0) + 1
+
+    def _show_counts(self) -> None:
+        """At every scrape: a metric with labels costs more than a look into a dict, and each request has one."""
+        self._metrics.streams_open.inc(self._open_count - self._open_shown)
+        self._open_shown = self._open_count
+        for (path, status), count in self._counts.items():
+            self._metrics.http_requests_total.labels(path, str(status or "left")).inc(count)
+        self._counts.clear()
+
+    async def _answer(self, call: CallType, route: Route[CallType] | None) -> None:
+        try:
+            call.request_id = request_id_from(call.exchange.headers.get("x-request-id")) or call.request_id
+            if route is None or route.needs_key:
+                call.owner = self._keys.owner(call.exchange.headers.get("authorization"))
+            if route is None:
+                raise _not_found(call.exchange.path)
+            await route.operation(call.exchange.method)(call)
+            call.outcome = Outcome.FINISHED
+        except TrioserveError as error:
+            if not await call.fail(error_answer(error)):
+                raise
+        except Exception as error:
+            logger.exception("request failed request=%s path=%s", call.request_id, printable(call.exchange.path))
+            if not await call.fail(error_answer(error)):
+                raise
+
+    def _end_line(self, call: CallType, *, seconds: float) -> str:
+        return end_line(
+            {
+                "request": call.request_id,
+                "method": call.exchange.method,
+                "path": printable(call.exchange.path),
+                "status": call.status,
+                "outcome": call.outcome,
+                "reason": call.reason,
+                "seconds": f"{seconds:.3f}",
+                **self.end_fields(call),
+            }
+        )
+
+
+def _not_found(path: str) -> Refusal:
+    return Refusal(
+        ErrorAnswer(
+            status=404,
+            type="invalid_request_error",
+            code="not_found",
+            message=f"there is nothing at {path}",
+            headers=((REASON_HEADER, "not_found"),),
+        )
+    )

@@ -1,0 +1,59 @@
+"""What a router reads of a body, and how it changes it; all else goes on as it came."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import msgspec
+
+from trioserve.contracts.block_hash import BlockHash, root_hash
+from trioserve.frontend.openai_types import Int32
+
+__all__ = ["RoutedBody", "prefix_of", "rewritten"]
+
+TOKEN_BYTES = 4  # of English text and JSON, on average: the router does not tokenize
+PREFIX_BLOCK_BYTES = 128  # about 32 tokens: short enough for a common system prompt, and few names for a long prompt
+PREFIX_BLOCKS_MAX = 1024  # 128 KiB of prompt; what lies behind them decides nothing
+
+_NOTHING = msgspec.Raw()
+
+
+class RoutedBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields that decide where a request goes and how long it may take. The endpoint checks the others."""
+
+    model: str | None = None
+    stream: bool | None = None
+    n: Int32 | None = None
+    priority: Int32 | None = None
+    cache_salt: str | None = None
+    queue_timeout: float | None = None
+    ttft_timeout: float | None = None
+    timeout: float | None = None
+    prompt: msgspec.Raw = _NOTHING
+    messages: msgspec.Raw = _NOTHING
+    input: msgspec.Raw = _NOTHING
+
+    @property
+    def content(self) -> bytes:
+        """The JSON of what is to be answered."""
+        return bytes(self.messages) or bytes(self.prompt) or bytes(self.input)
+
+
+def prefix_of(content: bytes, model: str, salt: str | None) -> tuple[BlockHash, ...]:
+    """Names of the full blocks that the content begins with: equal for equal beginnings, each for all before it, too.
+    The blocks are of bytes, since only an endpoint knows its tokens."""
+    name = blake2b(root_hash(salt) + model.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    names = []
+    end = min(len(content) // PREFIX_BLOCK_BYTES, PREFIX_BLOCKS_MAX) * PREFIX_BLOCK_BYTES
+    for begin in range(0, end, PREFIX_BLOCK_BYTES):
+        name = blake2b(name + content[begin : begin + PREFIX_BLOCK_BYTES], digest_size=16).digest()
+        names.append(BlockHash(name))
+    return tuple(names)
+
+
+def rewritten(raw: bytes, fields: dict[str, object]) -> bytes:
+    """The JSON object with these fields in place of its own; the bytes of the others stay as they are."""
+    if not fields:
+        return raw
+    parsed = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    return msgspec.json.encode({**parsed, **fields})

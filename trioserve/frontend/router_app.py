@@ -1,0 +1,179 @@
+"""The API of a router: what goes on to an endpoint, and what the router answers itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from trioserve.contracts.endpoint import EndpointId
+from trioserve.contracts.errors import InvalidRequest, StartupError, UnknownModel
+from trioserve.frontend.api_keys import ApiKeys
+from trioserve.frontend.app import BaseApp, Route
+from trioserve.frontend.error_responses import REASON_HEADER, ErrorAnswer, Refusal
+from trioserve.frontend.forward import forward
+from trioserve.frontend.models import MODEL_PATH
+from trioserve.frontend.openai_types import decode_body
+from trioserve.frontend.operations import VERSION
+from trioserve.frontend.router_call import RouterCall, RoutingRules
+from trioserve.frontend.surroundings import Surroundings
+from trioserve.runtime.fleet import EndpointSpec
+
+if TYPE_CHECKING:
+    from trioserve.frontend.exchange import Exchange
+    from trioserve.metrics.registry import Metrics
+    from trioserve.runtime.fleet import Fleet
+
+__all__ = ["FORWARDED", "RouterApp"]
+
+FORWARDED = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/embeddings",
+    "/v1/rerank",
+    "/v1/score",
+    "/tokenize",
+    "/detokenize",
+)
+"""Paths whose requests name a model and go to an endpoint that serves it."""
+
+ENDPOINTS_PATH = "/endpoints"
+ENDPOINT_PATH = "/endpoints/"
+"""What follows is the endpoint's id, slashes included."""
+
+
+async def list_models(call: RouterCall) -> None:
+    await call.answer({"object": "list", "data": [_card(name) for name in call.fleet.models()]})
+
+
+async def read_model(call: RouterCall) -> None:
+    """Raises UnknownModel."""
+    name = call.exchange.path.removeprefix(MODEL_PATH)
+    if name not in call.fleet.models():
+        raise UnknownModel(f'the model "{name}" is not served here; served are: {", ".join(call.fleet.models())}')
+    await call.answer(_card(name))
+
+
+def _card(name: str) -> dict[str, object]:
+    return {"id": name, "object": "model", "created": STARTED_AT, "owned_by": "trioserve"}
+
+
+STARTED_AT = int(time.time())
+
+
+async def read_health(call: RouterCall) -> None:
+    """200 as long as the event loop turns."""
+    await call.answer({"status": "alive"})
+
+
+async def read_ready(call: RouterCall) -> None:
+    """200 if there is an endpoint that takes requests."""
+    reason = call.fleet.unready_reason()
+    if reason is None:
+        await call.answer({"ready": True})
+    else:
+        await call.answer({"ready": False, "reason": reason}, status=503, headers=((REASON_HEADER, reason),))
+
+
+async def read_version(call: RouterCall) -> None:
+    await call.answer({"version": VERSION})
+
+
+async def list_endpoints(call: RouterCall) -> None:
+    await call.answer({"object": "list", "data": call.fleet.described()})
+
+
+async def add_endpoint(call: RouterCall) -> None:
+    """From now on it gets requests; as soon as it says that it is well."""
+    _check_may_manage(call)
+    spec = decode_body(await call.exchange.body(), EndpointSpec)
+    try:
+        id = call.fleet.add(spec)
+    except StartupError as error:
+        raise InvalidRequest(str(error)) from None
+    await call.answer({"id": id, "object": "endpoint"}, status=201)
+
+
+async def drain_endpoint(call: RouterCall) -> None:
+    """It gets nothing more, and is gone when its last request has ended. None of them is lost."""
+    _check_may_manage(call)
+    id = EndpointId(call.exchange.path.removeprefix(ENDPOINT_PATH))
+    if not call.fleet.drain(id):
+        raise Refusal(
+            ErrorAnswer(
+                status=404,
+                type="invalid_request_error",
+                code="endpoint_not_found",
+                message=f'there is no endpoint with the id "{id}"; GET {ENDPOINTS_PATH} lists them',
+                headers=((REASON_HEADER, "endpoint_not_found"),),
+            )
+        )
+    await call.answer({"id": id, "object": "endpoint", "draining": True})
+
+
+def _check_may_manage(call: RouterCall) -> None:
+    """Where keys tell callers apart, endpoints are the admin's business."""
+    if call.owner is not None:
+        raise Refusal(
+            ErrorAnswer(
+                status=403,
+                type="invalid_request_error",
+                code="not_admin",
+                message="endpoints are added and drained with the admin's API key: see --admin-api-key",
+                headers=((REASON_HEADER, "not_admin"),),
+            )
+        )
+
+
+async def read_metrics(call: RouterCall) -> None:
+    metrics = call.metrics
+    await call.answer_bytes(metrics.expose(), metrics.content_type)
+
+
+ROUTES = {
+    route.path: route
+    for route in (
+        *(Route[RouterCall](path=path, operations={"POST": forward}) for path in FORWARDED),
+        Route[RouterCall](path="/v1/models", operations={"GET": list_models}),
+        Route[RouterCall](path=ENDPOINTS_PATH, operations={"GET": list_endpoints, "POST": add_endpoint}),
+        Route[RouterCall](path="/health", operations={"GET": read_health}, needs_key=False),
+        Route[RouterCall](path="/ready", operations={"GET": read_ready}, needs_key=False),
+        Route[RouterCall](path="/version", operations={"GET": read_version}, needs_key=False),
+        Route[RouterCall](path="/metrics", operations={"GET": read_metrics}, needs_key=False),
+    )
+}
+MODEL = Route[RouterCall](path=MODEL_PATH + "{model}", operations={"GET": read_model})
+ENDPOINT = Route[RouterCall](path=ENDPOINT_PATH + "{endpoint}", operations={"DELETE": drain_endpoint})
+
+
+class RouterApp(BaseApp[RouterCall]):
+    """The handler of a router."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        metrics: Metrics,
+        *,
+        rules: RoutingRules | None = None,
+        api_keys: Iterable[str] = (),
+        admin_api_key: str | None = None,
+        surroundings: Surroundings | None = None,
+    ) -> None:
+        super().__init__(ApiKeys(api_keys, admin_key=admin_api_key), metrics)
+        self._fleet = fleet
+        self._rules = rules or RoutingRules()
+        self._surroundings = surroundings or Surroundings()
+
+    def route(self, path: str) -> Route[RouterCall] | None:
+        if path.startswith(MODEL_PATH) and len(path) > len(MODEL_PATH):
+            return MODEL
+        if path.startswith(ENDPOINT_PATH) and len(path) > len(ENDPOINT_PATH):
+            return ENDPOINT
+        return ROUTES.get(path)
+
+    def new_call(self, exchange: Exchange) -> RouterCall:
+        return RouterCall(exchange, self._fleet, self._rules, self._metrics, self._surroundings)
+
+    def end_fields(self, call: RouterCall) -> dict[str, object]:
+        return {"endpoint": call.endpoint}

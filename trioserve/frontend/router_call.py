@@ -1,0 +1,80 @@
+"""One call of the router's API: what came in, and the router that it goes through."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from urllib.parse import parse_qsl, urlencode
+
+from trioserve.contracts.deadlines import Deadlines
+from trioserve.contracts.endpoint import EndpointId
+from trioserve.frontend.answering import Answering
+from trioserve.frontend.surroundings import Surroundings
+
+if TYPE_CHECKING:
+    from trioserve.frontend.exchange import Exchange, HeaderFields
+    from trioserve.metrics.registry import Metrics
+    from trioserve.runtime.dispatch import Turn
+    from trioserve.runtime.fleet import Fleet
+
+__all__ = ["ENDPOINT_PARAMETER", "RouterCall", "RoutingRules"]
+
+ENDPOINT_PARAMETER = "id"
+"""In the query of a request: the one endpoint it may go to."""
+
+
+class RoutingRules:
+    """How requests are read. deadlines: of those that bring none; deadlines_max: what any may have.
+    tenant_header, session_header: whose values tell tenants and sessions apart.
+    passes_authorization: endpoints get the client's Authorization header, since no key of the router stands in it."""
+
+    def __init__(
+        self,
+        *,
+        deadlines: Deadlines | None = None,
+        deadlines_max: Deadlines | None = None,
+        tenant_header: str = "x-tenant-id",
+        session_header: str = "x-session-id",
+        passes_authorization: bool = True,
+    ) -> None:
+        self.deadlines = deadlines or Deadlines()
+        self.deadlines_max = deadlines_max or Deadlines()
+        self.tenant_header = tenant_header
+        self.session_header = session_header
+        self.passes_authorization = passes_authorization
+
+
+class RouterCall(Answering):
+    """Handlers get one of these, and answer it once.
+
+    turn: its place or lease, once it has one. endpoint: where it went last.
+    """
+
+    def __init__(
+        self, exchange: Exchange, fleet: Fleet, rules: RoutingRules, metrics: Metrics, surroundings: Surroundings
+    ) -> None:
+        super().__init__(exchange, surroundings)
+        self.fleet = fleet
+        self.rules = rules
+        self.metrics = metrics
+        self.turn: Turn | None = None
+        self.endpoint: EndpointId | None = None
+
+    def query(self, name: str) -> str | None:
+        return next((value for key, value in parse_qsl(self.exchange.query) if key == name), None)
+
+    @property
+    def target(self) -> str:
+        """Path and query as an endpoint is to see them."""
+        rest = [(key, value) for key, value in parse_qsl(self.exchange.query) if key != ENDPOINT_PARAMETER]
+        return self.exchange.path + ("?" + urlencode(rest) if rest else "")
+
+    async def start(self, status: int, headers: HeaderFields, *, is_events: bool) -> None:
+        """Begin an answer that comes from elsewhere, with its headers."""
+        self.status = status
+        self._streaming = is_events
+        await self.exchange.start(status, headers)
+
+    async def respond(self, status: int, headers: HeaderFields, body: bytes) -> None:
+        """The same, whole."""
+        self.status = status
+        await self.exchange.respond(status, headers, body)

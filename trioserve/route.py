@@ -1,0 +1,166 @@
+"""`python -m trioserve route`: a router before other servers, without an engine. Loads neither torch nor a model."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import trio
+
+from trioserve.config import RouteConfig
+from trioserve.contracts.deadlines import Deadlines
+from trioserve.contracts.errors import InvalidRequest, StartupError
+from trioserve.frontend.api_keys import ApiKeys
+from trioserve.frontend.cross_origin import CrossOrigin, checked_origins
+from trioserve.frontend.exchange import Handler
+from trioserve.frontend.listener import addresses, open_listeners
+from trioserve.frontend.router_app import RouterApp
+from trioserve.frontend.router_call import RoutingRules
+from trioserve.frontend.server import FrontendServer
+from trioserve.metrics.registry import Metrics
+from trioserve.router.policies import POLICIES, PolicyFactory
+from trioserve.router.settings import RouterSettings
+from trioserve.runtime.dispatch import Dispatch
+from trioserve.runtime.endpoint_watch import WatchSettings
+from trioserve.runtime.errors_unwrapped import errors_unwrapped
+from trioserve.runtime.fleet import EndpointSpec, Fleet
+from trioserve.runtime.serve import Service
+from trioserve.runtime.settings import RuntimeSettings
+from trioserve.serving import NativeFrontEnd, frontend_limits, run_until_signal, server_tls
+
+__all__ = ["run_router", "serve_router"]
+
+POLICY_ENTRY_POINTS = "trioserve.policies"
+
+
+def run_router(config: RouteConfig) -> int:
+    """Route until Ctrl-C or SIGTERM, then drain. Returns the exit code; raises StartupError."""
+
+    async def serve(orders: trio.MemoryReceiveChannel[object], announce: Callable[[list[str]], None]) -> None:
+        await serve_router(config, orders, on_serving=announce)
+
+    return run_until_signal(config, serve, what="a router")
+
+
+async def serve_router(
+    config: RouteConfig,
+    orders: trio.MemoryReceiveChannel[object],
+    *,
+    on_serving: Callable[[list[str]], None] = lambda urls: None,
+) -> None:
+    """The whole router in the caller's scope, until an item comes in `orders` and it has drained. Installs no signal
+    handlers. on_serving is told the URLs. Cancelling it ends everything at once."""
+    ApiKeys(config.api_key, admin_key=config.admin_api_key)
+    checked_origins(config.cors_origin)
+    limits = frontend_limits(config)
+    ssl_context = server_tls(config)
+    dispatch = Dispatch(_router_settings(config), _policy(config.policy))
+    fleet = Fleet(
+        dispatch,
+        watch=WatchSettings(health_seconds=config.health_interval, load_seconds=config.load_interval),
+        aliases=_aliases(config.model_alias),
+        ssl_context=_endpoint_tls(config),
+    )
+    specs = [_spec(text, config.endpoint_api_key) for text in config.endpoint]
+    if not specs:
+        raise StartupError("no endpoint is given: name at least one with --endpoint http://HOST:PORT")
+    settings = RuntimeSettings(
+        drain_seconds_max=config.drain_timeout,
+        deadlines=_deadlines(config.queue_timeout, config.ttft_timeout, config.request_timeout),
+        deadlines_max=_deadlines(config.max_queue_timeout, config.max_ttft_timeout, config.max_request_timeout),
+    )
+    metrics = Metrics("router")
+    app = RouterApp(
+        fleet,
+        metrics,
+        rules=RoutingRules(
+            deadlines=settings.deadlines,
+            deadlines_max=settings.deadlines_max,
+            tenant_header=config.tenant_header,
+            session_header=config.session_header,
+            passes_authorization=not config.api_key and config.endpoint_api_key is None,
+        ),
+        api_keys=config.api_key,
+        admin_api_key=config.admin_api_key,
+    )
+    handler: Handler = app
+    if config.cors_origin:
+        handler = CrossOrigin(app, config.cors_origin, on_preflight=app.note_preflight)
+    listeners = await open_listeners(config.host, config.port, limits=limits)
+    try:
+        scheme = "http" if ssl_context is None else "https"
+        front_end = NativeFrontEnd(FrontendServer(handler, limits=limits, ssl_context=ssl_context), listeners, metrics)
+        service = Service(dispatch, front_end, settings)
+        with errors_unwrapped():
+            async with trio.open_nursery() as helpers:
+                fleet.set_all(specs, source="configured")
+                await helpers.start(dispatch.run)
+                await helpers.start(fleet.run)
+                async with trio.open_nursery() as nursery:
+                    await nursery.start(service.run, orders)
+                    on_serving([f"{scheme}://{address}" for address in addresses(listeners)])
+                helpers.cancel_scope.cancel()
+    finally:
+        for listener in listeners:
+            listener.socket.close()
+
+
+def _router_settings(config: RouteConfig) -> RouterSettings:
+    return RouterSettings(
+        queue_requests_max=config.max_queued_requests,
+        queue_prompt_tokens_max=config.max_queued_tokens,
+        queue_seconds_max=config.max_queue_wait,
+        leases_max=config.endpoint_max_requests,
+        waiting_depth_max=config.endpoint_max_waiting,
+        lease_until=config.lease_until,
+        # Several questions may get lost before what was known is worth nothing.
+        load_seconds_max=max(2.0, 4 * config.load_interval),
+    )
+
+
+def _policy(name: str) -> PolicyFactory:
+    if name in POLICIES:
+        return POLICIES[name]
+    installed = {entry.name: entry for entry in entry_points(group=POLICY_ENTRY_POINTS)}
+    if name not in installed:
+        known = ", ".join([*POLICIES, *sorted(installed)])
+        raise StartupError(f'there is no policy "{name}"; there are: {known}')
+    loaded: PolicyFactory = installed[name].load()
+    return loaded
+
+
+def _aliases(texts: tuple[str, ...]) -> dict[str, str]:
+    aliases = {}
+    for text in texts:
+        name, equals, model = text.partition("=")
+        if not (name and equals and model):
+            raise StartupError(f'--model-alias is "{text}", it must be NAME=MODEL')
+        aliases[name] = model
+    return aliases
+
+
+def _spec(text: str, api_key: str | None) -> EndpointSpec:
+    """URL, or NAME=URL."""
+    name, equals, url = text.partition("=")
+    if equals and "/" not in name:
+        return EndpointSpec(url=url, id=name, api_key=api_key)
+    return EndpointSpec(url=text, api_key=api_key)
+
+
+def _endpoint_tls(config: RouteConfig) -> ssl.SSLContext | None:
+    if config.endpoint_ca_certs is None:
+        return None
+    path = Path(config.endpoint_ca_certs)
+    try:
+        return ssl.create_default_context(cafile=path)
+    except OSError as error:
+        raise StartupError(f"the CA certificates in {path} cannot be read: {error}") from None
+
+
+def _deadlines(queue: float | None, first_token: float | None, total: float | None) -> Deadlines:
+    try:
+        return Deadlines(queue_timeout=queue, ttft_timeout=first_token, timeout=total)
+    except InvalidRequest as error:
+        raise StartupError(str(error)) from None

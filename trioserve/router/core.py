@@ -1,0 +1,477 @@
+"""The router's door: who waits, who holds a lease where, and who is refused. Knows neither sockets nor clocks.
+
+    router.enter(request, now)          -> Ticket: in line, or with a lease already; raises what refuses it
+    router.leave(ticket, now)           the one way out: its place or lease is back; legal at any moment, ever again
+    router.sent(ticket)                 the request goes to its endpoint
+    router.first_token(ticket, now)     the endpoint answers: from here on it is not tried elsewhere
+    router.failed(ticket, fault, now)   -> whether the ticket is in line again, for another endpoint
+    router.note_load, note_health, ...  what endpoints tell
+    router.tick(now)                    what only time brings; next_tick() says when
+
+Whoever waits is told by `on_change(ticket)`, called once for each grant and each refusal, inside the call that caused
+it. A lease is handed over in the very call that gives it back: nothing polls, and nobody is woken who gets nothing.
+`on_gone(endpoint)` is called when a drained endpoint has nothing any more.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from trioserve.contracts.endpoint import EndpointId, EndpointLoad, RoutedRequest
+from trioserve.contracts.errors import Draining, NoEndpoint, Overloaded, QueueWaitOver, StartupError, TrioserveError
+from trioserve.router.drain_rate import DrainRate
+from trioserve.router.endpoint_state import EndpointHealth, EndpointState
+from trioserve.router.policies import Candidate, Chance, PolicyFactory
+from trioserve.router.retry_budget import RetryBudget
+from trioserve.router.settings import RouterSettings
+from trioserve.router.ticket import Ticket, TicketState
+from trioserve.router.waiting_line import WaitingLine
+
+__all__ = ["Fault", "RouterCore", "RouterStats"]
+
+DRAIN_RETRY_SECONDS = 5.0
+SPARE_DEADLINES_MAX = 64
+
+
+class Fault(enum.Enum):
+    """How an endpoint failed a request before its first token."""
+
+    UNREACHABLE = "unreachable"  # no connection: the request never got there
+    BUSY = "busy"  # it said so itself (429, 503): its load is other than we thought; it is not ill
+    BROKE = "broke"  # it broke off, or answered 500, 502, 504
+
+
+class RouterStats(msgspec.Struct, frozen=True, kw_only=True):
+    """waiting: requests in line. leases: sequences that hold one, by endpoint. Totals count since the start."""
+
+    waiting: int
+    waiting_prompt_tokens: int
+    leases: dict[EndpointId, int]
+    health: dict[EndpointId, EndpointHealth]
+    admissions_total: int
+    retries_total: int
+    rejections_total: dict[str, int]
+
+
+class _Model:
+    """One model's line."""
+
+    def __init__(self) -> None:
+        self.line = WaitingLine()
+        # Requests that failed elsewhere and wait again: they have stood in line already, and come before it.
+        self.again: OrderedDict[int, Ticket] = OrderedDict()
+        self.drain_rate = DrainRate()
+
+    @property
+    def count(self) -> int:
+        return self.line.count + len(self.again)
+
+
+class RouterCore:
+    """All state of the router. Times are seconds of one monotonic clock, and never go back."""
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        policy: PolicyFactory,
+        *,
+        on_change: Callable[[Ticket], None],
+        chance: Chance,
+        on_gone: Callable[[EndpointId], None] = lambda id: None,
+    ) -> None:
+        self.settings = settings
+        self._on_change = on_change
+        self._on_gone = on_gone
+        self.policy = policy(chance)
+        self.endpoints: dict[EndpointId, EndpointState] = {}
+        self.is_draining = False
+        self._models: dict[str, _Model] = {}
+        self._live: dict[int, Ticket] = {}
+        self._deadlines: list[tuple[float, int, Ticket]] = []
+        self._next_index = 0
+        self._budget = RetryBudget(settings.retry_share_max, settings.retries_per_second_min)
+        self._admissions_total = 0
+        self._retries_total = 0
+        self._rejections_total: dict[str, int] = {}
+
+    # --- requests ---
+
+    def enter(self, request: RoutedRequest, now: float) -> Ticket:
+        """Take a place in line, and a lease at once if there is one. The caller owes `leave`.
+
+        A pinned request never waits. While every endpoint of a model is ejected nobody joins its line; those who are in
+        it keep their place, since an ejection is short.
+        Raises Overloaded, Draining or NoEndpoint, and then holds nothing.
+        """
+        if self.is_draining:
+            raise self._refusal(self._draining())
+        usable = [state for state in self._serving(request.model) if request.pinned in (None, state.id)]
+        if all(state.health is EndpointHealth.EJECTED for state in usable):
+            raise self._refusal(self._no_endpoint(request, now))
+        queue_deadline = min(now + self.settings.queue_seconds_max, request.queue_deadline)
+        self._next_index += 1
+        ticket = Ticket(request, self._next_index, now, queue_deadline)
+        model = self._model(request.model)
+        must_wait = bool(model.count) and request.pinned is None
+        if must_wait or not self._grant(ticket, now):
+            if request.pinned is not None:
+                raise self._refusal(self._pinned_is_full(request, now))
+            self._check_line(model, request, now)
+            model.line.add(ticket)
+            self._set_deadline(ticket)
+        self._live[ticket.index] = ticket
+        self._budget.note_request()
+        if must_wait:
+            self._hand_over(now)
+        return ticket
+
+    def leave(self, ticket: Ticket, now: float) -> None:
+        """The one way out of a request's scope. Whatever it holds is back; nothing to do when it has ended."""
+        if ticket.state is TicketState.ENDED:
+            return
+        self._let_go(ticket, now)
+        ticket.move(TicketState.ENDED)
+        del self._live[ticket.index]
+        self._hand_over(now)
+
+    def sent(self, ticket: Ticket) -> None:
+        """The request goes to its endpoint now; until then a drain may still refuse it."""
+        assert ticket.state is TicketState.LEASED
+        ticket.is_sent = True
+
+    def first_token(self, ticket: Ticket, now: float) -> None:
+        """The endpoint has begun to answer. What fails after this is the client's to see."""
+        if ticket.state is not TicketState.LEASED or ticket.has_token:
+            return
+        ticket.has_token = True
+        endpoint = self._endpoint_of(ticket)
+        endpoint.note_success(now)
+        if ticket.is_probe:
+            endpoint.probe_out = False
+            ticket.is_probe = False
+        if self.settings.lease_until == "first_token":
+            endpoint.leases -= ticket.request.sequences
+            ticket.move(TicketState.RUNNING_FREE)
+        self._hand_over(now)
+
+    def failed(self, ticket: Ticket, fault: Fault, now: float, *, busy_seconds: float = 1.0) -> bool:
+        """The endpoint failed a request that has no token yet. The lease is back before anything else happens.
+        busy_seconds: of a BUSY endpoint, for how long it is left alone.
+
+        Returns whether the ticket waits again (or has a lease elsewhere already); otherwise it has ended, and the
+        caller tells the client what the endpoint said.
+        """
+        if ticket.state is not TicketState.LEASED:
+            return False
+        assert not ticket.has_token, "a request is never tried again once its client has seen a token"
+        assert ticket.endpoint is not None
+        endpoint = self._endpoint_of(ticket)
+        self._let_go(ticket, now)
+        if fault is Fault.UNREACHABLE:
+            endpoint.note_lost(now)
+        elif fault is Fault.BROKE:
+            endpoint.note_failure(now)
+        else:
+            endpoint.note_busy(now, busy_seconds)
+        ticket.tried = (*ticket.tried, ticket.endpoint)
+        if not self._may_try_again(ticket, now):
+            ticket.move(TicketState.ENDED)
+            del self._live[ticket.index]
+            self._hand_over(now)
+            return False
+        self._retries_total += 1
+        ticket.move(TicketState.WAITING)
+        ticket.is_sent = False
+        self._model(ticket.request.model).again[ticket.index] = ticket
+        self._set_deadline(ticket)
+        self._hand_over(now)
+        return True
+
+    def _may_try_again(self, ticket: Ticket, now: float) -> bool:
+        if self.is_draining or ticket.request.pinned is not None or now >= ticket.queue_deadline:
+            return False
+        if len(ticket.tried) >= self.settings.attempts_max or not self._others(ticket):
+            return False
+        return self._budget.take(now)
+
+    def _others(self, ticket: Ticket) -> list[EndpointState]:
+        """Endpoints that may still take a request that failed."""
+        return [
+            state
+            for state in self._serving(ticket.request.model)
+            if state.id not in ticket.tried and state.health is not EndpointHealth.EJECTED
+        ]
+
+    # --- endpoints ---
+
+    def add_endpoint(self, id: EndpointId, models: Iterable[str], now: float, *, leases_max: int | None = None) -> None:
+        """One that is being drained is taken back. Raises StartupError for an id that is taken, or a limit below 1."""
+        known = self.endpoints.get(id)
+        if known is not None and known.health is EndpointHealth.DRAINING:
+            known.come_back(frozenset(models))
+            return
+        if known is not None:
+            raise StartupError(f'there are two endpoints with the id "{id}": give each its own')
+        if leases_max is not None and leases_max < 1:
+            raise StartupError(f'the endpoint "{id}" may take {leases_max} requests, it must be at least 1')
+        self.endpoints[id] = EndpointState(
+            id,
+            frozenset(models),
+            self.settings,
+            leases_max=leases_max or self.settings.leases_max,
+            slow_start=any(state.health is EndpointHealth.HEALTHY for state in self.endpoints.values()),
+        )
+
+    def set_models(self, id: EndpointId, models: Iterable[str], now: float) -> None:
+        """The endpoint says what it serves; one that is gone by now is ignored."""
+        state = self.endpoints.get(id)
+        if state is None:
+            return
+        state.models = frozenset(models)
+        self._refuse_hopeless(now)
+        self._hand_over(now)
+
+    def drain_endpoint(self, id: EndpointId, now: float) -> None:
+        """Give it nothing more. It is gone when its last request has ended; those that wait go to others."""
+        state = self.endpoints[id]
+        state.drain()
+        self._note_drained(state)
+        self._refuse_hopeless(now)
+        self._hand_over(now)
+
+    def is_endpoint_draining(self, id: EndpointId) -> bool:
+        state = self.endpoints.get(id)
+        return state is not None and state.health is EndpointHealth.DRAINING
+
+    def note_load(self, id: EndpointId, load: EndpointLoad, now: float, *, in_flight_when_asked: int) -> None:
+        """What the endpoint says of itself; one that is unknown by now is ignored."""
+        state = self.endpoints.get(id)
+        if state is not None:
+            state.note_load(load, now, in_flight_when_asked=in_flight_when_asked)
+            self._hand_over(now)
+
+    def note_health(self, id: EndpointId, is_well: bool, now: float) -> None:
+        """A health check ended."""
+        state = self.endpoints.get(id)
+        if state is None or state.health is EndpointHealth.DRAINING:
+            return
+        state.note_check(is_well, now)
+        self._hand_over(now)
+
+    # --- time ---
+
+    def next_tick(self, now: float) -> float:
+        """When `tick` has something to do, if nothing else happens before; math.inf for never."""
+        moments = [state.next_tick(now) for state in self.endpoints.values()]
+        while self._deadlines and self._deadlines[0][2].state is not TicketState.WAITING:
+            heapq.heappop(self._deadlines)
+        if self._deadlines:
+            moments.append(self._deadlines[0][0])
+        return min(moments, default=math.inf)
+
+    def tick(self, now: float) -> None:
+        """Refuse those whose wait is over, and let endpoints be probed whose ejection is."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            ticket = heapq.heappop(self._deadlines)[2]
+            if ticket.state is TicketState.WAITING:
+                self._refuse(ticket, self._wait_over(ticket, now), now)
+        for state in self.endpoints.values():
+            state.tick(now)
+        self._hand_over(now)
+
+    def drain(self, now: float) -> None:
+        """Take nothing new and refuse all that were not sent anywhere; the others go on."""
+        self.is_draining = True
+        for ticket in list(self._live.values()):
+            if not ticket.is_sent:
+                self._refuse(ticket, self._draining(), now)
+
+    def stats(self) -> RouterStats:
+        return RouterStats(
+            waiting=sum(model.count for model in self._models.values()),
+            waiting_prompt_tokens=sum(model.line.prompt_tokens for model in self._models.values()),
+            leases={state.id: state.leases for state in self.endpoints.values()},
+            health={state.id: state.health for state in self.endpoints.values()},
+            admissions_total=self._admissions_total,
+            retries_total=self._retries_total,
+            rejections_total=dict(self._rejections_total),
+        )
+
+    # --- giving and taking leases ---
+
+    def _grant(self, ticket: Ticket, now: float) -> bool:
+        """Give it a lease if an endpoint has room for it. It must not stand in any line."""
+        request = ticket.request
+        candidates = []
+        for state in self._serving(request.model):
+            if state.is_given:
+                has_room = (
+                    request.pinned in (None, state.id)
+                    and state.id not in ticket.tried
+                    and state.has_room(request.sequences, now)
+                )
+                load = state.in_flight / state.leases_max
+                candidates.append(Candidate(id=state.id, load=load, has_room=has_room))
+        if not any(candidate.has_room for candidate in candidates):
+            return False
+        id = self.policy.choose(request, candidates)
+        assert any(candidate.has_room and candidate.id == id for candidate in candidates), f"{id} has no room"
+        endpoint = self.endpoints[id]
+        if endpoint.health is EndpointHealth.PROBING:
+            endpoint.probe_out = ticket.is_probe = True
+        endpoint.leases += request.sequences
+        endpoint.in_flight += request.sequences
+        ticket.endpoint = id
+        ticket.leased_at = now
+        ticket.move(TicketState.LEASED)
+        self.policy.note_sent(request, id)
+        self._admissions_total += 1
+        return True
+
+    def _hand_over(self, now: float) -> None:
+        """Give what is free to those who have waited longest, in the order of their lines."""
+        for model in self._models.values():
+            if model.count:
+                for ticket in list(model.again.values()):
+                    if self._grant(ticket, now):
+                        del model.again[ticket.index]
+                        self._on_change(ticket)
+                while (head := model.line.head()) is not None and self._grant(head, now):
+                    model.line.take()
+                    self._on_change(head)
+
+    def _let_go(self, ticket: Ticket, now: float) -> None:
+        """Give back its place or its lease, whichever it has."""
+        if ticket.state is TicketState.WAITING:
+            self._leave_line(ticket)
+            return
+        endpoint = self._endpoint_of(ticket)
+        if ticket.state is TicketState.LEASED:
+            endpoint.leases -= ticket.request.sequences
+            if ticket.is_probe:
+                endpoint.probe_out = ticket.is_probe = False
+        endpoint.in_flight -= ticket.request.sequences
+        assert 0 <= endpoint.leases <= endpoint.in_flight
+        self._model(ticket.request.model).drain_rate.note(now)
+        self._note_drained(endpoint)
+
+    def _leave_line(self, ticket: Ticket) -> None:
+        model = self._model(ticket.request.model)
+        if model.again.pop(ticket.index, None) is None:
+            model.line.remove(ticket)
+
+    def _note_drained(self, state: EndpointState) -> None:
+        if state.health is EndpointHealth.DRAINING and state.in_flight == 0:
+            del self.endpoints[state.id]
+            self.policy.forget(state.id)
+            self._on_gone(state.id)
+
+    # --- refusing ---
+
+    def _check_line(self, model: _Model, request: RoutedRequest, now: float) -> None:
+        settings = self.settings
+        if model.count >= settings.queue_requests_max:
+            message = f"{model.count} requests wait for the model, {settings.queue_requests_max} may"
+        elif model.line.prompt_tokens + request.prompt_tokens > settings.queue_prompt_tokens_max and model.count:
+            message = (
+                f"requests with {model.line.prompt_tokens} prompt tokens wait for the model, and with the "
+                f"{request.prompt_tokens} of this one there would be more than {settings.queue_prompt_tokens_max}"
+            )
+        else:
+            return
+        seconds = model.drain_rate.seconds_for(model.count + 1, now)
+        raise self._refusal(
+            Overloaded(
+                f"{message}: try again in {math.ceil(seconds)} s", reason="queue_full", retry_after_seconds=seconds
+            )
+        )
+
+    def _refuse(self, ticket: Ticket, refusal: TrioserveError, now: float) -> None:
+        """End one that was not sent anywhere, and tell it."""
+        self._let_go(ticket, now)
+        ticket.refusal = self._refusal(refusal)
+        ticket.move(TicketState.ENDED)
+        del self._live[ticket.index]
+        self._on_change(ticket)
+
+    def _refuse_hopeless(self, now: float) -> None:
+        """Those who wait for a model that nobody else serves any more are told so at once."""
+        for model in self._models.values():
+            for ticket in [*model.again.values(), *model.line]:
+                if all(state.id in ticket.tried for state in self._serving(ticket.request.model)):
+                    self._refuse(ticket, self._no_endpoint(ticket.request, now), now)
+
+    def _refusal(self, error: TrioserveError) -> TrioserveError:
+        """Count it."""
+        reason = error.reason if isinstance(error, Overloaded) else "queue_timeout"
+        self._rejections_total[reason] = self._rejections_total.get(reason, 0) + 1
+        return error
+
+    def _wait_over(self, ticket: Ticket, now: float) -> TrioserveError:
+        waited = now - ticket.entered_at
+        if ticket.request.queue_deadline <= now:
+            return QueueWaitOver(f"the request waited {waited:.1f} s in line, and that was all the time it had")
+        model = self._model(ticket.request.model)
+        return Overloaded(
+            f"the request waited {waited:.1f} s in line, nobody waits longer: try again",
+            reason="queue_wait_over",
+            retry_after_seconds=model.drain_rate.seconds_for(model.count + 1, now),
+        )
+
+    def _pinned_is_full(self, request: RoutedRequest, now: float) -> Overloaded:
+        return Overloaded(
+            f'the endpoint "{request.pinned}" that the request asks for has no room: try again, or ask for none',
+            reason="pinned_endpoint_overloaded",
+            retry_after_seconds=self._model(request.model).drain_rate.seconds_for(1, now),
+        )
+
+    def _draining(self) -> Draining:
+        return Draining(
+            "the server is leaving and takes no new requests: ask another one",
+            reason="draining",
+            retry_after_seconds=DRAIN_RETRY_SECONDS,
+        )
+
+    def _no_endpoint(self, request: RoutedRequest, now: float) -> NoEndpoint:
+        if request.pinned is not None:
+            message = f'no endpoint "{request.pinned}" takes requests for the model "{request.model}" now'
+        else:
+            message = f'no endpoint takes requests for the model "{request.model}" now'
+        ends = [state.ejected_until - now for state in self._serving(request.model)]
+        seconds = max(1.0, min((end for end in ends if end > 0), default=DRAIN_RETRY_SECONDS))
+        return NoEndpoint(
+            f"{message}: try again in {math.ceil(seconds)} s", reason="no_endpoint", retry_after_seconds=seconds
+        )
+
+    # --- looking up ---
+
+    def _serving(self, model: str) -> list[EndpointState]:
+        """Endpoints that serve the model and do not leave."""
+        return [
+            state
+            for state in self.endpoints.values()
+            if model in state.models and state.health is not EndpointHealth.DRAINING
+        ]
+
+    def _model(self, name: str) -> _Model:
+        model = self._models.get(name)
+        if model is None:
+            model = self._models[name] = _Model()
+        return model
+
+    def _endpoint_of(self, ticket: Ticket) -> EndpointState:
+        assert ticket.endpoint is not None
+        return self.endpoints[ticket.endpoint]
+
+    def _set_deadline(self, ticket: Ticket) -> None:
+        heapq.heappush(self._deadlines, (ticket.queue_deadline, ticket.index, ticket))
+        if len(self._deadlines) > 2 * len(self._live) + SPARE_DEADLINES_MAX:
+            # Those who left must not be remembered for as long as they might have waited.
+            self._deadlines = [entry for entry in self._deadlines if entry[2].state is TicketState.WAITING]
+            heapq.heapify(self._deadlines)

@@ -1,0 +1,215 @@
+"""The health of an endpoint as a table of states, and what it may be given.
+
+    STARTING ───► HEALTHY ◄──── PROBING
+        │          │  ▲           ▲  │
+        │          ▼  │           │  ▼
+        └──────►  EJECTED ────────┘ (one probe: a request, or a health check)
+                     ▲               │
+                     └───────────────┘
+    DRAINING: from every state; it goes when its last request does, or is STARTING again when it is added before that.
+
+An endpoint gets requests while it is HEALTHY, as much as its slow start allows, and one at a time while it is PROBING.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+
+from trioserve.contracts.endpoint import EndpointId, EndpointLoad
+from trioserve.router.settings import RouterSettings
+
+__all__ = ["EndpointHealth", "EndpointState"]
+
+
+class EndpointHealth(enum.Enum):
+    STARTING = "starting"  # nobody has asked it yet
+    HEALTHY = "healthy"
+    EJECTED = "ejected"
+    PROBING = "probing"
+    DRAINING = "draining"
+
+
+_H = EndpointHealth
+
+_LEGAL_MOVES: frozenset[tuple[EndpointHealth, EndpointHealth]] = frozenset(
+    {
+        (_H.STARTING, _H.HEALTHY),
+        (_H.STARTING, _H.EJECTED),
+        (_H.HEALTHY, _H.EJECTED),
+        (_H.EJECTED, _H.PROBING),
+        (_H.PROBING, _H.HEALTHY),
+        (_H.PROBING, _H.EJECTED),
+        *((health, _H.DRAINING) for health in EndpointHealth if health is not _H.DRAINING),
+        (_H.DRAINING, _H.STARTING),
+    }
+)
+
+
+class EndpointState:
+    """What the router knows of one endpoint. Times are seconds of the router's clock.
+
+    models: the names under which it may be asked. leases_max: sequences. leases: those that are out, in sequences.
+    in_flight: sequences that were sent there and have not ended; more than the leases once these go back at the first
+    token. slow_start: it comes to others that run, and is to get its share little by little.
+    """
+
+    def __init__(
+        self,
+        id: EndpointId,
+        models: frozenset[str],
+        settings: RouterSettings,
+        *,
+        leases_max: int,
+        slow_start: bool = False,
+    ) -> None:
+        self.id = id
+        self.models = models
+        self.leases_max = leases_max
+        self.health = EndpointHealth.STARTING
+        self.leases = 0
+        self.in_flight = 0
+        self.probe_out = False
+        self.load: EndpointLoad | None = None
+        self.busy_until = 0.0
+        self.ejected_until = 0.0
+        self.ejections_total = 0
+        self._settings = settings
+        self._load_at = 0.0
+        self._in_flight_at_load = 0  # the difference to now is what the report cannot know
+        self._seats_seen = 0
+        self._failures_in_a_row = 0
+        self._ejections_in_a_row = 0
+        self._is_ejected_by_check = False
+        self._owes_slow_start = slow_start
+        self._share_since: float | None = None  # None: the whole share at once
+
+    # --- what it may be given ---
+
+    @property
+    def is_given(self) -> bool:
+        """Whether it gets requests at all."""
+        return self.health in (EndpointHealth.HEALTHY, EndpointHealth.PROBING)
+
+    def share(self, now: float) -> float:
+        """How much of its limit it gets by now: grows from little to 1 in the slow start."""
+        seconds = self._settings.slow_start_seconds
+        if self._share_since is None or now >= self._share_since + seconds:
+            return 1.0
+        return (now - self._share_since) / seconds
+
+    def waiting_depth(self, now: float, *, more: int = 0) -> int | None:
+        """Sequences that wait inside it, and would if `more` went there: as reported, moved by what was sent there and
+        has ended since. None: not known, since the last report is too old."""
+        load = self.load
+        if load is None or now - self._load_at > self._settings.load_seconds_max:
+            return None
+        seats = load.seats
+        if seats is None:
+            # If somebody waits, all seats are taken; if nobody does, there are at least as many as were ever taken.
+            seats = load.running if load.waiting else max(load.running, self._seats_seen)
+        there = max(0, load.running + load.waiting + self.in_flight - self._in_flight_at_load)
+        if there == 0:
+            return 0  # whoever comes to an idle endpoint does not wait for others, however large it is
+        return max(0, there + more - seats)
+
+    def has_room(self, sequences: int, now: float) -> bool:
+        """Whether a request of so many sequences may go there. One that is larger than the limit goes alone."""
+        if self.health is EndpointHealth.PROBING:
+            return not self.probe_out
+        if self.health is not EndpointHealth.HEALTHY or now < self.busy_until:
+            return False
+        leases_max = max(1, int(self.leases_max * self.share(now)))
+        if self.leases and self.leases + sequences > leases_max:
+            return False
+        depth = self.waiting_depth(now, more=sequences)
+        return depth is None or depth <= self._settings.waiting_depth_max
+
+    # --- what it tells ---
+
+    def note_load(self, load: EndpointLoad, now: float, *, in_flight_when_asked: int) -> None:
+        """in_flight_when_asked: `in_flight` when the endpoint was asked. What was sent there in between may be in the
+        report or not, and is taken for one that is not."""
+        self.load = load
+        self._load_at = now
+        self._in_flight_at_load = min(self.in_flight, in_flight_when_asked)
+        self._seats_seen = load.running if load.waiting else max(self._seats_seen, load.running)
+
+    def note_check(self, is_well: bool, now: float) -> None:
+        """A health check ended. Who was ejected by checks is back with the first good one; who failed requests while it
+        answered its checks has to wait until it may be probed."""
+        if not is_well:
+            self.note_failure(now)
+            self._is_ejected_by_check = self.health is EndpointHealth.EJECTED
+            return
+        if self.health is EndpointHealth.EJECTED and self._is_ejected_by_check:
+            self._move(EndpointHealth.PROBING)
+        self.note_success(now)
+
+    def note_success(self, now: float) -> None:
+        """A request got its first token there, or a health check its answer."""
+        self._failures_in_a_row = 0
+        if self.health in (EndpointHealth.STARTING, EndpointHealth.PROBING):
+            if self._owes_slow_start:
+                self._share_since = now
+            self._ejections_in_a_row = 0
+            self._move(EndpointHealth.HEALTHY)
+
+    def note_failure(self, now: float) -> None:
+        """A request failed there in a way that is the endpoint's own fault, or a health check did."""
+        self._failures_in_a_row += 1
+        if self.health is EndpointHealth.PROBING or (
+            self.health in (EndpointHealth.STARTING, EndpointHealth.HEALTHY)
+            and self._failures_in_a_row >= self._settings.failures_max
+        ):
+            self._eject(now)
+
+    def note_lost(self, now: float) -> None:
+        """It cannot even be reached: one such failure is enough."""
+        self._failures_in_a_row += 1
+        if self.health in (EndpointHealth.STARTING, EndpointHealth.HEALTHY, EndpointHealth.PROBING):
+            self._eject(now)
+
+    def note_busy(self, now: float, seconds: float) -> None:
+        """It refused a request for want of room: it gets nothing for so long."""
+        self.busy_until = now + seconds
+
+    def tick(self, now: float) -> None:
+        """An ejection that is over by now ends; it may be probed."""
+        if self.health is EndpointHealth.EJECTED and now >= self.ejected_until:
+            self._move(EndpointHealth.PROBING)
+
+    def next_tick(self, now: float) -> float:
+        """When there may be room here without anything else happening; math.inf if only time does not bring it."""
+        if self.health is EndpointHealth.EJECTED:
+            return self.ejected_until
+        moments = [self.busy_until, self._load_at + self._settings.load_seconds_max if self.load is not None else 0.0]
+        if self._share_since is not None and self.share(now) < 1:
+            next_limit = int(self.leases_max * self.share(now)) + 1
+            moments.append(self._share_since + self._settings.slow_start_seconds * next_limit / self.leases_max)
+        return min((moment for moment in moments if moment > now), default=math.inf)
+
+    def drain(self) -> None:
+        if self.health is not EndpointHealth.DRAINING:
+            self._move(EndpointHealth.DRAINING)
+
+    def come_back(self, models: frozenset[str]) -> None:
+        """It was added again while it was drained."""
+        self.models = models
+        self._owes_slow_start = True
+        self._move(EndpointHealth.STARTING)
+
+    def _eject(self, now: float) -> None:
+        settings = self._settings
+        seconds = min(settings.ejection_seconds_max, settings.ejection_seconds * 2.0**self._ejections_in_a_row)
+        self._ejections_in_a_row = min(self._ejections_in_a_row + 1, 32)
+        self.ejected_until = now + seconds
+        self.ejections_total += 1
+        self._is_ejected_by_check = False
+        self._owes_slow_start = True
+        self.load = None
+        self._move(EndpointHealth.EJECTED)
+
+    def _move(self, health: EndpointHealth) -> None:
+        assert (self.health, health) in _LEGAL_MOVES, f"{self.id} cannot go from {self.health} to {health}"
+        self.health = health

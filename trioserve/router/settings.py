@@ -1,0 +1,73 @@
+"""The bounds of the router, each with its unit and its reason."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from trioserve.contracts.errors import StartupError
+
+__all__ = ["RouterSettings"]
+
+
+class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """queue_requests_max, queue_prompt_tokens_max: what may wait for one model. 0 requests: nothing waits, who finds no
+        free endpoint is refused at once.
+    queue_seconds_max: how long anybody waits in line.
+    leases_max: sequences at one endpoint, unless the endpoint has a limit of its own.
+    waiting_depth_max: sequences that may wait inside an endpoint. A shallow line there keeps the order here, where a
+        waiter that left costs nothing and another endpoint can still take it.
+    lease_until: when a lease goes back; at the first token it bounds prefills, at the end it bounds answers.
+    load_seconds_max: how old a report of load may be; what is older says nothing.
+    failures_max: this many in a row eject an endpoint. ejection_seconds: how long the first time; it doubles with each
+        probe that fails, up to ejection_seconds_max.
+    slow_start_seconds: in which an endpoint that came (back) gets its whole share.
+    retry_share_max, retries_per_second_min: requests that failed before their first token may be tried elsewhere as
+        long as retries are at most this share of the requests, and this many a second in any case; when everything
+        fails, retrying everything would double the load.
+    attempts_max: endpoints that one request may be tried at.
+    """
+
+    queue_requests_max: int = 256
+    queue_prompt_tokens_max: int = 1_000_000
+    queue_seconds_max: float = 60.0
+    leases_max: int = 64
+    waiting_depth_max: int = 4
+    lease_until: Literal["first_token", "end"] = "end"
+    load_seconds_max: float = 2.0
+    failures_max: int = 3
+    ejection_seconds: float = 1.0
+    ejection_seconds_max: float = 30.0
+    slow_start_seconds: float = 10.0
+    retry_share_max: float = 0.2
+    retries_per_second_min: float = 3.0
+    attempts_max: int = 3
+
+    def __post_init__(self) -> None:
+        for name, low in (
+            ("queue_requests_max", 0),
+            ("queue_prompt_tokens_max", 1),
+            ("leases_max", 1),
+            ("waiting_depth_max", 0),
+            ("failures_max", 1),
+            ("attempts_max", 1),
+            ("retry_share_max", 0),
+            ("retries_per_second_min", 0),
+        ):
+            value = getattr(self, name)
+            if not value >= low:
+                raise StartupError(f"{name} is {value}, it must be at least {low}")
+        for name in ("queue_seconds_max", "load_seconds_max", "ejection_seconds", "ejection_seconds_max"):
+            value = getattr(self, name)
+            if not 0 < value <= 86_400:
+                raise StartupError(f"{name} is {value}, it must be above 0 and at most 86400 seconds")
+        if not 0 <= self.slow_start_seconds <= 86_400:
+            raise StartupError(f"slow_start_seconds is {self.slow_start_seconds}, it must be 0 to 86400 seconds")
+        if self.ejection_seconds_max < self.ejection_seconds:
+            raise StartupError(
+                f"ejection_seconds_max is {self.ejection_seconds_max}, less than ejection_seconds of "
+                f"{self.ejection_seconds}"
+            )
+        if self.lease_until not in ("first_token", "end"):
+            raise StartupError(f'lease_until is "{self.lease_until}", it may be "first_token" or "end"')

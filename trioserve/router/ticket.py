@@ -1,0 +1,82 @@
+"""The states of a request at the router and the table of its legal moves.
+
+    WAITING ────► LEASED ────► RUNNING_FREE     (its lease went back at the first token)
+       ▲  │         │  │            │
+       └──┼─────────┘  │            │           (failed before the first token: in line again)
+          ▼            ▼            ▼
+        ENDED ◄──────────────────────           (from every state, once)
+
+A ticket has a place in line while it is WAITING and a lease while it is LEASED; at no other time. ENDED is left by no
+move: that is what makes giving either back happen once.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from trioserve.contracts.endpoint import EndpointId, RoutedRequest
+from trioserve.contracts.errors import TrioserveError
+
+__all__ = ["Ticket", "TicketState"]
+
+
+class TicketState(enum.Enum):
+    WAITING = "waiting"
+    LEASED = "leased"
+    RUNNING_FREE = "running_free"
+    ENDED = "ended"
+
+
+_LEGAL_MOVES: frozenset[tuple[TicketState, TicketState]] = frozenset(
+    {
+        (TicketState.WAITING, TicketState.LEASED),
+        (TicketState.WAITING, TicketState.ENDED),
+        (TicketState.LEASED, TicketState.WAITING),
+        (TicketState.LEASED, TicketState.RUNNING_FREE),
+        (TicketState.LEASED, TicketState.ENDED),
+        (TicketState.RUNNING_FREE, TicketState.ENDED),
+    }
+)
+
+
+class Ticket:
+    """One request at the router, from entering to leaving.
+
+    index: of arrival. entered_at, leased_at: seconds of the router's clock; leased_at of the lease in hand.
+    endpoint: where its lease is, or was when it went back at the first token. tried: the endpoints that failed it.
+    is_sent: the request went to the endpoint of its lease. has_token: its client has seen a token.
+    refusal: why it ended without having been served, if so.
+    """
+
+    __slots__ = (
+        "endpoint",
+        "entered_at",
+        "has_token",
+        "index",
+        "is_probe",
+        "is_sent",
+        "leased_at",
+        "queue_deadline",
+        "refusal",
+        "request",
+        "state",
+        "tried",
+    )
+
+    def __init__(self, request: RoutedRequest, index: int, entered_at: float, queue_deadline: float) -> None:
+        self.request = request
+        self.index = index
+        self.entered_at = entered_at
+        self.queue_deadline = queue_deadline
+        self.state = TicketState.WAITING
+        self.endpoint: EndpointId | None = None
+        self.leased_at = 0.0
+        self.is_probe = False
+        self.is_sent = False
+        self.has_token = False
+        self.tried: tuple[EndpointId, ...] = ()
+        self.refusal: TrioserveError | None = None
+
+    def move(self, state: TicketState) -> None:
+        assert (self.state, state) in _LEGAL_MOVES, f"ticket {self.index} cannot go from {self.state} to {state}"
+        self.state = state

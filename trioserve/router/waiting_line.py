@@ -1,0 +1,127 @@
+"""Who is next in line for one model: by priority, then fair between tenants, then first come first served.
+
+Fairness is start-time fair queueing (Goyal, Vin and Cheng, 1996) with a request's cost in prompt tokens, as the virtual
+token counter does it for language models (Sheng et al., "Fairness in Serving Large Language Models", 2024): each
+tenant has a turn, the one with the earliest turn is served, and that moves its turn by what it was served. A tenant
+that comes back does not get the turns it was away for.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from trioserve.router.ticket import Ticket
+
+__all__ = ["WaitingLine"]
+
+REQUEST_COST_TOKENS = 64  # what a request costs beside its prompt: about an answer's seat
+SPARE_TURNS_MAX = 64
+
+
+class WaitingLine:
+    """Joining, leaving and being taken are O(log tenants). Leaving costs nothing later."""
+
+    def __init__(self) -> None:
+        self._classes: dict[int, _PriorityClass] = {}
+        self.count = 0
+        self.prompt_tokens = 0
+
+    def __iter__(self) -> Iterator[Ticket]:
+        """Everybody, in no order."""
+        for priority_class in self._classes.values():
+            for tickets in priority_class.tenants.values():
+                yield from tickets.values()
+
+    def add(self, ticket: Ticket) -> None:
+        request = ticket.request
+        priority_class = self._classes.get(request.priority)
+        if priority_class is None:
+            priority_class = self._classes[request.priority] = _PriorityClass()
+        priority_class.add(ticket)
+        self.count += 1
+        self.prompt_tokens += request.prompt_tokens
+
+    def remove(self, ticket: Ticket) -> None:
+        """It leaves the line without having been served."""
+        self._classes[ticket.request.priority].remove(ticket)
+        self._note_gone(ticket)
+
+    def head(self) -> Ticket | None:
+        """Who is next."""
+        for priority in sorted(self._classes):
+            return self._classes[priority].head()
+        return None
+
+    def take(self) -> Ticket:
+        """Take the head out, to be served."""
+        priority_class = self._classes[min(self._classes)]
+        ticket = priority_class.head()
+        priority_class.serve(ticket)
+        self._note_gone(ticket)
+        return ticket
+
+    def _note_gone(self, ticket: Ticket) -> None:
+        if not self._classes[ticket.request.priority].tenants:
+            del self._classes[ticket.request.priority]
+        self.count -= 1
+        self.prompt_tokens -= ticket.request.prompt_tokens
+
+
+class _PriorityClass:
+    """One priority's tenants. `tenants` holds those with somebody in line; `_turns` a heap of (turn, index, tenant) in
+    which entries that are out of date are skipped when they come up."""
+
+    def __init__(self) -> None:
+        self.tenants: dict[str, OrderedDict[int, Ticket]] = {}
+        self._turn_of: dict[str, float] = {}
+        self._turns: list[tuple[float, int, str]] = []
+        self._now = 0.0  # virtual time: the turn that was served last
+
+    def add(self, ticket: Ticket) -> None:
+        tenant = ticket.request.tenant
+        tickets = self.tenants.get(tenant)
+        if tickets is None:
+            tickets = self.tenants[tenant] = OrderedDict()
+            turn = self._turn_of[tenant] = max(self._turn_of.get(tenant, 0.0), self._now)
+            heapq.heappush(self._turns, (turn, ticket.index, tenant))
+            self._forget_past_turns()
+        tickets[ticket.index] = ticket
+
+    def head(self) -> Ticket:
+        while True:
+            turn, _, tenant = self._turns[0]
+            tickets = self.tenants.get(tenant)
+            if tickets is not None and self._turn_of[tenant] == turn:
+                return next(iter(tickets.values()))
+            heapq.heappop(self._turns)
+
+    def remove(self, ticket: Ticket) -> None:
+        tenant = ticket.request.tenant
+        tickets = self.tenants[tenant]
+        del tickets[ticket.index]
+        if not tickets:
+            del self.tenants[tenant]
+
+    def serve(self, ticket: Ticket) -> None:
+        tenant = ticket.request.tenant
+        turn = self._turn_of[tenant]
+        self._now = turn
+        self._turn_of[tenant] = turn + ticket.request.prompt_tokens + REQUEST_COST_TOKENS
+        heapq.heappop(self._turns)
+        self.remove(ticket)
+        if tenant in self.tenants:
+            heapq.heappush(self._turns, (self._turn_of[tenant], ticket.index, tenant))
+
+    def _forget_past_turns(self) -> None:
+        """A turn that has passed says nothing of a tenant that is away, and coming and leaving again leaves entries
+        behind; without this both would stay for ever."""
+        if len(self._turns) > 2 * len(self.tenants) + SPARE_TURNS_MAX:
+            self._turn_of = {
+                tenant: turn for tenant, turn in self._turn_of.items() if tenant in self.tenants or turn > self._now
+            }
+            self._turns = [
+                (self._turn_of[tenant], next(iter(tickets), 0), tenant) for tenant, tickets in self.tenants.items()
+            ]
+            heapq.heapify(self._turns)

@@ -1,0 +1,184 @@
+"""Waiting line, then lease, then endpoint: the router as a Trio program sees it. Decides nothing; see router/core.
+
+with dispatch.enter(request) as turn:           # refusals rise here; leaving gives back whatever it holds
+    endpoint = await turn.lease()               # or here, for those that had to wait
+    with turn.attempt():
+        ...                                     # the request goes there; turn.first_token() once it answers
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import trio
+
+from trioserve.contracts.endpoint import EndpointId, EndpointLoad, RoutedRequest
+from trioserve.contracts.errors import Draining, EndpointLost
+from trioserve.router.core import Fault, RouterCore
+from trioserve.router.policies import Chance, PolicyFactory
+from trioserve.router.settings import RouterSettings
+from trioserve.router.ticket import Ticket, TicketState
+
+__all__ = ["Dispatch", "Fault", "Turn"]
+
+RETRY_SECONDS = 5.0
+
+
+class Dispatch:
+    """One router. Every method belongs to the thread of the Trio program that runs it."""
+
+    def __init__(self, settings: RouterSettings, policy: PolicyFactory, *, chance: Chance | None = None) -> None:
+        self.core = RouterCore(
+            settings, policy, on_change=self._wake_turn, chance=chance or random.Random(), on_gone=self._note_gone
+        )
+        self.on_gone: Callable[[EndpointId], None] = lambda id: None
+        self._turns: dict[int, Turn] = {}
+        self._ticks_at = math.inf
+        self._sooner = trio.Event()
+        self._idle = trio.Event()
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Does what only time brings: waits that are over, endpoints that may be probed. Runs until cancelled."""
+        task_status.started()
+        while True:
+            self._sooner = trio.Event()
+            self._ticks_at = self.core.next_tick(trio.current_time())
+            with trio.move_on_at(self._ticks_at):
+                await self._sooner.wait()
+            self.core.tick(trio.current_time())
+
+    @contextmanager
+    def enter(self, request: RoutedRequest) -> Iterator[Turn]:
+        """A place in line, or a lease at once. Raises Overloaded, Draining or NoEndpoint, and then holds nothing."""
+        ticket = self.core.enter(request, trio.current_time())
+        turn = self._turns[ticket.index] = Turn(self, ticket)
+        self.retime()
+        try:
+            yield turn
+        finally:
+            del self._turns[ticket.index]
+            self.core.leave(ticket, trio.current_time())
+            if not self._turns:
+                self._idle.set()
+
+    def note_load(self, id: EndpointId, load: EndpointLoad, *, in_flight_when_asked: int) -> None:
+        self.core.note_load(id, load, trio.current_time(), in_flight_when_asked=in_flight_when_asked)
+        self.retime()
+
+    def in_flight(self, id: EndpointId) -> int:
+        """Sequences that were sent there and have not ended."""
+        state = self.core.endpoints.get(id)
+        return 0 if state is None else state.in_flight
+
+    def set_models(self, id: EndpointId, models: Iterable[str]) -> None:
+        self.core.set_models(id, models, trio.current_time())
+        self.retime()
+
+    def drain_endpoint(self, id: EndpointId) -> None:
+        self.core.drain_endpoint(id, trio.current_time())
+        self.retime()
+
+    def note_health(self, id: EndpointId, is_well: bool, *, hangs: bool) -> None:
+        """A health check ended. hangs: it got no answer. What an endpoint that is ejected for that has not begun to
+        answer is taken from it, to be tried elsewhere."""
+        was_given = self._is_given(id)
+        self.core.note_health(id, is_well, trio.current_time())
+        if hangs and was_given and not self._is_given(id):
+            for turn in list(self._turns.values()):
+                turn.take_from(id)
+        self.retime()
+
+    def drain(self) -> None:
+        """Take nothing new, refuse who waits."""
+        self.core.drain(trio.current_time())
+
+    def abort_all(self, message: str) -> None:
+        """End those that are at an endpoint, too; each client is told the message."""
+        for turn in list(self._turns.values()):
+            turn.end(Draining(message, reason="draining", retry_after_seconds=RETRY_SECONDS))
+
+    async def wait_until_idle(self) -> None:
+        """Returns when no turn is entered. For use after drain()."""
+        while self._turns:
+            if self._idle.is_set():
+                self._idle = trio.Event()
+            await self._idle.wait()
+
+    def retime(self) -> None:
+        """Something has changed that may bring the next tick forward."""
+        if self.core.next_tick(trio.current_time()) < self._ticks_at:
+            self._sooner.set()
+
+    def _is_given(self, id: EndpointId) -> bool:
+        state = self.core.endpoints.get(id)
+        return state is not None and state.is_given
+
+    def _note_gone(self, id: EndpointId) -> None:
+        self.on_gone(id)
+
+    def _wake_turn(self, ticket: Ticket) -> None:
+        turn = self._turns.get(ticket.index)
+        if turn is not None:  # one that is just entering looks for itself
+            turn.wake()
+
+
+class Turn:
+    """One request, from entering the line to leaving it."""
+
+    def __init__(self, dispatch: Dispatch, ticket: Ticket) -> None:
+        self.ticket = ticket
+        self._dispatch = dispatch
+        self._core = dispatch.core
+        self._changed = trio.Event()
+        self._attempt: trio.CancelScope | None = None
+        self._end: Draining | None = None
+
+    async def lease(self) -> EndpointId:
+        """Wait for an endpoint. Raises what refuses the request: Overloaded when it waited too long here, QueueWaitOver
+        when its own time is over, Draining, NoEndpoint."""
+        ticket = self.ticket
+        while ticket.state is TicketState.WAITING:
+            self._changed = trio.Event()
+            await self._changed.wait()
+        if ticket.refusal is not None:
+            raise ticket.refusal
+        assert ticket.endpoint is not None
+        return ticket.endpoint
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """The request goes to its endpoint. Raises EndpointLost if the router takes it from there, Draining if it ends
+        the request."""
+        self._core.sent(self.ticket)
+        with trio.CancelScope() as self._attempt:
+            yield
+        scope, self._attempt = self._attempt, None
+        if scope.cancelled_caught:
+            raise self._end or EndpointLost(f'the endpoint "{self.ticket.endpoint}" does not answer any more')
+
+    def first_token(self) -> None:
+        """The endpoint has begun to answer."""
+        self._core.first_token(self.ticket, trio.current_time())
+
+    def failed(self, fault: Fault, *, busy_seconds: float = 1.0) -> bool:
+        """The endpoint failed the request before it began to answer. True: `lease` again; False: it has ended here."""
+        is_waiting = self._core.failed(self.ticket, fault, trio.current_time(), busy_seconds=busy_seconds)
+        self._dispatch.retime()
+        return is_waiting
+
+    def wake(self) -> None:
+        self._changed.set()
+
+    def take_from(self, id: EndpointId) -> None:
+        """End the attempt if it is at this endpoint and has brought nothing."""
+        if self._attempt is not None and self.ticket.endpoint == id and not self.ticket.has_token:
+            self._attempt.cancel()
+
+    def end(self, reason: Draining) -> None:
+        """End the attempt, wherever it is."""
+        if self._attempt is not None:
+            self._end = reason
+            self._attempt.cancel()

@@ -1,0 +1,284 @@
+"""Another server, over HTTP/1.1, as an endpoint. A cancel reaches it at once: leaving a request closes its connection.
+
+HTTP/1.1 and not HTTP/2, since closing is the one message that every server understands at once, and since the requests
+of one connection cannot hold each other up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ssl
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from urllib.parse import urlsplit
+
+import h11
+import msgspec
+import trio
+
+from trioserve.contracts.endpoint import EndpointId
+from trioserve.contracts.errors import EndpointLost, StartupError
+
+__all__ = ["EndpointAddress", "RemoteAnswer", "RemoteEndpoint", "Unreachable"]
+
+CONNECT_SECONDS_MAX = 5.0
+IDLE_CONNECTIONS_MAX = 128  # as many as are in use in a burst; each costs a socket at both ends
+IDLE_SECONDS_MAX = 4.0  # below the keep-alive of common servers (uvicorn 5 s), so that they seldom close first
+RECEIVE_BYTES = 65536
+HEAD_BYTES_MAX = 65536
+
+OpenStream = Callable[[], Awaitable[trio.abc.Stream]]
+
+
+class Unreachable(EndpointLost):
+    """No connection could be made: the request never got there."""
+
+
+class EndpointAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a server is. path: before "/v1", without a slash at its end."""
+
+    scheme: str
+    host: str
+    port: int
+    path: str = ""
+
+    @classmethod
+    def parse(cls, url: str) -> EndpointAddress:
+        """http://HOST[:PORT][/PATH]; a "/v1" at the end is taken off. Raises StartupError."""
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError as error:
+            raise StartupError(f'the endpoint "{url}" is no URL: {error}') from None
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise StartupError(f'the endpoint "{url}" is no URL such as http://10.0.0.7:8000')
+        if parts.username or parts.query or parts.fragment:
+            raise StartupError(f'the endpoint "{url}" has more than scheme, host, port and path: leave the rest out')
+        path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
+        return cls(
+            scheme=parts.scheme,
+            host=parts.hostname,
+            port=port or (443 if parts.scheme == "https" else 80),
+            path=path,
+        )
+
+    @property
+    def authority(self) -> str:
+        """As the Host header has it."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port == (443 if self.scheme == "https" else 80) else f"{host}:{self.port}"
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.authority}{self.path}"
+
+
+class RemoteAnswer:
+    """An answer whose head is here. headers: names in lower case."""
+
+    def __init__(self, status: int, headers: list[tuple[str, str]], connection: _Connection) -> None:
+        self.status = status
+        self.headers = headers
+        self._connection = connection
+        self._held = bytearray()
+
+    def header(self, name: str) -> str | None:
+        return next((value for key, value in self.headers if key == name), None)
+
+    async def whole(self, bytes_max: int) -> bytes | None:
+        """The rest of the body; None, with nothing lost, if it is not there within so many bytes (see next_piece)."""
+        while len(self._held) <= bytes_max:
+            piece = await self._connection.next_piece()
+            if piece is None:
+                whole, self._held = bytes(self._held), bytearray()
+                return whole
+            self._held += piece
+        return None
+
+    async def next_piece(self) -> bytes | None:
+        """The next bytes of the body; None at its end. Raises EndpointLost when it breaks off."""
+        if self._held:
+            held, self._held = bytes(self._held), bytearray()
+            return held
+        return await self._connection.next_piece()
+
+
+class RemoteEndpoint:
+    """One server and the connections to it.
+
+    headers: sent with every request, such as an API key. open_stream: for tests, instead of TCP.
+    """
+
+    def __init__(
+        self,
+        id: EndpointId,
+        address: EndpointAddress,
+        *,
+        headers: tuple[tuple[str, str], ...] = (),
+        ssl_context: ssl.SSLContext | None = None,
+        open_stream: OpenStream | None = None,
+    ) -> None:
+        self.id = id
+        self.address = address
+        self._headers = [("host", address.authority), *headers]
+        self._ssl_context = ssl_context
+        if address.scheme == "https" and ssl_context is None:
+            self._ssl_context = ssl.create_default_context()
+        self._open_stream = open_stream or self._open_tcp
+        self._idle: deque[tuple[float, _Connection]] = deque()  # (since when, connection), the oldest first
+
+    @asynccontextmanager
+    async def request(
+        self, method: str, path: str, headers: list[tuple[str, str]], body: bytes
+    ) -> AsyncIterator[RemoteAnswer]:
+        """Send a request; the scope holds the answer. Leaving it before the body's end closes the connection.
+
+        Raises Unreachable if there is no connection, EndpointLost if it breaks before the head of the answer.
+        """
+        request = h11.Request(
+            method=method,
+            target=self.address.path + path,
+            headers=[*self._headers, *headers, ("content-length", str(len(body)))],
+        )
+        connection, response = await self._send(request, body)
+        try:
+            yield RemoteAnswer(
+                response.status_code,
+                [(name.decode("latin-1"), value.decode("latin-1")) for name, value in response.headers],
+                connection,
+            )
+        finally:
+            if connection.is_reusable and len(self._idle) < IDLE_CONNECTIONS_MAX:
+                self._idle.append((trio.current_time(), connection))
+            else:
+                connection.close()
+
+    async def _send(self, request: h11.Request, body: bytes) -> tuple[_Connection, h11.Response]:
+        """Over a connection that is there, or else a new one. A server may close an idle connection just when it is
+        used again; that is no fault of the request, as long as nothing of an answer has come."""
+        while (idle := self._take_idle()) is not None:
+            try:
+                return idle, await idle.send(request, body)
+            except EndpointLost:
+                idle.close()
+                if idle.heard:
+                    raise
+            except BaseException:
+                idle.close()
+                raise
+        connection = _Connection(await self._connect(), self.id)
+        try:
+            return connection, await connection.send(request, body)
+        except BaseException:
+            connection.close()
+            raise
+
+    def _take_idle(self) -> _Connection | None:
+        while self._idle:
+            since, connection = self._idle.pop()  # the youngest: it is the least likely to be closed
+            if trio.current_time() - since <= IDLE_SECONDS_MAX:
+                return connection
+            connection.close()
+        return None
+
+    async def _connect(self) -> trio.abc.Stream:
+        try:
+            with trio.fail_after(CONNECT_SECONDS_MAX):
+                return await self._open_stream()
+        except trio.TooSlowError:
+            raise Unreachable(
+                f'the endpoint "{self.id}" ({self.address}) took no connection within {CONNECT_SECONDS_MAX:g} s'
+            ) from None
+        except (OSError, trio.BrokenResourceError) as error:
+            raise Unreachable(
+                f'the endpoint "{self.id}" ({self.address}) cannot be reached: {error.__cause__ or error}'
+            ) from error
+
+    async def _open_tcp(self) -> trio.abc.Stream:
+        stream = await trio.open_tcp_stream(self.address.host, self.address.port)
+        if self._ssl_context is None:
+            return stream
+        secure = trio.SSLStream(stream, self._ssl_context, server_hostname=self.address.host, https_compatible=True)
+        try:
+            await secure.do_handshake()
+        except BaseException:
+            _close_now(secure)
+            raise
+        return secure
+
+    def close(self) -> None:
+        """Close the idle connections; those in use are closed by leaving their requests."""
+        while self._idle:
+            self._idle.pop()[1].close()
+
+
+class _Connection:
+    """One connection and the request on it. heard: something of an answer has come."""
+
+    def __init__(self, stream: trio.abc.Stream, id: EndpointId) -> None:
+        self._stream = stream
+        self._id = id
+        self._http = h11.Connection(h11.CLIENT, max_incomplete_event_size=HEAD_BYTES_MAX)
+        self.heard = False
+        self.is_reusable = False
+
+    async def send(self, request: h11.Request, body: bytes) -> h11.Response:
+        self.heard = self.is_reusable = False
+        http = self._http
+        head = http.send(request) or b""
+        data = (http.send(h11.Data(data=body)) or b"") if body else b""
+        http.send(h11.EndOfMessage())
+        # A server that refuses early may have answered all the same.
+        with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+            await self._stream.send_all(head + data)
+        while True:
+            event = await self._next_event()
+            if isinstance(event, h11.Response):
+                return event
+
+    async def next_piece(self) -> bytes | None:
+        if self.is_reusable:
+            return None
+        event = await self._next_event()
+        if isinstance(event, h11.Data):
+            return bytes(event.data)
+        if self._http.our_state is h11.DONE and self._http.their_state is h11.DONE:
+            self._http.start_next_cycle()
+            self.is_reusable = True
+        return None
+
+    async def _next_event(self) -> h11.Response | h11.Data | h11.EndOfMessage:
+        """An event that is not about waiting. Raises EndpointLost."""
+        while True:
+            try:
+                event = self._http.next_event()
+            except h11.RemoteProtocolError as error:
+                raise EndpointLost(f'the endpoint "{self._id}" broke off its answer: {error}') from error
+            if event is h11.NEED_DATA:
+                try:
+                    data = await self._stream.receive_some(RECEIVE_BYTES)
+                except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+                    raise EndpointLost(f'the connection to the endpoint "{self._id}" broke: {error}') from error
+                self.heard = self.heard or bool(data)
+                self._http.receive_data(bytes(data))
+            elif isinstance(event, h11.ConnectionClosed) or event is h11.PAUSED:
+                raise EndpointLost(f'the endpoint "{self._id}" closed the connection without an answer')
+            elif isinstance(event, h11.Response | h11.Data | h11.EndOfMessage):
+                return event
+
+    def close(self) -> None:
+        """At once, without waiting: this is what tells the server that nobody wants the rest."""
+        self.is_reusable = False
+        _close_now(self._stream)
+
+
+def _close_now(stream: trio.abc.Stream) -> None:
+    """Close the socket below. A TLS farewell would have to wait, and says nothing that the close does not."""
+    while isinstance(stream, trio.SSLStream):
+        stream = stream.transport_stream
+    if isinstance(stream, trio.SocketStream):
+        stream.socket.close()
+    else:
+        closing = getattr(stream, "close", None)
+        if closing is not None:
+            closing()
