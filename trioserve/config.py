@@ -136,6 +136,13 @@ class RouteConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields
     # fmt: off
     endpoint: Annotated[tuple[str, ...], _about(
         "servers to route to, such as http://10.0.0.7:8000 or name=http://10.0.0.7:8000", "URL")] = ()
+    endpoints_file: Annotated[str | None, _about(
+        "TOML or JSON file with a list 'endpoints'; watched, so that it may change; default: none", "FILE")] = None
+    endpoints_dns: Annotated[str | None, _about(
+        "every address of a name, such as llm.example.org:8000; or a service, such as _http._tcp.llm.example.org; "
+        "default: none", "NAME")] = None
+    endpoints_kubernetes: Annotated[str | None, _about(
+        "the ready endpoints of a service, as [NAMESPACE/]SERVICE[:PORT]; default: none", "SERVICE")] = None
     endpoint_api_key: Annotated[str | None, _about(
         "key that is sent to them; default: what the client sends, if this server wants none", "KEY")] = None
     endpoint_ca_certs: Annotated[str | None, _about(

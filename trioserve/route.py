@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+from collections import Counter
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -22,6 +23,10 @@ from trioserve.frontend.server import FrontendServer
 from trioserve.metrics.registry import Metrics
 from trioserve.router.policies import POLICIES, PolicyFactory
 from trioserve.router.settings import RouterSettings
+from trioserve.runtime.discovery.dns import DnsSource
+from trioserve.runtime.discovery.file import FileSource, read_endpoints
+from trioserve.runtime.discovery.kubernetes import in_cluster
+from trioserve.runtime.discovery.source import Source
 from trioserve.runtime.dispatch import Dispatch
 from trioserve.runtime.endpoint_watch import WatchSettings
 from trioserve.runtime.errors_unwrapped import errors_unwrapped
@@ -64,8 +69,15 @@ async def serve_router(
         ssl_context=_endpoint_tls(config),
     )
     specs = [_spec(text, config.endpoint_api_key) for text in config.endpoint]
-    if not specs:
-        raise StartupError("no endpoint is given: name at least one with --endpoint http://HOST:PORT")
+    sources = _sources(config)
+    if not specs and not sources:
+        raise StartupError(
+            "no endpoint is given: name one with --endpoint http://HOST:PORT, or where to find them with "
+            "--endpoints-file, --endpoints-dns or --endpoints-kubernetes"
+        )
+    for id, count in Counter(spec.endpoint_id for spec in specs).items():
+        if count > 1:
+            raise StartupError(f'there are {count} endpoints with the id "{id}": give each its own')
     settings = RuntimeSettings(
         drain_seconds_max=config.drain_timeout,
         deadlines=_deadlines(config.queue_timeout, config.ttft_timeout, config.request_timeout),
@@ -98,6 +110,8 @@ async def serve_router(
                 fleet.set_all(specs, source="configured")
                 await helpers.start(dispatch.run)
                 await helpers.start(fleet.run)
+                for source in sources:
+                    helpers.start_soon(source.run, fleet)
                 async with trio.open_nursery() as nursery:
                     await nursery.start(service.run, orders)
                     on_serving([f"{scheme}://{address}" for address in addresses(listeners)])
@@ -147,6 +161,27 @@ def _spec(text: str, api_key: str | None) -> EndpointSpec:
     if equals and "/" not in name:
         return EndpointSpec(url=url, id=name, api_key=api_key)
     return EndpointSpec(url=text, api_key=api_key)
+
+
+def _sources(config: RouteConfig) -> list[Source]:
+    """Raises StartupError for what cannot be read at all."""
+
+    def template(url: str) -> EndpointSpec:
+        return EndpointSpec(url=url, api_key=config.endpoint_api_key)
+
+    sources: list[Source] = []
+    if config.endpoints_file is not None:
+        path = Path(config.endpoints_file)
+        read_endpoints(path)
+        sources.append(FileSource(path, api_key=config.endpoint_api_key))
+    if config.endpoints_dns is not None:
+        name, colon, port = config.endpoints_dns.partition(":")
+        if colon and not (port.isdecimal() and 0 < int(port) < 65536):
+            raise StartupError(f'--endpoints-dns is "{config.endpoints_dns}", it must be NAME or NAME:PORT')
+        sources.append(DnsSource(name, port=int(port or 80), template=template))
+    if config.endpoints_kubernetes is not None:
+        sources.append(in_cluster(config.endpoints_kubernetes, template=template))
+    return sources
 
 
 def _endpoint_tls(config: RouteConfig) -> ssl.SSLContext | None:

@@ -22,6 +22,7 @@ __all__ = [
     "Detokenized",
     "Error",
     "LiveRequests",
+    "Load",
     "Model",
     "Models",
     "NotReady",
@@ -254,6 +255,15 @@ class NotReady(Answer):
 
     ready: Literal[False]
     reason: str
+
+
+class Load(Answer):
+    """running, waiting: sequences. seats: how many may run at a time. kv_usage: share of the KV cache in use."""
+
+    running: int
+    waiting: int
+    seats: int
+    kv_usage: float
 
 
 class Version(Answer):

@@ -113,6 +113,7 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
     ("GET", "/ready"): DescribedOperation(
         summary="Whether requests are taken", answer=answers.Ready, not_ready=answers.NotReady
     ),
+    ("GET", "/load"): DescribedOperation(summary="How much there is to do", answer=answers.Load),
     ("GET", "/version"): DescribedOperation(summary="Version of the server", answer=answers.Version),
     ("GET", "/metrics"): DescribedOperation(summary="Metrics, in Prometheus' text format", answer="text/plain"),
     ("GET", "/openapi.json"): DescribedOperation(summary="This description", answer="application/json"),

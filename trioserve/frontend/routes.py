@@ -15,7 +15,7 @@ from trioserve.frontend.generation import usage_of
 from trioserve.frontend.live_requests import REQUEST_PATH, abort_request, abort_requests, list_requests
 from trioserve.frontend.models import MODEL_PATH, list_models, read_model
 from trioserve.frontend.openapi import openapi_document
-from trioserve.frontend.operations import read_health, read_metrics, read_ready, read_version
+from trioserve.frontend.operations import read_health, read_load, read_metrics, read_ready, read_version
 from trioserve.frontend.sse import encode
 from trioserve.frontend.surroundings import Surroundings
 from trioserve.frontend.tokenize import detokenize, tokenize
@@ -49,6 +49,7 @@ ROUTES = {
         Route(path="/detokenize", operations={"POST": detokenize}),
         Route(path="/health", operations={"GET": read_health}, needs_key=False),
         Route(path="/ready", operations={"GET": read_ready}, needs_key=False),
+        Route(path="/load", operations={"GET": read_load}, needs_key=False),
         Route(path="/version", operations={"GET": read_version}, needs_key=False),
         Route(path="/metrics", operations={"GET": read_metrics}, needs_key=False),
         Route(path="/openapi.json", operations={"GET": read_openapi}, needs_key=False),

@@ -102,7 +102,7 @@ class EndpointState:
         """Sequences that wait inside it, and would if `more` went there: as reported, moved by what was sent there and
         has ended since. None: not known, since the last report is too old."""
         load = self.load
-        if load is None or now - self._load_at > self._settings.load_seconds_max:
+        if load is None or now - self._load_at >= self._settings.load_seconds_max:
             return None
         seats = load.seats
         if seats is None:

@@ -264,6 +264,16 @@ class Engine:
     def stats(self) -> EngineStats:
         return self._core.stats()
 
+    @property
+    def waiting_count(self) -> int:
+        """Sequences that wait for their first or next step, those being tokenized included."""
+        return self._core.stats().waiting_count + self._preparing_count
+
+    @property
+    def seats(self) -> int:
+        """Sequences that may run at a time."""
+        return self._core.settings.running_requests_max
+
     # --- called by RequestStream ---
 
     async def submit(self, stream: RequestStream) -> None:

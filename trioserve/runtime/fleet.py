@@ -125,6 +125,12 @@ class Fleet:
             if id not in self._members or self.is_draining(id):
                 self.add(spec, source=source)
 
+    def ids_of(self, source: str) -> frozenset[EndpointId]:
+        """Those that this source has told, and that are not being drained."""
+        return frozenset(
+            id for id, member in self._members.items() if member.source == source and not self.is_draining(id)
+        )
+
     def is_draining(self, id: EndpointId) -> bool:
         return self.dispatch.core.is_endpoint_draining(id)
 

@@ -1,0 +1,69 @@
+"""A router core with a clock that moves when told, and short ways to fill it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from trioserve.contracts.endpoint import EndpointId, RoutedRequest
+from trioserve.router.core import RouterCore
+from trioserve.router.policies import POLICIES
+from trioserve.router.settings import RouterSettings
+from trioserve.router.ticket import Ticket
+
+
+class Router:
+    """A core, its clock, and who was told of a change, in order."""
+
+    def __init__(self, *, policy: str = "least_loaded", seed: int = 0, **settings: object) -> None:
+        self.changed: list[Ticket] = []
+        self.gone: list[str] = []
+        self.now = 100.0
+        self.core = RouterCore(
+            RouterSettings(**{"slow_start_seconds": 0, **settings}),  # type: ignore[arg-type]
+            POLICIES[policy],
+            on_change=self.changed.append,
+            chance=random.Random(seed),
+            on_gone=self.gone.append,
+        )
+
+    def endpoint(self, id: str, *, leases_max: int | None = None, models: str = "m", well: bool = True) -> EndpointId:
+        endpoint = EndpointId(id)
+        self.core.add_endpoint(endpoint, models.split(), self.now, leases_max=leases_max)
+        if well:
+            self.core.note_health(endpoint, True, self.now)
+        return endpoint
+
+    def enter(self, **fields: object) -> Ticket:
+        pinned = fields.pop("pinned", None)
+        request = RoutedRequest(model="m", pinned=None if pinned is None else EndpointId(str(pinned)))
+        return self.core.enter(type(request)(**{**_fields(request), **fields}), self.now)
+
+    def sent(self, **fields: object) -> Ticket:
+        """One that has a lease and is at its endpoint."""
+        ticket = self.enter(**fields)
+        self.core.sent(ticket)
+        return ticket
+
+    def leave(self, *tickets: Ticket) -> None:
+        for ticket in tickets:
+            self.core.leave(ticket, self.now)
+
+    def after(self, seconds: float) -> None:
+        """Time passes, and the core is told when it asked to be."""
+        end = self.now + seconds
+        while (moment := self.core.next_tick(self.now)) <= end:
+            self.now = max(self.now, moment)
+            self.core.tick(self.now)
+        self.now = end
+
+
+def _fields(request: RoutedRequest) -> dict[str, object]:
+    return {name: getattr(request, name) for name in request.__struct_fields__}
+
+
+@pytest.fixture
+def make_router() -> Callable[..., Router]:
+    return Router

@@ -1,0 +1,536 @@
+"""Who gets a lease, who waits, who is refused; and that everything comes back exactly once."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from trioserve.contracts.endpoint import EndpointId, EndpointLoad
+from trioserve.contracts.errors import Draining, NoEndpoint, Overloaded, QueueWaitOver, StartupError
+from trioserve.router.core import Fault
+from trioserve.router.endpoint_state import EndpointHealth
+from trioserve.router.ticket import TicketState
+
+
+def leases(router) -> dict[str, int]:
+    return dict(router.core.stats().leases)
+
+
+# --- leases ---
+
+
+def test_a_request_gets_a_lease_at_once_while_there_is_room(make_router):
+    router = make_router()
+    router.endpoint("a", leases_max=2)
+    first, second, third = router.enter(), router.enter(), router.enter()
+    assert [ticket.state for ticket in (first, second, third)] == [
+        TicketState.LEASED,
+        TicketState.LEASED,
+        TicketState.WAITING,
+    ]
+    assert leases(router) == {"a": 2}
+
+
+def test_a_lease_goes_to_the_oldest_waiter_in_the_call_that_gives_it_back(make_router):
+    router = make_router()
+    router.endpoint("a", leases_max=1)
+    holder, oldest, youngest = router.enter(), router.enter(), router.enter()
+    router.leave(holder)
+    assert router.changed == [oldest]
+    assert (oldest.state, youngest.state) == (TicketState.LEASED, TicketState.WAITING)
+    assert leases(router) == {"a": 1}
+
+
+def test_leaving_twice_gives_back_once(make_router):
+    router = make_router()
+    router.endpoint("a", leases_max=2)
+    first, second = router.enter(), router.enter()
+    router.leave(first, first)
+    assert leases(router) == {"a": 1}
+    router.leave(second)
+    assert leases(router) == {"a": 0}
+
+
+def test_a_waiter_that_left_is_passed_over_and_never_granted(make_router):
+    """S32: a request of a client that left is never executed."""
+    router = make_router()
+    router.endpoint("a", leases_max=1)
+    holder, leaver, stayer = router.enter(), router.enter(), router.enter()
+    router.leave(leaver)
+    router.leave(holder)
+    assert router.changed == [stayer]
+    assert leaver.state is TicketState.ENDED
+
+
+def test_when_a_large_head_leaves_the_small_ones_behind_it_go(make_router):
+    router = make_router()
+    router.endpoint("a", leases_max=4)
+    router.enter(sequences=2)
+    large = router.enter(sequences=3)
+    small = router.enter(sequences=1)
+    assert small.state is TicketState.WAITING  # first come first served: nobody overtakes
+    router.leave(large)
+    assert small.state is TicketState.LEASED
+
+
+def test_a_request_larger_than_the_limit_goes_alone(make_router):
+    router = make_router()
+    router.endpoint("a", leases_max=2)
+    other = router.enter()
+    large = router.enter(sequences=8)
+    assert large.state is TicketState.WAITING
+    router.leave(other)
+    assert large.state is TicketState.LEASED
+    assert router.enter().state is TicketState.WAITING
+
+
+def test_a_lease_ends_at_the_first_token_if_so_set_and_only_once(make_router):
+    router = make_router(lease_until="first_token")
+    router.endpoint("a", leases_max=1)
+    first = router.sent()
+    second = router.enter()
+    router.core.first_token(first, router.now)
+    router.core.first_token(first, router.now)
+    assert second.state is TicketState.LEASED
+    router.leave(first)
+    assert leases(router) == {"a": 1}
+
+
+# --- the line ---
+
+
+def test_priority_goes_before_arrival(make_router):
+    router = make_router()
+    router.endpoint("a", leases_max=1)
+    holder = router.enter()
+    later, sooner = router.enter(priority=5), router.enter(priority=-5)
+    router.leave(holder)
+    assert router.changed == [sooner]
+    router.leave(sooner)
+    assert router.changed == [sooner, later]
+
+
+def test_tenants_take_turns_whoever_came_in_a_burst(make_router):
+    router = make_router()
+    router.endpoint("a", leases_max=1)
+    holder = router.enter(tenant="x")
+    burst = [router.enter(tenant="burst", prompt_tokens=100) for _ in range(5)]
+    single = router.enter(tenant="single", prompt_tokens=100)
+    router.leave(holder)
+    router.leave(burst[0])
+    assert router.changed == [burst[0], single]
+
+
+def test_turns_are_counted_in_prompt_tokens(make_router):
+    router = make_router()
+    router.endpoint("a", leases_max=1)
+    holder = router.enter()
+    long = [router.enter(tenant="long", prompt_tokens=936) for _ in range(3)]
+    short = [router.enter(tenant="short", prompt_tokens=36) for _ in range(12)]
+    router.leave(holder)
+    for _ in range(12):
+        router.leave(router.changed[-1])
+    served = router.changed[:12]
+    assert sum(ticket in long for ticket in served) == 2  # 1000 a request, against 100
+    assert sum(ticket in short for ticket in served) == 10
+
+
+def test_a_tenant_that_was_away_gets_no_turns_for_that(make_router):
+    router = make_router()
+    router.endpoint("a", leases_max=1)
+    holder = router.enter()
+    busy = [router.enter(tenant="busy", prompt_tokens=100) for _ in range(10)]
+    router.leave(holder)
+    for ticket in busy[:4]:
+        router.leave(ticket)
+    back = [router.enter(tenant="back", prompt_tokens=100) for _ in range(5)]
+    for _ in range(4):
+        router.leave(router.changed[-1])
+    assert sum(ticket in back for ticket in router.changed[5:]) == 2
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_full_line_refuses_with_a_reason_and_a_time(make_router, count):
+    """S13, S42: bounded by default, and a refusal says when to come back."""
+    router = make_router(queue_requests_max=count)
+    router.endpoint("a", leases_max=1)
+    router.enter()
+    for _ in range(count):
+        assert router.enter().state is TicketState.WAITING
+    with pytest.raises(Overloaded, match=f"{count} requests wait") as refusal:
+        router.enter()
+    assert refusal.value.reason == "queue_full"
+    assert refusal.value.retry_after_seconds >= 1
+    assert router.core.stats().waiting == count
+    assert router.core.stats().rejections_total == {"queue_full": 1}
+
+
+def test_the_line_is_bounded_in_prompt_tokens(make_router):
+    router = make_router(queue_prompt_tokens_max=100)
+    router.endpoint("a", leases_max=1)
+    router.enter()
+    waiting = router.enter(prompt_tokens=90)
+    with pytest.raises(Overloaded, match="90 prompt tokens wait"):
+        router.enter(prompt_tokens=11)
+    router.enter(prompt_tokens=10)
+    router.leave(waiting)
+    assert router.core.stats().waiting_prompt_tokens == 10
+
+
+def test_retry_after_follows_the_rate_at_which_requests_end(make_router):
+    router = make_router(queue_requests_max=4)
+    router.endpoint("a", leases_max=1)
+    for _ in range(10):
+        ticket = router.enter()
+        router.after(3.0)
+        router.leave(ticket)
+    for _ in range(5):
+        router.enter()
+    with pytest.raises(Overloaded) as refusal:
+        router.enter()
+    assert refusal.value.retry_after_seconds == pytest.approx(5 * 3.0, rel=0.2)
+
+
+def test_a_wait_that_is_over_is_refused_by_time_alone(make_router):
+    """S35: neither refused at once nor kept without end."""
+    router = make_router(queue_seconds_max=10)
+    router.endpoint("a", leases_max=1)
+    router.enter()
+    waiting = router.enter()
+    router.after(9.9)
+    assert waiting.state is TicketState.WAITING
+    router.after(0.2)
+    assert router.changed == [waiting]
+    assert isinstance(waiting.refusal, Overloaded)
+    assert waiting.refusal.reason == "queue_wait_over"
+    router.leave(waiting)
+    assert router.core.stats().waiting == 0
+
+
+def test_a_requests_own_deadline_is_told_apart(make_router):
+    router = make_router(queue_seconds_max=10)
+    router.endpoint("a", leases_max=1)
+    router.enter()
+    waiting = router.enter(queue_deadline=router.now + 2)
+    router.after(2)
+    assert isinstance(waiting.refusal, QueueWaitOver)
+
+
+def test_those_who_left_leave_nothing_behind(make_router):
+    router = make_router(queue_requests_max=1000)
+    router.endpoint("a", leases_max=1)
+    router.enter()
+    stays = router.enter(tenant="stays")
+    for index in range(2000):
+        router.leave(router.enter(tenant=f"tenant {index}"))
+    for _ in range(2000):
+        router.leave(router.enter(tenant="again"))
+    assert len(router.core._deadlines) < 200
+    line = router.core._models["m"].line._classes[0]
+    assert len(line._turns) < 200 and len(line._turn_of) < 200
+    assert stays.state is TicketState.WAITING
+
+
+# --- endpoints ---
+
+
+def test_without_an_endpoint_nobody_waits(make_router):
+    router = make_router()
+    with pytest.raises(NoEndpoint):
+        router.enter()
+    router.endpoint("a", models="other")
+    with pytest.raises(NoEndpoint):
+        router.enter()
+
+
+def test_whoever_waits_for_an_endpoint_that_starts_is_served_when_it_is_well(make_router):
+    router = make_router()
+    starting = router.endpoint("a", well=False)
+    waiting = router.enter()
+    assert waiting.state is TicketState.WAITING
+    router.core.note_health(starting, True, router.now)
+    assert router.changed == [waiting]
+
+
+def test_a_pinned_request_is_admitted_or_refused_at_once(make_router):
+    router = make_router()
+    router.endpoint("a", leases_max=1)
+    router.endpoint("b", leases_max=1)
+    holders = [router.enter(), router.enter()]
+    waiting = router.enter()
+    with pytest.raises(Overloaded) as refusal:
+        router.enter(pinned="b")
+    assert refusal.value.reason == "pinned_endpoint_overloaded"
+    router.leave(waiting, *holders)
+    router.enter(pinned="b")
+    assert leases(router) == {"a": 0, "b": 1}
+    with pytest.raises(NoEndpoint):
+        router.enter(pinned="c")
+
+
+def test_two_endpoints_with_one_id_are_refused(make_router):
+    router = make_router()
+    router.endpoint("a")
+    with pytest.raises(StartupError, match='two endpoints with the id "a"'):
+        router.endpoint("a")
+    with pytest.raises(StartupError, match="at least 1"):
+        router.endpoint("b", leases_max=0)
+
+
+def test_a_drained_endpoint_keeps_what_it_has_and_goes_when_that_ends(make_router):
+    """S36: nothing is unloaded under running requests."""
+    router = make_router()
+    a = router.endpoint("a")
+    running = router.sent()
+    router.endpoint("b")
+    router.core.drain_endpoint(a, router.now)
+    assert router.sent().endpoint == "b"
+    assert router.gone == []
+    router.leave(running)
+    assert router.gone == ["a"]
+    assert "a" not in router.core.endpoints
+
+
+def test_an_endpoint_that_comes_back_while_it_is_drained_goes_on(make_router):
+    router = make_router()
+    a = router.endpoint("a")
+    running = router.sent()
+    router.core.drain_endpoint(a, router.now)
+    router.endpoint("a")
+    assert router.enter().state is TicketState.LEASED
+    router.leave(running)
+    assert router.gone == []
+
+
+def test_whoever_waits_for_the_last_endpoint_is_told_when_it_goes(make_router):
+    router = make_router()
+    a = router.endpoint("a", leases_max=1)
+    router.enter()
+    waiting = router.enter()
+    router.core.drain_endpoint(a, router.now)
+    assert isinstance(waiting.refusal, NoEndpoint)
+
+
+def test_the_depth_inside_an_endpoint_is_kept_shallow(make_router):
+    router = make_router(waiting_depth_max=2)
+    a = router.endpoint("a", leases_max=64)
+    router.core.note_load(a, EndpointLoad(running=4, waiting=0, seats=4), router.now, in_flight_when_asked=0)
+    assert [router.enter().state for _ in range(3)] == [TicketState.LEASED] * 2 + [TicketState.WAITING]
+    router.core.note_load(a, EndpointLoad(running=4, waiting=1, seats=4), router.now, in_flight_when_asked=2)
+    assert router.core.stats().waiting == 0
+
+
+def test_what_was_given_since_the_question_counts_as_not_reported(make_router):
+    router = make_router(waiting_depth_max=0)
+    a = router.endpoint("a")
+    asked = router.core.endpoints[a].in_flight
+    router.enter()
+    router.core.note_load(a, EndpointLoad(running=3, waiting=0, seats=4), router.now, in_flight_when_asked=asked)
+    assert router.enter().state is TicketState.WAITING
+
+
+def test_seats_that_nobody_tells_are_learned_from_what_was_seen(make_router):
+    router = make_router(waiting_depth_max=1)
+    a = router.endpoint("a")
+    router.core.note_load(a, EndpointLoad(running=3, waiting=0), router.now, in_flight_when_asked=0)
+    assert [router.enter().state for _ in range(2)] == [TicketState.LEASED, TicketState.WAITING]
+    # The report has the one that was given: there is one seat more than was known.
+    router.core.note_load(a, EndpointLoad(running=4, waiting=0), router.now, in_flight_when_asked=1)
+    assert router.core.stats().waiting == 0
+    router.core.note_load(a, EndpointLoad(running=4, waiting=1), router.now, in_flight_when_asked=2)
+    assert router.enter().state is TicketState.WAITING
+
+
+def test_a_stale_report_says_nothing(make_router):
+    router = make_router(waiting_depth_max=0, load_seconds_max=2)
+    a = router.endpoint("a")
+    router.core.note_load(a, EndpointLoad(running=4, waiting=4, seats=4), router.now, in_flight_when_asked=0)
+    waiting = router.enter()
+    assert waiting.state is TicketState.WAITING
+    router.after(2.1)
+    assert waiting.state is TicketState.LEASED
+
+
+# --- failures ---
+
+
+def test_a_failure_gives_the_lease_back_before_the_next_is_taken(make_router):
+    router = make_router()
+    router.endpoint("a", leases_max=1)
+    router.endpoint("b", leases_max=1)
+    ticket = router.sent()
+    assert ticket.endpoint == "a"
+    assert router.core.failed(ticket, Fault.UNREACHABLE, router.now)
+    assert (ticket.state, ticket.endpoint) == (TicketState.LEASED, "b")
+    assert leases(router) == {"a": 0, "b": 1}
+
+
+def test_whoever_failed_waits_for_another_endpoint_before_the_line(make_router):
+    router = make_router()
+    router.endpoint("a", leases_max=1)
+    router.endpoint("b", leases_max=1)
+    first, second = router.sent(), router.sent()
+    waiting = router.enter()
+    assert router.core.failed(first, Fault.BROKE, router.now)
+    assert waiting.state is TicketState.LEASED  # it took what came free at the endpoint that failed the other
+    behind = router.enter()
+    router.leave(second)
+    assert first.endpoint == "b"
+    assert behind.state is TicketState.WAITING
+
+
+def test_nothing_is_tried_again_where_it_failed_nor_more_often_than_allowed(make_router):
+    router = make_router(attempts_max=2)
+    for id in "abc":
+        router.endpoint(id)
+    ticket = router.sent()
+    assert router.core.failed(ticket, Fault.BROKE, router.now)
+    router.core.sent(ticket)
+    assert not router.core.failed(ticket, Fault.BROKE, router.now)
+    assert ticket.state is TicketState.ENDED
+    assert set(leases(router).values()) == {0}
+
+
+def test_retries_have_a_budget(make_router):
+    router = make_router(retry_share_max=0.0, retries_per_second_min=0.2, failures_max=1000)
+    router.endpoint("a")
+    router.endpoint("b")
+    retried = 0
+    for _ in range(50):
+        ticket = router.sent()
+        retried += router.core.failed(ticket, Fault.BROKE, router.now)
+        router.leave(ticket)
+    assert retried == 2
+
+
+def test_failures_in_a_row_eject_and_a_probe_brings_back(make_router):
+    router = make_router(failures_max=3, ejection_seconds=1, ejection_seconds_max=30)
+    a = router.endpoint("a")
+    for _ in range(3):
+        ticket = router.sent()
+        assert not router.core.failed(ticket, Fault.BROKE, router.now)
+    state = router.core.endpoints[a]
+    assert state.health is EndpointHealth.EJECTED
+    with pytest.raises(NoEndpoint) as refusal:
+        router.enter()
+    assert refusal.value.retry_after_seconds >= 1
+    router.after(1.0)
+    probe, other = router.sent(), router.enter()
+    assert (probe.state, other.state) == (TicketState.LEASED, TicketState.WAITING)
+    router.core.first_token(probe, router.now)
+    assert state.health is EndpointHealth.HEALTHY
+    assert other.state is TicketState.LEASED
+
+
+def test_each_probe_that_fails_doubles_the_time(make_router):
+    router = make_router(failures_max=1, ejection_seconds=1, ejection_seconds_max=3)
+    a = router.endpoint("a")
+    router.core.failed(router.sent(), Fault.BROKE, router.now)
+    ends = []
+    for _ in range(3):
+        ends.append(router.core.endpoints[a].ejected_until - router.now)
+        router.after(ends[-1])
+        router.core.failed(router.sent(), Fault.BROKE, router.now)
+    assert ends == [1, 2, 3]
+
+
+def test_an_endpoint_that_cannot_be_reached_is_ejected_at_once(make_router):
+    router = make_router(failures_max=5)
+    a = router.endpoint("a")
+    router.core.failed(router.sent(), Fault.UNREACHABLE, router.now)
+    assert router.core.endpoints[a].health is EndpointHealth.EJECTED
+
+
+def test_an_endpoint_that_says_it_is_busy_is_not_ill(make_router):
+    router = make_router(failures_max=1)
+    a = router.endpoint("a")
+    router.endpoint("b", leases_max=1)
+    ticket = router.sent()
+    assert router.core.failed(ticket, Fault.BUSY, router.now, busy_seconds=2)
+    assert ticket.endpoint == "b"
+    waiting = router.enter()
+    assert router.core.endpoints[a].health is EndpointHealth.HEALTHY
+    assert waiting.state is TicketState.WAITING
+    router.after(2)
+    assert waiting.endpoint == "a"
+
+
+def test_what_checks_took_away_a_check_gives_back(make_router):
+    router = make_router(failures_max=2, ejection_seconds=20)
+    a = router.endpoint("a")
+    for _ in range(2):
+        router.core.note_health(a, False, router.now)
+    assert router.core.endpoints[a].health is EndpointHealth.EJECTED
+    router.core.note_health(a, True, router.now)
+    assert router.core.endpoints[a].health is EndpointHealth.HEALTHY
+
+
+def test_an_endpoint_that_fails_requests_is_not_healed_by_its_checks(make_router):
+    router = make_router(failures_max=1)
+    a = router.endpoint("a")
+    router.core.failed(router.sent(), Fault.BROKE, router.now)
+    router.core.note_health(a, True, router.now)
+    assert router.core.endpoints[a].health is EndpointHealth.EJECTED
+
+
+def test_those_in_line_keep_their_place_while_everything_is_ejected(make_router):
+    router = make_router(failures_max=1, ejection_seconds=1)
+    router.endpoint("a", leases_max=1)
+    failing = router.sent()
+    waiting = router.enter()
+    router.core.failed(failing, Fault.UNREACHABLE, router.now)
+    assert waiting.state is TicketState.WAITING
+    router.after(1)
+    assert waiting.state is TicketState.LEASED
+
+
+def test_an_endpoint_that_comes_to_others_starts_slowly(make_router):
+    router = make_router(slow_start_seconds=10)
+    router.endpoint("a", leases_max=1)
+    router.enter()
+    router.endpoint("b", leases_max=10)
+    tickets = [router.enter() for _ in range(10)]
+
+    def served() -> int:
+        return sum(ticket.state is TicketState.LEASED for ticket in tickets)
+
+    assert served() == 1
+    router.after(5)
+    assert served() == 5
+    router.after(5)
+    assert served() == 10
+
+
+# --- shutdown ---
+
+
+def test_a_drain_refuses_whatever_was_not_sent_and_leaves_the_rest(make_router):
+    router = make_router()
+    router.endpoint("a", leases_max=2)
+    running, granted, waiting = router.sent(), router.enter(), router.enter()
+    router.core.drain(router.now)
+    assert running.state is TicketState.LEASED
+    assert isinstance(granted.refusal, Draining)
+    assert isinstance(waiting.refusal, Draining)
+    with pytest.raises(Draining):
+        router.enter()
+    assert leases(router) == {"a": 1}
+    assert not router.core.failed(running, Fault.BROKE, router.now)
+    assert leases(router) == {"a": 0}
+
+
+def test_an_idle_router_has_no_tick(make_router):
+    router = make_router()
+    router.endpoint("a")
+    router.leave(router.enter())
+    assert router.core.next_tick(router.now) == math.inf
+
+
+def test_reports_of_endpoints_that_are_gone_are_ignored(make_router):
+    router = make_router()
+    gone = EndpointId("gone")
+    router.core.note_health(gone, True, router.now)
+    router.core.note_load(gone, EndpointLoad(running=0, waiting=0), router.now, in_flight_when_asked=0)
+    router.core.set_models(gone, ["m"], router.now)
+    assert router.core.endpoints == {}

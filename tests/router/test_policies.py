@@ -1,0 +1,157 @@
+"""Which endpoint a request goes to, and what each policy keeps in mind."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from trioserve.contracts.endpoint import EndpointId, RoutedRequest
+from trioserve.router.policies import POLICIES, Candidate
+from trioserve.router.prefix_index import PrefixIndex
+from trioserve.router.retry_budget import RetryBudget
+
+
+def candidates(**loads: float | None) -> list[Candidate]:
+    """None: it has no room."""
+    return [
+        Candidate(id=EndpointId(id), load=1.0 if load is None else load, has_room=load is not None)
+        for id, load in loads.items()
+    ]
+
+
+def request(**fields: object) -> RoutedRequest:
+    return RoutedRequest(model="m", **fields)  # type: ignore[arg-type]
+
+
+def make(name: str, seed: int = 0):
+    return POLICIES[name](random.Random(seed))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_takes_only_who_has_room(name):
+    policy = make(name)
+    chance = random.Random(1)
+    for _ in range(300):
+        loads = {f"e{index}": chance.choice([None, chance.random()]) for index in range(chance.randrange(1, 6))}
+        if all(load is None for load in loads.values()):
+            continue
+        asked = request(session=chance.choice([None, "s"]), prefix=(b"p",))
+        chosen = policy.choose(asked, candidates(**loads))
+        assert loads[chosen] is not None
+        policy.note_sent(asked, chosen)
+        policy.note_stored(chosen, [b"p"])
+
+
+def test_round_robin_gives_each_its_turn_and_leaves_out_the_full():
+    policy = make("round_robin")
+    assert [policy.choose(request(), candidates(a=0, b=0, c=0)) for _ in range(4)] == ["a", "b", "c", "a"]
+    assert policy.choose(request(), candidates(a=0, b=None, c=0)) == "c"
+
+
+def test_least_loaded_takes_the_least_loaded():
+    assert make("least_loaded").choose(request(), candidates(a=0.5, b=0.2, c=None)) == "b"
+
+
+def test_power_of_two_never_takes_the_busiest_and_spreads_the_rest():
+    policy = make("power_of_two")
+    counts = Counter(policy.choose(request(), candidates(a=0.9, b=0.5, c=0.1)) for _ in range(600))
+    assert counts["a"] == 0
+    assert 150 < counts["b"] < 250 and 350 < counts["c"] < 450  # a third of the pairs are without c
+
+
+def test_power_of_two_repeats_itself_from_a_seed():
+    def run() -> list[str]:
+        policy = make("power_of_two", seed=7)
+        return [policy.choose(request(), candidates(a=0, b=0, c=0, d=0)) for _ in range(50)]
+
+    assert run() == run()
+
+
+def test_a_session_stays_where_it_was_when_endpoints_come_and_go():
+    policy = make("session")
+    everyone = candidates(a=0, b=0, c=0, d=0)
+    homes = {f"s{index}": policy.choose(request(session=f"s{index}"), everyone) for index in range(400)}
+    assert min(Counter(homes.values()).values()) > 60
+    fewer = [candidate for candidate in everyone if candidate.id != "c"]
+    for session, home in homes.items():
+        if home != "c":
+            assert policy.choose(request(session=session), fewer) == home
+
+
+def test_a_session_moves_when_its_endpoint_is_far_busier_than_the_average():
+    policy = make("session")
+    home = policy.choose(request(session="s"), candidates(a=0, b=0))
+    other = "b" if home == "a" else "a"
+    assert policy.choose(request(session="s"), candidates(**{home: 0.24, other: 0.0})) == home
+    assert policy.choose(request(session="s"), candidates(**{home: 0.9, other: 0.1})) == other
+
+
+def test_requests_without_a_session_go_to_the_least_loaded():
+    assert make("session").choose(request(), candidates(a=0.5, b=0.1)) == "b"
+
+
+def test_a_prefix_goes_where_it_was_sent_before_the_longest_first():
+    policy = make("prefix_aware")
+    policy.note_sent(request(prefix=(b"1", b"2")), EndpointId("a"))
+    policy.note_sent(request(prefix=(b"1",)), EndpointId("b"))
+    assert policy.choose(request(prefix=(b"1", b"2", b"3")), candidates(a=0.2, b=0.0)) == "a"
+    assert policy.choose(request(prefix=(b"9",)), candidates(a=0.2, b=0.0)) == "b"
+
+
+def test_a_prefix_is_not_worth_any_load():
+    policy = make("prefix_aware")
+    policy.note_sent(request(prefix=(b"1",)), EndpointId("a"))
+    assert policy.choose(request(prefix=(b"1",)), candidates(a=0.5, b=0.0)) == "b"
+
+
+def test_a_policy_forgets_an_endpoint_that_lost_what_it_had():
+    policy = make("prefix_aware")
+    policy.note_sent(request(prefix=(b"1",)), EndpointId("a"))
+    policy.forget(EndpointId("a"))
+    assert policy.choose(request(prefix=(b"1",)), candidates(a=0.2, b=0.0)) == "b"
+
+
+def test_kv_aware_believes_what_endpoints_tell():
+    policy = make("kv_aware")
+    policy.note_sent(request(prefix=(b"1",)), EndpointId("a"))
+    assert policy.choose(request(prefix=(b"1",)), candidates(a=0.2, b=0.0)) == "b"
+    policy.note_stored(EndpointId("a"), [b"1", b"2"])
+    assert policy.choose(request(prefix=(b"1", b"2")), candidates(a=0.2, b=0.0)) == "a"
+    policy.note_removed(EndpointId("a"), [b"1", b"2"])
+    assert policy.choose(request(prefix=(b"1", b"2")), candidates(a=0.2, b=0.0)) == "b"
+
+
+def test_a_match_is_a_leading_run():
+    index = PrefixIndex()
+    index.add(EndpointId("a"), [b"1", b"2", b"3"])
+    index.add(EndpointId("b"), [b"2", b"3"])
+    index.add(EndpointId("c"), [b"1"])
+    assert index.match([b"1", b"2", b"9", b"3"]) == {"a": 2, "c": 1}
+    assert index.match([b"9", b"1"]) == {}
+
+
+def test_the_index_is_bounded_and_keeps_the_beginning_of_a_prefix_longest():
+    index = PrefixIndex(blocks_max=4)
+    index.add(EndpointId("a"), [b"1", b"2", b"3"])
+    index.add(EndpointId("a"), [b"8", b"9"])
+    assert len(index) == 4
+    assert index.match([b"1", b"2", b"3"]) == {"a": 2}
+
+
+def test_retries_are_a_share_of_the_requests_and_a_few_in_any_case():
+    budget = RetryBudget(0.1, 1.0)
+    taken = sum(budget.take(0.0) for _ in range(100))
+    assert taken == 10  # what was saved up
+    for _ in range(20):
+        budget.note_request()
+    assert [budget.take(0.0) for _ in range(3)] == [True, True, False]
+    assert budget.take(1.0)
+    assert not budget.take(1.0)
+
+
+def test_a_budget_of_nothing_allows_nothing():
+    budget = RetryBudget(0.0, 0.0)
+    assert not budget.take(0.0)
+    assert not budget.take(1000.0)
