@@ -228,7 +228,8 @@ def test_those_who_left_leave_nothing_behind(make_router):
         router.leave(router.enter(tenant="again"))
     assert len(router.core._deadlines) < 200
     line = router.core._models["m"].line._classes[0]
-    assert len(line._turns) < 200 and len(line._turn_of) < 200
+    assert len(line._turns) < 200
+    assert len(line._turn_of) < 200
     assert stays.state is TicketState.WAITING
 
 
