@@ -91,6 +91,11 @@ class EndpointState:
         """Whether it gets requests at all."""
         return self.health in (EndpointHealth.HEALTHY, EndpointHealth.PROBING)
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether anybody has asked it yet how it is."""
+        return self.health is not EndpointHealth.STARTING
+
     def share(self, now: float) -> float:
         """How much of its limit it gets by now: grows from little to 1 in the slow start."""
         seconds = self._settings.slow_start_seconds

@@ -25,6 +25,7 @@ __all__ = ["EndpointAddress", "RemoteAnswer", "RemoteEndpoint", "Unreachable"]
 CONNECT_SECONDS_MAX = 5.0
 IDLE_CONNECTIONS_MAX = 128  # as many as are in use in a burst; each costs a socket at both ends
 IDLE_SECONDS_MAX = 4.0  # below the keep-alive of common servers (uvicorn 5 s), so that they seldom close first
+CLOSE_RACE_SECONDS = 0.5  # longer than a close may be on its way
 RECEIVE_BYTES = 65536
 HEAD_BYTES_MAX = 65536
 
@@ -155,13 +156,14 @@ class RemoteEndpoint:
 
     async def _send(self, request: h11.Request, body: bytes) -> tuple[_Connection, h11.Response]:
         """Over a connection that is there, or else a new one. A server may close an idle connection just when it is
-        used again; that is no fault of the request, as long as nothing of an answer has come."""
+        used again; that is no fault of the request, if it comes at once and nothing of an answer has come."""
         while (idle := self._take_idle()) is not None:
+            race_ends_at = trio.current_time() + CLOSE_RACE_SECONDS
             try:
                 return idle, await idle.send(request, body)
             except EndpointLost:
                 idle.close()
-                if idle.heard:
+                if idle.heard or trio.current_time() > race_ends_at:
                     raise
             except BaseException:
                 idle.close()

@@ -1,0 +1,56 @@
+"""Two servers without weights and a router before them, all in memory."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+
+from trioserve.testing.memory_router import MemoryRouter, open_memory_router
+from trioserve.testing.memory_server import MemoryServer, open_memory_server
+
+
+class Setup:
+    """router, and servers by id. cut: makes connections to an endpoint fail from now on, or not any more."""
+
+    def __init__(self) -> None:
+        self.router: MemoryRouter
+        self.servers: dict[str, MemoryServer] = {}
+        self.unreachable: set[str] = set()
+
+    def client(self, **options: Any):
+        return self.router.client(**options)
+
+    def opener(self, id: str):
+        async def connect():
+            if id in self.unreachable:
+                raise ConnectionRefusedError(111, "Connection refused")
+            return self.servers[id].connect()
+
+        return connect
+
+    def leases(self) -> dict[str, int]:
+        return dict(self.router.dispatch.core.stats().leases)
+
+    async def assert_all_free(self) -> None:
+        await self.router.assert_all_free()
+        for server in self.servers.values():
+            await server.assert_all_free()
+
+
+@pytest.fixture
+def open_setup() -> Callable[..., Any]:
+    @asynccontextmanager
+    async def opened(ids: str = "ab", *, engine: dict[str, Any] | None = None, **options: Any) -> AsyncIterator[Setup]:
+        setup = Setup()
+        async with AsyncExitStack() as stack:
+            for id in ids:
+                setup.servers[id] = await stack.enter_async_context(open_memory_server(**(engine or {})))
+            setup.router = await stack.enter_async_context(
+                open_memory_router({id: setup.opener(id) for id in ids}, **options)
+            )
+            yield setup
+
+    return opened

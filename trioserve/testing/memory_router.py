@@ -1,0 +1,114 @@
+"""A router and its front end in memory, before servers that are in memory too, or before any stream."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from trioserve.contracts.endpoint import EndpointId
+from trioserve.frontend.router_app import RouterApp
+from trioserve.frontend.router_call import RoutingRules
+from trioserve.frontend.server import FrontendServer
+from trioserve.metrics.registry import Metrics
+from trioserve.router.policies import POLICIES
+from trioserve.router.settings import RouterSettings
+from trioserve.runtime.dispatch import Dispatch
+from trioserve.runtime.endpoint_watch import WatchSettings
+from trioserve.runtime.fleet import EndpointSpec, Fleet
+from trioserve.runtime.remote_endpoint import EndpointAddress, RemoteEndpoint
+from trioserve.testing.memory_client import MemoryClient
+from trioserve.testing.memory_stream import MemoryEnd, memory_connection
+
+__all__ = ["MemoryRouter", "open_memory_router"]
+
+Connect = Callable[[], Awaitable[trio.abc.Stream]]
+SELDOM_SECONDS = 3600.0
+
+
+class MemoryRouter:
+    """Made by open_memory_router. dispatch, fleet, server: its parts, to look at."""
+
+    def __init__(self, dispatch: Dispatch, fleet: Fleet, server: FrontendServer, nursery: trio.Nursery) -> None:
+        self.dispatch = dispatch
+        self.fleet = fleet
+        self.server = server
+        self._nursery = nursery
+
+    def client(self, *, http: int = 1, headers: dict[str, str] | None = None) -> MemoryClient:
+        """A client with a connection of its own."""
+        return MemoryClient(self.connect(), http=http, headers=headers)
+
+    def connect(self) -> MemoryEnd:
+        client, server_end = memory_connection()
+        self._nursery.start_soon(self.server.serve_connection, server_end)
+        return client
+
+    def drain(self) -> None:
+        """Begin to stop as the router does at SIGTERM."""
+        self.dispatch.drain()
+        self.server.drain()
+
+    async def assert_all_free(self) -> None:
+        """Assert that no place and no lease is taken, after everybody has done what they can."""
+        await wait_all_tasks_blocked()
+        stats = self.dispatch.core.stats()
+        assert stats.waiting == 0, f"{stats.waiting} requests wait in line"
+        assert not any(stats.leases.values()), f"leases are out: {stats.leases}"
+        in_flight = {state.id: state.in_flight for state in self.dispatch.core.endpoints.values()}
+        assert not any(in_flight.values()), f"requests are in flight: {in_flight}"
+        counters = self.server.counters()
+        assert counters.exchanges_open == 0, f"{counters.exchanges_open} requests are still open in the front end"
+
+
+@asynccontextmanager
+async def open_memory_router(
+    endpoints: Mapping[str, Connect],
+    *,
+    policy: str = "least_loaded",
+    watch: WatchSettings | None = None,
+    rules: RoutingRules | None = None,
+    models: dict[str, str] | None = None,
+    api_keys: tuple[str, ...] = (),
+    admin_api_key: str | None = None,
+    aliases: Mapping[str, str] | None = None,
+    leases_max: int | None = None,
+    **settings: Any,
+) -> AsyncIterator[MemoryRouter]:
+    """endpoints: id to what opens a stream to it. watch: how often they are asked; once an hour if left out, since a
+    clock that jumps would do nothing else. models: what all of them serve, instead of asking. settings: the router's.
+    """
+    dispatch = Dispatch(
+        RouterSettings(**{"slow_start_seconds": 0, **settings}), POLICIES[policy], chance=random.Random(0)
+    )
+
+    def connect(spec: EndpointSpec) -> RemoteEndpoint:
+        return RemoteEndpoint(
+            spec.endpoint_id,
+            EndpointAddress(scheme="http", host=spec.endpoint_id, port=80),
+            open_stream=streams[spec.url],
+        )
+
+    streams = {f"http://{id}": opened for id, opened in endpoints.items()}
+    fleet = Fleet(
+        dispatch,
+        watch=watch or WatchSettings(health_seconds=SELDOM_SECONDS, load_seconds=SELDOM_SECONDS),
+        aliases=aliases,
+        connect=connect,
+    )
+    metrics = Metrics("router")
+    app = RouterApp(fleet, metrics, rules=rules, api_keys=api_keys, admin_api_key=admin_api_key)
+    async with trio.open_nursery() as nursery:
+        for url, id in zip(streams, endpoints, strict=True):
+            fleet.add(EndpointSpec(url=url, id=id, models=models, leases_max=leases_max))
+        await nursery.start(dispatch.run)
+        await nursery.start(fleet.run)
+        router = MemoryRouter(dispatch, fleet, FrontendServer(app), nursery)
+        while not all(dispatch.core.endpoints[EndpointId(id)].is_settled for id in endpoints):
+            await wait_all_tasks_blocked()  # until each has been asked how it is
+        yield router
+        nursery.cancel_scope.cancel()
