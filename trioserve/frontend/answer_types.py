@@ -262,7 +262,7 @@ class Load(Answer):
 
     running: int
     waiting: int
-    seats: int
+    seats: int | None
     kv_usage: float
 
 

@@ -31,15 +31,7 @@ async def read_ready(call: Call) -> None:
 
 async def read_load(call: Call) -> None:
     """What a router asks for several times a second; /metrics has all of it and costs a hundred times as much."""
-    stats = call.engine.stats()
-    await call.answer(
-        {
-            "running": stats.running_count,
-            "waiting": call.engine.waiting_count,
-            "seats": call.engine.seats,
-            "kv_usage": stats.kv_usage,
-        }
-    )
+    await call.answer(call.engine.load())
 
 
 async def read_version(call: Call) -> None:

@@ -35,15 +35,6 @@ class WatchSettings(msgspec.Struct, frozen=True, kw_only=True):
                 raise StartupError(f"{field.name} is {value}, it must be above 0 and at most 3600 seconds")
 
 
-class _Load(msgspec.Struct):
-    """The body of GET /load."""
-
-    running: int
-    waiting: int
-    seats: int | None = None
-    kv_usage: float = 0.0
-
-
 async def watch_endpoint(
     remote: RemoteEndpoint, dispatch: Dispatch, settings: WatchSettings, *, learns_models: bool
 ) -> None:
@@ -108,10 +99,7 @@ class _Watch:
         if self._load_path == "/load":
             try:
                 if status == 200:
-                    load = msgspec.json.decode(body, type=_Load)
-                    return EndpointLoad(
-                        running=load.running, waiting=load.waiting, seats=load.seats, kv_usage=load.kv_usage
-                    )
+                    return msgspec.json.decode(body, type=EndpointLoad)
             except msgspec.DecodeError:
                 pass
             if status < 500:

@@ -19,6 +19,7 @@ import msgspec
 import trio
 
 from trioserve.contracts.deadlines import Deadline, Deadlines
+from trioserve.contracts.endpoint import EndpointLoad
 from trioserve.contracts.errors import ContextTooLong, Draining, EngineFault, InvalidRequest, Overloaded
 from trioserve.contracts.events import (
     AbortOutcome,
@@ -264,15 +265,15 @@ class Engine:
     def stats(self) -> EngineStats:
         return self._core.stats()
 
-    @property
-    def waiting_count(self) -> int:
-        """Sequences that wait for their first or next step, those being tokenized included."""
-        return self._core.stats().waiting_count + self._preparing_count
-
-    @property
-    def seats(self) -> int:
-        """Sequences that may run at a time."""
-        return self._core.settings.running_requests_max
+    def load(self) -> EndpointLoad:
+        """How much there is to do, as a router asks. Waiting are those being tokenized, too."""
+        stats = self._core.stats()
+        return EndpointLoad(
+            running=stats.running_count,
+            waiting=stats.waiting_count + self._preparing_count,
+            seats=self._core.settings.running_requests_max,
+            kv_usage=stats.kv_usage,
+        )
 
     # --- called by RequestStream ---
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import trio
 
+from trioserve.contracts.endpoint import EndpointLoad
 from trioserve.contracts.errors import EngineFault, InvalidRequest
 from trioserve.contracts.events import AbortOutcome, FinishReason, TokenLogprob
 from trioserve.contracts.output import Delta
@@ -205,6 +206,9 @@ class ScriptedEngine:
         self.streams.append(stream)
         self.options.append(options)
         return stream
+
+    def load(self) -> EndpointLoad:
+        return EndpointLoad(running=2, waiting=1, seats=8, kv_usage=0.25)
 
     async def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
         await trio.lowlevel.checkpoint()

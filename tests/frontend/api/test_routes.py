@@ -13,7 +13,7 @@ from trioserve.contracts.output import Delta
 from trioserve.frontend.routes import ROUTES
 
 CHAT = "/v1/chat/completions"
-OPEN = ("/health", "/ready", "/version", "/metrics", "/openapi.json")
+OPEN = ("/health", "/ready", "/load", "/version", "/metrics", "/openapi.json")
 
 
 def counted(api: Any) -> dict[tuple[str, str], float]:
