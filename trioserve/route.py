@@ -31,6 +31,7 @@ from trioserve.runtime.dispatch import Dispatch
 from trioserve.runtime.endpoint_watch import WatchSettings
 from trioserve.runtime.errors_unwrapped import errors_unwrapped
 from trioserve.runtime.fleet import EndpointSpec, Fleet
+from trioserve.runtime.router_metrics import show_router
 from trioserve.runtime.serve import Service
 from trioserve.runtime.settings import RuntimeSettings
 from trioserve.serving import NativeFrontEnd, frontend_limits, run_until_signal, server_tls
@@ -83,7 +84,8 @@ async def serve_router(
         deadlines=_deadlines(config.queue_timeout, config.ttft_timeout, config.request_timeout),
         deadlines_max=_deadlines(config.max_queue_timeout, config.max_ttft_timeout, config.max_request_timeout),
     )
-    metrics = Metrics("router")
+    metrics = Metrics(None, parts=("frontend", "router"))
+    show_router(metrics, dispatch)
     app = RouterApp(
         fleet,
         metrics,

@@ -294,3 +294,25 @@ async def test_ready_says_whether_anybody_takes_requests(open_setup):
         setup.router.fleet.drain("a")
         answer = await client.get("/ready")
         assert (answer.status, (await answer.json())["reason"]) == (503, "no_endpoint")
+
+
+async def test_what_the_router_counts_is_shown_under_both_names(open_setup, autojump_clock):
+    async with open_setup("a", engine={"paused": True}, leases_max=1, queue_requests_max=1) as setup:
+        client = setup.client(http=2)
+        async with client.ask(CHAT, body()) as running, client.ask(CHAT, body()) as waiting:
+            await trio.sleep(3)
+            assert (await client.post(CHAT, body())).status == 429
+            page = (await client.get("/metrics")).body.decode()
+            for prefix in ("trioserve_router:", "vllm_router:"):
+                assert f"\n{prefix}queued_requests 1.0\n" in page
+                assert f'\n{prefix}rejections_total{{reason="queue_full"}} 1.0\n' in page
+                assert f'\n{prefix}endpoint_leases{{endpoint="a"}} 1.0\n' in page
+                assert f'\n{prefix}endpoint_healthy{{endpoint="a"}} 1.0\n' in page
+            assert "num_requests_running" not in page  # there is no engine
+            setup.servers["a"].engine.resume()
+            await running.read()
+            await waiting.read()
+        page = (await client.get("/metrics")).body.decode()
+        assert "\ntrioserve_router:admissions_total 2.0\n" in page
+        assert "\ntrioserve_router:queue_wait_seconds_sum 3.0\n" in page
+        assert "\ntrioserve_router:queued_requests 0.0\n" in page

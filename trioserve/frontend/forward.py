@@ -17,9 +17,9 @@ import trio
 
 from trioserve.contracts.deadlines import Deadline, Deadlines
 from trioserve.contracts.endpoint import EndpointId, RoutedRequest
-from trioserve.contracts.errors import EndpointLost, QueueWaitOver, TrioserveError
+from trioserve.contracts.errors import EndpointLost, Overloaded, QueueWaitOver, TrioserveError
 from trioserve.frontend.deadline_fields import deadlines_of
-from trioserve.frontend.error_responses import deadline_refusal
+from trioserve.frontend.error_responses import Refusal, deadline_refusal
 from trioserve.frontend.openai_types import decode_body
 from trioserve.frontend.routed_body import RoutedBody, prefix_of, rewritten
 from trioserve.frontend.router_call import ENDPOINT_PARAMETER
@@ -94,6 +94,15 @@ class _Refused(TrioserveError):
 
 async def forward(call: RouterCall) -> None:
     """Send the request to an endpoint and its answer to the client."""
+    try:
+        await _forward(call)
+    except (Overloaded, Refusal) as refusal:
+        reason = refusal.reason if isinstance(refusal, Overloaded) else refusal.answer.code
+        logger.info("refused request=%s reason=%s endpoint=%s", call.request_id, reason, call.endpoint or "none")
+        raise
+
+
+async def _forward(call: RouterCall) -> None:
     raw = await call.exchange.body()
     body = decode_body(raw, RoutedBody)
     deadlines = deadlines_of(body, call.exchange.headers).within(call.rules.deadlines, call.rules.deadlines_max)

@@ -14,10 +14,13 @@ from trioserve.contracts.deadlines import Deadline
 from trioserve.contracts.events import FinishReason, Phase
 from trioserve.contracts.kv_transfer import TransferFault
 
-__all__ = ["ALIAS_PREFIX", "CATALOGUE", "MODEL_LABEL", "PREFIX", "Label", "Metric"]
+__all__ = ["ALIAS_PREFIX", "CATALOGUE", "MODEL_LABEL", "PREFIX", "Label", "Metric", "Part"]
 
 PREFIX = "trioserve:"
 ALIAS_PREFIX = "vllm:"
+ROUTER_PREFIX = "trioserve_router:"
+ROUTER_ALIAS_PREFIX = "vllm_router:"
+Part = Literal["engine", "frontend", "router"]
 MODEL_LABEL = "model_name"
 """On every series, added when it is shown; the instruments do not know it."""
 
@@ -32,7 +35,7 @@ class Label(msgspec.Struct, frozen=True):
 class Metric(msgspec.Struct, frozen=True, kw_only=True):
     """One family. name: without prefix, with the unit last, and `_total` for a counter.
 
-    buckets: upper bounds of a histogram, in `unit`, growing. vllm: also shown under vLLM's prefix.
+    buckets: upper bounds of a histogram, in `unit`, growing. vllm: also shown under vLLM's prefix. part: who counts it.
     """
 
     name: str
@@ -42,11 +45,17 @@ class Metric(msgspec.Struct, frozen=True, kw_only=True):
     labels: tuple[Label, ...] = ()
     buckets: tuple[float, ...] = ()
     vllm: bool = False
+    part: Part = "engine"
+
+    @property
+    def full_name(self) -> str:
+        return (ROUTER_PREFIX if self.part == "router" else PREFIX) + self.name
 
     @property
     def aliases(self) -> tuple[str, ...]:
         """Full names under which others know this metric."""
-        return (ALIAS_PREFIX + self.name,) if self.vllm else ()
+        prefix = ROUTER_ALIAS_PREFIX if self.part == "router" else ALIAS_PREFIX
+        return (prefix + self.name,) if self.vllm else ()
 
 
 # A token of a small model on a GPU takes a millisecond, a long prompt on a CPU minutes.
@@ -264,14 +273,27 @@ CATALOGUE: tuple[Metric, ...] = (
         meaning="Requests that were refused because a bound was reached or the server is leaving.",
         labels=(Label("reason"),),
     ),
-    Metric(name="connections_open", kind="gauge", unit="connections", meaning="Client connections that are open."),
-    Metric(name="connections_total", kind="counter", unit="connections", meaning="Client connections that came."),
+    Metric(
+        name="connections_open",
+        kind="gauge",
+        unit="connections",
+        meaning="Client connections that are open.",
+        part="frontend",
+    ),
+    Metric(
+        name="connections_total",
+        kind="counter",
+        unit="connections",
+        meaning="Client connections that came.",
+        part="frontend",
+    ),
     Metric(
         name="connections_refused_total",
         kind="counter",
         unit="connections",
         meaning="Client connections that were ended because a bound was reached, by which one.",
         labels=(Label("reason"),),
+        part="frontend",
     ),
     Metric(
         name="streams_refused_total",
@@ -279,48 +301,56 @@ CATALOGUE: tuple[Metric, ...] = (
         unit="requests",
         meaning="HTTP requests that were turned away before their handler because a bound was reached, by which one.",
         labels=(Label("reason"),),
+        part="frontend",
     ),
     Metric(
         name="clients_left_total",
         kind="counter",
         unit="requests",
         meaning="HTTP requests that were cancelled because their client left.",
+        part="frontend",
     ),
     Metric(
         name="clients_stalled_total",
         kind="counter",
         unit="requests",
         meaning="HTTP requests that were cancelled because their client took nothing for too long.",
+        part="frontend",
     ),
     Metric(
         name="clients_slow",
         kind="gauge",
         unit="requests",
         meaning="HTTP requests whose client is slower than its answer, so that bytes wait for it.",
+        part="frontend",
     ),
     Metric(
         name="answer_bytes_held",
         kind="gauge",
         unit="bytes",
         meaning="What waits for clients that are slower than their answers.",
+        part="frontend",
     ),
     Metric(
         name="request_body_bytes_held",
         kind="gauge",
         unit="bytes",
         meaning="Bodies of the requests that are under way.",
+        part="frontend",
     ),
     Metric(
         name="request_body_bytes_total",
         kind="counter",
         unit="bytes",
         meaning="Request bodies that were read.",
+        part="frontend",
     ),
     Metric(
         name="streams_open",
         kind="gauge",
         unit="requests",
         meaning="HTTP requests whose handler is running: HTTP/2 streams, or HTTP/1.1 requests.",
+        part="frontend",
     ),
     Metric(
         name="http_requests_total",
@@ -328,5 +358,85 @@ CATALOGUE: tuple[Metric, ...] = (
         unit="requests",
         meaning='HTTP requests by route and status. Unknown paths are "other"; status "left": gone before any answer.',
         labels=(Label("path"), Label("status")),
+        part="frontend",
+    ),
+    # --- of a router ---
+    Metric(
+        name="queued_requests",
+        kind="gauge",
+        unit="requests",
+        meaning="Requests that wait in line for an endpoint.",
+        vllm=True,
+        part="router",
+    ),
+    Metric(
+        name="queue_wait_seconds",
+        kind="histogram",
+        unit="seconds",
+        meaning="From a request's arrival to its lease at an endpoint, or to its refusal in the line.",
+        buckets=WAIT_SECONDS,
+        vllm=True,
+        part="router",
+    ),
+    Metric(
+        name="admissions_total",
+        kind="counter",
+        unit="leases",
+        meaning="Leases that were given; a request that is tried again gets another one.",
+        vllm=True,
+        part="router",
+    ),
+    Metric(
+        name="rejections_total",
+        kind="counter",
+        unit="requests",
+        meaning="Requests that were refused, by the reason that the client was told.",
+        labels=(Label("reason"),),
+        vllm=True,
+        part="router",
+    ),
+    Metric(
+        name="retries_total",
+        kind="counter",
+        unit="requests",
+        meaning="Requests that an endpoint failed before their first token, and that were tried again.",
+        vllm=True,
+        part="router",
+    ),
+    Metric(
+        name="endpoint_leases",
+        kind="gauge",
+        unit="sequences",
+        meaning="Sequences that hold a lease at the endpoint.",
+        labels=(Label("endpoint"),),
+        vllm=True,
+        part="router",
+    ),
+    Metric(
+        name="endpoint_in_flight",
+        kind="gauge",
+        unit="sequences",
+        meaning="Sequences that were sent to the endpoint and have not ended.",
+        labels=(Label("endpoint"),),
+        vllm=True,
+        part="router",
+    ),
+    Metric(
+        name="endpoint_healthy",
+        kind="gauge",
+        unit="0 or 1",
+        meaning="Whether the endpoint gets requests.",
+        labels=(Label("endpoint"),),
+        vllm=True,
+        part="router",
+    ),
+    Metric(
+        name="endpoint_ejections_total",
+        kind="counter",
+        unit="ejections",
+        meaning="Times the endpoint was left out because it failed.",
+        labels=(Label("endpoint"),),
+        vllm=True,
+        part="router",
     ),
 )

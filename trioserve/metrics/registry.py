@@ -5,14 +5,14 @@ Knows how metrics are shown; when something is counted is the business of whoeve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.samples import Sample
 
-from trioserve.metrics.catalogue import CATALOGUE, MODEL_LABEL, PREFIX, Metric
+from trioserve.metrics.catalogue import CATALOGUE, MODEL_LABEL, Metric, Part
 from trioserve.metrics.plain_histogram import PlainHistogram
 
 __all__ = ["Metrics"]
@@ -67,12 +67,23 @@ class Metrics:
     request_body_bytes_total: Counter
     streams_open: Gauge
     http_requests_total: Counter
+    queued_requests: Gauge
+    queue_wait_seconds: PlainHistogram
+    admissions_total: Counter
+    rejections_total: Counter
+    retries_total: Counter
+    endpoint_leases: Gauge
+    endpoint_in_flight: Gauge
+    endpoint_healthy: Gauge
+    endpoint_ejections_total: Counter
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str | None, *, parts: Collection[Part] = ("engine", "frontend")) -> None:
+        """model_name: None if there is no one model. parts: whose metrics there are; the others' attributes are not."""
         self.registry = CollectorRegistry()
         self._model_name = model_name
+        self._metrics = tuple(metric for metric in CATALOGUE if metric.part in parts)
         self._callbacks: list[Callable[[], None]] = []
-        for metric in CATALOGUE:
+        for metric in self._metrics:
             setattr(self, metric.name, _instrument(metric, self.registry))
 
     def on_scrape(self, callback: Callable[[], None]) -> None:
@@ -85,23 +96,24 @@ class Metrics:
         (`process_resident_memory_bytes`, ...). To be sent with `content_type`."""
         for callback in self._callbacks:
             callback()
-        return generate_latest(_Shown(self.registry, self._model_name))
+        return generate_latest(_Shown(self.registry, self._metrics, self._model_name))
 
 
 class _Shown:
     """A registry's families as scrapers see them. The model's name is added here and not in the instruments, so that
     whoever counts a token need not say it."""
 
-    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+    def __init__(self, registry: CollectorRegistry, metrics: Iterable[Metric], model_name: str | None) -> None:
         self._registry = registry
-        self._model = {MODEL_LABEL: model_name}
+        self._metrics = metrics
+        self._model = {} if model_name is None else {MODEL_LABEL: model_name}
         self._process = ProcessCollector(registry=None)
 
     def collect(self) -> Iterator[Family]:
         families = {family.name: family for family in self._registry.collect()}
-        for metric in CATALOGUE:
+        for metric in self._metrics:
             family = families[_family_name(metric)]
-            for name in (PREFIX + metric.name, *metric.aliases):
+            for name in (metric.full_name, *metric.aliases):
                 yield self._renamed(family, name.removesuffix("_total"))
         yield from self._process.collect()
 

@@ -28,13 +28,18 @@ RETRY_SECONDS = 5.0
 
 
 class Dispatch:
-    """One router. Every method belongs to the thread of the Trio program that runs it."""
+    """One router. Every method belongs to the thread of the Trio program that runs it.
+
+    on_gone: told of an endpoint that was drained and is empty. on_wait_over: told how many seconds a request has waited
+    when it gets its lease, or is refused in the line.
+    """
 
     def __init__(self, settings: RouterSettings, policy: PolicyFactory, *, chance: Chance | None = None) -> None:
         self.core = RouterCore(
             settings, policy, on_change=self._wake_turn, chance=chance or random.Random(), on_gone=self._note_gone
         )
         self.on_gone: Callable[[EndpointId], None] = lambda id: None
+        self.on_wait_over: Callable[[float], object] = lambda seconds: None
         self._turns: dict[int, Turn] = {}
         self._ticks_at = math.inf
         self._sooner = trio.Event()
@@ -143,6 +148,7 @@ class Turn:
         while ticket.state is TicketState.WAITING:
             self._changed = trio.Event()
             await self._changed.wait()
+        self._dispatch.on_wait_over(trio.current_time() - ticket.entered_at)
         if ticket.refusal is not None:
             raise ticket.refusal
         assert ticket.endpoint is not None

@@ -21,6 +21,7 @@ from trioserve.runtime.dispatch import Dispatch
 from trioserve.runtime.endpoint_watch import WatchSettings
 from trioserve.runtime.fleet import EndpointSpec, Fleet
 from trioserve.runtime.remote_endpoint import EndpointAddress, RemoteEndpoint
+from trioserve.runtime.router_metrics import show_router
 from trioserve.testing.memory_client import MemoryClient
 from trioserve.testing.memory_stream import MemoryEnd, memory_connection
 
@@ -100,7 +101,8 @@ async def open_memory_router(
         aliases=aliases,
         connect=connect,
     )
-    metrics = Metrics("router")
+    metrics = Metrics(None, parts=("frontend", "router"))
+    show_router(metrics, dispatch)
     app = RouterApp(fleet, metrics, rules=rules, api_keys=api_keys, admin_api_key=admin_api_key)
     async with trio.open_nursery() as nursery:
         for url, id in zip(streams, endpoints, strict=True):
