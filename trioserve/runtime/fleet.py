@@ -106,8 +106,8 @@ class Fleet:
         return True
 
     def set_all(self, specs: Iterable[EndpointSpec], *, source: str) -> None:
-        """These, and no others, are what `source` knows. Those of other sources stay. An endpoint whose description
-        has changed is drained, and added when it is empty.
+        """These, and no others, are what `source` knows. Those of other sources stay. One whose description has
+        changed is made anew; what runs there goes on.
 
         Raises StartupError, before anything is changed, if two have the same id.
         """
@@ -119,7 +119,7 @@ class Fleet:
                 raise StartupError(f'there are two endpoints with the id "{id}": give each its own')
             wanted[id] = spec
         for id, member in list(self._members.items()):
-            if member.source == source and id not in wanted and not self.is_draining(id):
+            if member.source == source and wanted.get(id) != member.spec and not self.is_draining(id):
                 self.drain(id)
         for id, spec in wanted.items():
             if id not in self._members or self.is_draining(id):

@@ -39,7 +39,7 @@ class _Metadata(msgspec.Struct):
     resourceVersion: str = ""
 
 
-class _Conditions(msgspec.Struct):
+class _Conditions(msgspec.Struct, frozen=True):
     ready: bool | None = None  # null means yes
     serving: bool | None = None
     terminating: bool | None = None
