@@ -11,12 +11,11 @@ from collections.abc import Callable, Sequence
 from trioserve import __version__
 from trioserve.config import Config, RouteConfig, add_arguments, config_from
 from trioserve.contracts.errors import TrioserveError
+from trioserve.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
 from trioserve.model.loading.default_model import DOWNLOAD_THREAD
 
 __all__ = ["main", "run_program"]
 
-EXIT_FAILED = 1
-EXIT_INTERRUPTED = 130  # what shells show for Ctrl-C
 SERVER_OPTIONS = (
     "served_model_name",
     "max_waiting_requests",

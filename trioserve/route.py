@@ -23,7 +23,6 @@ from trioserve.frontend.server import FrontendServer
 from trioserve.metrics.registry import Metrics
 from trioserve.router.policies import POLICIES, PolicyFactory
 from trioserve.router.settings import RouterSettings
-from trioserve.runtime.discovery.dns import DnsSource
 from trioserve.runtime.discovery.file import FileSource, read_endpoints
 from trioserve.runtime.discovery.kubernetes import in_cluster
 from trioserve.runtime.discovery.source import Source
@@ -180,6 +179,8 @@ def _sources(config: RouteConfig) -> list[Source]:
         name, colon, port = config.endpoints_dns.partition(":")
         if colon and not (port.isdecimal() and 0 < int(port) < 65536):
             raise StartupError(f'--endpoints-dns is "{config.endpoints_dns}", it must be NAME or NAME:PORT')
+        from trioserve.runtime.discovery.dns import DnsSource  # takes a third of a second to import
+
         sources.append(DnsSource(name, port=int(port or 80), template=template))
     if config.endpoints_kubernetes is not None:
         sources.append(in_cluster(config.endpoints_kubernetes, template=template))

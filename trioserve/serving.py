@@ -15,6 +15,7 @@ import trio
 
 from trioserve.config import ServerConfig
 from trioserve.contracts.errors import StartupError
+from trioserve.exit_codes import EXIT_INTERRUPTED
 from trioserve.frontend.counter_metrics import show_counters
 from trioserve.frontend.limits import FrontendLimits
 from trioserve.frontend.listener import tls_context
@@ -22,7 +23,6 @@ from trioserve.frontend.server import FrontendServer
 from trioserve.metrics.registry import Metrics
 from trioserve.runtime.errors_unwrapped import errors_unwrapped
 from trioserve.runtime.interpreter import keep_what_is_loaded, prepare_interpreter
-from trioserve.terminal import EXIT_INTERRUPTED
 
 __all__ = ["NativeFrontEnd", "Serve", "frontend_limits", "optional_path", "run_until_signal", "server_tls"]
 

@@ -18,12 +18,12 @@ from trioserve.config import Config
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.prompt import ChatPrompt, Prompt
 from trioserve.contracts.sampling import SamplingParams
+from trioserve.exit_codes import EXIT_INTERRUPTED
 from trioserve.runtime.engine import Engine
 from trioserve.runtime.errors_unwrapped import errors_unwrapped
 
-__all__ = ["EXIT_INTERRUPTED", "LoadingBar", "SamplingWishes", "run_chat", "run_generate"]
+__all__ = ["LoadingBar", "SamplingWishes", "run_chat", "run_generate"]
 
-EXIT_INTERRUPTED = 130  # what shells show for Ctrl-C
 BAR_CELLS = 30
 
 

@@ -19,9 +19,9 @@ START_SECONDS_MAX = 120  # generous: a shared machine with a cold disk
 class ServerProcess:
     """lines: what it has written to stderr. url: where it serves."""
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(self, *flags: str, command: str = "serve") -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "trioserve", "serve", "--port", "0", *flags],
+            [sys.executable, "-m", "trioserve", command, "--port", "0", *flags],
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
@@ -84,8 +84,8 @@ def start_server() -> Iterator[Callable[..., ServerProcess]]:
     """For tests that end their server."""
     started: list[ServerProcess] = []
 
-    def start(*flags: str) -> ServerProcess:
-        started.append(ServerProcess(*flags))
+    def start(*flags: str, command: str = "serve") -> ServerProcess:
+        started.append(ServerProcess(*flags, command=command))
         started[-1].wait_until_serving()
         return started[-1]
 

@@ -1,0 +1,113 @@
+"""Two servers and a router before them, as processes of their own; one of the servers is killed under load."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+
+import pytest
+
+WAIT_SECONDS_MAX = 120
+
+
+def get(url: str) -> object:
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        return json.load(answer)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Other processes have no event to wait for."""
+    deadline = time.monotonic() + WAIT_SECONDS_MAX
+    while not condition():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.05)
+
+
+class Asker(threading.Thread):
+    """One streamed request. events: decoded, as they come. is_done: its answer was complete."""
+
+    def __init__(self, url: str, prompt: str, max_tokens: int) -> None:
+        super().__init__(daemon=True)
+        body = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True, "temperature": 0}
+        self.request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), method="POST")
+        self.endpoint = ""
+        self.events: list[dict[str, object]] = []
+        self.is_done = False
+        self.error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            with urllib.request.urlopen(self.request, timeout=WAIT_SECONDS_MAX) as answer:
+                self.endpoint = answer.headers["x-trioserve-endpoint"]
+                for line in answer:
+                    if line.strip() == b"data: [DONE]":
+                        self.is_done = True
+                    elif line.startswith(b"data: "):
+                        self.events.append(json.loads(line[6:]))
+        except (urllib.error.URLError, OSError) as error:
+            self.error = error
+
+    @property
+    def lost(self) -> bool:
+        return bool(self.events) and self.events[-1].get("error", {}).get("code") == "endpoint_lost"  # type: ignore[union-attr]
+
+
+@pytest.fixture
+def fleet(start_server):
+    """Two servers by id, and the router."""
+    servers = {id: start_server("--max-num-seqs", "2", "--threads", "1") for id in "ab"}
+    endpoints = [f"--endpoint={id}={server.url}" for id, server in servers.items()]
+    router = start_server(
+        *endpoints, "--endpoint-max-requests=2", "--health-interval=0.5", "--load-interval=0.2", command="route"
+    )
+    wait_until(lambda: all(each["health"] == "healthy" for each in get(f"{router.url}/endpoints")["data"]))
+    return servers, router
+
+
+def test_a_server_that_is_killed_loses_only_what_it_was_saying(fleet):
+    servers, router = fleet
+    askers = [Asker(router.url, f"Story number {index}:", 200) for index in range(8)]
+    wait_until(lambda: sum(bool(asker.events) for asker in askers) >= 4)
+    begun = [asker for asker in askers if asker.events]
+    assert {asker.endpoint for asker in begun} == {"a", "b"}
+    servers["a"].process.send_signal(signal.SIGKILL)
+    for asker in askers:
+        asker.join(WAIT_SECONDS_MAX)
+        assert not asker.is_alive(), "a client hangs"
+    for asker in askers:
+        assert asker.is_done or asker.lost, (asker.endpoint, asker.error, asker.events[-1:])
+        if asker not in begun:
+            assert asker.is_done  # whoever had seen nothing does not notice
+    assert any(asker.lost for asker in begun)
+    assert all(asker.endpoint == "a" for asker in askers if asker.lost)
+    described = {each["id"]: each for each in get(f"{router.url}/endpoints")["data"]}
+    assert [(each["leases"], each["in_flight"]) for each in described.values()] == [(0, 0), (0, 0)]
+    wait_until(lambda: get(f"{router.url}/endpoints")["data"][0]["health"] in ("ejected", "probing"))
+    wait_until(lambda: servers["b"].metric('trioserve:kv_blocks{state="used"}') == 0)
+    assert router.stop() == 0
+
+
+def test_a_client_of_the_router_that_is_gone_is_gone_from_the_engine(fleet):
+    servers, router = fleet
+    body = {"prompt": "Count:", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    request = urllib.request.Request(f"{router.url}/v1/completions", json.dumps(body).encode(), method="POST")
+    with urllib.request.urlopen(request, timeout=WAIT_SECONDS_MAX) as answer:
+        server = servers[answer.headers["x-trioserve-endpoint"]]
+        answer.readline()
+        assert server.metric('trioserve:kv_blocks{state="used"}') > 0
+    wait_until(lambda: server.metric('trioserve:kv_blocks{state="used"}') == 0)
+    assert server.metric('trioserve:aborts_total{phase="decode"}') == 1
+    assert router.stop() == 0
+
+
+def test_the_router_loads_nothing_that_computes():
+    code = "import sys, trioserve.route; sys.exit(bool({'torch', 'numpy', 'gguf', 'jinja2'} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", code], check=True)
