@@ -316,37 +316,57 @@ def test_whoever_waits_for_the_last_endpoint_is_told_when_it_goes(make_router):
 def test_the_depth_inside_an_endpoint_is_kept_shallow(make_router):
     router = make_router(waiting_depth_max=2)
     a = router.endpoint("a", leases_max=64)
-    router.core.note_load(a, EndpointLoad(running=4, waiting=0, seats=4), router.now, in_flight_when_asked=0)
-    assert [router.enter().state for _ in range(3)] == [TicketState.LEASED] * 2 + [TicketState.WAITING]
-    router.core.note_load(a, EndpointLoad(running=4, waiting=1, seats=4), router.now, in_flight_when_asked=2)
+    router.core.note_load(a, EndpointLoad(running=4, waiting=0, seats=4), router.now, sent_when_asked=0)
+    assert [router.sent().state for _ in range(2)] == [TicketState.LEASED] * 2
+    assert router.enter().state is TicketState.WAITING
+    router.core.note_load(a, EndpointLoad(running=4, waiting=1, seats=4), router.now, sent_when_asked=2)
     assert router.core.stats().waiting == 0
 
 
 def test_what_was_given_since_the_question_counts_as_not_reported(make_router):
     router = make_router(waiting_depth_max=0)
     a = router.endpoint("a")
-    asked = router.core.endpoints[a].in_flight
+    asked = router.core.sent_total
+    router.sent()
+    router.core.note_load(a, EndpointLoad(running=3, waiting=0, seats=4), router.now, sent_when_asked=asked)
+    assert router.enter().state is TicketState.WAITING
+
+
+def test_what_has_ended_while_a_report_was_on_its_way_is_not_taken_for_what_was_sent_meanwhile(make_router):
+    router = make_router(waiting_depth_max=0)
+    a = router.endpoint("a")
+    ends = router.sent()
+    asked = router.core.sent_total
+    router.leave(ends)  # the endpoint looks at itself now: it is idle
+    router.sent()
+    router.core.note_load(a, EndpointLoad(running=0, waiting=0, seats=1), router.now, sent_when_asked=asked)
+    assert router.enter().state is TicketState.WAITING
+
+
+def test_whoever_has_a_lease_and_was_not_sent_yet_is_in_no_report(make_router):
+    router = make_router(waiting_depth_max=0)
+    a = router.endpoint("a")
     router.enter()
-    router.core.note_load(a, EndpointLoad(running=3, waiting=0, seats=4), router.now, in_flight_when_asked=asked)
+    router.core.note_load(a, EndpointLoad(running=3, waiting=0, seats=4), router.now, sent_when_asked=0)
     assert router.enter().state is TicketState.WAITING
 
 
 def test_seats_that_nobody_tells_are_learned_from_what_was_seen(make_router):
     router = make_router(waiting_depth_max=1)
     a = router.endpoint("a")
-    router.core.note_load(a, EndpointLoad(running=3, waiting=0), router.now, in_flight_when_asked=0)
-    assert [router.enter().state for _ in range(2)] == [TicketState.LEASED, TicketState.WAITING]
+    router.core.note_load(a, EndpointLoad(running=3, waiting=0), router.now, sent_when_asked=0)
+    assert [router.sent().state, router.enter().state] == [TicketState.LEASED, TicketState.WAITING]
     # The report has the one that was given: there is one seat more than was known.
-    router.core.note_load(a, EndpointLoad(running=4, waiting=0), router.now, in_flight_when_asked=1)
+    router.core.note_load(a, EndpointLoad(running=4, waiting=0), router.now, sent_when_asked=1)
     assert router.core.stats().waiting == 0
-    router.core.note_load(a, EndpointLoad(running=4, waiting=1), router.now, in_flight_when_asked=2)
+    router.core.note_load(a, EndpointLoad(running=4, waiting=1), router.now, sent_when_asked=2)
     assert router.enter().state is TicketState.WAITING
 
 
 def test_a_stale_report_says_nothing(make_router):
     router = make_router(waiting_depth_max=0, load_seconds_max=2)
     a = router.endpoint("a")
-    router.core.note_load(a, EndpointLoad(running=4, waiting=4, seats=4), router.now, in_flight_when_asked=0)
+    router.core.note_load(a, EndpointLoad(running=4, waiting=4, seats=4), router.now, sent_when_asked=0)
     waiting = router.enter()
     assert waiting.state is TicketState.WAITING
     router.after(2.1)
@@ -532,6 +552,6 @@ def test_reports_of_endpoints_that_are_gone_are_ignored(make_router):
     router = make_router()
     gone = EndpointId("gone")
     router.core.note_health(gone, True, router.now)
-    router.core.note_load(gone, EndpointLoad(running=0, waiting=0), router.now, in_flight_when_asked=0)
+    router.core.note_load(gone, EndpointLoad(running=0, waiting=0), router.now, sent_when_asked=0)
     router.core.set_models(gone, ["m"], router.now)
     assert router.core.endpoints == {}

@@ -91,6 +91,7 @@ class RouterCore:
         self.policy = policy(chance)
         self.endpoints: dict[EndpointId, EndpointState] = {}
         self.is_draining = False
+        self.sent_total = 0
         self._models: dict[str, _Model] = {}
         self._live: dict[int, Ticket] = {}
         self._deadlines: list[tuple[float, int, Ticket]] = []
@@ -143,7 +144,10 @@ class RouterCore:
     def sent(self, ticket: Ticket) -> None:
         """The request goes to its endpoint now; until then a drain may still refuse it."""
         assert ticket.state is TicketState.LEASED
-        ticket.is_sent = True
+        assert ticket.sent_index is None
+        self.sent_total += 1
+        ticket.sent_index = self.sent_total
+        self._endpoint_of(ticket).sent[ticket.sent_index] = ticket.request.sequences
 
     def first_token(self, ticket: Ticket, now: float) -> None:
         """The endpoint has begun to answer. What fails after this is the client's to see."""
@@ -187,7 +191,7 @@ class RouterCore:
             return False
         self._retries_total += 1
         ticket.move(TicketState.WAITING)
-        ticket.is_sent = False
+        ticket.sent_index = None
         self._model(ticket.request.model).again[ticket.index] = ticket
         self._set_deadline(ticket)
         self._hand_over(now)
@@ -249,11 +253,12 @@ class RouterCore:
         state = self.endpoints.get(id)
         return state is not None and state.health is EndpointHealth.DRAINING
 
-    def note_load(self, id: EndpointId, load: EndpointLoad, now: float, *, in_flight_when_asked: int) -> None:
-        """What the endpoint says of itself; one that is unknown by now is ignored."""
+    def note_load(self, id: EndpointId, load: EndpointLoad, now: float, *, sent_when_asked: int) -> None:
+        """What the endpoint says of itself; one that is unknown by now is ignored.
+        sent_when_asked: `sent_total` when it was asked."""
         state = self.endpoints.get(id)
         if state is not None:
-            state.note_load(load, now, in_flight_when_asked=in_flight_when_asked)
+            state.note_load(load, now, sent_when_asked=sent_when_asked)
             self._hand_over(now)
 
     def note_health(self, id: EndpointId, is_well: bool, now: float) -> None:
@@ -356,6 +361,8 @@ class RouterCore:
             endpoint.leases -= ticket.request.sequences
             if ticket.is_probe:
                 endpoint.probe_out = ticket.is_probe = False
+        if ticket.sent_index is not None:
+            del endpoint.sent[ticket.sent_index]
         endpoint.in_flight -= ticket.request.sequences
         assert 0 <= endpoint.leases <= endpoint.in_flight
         self._model(ticket.request.model).drain_rate.note(now)

@@ -50,8 +50,9 @@ class EndpointState:
     """What the router knows of one endpoint. Times are seconds of the router's clock.
 
     models: the names under which it may be asked. leases_max: sequences. leases: those that are out, in sequences.
-    in_flight: sequences that were sent there and have not ended; more than the leases once these go back at the first
-    token. slow_start: it comes to others that run, and is to get its share little by little.
+    in_flight: sequences that were given to it and have not ended; more than the leases once these go back at the first
+    token. sent: those of them that are on their way or there, by the index of their request's sending.
+    slow_start: it comes to others that run, and is to get its share little by little.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class EndpointState:
         self.health = EndpointHealth.STARTING
         self.leases = 0
         self.in_flight = 0
+        self.sent: dict[int, int] = {}
         self.probe_out = False
         self.load: EndpointLoad | None = None
         self.busy_until = 0.0
@@ -76,7 +78,7 @@ class EndpointState:
         self.ejections_total = 0
         self._settings = settings
         self._load_at = 0.0
-        self._in_flight_at_load = 0  # the difference to now is what the report cannot know
+        self._known_at_load = 0  # of those in flight; what is more by now, the report may not know
         self._seats_seen = 0
         self._failures_in_a_row = 0
         self._ejections_in_a_row = 0
@@ -104,7 +106,7 @@ class EndpointState:
         return (now - self._share_since) / seconds
 
     def waiting_depth(self, now: float, *, more: int = 0) -> int | None:
-        """Sequences that wait inside it, and would if `more` went there: as reported, moved by what was sent there and
+        """Sequences that wait inside it, and would if `more` went there: as reported, moved by what was given to it and
         has ended since. None: not known, since the last report is too old."""
         load = self.load
         if load is None or now - self._load_at >= self._settings.load_seconds_max:
@@ -113,7 +115,7 @@ class EndpointState:
         if seats is None:
             # If somebody waits, all seats are taken; if nobody does, there are at least as many as were ever taken.
             seats = load.running if load.waiting else max(load.running, self._seats_seen)
-        there = max(0, load.running + load.waiting + self.in_flight - self._in_flight_at_load)
+        there = max(0, load.running + load.waiting + self.in_flight - self._known_at_load)
         if there == 0:
             return 0  # whoever comes to an idle endpoint does not wait for others, however large it is
         return max(0, there + more - seats)
@@ -132,12 +134,12 @@ class EndpointState:
 
     # --- what it tells ---
 
-    def note_load(self, load: EndpointLoad, now: float, *, in_flight_when_asked: int) -> None:
-        """in_flight_when_asked: `in_flight` when the endpoint was asked. What was sent there in between may be in the
-        report or not, and is taken for one that is not."""
+    def note_load(self, load: EndpointLoad, now: float, *, sent_when_asked: int) -> None:
+        """sent_when_asked: the index of the last request that was sent anywhere when the endpoint was asked. Those sent
+        later may be in the report or not, and are taken for ones that are not."""
         self.load = load
         self._load_at = now
-        self._in_flight_at_load = min(self.in_flight, in_flight_when_asked)
+        self._known_at_load = sum(count for index, count in self.sent.items() if index <= sent_when_asked)
         self._seats_seen = load.running if load.waiting else max(self._seats_seen, load.running)
 
     def note_check(self, is_well: bool, now: float) -> None:

@@ -44,7 +44,8 @@ class Ticket:
 
     index: of arrival. entered_at, leased_at: seconds of the router's clock; leased_at of the lease in hand.
     endpoint: where its lease is, or was when it went back at the first token. tried: the endpoints that failed it.
-    is_sent: the request went to the endpoint of its lease. has_token: its client has seen a token.
+    sent_index: of all that were sent anywhere, when it went to the endpoint of its lease; None before that.
+    has_token: its client has seen a token.
     refusal: why it ended without having been served, if so.
     """
 
@@ -54,11 +55,11 @@ class Ticket:
         "has_token",
         "index",
         "is_probe",
-        "is_sent",
         "leased_at",
         "queue_deadline",
         "refusal",
         "request",
+        "sent_index",
         "state",
         "tried",
     )
@@ -72,10 +73,14 @@ class Ticket:
         self.endpoint: EndpointId | None = None
         self.leased_at = 0.0
         self.is_probe = False
-        self.is_sent = False
+        self.sent_index: int | None = None
         self.has_token = False
         self.tried: tuple[EndpointId, ...] = ()
         self.refusal: TrioserveError | None = None
+
+    @property
+    def is_sent(self) -> bool:
+        return self.sent_index is not None
 
     def move(self, state: TicketState) -> None:
         assert (self.state, state) in _LEGAL_MOVES, f"ticket {self.index} cannot go from {self.state} to {state}"

@@ -69,14 +69,14 @@ class Dispatch:
             if not self._turns:
                 self._idle.set()
 
-    def note_load(self, id: EndpointId, load: EndpointLoad, *, in_flight_when_asked: int) -> None:
-        self.core.note_load(id, load, trio.current_time(), in_flight_when_asked=in_flight_when_asked)
+    def note_load(self, id: EndpointId, load: EndpointLoad, *, sent_when_asked: int) -> None:
+        self.core.note_load(id, load, trio.current_time(), sent_when_asked=sent_when_asked)
         self.retime()
 
-    def in_flight(self, id: EndpointId) -> int:
-        """Sequences that were sent there and have not ended."""
-        state = self.core.endpoints.get(id)
-        return 0 if state is None else state.in_flight
+    @property
+    def sent_total(self) -> int:
+        """Requests that were sent anywhere; to be kept when an endpoint is asked for its load."""
+        return self.core.sent_total
 
     def set_models(self, id: EndpointId, models: Iterable[str]) -> None:
         self.core.set_models(id, models, trio.current_time())

@@ -86,12 +86,12 @@ class _Watch:
 
     async def ask_load(self) -> None:
         while self._load_path is not None:
-            in_flight = self._dispatch.in_flight(self._remote.id)
+            sent_total = self._dispatch.sent_total
             answer = await self._ask(self._load_path)
             if answer is not None:
                 load = self._read_load(answer)
                 if load is not None:
-                    self._dispatch.note_load(self._remote.id, load, in_flight_when_asked=in_flight)
+                    self._dispatch.note_load(self._remote.id, load, sent_when_asked=sent_total)
             await trio.sleep(self._settings.load_seconds)
 
     def _read_load(self, answer: tuple[int, bytes]) -> EndpointLoad | None:
