@@ -477,6 +477,45 @@ def test_an_endpoint_that_says_it_is_busy_is_not_ill(make_router):
     assert waiting.endpoint == "a"
 
 
+def test_a_probe_keeps_the_limit_of_the_endpoint(make_router):
+    router = make_router(failures_max=1, ejection_seconds=1)
+    a = router.endpoint("a", leases_max=2)
+    still_there, failing = router.sent(), router.sent()
+    router.core.failed(failing, Fault.UNREACHABLE, router.now)
+    router.core.add_endpoint(EndpointId("b"), ["m"], router.now)  # starts: so that others wait
+    waiting = [router.enter(sequences=2), router.enter()]
+    router.after(1)
+    assert router.core.endpoints[a].health is EndpointHealth.PROBING
+    assert [ticket.state for ticket in waiting] == [TicketState.WAITING] * 2
+    router.leave(still_there)
+    assert [ticket.state for ticket in waiting] == [TicketState.LEASED, TicketState.WAITING]
+
+
+def test_a_probe_that_finds_the_endpoint_busy_leaves_it_alone(make_router):
+    router = make_router(failures_max=1, ejection_seconds=1)
+    router.endpoint("a")
+    router.core.failed(router.sent(), Fault.UNREACHABLE, router.now)
+    router.after(1)
+    probe, waiting = router.sent(), router.enter()
+    router.core.failed(probe, Fault.BUSY, router.now, busy_seconds=2)
+    assert waiting.state is TicketState.WAITING
+    router.after(2)
+    assert waiting.state is TicketState.LEASED
+
+
+def test_the_longest_of_several_busy_answers_counts(make_router):
+    router = make_router()
+    router.endpoint("a")
+    first, second = router.sent(), router.sent()
+    router.core.failed(first, Fault.BUSY, router.now, busy_seconds=30)
+    router.core.failed(second, Fault.BUSY, router.now, busy_seconds=1)
+    waiting = router.enter()
+    router.after(29)
+    assert waiting.state is TicketState.WAITING
+    router.after(1)
+    assert waiting.state is TicketState.LEASED
+
+
 def test_what_checks_took_away_a_check_gives_back(make_router):
     router = make_router(failures_max=2, ejection_seconds=20)
     a = router.endpoint("a")

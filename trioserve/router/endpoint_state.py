@@ -8,7 +8,8 @@
                      └───────────────┘
     DRAINING: from every state; it goes when its last request does, or is STARTING again when it is added before that.
 
-An endpoint gets requests while it is HEALTHY, as much as its slow start allows, and one at a time while it is PROBING.
+An endpoint gets requests while it is HEALTHY, as much as its slow start allows, and one at a time while it is PROBING;
+the limits of leases and of its load hold for both.
 """
 
 from __future__ import annotations
@@ -122,9 +123,7 @@ class EndpointState:
 
     def has_room(self, sequences: int, now: float) -> bool:
         """Whether a request of so many sequences may go there. One that is larger than the limit goes alone."""
-        if self.health is EndpointHealth.PROBING:
-            return not self.probe_out
-        if self.health is not EndpointHealth.HEALTHY or now < self.busy_until:
+        if not self.is_given or now < self.busy_until or (self.health is EndpointHealth.PROBING and self.probe_out):
             return False
         leases_max = max(1, int(self.leases_max * self.share(now)))
         if self.leases and self.leases + sequences > leases_max:
@@ -179,7 +178,7 @@ class EndpointState:
 
     def note_busy(self, now: float, seconds: float) -> None:
         """It refused a request for want of room: it gets nothing for so long."""
-        self.busy_until = now + seconds
+        self.busy_until = max(self.busy_until, now + seconds)
 
     def tick(self, now: float) -> None:
         """An ejection that is over by now ends; it may be probed."""
