@@ -562,6 +562,31 @@ def test_an_endpoint_that_comes_to_others_starts_slowly(make_router):
     assert served() == 10
 
 
+@pytest.mark.parametrize("seconds", [0.1, 0.3, 0.7, 1.1, 2.3])
+@pytest.mark.parametrize("began_at", [100.1, 1000.1, 54321.7, 1e7 + 0.1])
+def test_a_report_that_gets_old_frees_whoever_waits_for_it_in_spite_of_rounding(make_router, began_at, seconds):
+    router = make_router(waiting_depth_max=0, load_seconds_max=seconds)
+    router.now = began_at
+    a = router.endpoint("a")
+    router.core.note_load(a, EndpointLoad(running=4, waiting=4, seats=4), router.now, sent_when_asked=0)
+    waiting = router.enter()
+    router.after(2 * seconds)
+    assert waiting.state is TicketState.LEASED
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.3, 0.7, 1.1, 2.3])
+@pytest.mark.parametrize("began_at", [100.1, 1000.1, 54321.7, 1e7 + 0.1])
+def test_each_step_of_a_slow_start_comes_in_spite_of_rounding(make_router, began_at, seconds):
+    router = make_router(slow_start_seconds=seconds)
+    router.now = began_at
+    router.endpoint("a", leases_max=1)
+    router.enter()
+    router.endpoint("b", leases_max=10)
+    tickets = [router.enter() for _ in range(10)]
+    router.after(seconds * 0.501)
+    assert sum(ticket.state is TicketState.LEASED for ticket in tickets) == 5
+
+
 # --- shutdown ---
 
 

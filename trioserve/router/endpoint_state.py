@@ -110,7 +110,7 @@ class EndpointState:
         """Sequences that wait inside it, and would if `more` went there: as reported, moved by what was given to it and
         has ended since. None: not known, since the last report is too old."""
         load = self.load
-        if load is None or now - self._load_at >= self._settings.load_seconds_max:
+        if load is None or now >= self._load_at + self._settings.load_seconds_max:
             return None
         seats = load.seats
         if seats is None:
@@ -192,7 +192,9 @@ class EndpointState:
         moments = [self.busy_until, self._load_at + self._settings.load_seconds_max if self.load is not None else 0.0]
         if self._share_since is not None and self.share(now) < 1:
             next_limit = int(self.leases_max * self.share(now)) + 1
-            moments.append(self._share_since + self._settings.slow_start_seconds * next_limit / self.leases_max)
+            moment = self._share_since + self._settings.slow_start_seconds * next_limit / self.leases_max
+            # Rounding may leave the share a trace below the next limit when the moment has come.
+            moments.append(max(moment, math.nextafter(now, math.inf)))
         return min((moment for moment in moments if moment > now), default=math.inf)
 
     def drain(self) -> None:
