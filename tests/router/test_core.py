@@ -270,6 +270,13 @@ def test_a_pinned_request_is_admitted_or_refused_at_once(make_router):
         router.enter(pinned="c")
 
 
+def test_a_pinned_endpoint_that_only_starts_is_not_called_full(make_router):
+    router = make_router()
+    router.endpoint("a", well=False)
+    with pytest.raises(NoEndpoint):
+        router.enter(pinned="a")
+
+
 def test_two_endpoints_with_one_id_are_refused(make_router):
     router = make_router()
     router.endpoint("a")

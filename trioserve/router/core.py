@@ -122,7 +122,8 @@ class RouterCore:
         must_wait = bool(model.count) and request.pinned is None
         if must_wait or not self._grant(ticket, now):
             if request.pinned is not None:
-                raise self._refusal(self._pinned_is_full(request, now))
+                is_given = usable[0].is_given
+                raise self._refusal(self._pinned_is_full(request, now) if is_given else self._no_endpoint(request, now))
             self._check_line(model, request, now)
             model.line.add(ticket)
             self._set_deadline(ticket)
