@@ -408,6 +408,21 @@ def test_whoever_failed_waits_for_another_endpoint_before_the_line(make_router):
     assert behind.state is TicketState.WAITING
 
 
+def test_whoever_waits_again_counts_with_its_prompt(make_router):
+    router = make_router(queue_prompt_tokens_max=100)
+    router.endpoint("a", leases_max=1)
+    failing = router.sent(prompt_tokens=90)
+    router.endpoint("b", leases_max=1)
+    router.sent()
+    assert router.core.failed(failing, Fault.BROKE, router.now)
+    router.sent()
+    assert router.core.stats().waiting_prompt_tokens == 90
+    with pytest.raises(Overloaded, match="90 prompt tokens wait"):
+        router.enter(prompt_tokens=11)
+    router.leave(failing)
+    assert router.core.stats().waiting_prompt_tokens == 0
+
+
 def test_nothing_is_tried_again_where_it_failed_nor_more_often_than_allowed(make_router):
     router = make_router(attempts_max=2)
     for id in "abc":

@@ -66,11 +66,24 @@ class _Model:
         self.line = WaitingLine()
         # Requests that failed elsewhere and wait again: they have stood in line already, and come before it.
         self.again: OrderedDict[int, Ticket] = OrderedDict()
+        self._again_prompt_tokens = 0
         self.drain_rate = DrainRate()
 
     @property
     def count(self) -> int:
         return self.line.count + len(self.again)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.line.prompt_tokens + self._again_prompt_tokens
+
+    def wait_again(self, ticket: Ticket) -> None:
+        self.again[ticket.index] = ticket
+        self._again_prompt_tokens += ticket.request.prompt_tokens
+
+    def end_wait_again(self, ticket: Ticket) -> None:
+        del self.again[ticket.index]
+        self._again_prompt_tokens -= ticket.request.prompt_tokens
 
 
 class RouterCore:
@@ -193,7 +206,7 @@ class RouterCore:
         self._retries_total += 1
         ticket.move(TicketState.WAITING)
         ticket.sent_index = None
-        self._model(ticket.request.model).again[ticket.index] = ticket
+        self._model(ticket.request.model).wait_again(ticket)
         self._set_deadline(ticket)
         self._hand_over(now)
         return True
@@ -301,7 +314,7 @@ class RouterCore:
     def stats(self) -> RouterStats:
         return RouterStats(
             waiting=sum(model.count for model in self._models.values()),
-            waiting_prompt_tokens=sum(model.line.prompt_tokens for model in self._models.values()),
+            waiting_prompt_tokens=sum(model.prompt_tokens for model in self._models.values()),
             leases={state.id: state.leases for state in self.endpoints.values()},
             health={state.id: state.health for state in self.endpoints.values()},
             admissions_total=self._admissions_total,
@@ -346,7 +359,7 @@ class RouterCore:
             if model.count:
                 for ticket in list(model.again.values()):
                     if self._grant(ticket, now):
-                        del model.again[ticket.index]
+                        model.end_wait_again(ticket)
                         self._on_change(ticket)
                 while (head := model.line.head()) is not None and self._grant(head, now):
                     model.line.take()
@@ -371,7 +384,9 @@ class RouterCore:
 
     def _leave_line(self, ticket: Ticket) -> None:
         model = self._model(ticket.request.model)
-        if model.again.pop(ticket.index, None) is None:
+        if ticket.index in model.again:
+            model.end_wait_again(ticket)
+        else:
             model.line.remove(ticket)
 
     def _note_drained(self, state: EndpointState) -> None:
@@ -386,9 +401,9 @@ class RouterCore:
         settings = self.settings
         if model.count >= settings.queue_requests_max:
             message = f"{model.count} requests wait for the model, {settings.queue_requests_max} may"
-        elif model.line.prompt_tokens + request.prompt_tokens > settings.queue_prompt_tokens_max and model.count:
+        elif model.prompt_tokens + request.prompt_tokens > settings.queue_prompt_tokens_max and model.count:
             message = (
-                f"requests with {model.line.prompt_tokens} prompt tokens wait for the model, and with the "
+                f"requests with {model.prompt_tokens} prompt tokens wait for the model, and with the "
                 f"{request.prompt_tokens} of this one there would be more than {settings.queue_prompt_tokens_max}"
             )
         else:
