@@ -166,6 +166,30 @@ def test_a_full_line_refuses_with_a_reason_and_a_time(make_router, count):
     assert router.core.stats().rejections_total == {"queue_full": 1}
 
 
+def test_a_full_line_does_not_refuse_whom_nobody_in_it_keeps_waiting(make_router):
+    router = make_router(queue_requests_max=1)
+    router.endpoint("a", leases_max=2)
+    router.enter()
+    router.enter(sequences=2)
+    sooner = router.enter(priority=-1)
+    assert sooner.state is TicketState.LEASED
+    with pytest.raises(Overloaded):
+        router.enter(priority=-1)
+    assert router.core.stats().waiting == 1
+
+
+def test_where_nobody_may_wait_one_that_waits_again_does_not_close_a_free_endpoint(make_router):
+    router = make_router(queue_requests_max=0)
+    router.endpoint("a", leases_max=1)
+    failing = router.sent()
+    router.endpoint("b", leases_max=1)
+    router.enter()
+    assert router.core.failed(failing, Fault.BROKE, router.now)
+    assert router.enter().endpoint == "a"
+    with pytest.raises(Overloaded):
+        router.enter()
+
+
 def test_the_line_is_bounded_in_prompt_tokens(make_router):
     router = make_router(queue_prompt_tokens_max=100)
     router.endpoint("a", leases_max=1)

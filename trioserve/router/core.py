@@ -137,13 +137,17 @@ class RouterCore:
             if request.pinned is not None:
                 is_given = usable[0].is_given
                 raise self._refusal(self._pinned_is_full(request, now) if is_given else self._no_endpoint(request, now))
-            self._check_line(model, request, now)
             model.line.add(ticket)
-            self._set_deadline(ticket)
+            if must_wait:
+                self._hand_over(now)  # those before it may wait for what it does not need
+            if ticket.state is TicketState.WAITING:
+                refusal = self._line_was_full(model, request, now)
+                if refusal is not None:
+                    model.line.remove(ticket)
+                    raise self._refusal(refusal)
+                self._set_deadline(ticket)
         self._live[ticket.index] = ticket
         self._budget.note_request()
-        if must_wait:
-            self._hand_over(now)
         return ticket
 
     def leave(self, ticket: Ticket, now: float) -> None:
@@ -397,22 +401,22 @@ class RouterCore:
 
     # --- refusing ---
 
-    def _check_line(self, model: _Model, request: RoutedRequest, now: float) -> None:
+    def _line_was_full(self, model: _Model, request: RoutedRequest, now: float) -> Overloaded | None:
+        """Whether the line that the request has just joined had no place for it."""
         settings = self.settings
-        if model.count >= settings.queue_requests_max:
-            message = f"{model.count} requests wait for the model, {settings.queue_requests_max} may"
-        elif model.prompt_tokens + request.prompt_tokens > settings.queue_prompt_tokens_max and model.count:
+        count, prompt_tokens = model.count - 1, model.prompt_tokens - request.prompt_tokens
+        if count >= settings.queue_requests_max:
+            message = f"{count} requests wait for the model, {settings.queue_requests_max} may"
+        elif prompt_tokens + request.prompt_tokens > settings.queue_prompt_tokens_max and count:
             message = (
-                f"requests with {model.prompt_tokens} prompt tokens wait for the model, and with the "
+                f"requests with {prompt_tokens} prompt tokens wait for the model, and with the "
                 f"{request.prompt_tokens} of this one there would be more than {settings.queue_prompt_tokens_max}"
             )
         else:
-            return
-        seconds = model.drain_rate.seconds_for(model.count + 1, now)
-        raise self._refusal(
-            Overloaded(
-                f"{message}: try again in {math.ceil(seconds)} s", reason="queue_full", retry_after_seconds=seconds
-            )
+            return None
+        seconds = model.drain_rate.seconds_for(count + 1, now)
+        return Overloaded(
+            f"{message}: try again in {math.ceil(seconds)} s", reason="queue_full", retry_after_seconds=seconds
         )
 
     def _refuse(self, ticket: Ticket, refusal: TrioserveError, now: float) -> None:
