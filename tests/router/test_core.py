@@ -335,6 +335,20 @@ def test_an_endpoint_that_comes_back_while_it_is_drained_goes_on(make_router):
     assert router.gone == []
 
 
+def test_an_endpoint_comes_back_with_the_limit_that_it_has_now(make_router):
+    router = make_router()
+    a = router.endpoint("a", leases_max=8)
+    running = [router.sent(), router.sent()]
+    router.core.drain_endpoint(a, router.now)
+    with pytest.raises(StartupError, match="at least 1"):
+        router.endpoint("a", leases_max=0)
+    router.endpoint("a", leases_max=2)
+    waiting = router.enter()
+    assert waiting.state is TicketState.WAITING
+    router.leave(running[0])
+    assert waiting.state is TicketState.LEASED
+
+
 def test_whoever_waits_for_the_last_endpoint_is_told_when_it_goes(make_router):
     router = make_router()
     a = router.endpoint("a", leases_max=1)

@@ -235,13 +235,13 @@ class RouterCore:
     def add_endpoint(self, id: EndpointId, models: Iterable[str], now: float, *, leases_max: int | None = None) -> None:
         """One that is being drained is taken back. Raises StartupError for an id that is taken, or a limit below 1."""
         known = self.endpoints.get(id)
-        if known is not None and known.health is EndpointHealth.DRAINING:
-            known.come_back(frozenset(models))
-            return
-        if known is not None:
+        if known is not None and known.health is not EndpointHealth.DRAINING:
             raise StartupError(f'there are two endpoints with the id "{id}": give each its own')
         if leases_max is not None and leases_max < 1:
             raise StartupError(f'the endpoint "{id}" may take {leases_max} requests, it must be at least 1')
+        if known is not None:
+            known.come_back(frozenset(models), leases_max=leases_max or self.settings.leases_max)
+            return
         self.endpoints[id] = EndpointState(
             id,
             frozenset(models),

@@ -201,9 +201,10 @@ class EndpointState:
         if self.health is not EndpointHealth.DRAINING:
             self._move(EndpointHealth.DRAINING)
 
-    def come_back(self, models: frozenset[str]) -> None:
+    def come_back(self, models: frozenset[str], *, leases_max: int) -> None:
         """It was added again while it was drained."""
         self.models = models
+        self.leases_max = leases_max
         self._owes_slow_start = True
         self._move(EndpointHealth.STARTING)
 
