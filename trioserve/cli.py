@@ -125,7 +125,9 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Nam
     )
     add_bench_arguments(bench)
 
-    simulate = subparsers.add_parser("simulate", help="look for bugs of the engine: histories from seeds, all checked")
+    simulate = subparsers.add_parser(
+        "simulate", help="look for bugs of the engine or the router: histories from seeds, all checked"
+    )
     _add_simulate(simulate)
     return parser, {
         "serve": _serve,
@@ -152,7 +154,10 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
 def _add_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", default="0:1000", metavar="A:B", help="A to B - 1, a history each (default: 0:1000)")
     parser.add_argument(
-        "--steps", type=int, metavar="N", help="events of each history (default: 100), or clients with --stack (12)"
+        "--steps",
+        type=int,
+        metavar="N",
+        help="events of each history (default: 100, with --router 150), or clients with --stack (12)",
     )
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (default: 1)")
     parser.add_argument("--replay", metavar="SEED|FILE", help="one seed or script once more, with a trace")
@@ -160,6 +165,9 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
         "--stack",
         action="store_true",
         help="the whole stack: clients over HTTP and of the runtime, in a seeded order of tasks (default: off)",
+    )
+    parser.add_argument(
+        "--router", action="store_true", help="what the router decides: who waits, who goes where (default: off)"
     )
     parser.add_argument("--no-shrink", action="store_true", help="show a failing history as it is (default: off)")
 

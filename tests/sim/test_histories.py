@@ -25,7 +25,31 @@ from trioserve.testing.history import (
     history_of,
     script_of,
 )
-from trioserve.testing.stack_http_plan import Ask, Connection, Delete, Front
+from trioserve.testing.router_history import (
+    Add,
+    Answer,
+    Ask,
+    Check,
+    Crowd,
+    Leave,
+    Models,
+    Note,
+    Remove,
+    RouterHistory,
+    RouterWorld,
+    Send,
+    Store,
+    Token,
+)
+from trioserve.testing.router_history import Arrive as ArriveAtRouter
+from trioserve.testing.router_history import Drain as DrainRouter
+from trioserve.testing.router_history import Fail as FailAtEndpoint
+from trioserve.testing.router_history import Wait as WaitAtRouter
+from trioserve.testing.router_history import history_of as router_history_of
+from trioserve.testing.router_history import script_of as router_script_of
+from trioserve.testing.router_runs import run_router_script, run_router_seed
+from trioserve.testing.stack_http_plan import Ask as AskOverHttp
+from trioserve.testing.stack_http_plan import Connection, Delete, Front
 from trioserve.testing.stack_plan import Client, Order, StackPlan, Stage, stack_plan_of
 from trioserve.testing.stack_plan import script_of as stack_script_of
 from trioserve.testing.stack_runs import run_stack_script, run_stack_seed
@@ -93,13 +117,76 @@ STACK = StackPlan(
     (
         Client(number=0, id="r0", at=0.0, prompt=(1, 2), output=3),
         Connection(number=0, http=1, pieces=(3, 20), is_pipelined=True),
-        Ask(number=0, connection=0, prompts=((1, 2), (3,)), output=2, streamed=True, leaves_after=100),
-        Ask(number=1, connection=0, prompts=((4,),), output=2, id="h1"),
-        Ask(number=2, connection=1, prompts=((5,),), output=2, id="h2", way="goaway", patience=0.02),
+        AskOverHttp(number=0, connection=0, prompts=((1, 2), (3,)), output=2, streamed=True, leaves_after=100),
+        AskOverHttp(number=1, connection=0, prompts=((4,),), output=2, id="h1"),
+        AskOverHttp(number=2, connection=1, prompts=((5,),), output=2, id="h2", way="goaway", patience=0.02),
         Delete(at=0.01, id="h1"),
         Order(at=0.02, ids=("r0",)),
         Order(at=0.03, drains=True),
         Order(at=0.04, ends_all=True),
+    ),
+)
+ROUTER_MOMENTS = [
+    "endpoints come back",
+    *(f"faults: {fault}" for fault in ("broke", "busy", "unreachable")),
+    "given up",
+    "retries",
+    *(
+        f"leaves: {moment}"
+        for moment in (
+            "in line",
+            "in line again",
+            "leased, not sent",
+            "before the first token",
+            "after the first token",
+            "ended",
+        )
+    ),
+    *(
+        f"refused: {reason}"
+        for reason in (
+            "draining",
+            "no_endpoint",
+            "pinned_endpoint_overloaded",
+            "queue_full",
+            "queue_timeout",
+            "queue_wait_over",
+        )
+    ),
+    "reports: a lie",
+    "reports: true",
+]
+ROUTER = RouterHistory(
+    RouterWorld(policy="kv_aware", seed=3, leases_max=2, waiting_depth_max=1, failures_max=1, slow_start_seconds=1.5),
+    (
+        Add(id="e0", models=("m", "n"), leases_max=3, seats=2, strangers=1, tells_seats=False),
+        Add(id="e1"),
+        Check(id="e0"),
+        Check(id="e1", is_well=True),
+        Store(id="e0", blocks=("a", "b")),
+        Store(id="e0", blocks=("b",), is_removed=True),
+        ArriveAtRouter(
+            name="a", tenant="t", priority=1, sequences=2, prompt_tokens=10, session="s", blocks=("a",), patience=0.5
+        ),
+        ArriveAtRouter(name="b", model="n", pinned=None),
+        ArriveAtRouter(name="c", pinned="e1"),
+        *(ArriveAtRouter(name=f"d{index}") for index in range(4)),
+        Send(name="a"),
+        Ask(id="e0"),
+        Answer(id="e0", lie=(1, 2)),
+        Note(id="e0"),
+        FailAtEndpoint(name="a", fault="busy", busy_seconds=0.2),
+        Crowd(count=3, tenant="u", patience=1.0),
+        Send(name="b"),
+        Token(name="b"),
+        WaitAtRouter(seconds=0.25, is_late=True),
+        Models(id="e0", models=("m",)),
+        Remove(id="e1"),
+        Leave(name="c"),
+        Leave(name="b"),
+        WaitAtRouter(seconds=1.0),
+        Add(id="e1", leases_max=1),
+        DrainRouter(),
     ),
 )
 
@@ -147,10 +234,31 @@ def test_a_plan_of_the_stack_means_something_whatever_is_missing(missing):
         assert run_stack_script(stack_script_of(StackPlan(STACK.stage, kept))).failure is None
 
 
+def test_a_script_of_a_router_says_everything():
+    assert router_history_of(router_script_of(ROUTER)) == ROUTER
+
+
+@pytest.mark.parametrize("script", ["", 'send name="a"', "router\nrouter"])
+def test_a_script_of_a_router_begins_with_its_settings(script):
+    with pytest.raises(InvalidRequest, match="begins with its settings"):
+        router_history_of(script)
+
+
+@pytest.mark.parametrize("missing", range(len(ROUTER.events)))
+def test_a_history_of_a_router_means_something_whatever_is_missing(missing):
+    events = ROUTER.events[:missing] + ROUTER.events[missing + 1 :]
+    for kept in (events, events[::-1]):
+        assert run_router_script(router_script_of(RouterHistory(ROUTER.world, kept))).failure is None
+
+
 @pytest.mark.parametrize(
     ("run", "step_count", "seed_count", "moments"),
-    [(run_core_seed, 100, 150, CORE_MOMENTS), (run_stack_seed, 12, 200, STACK_MOMENTS)],
-    ids=["core", "stack"],
+    [
+        (run_core_seed, 100, 150, CORE_MOMENTS),
+        (run_stack_seed, 12, 200, STACK_MOMENTS),
+        (run_router_seed, 150, 200, ROUTER_MOMENTS),
+    ],
+    ids=["core", "stack", "router"],
 )
 def test_the_seeds_reach_every_phase(run, step_count, seed_count, moments):
     totals: Counter[str] = Counter()

@@ -1,7 +1,7 @@
 """The simulator can fail: bugs of every kind are planted in a copy of the package, and each must be found.
 
-planted/core and planted/stack hold a file a bug: what rule it breaks, and then, for each change, the file, the old text
-and the new one. A text that is no longer there is an error: then the bug has to be planted anew.
+planted/core, planted/stack and planted/router hold a file a bug: what rule it breaks, and then, for each change, the
+file, the old text and the new one. A text that is no longer there is an error: then the bug has to be planted anew.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 SEEDS = "0:2000"
 FILES = sorted((HERE / "planted").glob("*/*.txt"))
+MODES = {"core": [], "stack": ["--stack"], "router": ["--router"]}
 
 
 @dataclass(frozen=True)
@@ -69,13 +70,16 @@ def test_there_are_enough_of_them():
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.stem}")
 def test_a_planted_bug_is_found(file, copy):
     plant(changes_in(file.read_text(encoding="utf-8")), copy)
-    mode = ["--stack"] if file.parent.name == "stack" else []
-    ran = simulate(copy, "--seeds", SEEDS, *mode)
+    ran = simulate(copy, "--seeds", SEEDS, *MODES[file.parent.name])
     assert ran.returncode == 1, f"not found:\n{ran.stdout}{ran.stderr}"
     assert re.match(r"seed \d+ failed: ", ran.stdout), ran.stdout + ran.stderr
 
 
-@pytest.mark.parametrize("mode", [["--seeds", "0:1000"], ["--stack", "--seeds", "0:150"]], ids=["core", "stack"])
+@pytest.mark.parametrize(
+    "mode",
+    [["--seeds", "0:1000"], ["--stack", "--seeds", "0:150"], ["--router", "--seeds", "0:300"]],
+    ids=list(MODES),
+)
 def test_nothing_is_found_where_nothing_is_planted(mode, copy):
     ran = simulate(copy, *mode, "--jobs", "2")
     assert ran.returncode == 0, ran.stdout + ran.stderr

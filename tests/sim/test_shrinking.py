@@ -6,8 +6,11 @@ import pytest
 
 from trioserve.core.kv_blocks import BlockPool
 from trioserve.frontend.h2_stream import H2Stream
+from trioserve.router.core import RouterCore
+from trioserve.router.ticket import TicketState
 from trioserve.runtime.delivery import Delivery
 from trioserve.testing.core_runs import run_core_script, run_core_seed, shrunk_core_failure
+from trioserve.testing.router_runs import run_router_script, run_router_seed, shrunk_router_failure
 from trioserve.testing.shrink import cut
 from trioserve.testing.stack_runs import run_stack_script, run_stack_seed, shrunk_stack_failure
 
@@ -42,6 +45,21 @@ def test_a_history_of_the_core_is_cut_down(monkeypatch):
     assert plainest.is_like(failure)
     assert plainest.script.count("\n") <= 3, plainest.script  # a world, somebody, and perhaps a word
     again = run_core_script(plainest.script).failure
+    assert again is not None
+    assert (again.script, str(again)) == (plainest.script, str(plainest))
+
+
+def test_a_history_of_a_router_is_cut_down(monkeypatch):
+    def keep(core, ticket, now):
+        if ticket.state is TicketState.WAITING:
+            core._leave_line(ticket)  # and a lease stays where it is
+
+    monkeypatch.setattr(RouterCore, "_let_go", keep)
+    failure = first_failure(run_router_seed, 150)
+    plainest = shrunk_router_failure(failure, replays_max=2_000)
+    assert plainest.is_like(failure)
+    assert plainest.script.count("\n") <= 5, plainest.script  # settings, an endpoint that is well, who comes and goes
+    again = run_router_script(plainest.script).failure
     assert again is not None
     assert (again.script, str(again)) == (plainest.script, str(plainest))
 

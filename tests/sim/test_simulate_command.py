@@ -40,6 +40,24 @@ def test_a_run_that_holds_says_how_much_it_has_seen(capsys):
     assert "a second of one core" in lines[-1]
 
 
+def test_a_run_of_the_router_says_what_came_to_pass(capsys):
+    assert main(["simulate", "--router", "--seeds", "0:30"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    shown = {line.rsplit(maxsplit=1)[0].strip() for line in lines[:-1]}
+    assert {"requests", "grants", "retries", "leaves: in line", "refused: queue_full"} <= shown
+    assert lines[-1].startswith("30 histories held, seeds 0 to 29: ")
+    assert " grants, " in lines[-1]
+
+
+def test_a_script_of_a_router_is_known_by_its_first_line(capsys, tmp_path):
+    script = tmp_path / "history.txt"
+    script.write_text('# once\nrouter leases_max=1\nadd id="e"\ncheck id="e"\narrive name="a"\n', encoding="utf-8")
+    assert main(["simulate", "--replay", str(script)]) == 0
+    shown = capsys.readouterr().out
+    assert "  a -> e" in shown
+    assert shown.endswith("every contract held\n")
+
+
 def test_two_processes_see_the_same_as_one(capsys):
     def counts(*jobs: str) -> list[str]:
         assert main(["simulate", "--stack", "--seeds", "0:60", *jobs]) == 0
@@ -81,6 +99,7 @@ def test_a_script_is_replayed_with_everything_that_happens(capsys, tmp_path):
         (["--seeds", "5:5"], "--seeds is '5:5'"),
         (["--seeds", "x"], "--seeds is 'x'"),
         (["--steps", "0"], "--steps is 0"),
+        (["--router", "--stack"], "give one of them"),
         (["--jobs", "0"], "--jobs is 0"),
         (["--replay", "no such file"], "--replay is 'no such file'"),
     ],

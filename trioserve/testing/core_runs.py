@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable
 from random import Random
 
 from trioserve.testing.author import Author
+from trioserve.testing.happen import happen
 from trioserve.testing.history import Event, History, history_of, script_of
-from trioserve.testing.script import line_of
 from trioserve.testing.shrink import Attempts, cut, plainer_history
 from trioserve.testing.simulator import Simulation
-from trioserve.testing.verdict import Failure, Trace, Verdict, failure_from, needs_assertions
+from trioserve.testing.verdict import Failure, Trace, Verdict
 
 __all__ = ["run_core_script", "run_core_seed", "shrunk_core_failure"]
 
@@ -55,20 +55,4 @@ def _run_history(history: History, trace: Trace | None) -> Verdict:
 
 
 def _run(simulation: Simulation, events: Iterable[Event], trace: Trace | None) -> Verdict:
-    needs_assertions()
-    happened: list[Event] = []
-    if trace is not None:
-        trace(line_of(simulation.world))
-    try:
-        for event in events:
-            happened.append(event)
-            if trace is not None:
-                trace(line_of(event))
-            simulation.apply(event)
-        if trace is not None:
-            trace("# to the end")
-        simulation.run_to_end()
-    except Exception as error:  # whatever it is, it is what is being looked for
-        script = script_of(History(simulation.world, tuple(happened)))
-        return Verdict(failure_from(error, script), simulation.counts)
-    return Verdict(None, simulation.counts)
+    return happen(simulation, events, lambda happened: script_of(History(simulation.world, happened)), trace)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -23,29 +24,35 @@ from trioserve.testing.verdict import Failure, Verdict
 
 __all__ = ["SimulateSettings", "run_replay", "run_simulate", "seeds_of"]
 
-CORE_EVENTS = 100  # some fifteen requests
-STACK_CLIENTS = 12
+Mode = Literal["core", "stack", "router"]
+STEPS: dict[Mode, int] = {
+    "core": 100,  # events: some fifteen requests
+    "stack": 12,  # clients
+    "router": 150,  # events: some fifty requests
+}
 CHUNK_SEEDS = 50  # less than a second of work: often enough for a progress line
 REPLAYS_MAX = 3_000  # of a failing history, to cut it down: some ten seconds, and most need a few hundred
 EXIT_FAILED = 1
 
 
 class SimulateSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """seeds: the first, and the one after the last. step_count: events of a history of the core, or clients of one of
-    the whole stack. job_count: processes. shrinks: whether a failing history is cut down before it is shown."""
+    """seeds: the first, and the one after the last. step_count: events of a history of the core or the router, or
+    clients of one of the whole stack. job_count: processes. shrinks: whether a failing history is cut down before it is
+    shown."""
 
     seeds: tuple[int, int]
-    step_count: int = CORE_EVENTS
+    step_count: int = STEPS["core"]
     job_count: int = 1
     shrinks: bool = True
-    is_stack: bool = False
+    mode: Mode = "core"
 
     @classmethod
     def from_arguments(cls, arguments: argparse.Namespace) -> SimulateSettings:
         """Raises StartupError for what is out of range."""
-        step_count = arguments.steps
-        if step_count is None:
-            step_count = STACK_CLIENTS if arguments.stack else CORE_EVENTS
+        if arguments.stack and arguments.router:
+            raise StartupError("--stack and --router are two simulations: give one of them")
+        mode: Mode = "stack" if arguments.stack else "router" if arguments.router else "core"
+        step_count = STEPS[mode] if arguments.steps is None else arguments.steps
         for flag, value in (("--steps", step_count), ("--jobs", arguments.jobs)):
             if value < 1:
                 raise StartupError(f"{flag} is {value}, it must be at least 1")
@@ -54,7 +61,7 @@ class SimulateSettings(msgspec.Struct, frozen=True, kw_only=True):
             step_count=step_count,
             job_count=arguments.jobs,
             shrinks=not arguments.no_shrink,
-            is_stack=arguments.stack,
+            mode=mode,
         )
 
 
@@ -64,7 +71,7 @@ class Chunk(msgspec.Struct, frozen=True):
     first: int
     end: int
     step_count: int
-    is_stack: bool
+    mode: Mode
 
 
 class ChunkReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,11 +118,12 @@ def run_simulate(settings: SimulateSettings) -> int:
     _end_progress()
     for what in sorted(totals):
         print(f"  {what:<32}{totals[what]:>12,}")
-    if settings.is_stack:
+    if settings.mode == "stack":
         print(f"  digest of all traces            {digest.hexdigest()}")
+    grants = f" with {totals['grants'] / cpu_seconds:,.0f} grants" if settings.mode == "router" else ""
     print(
         f"{history_count:,} histories held, seeds {first} to {end - 1}: {totals['requests']:,} requests, "
-        f"{totals['requests'] / cpu_seconds:,.0f} a second of one core, "
+        f"{totals['requests'] / cpu_seconds:,.0f} a second of one core{grants}, "
         f"{time.monotonic() - started_at:.1f} s with {settings.job_count} process(es)"
     )
     return 0
@@ -124,7 +132,7 @@ def run_simulate(settings: SimulateSettings) -> int:
 def run_replay(what: str, settings: SimulateSettings) -> int:
     """Let a seed, or the script in a file, happen once more, with a trace on stdout. Returns the exit code."""
     if what.isdecimal():
-        verdict = _run_seed(settings.is_stack)(int(what), settings.step_count, trace=print)
+        verdict = _run_seed(settings.mode)(int(what), settings.step_count, trace=print)
     else:
         path = Path(what)
         if not path.is_file():
@@ -136,33 +144,45 @@ def run_replay(what: str, settings: SimulateSettings) -> int:
     return 0 if verdict.failure is None else EXIT_FAILED
 
 
-def _run_seed(is_stack: bool) -> Callable[..., Verdict]:
-    if is_stack:
+def _run_seed(mode: Mode) -> Callable[..., Verdict]:
+    if mode == "stack":
         from trioserve.testing.stack_runs import run_stack_seed
 
         return run_stack_seed
+    if mode == "router":
+        from trioserve.testing.router_runs import run_router_seed
+
+        return run_router_seed
     from trioserve.testing.core_runs import run_core_seed
 
     return run_core_seed
 
 
 def _run_script(script: str, trace: Callable[[str], None]) -> Verdict:
-    """A stack's script begins with its stage, a core's with its world."""
+    """A stack's script begins with its stage, a router's with its settings, a core's with its world."""
     lines = [line for line in script.splitlines() if line.strip() and not line.startswith("#")]
     if lines and lines[0].startswith("stage "):
         from trioserve.testing.stack_runs import run_stack_script
 
         return run_stack_script(script, trace=trace)
+    if lines and lines[0].split()[0] == "router":
+        from trioserve.testing.router_runs import run_router_script
+
+        return run_router_script(script, trace=trace)
     from trioserve.testing.core_runs import run_core_script
 
     return run_core_script(script, trace=trace)
 
 
-def _shrunk(failure: Failure, *, is_stack: bool) -> Failure:
-    if is_stack:
+def _shrunk(failure: Failure, mode: Mode) -> Failure:
+    if mode == "stack":
         from trioserve.testing.stack_runs import shrunk_stack_failure
 
         return shrunk_stack_failure(failure, replays_max=REPLAYS_MAX)
+    if mode == "router":
+        from trioserve.testing.router_runs import shrunk_router_failure
+
+        return shrunk_router_failure(failure, replays_max=REPLAYS_MAX)
     from trioserve.testing.core_runs import shrunk_core_failure
 
     return shrunk_core_failure(failure, replays_max=REPLAYS_MAX)
@@ -173,7 +193,7 @@ def _reports(settings: SimulateSettings) -> Iterator[Iterator[ChunkReport]]:
     """In the order of the seeds, so that the first failure is the same whoever finds it first."""
     first, end = settings.seeds
     chunks = [
-        Chunk(begin, min(begin + CHUNK_SEEDS, end), settings.step_count, settings.is_stack)
+        Chunk(begin, min(begin + CHUNK_SEEDS, end), settings.step_count, settings.mode)
         for begin in range(first, end, CHUNK_SEEDS)
     ]
     if settings.job_count == 1:
@@ -187,7 +207,7 @@ def _simulate_chunk(chunk: Chunk) -> ChunkReport:
     totals: Counter[str] = Counter()
     digests = []
     failure, seed = None, chunk.first
-    run_seed = _run_seed(chunk.is_stack)
+    run_seed = _run_seed(chunk.mode)
     started_at = time.process_time()
     for seed in range(chunk.first, chunk.end):
         verdict = run_seed(seed, chunk.step_count)
@@ -207,11 +227,11 @@ def _simulate_chunk(chunk: Chunk) -> ChunkReport:
 
 
 def _show_failure(seed: int, failure: Failure, settings: SimulateSettings) -> None:
-    stack = " --stack" if settings.is_stack else ""
+    flag = "" if settings.mode == "core" else f" --{settings.mode}"
     print(f"seed {seed} failed: {failure}")
-    print(f"the whole of it: python -m trioserve simulate --replay {seed} --steps {settings.step_count}{stack}")
+    print(f"the whole of it: python -m trioserve simulate --replay {seed} --steps {settings.step_count}{flag}")
     if settings.shrinks:
-        plainest = _shrunk(failure, is_stack=settings.is_stack)
+        plainest = _shrunk(failure, settings.mode)
         lines, lines_left = failure.script.count("\n"), plainest.script.count("\n")
         print(f"cut down from {lines} lines to {lines_left}, to be kept in a file and given to --replay:")
         print(f"# seed {seed}: {plainest}".replace("\n", " "))
