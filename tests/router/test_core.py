@@ -257,6 +257,16 @@ def test_those_who_left_leave_nothing_behind(make_router):
     assert stays.state is TicketState.WAITING
 
 
+def test_tenants_that_were_served_leave_nothing_behind_either(make_router):
+    router = make_router()
+    router.endpoint("a", leases_max=1)
+    waiting = [router.enter(tenant="first"), router.enter(tenant="second")]
+    for index in range(12_000):  # there is always somebody in line
+        waiting.append(router.enter(tenant=f"tenant {index}"))
+        router.leave(waiting.pop(0))
+    assert len(router.core._models["m"].line._classes[0]._turn_of) < 9_000
+
+
 # --- endpoints ---
 
 

@@ -18,6 +18,7 @@ __all__ = ["WaitingLine"]
 
 REQUEST_COST_TOKENS = 64  # what a request costs beside its prompt: about an answer's seat
 SPARE_TURNS_MAX = 64
+ABSENT_TENANTS_MAX = 4096  # whose turns are remembered; what one forgets is at most the cost of its last request
 
 
 class WaitingLine:
@@ -77,6 +78,7 @@ class _PriorityClass:
         self.tenants: dict[str, OrderedDict[int, Ticket]] = {}
         self._turn_of: dict[str, float] = {}
         self._turns: list[tuple[float, int, str]] = []
+        self._turns_max = SPARE_TURNS_MAX
         self._now = 0.0  # virtual time: the turn that was served last
 
     def add(self, ticket: Ticket) -> None:
@@ -86,7 +88,8 @@ class _PriorityClass:
             tickets = self.tenants[tenant] = OrderedDict()
             turn = self._turn_of[tenant] = max(self._turn_of.get(tenant, 0.0), self._now)
             heapq.heappush(self._turns, (turn, ticket.index, tenant))
-            self._forget_past_turns()
+            if len(self._turns) > self._turns_max or len(self._turn_of) > self._turns_max:
+                self._forget_turns()
         tickets[ticket.index] = ticket
 
     def head(self) -> Ticket:
@@ -114,14 +117,15 @@ class _PriorityClass:
         if tenant in self.tenants:
             heapq.heappush(self._turns, (self._turn_of[tenant], ticket.index, tenant))
 
-    def _forget_past_turns(self) -> None:
+    def _forget_turns(self) -> None:
         """A turn that has passed says nothing of a tenant that is away, and coming and leaving again leaves entries
-        behind; without this both would stay for ever."""
-        if len(self._turns) > 2 * len(self.tenants) + SPARE_TURNS_MAX:
-            self._turn_of = {
-                tenant: turn for tenant, turn in self._turn_of.items() if tenant in self.tenants or turn > self._now
-            }
-            self._turns = [
-                (self._turn_of[tenant], next(iter(tickets), 0), tenant) for tenant, tickets in self.tenants.items()
-            ]
-            heapq.heapify(self._turns)
+        behind; without this both would stay for ever. One that is still to come is forgotten only where there are so
+        many tenants that each is served once: then it never passes."""
+        present = self.tenants
+        turn_of = {tenant: turn for tenant, turn in self._turn_of.items() if tenant in present or turn > self._now}
+        if len(turn_of) > len(present) + ABSENT_TENANTS_MAX:
+            turn_of = {tenant: turn_of[tenant] for tenant in present}
+        self._turn_of = turn_of
+        self._turns = [(turn_of[tenant], next(iter(tickets), 0), tenant) for tenant, tickets in present.items()]
+        heapq.heapify(self._turns)
+        self._turns_max = 2 * len(turn_of) + SPARE_TURNS_MAX
