@@ -150,8 +150,8 @@ class RouteConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields
     model_alias: Annotated[tuple[str, ...], _about(
         "names for models, such as gpt-4=smollm2; default: none", "NAME=MODEL")] = ()
     policy: Annotated[str, _about(
-        "who gets a request: round_robin, least_loaded, power_of_two, session, prefix_aware, kv_aware, or one that "
-        "is installed", "NAME")] = "least_loaded"
+        "who gets a request: round_robin, least_loaded, power_of_two, session, prefix_aware, or one that is installed",
+        "NAME")] = "least_loaded"
     tenant_header: Annotated[str, _about(
         "header that tells tenants apart; they share the line fairly. Without it the API key does", "NAME",
         )] = "x-tenant-id"

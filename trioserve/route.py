@@ -136,6 +136,11 @@ def _router_settings(config: RouteConfig) -> RouterSettings:
 
 
 def _policy(name: str) -> PolicyFactory:
+    if name == "kv_aware":
+        raise StartupError(
+            "the policy kv_aware needs endpoints that tell which blocks they have, and a router that listens; neither "
+            "is there yet: take prefix_aware"
+        )
     if name in POLICIES:
         return POLICIES[name]
     installed = {entry.name: entry for entry in entry_points(group=POLICY_ENTRY_POINTS)}

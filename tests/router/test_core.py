@@ -86,6 +86,7 @@ def test_a_request_larger_than_the_limit_goes_alone(make_router):
 
 
 def test_a_lease_ends_at_the_first_token_if_so_set_and_only_once(make_router):
+    """S26: until when it holds is a setting, and waiters are counted themselves."""
     router = make_router(lease_until="first_token")
     router.endpoint("a", leases_max=1)
     first = router.sent()

@@ -59,7 +59,7 @@ async def test_an_alias_reaches_the_endpoint_under_its_own_name(open_setup):
 @pytest.mark.parametrize("http", [1, 2])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_during_decode_frees_everything_at_both_ends(open_setup, http, stream):
-    """S28, S31: it is the same scope whether the answer is streamed or not."""
+    """S28, S29, S31, S47: it is the same scope whether the answer is streamed or not."""
     async with open_setup("a", engine={"paused": True}) as setup:
         engine = setup.servers["a"].engine
         free = engine.stats().blocks_free
