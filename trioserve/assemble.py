@@ -131,7 +131,9 @@ async def open_configured_engine(
 
 def runtime_settings(config: Config) -> RuntimeSettings:
     return RuntimeSettings(
-        waiting_requests_max=config.max_waiting_requests,
+        waiting_requests_max=config.max_queued_requests,
+        waiting_prompt_tokens_max=config.max_queued_tokens,
+        waiting_seconds_max=config.max_queue_wait,
         drain_seconds_max=config.drain_timeout,
         deadlines=_deadlines(config.queue_timeout, config.ttft_timeout, config.request_timeout),
         deadlines_max=_deadlines(config.max_queue_timeout, config.max_ttft_timeout, config.max_request_timeout),

@@ -18,7 +18,10 @@ __all__ = ["main", "run_program"]
 
 SERVER_OPTIONS = (
     "served_model_name",
-    "max_waiting_requests",
+    "max_queued_requests",
+    "max_queued_tokens",
+    "max_queue_wait",
+    "tenant_header",
     "host",
     "port",
     "api_key",

@@ -66,6 +66,15 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     stall_timeout: Annotated[float, _about(
         "seconds after which a client that takes nothing of its answer is cancelled", "SECONDS", gt=0, le=86400,
         )] = FrontendLimits().stall_seconds_max
+    tenant_header: Annotated[str, _about(
+        "header that tells tenants apart; they share the line fairly. Without it the API key does", "NAME",
+        )] = "x-tenant-id"
+    max_queued_requests: Annotated[int, _about(
+        "requests that may wait for one model; more are refused with 429", "N", ge=0)] = 256
+    max_queued_tokens: Annotated[int, _about(
+        "tokens of prompt that may wait for one model", "TOKENS", ge=1)] = 1_000_000
+    max_queue_wait: Annotated[float, _about(
+        "seconds that any request may wait in line", "SECONDS", gt=0, le=86400)] = 300.0
     queue_timeout: Annotated[Seconds, _about(
         "seconds a request may wait to begin, if it says nothing else; default: no limit", "SECONDS")] = None
     ttft_timeout: Annotated[Seconds, _about(
@@ -110,8 +119,6 @@ class Config(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True
         "sequences that are computed at a time", "N", ge=1, le=4096)] = 64
     max_num_batched_tokens: Annotated[int, _about(
         "tokens computed in one step; longer prompts are computed in chunks", "TOKENS", ge=1)] = 512
-    max_waiting_requests: Annotated[int, _about(
-        "sequences that may wait beside those that run; more are refused with 429", "N", ge=0)] = 256
     block_size: Annotated[int, _about(
         "tokens in one KV block", "TOKENS", ge=1, le=256)] = 16
     kv_cache_memory: Annotated[Annotated[float, Meta(gt=0)] | None, _about(
@@ -152,17 +159,8 @@ class RouteConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields
     policy: Annotated[str, _about(
         "who gets a request: round_robin, least_loaded, power_of_two, session, prefix_aware, or one that is installed",
         "NAME")] = "least_loaded"
-    tenant_header: Annotated[str, _about(
-        "header that tells tenants apart; they share the line fairly. Without it the API key does", "NAME",
-        )] = "x-tenant-id"
     session_header: Annotated[str, _about(
         "header that names a conversation, for --policy session", "NAME")] = "x-session-id"
-    max_queued_requests: Annotated[int, _about(
-        "requests that may wait for one model; more are refused with 429", "N", ge=0)] = 256
-    max_queued_tokens: Annotated[int, _about(
-        "tokens of prompt that may wait for one model", "TOKENS", ge=1)] = 1_000_000
-    max_queue_wait: Annotated[float, _about(
-        "seconds that any request may wait in line", "SECONDS", gt=0, le=86400)] = 60.0
     endpoint_max_requests: Annotated[int, _about(
         "sequences that one endpoint gets at a time", "N", ge=1)] = 64
     endpoint_max_waiting: Annotated[int, _about(

@@ -57,6 +57,7 @@ async def serve_configured(
                 api_keys=config.api_key,
                 admin_api_key=config.admin_api_key,
                 trust_request_chat_template=config.trust_request_chat_template,
+                tenant_header=config.tenant_header,
             )
             handler: Handler = app
             if config.cors_origin:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 
 import pytest
 import trio
@@ -140,12 +140,24 @@ async def test_the_line_is_bounded_without_a_setting(http1_client, autojump_cloc
     """S13: with the defaults that a server starts with."""
     waiting_max = runtime_settings(make_config()).waiting_requests_max
     assert waiting_max < 1000
-    async with served(running_requests_max=1, waiting_requests_max=waiting_max) as server, AsyncExitStack() as scopes:
+    async with (
+        served(running_requests_max=1, waiting_requests_max=waiting_max) as server,
+        trio.open_nursery() as nursery,
+    ):
+
+        async def wait() -> None:
+            async with server.engine.generate("waits"):
+                await trio.sleep_forever()
+
+        server.engine.steps.hold()
         for _ in range(1 + waiting_max):
-            await scopes.enter_async_context(server.engine.generate("waits"))
+            nursery.start_soon(wait)
+        await wait_all_tasks_blocked()
         client = http1_client(server)
         await client.ask(body("one too many"))
         assert (await client.answer()).status == 429
+        nursery.cancel_scope.cancel()
+        server.engine.steps.release()
 
 
 async def test_a_request_is_refused_at_once_or_waits_as_long_as_it_says(new_client, autojump_clock):
@@ -202,8 +214,13 @@ async def test_who_left_the_line_is_in_no_plan(http1_client, http2_client, autoj
     """S32, S37: two hundred wait, in either protocol, streamed or whole, and leave in every way. One of them stays."""
     async with served(running_requests_max=1, waiting_requests_max=300, step_seconds=0.0) as server:
         core, steps = server.engine.core, server.engine.steps
-        planned: set[RequestId] = set()
-        on_plan(server, lambda plan: planned.update(chunk.request.id for chunk in plan.chunks))
+        planned: dict[RequestId, bytes] = {}
+        on_plan(
+            server,
+            lambda plan: planned.update(
+                (chunk.request.id, bytes(chunk.request.prompt_token_ids)) for chunk in plan.chunks
+            ),
+        )
         steps.hold()
         async with server.engine.generate("in the way", SamplingParams(max_tokens=8)) as in_the_way:
             await steps.entered()
@@ -213,15 +230,13 @@ async def test_who_left_the_line_is_in_no_plan(http1_client, http2_client, autoj
                 clients.append((http1_client, http2_client)[index % 2](server))
                 await clients[-1].ask(body(f"{index} waits", stream=index % 4 < 2))
             await wait_all_tasks_blocked()
-            assert core.stats().waiting_count == 200
+            assert counted(server)["num_requests_waiting"] == 200
             stays = clients.pop(100)
-            tokens = tuple(b"100 waits")
-            (the_one,) = [one.request.id for one in core.live_requests() if one.request.prompt_token_ids == tokens]
             for index, client in enumerate(clients):
                 await client.leave(client.ways_to_leave[index // 4 % len(client.ways_to_leave)])
             await wait_all_tasks_blocked()
             # All of it while the same step is in flight: there is nothing to wait for.
-            assert (core.stats().waiting_count, core.stats().blocks_used) == (1, used_before)
+            assert (counted(server)["num_requests_waiting"], core.stats().blocks_used) == (1, used_before)
             assert counted(server)["aborts_total queued"] == 199
             check_core(core)
             steps.release()
@@ -230,7 +245,7 @@ async def test_who_left_the_line_is_in_no_plan(http1_client, http2_client, autoj
         with trio.move_on_after(10):
             await stays.read()
         assert b"[DONE]" in stays.received
-        assert planned == {in_the_way.choices[0].sequence_id, the_one}
+        assert sorted(planned.values()) == [b"100 waits", b"in the way"]
         assert core.stats().prefix_query_tokens_total == len("in the way") + len("100 waits")
 
 

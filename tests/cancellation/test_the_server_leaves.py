@@ -40,8 +40,8 @@ async def test_streams_end_whole_or_with_an_error_event_and_who_waits_is_refused
                 nursery.start_soon(client.read)
                 await trio.sleep(STEP_SECONDS)
         await wait_all_tasks_blocked()
-        stats = server.engine.core.stats()
-        assert (stats.running_count, stats.waiting_count) == (8, 8)
+        load = server.engine.load()
+        assert (load.running, load.waiting) == (8, 8)
 
         server.drain()
         refused = [await client.answer() for client in waiting]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import trio
 
+from trioserve.contracts.errors import Overloaded
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.router.drain_rate import DrainRate
@@ -215,12 +216,11 @@ def test_how_long_to_wait_follows_from_how_fast_requests_ended():
 
 
 async def test_time_in_which_nothing_ran_does_not_make_the_wait_longer(autojump_clock):
-    async with open_fake_engine(step_seconds=0.01) as fake:
+    async with open_fake_engine(step_seconds=0.01, running_requests_max=1, waiting_requests_max=0) as fake:
         for _ in range(3):
             await ask(fake, "prompt", max_tokens=2)
         await trio.sleep(3600)
-        async with fake.generate("a", SamplingParams(n=8)), fake.generate("b", SamplingParams(n=8)):
-            for _ in range(3):
-                async with fake.generate("c"):
-                    pass
-            assert fake._delivery.drain_rate.seconds_for(1, trio.current_time()) < 2
+        async with fake.generate("a"):
+            with pytest.raises(Overloaded) as refused:
+                await ask(fake, "b", max_tokens=2)
+    assert refused.value.retry_after_seconds == 1.0  # the least that is said

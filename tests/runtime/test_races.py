@@ -303,12 +303,12 @@ async def test_prompts_that_are_being_prepared_have_their_places():
 
         nursery.start_soon(ask)
         await held.begun.wait()
-        with pytest.raises(Overloaded, match="2 sequences run or wait, 3 may"):
-            async with fake.generate("prompt", SamplingParams(n=2)):
+        nursery.start_soon(ask)
+        await trio.testing.wait_all_tasks_blocked()
+        with pytest.raises(Overloaded, match="1 requests wait for the model, 1 may"):
+            async with fake.generate("prompt"):
                 pytest.fail("was entered")
-        assert 'num_requests_waiting{model_name="fake"} 2.0' in fake.metrics.expose().decode()
-        async with fake.generate([1]):
-            pass
+        assert 'num_requests_waiting{model_name="fake"} 4.0' in fake.metrics.expose().decode()
         held.let_go()
 
 

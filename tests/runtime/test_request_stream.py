@@ -331,17 +331,17 @@ async def test_a_full_line_refuses_before_it_tokenizes(autojump_clock, monkeypat
     """S14."""
     async with open_fake_engine(running_requests_max=1, waiting_requests_max=2) as fake:
         fake.steps.hold()
-        async with (
-            fake.generate(PROMPT),
-            fake.generate(PROMPT, SamplingParams(n=2)),
-        ):
+        async with fake.generate(PROMPT), fake.generate(PROMPT), trio.open_nursery() as nursery:
+            nursery.start_soon(answer_of, fake)
+            await trio.testing.wait_all_tasks_blocked()
             monkeypatch.setattr(fake.tokenizer, "encode", lambda *_args, **_kwargs: pytest.fail("tokenized"))
-            with pytest.raises(Overloaded, match="3 sequences run or wait, 3 may") as caught:
+            with pytest.raises(Overloaded, match="1 requests wait for the model, 1 may") as caught:
                 async with fake.generate(PROMPT):
                     pass
             assert caught.value.reason == "queue_full"
             assert caught.value.retry_after_seconds >= 1
             monkeypatch.undo()
+            nursery.cancel_scope.cancel()
         fake.steps.release()
         await trio.lowlevel.checkpoint()
         await answer_of(fake, max_tokens=3)

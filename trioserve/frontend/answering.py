@@ -13,9 +13,10 @@ from trioserve.frontend.surroundings import Surroundings
 if TYPE_CHECKING:
     from trioserve.frontend.exchange import Exchange
 
-__all__ = ["REQUEST_ID_HEADER", "Answering", "request_id_from"]
+__all__ = ["REQUEST_ID_HEADER", "TENANT_HEADER", "Answering", "request_id_from"]
 
 REQUEST_ID_HEADER = "x-request-id"
+TENANT_HEADER = "x-tenant-id"
 REQUEST_ID_CHARACTERS_MAX = 128  # it is repeated in headers, log lines and every event
 
 

@@ -34,10 +34,17 @@ class Call(Answering):
     """
 
     def __init__(
-        self, exchange: Exchange, engine: Engine, surroundings: Surroundings, *, trust_chat_template: bool
+        self,
+        exchange: Exchange,
+        engine: Engine,
+        surroundings: Surroundings,
+        *,
+        trust_chat_template: bool,
+        tenant_header: str,
     ) -> None:
         super().__init__(exchange, surroundings)
         self.engine = engine
+        self._tenant_header = tenant_header
         self.trust_chat_template = trust_chat_template
         self.streams: list[RequestStream] = []
 
@@ -75,6 +82,7 @@ class Call(Answering):
             add_special_tokens=add_special_tokens,
             deadlines=deadlines,
             owner=self.owner,
+            tenant=self.exchange.headers.get(self._tenant_header),
         )
         self.streams.append(stream)
         return stream

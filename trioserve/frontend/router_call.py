@@ -7,7 +7,7 @@ from urllib.parse import parse_qsl, urlencode
 
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.endpoint import EndpointId
-from trioserve.frontend.answering import Answering
+from trioserve.frontend.answering import TENANT_HEADER, Answering
 from trioserve.frontend.surroundings import Surroundings
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class RoutingRules:
         *,
         deadlines: Deadlines | None = None,
         deadlines_max: Deadlines | None = None,
-        tenant_header: str = "x-tenant-id",
+        tenant_header: str = TENANT_HEADER,
         session_header: str = "x-session-id",
         passes_authorization: bool = True,
     ) -> None:

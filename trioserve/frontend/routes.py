@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from trioserve.frontend.answering import TENANT_HEADER
 from trioserve.frontend.api_keys import ApiKeys
 from trioserve.frontend.app import BaseApp, Route
 from trioserve.frontend.call import Call
@@ -65,6 +66,7 @@ class App(BaseApp[Call]):
     api_keys: any of them opens the routes that need one; without any, all are open.
     admin_api_key: opens them, too, and sees the requests of every key; the others see those that they made.
     trust_request_chat_template: requests may bring their own chat template.
+    tenant_header: whose values tell tenants apart, between which the line is fair; without it, API keys do.
     """
 
     def __init__(
@@ -74,11 +76,13 @@ class App(BaseApp[Call]):
         api_keys: Iterable[str] = (),
         admin_api_key: str | None = None,
         trust_request_chat_template: bool = False,
+        tenant_header: str = TENANT_HEADER,
         surroundings: Surroundings | None = None,
     ) -> None:
         super().__init__(ApiKeys(api_keys, admin_key=admin_api_key), engine.metrics)
         self._engine = engine
         self._trust_chat_template = trust_request_chat_template
+        self._tenant_header = tenant_header
         self._surroundings = surroundings or Surroundings()
 
     def route(self, path: str) -> Route[Call] | None:
@@ -89,7 +93,13 @@ class App(BaseApp[Call]):
         return ROUTES.get(path)
 
     def new_call(self, exchange: Exchange) -> Call:
-        return Call(exchange, self._engine, self._surroundings, trust_chat_template=self._trust_chat_template)
+        return Call(
+            exchange,
+            self._engine,
+            self._surroundings,
+            trust_chat_template=self._trust_chat_template,
+            tenant_header=self._tenant_header,
+        )
 
     def end_fields(self, call: Call) -> dict[str, object]:
         usage = usage_of(call.streams)

@@ -77,7 +77,7 @@ class Metrics:
     endpoint_healthy: Gauge
     endpoint_ejections_total: Counter
 
-    def __init__(self, model_name: str | None, *, parts: Collection[Part] = ("engine", "frontend")) -> None:
+    def __init__(self, model_name: str | None, *, parts: Collection[Part] = ("engine", "frontend", "router")) -> None:
         """model_name: None if there is no one model. parts: whose metrics there are; the others' attributes are not."""
         self.registry = CollectorRegistry()
         self._model_name = model_name

@@ -354,6 +354,7 @@ class RouterCore:
         ticket.leased_at = now
         ticket.move(TicketState.LEASED)
         self.policy.note_sent(request, id)
+        self._model(request.model).drain_rate.note_begin(now)
         self._admissions_total += 1
         return True
 
@@ -383,7 +384,10 @@ class RouterCore:
             del endpoint.sent[ticket.sent_index]
         endpoint.in_flight -= ticket.request.sequences
         assert 0 <= endpoint.leases <= endpoint.in_flight
-        self._model(ticket.request.model).drain_rate.note(now)
+        drain_rate = self._model(ticket.request.model).drain_rate
+        drain_rate.note(now)
+        if endpoint.in_flight == 0 and not any(state.in_flight for state in self._serving(ticket.request.model)):
+            drain_rate.note_idle(now)
         self._note_drained(endpoint)
 
     def _leave_line(self, ticket: Ticket) -> None:

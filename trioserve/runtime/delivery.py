@@ -25,7 +25,6 @@ from trioserve.contracts.output import Delta
 from trioserve.contracts.step import StepPlan
 from trioserve.core.engine import EngineCore
 from trioserve.metrics.registry import Metrics
-from trioserve.router.drain_rate import DrainRate
 from trioserve.runtime.request_stream import Choice, RequestStream
 
 __all__ = ["Delivery"]
@@ -52,7 +51,6 @@ class Delivery:
         self._step_count = 0  # steps that have ended
         self._token_count = 0  # of the step that is being delivered
         self._followed_counts: dict[float, int] = {}  # its sequences, by when they had their last token before
-        self.drain_rate = DrainRate()
 
     def __len__(self) -> int:
         """Sequences that the core has."""
@@ -61,6 +59,7 @@ class Delivery:
     def add(self, choice: Choice) -> None:
         """The core has the choice's sequence now."""
         self._choices[choice.sequence_id] = choice
+        choice.stream.core_count += 1
 
     # --- ends that come from outside ---
 
@@ -76,6 +75,8 @@ class Delivery:
                 self._observe_abort(result.finished, cancelled, now)
             else:
                 self._cancelled.setdefault(sequence_id, cancelled)
+        if not stream.core_count:
+            stream.on_gone()
         self._wake()  # what a connector still needs of them has a deadline
 
     def end_with_last_word(
@@ -92,6 +93,14 @@ class Delivery:
                     choice, None, RequestFinished(request_id=choice.sequence_id, reason=reason, phase=Phase.DECODE)
                 )
             stream.push_end(choice, reason, message, stop_reason=stop_reason, held_back=held_back)
+
+    def note_left_line(self, count: int) -> None:
+        """So many sequences were aborted before the core had them: nothing had to be freed."""
+        phase = Phase.QUEUED.value
+        self._metrics.aborts_total.labels(phase).inc(count)
+        for _ in range(count):
+            self._metrics.cancel_to_free_seconds.labels(phase).observe(0.0)
+            self._metrics.cancel_to_free_steps.labels(phase).observe(0)
 
     # --- called by the step loop ---
 
@@ -217,14 +226,15 @@ class Delivery:
         """The core has let a sequence go, blocks and all. reason: the one its reader is given, since a last token may
         complete a stop string."""
         choice = self._choices.pop(event.request_id)
+        stream = choice.stream
+        stream.core_count -= 1
+        if not stream.core_count:
+            stream.on_gone()
         if choice.index == 0:
-            choice.stream.cached_token_count = event.cached_token_count
+            stream.cached_token_count = event.cached_token_count
         self._metrics.request_success_total.labels(reason.value).inc()
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self._metrics.e2e_request_latency_seconds.observe(now - choice.stream.entered_at)
-        self.drain_rate.note(now)
-        if not self._choices:
-            self.drain_rate.forget()  # time in which nothing runs says nothing of how fast requests end
+            self._metrics.e2e_request_latency_seconds.observe(now - stream.entered_at)
 
     def _observe_abort(self, event: RequestFinished, cancelled: _Cancelled, now: float) -> None:
         phase = event.phase.value

@@ -58,14 +58,23 @@ class Dispatch:
     @contextmanager
     def enter(self, request: RoutedRequest) -> Iterator[Turn]:
         """A place in line, or a lease at once. Raises Overloaded, Draining or NoEndpoint, and then holds nothing."""
-        ticket = self.core.enter(request, trio.current_time())
-        turn = self._turns[ticket.index] = Turn(self, ticket)
-        self.retime()
+        turn = self.begin(request)
         try:
             yield turn
         finally:
-            del self._turns[ticket.index]
-            self.core.leave(ticket, trio.current_time())
+            self.leave(turn)
+
+    def begin(self, request: RoutedRequest) -> Turn:
+        """The same for those whose scope is not a `with` block here. The caller owes `leave`."""
+        ticket = self.core.enter(request, trio.current_time())
+        turn = self._turns[ticket.index] = Turn(self, ticket)
+        self.retime()
+        return turn
+
+    def leave(self, turn: Turn) -> None:
+        """Whatever it holds is back. Nothing to do when it has left."""
+        if self._turns.pop(turn.ticket.index, None) is not None:
+            self.core.leave(turn.ticket, trio.current_time())
             if not self._turns:
                 self._idle.set()
 
@@ -154,11 +163,21 @@ class Turn:
         assert ticket.endpoint is not None
         return ticket.endpoint
 
+    @property
+    def is_in_line(self) -> bool:
+        """It waits, or has a lease that it has not used yet."""
+        ticket = self.ticket
+        return ticket.state in (TicketState.WAITING, TicketState.LEASED) and not ticket.is_sent
+
+    def sent(self) -> None:
+        """The request goes to its endpoint: for those whose attempt is not a `with` block here."""
+        self._core.sent(self.ticket)
+
     @contextmanager
     def attempt(self) -> Iterator[None]:
         """The request goes to its endpoint. Raises EndpointLost if the router takes it from there, Draining if it ends
         the request."""
-        self._core.sent(self.ticket)
+        self.sent()
         with trio.CancelScope() as self._attempt:
             yield
         scope, self._attempt = self._attempt, None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import math
 import secrets
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -35,10 +34,13 @@ from trioserve.core.engine import EngineCore
 from trioserve.metrics.registry import Metrics
 from trioserve.runtime.deadline_keeper import Alarm, DeadlineKeeper
 from trioserve.runtime.delivery import Delivery
+from trioserve.runtime.dispatch import Turn
 from trioserve.runtime.engine_loop import EngineLoop, StepRunner
 from trioserve.runtime.live_view import view_of
+from trioserve.runtime.local_endpoint import local_dispatch, local_request
 from trioserve.runtime.prompt_encoder import PromptEncoder
 from trioserve.runtime.request_stream import Choice, RequestStream
+from trioserve.runtime.router_metrics import show_router
 from trioserve.runtime.settings import RuntimeSettings
 from trioserve.runtime.worker_thread import WorkerThread
 from trioserve.text.output import ChoiceOutput
@@ -114,10 +116,12 @@ class Engine:
         self._preparing_count = 0
         self._sequence_numbers = itertools.count()
         self._deadline_keeper = DeadlineKeeper()
+        self.dispatch = local_dispatch(core.settings.running_requests_max, settings)
         self._is_running = False
         self._idle = trio.Event()
         self._stats_seen = core.stats()
         metrics.on_scrape(self._set_gauges)
+        show_router(metrics, self.dispatch)
 
     # --- the life of the engine ---
 
@@ -154,7 +158,9 @@ class Engine:
 
     async def keep_deadlines(self) -> None:
         """The engine's other task, beside run: ends requests whose time has come. Runs until cancelled."""
-        await self._deadline_keeper.run()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.dispatch.run)
+            await self._deadline_keeper.run()
 
     @property
     def ready(self) -> bool:
@@ -164,6 +170,7 @@ class Engine:
     def drain(self) -> None:
         """Take nothing new; requests that have not begun to run are refused, the others go on."""
         self.draining = True
+        self.dispatch.drain()
         queued = {live.request.id for live in self._core.live_requests() if live.cached_token_count is None}
         for stream in self._live_streams():
             if all(choice.sequence_id in queued for choice in stream.choices):
@@ -195,13 +202,14 @@ class Engine:
         add_special_tokens: bool = True,
         deadlines: Deadlines | None = None,
         owner: str | None = None,
+        tenant: str | None = None,
     ) -> RequestStream:
         """A request, to be entered with `async with`. request_id: the caller's own; it need not be unique, and an abort
         by it ends all that bear it. priority: PRIORITY_MIN to PRIORITY_MAX, a lower number runs sooner. cache_salt:
         prefix blocks are shared only between requests with equal salts. add_special_tokens: of a prompt that is text,
         begin it as the model's tokenizer says; a chat's template does that itself. deadlines: in seconds from entering;
         what passes one ends with finish_reason DEADLINE. owner: who may see it and abort it by its id, besides those
-        who may see everything."""
+        who may see everything. tenant: the line is fair between them; default: the owner."""
         return RequestStream(
             self,
             prompt,
@@ -212,6 +220,7 @@ class Engine:
             add_special_tokens=add_special_tokens,
             deadlines=(deadlines or Deadlines()).within(self._settings.deadlines, self._settings.deadlines_max),
             owner=owner,
+            tenant=tenant or owner or "",
         )
 
     def abort(
@@ -278,10 +287,13 @@ class Engine:
     # --- called by RequestStream ---
 
     async def submit(self, stream: RequestStream) -> None:
-        """Take places, then prepare, then hand the sequences to the core. Holds nothing when it raises."""
+        """Take a place in line, wait for a lease, prepare, and hand the sequences to the core. Holds nothing when it
+        raises."""
         count = stream.sampling.n
         self._check_vocabulary(stream.sampling)
         self._check_open(count)
+        turn = self._turn(stream)
+        stream.on_gone = lambda: self._leave_line(stream, turn)
         stream.choices = [self._new_choice(stream, index) for index in range(count)]
         self._streams.setdefault(stream.id, []).append(stream)
         self._set_alarms(stream)
@@ -289,6 +301,7 @@ class Engine:
             self._preparing_count += count
             try:
                 with stream.preparation:
+                    await self._lease(turn)
                     token_ids = await self.encode(stream.prompt, add_special_tokens=stream.add_special_tokens)
                     stream.prompt_token_ids = tuple(token_ids)
             finally:
@@ -319,25 +332,39 @@ class Engine:
 
     # --- inside ---
 
+    def _leave_line(self, stream: RequestStream, turn: Turn) -> None:
+        """The core has nothing of it any more: its place or its lease is another's."""
+        if turn.is_in_line:
+            self._delivery.note_left_line(stream.sampling.n)
+        self.dispatch.leave(turn)
+
     def _check_open(self, count: int) -> None:
         if self.fault is not None:
             raise self.fault
         if not self.ready:
             raise self._refused_draining()
-        running_max = self._core.settings.running_requests_max
-        live_max = running_max + self._settings.waiting_requests_max
+        live_max = self._core.settings.running_requests_max + self._settings.waiting_requests_max
         if count > live_max:
             raise InvalidRequest(f"n is {count}, but at most {live_max} sequences may run and wait here", param="n")
-        live_count = len(self._delivery) + self._preparing_count
-        if live_count + count > live_max:
-            self.metrics.requests_rejected_total.labels("queue_full").inc()
-            seconds = self._delivery.drain_rate.seconds_for(count, trio.current_time())
-            raise Overloaded(
-                f"{live_count} sequences run or wait, {live_max} may, and this request asks for {count} more: try "
-                f"again in {math.ceil(seconds)} s",
-                reason="queue_full",
-                retry_after_seconds=seconds,
-            )
+
+    def _turn(self, stream: RequestStream) -> Turn:
+        request = local_request(
+            stream.prompt, tenant=stream.tenant, priority=stream.priority, sequences=stream.sampling.n
+        )
+        try:
+            return self.dispatch.begin(request)
+        except Overloaded as refusal:
+            self.metrics.requests_rejected_total.labels(refusal.reason).inc()
+            raise
+
+    async def _lease(self, turn: Turn) -> None:
+        try:
+            await turn.lease()
+            if turn.is_in_line:  # otherwise it was ended just when it had got one
+                turn.sent()
+        except Overloaded as refusal:  # the line is drained, or it waited too long
+            self.metrics.requests_rejected_total.labels(refusal.reason).inc()
+            raise
 
     def _check_vocabulary(self, sampling: SamplingParams) -> None:
         vocab_size = self.model.vocab_size

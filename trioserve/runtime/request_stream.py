@@ -7,6 +7,7 @@ one: what is kept for it is one delta per choice, whose size is bounded by the r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -77,6 +78,7 @@ class RequestStream:
         add_special_tokens: bool,
         deadlines: Deadlines,
         owner: str | None,
+        tenant: str,
     ) -> None:
         self.id = request_id
         self.sampling = sampling
@@ -85,6 +87,7 @@ class RequestStream:
         self.add_special_tokens = add_special_tokens
         self.deadlines = deadlines
         self.owner = owner
+        self.tenant = tenant
         self.alarms: dict[Deadline, Alarm] = {}
         self.prompt = prompt
         self.prompt_token_ids: tuple[int, ...] = ()
@@ -93,7 +96,9 @@ class RequestStream:
         self.completion_token_count = 0
         self.entered_at = 0.0
         self.choices: list[Choice] = []
-        self.preparation = trio.CancelScope()  # around rendering and tokenizing
+        self.preparation = trio.CancelScope()  # around waiting for a lease, rendering and tokenizing
+        self.core_count = 0  # choices whose sequences the core has
+        self.on_gone: Callable[[], None] = lambda: None  # the core has none of it, and gets none any more
         self._engine = engine
         self._state = "new"
         self._pending: dict[int, Delta] = {}

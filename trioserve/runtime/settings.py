@@ -11,13 +11,16 @@ __all__ = ["RuntimeSettings"]
 
 
 class RuntimeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """waiting_requests_max: sequences that may wait beside those that run; beyond that new ones are refused at once.
+    """waiting_requests_max: requests that may wait beside those that run; beyond that new ones are refused at once.
+    waiting_prompt_tokens_max: what their prompts may have together. waiting_seconds_max: how long anybody waits.
     drain_seconds_max: how long running requests may go on after the order to stop.
     last_words_seconds_max: after that, or after a fault, how long clients have to be told.
     deadlines: of requests that bring none. deadlines_max: what any request may have at most.
     """
 
     waiting_requests_max: int = 256
+    waiting_prompt_tokens_max: int = 1_000_000
+    waiting_seconds_max: float = 600.0
     drain_seconds_max: float = 30.0
     last_words_seconds_max: float = 2.0
     deadlines: Deadlines = Deadlines()

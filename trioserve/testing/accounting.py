@@ -25,5 +25,9 @@ def assert_all_free(engine: Engine) -> None:
         f"{stats.blocks_used} KV blocks in use, {stats.blocks_held} held, {stats.running_count} sequences running, "
         f"{stats.waiting_count} waiting, {len(live)} requests entered"
     )
-    is_free = not (stats.blocks_used or stats.blocks_held or stats.running_count or stats.waiting_count or live)
+    line = engine.dispatch.core.stats()
+    leases = sum(line.leases.values())
+    taken += f", {line.waiting} in line, {leases} leases out"
+    held = (stats.blocks_used, stats.blocks_held, stats.running_count, stats.waiting_count, line.waiting, leases)
+    is_free = not (any(held) or live)
     assert is_free, "\n".join([f"not all is free: {taken}", *lines])

@@ -181,6 +181,8 @@ async def open_fake_engine(
     enable_prefix_caching: bool = True,
     speculative_ngram: int = 0,
     waiting_requests_max: int = 16,
+    waiting_prompt_tokens_max: int = 1_000_000,
+    waiting_seconds_max: float = 600.0,
     step_seconds: float = 0.0,
     paused: bool = False,
     answer: Answer | None = None,
@@ -192,10 +194,11 @@ async def open_fake_engine(
     """An engine as open_engine gives it, but for the model: bytes are tokens, and a forward pass takes step_seconds.
 
     The limits are the engine's: KV blocks and tokens in each, tokens of prompt and answer, requests that run, tokens a
-    step computes (a longer prompt comes in chunks), guesses of a request in a step (speculative_ngram), sequences that
-    wait. paused: no step begins until step(), held_step() or resume(). What it says, of these at most one: `answer`, a
-    text or a function of the prompt's text; `next_token`, a function of the tokens so far; `model`. Otherwise it
-    follows from the prompt, but looks random. deadlines, deadlines_max: defaults and upper limits for every request.
+    step computes (a longer prompt comes in chunks), guesses of a request in a step (speculative_ngram), requests that
+    wait, the tokens of their prompts and for how long. paused: no step begins until step(), held_step() or resume().
+    What it says, of these at most one: `answer`, a text or a function of the prompt's text; `next_token`, a function of
+    the tokens so far; `model`. Otherwise it follows from the prompt, but looks random. deadlines, deadlines_max:
+    defaults and upper limits for every request.
 
     Inside, the KV blocks are watched: a step that reads a block that another request wrote to is an AssertionError.
     Leaving does what leaving open_engine does.
@@ -223,6 +226,8 @@ async def open_fake_engine(
     )
     settings = RuntimeSettings(
         waiting_requests_max=waiting_requests_max,
+        waiting_prompt_tokens_max=waiting_prompt_tokens_max,
+        waiting_seconds_max=waiting_seconds_max,
         deadlines=deadlines or Deadlines(),
         deadlines_max=deadlines_max or Deadlines(),
     )

@@ -29,7 +29,7 @@ from trioserve.runtime.engine import SEED_STRIDE
 from trioserve.runtime.request_stream import RequestStream
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.testing.fake_executor import FakeModel
-from trioserve.testing.invariants import check_core, check_idle
+from trioserve.testing.invariants import check_core
 from trioserve.testing.reference_engine import ReferenceEngine
 from trioserve.testing.seeded_schedule import seeded_schedule
 from trioserve.testing.stack_http import HttpClients
@@ -120,7 +120,7 @@ class StackSimulation:
                 clients.start(nursery)
             await fake.wait_until_idle()
             await trio.sleep(2)  # the step that is in flight may still read blocks; connections have last words
-            check_idle(fake.core)
+            fake.assert_all_free()
             self.check(fake)
             http.check_over()
         if not fake.draining and self.plan.stage.fault_at is None:  # whoever comes now finds every place free
@@ -130,7 +130,7 @@ class StackSimulation:
             self._clients[number] = last
             outcome = await self._be_client(fake, last)
             assert outcome == READ, f"nobody is left, and one that needs {everybody} places is {outcome}"
-            check_idle(fake.core)
+            fake.assert_all_free()
 
     async def _pass_on_fault(self, fake: FakeEngine) -> None:
         """As the server does, and clients of the runtime itself have their time, too."""
@@ -156,16 +156,20 @@ class StackSimulation:
             deadlines=Deadlines(timeout=client.timeout, queue_timeout=client.queue_timeout),
         )
         outcome = "left early"
+        is_new_id = client.id not in self._used_ids
+        # It may have to wait in line until it is inside, and is the engine's from now on.
+        self._streams[client.number] = stream
+        self._used_ids.add(client.id)
         try:
             with trio.move_on_after(math.inf if client.patience is None else client.patience) as scope:
                 async with stream:
-                    self._streams[client.number] = stream
                     self._untold.add(client.number)
-                    self._used_ids.add(client.id)
                     if await self._read(fake, client, stream):
                         outcome = READ
         except Overloaded as error:
             outcome = "refused: draining" if isinstance(error, Draining) else "refused: full"
+            if is_new_id and not stream.choices:  # at once: it never had a place
+                self._used_ids.remove(client.id)
         except EngineFault:
             outcome = "told of a fault"
         finally:
@@ -240,8 +244,10 @@ class StackSimulation:
             assert self._http is not None
             self._http.drain()
             for number, stream in self._streams.items():
-                has_begun = any(choice.has_run for choice in stream.choices)
+                has_begun = any(choice.has_run for choice in stream.choices) or not stream.core_count
                 assert has_begun or stream.is_finished, f"client {number} had not begun to run, and was not refused"
+            waiting = fake.dispatch.core.stats().waiting
+            assert waiting == 0, f"{waiting} requests were in line, and were not refused"
             self.check(fake)
             return
         if order.ends_all:
@@ -295,9 +301,11 @@ class StackSimulation:
         assert len(own) == len(self._streams), "the engine knows other requests than are inside"
         if self._http is not None:
             self._http.check()
-        live_count = len(list(fake.core.live_requests()))
+        live_count, leases = len(list(fake.core.live_requests())), sum(fake.dispatch.core.stats().leases.values())
+        assert live_count <= leases, f"the core has {live_count} sequences, and {leases} have a lease"
+        unfinished_count = sum(view.state != "finished" for view in engine.live_requests())
         live_max = stage.running_requests_max + stage.waiting_requests_max
-        assert live_count <= live_max, f"{live_count} sequences run or wait, {live_max} may"
+        assert unfinished_count <= live_max, f"{unfinished_count} requests run or wait, {live_max} may"
         for number, stream in self._streams.items():
             timeout = self._clients[number].timeout
             is_over = timeout is not None and now > stream.entered_at + timeout

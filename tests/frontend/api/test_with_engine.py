@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -93,13 +94,19 @@ async def test_a_prompt_beyond_the_context_is_refused_with_its_code(
 async def test_a_burst_beyond_the_line_is_refused_with_a_hint(
     make_api: Any, autojump_clock: trio.testing.MockClock
 ) -> None:
-    """S42."""
-    async with opened(make_api, running_requests_max=2, waiting_requests_max=1) as (api, _):
-        exchange = await api.complete(prompt=["a", "b", "c", "d"])
-        assert exchange.status == 429
-        assert int(exchange.answer_headers["retry-after"]) >= 1
-        assert exchange.answer_headers["x-trioserve-reason"] == "queue_full"
-        assert (await api.complete(prompt=["a", "b", "c"])).status == 200
+    """S42. The prompts of one request wait for each other; that is no burst."""
+    async with opened(make_api, running_requests_max=2, waiting_requests_max=1) as (api, fake):
+        assert (await api.complete(prompt=["a", "b", "c", "d"])).status == 200
+        fake.steps.hold()
+        async with trio.open_nursery() as nursery:
+            for prompt in ("a", "b", "c"):
+                nursery.start_soon(functools.partial(api.complete, prompt=prompt))
+            await trio.testing.wait_all_tasks_blocked()
+            exchange = await api.complete(prompt="d")
+            assert exchange.status == 429
+            assert int(exchange.answer_headers["retry-after"]) >= 1
+            assert exchange.answer_headers["x-trioserve-reason"] == "queue_full"
+            fake.steps.release()
 
 
 @pytest.mark.parametrize("stream", [False, True])
