@@ -8,6 +8,8 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from trioserve import __version__
 from trioserve.config import Config, RouteConfig, add_arguments, config_from
 from trioserve.contracts.errors import TrioserveError
@@ -16,28 +18,15 @@ from trioserve.model.loading.default_model import DOWNLOAD_THREAD
 
 __all__ = ["main", "run_program"]
 
-SERVER_OPTIONS = (
-    "served_model_name",
-    "max_queued_requests",
-    "max_queued_tokens",
-    "max_queue_wait",
-    "tenant_header",
-    "host",
-    "port",
-    "api_key",
-    "admin_api_key",
-    "ssl_certfile",
-    "ssl_keyfile",
-    "frontend",
-    "trust_request_chat_template",
-    "queue_timeout",
-    "ttft_timeout",
-    "request_timeout",
-    "max_queue_timeout",
-    "max_ttft_timeout",
-    "max_request_timeout",
-    "drain_timeout",
+SERVER_OPTIONS = frozenset(
+    {
+        *(field.name for field in msgspec.structs.fields(RouteConfig) if field.name != "log_level"),
+        "served_model_name",
+        "frontend",
+        "trust_request_chat_template",
+    }
 )
+"""What means nothing to a command that answers in the terminal."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

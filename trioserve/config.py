@@ -94,8 +94,46 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     # fmt: on
 
 
-class Config(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A server with an engine. Defaults suit a small machine without a GPU."""
+class RouteConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A router: a server without an engine."""
+
+    # fmt: off
+    endpoint: Annotated[tuple[str, ...], _about(
+        "servers to route to, such as http://10.0.0.7:8000 or name=http://10.0.0.7:8000; default: none", "URL")] = ()
+    endpoints_file: Annotated[str | None, _about(
+        "TOML or JSON file with a list 'endpoints'; watched, so that it may change; default: none", "FILE")] = None
+    endpoints_dns: Annotated[str | None, _about(
+        "every address of a name, such as llm.example.org:8000; or a service, such as _http._tcp.llm.example.org; "
+        "default: none", "NAME")] = None
+    endpoints_kubernetes: Annotated[str | None, _about(
+        "the ready endpoints of a service, as [NAMESPACE/]SERVICE[:PORT]; default: none", "SERVICE")] = None
+    endpoint_api_key: Annotated[str | None, _about(
+        "key that is sent to them; default: what the client sends, if this server wants none", "KEY")] = None
+    endpoint_ca_certs: Annotated[str | None, _about(
+        "CA certificates in PEM for https endpoints; default: the system's", "FILE")] = None
+    model_alias: Annotated[tuple[str, ...], _about(
+        "names for models, such as gpt-4=smollm2; default: none", "NAME=MODEL")] = ()
+    policy: Annotated[str, _about(
+        "who gets a request: round_robin, least_loaded, power_of_two, session, prefix_aware, or one that is installed",
+        "NAME")] = "least_loaded"
+    session_header: Annotated[str, _about(
+        "header that names a conversation, for --policy session", "NAME")] = "x-session-id"
+    endpoint_max_requests: Annotated[int, _about(
+        "sequences that one endpoint gets at a time", "N", ge=1)] = 64
+    endpoint_max_waiting: Annotated[int, _about(
+        "sequences that may wait inside of one endpoint, as it reports", "N", ge=0)] = 4
+    lease_until: Annotated[Literal["first_token", "end"], _about(
+        "until when a request counts at its endpoint")] = "end"
+    health_interval: Annotated[float, _about(
+        "seconds between two health checks of an endpoint", "SECONDS", gt=0, le=3600)] = 2.0
+    load_interval: Annotated[float, _about(
+        "seconds between two questions for its load", "SECONDS", gt=0, le=3600)] = 0.25
+    # fmt: on
+
+
+class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A server with an engine, and with a router before it if there are other endpoints. Defaults suit a small machine
+    without a GPU."""
 
     # fmt: off
     model: Annotated[str, _about(
@@ -137,43 +175,6 @@ class Config(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True
     # fmt: on
 
 
-class RouteConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A router: a server without an engine."""
-
-    # fmt: off
-    endpoint: Annotated[tuple[str, ...], _about(
-        "servers to route to, such as http://10.0.0.7:8000 or name=http://10.0.0.7:8000", "URL")] = ()
-    endpoints_file: Annotated[str | None, _about(
-        "TOML or JSON file with a list 'endpoints'; watched, so that it may change; default: none", "FILE")] = None
-    endpoints_dns: Annotated[str | None, _about(
-        "every address of a name, such as llm.example.org:8000; or a service, such as _http._tcp.llm.example.org; "
-        "default: none", "NAME")] = None
-    endpoints_kubernetes: Annotated[str | None, _about(
-        "the ready endpoints of a service, as [NAMESPACE/]SERVICE[:PORT]; default: none", "SERVICE")] = None
-    endpoint_api_key: Annotated[str | None, _about(
-        "key that is sent to them; default: what the client sends, if this server wants none", "KEY")] = None
-    endpoint_ca_certs: Annotated[str | None, _about(
-        "CA certificates in PEM for https endpoints; default: the system's", "FILE")] = None
-    model_alias: Annotated[tuple[str, ...], _about(
-        "names for models, such as gpt-4=smollm2; default: none", "NAME=MODEL")] = ()
-    policy: Annotated[str, _about(
-        "who gets a request: round_robin, least_loaded, power_of_two, session, prefix_aware, or one that is installed",
-        "NAME")] = "least_loaded"
-    session_header: Annotated[str, _about(
-        "header that names a conversation, for --policy session", "NAME")] = "x-session-id"
-    endpoint_max_requests: Annotated[int, _about(
-        "sequences that one endpoint gets at a time", "N", ge=1)] = 64
-    endpoint_max_waiting: Annotated[int, _about(
-        "sequences that may wait inside of one endpoint, as it reports", "N", ge=0)] = 4
-    lease_until: Annotated[Literal["first_token", "end"], _about(
-        "until when a request counts at its endpoint")] = "end"
-    health_interval: Annotated[float, _about(
-        "seconds between two health checks of an endpoint", "SECONDS", gt=0, le=3600)] = 2.0
-    load_interval: Annotated[float, _about(
-        "seconds between two questions for its load", "SECONDS", gt=0, le=3600)] = 0.25
-    # fmt: on
-
-
 ConfigType = TypeVar("ConfigType", bound=ServerConfig)
 
 
@@ -190,7 +191,7 @@ def add_arguments(
     parser.add_argument(
         "--config", metavar="FILE", help="TOML file with any of these options, spelled with - or _ (default: none)"
     )
-    inherited = {field.name for field in msgspec.structs.fields(ServerConfig)}
+    inherited = {field.name for field in msgspec.structs.fields(ServerConfig if kind is RouteConfig else RouteConfig)}
     for field in sorted(msgspec.structs.fields(kind), key=lambda field: field.name in inherited):
         if field.name in without:
             continue

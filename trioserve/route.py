@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ssl
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -35,7 +36,7 @@ from trioserve.runtime.serve import Service
 from trioserve.runtime.settings import RuntimeSettings
 from trioserve.serving import NativeFrontEnd, frontend_limits, run_until_signal, server_tls
 
-__all__ = ["run_router", "serve_router"]
+__all__ = ["Routing", "run_router", "serve_router"]
 
 POLICY_ENTRY_POINTS = "trioserve.policies"
 
@@ -61,65 +62,91 @@ async def serve_router(
     checked_origins(config.cors_origin)
     limits = frontend_limits(config)
     ssl_context = server_tls(config)
-    dispatch = Dispatch(_router_settings(config), _policy(config.policy))
-    fleet = Fleet(
-        dispatch,
-        watch=WatchSettings(health_seconds=config.health_interval, load_seconds=config.load_interval),
-        aliases=_aliases(config.model_alias),
-        ssl_context=_endpoint_tls(config),
-    )
-    specs = [_spec(text, config.endpoint_api_key) for text in config.endpoint]
-    sources = _sources(config)
-    if not specs and not sources:
+    routing = Routing(config)
+    if not routing.has_endpoints:
         raise StartupError(
             "no endpoint is given: name one with --endpoint http://HOST:PORT, or where to find them with "
             "--endpoints-file, --endpoints-dns or --endpoints-kubernetes"
         )
-    for id, count in Counter(spec.endpoint_id for spec in specs).items():
-        if count > 1:
-            raise StartupError(f'there are {count} endpoints with the id "{id}": give each its own')
-    settings = RuntimeSettings(
-        drain_seconds_max=config.drain_timeout,
-        deadlines=_deadlines(config.queue_timeout, config.ttft_timeout, config.request_timeout),
-        deadlines_max=_deadlines(config.max_queue_timeout, config.max_ttft_timeout, config.max_request_timeout),
-    )
-    metrics = Metrics(None, parts=("frontend", "router"))
-    show_router(metrics, dispatch)
-    app = RouterApp(
-        fleet,
-        metrics,
-        rules=RoutingRules(
-            deadlines=settings.deadlines,
-            deadlines_max=settings.deadlines_max,
-            tenant_header=config.tenant_header,
-            session_header=config.session_header,
-            passes_authorization=not config.api_key and config.endpoint_api_key is None,
-        ),
-        api_keys=config.api_key,
-        admin_api_key=config.admin_api_key,
-    )
+    app = routing.app()
     handler: Handler = app
     if config.cors_origin:
         handler = CrossOrigin(app, config.cors_origin, on_preflight=app.note_preflight)
     listeners = await open_listeners(config.host, config.port, limits=limits)
     try:
         scheme = "http" if ssl_context is None else "https"
-        front_end = NativeFrontEnd(FrontendServer(handler, limits=limits, ssl_context=ssl_context), listeners, metrics)
-        service = Service(dispatch, front_end, settings)
+        front_end = NativeFrontEnd(
+            FrontendServer(handler, limits=limits, ssl_context=ssl_context), listeners, routing.metrics
+        )
+        service = Service(routing.dispatch, front_end, routing.settings)
         with errors_unwrapped():
-            async with trio.open_nursery() as helpers:
-                fleet.set_all(specs, source="configured")
-                await helpers.start(dispatch.run)
-                await helpers.start(fleet.run)
-                for source in sources:
-                    helpers.start_soon(source.run, fleet)
-                async with trio.open_nursery() as nursery:
-                    await nursery.start(service.run, orders)
-                    on_serving([f"{scheme}://{address}" for address in addresses(listeners)])
-                helpers.cancel_scope.cancel()
+            async with routing.running(), trio.open_nursery() as nursery:
+                await nursery.start(service.run, orders)
+                on_serving([f"{scheme}://{address}" for address in addresses(listeners)])
     finally:
         for listener in listeners:
             listener.socket.close()
+
+
+class Routing:
+    """The parts of a router. Nothing of it runs before `running`. Making it raises StartupError for what cannot be."""
+
+    def __init__(self, config: RouteConfig) -> None:
+        self._config = config
+        self.dispatch = Dispatch(_router_settings(config), _policy(config.policy))
+        self.fleet = Fleet(
+            self.dispatch,
+            watch=WatchSettings(health_seconds=config.health_interval, load_seconds=config.load_interval),
+            aliases=_aliases(config.model_alias),
+            ssl_context=_endpoint_tls(config),
+        )
+        self._specs = [_spec(text, config.endpoint_api_key) for text in config.endpoint]
+        self._sources = _sources(config)
+        for id, count in Counter(spec.endpoint_id for spec in self._specs).items():
+            if count > 1:
+                raise StartupError(f'there are {count} endpoints with the id "{id}": give each its own')
+        self.settings = RuntimeSettings(
+            drain_seconds_max=config.drain_timeout,
+            deadlines=_deadlines(config.queue_timeout, config.ttft_timeout, config.request_timeout),
+            deadlines_max=_deadlines(config.max_queue_timeout, config.max_ttft_timeout, config.max_request_timeout),
+        )
+        self.metrics = Metrics(None, parts=("frontend", "router"))
+        show_router(self.metrics, self.dispatch)
+
+    @property
+    def has_endpoints(self) -> bool:
+        """Whether there is anything to route to, or somewhere to find it."""
+        return bool(self._specs or self._sources)
+
+    def app(self, *, more_metrics: Callable[[], bytes] = bytes) -> RouterApp:
+        """more_metrics: shown behind the router's own."""
+        config = self._config
+        return RouterApp(
+            self.fleet,
+            self.metrics,
+            rules=RoutingRules(
+                deadlines=self.settings.deadlines,
+                deadlines_max=self.settings.deadlines_max,
+                tenant_header=config.tenant_header,
+                session_header=config.session_header,
+                passes_authorization=not config.api_key and config.endpoint_api_key is None,
+            ),
+            api_keys=config.api_key,
+            admin_api_key=config.admin_api_key,
+            more_metrics=more_metrics,
+        )
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Leases are given and endpoints watched inside."""
+        async with trio.open_nursery() as nursery:
+            self.fleet.set_all(self._specs, source="configured")
+            await nursery.start(self.dispatch.run)
+            await nursery.start(self.fleet.run)
+            for source in self._sources:
+                nursery.start_soon(source.run, self.fleet)
+            yield
+            nursery.cancel_scope.cancel()
 
 
 def _router_settings(config: RouteConfig) -> RouterSettings:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import trio
 
@@ -13,10 +14,15 @@ from trioserve.frontend.cross_origin import CrossOrigin, checked_origins
 from trioserve.frontend.exchange import Handler
 from trioserve.frontend.hypercorn_server import serve_with_hypercorn
 from trioserve.frontend.listener import addresses, open_listeners
+from trioserve.frontend.router_app import RouterApp
 from trioserve.frontend.routes import App
 from trioserve.frontend.server import FrontendServer
+from trioserve.route import Routing
 from trioserve.runtime.errors_unwrapped import errors_unwrapped
-from trioserve.runtime.serve import FrontEnd, Service
+from trioserve.runtime.fleet import EndpointSpec
+from trioserve.runtime.local_endpoint import LOCAL_ENDPOINT, WAITING_DEPTH_MAX
+from trioserve.runtime.remote_endpoint import EndpointAddress, RemoteEndpoint
+from trioserve.runtime.serve import FrontEnd, Service, Worker
 from trioserve.serving import NativeFrontEnd, frontend_limits, optional_path, run_until_signal, server_tls
 from trioserve.terminal import LoadingBar
 
@@ -45,20 +51,30 @@ async def serve_configured(
     checked_origins(config.cors_origin)
     limits = frontend_limits(config)
     ssl_context = server_tls(config)
+    routing = Routing(config)
     # Who connects early waits in the backlog.
     listeners = await open_listeners(config.host, config.port, limits=limits)
     try:
         scheme = "http" if ssl_context is None else "https"
         urls = [f"{scheme}://{address}" for address in addresses(listeners)]
         bar = LoadingBar(config.model)
-        async with open_configured_engine(config, on_progress=bar.progress, on_loaded=bar.loaded) as engine:
-            app = App(
+        async with AsyncExitStack() as scopes:
+            with_engine = open_configured_engine(config, on_progress=bar.progress, on_loaded=bar.loaded)
+            engine = await scopes.enter_async_context(with_engine)
+            worker: Worker = engine
+            app: App | RouterApp
+            app = engines_app = App(
                 engine,
-                api_keys=config.api_key,
-                admin_api_key=config.admin_api_key,
+                api_keys=() if routing.has_endpoints else config.api_key,
+                admin_api_key=None if routing.has_endpoints else config.admin_api_key,
                 trust_request_chat_template=config.trust_request_chat_template,
                 tenant_header=config.tenant_header,
             )
+            metrics = engine.metrics
+            if routing.has_endpoints:
+                await scopes.enter_async_context(_engine_as_endpoint(engines_app, routing, config))
+                app = routing.app(more_metrics=lambda: engine.metrics.expose(part="engine"))
+                worker, metrics = routing.dispatch, routing.metrics
             handler: Handler = app
             if config.cors_origin:
                 handler = CrossOrigin(app, config.cors_origin, on_preflight=app.note_preflight)
@@ -67,8 +83,8 @@ async def serve_configured(
                 front_end = _HypercornFrontEnd(handler, listeners, config)
             else:
                 server = FrontendServer(handler, limits=limits, ssl_context=ssl_context)
-                front_end = NativeFrontEnd(server, listeners, engine.metrics)
-            service = Service(engine, front_end, runtime_settings(config))
+                front_end = NativeFrontEnd(server, listeners, metrics)
+            service = Service(worker, front_end, runtime_settings(config))
             engine.on_fault = service.pass_on_fault
             with errors_unwrapped():
                 async with trio.open_nursery() as nursery:
@@ -77,6 +93,29 @@ async def serve_configured(
     finally:
         for listener in listeners:
             listener.socket.close()
+
+
+@asynccontextmanager
+async def _engine_as_endpoint(app: App, routing: Routing, config: Config) -> AsyncIterator[None]:
+    """The router runs, and the engine is one of its endpoints: reached as the others are, over a connection, but inside
+    of this process. So leaving a request there is what it is everywhere."""
+    server = FrontendServer(app, limits=frontend_limits(config))
+    async with trio.open_nursery() as connections:
+
+        async def connect() -> trio.abc.Stream:
+            ours, engines = trio.socket.socketpair()
+            connections.start_soon(server.serve_connection, trio.SocketStream(engines))
+            return trio.SocketStream(ours)
+
+        address = EndpointAddress.parse("http://" + LOCAL_ENDPOINT)
+        routing.fleet.add(
+            EndpointSpec(url=str(address), id=LOCAL_ENDPOINT, leases_max=config.max_num_seqs + WAITING_DEPTH_MAX),
+            source="this process",
+            remote=RemoteEndpoint(LOCAL_ENDPOINT, address, open_stream=connect),
+        )
+        async with routing.running():
+            yield
+        connections.cancel_scope.cancel()
 
 
 class _HypercornFrontEnd:

@@ -111,3 +111,45 @@ def test_a_client_of_the_router_that_is_gone_is_gone_from_the_engine(fleet):
 def test_the_router_loads_nothing_that_computes():
     code = "import sys, trioserve.route; sys.exit(bool({'torch', 'numpy', 'gguf', 'jinja2'} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.fixture
+def mixed(start_server):
+    """One server whose router stands before its own engine and another server."""
+    other = start_server("--max-num-seqs", "2", "--threads", "1")
+    server = start_server(
+        "--max-num-seqs=2",
+        "--threads=1",
+        f"--endpoint=other={other.url}",
+        "--endpoint-max-requests=2",
+        "--endpoint-max-waiting=0",
+        "--health-interval=0.5",
+    )
+    wait_until(lambda: all(each["health"] == "healthy" for each in get(f"{server.url}/endpoints")["data"]))
+    return server
+
+
+def test_the_engine_of_this_process_and_another_server_share_the_load(mixed):
+    assert {each["id"] for each in get(f"{mixed.url}/endpoints")["data"]} == {"local", "other"}
+    askers = [Asker(mixed.url, f"Story number {index}:", 40) for index in range(4)]
+    for asker in askers:
+        asker.join(WAIT_SECONDS_MAX)
+        assert asker.is_done, (asker.error, asker.events[-1:])
+    assert {asker.endpoint for asker in askers} == {"local", "other"}
+    with urllib.request.urlopen(f"{mixed.url}/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    assert text.count("# TYPE trioserve:generation_tokens_total counter") == 1
+    assert text.count("# TYPE trioserve_router:admissions_total counter") == 1
+    assert text.count("# TYPE process_resident_memory_bytes gauge") == 1
+
+
+def test_a_client_that_leaves_frees_the_blocks_of_the_engine_in_this_process(mixed):
+    body = {"prompt": "Count:", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    request = urllib.request.Request(f"{mixed.url}/v1/completions?id=local", json.dumps(body).encode(), method="POST")
+    with urllib.request.urlopen(request, timeout=WAIT_SECONDS_MAX) as answer:
+        assert answer.headers["x-trioserve-endpoint"] == "local"
+        answer.readline()
+        assert mixed.metric('trioserve:kv_blocks{state="used"}') > 0
+    wait_until(lambda: mixed.metric('trioserve:kv_blocks{state="used"}') == 0)
+    assert mixed.metric('trioserve:aborts_total{phase="decode"}') == 1
+    assert mixed.stop() == 0

@@ -221,7 +221,7 @@ async def test_an_id_that_is_named_twice_is_aborted_once(autojump_clock):
 
 
 async def test_late_aborts_are_told_of_the_last_requests_and_no_more(autojump_clock, monkeypatch):
-    monkeypatch.setattr("trioserve.runtime.engine.ENDED_IDS_MAX", 2)
+    monkeypatch.setattr("trioserve.runtime.ended_ids.ENDED_IDS_MAX", 2)
     async with open_fake_engine() as fake:
         for request_id in ("one", "two", "one", "three"):
             async with fake.generate(PROMPT, request_id=request_id):

@@ -79,6 +79,10 @@ class QueueWaitOver(TrioserveError):
     """The request's own time to wait in line has passed; nothing was sent anywhere."""
 
 
+class RequestAborted(TrioserveError):
+    """Somebody has aborted the request by its id."""
+
+
 class EndpointLost(TrioserveError):
     """The endpoint failed while it served this request, and no other could take it over."""
 

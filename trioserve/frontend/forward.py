@@ -108,7 +108,8 @@ async def _forward(call: RouterCall) -> None:
     deadlines = deadlines_of(body, call.exchange.headers).within(call.rules.deadlines, call.rules.deadlines_max)
     model = call.fleet.real_model(body.model)
     clock = _Clock(deadlines, trio.current_time())
-    with clock.running(), call.fleet.dispatch.enter(_routed(call, body, model, clock)) as turn:
+    routed = _routed(call, body, model, clock)
+    with clock.running(), call.fleet.dispatch.enter(routed, id=call.request_id, owner=call.owner) as turn:
         call.turn = turn
         while True:
             id = await _lease(turn, clock)
@@ -196,7 +197,7 @@ def _routed(call: RouterCall, body: RoutedBody, model: str, clock: _Clock) -> Ro
         model=model,
         tenant=headers.get(rules.tenant_header) or call.owner or "",
         priority=body.priority or 0,
-        sequences=max(1, body.n or 1),
+        sequences=max(1, body.n or 1) * body.prompt_count,
         prompt_tokens=len(content) // 4 + 1,
         session=headers.get(rules.session_header),
         pinned=None if pinned is None else EndpointId(pinned),

@@ -6,17 +6,36 @@ unknown to it. Without keys everybody sees everything.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Protocol
+
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.events import AbortOutcome
 from trioserve.contracts.live import LiveRequestView
+from trioserve.frontend.answering import Answering
 from trioserve.frontend.call import Call
 from trioserve.frontend.error_responses import REASON_HEADER, ErrorAnswer, Refusal
-from trioserve.frontend.openai_types import AbortBody
+from trioserve.frontend.openai_types import AbortBody, decode_body
 
-__all__ = ["REQUEST_PATH", "abort_request", "abort_requests", "list_requests"]
+__all__ = [
+    "REQUEST_PATH",
+    "Abort",
+    "abort_request",
+    "abort_requests",
+    "answer_abort",
+    "answer_aborts",
+    "list_requests",
+]
 
 REQUEST_PATH = "/v1/requests/"
 """What follows is the request's id, slashes included."""
+
+
+class Abort(Protocol):
+    """As Engine and Dispatch have it."""
+
+    def __call__(self, request_ids: Iterable[str], /, *, owner: str | None) -> dict[str, AbortOutcome]: ...
+
 
 ABORTS_MAX = 1000  # ids in one call; each answers with a line
 
@@ -28,8 +47,12 @@ async def list_requests(call: Call) -> None:
 
 async def abort_request(call: Call) -> None:
     """Answers 200 with what it did; 404 if no request of this caller bears the id."""
+    await answer_abort(call, call.engine.abort)
+
+
+async def answer_abort(call: Answering, abort: Abort) -> None:
     request_id = call.exchange.path.removeprefix(REQUEST_PATH)
-    outcome = call.engine.abort([request_id], owner=call.owner)[request_id]
+    outcome = abort([request_id], owner=call.owner)[request_id]
     if outcome is AbortOutcome.UNKNOWN:
         raise Refusal(
             ErrorAnswer(
@@ -45,10 +68,14 @@ async def abort_request(call: Call) -> None:
 
 async def abort_requests(call: Call) -> None:
     """Answers with a result for each id, in the order in which they came."""
-    ids = (await call.body(AbortBody)).ids
+    await answer_aborts(call, call.engine.abort)
+
+
+async def answer_aborts(call: Answering, abort: Abort) -> None:
+    ids = decode_body(await call.exchange.body(), AbortBody).ids
     if not 1 <= len(ids) <= ABORTS_MAX:
         raise InvalidRequest(f"ids has {len(ids)} entries, allowed are 1 to {ABORTS_MAX}", param="ids")
-    outcomes = call.engine.abort(ids, owner=call.owner)
+    outcomes = abort(ids, owner=call.owner)
     await call.answer(
         {
             "object": "list",

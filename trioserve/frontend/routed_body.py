@@ -14,6 +14,7 @@ __all__ = ["RoutedBody", "prefix_of", "rewritten"]
 TOKEN_BYTES = 4  # of English text and JSON, on average: the router does not tokenize
 PREFIX_BLOCK_BYTES = 128  # about 32 tokens: short enough for a common system prompt, and few names for a long prompt
 PREFIX_BLOCKS_MAX = 1024  # 128 KiB of prompt; what lies behind them decides nothing
+BEGIN_BYTES = 64  # of a list: enough for white space, if there is any, and what its first item is
 
 _NOTHING = msgspec.Raw()
 
@@ -37,6 +38,14 @@ class RoutedBody(msgspec.Struct, frozen=True, kw_only=True):
     def content(self) -> bytes:
         """The JSON of what is to be answered."""
         return bytes(self.messages) or bytes(self.prompt) or bytes(self.input)
+
+    @property
+    def prompt_count(self) -> int:
+        """How many prompts there are: a list of texts, or of lists of token ids, is several."""
+        begin = bytes(memoryview(self.prompt)[:BEGIN_BYTES]).split()
+        if not b"".join(begin).startswith((b'["', b"[[")):
+            return 1
+        return max(1, len(msgspec.json.decode(self.prompt, type=list[msgspec.Raw])))
 
 
 def prefix_of(content: bytes, model: str, salt: str | None) -> tuple[BlockHash, ...]:

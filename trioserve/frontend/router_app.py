@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
+
+import trio
 
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import InvalidRequest, StartupError, UnknownModel
@@ -12,6 +14,7 @@ from trioserve.frontend.api_keys import ApiKeys
 from trioserve.frontend.app import BaseApp, Route
 from trioserve.frontend.error_responses import REASON_HEADER, ErrorAnswer, Refusal
 from trioserve.frontend.forward import forward
+from trioserve.frontend.live_requests import REQUEST_PATH, answer_abort, answer_aborts
 from trioserve.frontend.models import MODEL_PATH
 from trioserve.frontend.openai_types import decode_body
 from trioserve.frontend.operations import VERSION
@@ -126,9 +129,40 @@ def _check_may_manage(call: RouterCall) -> None:
         )
 
 
+async def list_requests(call: RouterCall) -> None:
+    """Those that live, wherever they are."""
+    now = trio.current_time()
+    await call.answer(
+        {
+            "object": "list",
+            "data": [
+                {
+                    "id": turn.id,
+                    "object": "request",
+                    "state": "waiting" if turn.is_in_line else "running",
+                    "endpoint": None if turn.is_in_line else turn.ticket.endpoint,
+                    "priority": turn.ticket.request.priority,
+                    "age_seconds": round(now - turn.ticket.entered_at, 3),
+                }
+                for turn in call.fleet.dispatch.live_turns(owner=call.owner)
+            ],
+        }
+    )
+
+
+async def abort_request(call: RouterCall) -> None:
+    """Answers 200 with what it did; 404 if no request of this caller bears the id."""
+    await answer_abort(call, call.fleet.dispatch.abort)
+
+
+async def abort_requests(call: RouterCall) -> None:
+    """Answers with a result for each id, in the order in which they came."""
+    await answer_aborts(call, call.fleet.dispatch.abort)
+
+
 async def read_metrics(call: RouterCall) -> None:
     metrics = call.metrics
-    await call.answer_bytes(metrics.expose(), metrics.content_type)
+    await call.answer_bytes(metrics.expose() + call.more_metrics(), metrics.content_type)
 
 
 ROUTES = {
@@ -136,6 +170,8 @@ ROUTES = {
     for route in (
         *(Route[RouterCall](path=path, operations={"POST": forward}) for path in FORWARDED),
         Route[RouterCall](path="/v1/models", operations={"GET": list_models}),
+        Route[RouterCall](path="/v1/requests", operations={"GET": list_requests}),
+        Route[RouterCall](path="/v1/requests/abort", operations={"POST": abort_requests}),
         Route[RouterCall](path=ENDPOINTS_PATH, operations={"GET": list_endpoints, "POST": add_endpoint}),
         Route[RouterCall](path="/health", operations={"GET": read_health}, needs_key=False),
         Route[RouterCall](path="/ready", operations={"GET": read_ready}, needs_key=False),
@@ -144,6 +180,7 @@ ROUTES = {
     )
 }
 MODEL = Route[RouterCall](path=MODEL_PATH + "{model}", operations={"GET": read_model})
+REQUEST = Route[RouterCall](path=REQUEST_PATH + "{request}", operations={"DELETE": abort_request})
 ENDPOINT = Route[RouterCall](path=ENDPOINT_PATH + "{endpoint}", operations={"DELETE": drain_endpoint})
 
 
@@ -158,11 +195,14 @@ class RouterApp(BaseApp[RouterCall]):
         rules: RoutingRules | None = None,
         api_keys: Iterable[str] = (),
         admin_api_key: str | None = None,
+        more_metrics: Callable[[], bytes] = bytes,
         surroundings: Surroundings | None = None,
     ) -> None:
+        """more_metrics: shown behind the router's own."""
         super().__init__(ApiKeys(api_keys, admin_key=admin_api_key), metrics)
         self._fleet = fleet
         self._rules = rules or RoutingRules()
+        self._more_metrics = more_metrics
         self._surroundings = surroundings or Surroundings()
 
     def route(self, path: str) -> Route[RouterCall] | None:
@@ -170,10 +210,14 @@ class RouterApp(BaseApp[RouterCall]):
             return MODEL
         if path.startswith(ENDPOINT_PATH) and len(path) > len(ENDPOINT_PATH):
             return ENDPOINT
+        if path.startswith(REQUEST_PATH) and len(path) > len(REQUEST_PATH) and path not in ROUTES:
+            return REQUEST
         return ROUTES.get(path)
 
     def new_call(self, exchange: Exchange) -> RouterCall:
-        return RouterCall(exchange, self._fleet, self._rules, self._metrics, self._surroundings)
+        return RouterCall(
+            exchange, self._fleet, self._rules, self._metrics, self._surroundings, more_metrics=self._more_metrics
+        )
 
     def end_fields(self, call: RouterCall) -> dict[str, object]:
         return {"endpoint": call.endpoint}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, urlencode
 
@@ -50,12 +51,20 @@ class RouterCall(Answering):
     """
 
     def __init__(
-        self, exchange: Exchange, fleet: Fleet, rules: RoutingRules, metrics: Metrics, surroundings: Surroundings
+        self,
+        exchange: Exchange,
+        fleet: Fleet,
+        rules: RoutingRules,
+        metrics: Metrics,
+        surroundings: Surroundings,
+        *,
+        more_metrics: Callable[[], bytes] = bytes,
     ) -> None:
         super().__init__(exchange, surroundings)
         self.fleet = fleet
         self.rules = rules
         self.metrics = metrics
+        self.more_metrics = more_metrics
         self.turn: Turn | None = None
         self.endpoint: EndpointId | None = None
 

@@ -90,24 +90,28 @@ class Metrics:
         """Have `callback` called before every exposition: the place to set gauges from a snapshot. It must not wait."""
         self._callbacks.append(callback)
 
-    def expose(self) -> bytes:
+    def expose(self, *, part: Part | None = None) -> bytes:
         """Everything in Prometheus' text format 0.0.4: each family under `trioserve:`, then under its aliases, with the
         label model_name on every series; after them the process under the names that every exporter uses, on Linux
-        (`process_resident_memory_bytes`, ...). To be sent with `content_type`."""
+        (`process_resident_memory_bytes`, ...). To be sent with `content_type`. part: this alone, without the process,
+        to be shown behind others."""
         for callback in self._callbacks:
             callback()
-        return generate_latest(_Shown(self.registry, self._metrics, self._model_name))
+        metrics = [metric for metric in self._metrics if part in (None, metric.part)]
+        return generate_latest(_Shown(self.registry, metrics, self._model_name, with_process=part is None))
 
 
 class _Shown:
     """A registry's families as scrapers see them. The model's name is added here and not in the instruments, so that
     whoever counts a token need not say it."""
 
-    def __init__(self, registry: CollectorRegistry, metrics: Iterable[Metric], model_name: str | None) -> None:
+    def __init__(
+        self, registry: CollectorRegistry, metrics: Iterable[Metric], model_name: str | None, *, with_process: bool
+    ) -> None:
         self._registry = registry
         self._metrics = metrics
         self._model = {} if model_name is None else {MODEL_LABEL: model_name}
-        self._process = ProcessCollector(registry=None)
+        self._process = ProcessCollector(registry=None) if with_process else None
 
     def collect(self) -> Iterator[Family]:
         families = {family.name: family for family in self._registry.collect()}
@@ -115,7 +119,8 @@ class _Shown:
             family = families[_family_name(metric)]
             for name in (metric.full_name, *metric.aliases):
                 yield self._renamed(family, name.removesuffix("_total"))
-        yield from self._process.collect()
+        if self._process is not None:
+            yield from self._process.collect()
 
     def _renamed(self, family: Family, name: str) -> Family:
         shown = Family(name, family.documentation, family.type)

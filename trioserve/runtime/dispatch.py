@@ -16,11 +16,13 @@ from contextlib import contextmanager
 import trio
 
 from trioserve.contracts.endpoint import EndpointId, EndpointLoad, RoutedRequest
-from trioserve.contracts.errors import Draining, EndpointLost
+from trioserve.contracts.errors import Draining, EndpointLost, RequestAborted, TrioserveError
+from trioserve.contracts.events import AbortOutcome
 from trioserve.router.core import Fault, RouterCore
 from trioserve.router.policies import Chance, PolicyFactory
 from trioserve.router.settings import RouterSettings
 from trioserve.router.ticket import Ticket, TicketState
+from trioserve.runtime.ended_ids import EndedIds
 
 __all__ = ["Dispatch", "Fault", "Turn"]
 
@@ -41,6 +43,7 @@ class Dispatch:
         self.on_gone: Callable[[EndpointId], None] = lambda id: None
         self.on_wait_over: Callable[[float], object] = lambda seconds: None
         self._turns: dict[int, Turn] = {}
+        self._ended_ids = EndedIds()
         self._ticks_at = math.inf
         self._sooner = trio.Event()
         self._idle = trio.Event()
@@ -56,18 +59,19 @@ class Dispatch:
             self.core.tick(trio.current_time())
 
     @contextmanager
-    def enter(self, request: RoutedRequest) -> Iterator[Turn]:
-        """A place in line, or a lease at once. Raises Overloaded, Draining or NoEndpoint, and then holds nothing."""
-        turn = self.begin(request)
+    def enter(self, request: RoutedRequest, *, id: str | None = None, owner: str | None = None) -> Iterator[Turn]:
+        """A place in line, or a lease at once. id: under which it may be seen and aborted by its owner, or by those who
+        may see everything. Raises Overloaded, Draining or NoEndpoint, and then holds nothing."""
+        turn = self.begin(request, id=id, owner=owner)
         try:
             yield turn
         finally:
             self.leave(turn)
 
-    def begin(self, request: RoutedRequest) -> Turn:
+    def begin(self, request: RoutedRequest, *, id: str | None = None, owner: str | None = None) -> Turn:
         """The same for those whose scope is not a `with` block here. The caller owes `leave`."""
         ticket = self.core.enter(request, trio.current_time())
-        turn = self._turns[ticket.index] = Turn(self, ticket)
+        turn = self._turns[ticket.index] = Turn(self, ticket, id=id, owner=owner)
         self.retime()
         return turn
 
@@ -75,8 +79,34 @@ class Dispatch:
         """Whatever it holds is back. Nothing to do when it has left."""
         if self._turns.pop(turn.ticket.index, None) is not None:
             self.core.leave(turn.ticket, trio.current_time())
+            if turn.id is not None:
+                self._ended_ids.note(turn.id, turn.owner)
             if not self._turns:
                 self._idle.set()
+
+    def abort(self, ids: Iterable[str], *, owner: str | None = None) -> dict[str, AbortOutcome]:
+        """End requests by their ids: out of the line, or from their endpoint, at once; their clients are told. Never
+        raises. owner: only theirs; those of others are unknown."""
+        turns: dict[str | None, list[Turn]] = {}
+        for turn in self.live_turns(owner=owner):
+            turns.setdefault(turn.id, []).append(turn)
+        outcomes = {}
+        for id in dict.fromkeys(ids):
+            found = turns.get(id, [])
+            unfinished = [turn for turn in found if not turn.is_ended]
+            for turn in unfinished:
+                turn.end(RequestAborted("the request was aborted by its id"))
+            if unfinished:
+                outcomes[id] = AbortOutcome.ABORTED
+            elif found or self._ended_ids.knows(id, owner=owner):
+                outcomes[id] = AbortOutcome.ALREADY_FINISHED
+            else:
+                outcomes[id] = AbortOutcome.UNKNOWN
+        return outcomes
+
+    def live_turns(self, *, owner: str | None = None) -> list[Turn]:
+        """Every request that is entered and not left, oldest first. owner: only theirs."""
+        return [turn for turn in self._turns.values() if owner in (None, turn.owner)]
 
     def note_load(self, id: EndpointId, load: EndpointLoad, *, sent_when_asked: int) -> None:
         self.core.note_load(id, load, trio.current_time(), sent_when_asked=sent_when_asked)
@@ -142,21 +172,25 @@ class Dispatch:
 class Turn:
     """One request, from entering the line to leaving it."""
 
-    def __init__(self, dispatch: Dispatch, ticket: Ticket) -> None:
+    def __init__(self, dispatch: Dispatch, ticket: Ticket, *, id: str | None, owner: str | None) -> None:
         self.ticket = ticket
+        self.id = id
+        self.owner = owner
         self._dispatch = dispatch
         self._core = dispatch.core
         self._changed = trio.Event()
         self._attempt: trio.CancelScope | None = None
-        self._end: Draining | None = None
+        self._end: TrioserveError | None = None
 
     async def lease(self) -> EndpointId:
         """Wait for an endpoint. Raises what refuses the request: Overloaded when it waited too long here, QueueWaitOver
-        when its own time is over, Draining, NoEndpoint."""
+        when its own time is over, Draining, NoEndpoint, RequestAborted."""
         ticket = self.ticket
         while ticket.state is TicketState.WAITING:
             self._changed = trio.Event()
             await self._changed.wait()
+        if self._end is not None:
+            raise self._end
         self._dispatch.on_wait_over(trio.current_time() - ticket.entered_at)
         if ticket.refusal is not None:
             raise ticket.refusal
@@ -202,8 +236,16 @@ class Turn:
         if self._attempt is not None and self.ticket.endpoint == id and not self.ticket.has_token:
             self._attempt.cancel()
 
-    def end(self, reason: Draining) -> None:
-        """End the attempt, wherever it is."""
+    @property
+    def is_ended(self) -> bool:
+        """Somebody has ended it, or the line has refused it."""
+        return self._end is not None or self.ticket.state is TicketState.ENDED
+
+    def end(self, reason: TrioserveError) -> None:
+        """End it, wherever it is. In line its place is free at once; an attempt ends with its scope."""
+        self._end = reason
         if self._attempt is not None:
-            self._end = reason
             self._attempt.cancel()
+        else:
+            self._core.leave(self.ticket, trio.current_time())
+            self.wake()

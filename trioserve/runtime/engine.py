@@ -10,7 +10,6 @@ import functools
 import itertools
 import logging
 import secrets
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
@@ -35,6 +34,7 @@ from trioserve.metrics.registry import Metrics
 from trioserve.runtime.deadline_keeper import Alarm, DeadlineKeeper
 from trioserve.runtime.delivery import Delivery
 from trioserve.runtime.dispatch import Turn
+from trioserve.runtime.ended_ids import EndedIds
 from trioserve.runtime.engine_loop import EngineLoop, StepRunner
 from trioserve.runtime.live_view import view_of
 from trioserve.runtime.local_endpoint import local_dispatch, local_request
@@ -50,7 +50,6 @@ __all__ = ["Engine", "ModelDescription"]
 
 logger = logging.getLogger(__name__)
 
-ENDED_IDS_MAX = 10_000  # so long a late abort is told "already finished" and not "unknown"
 SEED_STRIDE = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: seeds of a request's choices lie far apart
 
 T = TypeVar("T")
@@ -112,7 +111,7 @@ class Engine:
         self._settings = settings
         self._new_request_id = new_request_id
         self._streams: dict[str, list[RequestStream]] = {}  # entered and not left, by the id that callers know
-        self._ended_ids: OrderedDict[str, set[str | None]] = OrderedDict()  # with the owners that used them
+        self._ended_ids = EndedIds()
         self._preparing_count = 0
         self._sequence_numbers = itertools.count()
         self._deadline_keeper = DeadlineKeeper()
@@ -237,7 +236,7 @@ class Engine:
                 self._delivery.end_with_last_word(stream, reason, "the request was aborted by its id")
             if unfinished:
                 outcomes[request_id] = AbortOutcome.ABORTED
-            elif streams or self._has_ended(request_id, owner):
+            elif streams or self._ended_ids.knows(request_id, owner=owner):
                 outcomes[request_id] = AbortOutcome.ALREADY_FINISHED
             else:
                 outcomes[request_id] = AbortOutcome.UNKNOWN
@@ -324,10 +323,7 @@ class Engine:
         streams.remove(stream)
         if not streams:
             del self._streams[stream.id]
-        self._ended_ids.setdefault(stream.id, set()).add(stream.owner)
-        self._ended_ids.move_to_end(stream.id)
-        if len(self._ended_ids) > ENDED_IDS_MAX:
-            self._ended_ids.popitem(last=False)
+        self._ended_ids.note(stream.id, stream.owner)
         self._note_idle()
 
     # --- inside ---
@@ -435,10 +431,6 @@ class Engine:
 
     def _wake(self) -> None:
         self._loop.wake()
-
-    def _has_ended(self, request_id: str, owner: str | None) -> bool:
-        owners = self._ended_ids.get(request_id, set())
-        return bool(owners) if owner is None else owner in owners
 
     def _live_streams(self) -> list[RequestStream]:
         return [stream for streams in self._streams.values() for stream in streams]

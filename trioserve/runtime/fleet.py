@@ -83,10 +83,13 @@ class Fleet:
 
     # --- who belongs to it ---
 
-    def add(self, spec: EndpointSpec, *, source: str = "configured") -> EndpointId:
-        """Raises StartupError for a URL that is none, or an id that is taken."""
+    def add(
+        self, spec: EndpointSpec, *, source: str = "configured", remote: RemoteEndpoint | None = None
+    ) -> EndpointId:
+        """remote: how it is reached, if not over the network. Raises StartupError for a URL that is none, or an id that
+        is taken."""
         id = spec.endpoint_id
-        remote = self._connect(spec)
+        remote = remote or self._connect(spec)
         self.dispatch.core.add_endpoint(id, spec.models or (), trio.current_time(), leases_max=spec.leases_max)
         known = self._members.get(id)
         if known is not None:  # it comes back while it was being drained

@@ -11,7 +11,7 @@ from trioserve.router.settings import RouterSettings
 from trioserve.runtime.dispatch import Dispatch
 from trioserve.runtime.settings import RuntimeSettings
 
-__all__ = ["LOCAL_MODEL", "local_dispatch", "local_request"]
+__all__ = ["LOCAL_ENDPOINT", "LOCAL_MODEL", "WAITING_DEPTH_MAX", "local_dispatch", "local_request"]
 
 LOCAL_ENDPOINT = EndpointId("local")
 LOCAL_MODEL = "local"
