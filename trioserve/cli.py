@@ -217,6 +217,7 @@ def _bench(arguments: argparse.Namespace) -> int:
 
         return run_draft_bench(open_engine)
     from trioserve.bench.flags import settings_from
+    from trioserve.bench.router_settings import RouterBenchSettings
     from trioserve.bench.soak_settings import SoakSettings
     from trioserve.bench.startup_settings import StartupSettings
     from trioserve.bench.suite_settings import SuiteSettings
@@ -230,6 +231,10 @@ def _bench(arguments: argparse.Namespace) -> int:
         from trioserve.bench.startup import main as run_startup
 
         return run_startup(settings)
+    if isinstance(settings, RouterBenchSettings):
+        from trioserve.bench.router_run import main as run_router_bench
+
+        return run_router_bench(settings)
     if isinstance(settings, SoakSettings):
         from trioserve.bench.soak_run import main as run_soak
 

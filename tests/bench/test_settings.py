@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from trioserve.bench.flags import add_arguments, settings_from
+from trioserve.bench.router_settings import WITHOUT_FLAGS, RouterBenchSettings
 from trioserve.bench.settings import BenchSettings, Target
 from trioserve.bench.soak_settings import SoakSettings
 from trioserve.bench.startup_settings import StartupSettings
@@ -16,7 +17,7 @@ from trioserve.bench.suite_settings import SuiteSettings
 from trioserve.contracts.errors import StartupError
 
 
-def parse(flags: str) -> BenchSettings | SoakSettings | SuiteSettings | StartupSettings:
+def parse(flags: str) -> BenchSettings | SoakSettings | SuiteSettings | StartupSettings | RouterBenchSettings:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     return settings_from(parser.parse_args(flags.split(" ") if flags else []))
@@ -30,6 +31,24 @@ def test_flags_of_a_startup_reach_their_settings():
     settings = parse("--startup --rounds 3 --flags=--threads=2 --timeout 9 --json - --label l")
     assert settings == StartupSettings(
         server_flags=("--threads=2",), rounds=3, timeout_seconds=9.0, json_path="-", label="l"
+    )
+
+
+def test_flags_of_a_router_reach_their_settings():
+    settings = parse(
+        "--router --rows latency,bursts --requests 5 --concurrency 4 --rounds 3 --output-tokens 80 "
+        "--flags=--policy=session --seed 12 --json - --label l"
+    )
+    assert settings == RouterBenchSettings(
+        rows=("latency", "bursts"),
+        requests=5,
+        concurrency=4,
+        rounds=3,
+        output_tokens=80,
+        server_flags=("--policy=session",),
+        seed=12,
+        json_path="-",
+        label="l",
     )
 
 
@@ -107,10 +126,11 @@ def test_every_help_text_can_be_printed_and_names_a_default(capsys):
     flags = [action for action in parser._actions if action.dest != "help"]
     fields = {
         name
-        for kind in (BenchSettings, SoakSettings, SuiteSettings, StartupSettings)
+        for kind in (BenchSettings, SoakSettings, SuiteSettings, StartupSettings, RouterBenchSettings)
         for name in kind.__struct_fields__
+        if name not in WITHOUT_FLAGS
     }
-    assert {action.dest for action in flags} == {"soak", "suite", "startup", *fields}
+    assert {action.dest for action in flags} == {"soak", "suite", "startup", "router", *fields}
     for action in flags:
         assert "default" in action.help or "(off)" in action.help, action.dest
     parser.print_help()

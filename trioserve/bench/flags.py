@@ -10,6 +10,7 @@ import shlex
 
 import msgspec
 
+from trioserve.bench.router_settings import ROUTER_ROWS, RouterBenchSettings
 from trioserve.bench.settings import BenchSettings
 from trioserve.bench.soak_settings import SoakSettings
 from trioserve.bench.startup_settings import StartupSettings
@@ -53,9 +54,14 @@ _FLAGS = {
 }
 """The flag of each setting. Some belong to one kind of measurement alone."""
 
-Settings = BenchSettings | SoakSettings | SuiteSettings | StartupSettings
+Settings = BenchSettings | RouterBenchSettings | SoakSettings | SuiteSettings | StartupSettings
 
-_MODES: dict[str, type[Settings]] = {"soak": SoakSettings, "suite": SuiteSettings, "startup": StartupSettings}
+_MODES: dict[str, type[Settings]] = {
+    "soak": SoakSettings,
+    "suite": SuiteSettings,
+    "startup": StartupSettings,
+    "router": RouterBenchSettings,
+}
 _KINDS = {"a plain bench": BenchSettings, **{f"--{name}": kind for name, kind in _MODES.items()}}
 
 
@@ -84,15 +90,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     suite = {field.name: field.default for field in msgspec.structs.fields(SuiteSettings)}
 
     startup = {field.name: field.default for field in msgspec.structs.fields(StartupSettings)}
+    router = {field.name: field.default for field in msgspec.structs.fields(RouterBenchSettings)}
 
     def flag(field: str, help_text: str, **options: object) -> None:
         default = plain.get(field, soak.get(field, suite.get(field)))
-        if startup.get(field, default) != default:
-            default = f"{default}, with --startup {startup[field]}"
-        if soak.get(field, default) != default:
-            default = f"{default}, with --soak {soak[field]}"
+        shown = str(default)
+        for name, others in (("startup", startup), ("soak", soak), ("router", router)):
+            if others.get(field, default) != default:
+                shown += f", with --{name} {others[field]}"
         keywords: dict[str, object] = {"dest": field, "default": None, **options}
-        keywords["help"] = help_text.replace("DEFAULT", str(default))
+        keywords["help"] = help_text.replace("DEFAULT", shown)
         parser.add_argument(_FLAGS[field], **keywords)  # type: ignore[arg-type]  # argparse types each on its own
 
     parser.add_argument(
@@ -112,6 +119,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="start trioserve serve again and again: seconds from the command until it is ready, and its memory then "
         "(default: off)",
     )
+    parser.add_argument(
+        "--router",
+        action="store_true",
+        help="start trioserve route before pretended endpoints: the time it adds, its requests/s and processor time, "
+        "and how it holds bursts back (default: off)",
+    )
     flag(
         "checkouts",
         "with --startup, another checkout of trioserve to start in turn; may be repeated (default none)",
@@ -120,7 +133,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     flag(
         "server_flags",
-        "with --startup, flags of serve in one text, such as --flags='--cpu-kernels torch' (default none)",
+        "with --startup, flags of serve in one text, such as --flags='--cpu-kernels torch'; with --router, flags of "
+        "route (default none)",
         type=_words,
     )
     flag(
@@ -129,8 +143,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="URL",
         action=_Append,
     )
-    flag("rows", "with --suite, names of rows, separated by commas (default all)", type=_names)
-    flag("rounds", "with --suite or --startup, how often each is measured (default DEFAULT)", type=int)
+    flag(
+        "rows",
+        f"with --suite, names of rows, separated by commas; with --router, of {', '.join(ROUTER_ROWS)} (default all)",
+        type=_names,
+    )
+    flag("rounds", "with --suite, --startup or --router, how often each is measured (default DEFAULT)", type=int)
     flag("markdown_path", "with --suite, write the table to this file (default none)")
     flag("url", "server to measure, with or without /v1 (default DEFAULT)")
     flag("allow_remote", "permit a server that is not on this machine (off)", action="store_true")
@@ -144,7 +162,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     flag("connections", "HTTP/2 connections that share the requests (default DEFAULT)", type=int)
     flag("concurrency", "requests in flight, unless --rate is given (default DEFAULT)", type=int)
-    flag("requests", "requests to measure (default DEFAULT)", type=int)
+    flag("requests", "requests to measure; with --router, in each round (default DEFAULT)", type=int)
     flag("rate_per_second", "requests/s, random arrivals (default: closed loop)", type=float)
     flag(
         "prompt_tokens",

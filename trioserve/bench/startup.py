@@ -27,7 +27,16 @@ from trioserve.bench.run import EXIT_INTERRUPTED, EXIT_UNREACHABLE, PlainAnswer,
 from trioserve.bench.settings import Target
 from trioserve.bench.startup_settings import StartupSettings
 
-__all__ = ["Start", "StartupReport", "main", "memory_bytes", "startup_json", "startup_text"]
+__all__ = [
+    "Start",
+    "StartupReport",
+    "cpu_seconds",
+    "free_port",
+    "main",
+    "memory_bytes",
+    "startup_json",
+    "startup_text",
+]
 
 LOOKS_SECONDS = 0.005  # between two questions whether it is ready; as much may be missing in a figure
 STOP_SECONDS_MAX = 10.0
@@ -138,7 +147,7 @@ def memory_bytes(pid: int, root: pathlib.Path = pathlib.Path("/")) -> tuple[int 
 
 def _start(checkout: str, settings: StartupSettings) -> Start:
     """Raises _NotReady."""
-    port = _free_port()
+    port = free_port()
     command = [sys.executable, "-m", "trioserve", "serve", "--port", str(port), *settings.server_flags]
     with _environment(checkout) as (folder, environment), tempfile.TemporaryFile() as log:
         started_at = time.perf_counter()
@@ -155,7 +164,7 @@ def _start(checkout: str, settings: StartupSettings) -> Start:
             return Start(
                 checkout=checkout,
                 ready_seconds=ready_at - started_at,
-                cpu_seconds=_cpu_seconds(process.pid),
+                cpu_seconds=cpu_seconds(process.pid),
                 resident_bytes=resident,
                 proportional_bytes=proportional,
                 resident_bytes_max=most,
@@ -201,14 +210,16 @@ def _environment(checkout: str) -> Iterator[tuple[str | None, dict[str, str]]]:
         yield str(root), {**environment, "PYTHONPATH": os.pathsep.join((str(root), folder))}
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """One that nobody listens on at this moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
 
 
-def _cpu_seconds(pid: int) -> float | None:
+def cpu_seconds(pid: int) -> float | None:
+    """What all threads of a process have computed, to some hundredths of a second; None if the system does not tell."""
     try:
         fields = pathlib.Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
     except OSError:

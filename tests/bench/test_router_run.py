@@ -1,0 +1,72 @@
+"""A whole measurement, small: real processes, every figure in the table and in the JSON."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from trioserve.bench.router_run import main
+from trioserve.bench.router_settings import RouterBenchSettings
+from trioserve.contracts.errors import StartupError
+
+SMALL = {
+    "requests": 20,
+    "concurrency": 4,
+    "rounds": 1,
+    "output_tokens": 5,
+    "endpoints": 2,
+    "seats_max": 2,
+    "service_seconds": 0.05,
+    "burst_seconds": 0.3,
+    "bursts": 1,
+}
+
+
+def test_a_small_measurement_has_every_figure(tmp_path, capsys):
+    path = tmp_path / "report.json"
+    assert main(RouterBenchSettings(**SMALL, json_path=str(path), label="small")) == 0
+    report = json.loads(path.read_text())
+    for each in report["latency"]:
+        assert each["through_ms"]["count"] == each["direct_ms"]["count"] == 20
+    assert report["throughput"]["requests"] == 20
+    assert report["events"]["events"] == 4 * 5
+    assert report["figures"]["router CPU us a request"] >= 0
+    held_back, passed_on = report["bursts"]
+    assert (held_back["holds_back"], passed_on["holds_back"]) == (True, False)
+    for burst in report["bursts"]:
+        assert len(burst["endpoints"]) == 2
+        served = sum(tenant["served"] for tenant in burst["tenants"])
+        assert served == sum(endpoint["served"] for endpoint in burst["endpoints"]) > 0
+    assert max(endpoint["depth_max"] for endpoint in held_back["endpoints"]) <= 4
+    table = capsys.readouterr().out
+    assert table.startswith("small: route with no flags")
+    for words in ("added p50", "requests/s through, 4 at a time", "router CPU us an event", "of its fair share"):
+        assert words in table
+
+
+def test_rows_can_be_chosen_and_flags_reach_the_router(capsys):
+    assert main(RouterBenchSettings(**SMALL, rows=("throughput",), server_flags=("--policy", "round_robin"))) == 0
+    table = capsys.readouterr().out
+    assert "route with --policy round_robin" in table
+    assert "added p50" not in table
+    assert "tenant" not in table
+
+
+def test_a_router_that_does_not_start_is_told_with_its_last_words(capsys):
+    assert main(RouterBenchSettings(**SMALL, server_flags=("--policy", "nothing"))) == 2
+    assert 'last words: trioserve: there is no policy "nothing"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expect"),
+    [
+        ({"rows": ("latency", "speed")}, "--rows names 'speed'"),
+        ({"concurrency": 513}, "--concurrency is 513"),
+        ({"burst_load": 0.0}, "burst_load is 0.0"),
+        ({"seats_max": 0}, "seats_max is 0"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_one_sentence(wrong, expect):
+    with pytest.raises(StartupError, match=expect):
+        RouterBenchSettings(**wrong)
