@@ -55,8 +55,8 @@ ROOMS = {
     # outcome is what trio itself hands results between threads in
     "runtime": Room(
         rooms=words("contracts core router text metrics"),
-        packages=words("trio outcome h11 dns"),
-        only_in={"h11": words("remote_endpoint.py"), "dns": words("dns.py")},
+        packages=words("trio outcome dns"),
+        only_in={"dns": words("dns.py")},
         without=words("asyncio"),
     ),
     "frontend": Room(

@@ -8,7 +8,7 @@ import struct
 
 import trio
 
-from trioserve.frontend.tcp_stream import TcpStream
+from trioserve.runtime.tcp_stream import TcpStream
 
 __all__ = ["break_off", "close_after", "close_now"]
 

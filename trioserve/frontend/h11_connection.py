@@ -23,7 +23,7 @@ from trioserve.frontend.handler_call import call_handler
 from trioserve.frontend.headers import Headers
 from trioserve.frontend.message_head import REASONS, RequestHead, encode_fields, split_target
 from trioserve.frontend.refusals import JSON_FIELDS, refusal_body
-from trioserve.frontend.tcp_stream import TcpStream
+from trioserve.runtime.tcp_stream import TcpStream
 
 __all__ = ["H11Connection"]
 

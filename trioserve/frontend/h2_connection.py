@@ -30,7 +30,7 @@ from trioserve.frontend.handler_call import call_handler
 from trioserve.frontend.message_head import printable
 from trioserve.frontend.rate_bucket import RateBucket
 from trioserve.frontend.refusals import JSON_FIELDS, refusal_body
-from trioserve.frontend.tcp_stream import TcpStream
+from trioserve.runtime.tcp_stream import TcpStream
 
 __all__ = ["H2Connection"]
 

@@ -23,7 +23,7 @@ from trioserve.frontend.h2_frames import PREFACE
 from trioserve.frontend.h11_connection import H11Connection
 from trioserve.frontend.limits import FrontendLimits
 from trioserve.frontend.surroundings import Surroundings
-from trioserve.frontend.tcp_stream import TcpStream
+from trioserve.runtime.tcp_stream import TcpStream
 
 __all__ = ["FrontendServer"]
 

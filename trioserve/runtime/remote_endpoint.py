@@ -6,19 +6,19 @@ of one connection cannot hold each other up.
 
 from __future__ import annotations
 
-import contextlib
+import re
 import ssl
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from urllib.parse import urlsplit
 
-import h11
 import msgspec
 import trio
 
 from trioserve.contracts.endpoint import EndpointId
-from trioserve.contracts.errors import EndpointLost, StartupError
+from trioserve.contracts.errors import EndpointLost, InvalidRequest, StartupError
+from trioserve.runtime.answer_reader import AnswerHead, AnswerReader, BadAnswer
+from trioserve.runtime.tcp_stream import TcpStream
 
 __all__ = ["EndpointAddress", "RemoteAnswer", "RemoteEndpoint", "Unreachable"]
 
@@ -27,7 +27,9 @@ IDLE_CONNECTIONS_MAX = 128  # as many as are in use in a burst; each costs a soc
 IDLE_SECONDS_MAX = 4.0  # below the keep-alive of common servers (uvicorn 5 s), so that they seldom close first
 CLOSE_RACE_SECONDS = 0.5  # longer than a close may be on its way
 RECEIVE_BYTES = 65536
-HEAD_BYTES_MAX = 65536
+
+_TARGET = re.compile(r"[!-~]+")
+_FIELDS = re.compile(r"(?:[-!#$%&'*+.^_`|~0-9A-Za-z]+: [^\0\r\n]*\r\n)*")
 
 OpenStream = Callable[[], Awaitable[trio.abc.Stream]]
 
@@ -77,9 +79,9 @@ class EndpointAddress(msgspec.Struct, frozen=True, kw_only=True):
 class RemoteAnswer:
     """An answer whose head is here. headers: names in lower case."""
 
-    def __init__(self, status: int, headers: list[tuple[str, str]], connection: _Connection) -> None:
-        self.status = status
-        self.headers = headers
+    def __init__(self, head: AnswerHead, connection: _Connection) -> None:
+        self.status = head.status
+        self.headers = head.headers
         self._connection = connection
         self._held = bytearray()
 
@@ -128,39 +130,37 @@ class RemoteEndpoint:
         self._open_stream = open_stream or self._open_tcp
         self._idle: deque[tuple[float, _Connection]] = deque()  # (since when, connection), the oldest first
 
-    @asynccontextmanager
-    async def request(
-        self, method: str, path: str, headers: list[tuple[str, str]], body: bytes
-    ) -> AsyncIterator[RemoteAnswer]:
-        """Send a request; the scope holds the answer. Leaving it before the body's end closes the connection.
+    def request(self, method: str, path: str, headers: list[tuple[str, str]], body: bytes) -> _Asking:
+        """Send a request, any but HEAD; the scope holds the answer. Leaving it before the body's end closes the
+        connection.
 
-        Raises Unreachable if there is no connection, EndpointLost if it breaks before the head of the answer.
+        Raises Unreachable if there is no connection, EndpointLost if it breaks before the head of the answer, and
+        InvalidRequest for a header that cannot be sent.
         """
-        request = h11.Request(
-            method=method,
-            target=self.address.path + path,
-            headers=[*self._headers, *headers, ("content-length", str(len(body)))],
-        )
-        connection, response = await self._send(request, body)
-        try:
-            yield RemoteAnswer(
-                response.status_code,
-                [(name.decode("latin-1"), value.decode("latin-1")) for name, value in response.headers],
-                connection,
-            )
-        finally:
-            if connection.is_reusable and len(self._idle) < IDLE_CONNECTIONS_MAX:
-                self._idle.append((trio.current_time(), connection))
-            else:
-                connection.close()
+        return _Asking(self, self._encoded(method, path, headers, body))
 
-    async def _send(self, request: h11.Request, body: bytes) -> tuple[_Connection, h11.Response]:
+    def _encoded(self, method: str, path: str, headers: list[tuple[str, str]], body: bytes) -> bytes:
+        target = self.address.path + path
+        if _TARGET.fullmatch(target) is None:
+            raise InvalidRequest(f"the target {target[:80]!r} has characters that no request can have")
+        lines = [f"{name}: {value}\r\n" for name, value in (*self._headers, *headers)]
+        fields = "".join(lines)
+        if _FIELDS.fullmatch(fields) is None or fields.count("\r\n") != len(lines):
+            # A line break here would be a request that nobody checked.
+            raise InvalidRequest("a header field has a line break or a character that no header can have")
+        head = f"{method} {target} HTTP/1.1\r\n{fields}content-length: {len(body)}\r\n\r\n"
+        try:
+            return head.encode("latin-1") + body
+        except UnicodeEncodeError:
+            raise InvalidRequest("a header field has a character beyond latin-1: leave it out") from None
+
+    async def send(self, data: bytes) -> tuple[_Connection, AnswerHead]:
         """Over a connection that is there, or else a new one. A server may close an idle connection just when it is
         used again; that is no fault of the request, if it comes at once and nothing of an answer has come."""
         while (idle := self._take_idle()) is not None:
             race_ends_at = trio.current_time() + CLOSE_RACE_SECONDS
             try:
-                return idle, await idle.send(request, body)
+                return idle, await idle.send(data)
             except EndpointLost:
                 idle.close()
                 if idle.heard or trio.current_time() > race_ends_at:
@@ -170,10 +170,17 @@ class RemoteEndpoint:
                 raise
         connection = _Connection(await self._connect(), self.id)
         try:
-            return connection, await connection.send(request, body)
+            return connection, await connection.send(data)
         except BaseException:
             connection.close()
             raise
+
+    def give_back(self, connection: _Connection) -> None:
+        """Nobody needs it any more. It is kept if it can serve another request."""
+        if connection.is_reusable and len(self._idle) < IDLE_CONNECTIONS_MAX:
+            self._idle.append((trio.current_time(), connection))
+        else:
+            connection.close()
 
     def _take_idle(self) -> _Connection | None:
         while self._idle:
@@ -199,7 +206,7 @@ class RemoteEndpoint:
     async def _open_tcp(self) -> trio.abc.Stream:
         stream = await trio.open_tcp_stream(self.address.host, self.address.port)
         if self._ssl_context is None:
-            return stream
+            return TcpStream(stream)
         secure = trio.SSLStream(stream, self._ssl_context, server_hostname=self.address.host, https_compatible=True)
         try:
             await secure.do_handshake()
@@ -214,63 +221,80 @@ class RemoteEndpoint:
             self._idle.pop()[1].close()
 
 
+class _Asking:
+    """The scope of one request: holds its answer, and its connection."""
+
+    __slots__ = ("_connection", "_data", "_endpoint")
+
+    def __init__(self, endpoint: RemoteEndpoint, data: bytes) -> None:
+        self._endpoint = endpoint
+        self._data = data
+
+    async def __aenter__(self) -> RemoteAnswer:
+        self._connection, head = await self._endpoint.send(self._data)
+        return RemoteAnswer(head, self._connection)
+
+    async def __aexit__(self, *error: object) -> None:
+        self._endpoint.give_back(self._connection)
+
+
 class _Connection:
     """One connection and the request on it. heard: something of an answer has come."""
 
     def __init__(self, stream: trio.abc.Stream, id: EndpointId) -> None:
         self._stream = stream
+        self._tcp = stream if isinstance(stream, TcpStream) else None
         self._id = id
-        self._http = h11.Connection(h11.CLIENT, max_incomplete_event_size=HEAD_BYTES_MAX)
+        self._reader = AnswerReader()
+        self._is_sent = True  # the whole of the last request
         self.heard = False
-        self.is_reusable = False
 
-    async def send(self, request: h11.Request, body: bytes) -> h11.Response:
-        self.heard = self.is_reusable = False
-        http = self._http
-        head = http.send(request) or b""
-        data = (http.send(h11.Data(data=body)) or b"") if body else b""
-        http.send(h11.EndOfMessage())
-        # A server that refuses early may have answered all the same.
-        with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
-            await self._stream.send_all(head + data)
-        while True:
-            event = await self._next_event()
-            if isinstance(event, h11.Response):
-                return event
+    @property
+    def is_reusable(self) -> bool:
+        return self._is_sent and self._reader.can_go_on
+
+    async def send(self, data: bytes) -> AnswerHead:
+        """Raises EndpointLost."""
+        self._reader.begin()
+        self.heard = self._is_sent = False
+        try:
+            if self._tcp is not None:
+                # Waiting for the answer lets the others have a turn; before that there is nothing to wait for.
+                data = data[self._tcp.try_send(data) :]
+            if data:
+                await self._stream.send_all(data)
+            self._is_sent = True
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            pass  # a server that refuses early may have answered all the same
+        try:
+            while (head := self._reader.next_head()) is None:
+                await self._receive()
+        except BadAnswer as error:
+            raise self._lost(error) from error
+        return head
 
     async def next_piece(self) -> bytes | None:
-        if self.is_reusable:
-            return None
-        event = await self._next_event()
-        if isinstance(event, h11.Data):
-            return bytes(event.data)
-        if self._http.our_state is h11.DONE and self._http.their_state is h11.DONE:
-            self._http.start_next_cycle()
-            self.is_reusable = True
-        return None
+        try:
+            while (piece := self._reader.next_piece()) is None:
+                await self._receive()
+        except BadAnswer as error:
+            raise self._lost(error) from error
+        return piece or None
 
-    async def _next_event(self) -> h11.Response | h11.Data | h11.EndOfMessage:
-        """An event that is not about waiting. Raises EndpointLost."""
-        while True:
-            try:
-                event = self._http.next_event()
-            except h11.RemoteProtocolError as error:
-                raise EndpointLost(f'the endpoint "{self._id}" broke off its answer: {error}') from error
-            if event is h11.NEED_DATA:
-                try:
-                    data = await self._stream.receive_some(RECEIVE_BYTES)
-                except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
-                    raise EndpointLost(f'the connection to the endpoint "{self._id}" broke: {error}') from error
-                self.heard = self.heard or bool(data)
-                self._http.receive_data(bytes(data))
-            elif isinstance(event, h11.ConnectionClosed) or event is h11.PAUSED:
-                raise EndpointLost(f'the endpoint "{self._id}" closed the connection without an answer')
-            elif isinstance(event, h11.Response | h11.Data | h11.EndOfMessage):
-                return event
+    async def _receive(self) -> None:
+        try:
+            data = bytes(await self._stream.receive_some(RECEIVE_BYTES))
+        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            raise EndpointLost(f'the connection to the endpoint "{self._id}" broke: {error}') from error
+        self.heard = self.heard or bool(data)
+        self._reader.feed(data)
+
+    def _lost(self, error: BadAnswer) -> EndpointLost:
+        return EndpointLost(f'the endpoint "{self._id}" broke off its answer: {error}')
 
     def close(self) -> None:
         """At once, without waiting: this is what tells the server that nobody wants the rest."""
-        self.is_reusable = False
+        self._is_sent = False
         _close_now(self._stream)
 
 

@@ -75,10 +75,14 @@ class TcpStream(trio.abc.HalfCloseableStream):
             except OSError as error:
                 raise _translated(error) from error
 
-    async def aclose(self) -> None:
+    def close(self) -> None:
+        """At once: whoever waits for the stream gets ClosedResourceError."""
         if self._socket.fileno() >= 0:
             trio.lowlevel.notify_closing(self._socket)
             self._socket.close()
+
+    async def aclose(self) -> None:
+        self.close()
         await trio.lowlevel.checkpoint()
 
     def setsockopt(self, level: int, option: int, value: int | bytes) -> None:

@@ -11,7 +11,7 @@ from trio.testing import check_half_closeable_stream
 from trioserve.frontend.h2_protocol import H2Protocol
 from trioserve.frontend.limits import FrontendLimits
 from trioserve.frontend.server import FrontendServer
-from trioserve.frontend.tcp_stream import TcpStream
+from trioserve.runtime.tcp_stream import TcpStream
 
 PIECE = b"0123456789abcdef" * 64
 PIECES = 4000  # 4 MB: more than two sockets' buffers
