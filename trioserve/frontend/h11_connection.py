@@ -22,6 +22,7 @@ from trioserve.frontend.h11_exchange import H11Exchange
 from trioserve.frontend.handler_call import call_handler
 from trioserve.frontend.headers import Headers
 from trioserve.frontend.message_head import REASONS, RequestHead, encode_fields, split_target
+from trioserve.frontend.plain_request import plain_request
 from trioserve.frontend.refusals import JSON_FIELDS, refusal_body
 from trioserve.runtime.tcp_stream import TcpStream
 
@@ -47,8 +48,11 @@ class H11Connection:
         self._transport = transport
         self._peer = peer
         self._protocol = self._new_protocol()
-        self.takes_whole_answers = False
-        self._wrote_whole = False  # an answer, past h11
+        self.answers_by_hand = False
+        self._passed_h11 = False  # an answer did, or a request: it does not know where the conversation is
+        self._is_plain = False  # the request: its head and body were read by hand
+        self._plain_body_bytes = 0  # what is left of that
+        self._untold_head = b""  # of a plain request, as long as h11 has not seen it
         self._held = bytearray(received)  # read, not yet given to h11
         self._changed: trio.Event | None = None  # of _held
         self._whole = trio.CancelScope()  # reader and conversation
@@ -101,9 +105,18 @@ class H11Connection:
 
     # --- for the exchange ---
 
+    def body_at_hand(self) -> bytes | None:
+        if not self._is_plain or len(self._held) < self._plain_body_bytes:
+            return None
+        return b"" if self._request_ended else self._take_plain_body()
+
     async def next_body_piece(self) -> bytes | None:
         if self._request_ended:
             return None
+        if self._is_plain:
+            while not self._held:
+                await self._change()
+            return self._take_plain_body()
         if self._protocol.they_are_waiting_for_100_continue:
             await self.write(h11.InformationalResponse(status_code=100, headers=[]))
         try:
@@ -133,25 +146,23 @@ class H11Connection:
         if self._client_gone or self._write_broken:
             await trio.lowlevel.checkpoint()
             return
+        if self._untold_head:
+            # An answer that is not ordinary: for that h11 has to know what was asked.
+            self._protocol.receive_data(self._untold_head)
+            self._protocol.next_event()
+            self._untold_head = b""
         data = b"".join(self._protocol.send(event) or b"" for event in events)
         if data:
             await self._write(data)
         else:
             await trio.lowlevel.checkpoint()
 
-    async def write_chunk(self, data: bytes) -> None:
+    async def write_by_hand(self, data: bytes) -> None:
+        self._passed_h11 = True
         if self._client_gone or self._write_broken:
             await trio.lowlevel.checkpoint()
         else:
-            await self._write(b"%x\r\n%b\r\n" % (len(data), data))
-
-    async def write_whole(self, status: int, fields: list[tuple[bytes, bytes]], body: bytes) -> None:
-        if self._client_gone or self._write_broken:
-            await trio.lowlevel.checkpoint()
-            return
-        self._wrote_whole = True
-        head = b"".join([b"%b: %b\r\n" % field for field in fields])
-        await self._write(b"HTTP/1.1 %d %b\r\n%b\r\n%b" % (status, REASONS.get(status, b""), head, body))
+            await self._write(data)
 
     async def _write(self, data: bytes) -> None:
         self._write_broken = True  # unless it comes to its end
@@ -220,8 +231,20 @@ class H11Connection:
         del self._held[:byte_count]
         self._tell_change()
 
+    def _take_plain_body(self) -> bytes:
+        piece = bytes(self._held[: self._plain_body_bytes])
+        del self._held[: self._plain_body_bytes]
+        self._plain_body_bytes -= len(piece)
+        self._request_ended = not self._plain_body_bytes
+        self._tell_change()
+        return piece
+
     def _drop_body(self) -> None:
         """Pass over what has arrived of a body that nobody will read."""
+        if self._is_plain:
+            if not self._request_ended:
+                self._take_plain_body()
+            return
         try:
             while not (self._request_ended or self._request_broken):
                 event = self._protocol.next_event()
@@ -246,46 +269,55 @@ class H11Connection:
                 return
             if not self._request_ended:
                 return
-            if self._wrote_whole:
-                # h11 has read the request and knows nothing of its answer: the next one begins with what it has left.
-                rest, _ = self._protocol.trailing_data
-                self._protocol = self._new_protocol()
-                if rest:
-                    self._protocol.receive_data(rest)
-                self._wrote_whole = False
-            elif self._protocol.our_state is h11.DONE:
+            state = self._protocol.our_state
+            if self._passed_h11:
+                # It has seen the request or its answer, but not both: the next one begins with what it has left.
+                if state is h11.MUST_CLOSE:
+                    return
+                if state is not h11.IDLE:
+                    rest, _ = self._protocol.trailing_data
+                    self._protocol = self._new_protocol()
+                    if rest:
+                        self._protocol.receive_data(rest)
+                self._passed_h11 = False
+            elif state is h11.DONE:
                 self._protocol.start_next_cycle()
             else:
                 return
 
     async def _next_request(self) -> RequestHead | None:
         """None when the connection is to end; then the client was told why, if it had begun a request."""
-        self._request_ended = False
+        self._request_ended = self._is_plain = False
+        self._untold_head = b""
         patience = trio.CancelScope(deadline=trio.current_time() + self._limits.idle_seconds_max)
         with patience:
             try:
                 while not self._request_begun():
                     await self._change()
-                if self._held:
-                    self._feed()
-                event: object = self._protocol.next_event()
-                if event is h11.NEED_DATA:
-                    patience.deadline = trio.current_time() + self._limits.head_seconds_max
-                    event = await self._next_event()
+                head = self._plain_request()
+                if head is None:
+                    if self._held:
+                        self._feed()
+                    event: object = self._protocol.next_event()
+                    if event is h11.NEED_DATA:
+                        patience.deadline = trio.current_time() + self._limits.head_seconds_max
+                        event = await self._next_event()
+                    assert isinstance(event, h11.Request), event
+                    head = _request_head(event, self._peer)
             except h11.RemoteProtocolError as error:
                 is_large = error.error_status_hint == 431
                 refusal = ConnectionRefusal.HEAD_TOO_LARGE if is_large else ConnectionRefusal.MALFORMED
                 self._tally.connections_refused_total[refusal] += 1
                 await self._refuse(error.error_status_hint, f"the request cannot be read: {error}")
                 return None
-            assert isinstance(event, h11.Request), event
-            head = _request_head(event, self._peer)
             objection = self._objection(head)
             if objection is not None:
                 status, message, fields = objection
                 await self._refuse(status, message, fields)
                 return None
-            if (head.headers.get("content-length") or "0") == "0" and "transfer-encoding" not in head.headers:
+            if self._is_plain:
+                self._request_ended = not self._plain_body_bytes
+            elif (head.headers.get("content-length") or "0") == "0" and "transfer-encoding" not in head.headers:
                 # Known from the start, so that what comes next counts as sent ahead.
                 end = self._protocol.next_event()
                 assert isinstance(end, h11.EndOfMessage), end
@@ -295,6 +327,20 @@ class H11Connection:
             self._tally.connections_refused_total[ConnectionRefusal.HEAD_TIMEOUT] += 1
             await self._refuse(408, f"the request did not arrive within {self._limits.head_seconds_max} seconds")
         return None
+
+    def _plain_request(self) -> RequestHead | None:
+        """The next request, if it is an ordinary one whose head is here and h11 has nothing of it."""
+        if self._protocol.our_state is not h11.IDLE or self._protocol.trailing_data[0]:
+            return None
+        plain = plain_request(self._held, peer=self._peer, head_bytes_max=self._limits.head_bytes_max)
+        if plain is None:
+            return None
+        head, head_bytes, self._plain_body_bytes = plain
+        self._untold_head = bytes(self._held[:head_bytes])
+        del self._held[:head_bytes]
+        self._is_plain = self._passed_h11 = True
+        self._tell_change()
+        return head
 
     def _objection(self, head: RequestHead) -> tuple[int, str, HeaderFields] | None:
         """Status, message and header fields of the answer, if this request is not to reach a handler."""
@@ -320,7 +366,7 @@ class H11Connection:
         exchange = H11Exchange(self, head, BodyShare(self._setup.body_budget), self._limits)
         # Of an ordinary request. All others are h11's: it knows when their connection has to end.
         keeps_alive = (head.headers.get("connection") or "keep-alive").lower() == "keep-alive"
-        self.takes_whole_answers = head.http_version == "1.1" and keeps_alive
+        self.answers_by_hand = head.http_version == "1.1" and keeps_alive
         self._exchange = exchange
         try:
             with exchange.scope:

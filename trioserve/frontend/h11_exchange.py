@@ -20,21 +20,21 @@ __all__ = ["ExchangeOwner", "H11Exchange"]
 class ExchangeOwner(Protocol):
     """What an exchange asks of its connection."""
 
+    def body_at_hand(self) -> bytes | None:
+        """What is left of the body, if all of it has come already."""
+
     async def next_body_piece(self) -> bytes | None:
         """None at the end. Raises InvalidRequest when the framing is broken."""
 
     async def write(self, *events: h11.Event) -> None:
         """Send, or find that the client is gone or takes nothing: then the exchange's scope is cancelled."""
 
-    async def write_chunk(self, data: bytes) -> None:
-        """The same as write(h11.Data(data)) where the answer is chunked, without the way through h11, which is most of
-        what an event costs and keeps no count of chunks."""
+    answers_by_hand: bool
+    """Whether an answer to this request after which the connection goes on may be written past h11."""
 
-    takes_whole_answers: bool
-    """Whether write_whole may be used for this request."""
-
-    async def write_whole(self, status: int, fields: list[tuple[bytes, bytes]], body: bytes) -> None:
-        """The same as writing head, body and end, after which the connection goes on; without the way through h11."""
+    async def write_by_hand(self, data: bytes) -> None:
+        """The same as write for what is framed already: the way through h11 is most of what an event or a small answer
+        costs. It may carry chunks of an answer that h11 began, since it keeps no count of them."""
 
     def body_too_slow(self) -> None:
         """To be counted: the body was given up."""
@@ -63,6 +63,7 @@ class H11Exchange(Exchange):
         self._limits = limits
         self._body_read = False
         self._is_chunked = False
+        self._is_by_hand = False
 
     @property
     def started(self) -> bool:
@@ -71,6 +72,12 @@ class H11Exchange(Exchange):
     async def body(self) -> bytes:
         self.answer.check_body_readable()
         self.share.check_announced(self.headers)
+        if not self._body_read and (whole := self._owner.body_at_hand()) is not None:
+            self.share.add(whole)
+            self._body_read = True
+        if self._body_read:
+            await trio.lowlevel.checkpoint_if_cancelled()
+            return self.share.whole()
         pace = BodyPace(self._limits, now=trio.current_time())
         with trio.CancelScope(deadline=pace.deadline) as patience:
             while not self._body_read:
@@ -88,9 +95,9 @@ class H11Exchange(Exchange):
 
     async def respond(self, status: int, headers: HeaderFields, body: bytes) -> None:
         fields, goes_on = self._begin(status, headers, content_length=len(body))
-        if goes_on and not self.answer.bodiless and self._owner.takes_whole_answers and not _has_length(headers):
+        if goes_on and self._may_be_by_hand(headers):
             self.answer.finish()
-            await self._owner.write_whole(status, fields, body)
+            await self._owner.write_by_hand(_head(status, fields) + body)
             return
         events: list[h11.Event] = [_response(status, fields)]
         if body and not self.answer.bodiless:
@@ -99,7 +106,12 @@ class H11Exchange(Exchange):
         await self._owner.write(*events, h11.EndOfMessage())
 
     async def start(self, status: int, headers: HeaderFields) -> None:
-        fields, _ = self._begin(status, headers, content_length=None)
+        fields, goes_on = self._begin(status, headers, content_length=None)
+        if goes_on and self._may_be_by_hand(headers):
+            self._is_by_hand = self._is_chunked = True
+            fields.append((b"transfer-encoding", b"chunked"))
+            await self._owner.write_by_hand(_head(status, fields))
+            return
         await self._owner.write(_response(status, fields))
         self._is_chunked = self.http_version == "1.1"  # h11 sees to it, since no length is given
 
@@ -107,7 +119,7 @@ class H11Exchange(Exchange):
         self.answer.check_open()
         if data and not self.answer.bodiless:
             if self._is_chunked:
-                await self._owner.write_chunk(data)
+                await self._owner.write_by_hand(b"%x\r\n%b\r\n" % (len(data), data))
             else:
                 await self._owner.write(h11.Data(data=data))
         else:
@@ -115,7 +127,13 @@ class H11Exchange(Exchange):
 
     async def finish(self) -> None:
         self.answer.finish()
-        await self._owner.write(h11.EndOfMessage())
+        if self._is_by_hand:
+            await self._owner.write_by_hand(b"0\r\n\r\n")
+        else:
+            await self._owner.write(h11.EndOfMessage())
+
+    def _may_be_by_hand(self, headers: HeaderFields) -> bool:
+        return self._owner.answers_by_hand and not self.answer.bodiless and not _has_length(headers)
 
     def _begin(
         self, status: int, headers: HeaderFields, *, content_length: int | None
@@ -127,6 +145,11 @@ class H11Exchange(Exchange):
         if not goes_on:
             fields.append((b"connection", b"close"))
         return fields, goes_on
+
+
+def _head(status: int, fields: list[tuple[bytes, bytes]]) -> bytes:
+    lines = b"".join([b"%b: %b\r\n" % field for field in fields])
+    return b"HTTP/1.1 %d %b\r\n%b\r\n" % (status, REASONS.get(status, b""), lines)
 
 
 def _response(status: int, fields: list[tuple[bytes, bytes]]) -> h11.Response:

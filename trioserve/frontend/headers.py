@@ -10,18 +10,17 @@ __all__ = ["Headers"]
 class Headers:
     """The header fields of one request. Names are lower case; a name may occur more than once."""
 
-    __slots__ = ("_fields",)
+    __slots__ = ("_fields", "_values")
 
     def __init__(self, fields: Iterable[tuple[str, str]]) -> None:
-        self._fields = tuple((name.lower(), value) for name, value in fields)
+        self._fields = [(name.lower(), value) for name, value in fields]
+        self._values: dict[str, str] = {}  # a request is asked for a dozen names
+        for name, value in self._fields:
+            self._values[name] = f"{self._values[name]}, {value}" if name in self._values else value
 
     def get(self, name: str) -> str | None:
         """The value of a field, None if it did not come. Repeated fields are joined with ", " (RFC 9110, 5.3)."""
-        name = name.lower()
-        values = [value for field_name, value in self._fields if field_name == name]
-        if not values:
-            return None
-        return values[0] if len(values) == 1 else ", ".join(values)
+        return self._values.get(name.lower())
 
     def items(self) -> Iterator[tuple[str, str]]:
         """Every field as it came, repeated ones included."""
