@@ -316,3 +316,16 @@ async def test_what_the_router_counts_is_shown_under_both_names(open_setup, auto
         assert "\ntrioserve_router:admissions_total 2.0\n" in page
         assert "\ntrioserve_router:queue_wait_seconds_sum 3.0\n" in page
         assert "\ntrioserve_router:queued_requests 0.0\n" in page
+
+
+@pytest.mark.parametrize(("policy", "is_named"), [("prefix_aware", True), ("least_loaded", False)])
+async def test_a_prefix_is_named_for_a_policy_that_looks_at_it_and_for_no_other(
+    open_setup, monkeypatch, policy, is_named
+):
+    async with open_setup(policy=policy) as setup:
+        sent = []
+        monkeypatch.setattr(
+            setup.router.dispatch.core.policy, "note_sent", lambda request, endpoint: sent.append(request.prefix)
+        )
+        await setup.client().post(CHAT, body(prompt="a long beginning " * 10))  # too long for such a server: no matter
+        assert [bool(prefix) for prefix in sent] == [is_named]

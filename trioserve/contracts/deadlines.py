@@ -9,7 +9,7 @@ import msgspec
 
 from trioserve.contracts.errors import InvalidRequest
 
-__all__ = ["DEADLINE_SECONDS_MAX", "Deadline", "Deadlines"]
+__all__ = ["DEADLINE_SECONDS_MAX", "NO_DEADLINES", "Deadline", "Deadlines"]
 
 DEADLINE_SECONDS_MAX = 7 * 24 * 3600.0  # a request that may take longer has no deadline
 
@@ -47,9 +47,15 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
 
     def within(self, defaults: Deadlines, limits: Deadlines) -> Deadlines:
         """These, where a request has none the default, and none beyond the limit."""
+        if self == defaults == limits == NO_DEADLINES:
+            return self
         values: dict[str, float | None] = {}
         for deadline in Deadline:
             asked = self.seconds(deadline)
             candidates = [defaults.seconds(deadline) if asked is None else asked, limits.seconds(deadline)]
             values[deadline.value] = min((value for value in candidates if value is not None), default=None)
         return Deadlines(**values)
+
+
+NO_DEADLINES = Deadlines()
+"""What most requests have."""

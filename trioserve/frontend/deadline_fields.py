@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trioserve.contracts.deadlines import Deadline, Deadlines
+from trioserve.contracts.deadlines import NO_DEADLINES, Deadline, Deadlines
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.frontend.headers import Headers
 from trioserve.frontend.openai_types import GenerationBody
@@ -15,15 +15,19 @@ HEADERS = {
     Deadline.FIRST_TOKEN: "X-TTFT-Timeout",
     Deadline.TOTAL: "X-Request-Timeout",
 }
+_NAMES = tuple((deadline.value, header) for deadline, header in HEADERS.items())  # an enum's value is slow to come by
 
 
 def deadlines_of(body: GenerationBody | RoutedBody, headers: Headers) -> Deadlines:
     """Raises InvalidRequest that names the field or the header."""
     values: dict[str, float | None] = {}
-    for deadline, header in HEADERS.items():
-        value: float | None = getattr(body, deadline.value)
-        values[deadline.value] = _seconds(headers.get(header), header) if value is None else value
-    return Deadlines(**values)
+    for name, header in _NAMES:
+        value: float | None = getattr(body, name)
+        if value is None:
+            value = _seconds(headers.get(header), header)
+        if value is not None:
+            values[name] = value
+    return Deadlines(**values) if values else NO_DEADLINES
 
 
 def _seconds(text: str | None, header: str) -> float | None:

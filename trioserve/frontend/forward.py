@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import trio
 
-from trioserve.contracts.deadlines import Deadline, Deadlines
+from trioserve.contracts.deadlines import NO_DEADLINES, Deadline, Deadlines
 from trioserve.contracts.endpoint import EndpointId, RoutedRequest
 from trioserve.contracts.errors import EndpointLost, Overloaded, QueueWaitOver, TrioserveError
 from trioserve.frontend.deadline_fields import deadlines_of
@@ -201,7 +201,7 @@ def _routed(call: RouterCall, body: RoutedBody, model: str, clock: _Clock) -> Ro
         prompt_tokens=len(content) // 4 + 1,
         session=headers.get(rules.session_header),
         pinned=None if pinned is None else EndpointId(pinned),
-        prefix=prefix_of(content, model, body.cache_salt),
+        prefix=prefix_of(content, model, body.cache_salt) if call.fleet.dispatch.wants_prefix else (),
         queue_deadline=clock.first()[1],
     )
 
@@ -239,21 +239,28 @@ class _Clock:
 
     def __init__(self, deadlines: Deadlines, now: float) -> None:
         self._deadlines = deadlines
-        self._entered_at = now
+        self._moments: dict[Deadline, float] = {}
+        if deadlines is not NO_DEADLINES:
+            for deadline in Deadline:
+                seconds = deadlines.seconds(deadline)
+                if seconds is not None:
+                    self._moments[deadline] = now + seconds
         self._scope = trio.CancelScope()
         self._first_token_is_due = deadlines.ttft_timeout is not None
 
     def at(self, deadline: Deadline) -> float:
-        seconds = self._deadlines.seconds(deadline)
-        return math.inf if seconds is None else self._entered_at + seconds
+        return self._moments.get(deadline, math.inf)
 
     def first(self) -> tuple[Deadline, float]:
         """Which of them passes first for one that waits in line, and when."""
-        return min(((deadline, self.at(deadline)) for deadline in Deadline), key=lambda entry: entry[1])
+        return min(self._moments.items(), key=lambda entry: entry[1], default=(Deadline.QUEUE, math.inf))
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Raises Refusal when the time to the first token or to the end has passed."""
+        if not self._moments:  # as most requests have it: a scope would be for nothing
+            yield
+            return
         self._scope.deadline = min(self.at(Deadline.FIRST_TOKEN), self.at(Deadline.TOTAL))
         with self._scope:
             yield
@@ -265,12 +272,13 @@ class _Clock:
             raise deadline_refusal(passed, f"the request's {passed.value} of {seconds:g} s has passed")
 
     def stop_first_token(self) -> None:
-        self._first_token_is_due = False
-        self._scope.deadline = self.at(Deadline.TOTAL)
+        if self._first_token_is_due:
+            self._first_token_is_due = False
+            self._scope.deadline = self.at(Deadline.TOTAL)
 
     def left(self) -> dict[str, object]:
         """The body's deadline fields for an endpoint: what is left of them now."""
+        if not self._moments:
+            return {}
         now = trio.current_time()
-        return {
-            deadline.value: max(0.001, self.at(deadline) - now) for deadline in Deadline if self.at(deadline) < math.inf
-        }
+        return {deadline.value: max(0.001, moment - now) for deadline, moment in self._moments.items()}

@@ -27,7 +27,11 @@ class Policy(abc.ABC):
     """Chooses where a request goes. Synchronous, and called for every request: it has to be quick.
 
     To add one, subclass it and name the class as an entry point in the group "trioserve.policies".
+
+    wants_prefix: it looks at the prefix of requests; naming that costs by the length of the prompt.
     """
+
+    wants_prefix = True
 
     @abc.abstractmethod
     def choose(self, request: RoutedRequest, candidates: Sequence[Candidate]) -> EndpointId:
@@ -64,6 +68,8 @@ def _least_loaded(candidates: Sequence[Candidate]) -> Candidate:
 class RoundRobin(Policy):
     """Each in its turn, those without room left out."""
 
+    wants_prefix = False
+
     def __init__(self, chance: Chance) -> None:
         self._last: dict[str, EndpointId] = {}
 
@@ -80,6 +86,8 @@ class RoundRobin(Policy):
 class LeastLoaded(Policy):
     """The one with the least to do."""
 
+    wants_prefix = False
+
     def __init__(self, chance: Chance) -> None:
         pass
 
@@ -90,6 +98,8 @@ class LeastLoaded(Policy):
 class PowerOfTwo(Policy):
     """The less loaded of two drawn at random (Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing",
     2001): nearly as even as asking all, and routers that know nothing of each other do not all choose the same."""
+
+    wants_prefix = False
 
     def __init__(self, chance: Chance) -> None:
         self._chance = chance
@@ -106,6 +116,7 @@ class Session(Policy):
     Thorup and Zadimoghaddam, "Consistent Hashing with Bounded Loads", 2018): who is busier than LOAD_FACTOR times the
     average is passed over, unless it is hardly busy at all. Requests without a session go to the least loaded."""
 
+    wants_prefix = False
     LOAD_FACTOR = 1.25
     LOAD_FREE = 0.25  # of its limit: with few requests one more is far beyond the average, and no burden
 

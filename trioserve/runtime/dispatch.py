@@ -72,7 +72,8 @@ class Dispatch:
         """The same for those whose scope is not a `with` block here. The caller owes `leave`."""
         ticket = self.core.enter(request, trio.current_time())
         turn = self._turns[ticket.index] = Turn(self, ticket, id=id, owner=owner)
-        self.retime()
+        if ticket.state is TicketState.WAITING:
+            self.retime()  # the end of its wait may be the next thing that time brings
         return turn
 
     def leave(self, turn: Turn) -> None:
@@ -111,6 +112,11 @@ class Dispatch:
     def note_load(self, id: EndpointId, load: EndpointLoad, *, sent_when_asked: int) -> None:
         self.core.note_load(id, load, trio.current_time(), sent_when_asked=sent_when_asked)
         self.retime()
+
+    @property
+    def wants_prefix(self) -> bool:
+        """Whether it matters that requests name their prefixes."""
+        return self.core.policy.wants_prefix
 
     @property
     def sent_total(self) -> int:
