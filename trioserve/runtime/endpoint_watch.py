@@ -18,6 +18,7 @@ __all__ = ["WatchSettings", "load_from_metrics", "watch_endpoint"]
 logger = logging.getLogger(__name__)
 
 ANSWER_BYTES_MAX = 8 * 1024 * 1024  # a page of metrics has some 100 KB
+TURNS_FOR_ANSWERS = 2  # one in which their sockets are seen, one in which they are read
 NO_SUCH_PAGE = frozenset({404, 405, 501})
 
 
@@ -89,6 +90,10 @@ class _Watch:
             sent_total = self._dispatch.sent_total
             answer = await self._ask(self._load_path)
             if answer is not None:
+                # Requests that had ended there before it told its load are not in that. Their answers are here, too, but
+                # perhaps not read: taken for ones that run, they would make room a second time once they are.
+                for _ in range(TURNS_FOR_ANSWERS):
+                    await trio.lowlevel.checkpoint()
                 load = self._read_load(answer)
                 if load is not None:
                     self._dispatch.note_load(self._remote.id, load, sent_when_asked=sent_total)
