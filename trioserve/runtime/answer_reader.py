@@ -162,6 +162,9 @@ class AnswerReader:
 
     def _next_of_chunks(self) -> bytes | None:
         held, position = self._held, 0
+        if not held:
+            self._check_more_may_come()
+            return None
         pieces: list[bytes] = []
         while self._stage is not _Stage.ENDED:
             if self._stage is _Stage.CHUNK:

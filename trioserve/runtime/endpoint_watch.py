@@ -90,8 +90,8 @@ class _Watch:
             sent_total = self._dispatch.sent_total
             answer = await self._ask(self._load_path)
             if answer is not None:
-                # Requests that had ended there before it told its load are not in that. Their answers are here, too, but
-                # perhaps not read: taken for ones that run, they would make room a second time once they are.
+                # Requests that had ended there before it told its load are not in that. Their answers are here, too,
+                # but perhaps not read: taken for ones that run, they would make room a second time once they are.
                 for _ in range(TURNS_FOR_ANSWERS):
                     await trio.lowlevel.checkpoint()
                 load = self._read_load(answer)
