@@ -29,9 +29,12 @@ def test_a_small_measurement_has_every_figure(tmp_path, capsys):
     report = json.loads(path.read_text())
     for each in report["latency"]:
         assert each["through_ms"]["count"] == each["direct_ms"]["count"] == 20
+        assert len(each["turns_added_ms"]) == 1
     assert report["throughput"]["requests"] == 20
     assert report["events"]["events"] == 4 * 5
-    assert report["figures"]["router CPU us a request"] >= 0
+    middle, best = report["figures"]["requests/s through, 4 at a time"]
+    assert middle == best > 0
+    assert all(each >= 0 for each in report["figures"]["router CPU us a request"])
     held_back, passed_on = report["bursts"]
     assert (held_back["holds_back"], passed_on["holds_back"]) == (True, False)
     for burst in report["bursts"]:

@@ -14,7 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from statistics import median
 
 import msgspec
 
@@ -42,8 +43,6 @@ STOP_SECONDS_MAX = 15.0
 TURN_REQUESTS = 100  # direct, then as many through the router: a noisy second is in both
 FEW_TOKENS = 4
 COMPLETIONS = "/v1/completions"
-
-Start = Callable[[tuple[str, ...]], "Router"]
 
 
 class Router(msgspec.Struct, frozen=True):
@@ -129,15 +128,20 @@ def _latency(router: Router, settings: RouterBenchSettings, *, stream: bool) -> 
     request = _small(stream=stream)
     direct_seconds: list[float] = []
     through_seconds: list[float] = []
+    turns_added_ms = []
     with opened(router.endpoints[0], 1) as direct, opened(router.address, 1) as through:
         for left in range(settings.requests * settings.rounds, 0, -TURN_REQUESTS):
-            for connections, seconds in ((direct, direct_seconds), (through, through_seconds)):
-                seconds += at_a_time(connections, request, requests=min(left, TURN_REQUESTS))
+            count = min(left, TURN_REQUESTS)
+            direct_turn = at_a_time(direct, request, requests=count)
+            through_turn = at_a_time(through, request, requests=count)
+            turns_added_ms.append(1e3 * (median(through_turn) - median(direct_turn)))
+            direct_seconds += direct_turn
+            through_seconds += through_turn
     direct_ms, through_ms = Spread.from_seconds(direct_seconds), Spread.from_seconds(through_seconds)
     assert direct_ms is not None
     assert through_ms is not None
     what = f"{FEW_TOKENS} tokens, streamed" if stream else f"{FEW_TOKENS} tokens"
-    return LatencyFigures(what=what, direct_ms=direct_ms, through_ms=through_ms)
+    return LatencyFigures(what=what, direct_ms=direct_ms, through_ms=through_ms, turns_added_ms=turns_added_ms)
 
 
 def _throughput(router: Router, settings: RouterBenchSettings) -> ThroughputFigures:
