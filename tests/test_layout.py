@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -255,6 +256,17 @@ def test_packages_import_nothing_on_the_way_in():
         if found.module != "__future__"
     ]
     assert not wrong
+
+
+def test_every_package_is_installed():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    folders = {
+        path.parent.relative_to(ROOT)
+        for place in ("trioserve", "kernels")
+        for path in ROOT.glob(f"{place}/**/__init__.py")
+    }
+    names = {".".join(folder.parts).replace("kernels", "trioserve_kernels") for folder in folders}
+    assert names == set(settings["packages"])
 
 
 def test_only_the_torch_path_imports_torch_at_module_level():

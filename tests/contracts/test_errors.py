@@ -18,6 +18,10 @@ TREE = """
             ModelLoadError
         Overloaded
             Draining
+            NoEndpoint
+        QueueWaitOver
+        RequestAborted
+        EndpointLost
         RequestFailed
         EngineFault
 """

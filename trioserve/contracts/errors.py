@@ -13,6 +13,7 @@ __all__ = [
     "NoEndpoint",
     "Overloaded",
     "QueueWaitOver",
+    "RequestAborted",
     "RequestFailed",
     "StartupError",
     "TrioserveError",
