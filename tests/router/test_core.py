@@ -690,3 +690,19 @@ def test_reports_of_endpoints_that_are_gone_are_ignored(make_router):
     router.core.note_load(gone, EndpointLoad(running=0, waiting=0), router.now, sent_when_asked=0)
     router.core.set_models(gone, ["m"], router.now)
     assert router.core.endpoints == {}
+
+
+def test_in_a_full_line_a_burst_takes_places_from_itself(make_router):
+    router = make_router(queue_requests_max=4)
+    router.endpoint("a", leases_max=1)
+    router.enter()
+    burst = [router.enter(tenant="burst") for _ in range(4)]
+    steady = router.enter(tenant="steady")
+    assert steady.state is TicketState.WAITING
+    assert [ticket.state.value for ticket in burst] == ["waiting", "waiting", "waiting", "ended"]
+    assert burst[3].refusal.reason == "queue_full"
+    router.enter(tenant="steady")  # two each: now nobody has more than the other
+    with pytest.raises(Overloaded, match="4 requests wait"):
+        router.enter(tenant="steady")
+    with pytest.raises(Overloaded, match="4 requests wait"):
+        router.enter(tenant="burst")

@@ -119,7 +119,8 @@ class RouterCore:
     def enter(self, request: RoutedRequest, now: float) -> Ticket:
         """Take a place in line, and a lease at once if there is one. The caller owes `leave`.
 
-        A pinned request never waits. While every endpoint of a model is ejected nobody joins its line; those who are in
+        In a full line, a tenant with fewer waiters takes the place of the newest of the one with most. A pinned request
+        never waits. While every endpoint of a model is ejected nobody joins its line; those who are in
         it keep their place, since an ejection is short.
         Raises Overloaded, Draining or NoEndpoint, and then holds nothing.
         """
@@ -143,8 +144,11 @@ class RouterCore:
             if ticket.state is TicketState.WAITING:
                 refusal = self._line_was_full(model, request, now)
                 if refusal is not None:
-                    model.line.remove(ticket)
-                    raise self._refusal(refusal)
+                    pushed_out = self._pushed_out(model, ticket)
+                    if pushed_out is None:
+                        model.line.remove(ticket)
+                        raise self._refusal(refusal)
+                    self._refuse(pushed_out, refusal, now)
                 self._set_deadline(ticket)
         self._live[ticket.index] = ticket
         self._budget.note_request()
@@ -422,6 +426,15 @@ class RouterCore:
         return Overloaded(
             f"{message}: try again in {math.ceil(seconds)} s", reason="queue_full", retry_after_seconds=seconds
         )
+
+    def _pushed_out(self, model: _Model, ticket: Ticket) -> Ticket | None:
+        """Whose place the one that has just joined a full line gets, so that one tenant's burst does not keep others
+        from the line. At most one, and only if that makes room enough."""
+        found = model.line.newest_of_most(ticket)
+        if found is None or model.count - 1 > self.settings.queue_requests_max:
+            return None
+        prompt_tokens = model.prompt_tokens - found.request.prompt_tokens
+        return found if prompt_tokens <= self.settings.queue_prompt_tokens_max else None
 
     def _refuse(self, ticket: Ticket, refusal: TrioserveError, now: float) -> None:
         """End one that was not sent anywhere, and tell it."""

@@ -55,6 +55,14 @@ class WaitingLine:
             return self._classes[priority].head()
         return None
 
+    def newest_of_most(self, ticket: Ticket) -> Ticket | None:
+        """Who has to make room when the line has one too many, since `ticket` has come: the newest waiter, of the same
+        priority, of the tenant with most of them, if it has more without that one than the tenant of `ticket` has now.
+        So a burst takes places from itself (McKenney, "Stochastic Fairness Queueing", 1990). O(tenants)."""
+        tenants = self._classes[ticket.request.priority].tenants
+        most = max(tenants.values(), key=len)
+        return next(reversed(most.values())) if len(most) > len(tenants[ticket.request.tenant]) else None
+
     def take(self) -> Ticket:
         """Take the head out, to be served."""
         priority_class = self._classes[min(self._classes)]

@@ -6,6 +6,8 @@ what one endpoint may be given in router_endpoint_book, whose turn it is in rout
 
 from __future__ import annotations
 
+from collections import Counter
+
 from trioserve.router.retry_budget import BURST_SECONDS
 from trioserve.testing.router_endpoint_book import EndpointBook
 from trioserve.testing.router_history import RouterWorld
@@ -26,6 +28,7 @@ class RouterBooks:
         self.endpoints: dict[str, EndpointBook] = {}
         self.gone: list[str] = []
         self.is_draining = False
+        self.entering: RoutedStory | None = None  # while the router is asked to take it
         self._fairness: dict[tuple[str, int], Fairness] = {}
         self._failure_count = 0
         self._tries = world.retries_per_second_min * BURST_SECONDS
@@ -59,6 +62,24 @@ class RouterBooks:
         tokens = sum(other.request.prompt_tokens for other in beside) + story.request.prompt_tokens
         is_large = tokens > self.world.queue_prompt_tokens_max
         return len(beside) >= self.world.queue_requests_max or (bool(beside) and is_large)
+
+    def is_most_in_line(self, story: RoutedStory, entering: RoutedStory) -> bool:
+        """Whether it is the newest of a tenant that has most in a line, and still more than that of one that comes, if
+        it left for it."""
+        if not (story.is_in_line and story.is_beside(entering) and story.request.priority == entering.request.priority):
+            return False
+        line = [other for other in self.waiting if other.is_in_line and other.is_beside(entering)]
+        line = [other for other in line if other.request.priority == story.request.priority]
+        counts = Counter(other.request.tenant for other in line)
+        if counts[story.request.tenant] < max(*counts.values(), counts[entering.request.tenant] + 2):
+            return False
+        return all(other.request.tenant != story.request.tenant or other.index <= story.index for other in line)
+
+    def makes_room(self, story: RoutedStory, entering: RoutedStory) -> bool:
+        """Whether one that comes has a place in line without it."""
+        beside = [other for other in self.waiting if other.is_beside(entering) and other is not story]
+        tokens = sum(other.request.prompt_tokens for other in beside) + entering.request.prompt_tokens
+        return len(beside) < self.world.queue_requests_max and tokens <= self.world.queue_prompt_tokens_max
 
     def is_anybody_before(self, story: RoutedStory) -> bool:
         """Whether somebody in line comes before one that is new, or may, as it is another tenant's turn."""

@@ -32,6 +32,9 @@ def check_refused_at_the_door(books: RouterBooks, story: RoutedStory, refusal: O
     else:
         assert reason == "queue_full", f"{name} is told {reason}"
         assert books.is_line_full(story), f"{name} is told that the line is full"
+        most = [other for other in books.waiting if books.is_most_in_line(other, story)]
+        is_room_made = bool(most) and all(books.makes_room(other, story) for other in most)
+        assert not is_room_made, f"{name} is refused, and {most[0].name} would have to make room"
         if books.is_anybody_before(story):
             return
     taking = books.taking(story, books.now)
@@ -62,6 +65,13 @@ def check_refused_in_line(books: RouterBooks, story: RoutedStory, refusal: Trios
     if isinstance(refusal, NoEndpoint):
         left = [book.id for book in books.serving(story) if book.id not in story.tried]
         assert not left, f"{name} is told that there is no endpoint, and there are {left}"
+        return
+    if refusal.reason == "queue_full":
+        entering = books.entering
+        assert entering is not None, f"{name} has to make room, and nobody comes"
+        assert books.is_line_full(entering), f"{name} has to make room in a line that has some"
+        assert books.is_most_in_line(story, entering), f"{name} has to make room for {entering.name}"
+        assert books.makes_room(story, entering), f"{entering.name} finds no room where {name} has left"
         return
     assert refusal.reason == "queue_wait_over", f"{name} is told {refusal.reason}"
     assert story.wait_ends_at <= books.now, f"{name} is told that it waited too long"

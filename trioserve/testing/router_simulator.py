@@ -131,7 +131,7 @@ class RouterSimulation:
         self._count("requests")
         wait_ends_at = books.now + self.world.queue_seconds_max
         story = RoutedStory(event.name, request, self.counts["requests"], wait_ends_at=wait_ends_at)
-        self._entering = story
+        self._entering = books.entering = story
         try:
             ticket = self.core.enter(request, books.now)
         except Overloaded as refusal:
@@ -141,7 +141,7 @@ class RouterSimulation:
             return None
         finally:
             was_told = self._entering is None
-            self._entering = None
+            self._entering = books.entering = None
         story.ticket = ticket
         if ticket.state is TicketState.LEASED and not was_told:
             if request.pinned is None:
