@@ -61,7 +61,8 @@ async def test_prompt_tokens_in_line_are_bounded_before_they_are_counted_exactly
         fake.steps.release()
 
 
-async def test_nobody_waits_longer_than_the_line_allows(autojump_clock):
+async def test_nobody_waits_longer_than_the_line_allows(autojump_clock, caplog):
+    caplog.set_level("INFO", logger="trioserve.runtime")
     async with open_memory_server(running_requests_max=1, waiting_requests_max=1, waiting_seconds_max=5.0) as server:
         server.engine.steps.hold()
         async with server.engine.generate("in the way"):
@@ -70,6 +71,8 @@ async def test_nobody_waits_longer_than_the_line_allows(autojump_clock):
             assert trio.current_time() == pytest.approx(5.0)
             assert (answer.status, answer.headers["x-trioserve-reason"]) == (429, "queue_wait_over")
             assert int(answer.headers["retry-after"]) >= 1
+            line = f"refused request={answer.headers['x-request-id']} reason=queue_wait_over"
+            assert [record.getMessage() for record in caplog.records] == [line]
         server.engine.steps.release()
         await server.assert_all_free()
 

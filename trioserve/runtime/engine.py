@@ -300,7 +300,7 @@ class Engine:
             self._preparing_count += count
             try:
                 with stream.preparation:
-                    await self._lease(turn)
+                    await self._lease(stream, turn)
                     token_ids = await self.encode(stream.prompt, add_special_tokens=stream.add_special_tokens)
                     stream.prompt_token_ids = tuple(token_ids)
             finally:
@@ -350,17 +350,21 @@ class Engine:
         try:
             return self.dispatch.begin(request)
         except Overloaded as refusal:
-            self.metrics.requests_rejected_total.labels(refusal.reason).inc()
+            self._note_refusal(stream, refusal)
             raise
 
-    async def _lease(self, turn: Turn) -> None:
+    async def _lease(self, stream: RequestStream, turn: Turn) -> None:
         try:
             await turn.lease()
             if turn.is_in_line:  # otherwise it was ended just when it had got one
                 turn.sent()
-        except Overloaded as refusal:  # the line is drained, or it waited too long
-            self.metrics.requests_rejected_total.labels(refusal.reason).inc()
+        except Overloaded as refusal:  # the line is drained, or it waited too long, or had to make room
+            self._note_refusal(stream, refusal)
             raise
+
+    def _note_refusal(self, stream: RequestStream, refusal: Overloaded) -> None:
+        self.metrics.requests_rejected_total.labels(refusal.reason).inc()
+        logger.info("refused request=%s reason=%s", stream.id, refusal.reason)
 
     def _check_vocabulary(self, sampling: SamplingParams) -> None:
         vocab_size = self.model.vocab_size
