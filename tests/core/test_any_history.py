@@ -27,6 +27,7 @@ from trioserve.testing.fake_connector import FakeConnector
 from trioserve.testing.fake_executor import FakeExecutor, FakeModel
 from trioserve.testing.invariants import check_core, check_idle
 from trioserve.testing.reference_engine import ReferenceAnswer, ReferenceEngine
+from trioserve.testing.residency_book import ResidencyBook
 
 VOCAB_SIZE = 4  # so few that prompts share prefixes, and answers repeat prompts, by chance
 CALLS = [name for name in vars(KVConnector) if not name.startswith("_")]
@@ -134,6 +135,7 @@ class CoreHistory(RuleBasedStateMachine):
             hash_block=hash_function,
             connector=self.connector,
         )
+        self.residency = ResidencyBook(self.core.cache)
 
     def make_connector(self) -> FakeConnector | None:
         return None
@@ -276,6 +278,7 @@ class CoreHistory(RuleBasedStateMachine):
     def everything_holds(self):
         if hasattr(self, "core"):
             check_core(self.core)
+            self.residency.check()
             assert {live.request.id for live in self.core.live_requests()} == set(self.alive())
 
     def teardown(self):

@@ -16,12 +16,16 @@ from trioserve.contracts.block_hash import BlockHash, hash_block, root_hash
 from trioserve.contracts.ids import BlockIndex
 from trioserve.core.kv_blocks import BlockPool
 
-__all__ = ["HashBlock", "PrefixCache", "PrefixChain"]
+__all__ = ["HashBlock", "OnResidency", "PrefixCache", "PrefixChain"]
 
 ContentId = NewType("ContentId", int)
 """Identity of one published prefix, never used twice."""
 
 HashBlock = Callable[[BlockHash, Sequence[int]], BlockHash]
+
+OnResidency = Callable[[BlockHash, bool], None]
+"""Told that a block of this name can be found from now on (True), or no longer (False), inside of the call that did it
+and in the order in which it came to pass. It must not wait, raise, or call the core."""
 
 
 class PublishedBlock(msgspec.Struct, frozen=True):
@@ -52,7 +56,10 @@ class PrefixChain:
 
 
 class PrefixCache:
-    """Finds published blocks and publishes new ones. Cost: O(1) per block."""
+    """Finds published blocks and publishes new ones. Cost: O(1) per block.
+
+    on_residency: who is told of each change of what can be found, once; None: nobody, which costs nothing.
+    """
 
     def __init__(self, pool: BlockPool, block_size: int, *, hash_block: HashBlock = hash_block) -> None:
         self._pool = pool
@@ -61,6 +68,7 @@ class PrefixCache:
         self._by_hash: dict[BlockHash, PublishedBlock] = {}
         self._hash_of: dict[BlockIndex, BlockHash] = {}
         self._next_content = 0
+        self.on_residency: OnResidency | None = None
         pool.on_evict = self._forget
 
     def match(self, chain: PrefixChain, tokens: Sequence[int]) -> list[BlockIndex]:
@@ -96,6 +104,10 @@ class PrefixCache:
             hashes.append(self._hash_block(parent, tokens[start : start + self._block_size]))
         return hashes[index]
 
+    def resident_hashes(self) -> list[BlockHash]:
+        """The names of all blocks that can be found now, each once. O(blocks)."""
+        return list(self._by_hash)
+
     def check(self) -> None:
         """Assert that the two maps agree. O(blocks): for tests and simulations."""
         assert len(self._by_hash) == len(self._hash_of)
@@ -117,6 +129,8 @@ class PrefixCache:
         if foreign is not None:
             del self._hash_of[foreign.block]
             self._pool.withdraw(foreign.block)
+            if self.on_residency is not None:
+                self.on_residency(block_hash, False)
         start = index * self._block_size
         entry = PublishedBlock(
             block,
@@ -128,7 +142,12 @@ class PrefixCache:
         self._by_hash[block_hash] = entry
         self._hash_of[block] = block_hash
         self._pool.publish(block)
+        if self.on_residency is not None:
+            self.on_residency(block_hash, True)
         return entry
 
     def _forget(self, block: BlockIndex) -> None:
-        del self._by_hash[self._hash_of.pop(block)]
+        block_hash = self._hash_of.pop(block)
+        del self._by_hash[block_hash]
+        if self.on_residency is not None:
+            self.on_residency(block_hash, False)

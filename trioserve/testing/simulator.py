@@ -40,6 +40,7 @@ from trioserve.testing.history import (
 from trioserve.testing.invariants import check_core, check_idle
 from trioserve.testing.poor_hash import poor_hash
 from trioserve.testing.reference_engine import ReferenceEngine
+from trioserve.testing.residency_book import ResidencyBook
 from trioserve.testing.step_rules import check_begun_step
 from trioserve.testing.story import Story
 from trioserve.testing.trace_lines import abort_moment, plan_line
@@ -80,6 +81,7 @@ class Simulation:
             hash_block=poor_hash if world.has_poor_hash else hash_block,
             connector=None if self.transfers is None else self.transfers.connector,
         )
+        self._residency = ResidencyBook(self.core.cache)
         self.stories: dict[str, Story] = {}
         self.live: dict[str, Story] = {}
         self.plan: StepPlan | None = None
@@ -329,6 +331,7 @@ class Simulation:
         self._count("checks of every contract")
         core = self.core
         check_core(core)
+        self._residency.check()
         names = {live.request.id for live in core.live_requests()}
         assert names == self.live.keys(), (
             f"{sorted(names ^ self.live.keys())}: the core and its events tell differently"
