@@ -25,6 +25,7 @@ from trioserve.runtime.abandonable import call_abandonable
 from trioserve.runtime.engine import Engine, ModelDescription
 from trioserve.runtime.engine_loop import ThreadedExecutor
 from trioserve.runtime.errors_unwrapped import errors_unwrapped
+from trioserve.runtime.kv_events import EVENTS_MAX
 from trioserve.runtime.settings import RuntimeSettings
 from trioserve.runtime.worker_thread import WorkerThread
 from trioserve.text.tokenizer import Tokenizer
@@ -135,6 +136,7 @@ def runtime_settings(config: Config) -> RuntimeSettings:
         waiting_prompt_tokens_max=config.max_queued_tokens,
         waiting_seconds_max=config.max_queue_wait,
         drain_seconds_max=config.drain_timeout,
+        kv_events_max=EVENTS_MAX if config.kv_events else 0,
         deadlines=_deadlines(config.queue_timeout, config.ttft_timeout, config.request_timeout),
         deadlines_max=_deadlines(config.max_queue_timeout, config.max_ttft_timeout, config.max_request_timeout),
     )

@@ -168,6 +168,8 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
     speculative_ngram: Annotated[int, _about(
         "tokens that a step may guess of a request from its own text, and verify; speeds up few streams that repeat "
         "their prompts; 0 is off", "TOKENS", ge=0, le=15)] = 0
+    kv_events: Annotated[bool, _about(
+        "tell at /kv_events which blocks the prefix cache holds, for a router with --policy kv_aware")] = False
     frontend: Annotated[Literal["native", "hypercorn"], _about(
         "who speaks HTTP; hypercorn knows fewer ways to stop")] = "native"
     trust_request_chat_template: Annotated[bool, _about(

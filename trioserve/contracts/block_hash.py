@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import NewType
 
-__all__ = ["BlockHash", "hash_block", "root_hash"]
+__all__ = ["HASH_SCHEME", "BlockHash", "hash_block", "root_hash"]
 
 BlockHash = NewType("BlockHash", bytes)
 """16 bytes. Equal for equal prefixes under an equal salt, on every machine."""
+
+HASH_SCHEME = "trioserve.blake2b.1"
+"""What these names are called between programs: two that say the same name equal blocks alike."""
 
 _DIGEST_BYTES = 16  # 2**64 blocks until a collision is likely; the prefix cache compares tokens all the same
 

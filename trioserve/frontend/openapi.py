@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from trioserve.contracts.kv_events import BlocksRemoved, BlocksStored, ResidencySnapshot
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
 from trioserve.contracts.sampling import SAMPLING_RANGES, Range
 from trioserve.frontend import answer_types as answers
@@ -36,7 +37,8 @@ class DescribedOperation(msgspec.Struct, frozen=True, kw_only=True):
     """What a method on a path takes and gives.
 
     answer: type of the JSON with status 200, or the media type of what is no JSON. event: the type of a stream's events
-    when the body has `"stream": true`. errors: statuses that come with an Error. path_parameter: what it is.
+    when the body has `"stream": true`; kinds: the types of those of a stream that is the whole answer. errors: statuses
+    that come with an Error. path_parameter: what it is.
     """
 
     summary: str
@@ -44,6 +46,7 @@ class DescribedOperation(msgspec.Struct, frozen=True, kw_only=True):
     description: str = ""
     body: type | None = None
     event: type | None = None
+    kinds: tuple[type, ...] = ()
     errors: tuple[int, ...] = (400,)
     not_ready: type | None = None
     path_parameter: str = ""
@@ -109,6 +112,14 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
         answer=answers.Detokenized,
         errors=(*_READS_BODY, 404),
     ),
+    ("GET", "/kv_events"): DescribedOperation(
+        summary="Read which blocks the prefix cache holds, and each change from then on",
+        description="A snapshot, in one part or several, then changes, numbered in order. Another snapshot means that "
+        "changes were missed. Only where the server was started with --kv-events; with API keys, only for the admin's.",
+        answer="text/event-stream",
+        kinds=(ResidencySnapshot, BlocksStored, BlocksRemoved),
+        errors=(400, 403, 404, 429, 503),
+    ),
     ("GET", "/health"): DescribedOperation(summary="Whether the process lives", answer=answers.Alive),
     ("GET", "/ready"): DescribedOperation(
         summary="Whether requests are taken", answer=answers.Ready, not_ready=answers.NotReady
@@ -122,7 +133,8 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
 STATUSES = {
     400: "The request cannot be served as it stands; error.param names the field.",
     401: "An API key is needed, and none or a wrong one came.",
-    404: "There is no such model or request.",
+    403: "An API key came that may not do this.",
+    404: "There is no such model or request, or it is switched off.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
     429: "Too much at a time: Retry-After says when to try again, X-Trioserve-Reason which bound it was.",
@@ -205,6 +217,15 @@ def _operation(described: DescribedOperation, route: Route[Call], method: str) -
 def _responses(described: DescribedOperation, *, needs_key: bool) -> dict[str, Any]:
     if isinstance(described.answer, str):
         content: dict[str, Any] = {described.answer: {}}
+        if described.kinds:
+            content[described.answer] = {
+                "schema": {
+                    "type": "string",
+                    "description": 'Each event is one line "data: JSON", where JSON is as in x-event. Lines that begin '
+                    "with a colon say that the server lives.",
+                },
+                "x-event": {"anyOf": [_ref(kind) for kind in described.kinds]},
+            }
     else:
         content = {"application/json": {"schema": _ref(described.answer)}}
     if described.event is not None:
@@ -236,7 +257,8 @@ def _responses(described: DescribedOperation, *, needs_key: bool) -> dict[str, A
 def _components() -> dict[str, Any]:
     used: dict[str, type] = {}
     for described in OPERATIONS.values():
-        for kind in (described.body, described.answer, described.event, described.not_ready, answers.Error):
+        kinds = (described.body, described.answer, described.event, described.not_ready, answers.Error)
+        for kind in (*kinds, *described.kinds):
             if isinstance(kind, type):
                 used[kind.__name__] = kind
     _, components = msgspec.json.schema_components(used.values(), ref_template=REF)

@@ -13,6 +13,7 @@ from trioserve.frontend.call import Call
 from trioserve.frontend.chat import create_chat_completion
 from trioserve.frontend.completions import create_completion
 from trioserve.frontend.generation import usage_of
+from trioserve.frontend.kv_events import stream_kv_events
 from trioserve.frontend.live_requests import REQUEST_PATH, abort_request, abort_requests, list_requests
 from trioserve.frontend.models import MODEL_PATH, list_models, read_model
 from trioserve.frontend.openapi import openapi_document
@@ -46,6 +47,7 @@ ROUTES = {
         Route(path="/v1/models", operations={"GET": list_models}),
         Route(path="/v1/requests", operations={"GET": list_requests}),
         Route(path="/v1/requests/abort", operations={"POST": abort_requests}),
+        Route(path="/kv_events", operations={"GET": stream_kv_events}),
         Route(path="/tokenize", operations={"POST": tokenize}),
         Route(path="/detokenize", operations={"POST": detokenize}),
         Route(path="/health", operations={"GET": read_health}, needs_key=False),

@@ -36,6 +36,7 @@ from trioserve.runtime.delivery import Delivery
 from trioserve.runtime.dispatch import Turn
 from trioserve.runtime.ended_ids import EndedIds
 from trioserve.runtime.engine_loop import EngineLoop, StepRunner
+from trioserve.runtime.kv_events import KvEvents
 from trioserve.runtime.live_view import view_of
 from trioserve.runtime.local_endpoint import local_dispatch, local_request
 from trioserve.runtime.prompt_encoder import PromptEncoder
@@ -78,7 +79,8 @@ def _new_request_id() -> str:
 class Engine:
     """Made by open_engine. Every method belongs to the thread of the Trio program that opened it.
 
-    new_request_id: for requests whose caller gives none.
+    new_request_id: for requests whose caller gives none. kv_events: what came and went in the prefix cache; None where
+    nobody is told.
     """
 
     def __init__(
@@ -118,6 +120,14 @@ class Engine:
         self.dispatch = local_dispatch(core.settings.running_requests_max, settings)
         self._is_running = False
         self._idle = trio.Event()
+        self.kv_events: KvEvents | None = None
+        if settings.kv_events_max:
+            self.kv_events = KvEvents(
+                core.cache,
+                model=model.name,
+                block_size=core.settings.block_size,
+                events_max=settings.kv_events_max,
+            )
         self._stats_seen = core.stats()
         metrics.on_scrape(self._set_gauges)
         show_router(metrics, self.dispatch)
@@ -141,6 +151,7 @@ class Engine:
         except Exception as error:
             fault = EngineFault(f"a step of the engine failed: {type(error).__name__}: {error}")
             self.fault = fault
+            self._end_kv_events()
             for stream in self._live_streams():
                 stream.fail(fault)
             if self.on_fault is not None:
@@ -152,6 +163,7 @@ class Engine:
             raise fault from error
         finally:
             self._is_running = False
+            self._end_kv_events()
             if self.fault is None:
                 self.abort_all("the engine was closed")
 
@@ -170,6 +182,7 @@ class Engine:
         """Take nothing new; requests that have not begun to run are refused, the others go on."""
         self.draining = True
         self.dispatch.drain()
+        self._end_kv_events()
         queued = {live.request.id for live in self._core.live_requests() if live.cached_token_count is None}
         for stream in self._live_streams():
             if all(choice.sequence_id in queued for choice in stream.choices):
@@ -438,6 +451,10 @@ class Engine:
 
     def _live_streams(self) -> list[RequestStream]:
         return [stream for streams in self._streams.values() for stream in streams]
+
+    def _end_kv_events(self) -> None:
+        if self.kv_events is not None:
+            self.kv_events.end()
 
     def _note_idle(self) -> None:
         if not self._streams:

@@ -15,6 +15,7 @@ class RuntimeSettings(msgspec.Struct, frozen=True, kw_only=True):
     waiting_prompt_tokens_max: what their prompts may have together. waiting_seconds_max: how long anybody waits.
     drain_seconds_max: how long running requests may go on after the order to stop.
     last_words_seconds_max: after that, or after a fault, how long clients have to be told.
+    kv_events_max: changes of the prefix cache that are kept for those who read them; 0: nobody may, and none are.
     deadlines: of requests that bring none. deadlines_max: what any request may have at most.
     """
 
@@ -23,12 +24,14 @@ class RuntimeSettings(msgspec.Struct, frozen=True, kw_only=True):
     waiting_seconds_max: float = 600.0
     drain_seconds_max: float = 30.0
     last_words_seconds_max: float = 2.0
+    kv_events_max: int = 0
     deadlines: Deadlines = Deadlines()
     deadlines_max: Deadlines = Deadlines()
 
     def __post_init__(self) -> None:
-        if self.waiting_requests_max < 0:
-            raise StartupError(f"waiting_requests_max is {self.waiting_requests_max}, it must be 0 or more")
+        for name in ("waiting_requests_max", "kv_events_max"):
+            if getattr(self, name) < 0:
+                raise StartupError(f"{name} is {getattr(self, name)}, it must be 0 or more")
         for name in ("drain_seconds_max", "last_words_seconds_max"):
             value = getattr(self, name)
             if not 0 <= value <= 86_400:

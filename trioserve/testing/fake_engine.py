@@ -183,6 +183,7 @@ async def open_fake_engine(
     waiting_requests_max: int = 16,
     waiting_prompt_tokens_max: int = 1_000_000,
     waiting_seconds_max: float = 600.0,
+    kv_events_max: int = 0,
     step_seconds: float = 0.0,
     paused: bool = False,
     answer: Answer | None = None,
@@ -195,10 +196,11 @@ async def open_fake_engine(
 
     The limits are the engine's: KV blocks and tokens in each, tokens of prompt and answer, requests that run, tokens a
     step computes (a longer prompt comes in chunks), guesses of a request in a step (speculative_ngram), requests that
-    wait, the tokens of their prompts and for how long. paused: no step begins until step(), held_step() or resume().
-    What it says, of these at most one: `answer`, a text or a function of the prompt's text; `next_token`, a function of
-    the tokens so far; `model`. Otherwise it follows from the prompt, but looks random. deadlines, deadlines_max:
-    defaults and upper limits for every request.
+    wait, the tokens of their prompts and for how long, changes of the prefix cache that are kept for `GET /kv_events`
+    (0: it is off). paused: no step begins until step(), held_step() or resume(). What it says, of these at most one:
+    `answer`, a text or a function of the prompt's text; `next_token`, a function of the tokens so far; `model`.
+    Otherwise it follows from the prompt, but looks random. deadlines, deadlines_max: defaults and upper limits for
+    every request.
 
     Inside, the KV blocks are watched: a step that reads a block that another request wrote to is an AssertionError.
     Leaving does what leaving open_engine does.
@@ -228,6 +230,7 @@ async def open_fake_engine(
         waiting_requests_max=waiting_requests_max,
         waiting_prompt_tokens_max=waiting_prompt_tokens_max,
         waiting_seconds_max=waiting_seconds_max,
+        kv_events_max=kv_events_max,
         deadlines=deadlines or Deadlines(),
         deadlines_max=deadlines_max or Deadlines(),
     )

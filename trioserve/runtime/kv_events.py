@@ -1,0 +1,155 @@
+"""What came and went in the prefix cache, numbered, for readers at their own pace. The engine never waits for one.
+
+The last changes are kept in a ring. A reader that has fallen behind its end, or has just come, gets a snapshot of all
+that is resident, and goes on from there.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import trio
+
+from trioserve.contracts.block_hash import HASH_SCHEME, BlockHash
+from trioserve.contracts.errors import Overloaded
+from trioserve.contracts.kv_events import BlocksRemoved, BlocksStored, KvEvent, ResidencySnapshot
+from trioserve.core.prefix_cache import PrefixCache
+
+__all__ = ["EVENTS_MAX", "KvEvents", "KvReader"]
+
+EVENTS_MAX = 65_536  # about 10 MB at most; a reader may be away while that many blocks come and go
+EVENT_HASHES_MAX = 512  # in one event: 14 KB of JSON, far below what is held for a slow client
+READERS_MAX = 16  # routers before one engine; each may hold the list of all blocks while it gets a snapshot
+RETRY_SECONDS = 30.0
+
+
+class KvEvents:
+    """Listens to a prefix cache. epoch: of this engine, like no other's. Every method belongs to the thread of the
+    engine's Trio program."""
+
+    def __init__(self, cache: PrefixCache, *, model: str, block_size: int, events_max: int = EVENTS_MAX) -> None:
+        self.epoch = secrets.token_hex(8)
+        self.model = model
+        self.block_size = block_size
+        self.next_sequence = 0
+        self.is_over = False
+        self._cache = cache
+        self._events_max = events_max
+        self._ring: list[tuple[BlockHash, bool]] = []  # number n is at n modulo its length, once it is full
+        self._reader_count = 0
+        self._waiting = trio.lowlevel.ParkingLot()
+        cache.on_residency = self._note
+
+    @contextmanager
+    def reading(self) -> Iterator[KvReader]:
+        """Raises Overloaded when too many read already."""
+        if self._reader_count >= READERS_MAX:
+            raise Overloaded(
+                f"{READERS_MAX} read the events of this engine's cache already, and no more may",
+                reason="too_many_readers",
+                retry_after_seconds=RETRY_SECONDS,
+            )
+        self._reader_count += 1
+        try:
+            yield KvReader(self)
+        finally:
+            self._reader_count -= 1
+
+    def end(self) -> None:
+        """Let the readers go: the engine is leaving."""
+        self.is_over = True
+        self._waiting.unpark_all()
+
+    @property
+    def first_sequence(self) -> int:
+        """The oldest change that is kept."""
+        return self.next_sequence - len(self._ring)
+
+    def run_from(self, sequence: int) -> tuple[bool, list[BlockHash]]:
+        """Whether change number `sequence`, which must be kept, brought a block, and the names in it and those behind
+        it that did the same, up to what one event holds."""
+        assert self.first_sequence <= sequence < self.next_sequence
+        is_stored = self._change(sequence)[1]
+        hashes = []
+        for number in range(sequence, min(sequence + EVENT_HASHES_MAX, self.next_sequence)):
+            block_hash, is_same = self._change(number)
+            if is_same is not is_stored:
+                break
+            hashes.append(block_hash)
+        return is_stored, hashes
+
+    def resident_hashes(self) -> list[BlockHash]:
+        return self._cache.resident_hashes()
+
+    async def wait_beyond(self, sequence: int) -> None:
+        """Returns when there is a change with this number, or nothing more will come."""
+        while self.next_sequence <= sequence and not self.is_over:
+            await self._waiting.park()
+
+    def _change(self, sequence: int) -> tuple[BlockHash, bool]:
+        return self._ring[sequence % self._events_max]
+
+    def _note(self, block_hash: BlockHash, is_resident: bool) -> None:
+        if len(self._ring) < self._events_max:
+            self._ring.append((block_hash, is_resident))
+        else:
+            self._ring[self.next_sequence % self._events_max] = (block_hash, is_resident)
+        self.next_sequence += 1
+        if self._waiting:
+            self._waiting.unpark_all()
+
+
+class KvReader:
+    """One reader's place in the events."""
+
+    def __init__(self, events: KvEvents) -> None:
+        self._events = events
+        self._sequence: int | None = None  # of the next change that it gets; None: a snapshot comes first
+        self._unsent: list[BlockHash] = []  # of the snapshot, the last ones first
+        self._snapshot_is_open = False
+
+    def next_nowait(self) -> KvEvent | None:
+        """The next event; None if there is none yet."""
+        events = self._events
+        if self._snapshot_is_open:
+            return self._snapshot_part()
+        if self._sequence is None or self._sequence < events.first_sequence:
+            self._sequence = events.next_sequence
+            self._unsent = events.resident_hashes()
+            self._snapshot_is_open = True
+            return self._snapshot_part()
+        if self._sequence == events.next_sequence:
+            return None
+        is_stored, hashes = events.run_from(self._sequence)
+        kind = BlocksStored if is_stored else BlocksRemoved
+        event = kind(sequence=self._sequence, hashes=hashes)
+        self._sequence += len(hashes)
+        return event
+
+    async def next(self) -> KvEvent | None:
+        """The next event, as soon as there is one; None when the engine leaves."""
+        while not self._events.is_over:
+            event = self.next_nowait()
+            if event is not None:
+                return event
+            assert self._sequence is not None
+            await self._events.wait_beyond(self._sequence)
+        return None
+
+    def _snapshot_part(self) -> ResidencySnapshot:
+        events = self._events
+        assert self._sequence is not None
+        part = self._unsent[-EVENT_HASHES_MAX:]
+        del self._unsent[-EVENT_HASHES_MAX:]
+        self._snapshot_is_open = bool(self._unsent)
+        return ResidencySnapshot(
+            epoch=events.epoch,
+            sequence=self._sequence,
+            model=events.model,
+            block_size=events.block_size,
+            hash_scheme=HASH_SCHEME,
+            hashes=part,
+            left=len(self._unsent),
+        )
