@@ -84,7 +84,9 @@ ROOMS = {
     "kernels": Room(packages=words("torch triton numpy trioserve_kernels"), waits=False),
 }
 # These stand above the rooms: they are the ones who may know several, and no room knows them.
-TOP_FILES = words("__init__ __main__ assemble cli config exit_codes quality route server serving terminal")
+TOP_FILES = words(
+    "__init__ __main__ assemble cli config exit_codes prompt_naming quality route server serving terminal"
+)
 TESTING_IS_RUN_FROM = words("cli")  # as a command; nothing else of what is served knows what pretends
 
 

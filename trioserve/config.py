@@ -114,8 +114,11 @@ class RouteConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields
     model_alias: Annotated[tuple[str, ...], _about(
         "names for models, such as gpt-4=smollm2; default: none", "NAME=MODEL")] = ()
     policy: Annotated[str, _about(
-        "who gets a request: round_robin, least_loaded, power_of_two, session, prefix_aware, or one that is installed",
-        "NAME")] = "least_loaded"
+        "who gets a request: round_robin, least_loaded, power_of_two, session, prefix_aware, kv_aware, or one that is "
+        "installed", "NAME")] = "least_loaded"
+    tokenizer: Annotated[str | None, _about(
+        "the endpoints' model, as in their --model, whose tokenizer --policy kv_aware needs; default: none",
+        "MODEL")] = None
     session_header: Annotated[str, _about(
         "header that names a conversation, for --policy session", "NAME")] = "x-session-id"
     endpoint_max_requests: Annotated[int, _about(

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -22,6 +23,7 @@ from trioserve.frontend.router_app import RouterApp
 from trioserve.frontend.router_call import RoutingRules
 from trioserve.frontend.server import FrontendServer
 from trioserve.metrics.registry import Metrics
+from trioserve.prompt_naming import open_prompt_naming
 from trioserve.router.policies import POLICIES, PolicyFactory
 from trioserve.router.settings import RouterSettings
 from trioserve.runtime.discovery.file import FileSource, read_endpoints
@@ -35,6 +37,9 @@ from trioserve.runtime.router_metrics import show_router
 from trioserve.runtime.serve import Service
 from trioserve.runtime.settings import RuntimeSettings
 from trioserve.serving import NativeFrontEnd, frontend_limits, run_until_signal, server_tls
+
+if TYPE_CHECKING:
+    from trioserve.runtime.prompt_blocks import PromptBlocks
 
 __all__ = ["Routing", "run_router", "serve_router"]
 
@@ -68,24 +73,25 @@ async def serve_router(
             "no endpoint is given: name one with --endpoint http://HOST:PORT, or where to find them with "
             "--endpoints-file, --endpoints-dns or --endpoints-kubernetes"
         )
-    app = routing.app()
-    handler: Handler = app
-    if config.cors_origin:
-        handler = CrossOrigin(app, config.cors_origin, on_preflight=app.note_preflight)
-    listeners = await open_listeners(config.host, config.port, limits=limits)
-    try:
-        scheme = "http" if ssl_context is None else "https"
-        front_end = NativeFrontEnd(
-            FrontendServer(handler, limits=limits, ssl_context=ssl_context), listeners, routing.metrics
-        )
-        service = Service(routing.dispatch, front_end, routing.settings)
-        with errors_unwrapped():
-            async with routing.running(), trio.open_nursery() as nursery:
-                await nursery.start(service.run, orders)
-                on_serving([f"{scheme}://{address}" for address in addresses(listeners)])
-    finally:
-        for listener in listeners:
-            listener.socket.close()
+    async with routing.naming(config.tokenizer) as naming:
+        app = routing.app(naming=naming)
+        handler: Handler = app
+        if config.cors_origin:
+            handler = CrossOrigin(app, config.cors_origin, on_preflight=app.note_preflight)
+        listeners = await open_listeners(config.host, config.port, limits=limits)
+        try:
+            scheme = "http" if ssl_context is None else "https"
+            front_end = NativeFrontEnd(
+                FrontendServer(handler, limits=limits, ssl_context=ssl_context), listeners, routing.metrics
+            )
+            service = Service(routing.dispatch, front_end, routing.settings)
+            with errors_unwrapped():
+                async with routing.running(), trio.open_nursery() as nursery:
+                    await nursery.start(service.run, orders)
+                    on_serving([f"{scheme}://{address}" for address in addresses(listeners)])
+        finally:
+            for listener in listeners:
+                listener.socket.close()
 
 
 class Routing:
@@ -118,8 +124,28 @@ class Routing:
         """Whether there is anything to route to, or somewhere to find it."""
         return bool(self._specs or self._sources)
 
-    def app(self, *, more_metrics: Callable[[], bytes] = bytes) -> RouterApp:
-        """more_metrics: shown behind the router's own."""
+    @asynccontextmanager
+    async def naming(self, tokenizer: str | None) -> AsyncIterator[PromptBlocks | None]:
+        """What names the blocks of prompts, if the policy asks for it. tokenizer: the model whose it is. Raises
+        StartupError."""
+        name = self._config.policy
+        if not self.dispatch.core.policy.wants_residency:
+            if self._config.tokenizer is not None:
+                raise StartupError(
+                    f"the policy {name} does not look at tokens: leave --tokenizer out, or take kv_aware"
+                )
+            yield None
+            return
+        if tokenizer is None:
+            raise StartupError(
+                f"the policy {name} compares a prompt's tokens with the blocks that endpoints have: name the model "
+                "that they serve with --tokenizer MODEL, as in their --model, and start them with --kv-events"
+            )
+        async with open_prompt_naming(tokenizer) as naming:
+            yield naming
+
+    def app(self, *, naming: PromptBlocks | None = None, more_metrics: Callable[[], bytes] = bytes) -> RouterApp:
+        """naming: see `naming`. more_metrics: shown behind the router's own."""
         config = self._config
         return RouterApp(
             self.fleet,
@@ -134,6 +160,7 @@ class Routing:
             api_keys=config.api_key,
             admin_api_key=config.admin_api_key,
             more_metrics=more_metrics,
+            naming=naming,
         )
 
     @asynccontextmanager
@@ -163,11 +190,6 @@ def _router_settings(config: RouteConfig) -> RouterSettings:
 
 
 def _policy(name: str) -> PolicyFactory:
-    if name == "kv_aware":
-        raise StartupError(
-            "the policy kv_aware needs endpoints that tell which blocks they have, and a router that listens; neither "
-            "is there yet: take prefix_aware"
-        )
     if name in POLICIES:
         return POLICIES[name]
     installed = {entry.name: entry for entry in entry_points(group=POLICY_ENTRY_POINTS)}

@@ -72,8 +72,9 @@ async def serve_configured(
             )
             metrics = engine.metrics
             if routing.has_endpoints:
+                naming = await scopes.enter_async_context(routing.naming(config.tokenizer or config.model))
                 await scopes.enter_async_context(_engine_as_endpoint(engines_app, routing, config))
-                app = routing.app(more_metrics=lambda: engine.metrics.expose(part="engine"))
+                app = routing.app(naming=naming, more_metrics=lambda: engine.metrics.expose(part="engine"))
                 worker, metrics = routing.dispatch, routing.metrics
             handler: Handler = app
             if config.cors_origin:

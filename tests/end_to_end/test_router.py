@@ -108,6 +108,39 @@ def test_a_client_of_the_router_that_is_gone_is_gone_from_the_engine(fleet):
     assert router.stop() == 0
 
 
+@pytest.fixture
+def kv_aware_fleet(start_server):
+    """Two servers that tell what they have, and a router that listens."""
+    servers = {id: start_server("--max-num-seqs", "2", "--threads", "1", "--kv-events") for id in "ab"}
+    endpoints = [f"--endpoint={id}={server.url}" for id, server in servers.items()]
+    router = start_server(*endpoints, "--policy", "kv_aware", "--tokenizer", "smollm2", command="route")
+    wait_until(lambda: all(each["resident_blocks"] is not None for each in get(f"{router.url}/endpoints")["data"]))
+    return servers, router
+
+
+def test_a_chat_goes_to_where_its_beginning_is(kv_aware_fleet):
+    servers, router = kv_aware_fleet
+    story = "The keeper of the lighthouse at the end of the world writes down each ship that passes, and its colours. "
+
+    def ask(question: str, query: str = "") -> str:
+        messages = [{"role": "system", "content": story * 8}, {"role": "user", "content": question}]
+        body = json.dumps({"messages": messages, "max_tokens": 1}).encode()
+        request = urllib.request.Request(f"{router.url}/v1/chat/completions{query}", body, method="POST")
+        with urllib.request.urlopen(request, timeout=WAIT_SECONDS_MAX) as answer:
+            return answer.headers["x-trioserve-endpoint"]
+
+    def resident() -> dict[str, int]:
+        return {each["id"]: each["resident_blocks"] for each in get(f"{router.url}/endpoints")["data"]}
+
+    assert ask("Which ships passed?", "?id=b") == "b"
+    wait_until(lambda: resident()["b"] > 8)
+    assert resident()["a"] == 0
+    assert [ask(f"Which ships passed on day {day}?") for day in range(4)] == ["b"] * 4
+    assert servers["b"].metric("trioserve:prefix_cache_hits_total") > 4 * 8 * 16
+    assert router.stop() == 0
+    assert [server.stop() for server in servers.values()] == [0, 0]
+
+
 def test_the_router_loads_nothing_that_computes():
     code = "import sys, trioserve.route; sys.exit(bool({'torch', 'numpy', 'gguf', 'jinja2'} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -80,6 +80,13 @@ def test_hub_name_is_downloaded_without_pickles_and_second_copies(tmp_path: Path
     assert options["ignore_patterns"] == ["*/*", "consolidated*"]
 
 
+def test_for_a_tokenizer_alone_no_weights_are_downloaded(tmp_path: Path, hub: SimpleNamespace) -> None:
+    hub.answer = tmp_path
+    assert resolve_model("org/name", with_weights=False) == tmp_path
+    [(_, options)] = hub.calls
+    assert options["allow_patterns"] == ["*.json", "*.jinja", "*.txt", "tokenizer.model"]
+
+
 def test_patterns_fit_the_real_package(monkeypatch: pytest.MonkeyPatch, hub: SimpleNamespace, tmp_path: Path) -> None:
     hub.answer = tmp_path
     resolve_model("org/name")

@@ -41,7 +41,8 @@ def test_a_policy_takes_only_who_has_room(name):
         chosen = policy.choose(asked, candidates(**loads))
         assert loads[chosen] is not None
         policy.note_sent(asked, chosen)
-        policy.note_stored(chosen, [b"p"])
+        policy.note_resident(chosen, 16, [b"p"])
+        policy.note_stored(chosen, [b"q"])
 
 
 def test_round_robin_gives_each_its_turn_and_leaves_out_the_full():
@@ -114,14 +115,82 @@ def test_a_policy_forgets_an_endpoint_that_lost_what_it_had():
     assert policy.choose(request(prefix=(b"1",)), candidates(a=0.2, b=0.0)) == "b"
 
 
-def test_kv_aware_believes_what_endpoints_tell():
+A, B = EndpointId("a"), EndpointId("b")
+
+
+def test_kv_aware_believes_what_endpoints_tell_and_not_what_was_sent():
     policy = make("kv_aware")
-    policy.note_sent(request(prefix=(b"1",)), EndpointId("a"))
-    assert policy.choose(request(prefix=(b"1",)), candidates(a=0.2, b=0.0)) == "b"
-    policy.note_stored(EndpointId("a"), [b"1", b"2"])
-    assert policy.choose(request(prefix=(b"1", b"2")), candidates(a=0.2, b=0.0)) == "a"
-    policy.note_removed(EndpointId("a"), [b"1", b"2"])
-    assert policy.choose(request(prefix=(b"1", b"2")), candidates(a=0.2, b=0.0)) == "b"
+    asked = request(prefix=(b"p",), blocks={16: (b"1", b"2")})
+    for endpoint in (A, B):
+        policy.note_resident(endpoint, 16, [])
+    policy.note_sent(asked, A)
+    policy.note_stored(B, [b"1", b"2"])
+    assert policy.choose(asked, candidates(a=0.0, b=0.2)) == "b"
+    policy.note_removed(B, [b"1", b"2"])
+    policy.note_stored(A, [b"1"])
+    assert policy.choose(asked, candidates(a=0.2, b=0.0)) == "a"
+
+
+def test_kv_aware_takes_the_longest_that_is_resident_and_not_what_lies_behind_a_gap():
+    policy = make("kv_aware")
+    policy.note_resident(A, 16, [b"1", b"3", b"4", b"5"])
+    policy.note_resident(B, 16, [b"1", b"2"])
+    asked = request(blocks={16: (b"1", b"2", b"3", b"4", b"5")})
+    assert policy.choose(asked, candidates(a=0.0, b=0.2)) == "b"
+
+
+def test_kv_aware_counts_in_tokens_where_block_sizes_differ():
+    policy = make("kv_aware")
+    policy.note_resident(A, 16, [b"1", b"2", b"3"])
+    policy.note_resident(B, 64, [b"x"])
+    assert policy.block_sizes() == {16, 64}
+    asked = request(blocks={16: (b"1", b"2", b"3", b"4"), 64: (b"x",)})
+    assert policy.choose(asked, candidates(a=0.0, b=0.2)) == "b"
+
+
+def test_kv_aware_does_not_give_everything_for_a_hit():
+    policy = make("kv_aware")
+    policy.note_resident(A, 16, [b"1"])
+    policy.note_resident(B, 16, [])
+    assert policy.choose(request(blocks={16: (b"1",)}), candidates(a=0.2, b=0.0)) == "a"
+    assert policy.choose(request(blocks={16: (b"1",)}), candidates(a=0.5, b=0.0)) == "b"
+    assert policy.choose(request(blocks={16: (b"1",)}), candidates(a=None, b=0.9)) == "b"
+
+
+def test_kv_aware_guesses_as_prefix_aware_where_nobody_tells():
+    policy = make("kv_aware")
+    asked = request(prefix=(b"p",), blocks={16: (b"1",)})
+    policy.note_sent(asked, A)
+    assert policy.choose(asked, candidates(a=0.2, b=0.0)) == "a"
+    assert policy.choose(request(), candidates(a=0.2, b=0.0)) == "b"
+
+
+def test_kv_aware_weighs_a_guess_with_what_another_tells():
+    policy = make("kv_aware")
+    policy.note_resident(A, 16, [b"1", b"2", b"3"])
+    asked = request(prefix=(b"p",), blocks={16: (b"1", b"2", b"3")})
+    policy.note_sent(asked, B)  # about 32 tokens, as far as one can guess
+    assert policy.choose(asked, candidates(a=0.2, b=0.0)) == "a"
+    policy.note_removed(A, [b"2"])
+    assert policy.choose(asked, candidates(a=0.0, b=0.2)) == "b"
+
+
+def test_kv_aware_sends_the_same_beginning_after_one_that_is_still_computed():
+    policy = make("kv_aware")
+    asked = request(prefix=(b"p",), blocks={16: (b"1",)})
+    for endpoint in (A, B):
+        policy.note_resident(endpoint, 16, [])
+    policy.note_sent(asked, A)
+    assert policy.choose(asked, candidates(a=0.1, b=0.0)) == "a"
+
+
+def test_kv_aware_forgets_what_is_unknown():
+    policy = make("kv_aware")
+    policy.note_resident(A, 16, [b"1"])
+    policy.note_unknown(A)
+    assert policy.block_sizes() == frozenset()
+    policy.note_stored(A, [b"1"])  # a change of what nobody knows says nothing
+    assert policy.choose(request(blocks={16: (b"1",)}), candidates(a=0.2, b=0.0)) == "b"
 
 
 def test_a_match_is_a_leading_run():

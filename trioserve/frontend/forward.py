@@ -22,6 +22,7 @@ from trioserve.frontend.deadline_fields import deadlines_of
 from trioserve.frontend.error_responses import Refusal, deadline_refusal
 from trioserve.frontend.openai_types import decode_body
 from trioserve.frontend.routed_body import RoutedBody, prefix_of, rewritten
+from trioserve.frontend.routed_prompt import named_blocks
 from trioserve.frontend.router_call import ENDPOINT_PARAMETER
 from trioserve.runtime.dispatch import Fault
 from trioserve.runtime.remote_endpoint import Unreachable
@@ -108,13 +109,30 @@ async def _forward(call: RouterCall) -> None:
     deadlines = deadlines_of(body, call.exchange.headers).within(call.rules.deadlines, call.rules.deadlines_max)
     model = call.fleet.real_model(body.model)
     clock = _Clock(deadlines, trio.current_time())
-    routed = _routed(call, body, model, clock)
-    with clock.running(), call.fleet.dispatch.enter(routed, id=call.request_id, owner=call.owner) as turn:
+    with clock.running():
+        request = await _named(call, raw, _routed(call, body, model, clock))
+        await _pass_through(call, raw, body, request, clock)
+
+
+async def _named(call: RouterCall, raw: bytes, request: RoutedRequest) -> RoutedRequest:
+    """The request with the names of its prompt's blocks, where the policy asks for them. That costs something, so it is
+    counted while it goes on."""
+    dispatch, naming = call.fleet.dispatch, call.naming
+    block_sizes = dispatch.block_sizes(request.model)
+    if naming is None or not block_sizes or request.pinned is not None:
+        return request
+    with dispatch.preparing(request):
+        blocks = await named_blocks(naming, call.exchange.path, raw, block_sizes)
+    return msgspec.structs.replace(request, blocks=blocks)
+
+
+async def _pass_through(call: RouterCall, raw: bytes, body: RoutedBody, request: RoutedRequest, clock: _Clock) -> None:
+    with call.fleet.dispatch.enter(request, id=call.request_id, owner=call.owner) as turn:
         call.turn = turn
         while True:
             id = await _lease(turn, clock)
             call.endpoint = id
-            sent = rewritten(raw, {**_model_field(call, body, id, model), **clock.left()})
+            sent = rewritten(raw, {**_model_field(call, body, id, request.model), **clock.left()})
             try:
                 with turn.attempt():
                     await _relay(call, turn, id, sent, clock)

@@ -7,12 +7,13 @@ from hashlib import blake2b
 import msgspec
 
 from trioserve.contracts.block_hash import BlockHash, root_hash
+from trioserve.contracts.endpoint import PREFIX_BLOCK_TOKENS
 from trioserve.frontend.openai_types import Int32
 
 __all__ = ["RoutedBody", "prefix_of", "rewritten"]
 
 TOKEN_BYTES = 4  # of English text and JSON, on average: the router does not tokenize
-PREFIX_BLOCK_BYTES = 128  # about 32 tokens: short enough for a common system prompt, and few names for a long prompt
+PREFIX_BLOCK_BYTES = PREFIX_BLOCK_TOKENS * TOKEN_BYTES
 PREFIX_BLOCKS_MAX = 1024  # 128 KiB of prompt; what lies behind them decides nothing
 BEGIN_BYTES = 64  # of a list: enough for white space, if there is any, and what its first item is
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from trioserve.frontend.exchange import Exchange
     from trioserve.metrics.registry import Metrics
     from trioserve.runtime.fleet import Fleet
+    from trioserve.runtime.prompt_blocks import PromptBlocks
 
 __all__ = ["FORWARDED", "RouterApp"]
 
@@ -197,13 +198,15 @@ class RouterApp(BaseApp[RouterCall]):
         admin_api_key: str | None = None,
         more_metrics: Callable[[], bytes] = bytes,
         surroundings: Surroundings | None = None,
+        naming: PromptBlocks | None = None,
     ) -> None:
-        """more_metrics: shown behind the router's own."""
+        """more_metrics: shown behind the router's own. naming: names the blocks of prompts, for a policy that asks."""
         super().__init__(ApiKeys(api_keys, admin_key=admin_api_key), metrics)
         self._fleet = fleet
         self._rules = rules or RoutingRules()
         self._more_metrics = more_metrics
         self._surroundings = surroundings or Surroundings()
+        self._naming = naming
 
     def route(self, path: str) -> Route[RouterCall] | None:
         if path.startswith(MODEL_PATH) and len(path) > len(MODEL_PATH):
@@ -216,7 +219,13 @@ class RouterApp(BaseApp[RouterCall]):
 
     def new_call(self, exchange: Exchange) -> RouterCall:
         return RouterCall(
-            exchange, self._fleet, self._rules, self._metrics, self._surroundings, more_metrics=self._more_metrics
+            exchange,
+            self._fleet,
+            self._rules,
+            self._metrics,
+            self._surroundings,
+            more_metrics=self._more_metrics,
+            naming=self._naming,
         )
 
     def end_fields(self, call: RouterCall) -> dict[str, object]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from trioserve.metrics.registry import Metrics
     from trioserve.runtime.dispatch import Turn
     from trioserve.runtime.fleet import Fleet
+    from trioserve.runtime.prompt_blocks import PromptBlocks
 
 __all__ = ["ENDPOINT_PARAMETER", "RouterCall", "RoutingRules"]
 
@@ -47,6 +48,7 @@ class RoutingRules:
 class RouterCall(Answering):
     """Handlers get one of these, and answer it once.
 
+    naming: names the blocks of prompts; None where no policy asks for it.
     turn: its place or lease, once it has one. endpoint: where it went last.
     """
 
@@ -59,12 +61,14 @@ class RouterCall(Answering):
         surroundings: Surroundings,
         *,
         more_metrics: Callable[[], bytes] = bytes,
+        naming: PromptBlocks | None = None,
     ) -> None:
         super().__init__(exchange, surroundings)
         self.fleet = fleet
         self.rules = rules
         self.metrics = metrics
         self.more_metrics = more_metrics
+        self.naming = naming
         self.turn: Turn | None = None
         self.endpoint: EndpointId | None = None
 

@@ -431,6 +431,14 @@ CATALOGUE: tuple[Metric, ...] = (
         part="router",
     ),
     Metric(
+        name="endpoint_resident_blocks",
+        kind="gauge",
+        unit="blocks",
+        meaning="Blocks in the endpoint's prefix cache, as it tells; not shown while that is unknown.",
+        labels=(Label("endpoint"),),
+        part="router",
+    ),
+    Metric(
         name="endpoint_ejections_total",
         kind="counter",
         unit="ejections",

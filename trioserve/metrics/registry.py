@@ -75,6 +75,7 @@ class Metrics:
     endpoint_leases: Gauge
     endpoint_in_flight: Gauge
     endpoint_healthy: Gauge
+    endpoint_resident_blocks: Gauge
     endpoint_ejections_total: Counter
 
     def __init__(self, model_name: str | None, *, parts: Collection[Part] = ("engine", "frontend", "router")) -> None:

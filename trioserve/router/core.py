@@ -1,5 +1,7 @@
 """The router's door: who waits, who holds a lease where, and who is refused. Knows neither sockets nor clocks.
 
+    router.prepare(request, now)        count a request that has to be read before its endpoint can be chosen
+    router.prepared(request)            it was read, or is given up
     router.enter(request, now)          -> Ticket: in line, or with a lease already; raises what refuses it
     router.leave(ticket, now)           the one way out: its place or lease is back; legal at any moment, ever again
     router.sent(ticket)                 the request goes to its endpoint
@@ -48,7 +50,8 @@ class Fault(enum.Enum):
 
 
 class RouterStats(msgspec.Struct, frozen=True, kw_only=True):
-    """waiting: requests in line. leases: sequences that hold one, by endpoint. Totals count since the start."""
+    """waiting: requests in line, and those that are being read before. leases: sequences that hold one, by endpoint.
+    Totals count since the start."""
 
     waiting: int
     waiting_prompt_tokens: int
@@ -67,6 +70,7 @@ class _Model:
         # Requests that failed elsewhere and wait again: they have stood in line already, and come before it.
         self.again: OrderedDict[int, Ticket] = OrderedDict()
         self._again_prompt_tokens = 0
+        self.preparing = 0
         self.drain_rate = DrainRate()
 
     @property
@@ -116,6 +120,31 @@ class RouterCore:
 
     # --- requests ---
 
+    def prepare(self, request: RoutedRequest, now: float) -> None:
+        """Count a request that is read before it can enter, which costs something: so many may be as there is room for,
+        in the line and at the endpoints. The caller owes `prepared`. Raises as enter does, and then holds nothing."""
+        self._check_open(request, now)
+        model = self._model(request.model)
+        seats = sum(max(0, state.leases_max - state.leases) for state in self._serving(request.model) if state.is_given)
+        count = model.count + model.preparing
+        if count >= self.settings.queue_requests_max + seats:
+            seconds = model.drain_rate.seconds_for(count + 1, now)
+            raise self._refusal(
+                Overloaded(
+                    f"{count} requests wait for the model, {self.settings.queue_requests_max} may and {seats} find "
+                    f"room at an endpoint: try again in {math.ceil(seconds)} s",
+                    reason="queue_full",
+                    retry_after_seconds=seconds,
+                )
+            )
+        model.preparing += 1
+
+    def prepared(self, request: RoutedRequest) -> None:
+        """The end of what `prepare` began."""
+        model = self._model(request.model)
+        assert model.preparing > 0
+        model.preparing -= 1
+
     def enter(self, request: RoutedRequest, now: float) -> Ticket:
         """Take a place in line, and a lease at once if there is one. The caller owes `leave`.
 
@@ -124,11 +153,7 @@ class RouterCore:
         it keep their place, since an ejection is short.
         Raises Overloaded, Draining or NoEndpoint, and then holds nothing.
         """
-        if self.is_draining:
-            raise self._refusal(self._draining())
-        usable = [state for state in self._serving(request.model) if request.pinned in (None, state.id)]
-        if all(state.health is EndpointHealth.EJECTED for state in usable):
-            raise self._refusal(self._no_endpoint(request, now))
+        usable = self._check_open(request, now)
         queue_deadline = min(now + self.settings.queue_seconds_max, request.queue_deadline)
         self._next_index += 1
         ticket = Ticket(request, self._next_index, now, queue_deadline)
@@ -321,7 +346,7 @@ class RouterCore:
 
     def stats(self) -> RouterStats:
         return RouterStats(
-            waiting=sum(model.count for model in self._models.values()),
+            waiting=sum(model.count + model.preparing for model in self._models.values()),
             waiting_prompt_tokens=sum(model.prompt_tokens for model in self._models.values()),
             leases={state.id: state.leases for state in self.endpoints.values()},
             health={state.id: state.health for state in self.endpoints.values()},
@@ -408,6 +433,15 @@ class RouterCore:
             self._on_gone(state.id)
 
     # --- refusing ---
+
+    def _check_open(self, request: RoutedRequest, now: float) -> list[EndpointState]:
+        """The endpoints that it may go to, one of which is not ejected. Raises Draining or NoEndpoint."""
+        if self.is_draining:
+            raise self._refusal(self._draining())
+        usable = [state for state in self._serving(request.model) if request.pinned in (None, state.id)]
+        if all(state.health is EndpointHealth.EJECTED for state in usable):
+            raise self._refusal(self._no_endpoint(request, now))
+        return usable
 
     def _line_was_full(self, model: _Model, request: RoutedRequest, now: float) -> Overloaded | None:
         """Whether the line that the request has just joined had no place for it."""

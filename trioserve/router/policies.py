@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import abc
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
 
-from trioserve.contracts.endpoint import EndpointId, RoutedRequest
+from trioserve.contracts.block_hash import BlockHash
+from trioserve.contracts.endpoint import PREFIX_BLOCK_TOKENS, EndpointId, RoutedRequest
 from trioserve.router.prefix_index import PrefixIndex
+from trioserve.router.residency import ResidencyIndex
 
 __all__ = ["POLICIES", "Candidate", "Chance", "Policy", "PolicyFactory"]
 
@@ -29,9 +31,11 @@ class Policy(abc.ABC):
     To add one, subclass it and name the class as an entry point in the group "trioserve.policies".
 
     wants_prefix: it looks at the prefix of requests; naming that costs by the length of the prompt.
+    wants_residency: the endpoints are asked which blocks they have, and each request's blocks are named.
     """
 
     wants_prefix = True
+    wants_residency = False
 
     @abc.abstractmethod
     def choose(self, request: RoutedRequest, candidates: Sequence[Candidate]) -> EndpointId:
@@ -41,10 +45,24 @@ class Policy(abc.ABC):
     def note_sent(self, request: RoutedRequest, endpoint: EndpointId) -> None:  # noqa: B027 - most need not know
         """The request goes there."""
 
-    def note_stored(self, endpoint: EndpointId, hashes: Sequence[bytes]) -> None:  # noqa: B027
-        """The endpoint says that it holds these blocks now."""
+    def block_sizes(self) -> frozenset[int]:
+        """In which sizes of blocks, in tokens, requests are to be named: of those endpoints that say what they have."""
+        return frozenset()
 
-    def note_removed(self, endpoint: EndpointId, hashes: Sequence[bytes]) -> None:  # noqa: B027
+    def resident_count(self, endpoint: EndpointId) -> int | None:
+        """How many blocks the endpoint is known to have; None if that is unknown."""
+        return None
+
+    def note_resident(self, endpoint: EndpointId, block_size: int, hashes: Sequence[BlockHash]) -> None:  # noqa: B027
+        """The endpoint says that it holds these blocks, of so many tokens each, and no others."""
+
+    def note_stored(self, endpoint: EndpointId, hashes: Sequence[BlockHash]) -> None:  # noqa: B027
+        """The endpoint says that it holds these blocks now, too."""
+
+    def note_unknown(self, endpoint: EndpointId) -> None:  # noqa: B027
+        """What the endpoint holds is not known any more: it has stopped telling."""
+
+    def note_removed(self, endpoint: EndpointId, hashes: Sequence[BlockHash]) -> None:  # noqa: B027
         """The endpoint says that it holds these blocks no longer."""
 
     def forget(self, endpoint: EndpointId) -> None:  # noqa: B027
@@ -149,7 +167,7 @@ class PrefixAware(Policy):
 
     def choose(self, request: RoutedRequest, candidates: Sequence[Candidate]) -> EndpointId:
         matched = self._index.match(request.prefix)
-        return _longest_match(candidates, matched, self.LOAD_MARGIN)
+        return _longest_match(candidates, {id: (count,) for id, count in matched.items()}, self.LOAD_MARGIN)
 
     def note_sent(self, request: RoutedRequest, endpoint: EndpointId) -> None:
         self._index.add(endpoint, request.prefix)
@@ -159,31 +177,64 @@ class PrefixAware(Policy):
 
 
 class KvAware(Policy):
-    """Where most of the prompt's leading blocks really are, as the endpoints tell; not far busier than the rest."""
+    """Where most of the prompt's leading blocks are, as endpoints tell, unless that one is far busier than the rest.
+
+    Of an endpoint that does not tell, it is guessed from what was sent there, as prefix_aware does. Among equals, that
+    decides, too: who has just been sent the same beginning will soon have it.
+    """
 
     LOAD_MARGIN = 0.25
+    wants_residency = True
 
     def __init__(self, chance: Chance) -> None:
-        self._resident = PrefixIndex()
+        self._sent = PrefixIndex()
+        self._resident = ResidencyIndex()
 
     def choose(self, request: RoutedRequest, candidates: Sequence[Candidate]) -> EndpointId:
-        return _longest_match(candidates, self._resident.match(request.prefix), self.LOAD_MARGIN)
+        sent = self._sent.match(request.prefix)
+        matched = {}
+        for candidate in candidates:
+            if not candidate.has_room:
+                continue
+            guessed_tokens = sent.get(candidate.id, 0) * PREFIX_BLOCK_TOKENS
+            known_tokens = self._resident.matched_tokens(candidate.id, request.blocks)
+            matched[candidate.id] = (guessed_tokens if known_tokens is None else known_tokens, guessed_tokens)
+        return _longest_match(candidates, matched, self.LOAD_MARGIN)
 
-    def note_stored(self, endpoint: EndpointId, hashes: Sequence[bytes]) -> None:
+    def block_sizes(self) -> frozenset[int]:
+        return self._resident.block_sizes()
+
+    def resident_count(self, endpoint: EndpointId) -> int | None:
+        return self._resident.block_count(endpoint)
+
+    def note_sent(self, request: RoutedRequest, endpoint: EndpointId) -> None:
+        self._sent.add(endpoint, request.prefix)
+
+    def note_resident(self, endpoint: EndpointId, block_size: int, hashes: Sequence[BlockHash]) -> None:
+        self._resident.replace(endpoint, block_size, hashes)
+
+    def note_stored(self, endpoint: EndpointId, hashes: Sequence[BlockHash]) -> None:
         self._resident.add(endpoint, hashes)
 
-    def note_removed(self, endpoint: EndpointId, hashes: Sequence[bytes]) -> None:
+    def note_removed(self, endpoint: EndpointId, hashes: Sequence[BlockHash]) -> None:
         self._resident.remove(endpoint, hashes)
 
+    def note_unknown(self, endpoint: EndpointId) -> None:
+        self._resident.forget(endpoint)
+
     def forget(self, endpoint: EndpointId) -> None:
+        self._sent.forget(endpoint)
         self._resident.forget(endpoint)
 
 
-def _longest_match(candidates: Sequence[Candidate], matched: dict[EndpointId, int], margin: float) -> EndpointId:
+def _longest_match(
+    candidates: Sequence[Candidate], matched: Mapping[EndpointId, tuple[int, ...]], margin: float
+) -> EndpointId:
+    """matched: what counts first, and what decides among equals; who is left out has nothing."""
     open_ones = [candidate for candidate in candidates if candidate.has_room]
     calmest = _least_loaded(open_ones)
     fitting = [candidate for candidate in open_ones if candidate.load <= calmest.load + margin]
-    return min(fitting, key=lambda candidate: (-matched.get(candidate.id, 0), candidate.load)).id
+    return max(fitting, key=lambda candidate: (matched.get(candidate.id, ()), -candidate.load)).id
 
 
 POLICIES: dict[str, PolicyFactory] = {

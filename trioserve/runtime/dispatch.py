@@ -58,6 +58,20 @@ class Dispatch:
                 await self._sooner.wait()
             self.core.tick(trio.current_time())
 
+    def block_sizes(self, model: str) -> frozenset[int]:
+        """In which sizes of blocks the policy wants this model's requests named; none if it has no choice to make."""
+        given = [state for state in self.core.endpoints.values() if model in state.models and state.is_given]
+        return self.core.policy.block_sizes() if len(given) > 1 else frozenset()
+
+    @contextmanager
+    def preparing(self, request: RoutedRequest) -> Iterator[None]:
+        """Count a request while it is read, before it enters. Raises as `enter` does, and then holds nothing."""
+        self.core.prepare(request, trio.current_time())
+        try:
+            yield
+        finally:
+            self.core.prepared(request)
+
     @contextmanager
     def enter(self, request: RoutedRequest, *, id: str | None = None, owner: str | None = None) -> Iterator[Turn]:
         """A place in line, or a lease at once. id: under which it may be seen and aborted by its owner, or by those who

@@ -13,6 +13,7 @@ from trioserve.contracts.errors import StartupError, UnknownModel
 from trioserve.runtime.dispatch import Dispatch
 from trioserve.runtime.endpoint_watch import WatchSettings, watch_endpoint
 from trioserve.runtime.remote_endpoint import EndpointAddress, RemoteEndpoint
+from trioserve.runtime.residency_watch import watch_residency
 
 __all__ = ["EndpointSpec", "Fleet"]
 
@@ -168,6 +169,7 @@ class Fleet:
                 "in_flight": state.in_flight,
                 "waiting_depth": state.waiting_depth(now),
                 "ejections": state.ejections_total,
+                "resident_blocks": self.dispatch.core.policy.resident_count(state.id),
             }
             for state in self.dispatch.core.endpoints.values()
         ]
@@ -220,9 +222,13 @@ class Fleet:
             self._nursery.start_soon(self._watch, member, member.watch)
 
     async def _watch(self, member: _Member, scope: trio.CancelScope) -> None:
+        policy = self.dispatch.core.policy
+        learns = member.spec.models is None
         with scope:
-            learns = member.spec.models is None
-            await watch_endpoint(member.remote, self.dispatch, self._watch_settings, learns_models=learns)
+            async with trio.open_nursery() as nursery:
+                if policy.wants_residency:
+                    nursery.start_soon(watch_residency, member.remote, policy)
+                await watch_endpoint(member.remote, self.dispatch, self._watch_settings, learns_models=learns)
 
     def _forget(self, id: EndpointId) -> None:
         self._members.pop(id).remote.close()

@@ -24,12 +24,16 @@ def show_router(metrics: Metrics, dispatch: Dispatch) -> None:
         for reason, total in stats.rejections_total.items():
             metrics.rejections_total.labels(reason).inc(total - seen.rejections_total.get(reason, 0))
         seen = stats
-        for gauge in (metrics.endpoint_leases, metrics.endpoint_in_flight, metrics.endpoint_healthy):
+        gauges = (metrics.endpoint_leases, metrics.endpoint_in_flight, metrics.endpoint_healthy)
+        for gauge in (*gauges, metrics.endpoint_resident_blocks):
             gauge.clear()  # endpoints that are gone are not shown
         for state in core.endpoints.values():
             metrics.endpoint_leases.labels(state.id).set(state.leases)
             metrics.endpoint_in_flight.labels(state.id).set(state.in_flight)
             metrics.endpoint_healthy.labels(state.id).set(state.is_given)
+            resident = core.policy.resident_count(state.id)
+            if resident is not None:
+                metrics.endpoint_resident_blocks.labels(state.id).set(resident)
             ejections = metrics.endpoint_ejections_total.labels(state.id)
             ejections.inc(max(0, state.ejections_total - ejections_seen.get(state.id, 0)))
             ejections_seen[state.id] = state.ejections_total

@@ -20,10 +20,13 @@ from trioserve.router.settings import RouterSettings
 from trioserve.runtime.dispatch import Dispatch
 from trioserve.runtime.endpoint_watch import WatchSettings
 from trioserve.runtime.fleet import EndpointSpec, Fleet
+from trioserve.runtime.prompt_blocks import PromptBlocks
 from trioserve.runtime.remote_endpoint import EndpointAddress, RemoteEndpoint
 from trioserve.runtime.router_metrics import show_router
+from trioserve.runtime.worker_thread import WorkerThread
 from trioserve.testing.memory_client import MemoryClient
 from trioserve.testing.memory_stream import MemoryEnd, memory_connection
+from trioserve.text.tokenizer import Tokenizer
 
 __all__ = ["MemoryRouter", "open_memory_router"]
 
@@ -78,10 +81,12 @@ async def open_memory_router(
     admin_api_key: str | None = None,
     aliases: Mapping[str, str] | None = None,
     leases_max: int | None = None,
+    tokenizer: Tokenizer | None = None,
     **settings: Any,
 ) -> AsyncIterator[MemoryRouter]:
     """endpoints: id to what opens a stream to it. watch: how often they are asked; once an hour if left out, since a
-    clock that jumps would do nothing else. models: what all of them serve, instead of asking. settings: the router's.
+    clock that jumps would do nothing else. models: what all of them serve, instead of asking. tokenizer: for the policy
+    kv_aware. settings: the router's.
     """
     dispatch = Dispatch(
         RouterSettings(**{"slow_start_seconds": 0, **settings}), POLICIES[policy], chance=random.Random(0)
@@ -103,8 +108,9 @@ async def open_memory_router(
     )
     metrics = Metrics(None, parts=("frontend", "router"))
     show_router(metrics, dispatch)
-    app = RouterApp(fleet, metrics, rules=rules, api_keys=api_keys, admin_api_key=admin_api_key)
-    async with trio.open_nursery() as nursery:
+    async with WorkerThread("text") as text_thread, trio.open_nursery() as nursery:
+        naming = None if tokenizer is None else PromptBlocks(tokenizer, text_thread)
+        app = RouterApp(fleet, metrics, rules=rules, api_keys=api_keys, admin_api_key=admin_api_key, naming=naming)
         for url, id in zip(streams, endpoints, strict=True):
             fleet.add(EndpointSpec(url=url, id=id, models=models, leases_max=leases_max))
         await nursery.start(dispatch.run)

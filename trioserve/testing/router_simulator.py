@@ -47,6 +47,7 @@ from trioserve.testing.router_refusals import (
 
 __all__ = ["RouterSimulation"]
 
+BLOCK_TOKENS = 16
 BEGAN_AT = 1000.1  # no round number: sums of times have rounding errors in real life, too
 ROUNDS_TO_END_MAX = 1_000
 TICKS_IN_A_WAIT_MAX = 1_000
@@ -117,6 +118,7 @@ class RouterSimulation:
 
     def _enter(self, event: Arrive) -> RoutedStory | None:
         books = self.books
+        names = tuple(BlockHash(block.encode()) for block in event.blocks)
         request = RoutedRequest(
             model=event.model,
             tenant=event.tenant,
@@ -125,7 +127,8 @@ class RouterSimulation:
             prompt_tokens=event.prompt_tokens,
             session=event.session,
             pinned=None if event.pinned is None else EndpointId(event.pinned),
-            prefix=tuple(BlockHash(block.encode()) for block in event.blocks),
+            prefix=names,
+            blocks={BLOCK_TOKENS: names},
             queue_deadline=math.inf if event.patience is None else books.now + event.patience,
         )
         self._count("requests")
@@ -267,8 +270,15 @@ class RouterSimulation:
 
     def _store(self, event: Store) -> None:
         blocks = [BlockHash(block.encode()) for block in event.blocks]
-        note = self.core.policy.note_removed if event.is_removed else self.core.policy.note_stored
-        note(EndpointId(event.id), blocks)
+        id, policy = EndpointId(event.id), self.core.policy
+        if policy.resident_count(id) is None:
+            policy.note_resident(id, BLOCK_TOKENS, blocks)
+        elif not event.is_removed:
+            policy.note_stored(id, blocks)
+        else:
+            policy.note_removed(id, blocks)
+            if policy.resident_count(id) == 0:
+                policy.note_unknown(id)
 
     # --- time ---
 

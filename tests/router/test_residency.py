@@ -1,0 +1,63 @@
+"""Which endpoint holds which blocks, as far as it has told."""
+
+from __future__ import annotations
+
+from trioserve.contracts.endpoint import EndpointId
+from trioserve.router.residency import ResidencyIndex
+
+A, B = EndpointId("a"), EndpointId("b")
+
+
+def names(text: str) -> list[bytes]:
+    return [letter.encode() for letter in text]
+
+
+def matched(index: ResidencyIndex, endpoint: EndpointId, text: str) -> int | None:
+    """In blocks of 1 token."""
+    return index.matched_tokens(endpoint, {1: names(text)})
+
+
+def test_a_match_is_a_leading_run_of_what_the_endpoint_has_itself():
+    index = ResidencyIndex()
+    index.replace(A, 1, names("abc"))
+    index.replace(B, 1, names("bc"))
+    assert matched(index, A, "abxc") == 2
+    assert matched(index, B, "abc") == 0
+    assert matched(index, A, "") == 0
+
+
+def test_nothing_and_unknown_are_different():
+    index = ResidencyIndex()
+    assert matched(index, A, "a") is None
+    index.add(A, names("a"))
+    assert matched(index, A, "a") is None
+    index.replace(A, 1, [])
+    assert matched(index, A, "a") == 0
+    assert index.matched_tokens(A, {2: names("a")}) is None, "its blocks of this prompt have no names here"
+    index.forget(A)
+    assert matched(index, A, "a") is None
+
+
+def test_changes_come_on_top_of_a_snapshot_and_a_snapshot_replaces_them():
+    index = ResidencyIndex()
+    index.replace(A, 1, names("ab"))
+    index.add(A, names("c"))
+    index.remove(A, names("bx"))
+    assert [matched(index, A, letter) for letter in "abc"] == [1, 0, 1]
+    index.replace(A, 1, names("b"))
+    assert [matched(index, A, letter) for letter in "abc"] == [0, 1, 0]
+    assert index.block_count(A) == 1
+
+
+def test_an_endpoint_is_known_by_at_most_so_many_blocks_and_never_by_wrong_ones():
+    index = ResidencyIndex(blocks_max=3)
+    index.replace(A, 1, names("abcd"))
+    index.replace(B, 1, names("xy"))
+    assert index.block_count(A) == 3
+    index.add(A, names("e"))
+    assert matched(index, A, "e") == 0
+    index.remove(A, names("ad"))  # of the second nothing is known
+    index.add(A, names("fg"))
+    assert index.block_count(A) == 3
+    assert [matched(index, A, letter) for letter in "abcdefg"] == [0, 1, 1, 0, 0, 1, 0]
+    assert matched(index, B, "xy") == 2

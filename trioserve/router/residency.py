@@ -1,0 +1,72 @@
+"""Which blocks each endpoint has, as it says itself. Nothing is guessed here: who says nothing is unknown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from trioserve.contracts.block_hash import BlockHash
+from trioserve.contracts.endpoint import EndpointId
+
+__all__ = ["BLOCKS_MAX", "ResidencyIndex"]
+
+BLOCKS_MAX = 500_000  # of one endpoint, about 100 bytes each; at 16 tokens a block, the cache of a large machine
+
+
+class _Residency:
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.hashes: set[BlockHash] = set()
+
+
+class ResidencyIndex:
+    """Bounded for each endpoint: of one that has more blocks, those that come last are not believed until others go. So
+    it may know of fewer than there are, and never of more."""
+
+    def __init__(self, blocks_max: int = BLOCKS_MAX) -> None:
+        self._blocks_max = blocks_max
+        self._by_endpoint: dict[EndpointId, _Residency] = {}
+
+    def matched_tokens(self, endpoint: EndpointId, blocks: Mapping[int, Sequence[BlockHash]]) -> int | None:
+        """Of how many leading tokens the endpoint has the blocks; None if it is unknown what it has, or how its blocks
+        of this prompt are called. blocks: names of the prompt's blocks, by their size. O(blocks that match)."""
+        residency = self._by_endpoint.get(endpoint)
+        names = None if residency is None else blocks.get(residency.block_size)
+        if residency is None or names is None:
+            return None
+        count = 0
+        for name in names:
+            if name not in residency.hashes:
+                break
+            count += 1
+        return count * residency.block_size
+
+    def block_count(self, endpoint: EndpointId) -> int | None:
+        """How many blocks are known of it; None if it is unknown what it has."""
+        residency = self._by_endpoint.get(endpoint)
+        return None if residency is None else len(residency.hashes)
+
+    def block_sizes(self) -> frozenset[int]:
+        """Of all endpoints that say what they have."""
+        return frozenset(residency.block_size for residency in self._by_endpoint.values())
+
+    def replace(self, endpoint: EndpointId, block_size: int, hashes: Sequence[BlockHash]) -> None:
+        """These, and no others, are what it has."""
+        self._by_endpoint[endpoint] = _Residency(block_size)
+        self.add(endpoint, hashes)
+
+    def add(self, endpoint: EndpointId, hashes: Sequence[BlockHash]) -> None:
+        """It has these, too. Ignored of an endpoint that has not said what it had before."""
+        residency = self._by_endpoint.get(endpoint)
+        if residency is not None:
+            room = self._blocks_max - len(residency.hashes)
+            residency.hashes.update(hashes[: max(0, room)])
+
+    def remove(self, endpoint: EndpointId, hashes: Sequence[BlockHash]) -> None:
+        """It has these no longer."""
+        residency = self._by_endpoint.get(endpoint)
+        if residency is not None:
+            residency.hashes.difference_update(hashes)
+
+    def forget(self, endpoint: EndpointId) -> None:
+        """It is unknown what it has."""
+        self._by_endpoint.pop(endpoint, None)
