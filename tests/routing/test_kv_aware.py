@@ -240,10 +240,16 @@ async def test_what_cannot_be_read_is_for_the_endpoint_to_refuse(open_routed, pa
         assert (await routed.json())["error"] == (await direct.json())["error"]
 
 
-async def test_what_takes_no_hits_is_not_sent_after_them(open_routed, autojump_clock):
+@pytest.mark.parametrize("fields", [{"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}])
+async def test_what_takes_no_hits_is_not_sent_after_them(open_routed, fields, autojump_clock):
     async with open_routed() as setup:
         await known(setup)
         await ask(setup, text_body(BEGINNING), at="b")
-        assert await ask(setup, text_body(BEGINNING)) == "b"
-        assert await ask(setup, {**text_body(BEGINNING), "prompt_logprobs": 1}) == "a"
-        assert await ask(setup, {**text_body(BEGINNING), "echo": True, "logprobs": 1}) == "a"
+        assert await ask(setup, {**text_body(BEGINNING), **fields}) == "a"
+
+
+async def test_only_the_prompt_is_named_and_not_every_body(open_routed, held_naming, autojump_clock):
+    async with open_routed() as setup:
+        await known(setup)
+        answer = await setup.client().post("/tokenize", {"prompt": BEGINNING})
+        assert answer.status == 200

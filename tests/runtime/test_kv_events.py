@@ -176,12 +176,19 @@ async def test_a_reader_is_woken_by_the_next_change_and_by_the_end():
         cache.events.end()
 
 
-async def test_readers_are_let_go_when_the_engine_breaks():
+async def test_readers_are_let_go_when_the_engine_breaks_and_before_its_last_words():
+    were_let_go = []
     with pytest.raises(EngineFault):
         async with open_fake_engine(kv_events_max=10) as engine, engine.generate("hello"):
+
+            async def last_words() -> None:
+                were_let_go.append(engine.kv_events.is_over)
+
+            engine.on_fault = last_words
             with engine.kv_events.reading() as reader:
                 await reader.next()
                 engine.break_next_step()
                 assert await reader.next() is None
             await trio.sleep_forever()
+    assert were_let_go == [True]
     assert engine.kv_events._reader_count == 0
