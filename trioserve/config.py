@@ -117,7 +117,8 @@ class RouteConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields
         "who gets a request: round_robin, least_loaded, power_of_two, session, prefix_aware, kv_aware, or one that is "
         "installed", "NAME")] = "least_loaded"
     tokenizer: Annotated[str | None, _about(
-        "the endpoints' model, as in their --model, whose tokenizer --policy kv_aware needs; default: none",
+        "the endpoints' model, as in their --model, whose tokenizer --policy kv_aware needs; default: "
+        "of serve its own",
         "MODEL")] = None
     session_header: Annotated[str, _about(
         "header that names a conversation, for --policy session", "NAME")] = "x-session-id"

@@ -141,6 +141,27 @@ def test_a_chat_goes_to_where_its_beginning_is(kv_aware_fleet):
     assert [server.stop() for server in servers.values()] == [0, 0]
 
 
+def test_a_server_with_other_endpoints_knows_what_its_own_engine_has(start_server):
+    flags = ("--max-num-seqs", "2", "--threads", "1", "--kv-events")
+    other = start_server(*flags)
+    server = start_server(*flags, f"--endpoint=b={other.url}", "--policy", "kv_aware")
+
+    def resident() -> dict[str, int | None]:
+        return {each["id"]: each["resident_blocks"] for each in get(f"{server.url}/endpoints")["data"]}
+
+    def ask(query: str = "") -> str:
+        body = json.dumps({"prompt": "The lighthouse at the end of the world. " * 16, "max_tokens": 1}).encode()
+        request = urllib.request.Request(f"{server.url}/v1/completions{query}", body, method="POST")
+        with urllib.request.urlopen(request, timeout=WAIT_SECONDS_MAX) as answer:
+            return answer.headers["x-trioserve-endpoint"]
+
+    wait_until(lambda: resident() == {"b": 0, "local": 0})
+    assert ask("?id=local") == "local"
+    wait_until(lambda: (resident()["local"] or 0) > 4)
+    assert [ask() for _ in range(3)] == ["local"] * 3
+    assert [server.stop(), other.stop()] == [0, 0]
+
+
 def test_the_router_loads_nothing_that_computes():
     code = "import sys, trioserve.route; sys.exit(bool({'torch', 'numpy', 'gguf', 'jinja2'} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], check=True)
