@@ -37,7 +37,7 @@ from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer import TransferEvent, TransferFault
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.contracts.step import StepPlan
+from trioserve.contracts.step import StepPlan, StepResult
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
 from trioserve.testing.fake_connector import FakeConnector
@@ -137,10 +137,19 @@ class Driver:
         result = self.executor.execute(plan)
         for name in abort:
             assert self.abort(name)[RequestId(name)].outcome is AbortOutcome.ABORTED
-        for event in self.core.update_from_output(plan, result, self.now):
+        self.take_result(plan, result)
+        return plan
+
+    def take_result(self, plan: StepPlan, result: StepResult | None) -> list[EngineEvent]:
+        """What the core says to the result of a plan; None: it was abandoned."""
+        if result is None:
+            events = self.core.drop_plan(plan, self.now)
+        else:
+            events = self.core.update_from_output(plan, result, self.now)
+        for event in events:
             self._take(event)
         self.check()
-        return plan
+        return events
 
     def run(self, steps_max: int = 10_000) -> None:
         """To the end; then nothing is left, and every answer that was not cut short is the reference's."""

@@ -15,8 +15,9 @@ from trioserve.core.request_state import LiveRequest, RequestStatus
 LEGAL = """
     waiting -> waiting_for_remote_kv running finished
     waiting_for_remote_kv -> waiting finished
-    running -> preempted finished
+    running -> preempted ended finished
     preempted -> running finished
+    ended -> finished
     finished ->
 """
 

@@ -139,9 +139,9 @@ async def test_a_step_that_nobody_waits_for_is_abandoned_and_leaves_nothing_find
     async with open_fake_engine() as fake:
         fake.steps.hold()
         async with fake.generate("a prompt of some length", LONG):
-            await fake.steps.entered()
-            assert not fake.core.is_step_abandoned
-        assert fake.core.is_step_abandoned
+            plan = await fake.steps.entered()
+            assert not fake.core.is_abandoned(plan)
+        assert fake.core.is_abandoned(plan)
         fake.steps.release()
         await trio.testing.wait_all_tasks_blocked()
         check_idle(fake.core)
@@ -155,8 +155,8 @@ async def test_a_step_that_somebody_still_waits_for_is_finished(autojump_clock):
             async with fake.generate("the one who leaves", LONG):
                 fake.steps.release()
                 fake.steps.hold()
-                await trio.testing.wait_all_tasks_blocked()
-            assert not fake.core.is_step_abandoned
+                plan = await fake.steps.entered()
+            assert not fake.core.is_abandoned(plan)
             fake.steps.release()
             assert [delta.finish_reason async for delta in stays][-1] is FinishReason.LENGTH
         check_idle(fake.core)

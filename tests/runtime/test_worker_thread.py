@@ -95,3 +95,42 @@ async def test_the_thread_keeps_neither_a_job_nor_its_answer():
         # A job later it is certain that the thread has let go of the one before.
         await thread.run(gc.collect)
         assert gone() is None
+
+
+async def test_what_is_begun_is_done_in_order_and_waited_for_also_when_cancelled():
+    go_on, done = threading.Event(), []
+
+    def job(name: str) -> str:
+        go_on.wait(10)
+        done.append(name)
+        return name
+
+    async with WorkerThread("test") as thread:
+        first, second = thread.begin(job, "first"), thread.begin(job, "second")
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            go_on.set()
+            assert [await first, await second] == ["first", "second"]
+    assert done == ["first", "second"]
+
+
+async def test_an_answer_that_is_there_already_gives_others_their_turn():
+    turns = []
+
+    async def other() -> None:
+        turns.append("other")
+
+    async with WorkerThread("test") as thread, trio.open_nursery() as nursery:
+        answers = [thread.begin(lambda: "answer") for _ in range(2)]
+        await thread.run(lambda: None)  # those before it are done, too
+        nursery.start_soon(other)
+        assert [await answer for answer in answers] == ["answer"] * 2  # one turn may still come before the other's
+        assert turns == ["other"]
+
+
+async def test_an_error_of_what_was_begun_is_raised_where_it_is_awaited():
+    async with WorkerThread("test") as thread:
+        answer = thread.begin(lambda: 1 / 0)
+        await thread.run(lambda: None)
+        with pytest.raises(ZeroDivisionError):
+            await answer

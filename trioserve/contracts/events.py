@@ -61,7 +61,8 @@ class PromptLogprobs(msgspec.Struct, frozen=True):
 
 
 class RequestFinished(msgspec.Struct, frozen=True, kw_only=True):
-    """The last event of a request. Its blocks are free when this is returned, or a connector holds them.
+    """The last event of a request. Its blocks are free when this is returned, or a connector holds them; or, where the
+    next step had been planned ahead and has it once more, they are when that one has come back.
 
     phase: where it was when it ended. stop_token_id: the end or stop token that ended it; it is the last of its tokens.
     cached_token_count: prompt tokens that came from the prefix cache when it first ran.
@@ -85,8 +86,8 @@ class AbortOutcome(enum.Enum):
 
 
 class AbortResult(msgspec.Struct, frozen=True):
-    """What one id's abort did. `finished` is set when its blocks are free already; otherwise the running step still
-    reads them, and the update after it returns the RequestFinished."""
+    """What one id's abort did. `finished` is set when its blocks are free already; otherwise a step in flight still
+    reads them, and the update of the last one that does returns the RequestFinished."""
 
     outcome: AbortOutcome
     finished: RequestFinished | None = None

@@ -21,6 +21,8 @@ class ScheduledChunk(msgspec.Struct, frozen=True):
     0 .. start + count - 1; position p lies in block_table[p // block_size] at offset p % block_size.
     Both are views of the core's own lists, stable until update_from_output: read them, never change them.
     samples: the chunk reaches the last known token, so its last row gives the next token.
+    awaits_token: its one token, at `start`, is what the step before it samples for this request, and was not known when
+    the plan was made. Then `tokens` ends before it, and gets it, and nothing else, when that step's result is taken.
     A decode is a chunk with count 1 that samples; a prefix hit is a chunk whose start is above 0.
     draft: guesses what comes after the last known token, computed in the same step at the positions behind it. Only a
     decode has one. A token is sampled after the last known token and after each guess, as if all before it were known.
@@ -34,6 +36,7 @@ class ScheduledChunk(msgspec.Struct, frozen=True):
     block_table: Sequence[int]
     samples: bool
     draft: tuple[int, ...] = ()
+    awaits_token: bool = False
 
     @property
     def row_count(self) -> int:
@@ -42,7 +45,7 @@ class ScheduledChunk(msgspec.Struct, frozen=True):
 
     @property
     def row_tokens(self) -> Sequence[int]:
-        """These tokens."""
+        """These tokens; of one that awaits its token, nothing that can be relied on."""
         known = self.tokens[self.start : self.start + self.count]
         return [*known, *self.draft] if self.draft else known
 
@@ -50,22 +53,25 @@ class ScheduledChunk(msgspec.Struct, frozen=True):
 class StepPlan(msgspec.Struct, frozen=True):
     """One forward pass. step_index counts from 0. token_count: what all chunks compute, drafts included. admitted and
     preempted name requests that started, or lost their blocks, when this plan was made. One request may be in both: it
-    lost its blocks, and with nothing else left to compute it starts over in the same plan, as a chunk of its own."""
+    lost its blocks, and with nothing else left to compute it starts over in the same plan, as a chunk of its own.
+    is_ahead: it was made while the step before it was in flight, as if every request of that one went on; nobody is
+    preempted then."""
 
     step_index: int
     chunks: tuple[ScheduledChunk, ...]
     token_count: int
     admitted: tuple[RequestId, ...] = ()
     preempted: tuple[RequestId, ...] = ()
+    is_ahead: bool = False
 
 
 class StepResult(msgspec.Struct, frozen=True):
     """The answer to a plan.
 
     token_ids: one per chunk, in the plan's order, what follows its last known token; None for a chunk that does not
-    sample or that failed. logprobs: by request, for those that asked. prompt_logprobs: by request that asked; the entry
-    of a chunk holds the logprobs of the tokens at positions start + 1 .. start + count, as far as these are prompt
-    tokens.
+    sample, that failed, or whose request failed in the step before. logprobs: by request, for those that asked.
+    prompt_logprobs: by request that asked; the entry of a chunk holds the logprobs of the tokens at positions
+    start + 1 .. start + count, as far as these are prompt tokens.
     errors: requests that cannot go on, with a sentence for the client; the others are not touched.
     draft_token_ids: by request with a draft, what follows each guess, if the guesses up to it are right; shorter than
     the draft where no token could be chosen. draft_logprobs: as long, for those that asked.
@@ -88,7 +94,9 @@ def never_abandoned() -> bool:
 
 class Executor(Protocol):
     """Computes plans, one at a time, in whichever thread calls it. Keeps nothing about a request between two plans that
-    it cannot do without: a request that is not in the next plan may be gone."""
+    it cannot do without: a request that is not in the next plan may be gone. What the last plan gave is kept for the
+    next one, which may be ahead of its result: there the awaited tokens are filled in, and a request that was in the
+    last plan and failed there, or was abandoned with it, is left out, without an error."""
 
     def execute(self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned) -> StepResult | None:
         """Write the KV of every chunk's tokens, attend, and sample where a chunk samples. Raises only for a fault of

@@ -5,6 +5,9 @@ while no step runs, or when the running step does not read the request's blocks,
 request is marked, and update_from_output takes the marked ones first. So the order holds even if the loop around it
 forgets it.
 
+With overlap_steps the next step may be planned while one is in flight (schedule_ahead); what that changes is said in
+flight.py.
+
 Time comes in as an argument, in seconds of any clock that never goes back, where something may begin or end by it: only
 waiting for a connector does. Whoever drives the core calls expire() when next_deadline() has come.
 """
@@ -12,7 +15,7 @@ waiting for a connector does. Whoever drives the core calls expire() when next_d
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from trioserve.contracts.block_hash import hash_block
 from trioserve.contracts.errors import ContextTooLong, InvalidRequest
@@ -31,6 +34,7 @@ from trioserve.contracts.kv_transfer import KVConnector, TransferEvent
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN, EngineRequest
 from trioserve.contracts.stats import EngineStats
 from trioserve.contracts.step import ScheduledChunk, StepPlan, StepResult
+from trioserve.core.flight import STEPS_IN_FLIGHT_MAX, StepsInFlight, lacking_ids, without_ended
 from trioserve.core.kv_blocks import BlockPool
 from trioserve.core.prefix_cache import HashBlock, PrefixCache
 from trioserve.core.request_state import LiveRequest, RequestStatus
@@ -63,10 +67,9 @@ class EngineCore:
         self.scheduler = Scheduler(
             settings, self.pool, self.cache, None if self.transfers is None else self.transfers.loads
         )
+        self.flights = StepsInFlight()
         self._live: dict[RequestId, LiveRequest] = {}
         self._finished_ids: OrderedDict[RequestId, None] = OrderedDict()
-        self._plan_in_flight: StepPlan | None = None
-        self._waited_for_count = 0  # requests of the plan in flight that nobody has aborted
         self._arrivals_total = 0
         self._steps_total = 0
         self._drafts_total = 0
@@ -75,8 +78,9 @@ class EngineCore:
 
     def add(self, request: EngineRequest) -> None:
         """A new request joins the waiting line. Raises InvalidRequest if it can never run here: nothing is held. Its id
-        must not be that of a live request, nor of one whose blocks are still held."""
+        must not be that of a live request, nor of one whose blocks are still held or read."""
         assert request.id not in self._live, f"{request.id} is in use"
+        assert request.id not in self.flights.ended, f"{request.id} is read"
         assert self.transfers is None or not self.transfers.holds.has(request.id), f"{request.id} is held"
         prompt_count = len(request.prompt_token_ids)
         if prompt_count == 0:
@@ -114,13 +118,13 @@ class EngineCore:
             if live is None:
                 known = request_id in self._finished_ids
                 if self.transfers is not None:
-                    self.transfers.aborted_after_finish(request_id)
+                    self._abort_after_finish(request_id, reason)
                 results[request_id] = AbortResult(AbortOutcome.ALREADY_FINISHED if known else AbortOutcome.UNKNOWN)
-            elif live.in_flight:
+            elif live.steps_in_flight:
                 # Marked only: the running step still reads these blocks. update_from_output lets them go.
                 if live.abort_reason is None:
                     live.abort_reason = reason
-                    self._waited_for_count -= 1
+                    self.flights.leave(live)
                 results[request_id] = AbortResult(AbortOutcome.ABORTED)
             else:
                 results[request_id] = AbortResult(AbortOutcome.ABORTED, self._finish(live, reason, now))
@@ -128,14 +132,12 @@ class EngineCore:
 
     def schedule(self, now: float) -> StepPlan | None:
         """What to compute next; None when there is nothing to do, or whoever lives waits for the connector. The plan
-        must come back to update_from_output before the next one is made."""
-        assert self._plan_in_flight is None, "a step is in flight"
+        must come back to update_from_output before this is called again."""
+        assert not self.flights, "a step is in flight"
         chunks, admitted, preempted = self.scheduler.fill_step(now)
         if not chunks:
             assert not self.scheduler.running, "requests run but nothing can be computed"
             return None
-        for chunk in chunks:
-            self._live[chunk.request.id].in_flight = True
         plan = StepPlan(
             self._steps_total,
             tuple(chunks),
@@ -144,50 +146,67 @@ class EngineCore:
             tuple(admitted),
             tuple(preempted),
         )
-        self._steps_total += 1
-        self._plan_in_flight = plan
-        self._waited_for_count = len(chunks)
+        self._begin(plan)
         return plan
 
-    @property
-    def is_step_abandoned(self) -> bool:
-        """Whether a plan is in flight and every request in it was aborted. May be asked from any thread."""
-        return self._plan_in_flight is not None and self._waited_for_count == 0
+    def schedule_ahead(self, now: float) -> StepPlan | None:
+        """What to compute after the one step that is in flight, as if every request of it went on: a token that it
+        samples is named by its place (ScheduledChunk.awaits_token). A request that will have all its tokens by then is
+        not planned again, nor is one that was aborted. None: nothing can be said yet, so that schedule() has to,
+        once the step is back; among others whenever somebody would have to be preempted."""
+        assert self.settings.overlap_steps, "steps do not overlap here"
+        assert self.settings.draft_tokens_max == 0, "nobody knows yet which guesses are right"
+        assert 1 <= len(self.flights) < STEPS_IN_FLIGHT_MAX, f"{len(self.flights)} steps are in flight"
+        chunks, admitted = self.scheduler.fill_step_ahead(self.flights.last, now)
+        if not chunks:
+            return None
+        token_count = sum(chunk.count for chunk in chunks)
+        plan = StepPlan(self._steps_total, tuple(chunks), token_count, tuple(admitted), is_ahead=True)
+        self._begin(plan)
+        return plan
+
+    def is_abandoned(self, plan: StepPlan) -> bool:
+        """Whether the plan is in flight and every request in it was aborted, or has ended. May be asked from any
+        thread."""
+        return self.flights.is_abandoned(plan)
 
     def drop_plan(self, plan: StepPlan, now: float) -> list[EngineEvent]:
         """The step of an abandoned plan ended without a result: let its requests go. Nothing of it is published, since
         nobody can say how far it came."""
-        assert plan is self._plan_in_flight, "this plan is not the one in flight"
-        assert self.is_step_abandoned, "somebody waits for this plan"
-        self._plan_in_flight = None
+        assert self.is_abandoned(plan), "somebody waits for this plan, or it is not out"
+        lives = self._land(plan, now)
         events: list[EngineEvent] = []
-        for chunk in plan.chunks:
-            live = self._live[chunk.request.id]
-            live.in_flight = False
+        for live in lives.values():
+            live.steps_in_flight -= 1
             assert live.abort_reason is not None
-            events.append(self._finish(live, live.abort_reason, now))
+            if live.steps_in_flight == 0:
+                events.append(self._finish(live, live.abort_reason, now))
         return events
 
     def update_from_output(self, plan: StepPlan, result: StepResult, now: float) -> list[EngineEvent]:
-        """Take the answer to `plan`: first the aborts that came while it ran, then the tokens of those that stay."""
-        assert plan is self._plan_in_flight, "this plan is not the one in flight"
+        """Take the answer to `plan`, the oldest in flight: first the aborts that came while it ran, then the tokens of
+        those that stay."""
         assert len(result.token_ids) == len(plan.chunks)
-        self._plan_in_flight = None
+        lives = self._land(plan, now)
         events: list[EngineEvent] = []
         staying: list[tuple[ScheduledChunk, LiveRequest, int | None]] = []
         publishes, block_size = self.settings.enable_prefix_caching, self.settings.block_size
-        for chunk, token_id in zip(plan.chunks, result.token_ids, strict=True):
-            live = self._live[chunk.request.id]
-            live.in_flight = False
-            if chunk.request.id not in result.errors:
+        chunks, token_ids = plan.chunks, result.token_ids
+        lacking: Container[RequestId] = result.errors
+        if plan.is_ahead:
+            chunks, token_ids = without_ended(plan, result, lives)
+            lacking = {*result.errors, *lacking_ids(chunks, lives)}
+        for chunk, live, token_id in zip(chunks, lives.values(), token_ids, strict=True):
+            live.steps_in_flight -= 1
+            if chunk.request.id not in lacking:
                 # Computed is computed: the full blocks of a request that leaves now are as good as anybody's.
                 live.computed_count += chunk.count
                 if publishes and live.computed_count >= (live.chain.block_count + 1) * block_size:
                     self.cache.publish(live.chain, live.tokens, live.computed_count, live.blocks)
-            if live.abort_reason is not None:
-                events.append(self._finish(live, live.abort_reason, now))
-            else:
+            if live.abort_reason is None:
                 staying.append((chunk, live, token_id))
+            elif live.steps_in_flight == 0:  # otherwise the step behind reads its blocks
+                events.append(self._finish(live, live.abort_reason, now))
         for chunk, live, token_id in staying:
             self._advance(chunk, live, token_id, result, now, events)
         return events
@@ -308,6 +327,31 @@ class EngineCore:
             live.prompt_logprobs_count += len(new)
             events.append(PromptLogprobs(live.request.id, tuple(new)))
 
+    def _begin(self, plan: StepPlan) -> None:
+        running = self.scheduler.running
+        self.flights.begin(plan, {chunk.request.id: running[chunk.request.id] for chunk in plan.chunks})
+        self._steps_total += 1
+
+    def _land(self, plan: StepPlan, now: float) -> dict[RequestId, LiveRequest]:
+        """The plan has come back: its requests, without those that had ended before it. The blocks of these are free,
+        or held by a connector."""
+        lives = self.flights.end(plan)
+        for live, reason in self.flights.take_ended():
+            del lives[live.request.id]
+            live.steps_in_flight -= 1
+            self._let_go(live, reason, now)
+            if self.transfers is not None and live.abort_reason is not None:
+                self.transfers.aborted_after_finish(live.request.id)
+        return lives
+
+    def _abort_after_finish(self, request_id: RequestId, reason: FinishReason) -> None:
+        """The connector is told, now or when it gets to hold the blocks."""
+        assert self.transfers is not None
+        if request_id in self.flights.ended:
+            self.flights.ended[request_id][0].abort_reason = reason
+        else:
+            self.transfers.aborted_after_finish(request_id)
+
     def _go_on_without_kv(self, unserved: list[Unserved], now: float) -> list[EngineEvent]:
         events: list[EngineEvent] = []
         for live, message in unserved:
@@ -327,13 +371,15 @@ class EngineCore:
         stop_token_id: int | None = None,
         message: str | None = None,
     ) -> RequestFinished:
-        """The one way out. The blocks are back when this returns, or a connector holds them."""
-        assert not live.in_flight
+        """The one way out. The blocks are back when this returns, or a connector holds them; or, if a step that was
+        planned ahead reads them once more, they are in its update."""
         phase = live.phase
-        if self.transfers is not None:
-            self.transfers.request_ends(live, reason, now)
-        self.scheduler.release(live)
-        live.move(RequestStatus.FINISHED)
+        if live.steps_in_flight == 0:
+            self._let_go(live, reason, now)
+        else:
+            live.move(RequestStatus.ENDED)
+            self.scheduler.leave_seat(live)
+            self.flights.end_early(live, reason)
         request_id = live.request.id
         del self._live[request_id]
         self._finished_ids[request_id] = None
@@ -347,3 +393,11 @@ class EngineCore:
             cached_token_count=live.cached_token_count or 0,
             message=message,
         )
+
+    def _let_go(self, live: LiveRequest, reason: FinishReason, now: float) -> None:
+        """Give its blocks back, once; a connector may hold them from now on."""
+        assert live.steps_in_flight == 0, f"{live.request.id} is read by a step"
+        if self.transfers is not None:
+            self.transfers.request_ends(live, reason, now)
+        self.scheduler.release(live)
+        live.move(RequestStatus.FINISHED)

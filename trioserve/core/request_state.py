@@ -1,14 +1,14 @@
 """The states of a request and the table of its legal moves.
 
     WAITING ──────────► RUNNING ◄──────► PREEMPTED
-       │  ▲                │                 │
-       ▼  │                ▼                 │
-    WAITING_FOR_          FINISHED ◄─────────┘
+       │  ▲                │ └──► ENDED      │
+       ▼  │                ▼        ▼        │
+    WAITING_FOR_          FINISHED ◄┴────────┘
     REMOTE_KV ──────────►  (from every state, once)
 
-A request owns blocks while it is RUNNING, while it is WAITING_FOR_REMOTE_KV, and while it is WAITING for a seat with KV
-that has arrived; at no other time here. FINISHED is left by no move: that is what makes giving the blocks back happen
-once.
+A request owns blocks while it is RUNNING, while it is WAITING_FOR_REMOTE_KV, while it is WAITING for a seat with KV
+that has arrived, and while it is ENDED: everything was said, and a step that was planned ahead still reads them
+(flight). At no other time here. FINISHED is left by no move: that is what makes giving the blocks back happen once.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class RequestStatus(enum.Enum):
     WAITING_FOR_REMOTE_KV = "waiting_for_remote_kv"
     RUNNING = "running"
     PREEMPTED = "preempted"
+    ENDED = "ended"
     FINISHED = "finished"
 
 
@@ -40,9 +41,11 @@ _LEGAL_MOVES: frozenset[tuple[RequestStatus, RequestStatus]] = frozenset(
         (RequestStatus.WAITING_FOR_REMOTE_KV, RequestStatus.WAITING),
         (RequestStatus.WAITING_FOR_REMOTE_KV, RequestStatus.FINISHED),
         (RequestStatus.RUNNING, RequestStatus.PREEMPTED),
+        (RequestStatus.RUNNING, RequestStatus.ENDED),
         (RequestStatus.RUNNING, RequestStatus.FINISHED),
         (RequestStatus.PREEMPTED, RequestStatus.RUNNING),
         (RequestStatus.PREEMPTED, RequestStatus.FINISHED),
+        (RequestStatus.ENDED, RequestStatus.FINISHED),
     }
 )
 
@@ -61,12 +64,12 @@ class LiveRequest:
         "chain",
         "computed_count",
         "drafter",
-        "in_flight",
         "loaded_token_count",
         "prompt_logprobs_count",
         "request",
         "reserved_blocks",
         "status",
+        "steps_in_flight",
         "tokens",
         "wants_load",
     )
@@ -87,8 +90,8 @@ class LiveRequest:
         self.asked_remote = False  # a load was begun: it is not tried twice
         self.loaded_token_count = 0  # that came from elsewhere
         self.prompt_logprobs_count = 0  # handed out so far; a recomputed prompt repeats them
-        self.in_flight = False  # a running step reads its blocks
-        self.abort_reason: FinishReason | None = None  # marked: ends with the running step
+        self.steps_in_flight = 0  # that read and write its blocks
+        self.abort_reason: FinishReason | None = None  # marked: ends with the last of these
 
     def move(self, status: RequestStatus) -> None:
         """Change the state. An illegal move is our bug, and a second FINISHED would be a second free."""

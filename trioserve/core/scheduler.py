@@ -10,18 +10,21 @@ For the same reason a request whose KV has arrived from elsewhere starts before 
 
 Guesses (drafting.py) come last: they use the tokens and blocks that are left over, and none while anybody waits.
 
+A step may be filled behind one that is in flight (fill_step_ahead): whoever is computed there is taken to go on, and
+nobody loses its blocks for it. Where that does not do, the step is filled when the other has come back, as ever.
+
 The cost of a step is O(running requests and computed tokens), whatever waits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
 from trioserve.contracts.block_hash import BlockHash
 from trioserve.contracts.ids import BlockIndex, RequestId
-from trioserve.contracts.step import ScheduledChunk
+from trioserve.contracts.step import ScheduledChunk, StepPlan
 from trioserve.core.drafting import Drafter
 from trioserve.core.kv_blocks import BlockPool
 from trioserve.core.prefix_cache import PrefixCache
@@ -69,7 +72,7 @@ class Scheduler:
                 budget += self._make_room(live, count, planned, preempted)
                 if live.status is not RequestStatus.RUNNING:
                     continue  # it was the last in line itself
-                self._extend(live, count)
+                self._extend(live, live.computed_count + count)
             planned[live.request.id] = count
             budget -= count
 
@@ -86,6 +89,53 @@ class Scheduler:
         if self._settings.draft_tokens_max and not self._somebody_waits():
             self._add_drafts(chunks)
         return chunks, admitted, [live.request.id for live in preempted]
+
+    def fill_step_ahead(self, in_flight: StepPlan, now: float) -> tuple[list[ScheduledChunk], list[RequestId]]:
+        """The chunks of the step behind the one in flight, as if every request of that one went on, and who was
+        admitted. No chunks: nothing to do, or somebody would have to lose its blocks for it, and they are being read.
+        """
+        block_size = self._settings.block_size
+        ends = {chunk.request.id: chunk.start + chunk.count for chunk in in_flight.chunks}
+        planned: dict[RequestId, int] = {}
+        budget = self._settings.step_tokens_max
+        needed = 0
+        for live, due_count in self._due_behind(ends):
+            if budget == 0:
+                break
+            count = min(due_count, budget)
+            end = ends.get(live.request.id, live.computed_count) + count
+            needed += max(0, self.blocks_for(end) - len(live.blocks) - len(live.reserved_blocks))
+            budget -= count
+            planned[live.request.id] = count
+        if needed > self._pool.available_count:
+            return [], []
+        for request_id, count in planned.items():
+            live = self.running[request_id]
+            end = ends.get(request_id, live.computed_count) + count
+            if end > len(live.blocks) * block_size:
+                live.blocks = live.blocks.copy()  # the step in flight reads the table as it was
+                self._extend(live, end)
+        admitted = self._admit(planned, budget, now, in_flight)
+        chunks = []
+        for request_id, count in planned.items():
+            live = self.running[request_id]
+            start, known_count = ends.get(request_id, live.computed_count), len(live.tokens)
+            chunks.append(
+                ScheduledChunk(
+                    live.request,
+                    live.tokens,
+                    start,
+                    count,
+                    live.blocks,
+                    samples=start + count >= known_count,
+                    awaits_token=start == known_count,
+                )
+            )
+        return chunks, admitted
+
+    def leave_seat(self, live: LiveRequest) -> None:
+        """A request that has ended runs no longer; it keeps its blocks."""
+        del self.running[live.request.id]
 
     def release(self, live: LiveRequest) -> None:
         """Take a request out of whichever line it is in and give its blocks back. Its state is the caller's to move."""
@@ -121,6 +171,22 @@ class Scheduler:
             (decodes if live.due_count == 1 else others).append(live)
         return decodes + others
 
+    def _due_behind(self, ends: Mapping[RequestId, int]) -> list[tuple[LiveRequest, int]]:
+        """Who runs and has tokens to compute behind the step in flight, in turn, and how many. ends: how far that one
+        comes. Left out are those that were aborted, and those that have all their tokens when it is back."""
+        decodes: list[tuple[LiveRequest, int]] = []
+        others: list[tuple[LiveRequest, int]] = []
+        for live in self.running.values():
+            if live.abort_reason is not None:
+                continue
+            due_count = len(live.tokens) - ends.get(live.request.id, live.computed_count)
+            if due_count == 0:
+                if live.output_count + 1 >= live.request.output_tokens_max:
+                    continue
+                due_count = 1  # the token that is sampled right now
+            (decodes if due_count == 1 else others).append((live, due_count))
+        return decodes + others
+
     def _make_room(
         self, live: LiveRequest, count: int, planned: dict[RequestId, int], preempted: list[LiveRequest]
     ) -> int:
@@ -137,8 +203,9 @@ class Scheduler:
                 break
         return budget_back
 
-    def _extend(self, live: LiveRequest, count: int) -> None:
-        needed = self.blocks_for(live.computed_count + count) - len(live.blocks)
+    def _extend(self, live: LiveRequest, end: int) -> None:
+        """Give it the blocks that it lacks for positions 0 to end - 1."""
+        needed = self.blocks_for(end) - len(live.blocks)
         if needed > 0:
             if live.reserved_blocks:
                 own, live.reserved_blocks = live.reserved_blocks[:needed], live.reserved_blocks[needed:]
@@ -171,7 +238,7 @@ class Scheduler:
             tokens_max = live.prompt_count + live.request.output_tokens_max
             live.drafter = Drafter(self._settings.draft_tokens_max, tokens_max)
         draft = live.drafter.draft(live.tokens, count_max)
-        self._extend(live, 1 + len(draft))
+        self._extend(live, live.computed_count + 1 + len(draft))
         return draft
 
     def _preempt(self, live: LiveRequest) -> None:
@@ -190,22 +257,33 @@ class Scheduler:
         live.computed_count = 0
         live.chain.restart()
 
-    def _admit(self, planned: dict[RequestId, int], budget: int, now: float) -> list[RequestId]:
+    def _admit(
+        self, planned: dict[RequestId, int], budget: int, now: float, in_flight: StepPlan | None = None
+    ) -> list[RequestId]:
         """Start waiting requests, in order, while seats, budget and blocks last; the first that does not fit ends it.
 
         A request is admitted only when all of its known tokens fit the pool as it is, so that a prompt that is computed
         in chunks does not start what it cannot finish. One whose next block is just being computed by another (a shared
         prefix, n choices) is passed over: after this step the block is a hit. One whose KV can be loaded begins to
         wait for it instead: that takes its blocks, and no seat. While as many load as may it is passed over, too; at
-        most running_requests_max are.
+        most running_requests_max are. in_flight: the step that runs, if another is planned behind it; what it computes
+        is a hit only behind that one.
         """
         seats = self._settings.running_requests_max - len(self.running)
         loads = self._loads
         if seats == 0 or budget == 0 or not self._somebody_waits():
             return []
         admission = _Admission(planned, seats=seats, budget=budget)
+        ends: dict[RequestId, int] = {}
+        for chunk in () if in_flight is None else in_flight.chunks:
+            ends[chunk.request.id] = end = chunk.start + chunk.count
+            live = self.running.get(chunk.request.id)
+            if live is not None:
+                admission.being_computed.update(self._hashes_of_step(live, end, chunk.count))
         for request_id, count in planned.items():
-            admission.being_computed.update(self._hashes_of_step(self.running[request_id], count))
+            live = self.running[request_id]
+            end = ends.get(request_id, live.computed_count) + count
+            admission.being_computed.update(self._hashes_of_step(live, end, count))
         if loads is not None:
             self._start_loaded(loads, admission)
         self._start_waiting(admission, now)
@@ -293,9 +371,10 @@ class Scheduler:
                 self.prefix_query_tokens_total += live.prompt_count
                 self.prefix_hit_tokens_total += live.cached_token_count
         count = min(live.due_count, admission.budget)
-        self._extend(live, count)
+        end = live.computed_count + count
+        self._extend(live, end)
         admission.planned[live.request.id] = count
-        admission.being_computed.update(self._hashes_of_step(live, count))
+        admission.being_computed.update(self._hashes_of_step(live, end, count))
         admission.budget -= count
         admission.seats -= 1
         admission.chosen.append(live)
@@ -316,11 +395,11 @@ class Scheduler:
             return None
         return self._cache.hash_at(live.chain, index, live.tokens)
 
-    def _hashes_of_step(self, live: LiveRequest, count: int) -> Iterator[BlockHash]:
-        """The full blocks that computing `count` tokens will complete. Decodes are left out: nobody waits for these."""
+    def _hashes_of_step(self, live: LiveRequest, end: int, count: int) -> Iterator[BlockHash]:
+        """The full blocks that computing the `count` tokens before position `end` will complete. Decodes are left out:
+        nobody waits for these."""
         if self._settings.enable_prefix_caching and count > 1:
-            full_count = (live.computed_count + count) // self._settings.block_size
-            for index in range(live.chain.block_count, full_count):
+            for index in range(live.chain.block_count, end // self._settings.block_size):
                 yield self._cache.hash_at(live.chain, index, live.tokens)
 
     def _share_hits(self, live: LiveRequest, hit_blocks: list[BlockIndex]) -> None:

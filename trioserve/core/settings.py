@@ -8,7 +8,16 @@ import msgspec
 
 from trioserve.contracts.errors import StartupError
 
-__all__ = ["CoreSettings"]
+__all__ = ["CoreSettings", "check_overlap"]
+
+
+def check_overlap(overlap_steps: bool, draft_tokens_max: int) -> None:
+    """Raises StartupError for both of them together."""
+    if overlap_steps and draft_tokens_max > 0:
+        raise StartupError(
+            f"--overlap-steps plans a step before the one in flight has come back, and --speculative-ngram "
+            f"{draft_tokens_max} has to know what that one brought: give one of them"
+        )
 
 
 class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,6 +29,8 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     step_tokens_max: tokens computed in one step; a longer prompt is computed in chunks, so that the others' next token
         does not wait for all of it.
     enable_prefix_caching: full blocks stay findable by their tokens after their request has gone.
+    overlap_steps: a step may be planned while the one before it is in flight (EngineCore.schedule_ahead). Not with
+        drafts: what a step with guesses brings is not one token.
     draft_tokens_max: guesses that a decode may compute beside its last token; 0 turns drafts off.
     draft_step_tokens_max: tokens of a step with drafts. Up to here a CPU waits for the weights anyway, and a guess
         costs a twentieth of a step; beyond, it costs as much as it can save.
@@ -35,6 +46,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     running_requests_max: int = 64
     step_tokens_max: int = 512
     enable_prefix_caching: bool = True
+    overlap_steps: bool = False
     draft_tokens_max: int = 0
     draft_step_tokens_max: int = 16
     hold_seconds_max: float = 10.0  # many times what a transfer takes, and short enough to wait for after a lost peer
@@ -49,6 +61,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("draft_tokens_max", "draft_step_tokens_max"):
             if getattr(self, name) < 0:
                 raise StartupError(f"{name} is {getattr(self, name)}, it must be at least 0")
+        check_overlap(self.overlap_steps, self.draft_tokens_max)
         for name in ("hold_seconds_max", "remote_kv_seconds_max"):
             seconds = getattr(self, name)
             if not 0 < seconds <= 3600:

@@ -47,7 +47,8 @@ class Delivery:
         self._metrics = metrics
         self._wake = wake
         self._choices: dict[RequestId, Choice] = {}
-        self._cancelled: dict[RequestId, _Cancelled] = {}  # aborted while a step reads their blocks
+        # Aborted while a step reads their blocks; None: it was their own text that ended them.
+        self._cancelled: dict[RequestId, _Cancelled | None] = {}
         self._step_count = 0  # steps that have ended
         self._token_count = 0  # of the step that is being delivered
         self._followed_counts: dict[float, int] = {}  # its sequences, by when they had their last token before
@@ -139,10 +140,11 @@ class Delivery:
 
     def _on_finished(self, event: RequestFinished, ready: TokensReady | None, now: float) -> None:
         choice = self._choices[event.request_id]
-        cancelled = self._cancelled.pop(event.request_id, None)
         reason = event.reason
-        if cancelled is not None:
-            self._observe_abort(event, cancelled, now)
+        if event.request_id in self._cancelled:
+            cancelled = self._cancelled.pop(event.request_id)
+            if cancelled is not None:
+                self._observe_abort(event, cancelled, now)
         elif event.reason is FinishReason.ERROR:
             choice.stream.push_end(choice, FinishReason.ERROR, event.message)
         else:
@@ -169,10 +171,12 @@ class Delivery:
             return None
         if delta.finish_reason is not None:
             choice.is_ended = True
-            if finished is None:  # a stop string ended it, or its text failed; no step is in flight here
+            if finished is None:  # a stop string ended it, or its text failed
                 result = self._core.abort([choice.sequence_id], delta.finish_reason, now=now)[choice.sequence_id]
-                assert result.finished is not None
-                self._let_go(result.finished, now, delta.finish_reason)
+                if result.finished is None:
+                    self._cancelled[choice.sequence_id] = None  # a step that was planned ahead has it once more
+                else:
+                    self._let_go(result.finished, now, delta.finish_reason)
         stream.push(delta)
         return delta.finish_reason
 

@@ -1,14 +1,16 @@
 """One step after another: schedule, forward, update (which takes the aborts first), deliver.
 
 The forward pass runs elsewhere; meanwhile this task waits and the event loop stays live, so that aborts find their
-requests. Cancelling the loop waits for the step in flight: its blocks are being read.
+requests. Cancelling the loop waits for the step in flight: its blocks are being read. Where steps overlap, what happens
+from one step to the next is overlapped_step's.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Awaitable, Callable
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Protocol
 
 import trio
 
@@ -16,16 +18,21 @@ from trioserve.contracts.kv_transfer import TransferEvent
 from trioserve.contracts.step import Executor, IsAbandoned, StepPlan, StepResult
 from trioserve.core.engine import EngineCore
 from trioserve.runtime.delivery import Delivery
+from trioserve.runtime.overlapped_step import OverlappedSteps
 from trioserve.runtime.worker_thread import WorkerThread
 
 __all__ = ["EngineLoop", "StepRunner", "ThreadedExecutor"]
 
 
 class StepRunner(Protocol):
-    """An executor as seen from the event loop. A call that was begun ends with its answer, even when cancelled, or with
-    None once is_abandoned has said so."""
+    """An executor as seen from the event loop."""
 
-    async def run_step(self, plan: StepPlan, is_abandoned: IsAbandoned) -> StepResult | None: ...
+    def run_step(self, plan: StepPlan, is_abandoned: IsAbandoned) -> Coroutine[Any, Any, StepResult | None]:
+        """Hand a plan over, to be computed after those that were handed over before, at the latest when it is awaited;
+        which has to happen, in that order. That ends with the answer, even when cancelled, or with None once
+        is_abandoned has said so. Raises what the executor raises; whatever was handed over behind that is not computed,
+        and its answer is None."""
+        ...
 
 
 class ThreadedExecutor:
@@ -34,9 +41,19 @@ class ThreadedExecutor:
     def __init__(self, executor: Executor, thread: WorkerThread) -> None:
         self._executor = executor
         self._thread = thread
+        self._is_broken = False
 
-    async def run_step(self, plan: StepPlan, is_abandoned: IsAbandoned) -> StepResult | None:
-        return await self._thread.run(self._executor.execute, plan, is_abandoned)
+    def run_step(self, plan: StepPlan, is_abandoned: IsAbandoned) -> Coroutine[Any, Any, StepResult | None]:
+        return self._thread.begin(self._execute, plan, is_abandoned)
+
+    def _execute(self, plan: StepPlan, is_abandoned: IsAbandoned) -> StepResult | None:
+        if self._is_broken:
+            return None
+        try:
+            return self._executor.execute(plan, is_abandoned)
+        except BaseException:
+            self._is_broken = True
+            raise
 
 
 class EngineLoop:
@@ -44,6 +61,7 @@ class EngineLoop:
         self._core = core
         self._steps = steps
         self._delivery = delivery
+        self._overlapped = OverlappedSteps(core, steps.run_step, delivery) if core.settings.overlap_steps else None
         self._work_arrived = trio.Event()
 
     def wake(self) -> None:
@@ -70,8 +88,11 @@ class EngineLoop:
                     await self._work_arrived.wait()
                 continue
             self._delivery.on_plan(plan)
+            if self._overlapped is not None:
+                await self._overlapped.run(plan)
+                continue
             started_at = trio.current_time()
-            result = await self._steps.run_step(plan, lambda: self._core.is_step_abandoned)
+            result = await self._steps.run_step(plan, functools.partial(self._core.is_abandoned, plan))
             if result is None:
                 events = self._core.drop_plan(plan, trio.current_time())
             else:

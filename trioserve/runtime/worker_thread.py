@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -23,12 +23,15 @@ T = TypeVar("T")
 
 
 class _Job:
-    __slots__ = ("arguments", "function", "is_cancelled", "task")
+    __slots__ = ("answer", "arguments", "function", "is_cancelled", "task")
 
-    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...], task: trio.lowlevel.Task) -> None:
+    def __init__(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], task: trio.lowlevel.Task | None
+    ) -> None:
         self.function = function
         self.arguments = arguments
-        self.task = task
+        self.task = task  # that waits; None: nobody does yet
+        self.answer: outcome.Outcome[Any] | None = None  # that came before anybody waited
         self.is_cancelled = False
 
 
@@ -72,6 +75,21 @@ class WorkerThread:
 
         return await self._run(function, arguments, stay)
 
+    def begin(self, function: Callable[..., T], *arguments: Any) -> Coroutine[Any, Any, T]:
+        """Have it called in the thread, after what was asked before. To be awaited, once, by one task: that waits for
+        the answer as `run` does, also when cancelled."""
+        self._check_open()
+        job = _Job(function, arguments, None)
+        self._jobs.put(job)
+        return self._answer_of(job)
+
+    async def _answer_of(self, job: _Job) -> Any:
+        if job.answer is None:
+            job.task = trio.lowlevel.current_task()
+            return await trio.lowlevel.wait_task_rescheduled(lambda _raise_cancel: trio.lowlevel.Abort.FAILED)
+        await trio.lowlevel.cancel_shielded_checkpoint()  # others have their turn, however fast the thread is
+        return job.answer.unwrap()
+
     async def run_cancellable(self, function: Callable[..., T], *arguments: Any) -> T:
         """The same, but a cancelled caller leaves at once: a job not yet begun is dropped, and the answer of one that
         was is thrown away. For functions of values."""
@@ -109,5 +127,9 @@ class WorkerThread:
 
 
 def _hand_back(job: _Job, answer: outcome.Outcome[Any]) -> None:
-    if not job.is_cancelled:
+    if job.is_cancelled:
+        return
+    if job.task is None:
+        job.answer = answer
+    else:
         trio.lowlevel.reschedule(job.task, answer)

@@ -14,6 +14,7 @@ from trioserve.contracts.ids import RequestId
 from trioserve.testing.faults import drawn_faults
 from trioserve.testing.history import (
     Abort,
+    Ahead,
     Arrive,
     Begin,
     Break,
@@ -30,7 +31,8 @@ from trioserve.testing.simulator import Simulation
 
 __all__ = ["Author"]
 
-BEGIN, FORWARD, UPDATE = Begin(), Forward(), Update()
+BEGIN, AHEAD, FORWARD, UPDATE = Begin(), Ahead(), Forward(), Update()
+AHEAD_CHANCE = 0.5  # that a step is planned ahead before anything else happens to the one in flight
 SALTS = (None, None, None, None, None, "", "s")
 STOPS: tuple[tuple[int, ...], ...] = ((), (), (0,), (0,), (1, 2), (0, 1))
 REPORTS: tuple[Literal["loaded", "failed", "released"], ...] = ("loaded", "failed", "released")
@@ -76,9 +78,16 @@ class Author:
                     return event
                 break
             chance -= rate
-        if simulation.plan is None:
+        flights = simulation.flights
+        if not flights:
             return BEGIN
-        return UPDATE if simulation.is_computed else FORWARD
+        if self.world.overlaps and len(flights) == 1 and self._random() < AHEAD_CHANCE:
+            return AHEAD
+        if not flights[0].is_computed:
+            return FORWARD
+        # The forward pass behind it need not wait for the update.
+        is_next = len(flights) == 2 and not flights[1].is_computed
+        return FORWARD if is_next and self._random() < 0.5 else UPDATE
 
     # --- the parts ---
 
@@ -113,6 +122,7 @@ class Author:
             draft_step_tokens=rng.choice((2, 4, 16)),
             has_poor_hash=rng.random() < 0.2,
             has_connector=rng.random() < 0.4,
+            overlaps=draft_tokens == 0 and rng.random() < 0.6,
             hold_seconds=rng.choice((0.2, 1.0)),
             load_seconds=rng.choice((0.2, 1.0)),
             fails_without_kv=rng.random() < 0.3,
@@ -242,4 +252,5 @@ class Author:
 
 
 def _in_step(simulation: Simulation) -> list[str]:
-    return [] if simulation.plan is None else [chunk.request.id for chunk in simulation.plan.chunks]
+    """In two, if there are two."""
+    return [chunk.request.id for flight in simulation.flights for chunk in flight.plan.chunks]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Coroutine
+from typing import Any
+
 import trio
 
 from trioserve.contracts.step import Executor, IsAbandoned, StepPlan, StepResult, never_abandoned
@@ -13,7 +16,8 @@ class ControlledSteps:
     """Runs an executor's steps in the event loop (a StepRunner), so that Trio's autojump clock sees all there is.
 
     seconds: what each takes, in the clock's time. hold(): the next step that begins stays open until release(); to be
-    awaited: `entered()`. fault: raised by the next step.
+    awaited: `entered()`. fault: raised by the next step, and what was handed over behind it is not computed.
+    handed_over_at: when the engine handed the open step over; with overlapping steps that is before it began.
     """
 
     def __init__(self, executor: Executor, *, seconds: float = 0.0) -> None:
@@ -22,6 +26,8 @@ class ControlledSteps:
         self.fault: Exception | None = None
         self.plan: StepPlan | None = None  # of the step that is open
         self.step_count = 0
+        self.handed_over_at = 0.0
+        self._is_broken = False
         self._gate: trio.Event | None = None
         self._begun = trio.Event()
 
@@ -45,8 +51,16 @@ class ControlledSteps:
         assert self.plan is not None
         return self.plan
 
-    async def run_step(self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned) -> StepResult | None:
-        self.plan = plan
+    def run_step(
+        self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned
+    ) -> Coroutine[Any, Any, StepResult | None]:
+        return self._run(plan, is_abandoned, trio.current_time())
+
+    async def _run(self, plan: StepPlan, is_abandoned: IsAbandoned, handed_over_at: float) -> StepResult | None:
+        if self._is_broken:
+            await trio.lowlevel.cancel_shielded_checkpoint()
+            return None
+        self.plan, self.handed_over_at = plan, handed_over_at
         self._begun.set()
         gate = self._gate
         # Like a real forward pass, it cannot be cancelled; the deadline ends a test that forgot to release it.
@@ -56,6 +70,9 @@ class ControlledSteps:
             await trio.sleep(self.seconds)
         self.plan = None
         self.step_count += 1
+        self._is_broken = True
         if self.fault is not None:
             raise self.fault
-        return self.executor.execute(plan, is_abandoned)
+        result = self.executor.execute(plan, is_abandoned)
+        self._is_broken = False
+        return result

@@ -180,6 +180,7 @@ async def open_fake_engine(
     step_tokens_max: int = 32,
     enable_prefix_caching: bool = True,
     speculative_ngram: int = 0,
+    overlap_steps: bool = False,
     waiting_requests_max: int = 16,
     waiting_prompt_tokens_max: int = 1_000_000,
     waiting_seconds_max: float = 600.0,
@@ -197,7 +198,8 @@ async def open_fake_engine(
     The limits are the engine's: KV blocks and tokens in each, tokens of prompt and answer, requests that run, tokens a
     step computes (a longer prompt comes in chunks), guesses of a request in a step (speculative_ngram), requests that
     wait, the tokens of their prompts and for how long, changes of the prefix cache that are kept for `GET /kv_events`
-    (0: it is off). paused: no step begins until step(), held_step() or resume(). What it says, of these at most one:
+    (0: it is off). overlap_steps: a step is planned while another runs, unless the engine is paused. paused: no step
+    begins until step(), held_step() or resume(). What it says, of these at most one:
     `answer`, a text or a function of the prompt's text; `next_token`, a function of the tokens so far; `model`.
     Otherwise it follows from the prompt, but looks random. deadlines, deadlines_max: defaults and upper limits for
     every request.
@@ -219,6 +221,7 @@ async def open_fake_engine(
             running_requests_max=running_requests_max,
             step_tokens_max=step_tokens_max,
             enable_prefix_caching=enable_prefix_caching,
+            overlap_steps=overlap_steps,
             draft_tokens_max=speculative_ngram,
         ),
         is_paused=paused,

@@ -8,7 +8,7 @@ between different prefixes or salts is noticed at the first look.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -87,22 +87,42 @@ class FakeExecutor:
         self.plans = 0
         # One entry a slot: the digest of the prefix that ends there, and whose salt it was written under.
         self._slots: list[tuple[int, str | None] | None] = [None] * (block_count * block_size)
+        # What the last plan gave, for one that was made ahead of it; a request that has no entry has failed there.
+        self._last_plan: StepPlan | None = None
+        self._last_token_ids: dict[RequestId, int | None] = {}
 
     def execute(self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned) -> StepResult | None:
         """An abandoned step leaves garbage in its slots, as a real one may, and has no result. Raises AssertionError
         when the plan contradicts itself or a block does not hold what its reader expects."""
-        self._check_plan(plan)
+        chunks = self._continued(plan) if plan.is_ahead else dict(enumerate(plan.chunks))
+        self._check_plan(plan, chunks.values())
         self.plans += 1
+        self._last_plan, self._last_token_ids = plan, {}
         if is_abandoned():
             for chunk in plan.chunks:
                 self._spoil(chunk)
             return None
         # As in a forward pass: first everything is written, then everything attends.
-        for chunk in plan.chunks:
-            self._write(chunk)
+        for index, chunk in enumerate(plan.chunks):
+            if index in chunks:
+                self._write(chunks[index])
+            else:
+                self._spoil(chunk)
+        result = self._sampled(plan, chunks)
+        for chunk, token_id in zip(plan.chunks, result.token_ids, strict=True):
+            if chunk.request.id not in result.errors and not (chunk.samples and token_id is None):
+                self._last_token_ids[chunk.request.id] = token_id
+        return result
+
+    def _sampled(self, plan: StepPlan, chunks: dict[int, ScheduledChunk]) -> StepResult:
+        """chunks: those that are computed, by their place in the plan."""
         token_ids: list[int | None] = []
         result = StepResult((), {}, {}, {}, {}, {})
-        for chunk in plan.chunks:
+        for index in range(len(plan.chunks)):
+            if index not in chunks:
+                token_ids.append(None)
+                continue
+            chunk = chunks[index]
             request = chunk.request
             if request.id in self.errors:
                 result.errors[request.id] = self.errors.pop(request.id)
@@ -152,7 +172,32 @@ class FakeExecutor:
         size = self.block_size
         return tuple(slot for block in blocks for slot in self._slots[block * size : (block + 1) * size])
 
-    def _check_plan(self, plan: StepPlan) -> None:
+    def _continued(self, plan: StepPlan) -> dict[int, ScheduledChunk]:
+        """The chunks of a plan that was made ahead of the last one's result, with the tokens that they awaited, by
+        their place in the plan; without those whose request has failed there."""
+        assert self._last_plan is not None, "a plan ahead of nothing"
+        before = {chunk.request.id: chunk for chunk in self._last_plan.chunks}
+        chunks: dict[int, ScheduledChunk] = {}
+        for index, chunk in enumerate(plan.chunks):
+            name = chunk.request.id
+            if name in before:
+                end = before[name].start + before[name].count
+                assert chunk.start == end, f"{name} goes on at {chunk.start}, and the step before it came to {end}"
+                if name not in self._last_token_ids:
+                    continue
+            if not chunk.awaits_token:
+                chunks[index] = chunk
+                continue
+            token_id = self._last_token_ids.get(name)
+            assert token_id is not None, f"{name} awaits a token that nobody has sampled"
+            assert (chunk.count, chunk.samples) == (1, True), f"{name} awaits a token, and is no decode"
+            known = chunk.tokens[chunk.start :]
+            assert list(known) in ([], [token_id]), f"{name} awaits {token_id}, and has {known}"
+            tokens = [*chunk.tokens[: chunk.start], token_id]
+            chunks[index] = msgspec.structs.replace(chunk, tokens=tokens, awaits_token=False)
+        return chunks
+
+    def _check_plan(self, plan: StepPlan, chunks: Iterable[ScheduledChunk]) -> None:
         assert plan.step_index == self.plans, f"step {plan.step_index} comes after {self.plans} steps"
         assert plan.chunks, "an empty step"
         assert plan.token_count == sum(chunk.row_count for chunk in plan.chunks)
@@ -161,8 +206,10 @@ class FakeExecutor:
         went_on = set(ids) - set(plan.admitted)
         assert not went_on & set(plan.preempted), "a request goes on in the step that takes its blocks"
         assert set(plan.admitted) <= set(ids), "a request is admitted and computes nothing"
-        for chunk in plan.chunks:
+        assert not (plan.is_ahead and plan.preempted), "somebody lost its blocks while a step reads them"
+        for chunk in chunks:
             name, end = chunk.request.id, chunk.start + chunk.count
+            assert not chunk.awaits_token, f"{name} awaits a token, and no step is before it"
             prompt = chunk.request.prompt_token_ids
             assert chunk.count >= 1, f"{name}: an empty chunk"
             assert 0 <= chunk.start < end <= len(chunk.tokens), f"{name}: {chunk.start} to {end} of {len(chunk.tokens)}"

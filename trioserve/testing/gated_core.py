@@ -16,7 +16,7 @@ __all__ = ["GatedCore"]
 
 
 class GatedCore(EngineCore):
-    """is_paused: schedule answers None; `give_step` makes one exception."""
+    """is_paused: schedule answers None; `give_step` makes one exception. Nothing is planned ahead then."""
 
     def __init__(self, settings: CoreSettings, *, is_paused: bool) -> None:
         super().__init__(settings)
@@ -30,6 +30,9 @@ class GatedCore(EngineCore):
             return None
         self._has_step = False
         return super().schedule(now)
+
+    def schedule_ahead(self, now: float) -> StepPlan | None:
+        return None if self.is_paused else super().schedule_ahead(now)
 
     def give_step(self) -> None:
         self._has_step = True

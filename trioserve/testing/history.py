@@ -17,6 +17,7 @@ from trioserve.testing.script import line_of, parts_of
 
 __all__ = [
     "Abort",
+    "Ahead",
     "Arrive",
     "Begin",
     "Break",
@@ -38,6 +39,8 @@ class World(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
     """The engine and the model. has_poor_hash: blocks get names that collide all the time. vocab_size: so few tokens
     that prompts share prefixes by chance. stop_period: one prefix in so many is followed by token 0.
 
+    overlaps: steps may be planned ahead.
+
     draft_tokens, draft_step_tokens: guesses of a request in a step, and tokens of a step with guesses.
 
     has_connector: there is one; hold_seconds and load_seconds: how long it may keep blocks, and a request wait for its
@@ -51,6 +54,7 @@ class World(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
     vocab_size: int = 4
     stop_period: int = 4
     enable_prefix_caching: bool = True
+    overlaps: bool = False
     draft_tokens: int = 0
     draft_step_tokens: int = 16
     has_poor_hash: bool = False
@@ -113,18 +117,23 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     """The core schedules a step; from now on the forward pass reads its blocks."""
 
 
+class Ahead(msgspec.Struct, frozen=True, tag="ahead"):
+    """The core plans the step behind the one that is in flight."""
+
+
 class Fail(msgspec.Struct, frozen=True, kw_only=True, tag="fail"):
-    """These fail in the step that runs, if they are in it."""
+    """These fail in the step that runs, or is the next to run, if they are in it."""
 
     ids: tuple[str, ...]
 
 
 class Forward(msgspec.Struct, frozen=True, tag="forward"):
-    """The forward pass has its result. What comes before the update comes between the two."""
+    """The forward pass has its result. What comes before the update comes between the two. With two steps in flight it
+    is the first that has none; so the second may have its own before the core takes that of the first."""
 
 
 class Update(msgspec.Struct, frozen=True, tag="update"):
-    """The core takes the result of the step."""
+    """The core takes the result of the step, with two in flight that of the first."""
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True, tag="wait"):
@@ -153,7 +162,7 @@ class Break(msgspec.Struct, frozen=True, kw_only=True, tag="break"):
     calls: tuple[str, ...]
 
 
-Event = Arrive | Abort | Begin | Fail | Forward | Update | Wait | Drain | Report | Break
+Event = Arrive | Abort | Begin | Ahead | Fail | Forward | Update | Wait | Drain | Report | Break
 
 
 class History(msgspec.Struct, frozen=True):

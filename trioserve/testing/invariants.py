@@ -41,6 +41,9 @@ def check_core(core: EngineCore) -> None:
             _check_waiting(live)
             waiting.append(live)
     owners = [*running, *loading, *ready]
+    owners += [live for live, _reason in core.flights.ended.values()]
+    for live, _reason in core.flights.ended.values():
+        _check_ended(core, live)
     _check_claims(core, owners)
     _check_holds(core)
     _check_sharing(core, owners)
@@ -54,6 +57,7 @@ def check_idle(core: EngineCore) -> None:
     stats = core.stats()
     assert not list(core.live_requests())
     assert stats.running_count == stats.waiting_count == stats.blocks_used == stats.blocks_held == 0, stats
+    assert not core.flights.ended, "nothing lives, but something has blocks"
     assert core.next_deadline() is None, "nothing lives, but something is waited for"
     assert core.schedule(0.0) is None, "nothing lives, but there is something to compute"
 
@@ -68,8 +72,11 @@ def _check_progress(core: EngineCore, live: LiveRequest) -> None:
     assert tuple(live.tokens[: live.prompt_count]) == request.prompt_token_ids, f"{request.id}: the prompt has changed"
     assert 0 <= live.output_count < request.output_tokens_max, f"{request.id}: {live.output_count} tokens, and no end"
     assert len(live.tokens) <= core.settings.context_tokens_max
-    assert live.due_count >= 1, f"{request.id} has nothing to compute"
-    assert live.abort_reason is None or live.in_flight, f"{request.id} is marked, and no step will end it"
+    # The token of a marked request is not taken, though a step behind computes one that comes after it.
+    is_read_on = live.abort_reason is not None and core.settings.overlap_steps
+    assert live.due_count >= (0 if is_read_on else 1), f"{request.id} has nothing to compute"
+    assert 0 <= live.steps_in_flight <= len(core.flights), f"{request.id} is in {live.steps_in_flight} steps"
+    assert live.abort_reason is None or live.steps_in_flight, f"{request.id} is marked, and no step will end it"
     assert (live.cached_token_count is None) <= (live.output_count == 0)
     if request.sampling.prompt_logprobs is not None and live.output_count > 0:
         assert live.prompt_logprobs_count == live.prompt_count, f"{request.id}: prompt logprobs are missing"
@@ -80,8 +87,11 @@ def _check_running(core: EngineCore, live: LiveRequest) -> None:
     assert len(set(live.blocks)) == held_count, f"{name}: a block twice"
     if live.reserved_blocks:
         assert held_count + len(live.reserved_blocks) == _blocks_for(core, len(live.tokens)), name
-    if live.in_flight:
-        rows_max = len(live.tokens) + (core.settings.draft_tokens_max if live.drafter is not None else 0)
+    if live.steps_in_flight:
+        # The second step computes a token that is not known yet; that of a marked request never will be.
+        is_marked = core.settings.overlap_steps and live.abort_reason is not None
+        rows_max = len(live.tokens) + (1 if is_marked else live.steps_in_flight - 1)
+        rows_max += core.settings.draft_tokens_max if live.drafter is not None else 0
         assert _blocks_for(core, live.computed_count + 1) <= held_count <= _blocks_for(core, rows_max), name
         return
     assert held_count == _blocks_for(core, live.computed_count), f"{name}: {held_count} blocks"
@@ -91,7 +101,7 @@ def _check_running(core: EngineCore, live: LiveRequest) -> None:
 
 def _check_loading(core: EngineCore, live: LiveRequest) -> None:
     name = live.request.id
-    assert not live.in_flight, f"{name} waits for KV and computes"
+    assert not live.steps_in_flight, f"{name} waits for KV and computes"
     assert live.computed_count == live.chain.block_count * core.settings.block_size, f"{name}: hits are whole blocks"
     assert not live.reserved_blocks, f"{name} has not split its blocks before it knows how much comes"
     assert len(live.blocks) == _blocks_for(core, len(live.tokens)), f"{name}: {len(live.blocks)} blocks"
@@ -102,7 +112,7 @@ def _check_loading(core: EngineCore, live: LiveRequest) -> None:
 
 def _check_ready(core: EngineCore, live: LiveRequest) -> None:
     name = live.request.id
-    assert not live.in_flight, f"{name} waits for a seat and computes"
+    assert not live.steps_in_flight, f"{name} waits for a seat and computes"
     assert live.asked_remote, f"{name} waits and holds blocks"
     assert live.computed_count >= live.chain.block_count * core.settings.block_size, name
     assert len(live.blocks) == _blocks_for(core, live.computed_count), f"{name}: {len(live.blocks)} blocks"
@@ -114,7 +124,15 @@ def _check_waiting(live: LiveRequest) -> None:
     assert not live.reserved_blocks, f"{name} waits and holds blocks"
     assert live.computed_count == 0, f"{name} waits and counts computed tokens"
     assert live.chain.block_count == 0, f"{name} waits and has a place in the prefix cache"
-    assert not live.in_flight, f"{name} waits and computes"
+    assert not live.steps_in_flight, f"{name} waits and computes"
+
+
+def _check_ended(core: EngineCore, live: LiveRequest) -> None:
+    name = live.request.id
+    assert live.status is RequestStatus.ENDED, f"{name} has ended, and is {live.status.value}"
+    assert live.steps_in_flight == 1, f"{name} has ended, and {live.steps_in_flight} steps read its blocks"
+    assert name not in core.scheduler.running, f"{name} has ended, and has a seat"
+    assert live.blocks, f"{name} has ended, and a step reads blocks that it has no more"
 
 
 def _check_claims(core: EngineCore, owners: list[LiveRequest]) -> None:

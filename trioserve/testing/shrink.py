@@ -96,6 +96,8 @@ def plainer_history(history: History, fails: Callable[[History], bool]) -> Histo
 def _plainer_worlds(world: World) -> Iterator[World]:
     if world.has_poor_hash:
         yield msgspec.structs.replace(world, has_poor_hash=False)
+    if world.overlaps:
+        yield msgspec.structs.replace(world, overlaps=False)
     if world.draft_tokens:
         yield msgspec.structs.replace(world, draft_tokens=0)
     if world.enable_prefix_caching:

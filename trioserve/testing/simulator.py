@@ -12,6 +12,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import msgspec
+
 from trioserve.contracts.block_hash import hash_block
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.events import AbortOutcome, AbortResult, EngineEvent, FinishReason, RequestFinished
@@ -25,6 +27,7 @@ from trioserve.core.settings import CoreSettings
 from trioserve.testing.fake_executor import FakeExecutor, FakeModel
 from trioserve.testing.history import (
     Abort,
+    Ahead,
     Arrive,
     Begin,
     Break,
@@ -41,7 +44,7 @@ from trioserve.testing.invariants import check_core, check_idle
 from trioserve.testing.poor_hash import poor_hash
 from trioserve.testing.reference_engine import ReferenceEngine
 from trioserve.testing.residency_book import ResidencyBook
-from trioserve.testing.step_rules import check_begun_step
+from trioserve.testing.step_rules import check_begun_step, check_no_step_ahead
 from trioserve.testing.story import Story
 from trioserve.testing.trace_lines import abort_moment, plan_line
 from trioserve.testing.transfer_watch import TransferWatch
@@ -52,10 +55,20 @@ STEPS_TO_END_MAX = 20_000  # far more than any history needs; who is not done th
 EVERYBODY = ""  # in the list of deadlines: the end of a drain
 
 
+class Flight(msgspec.Struct):
+    """A step that is in flight. tables: of its chunks, as they were when it was planned. is_computed: its forward pass
+    has ended, with a result unless it was abandoned. failing: who fails in it."""
+
+    plan: StepPlan
+    tables: list[list[int]]
+    result: StepResult | None = None
+    is_computed: bool = False
+    failing: set[str] = msgspec.field(default_factory=set)
+
+
 class Simulation:
-    """live: sequences that have not ended, in order of arrival. plan: the step that is in flight. is_computed: its
-    forward pass has ended, with a result unless it was abandoned. transfers: None without a connector. counts: of what
-    came to pass. trace: is told every effect, as a line.
+    """live: sequences that have not ended, in order of arrival. flights: the steps that are in flight, oldest first.
+    transfers: None without a connector. counts: of what came to pass. trace: is told every effect, as a line.
     """
 
     def __init__(self, world: World, *, trace: Callable[[str], None] | None = None) -> None:
@@ -72,6 +85,7 @@ class Simulation:
                 running_requests_max=world.running_requests_max,
                 step_tokens_max=world.step_tokens_max,
                 enable_prefix_caching=world.enable_prefix_caching,
+                overlap_steps=world.overlaps,
                 draft_tokens_max=world.draft_tokens,
                 draft_step_tokens_max=world.draft_step_tokens,
                 hold_seconds_max=world.hold_seconds,
@@ -84,13 +98,10 @@ class Simulation:
         self._residency = ResidencyBook(self.core.cache)
         self.stories: dict[str, Story] = {}
         self.live: dict[str, Story] = {}
-        self.plan: StepPlan | None = None
-        self.result: StepResult | None = None
-        self.is_computed = False
+        self.flights: list[Flight] = []
         self.is_draining = False
         self.counts: dict[str, int] = {}
         self._reference = ReferenceEngine(model)
-        self._tables: list[list[int]] = []  # of the plan in flight, as they were when it was made
         self._deadlines: list[tuple[float, int, str]] = []
         self._trace = trace
 
@@ -104,9 +115,10 @@ class Simulation:
     def run_to_end(self) -> None:
         """Let everybody finish; then nothing may be left."""
         for _ in range(STEPS_TO_END_MAX):
-            if self.plan is None and self.live:
+            if not self.flights and self.live:
                 self.apply(Begin())
-            if self.plan is not None:
+            if self.flights:
+                self.apply(Ahead())
                 self.apply(Forward())
                 self.apply(Update())
                 continue
@@ -179,7 +191,7 @@ class Simulation:
         self._abort_all(event.ids, event.reason)
 
     def _begin(self, _event: Begin) -> None:
-        if self.plan is not None:
+        if self.flights:
             return
         plan = self.core.schedule(self.now)
         if self._trace is not None:
@@ -192,7 +204,22 @@ class Simulation:
                     story.is_running = False
                     self._count("preempted")
             return
-        self.plan = plan
+        self._take_plan(plan)
+
+    def _ahead(self, _event: Ahead) -> None:
+        if not self.world.overlaps or len(self.flights) != 1:
+            return
+        plan = self.core.schedule_ahead(self.now)
+        if self._trace is not None:
+            self._trace(plan_line(plan))
+        if plan is None:
+            self._count("steps not planned ahead")
+            check_no_step_ahead(self.core, self.live)
+            return
+        self._count("steps planned ahead")
+        self._take_plan(plan)
+
+    def _take_plan(self, plan: StepPlan) -> None:
         self._count("steps")
         for name in plan.preempted:
             assert self.live[name].is_running, f"{name} does not run, and is preempted"
@@ -207,33 +234,47 @@ class Simulation:
             self.live,
             self.transfers,
             knows_hashes=not self.world.has_poor_hash,
+            computed=[chunk for flight in self.flights for chunk in flight.plan.chunks],
         )
         for chunk in plan.chunks:
             self.live[chunk.request.id].take_chunk(chunk)
-        self._tables = [list(chunk.block_table) for chunk in plan.chunks]
+        self.flights.append(Flight(plan, [list(chunk.block_table) for chunk in plan.chunks]))
 
     def _fail(self, event: Fail) -> None:
-        if self.plan is None or self.is_computed:
+        flight = self._next_to_compute()
+        if flight is None:
             return
-        for chunk in self.plan.chunks:
+        for chunk in flight.plan.chunks:
             name = chunk.request.id
             if name in event.ids:
-                self.live[name].message = self.executor.errors[name] = f"{name} is broken"
+                self.executor.errors[name] = f"{name} is broken"
+                flight.failing.add(name)
                 self._count("failed")
 
     def _forward(self, _event: Forward) -> None:
-        if self.plan is None or self.is_computed:
+        flight = self._next_to_compute()
+        if flight is None:
             return
-        self.result = self.executor.execute(self.plan, lambda: self.core.is_step_abandoned)
-        self.is_computed = True
+        plan = flight.plan
+        stories = [self.stories[chunk.request.id] for chunk in plan.chunks]
+        is_awaited = any(story.aborted_for is None and story.finished is None for story in stories)
+        assert self.core.is_abandoned(plan) != is_awaited, f"somebody waits for step {plan.step_index}: {is_awaited}"
+        flight.result = self.executor.execute(plan, lambda: self.core.is_abandoned(plan))
+        flight.is_computed = True
+
+    def _next_to_compute(self) -> Flight | None:
+        return next((flight for flight in self.flights if not flight.is_computed), None)
 
     def _update(self, _event: Update) -> None:
-        plan, result = self.plan, self.result
-        if plan is None or not self.is_computed:
+        if not self.flights or not self.flights[0].is_computed:
             return
-        self.plan, self.result, self.is_computed = None, None, False
-        stories = [self.live[chunk.request.id] for chunk in plan.chunks]
+        flight = self.flights.pop(0)
+        plan, result = flight.plan, flight.result
+        for name in flight.failing & self.live.keys():
+            self.live[name].message = f"{name} is broken"
+        stories = [self.stories[chunk.request.id] for chunk in plan.chunks]
         counts_before = [story.output_count for story in stories]
+        self._count("surplus tokens", sum(story.has_surplus for story in stories))
         if result is None:
             self._count("steps abandoned")
             self._take(self.core.drop_plan(plan, self.now))
@@ -340,8 +381,8 @@ class Simulation:
         assert len(core.scheduler.running) == running_count, f"{running_count} were told to run, {core.stats()}"
         if self.transfers is not None:
             self.transfers.check(core, self.now)
-        if self.plan is not None:
-            for chunk, table in zip(self.plan.chunks, self._tables, strict=True):
+        for flight in self.flights:
+            for chunk, table in zip(flight.plan.chunks, flight.tables, strict=True):
                 name = chunk.request.id
                 assert chunk.block_table == table, f"{name}: its blocks changed while the step runs"
                 for block in table:
@@ -357,6 +398,7 @@ _HANDLERS: dict[type[Event], Callable[[Simulation, Any], None]] = {
     Arrive: Simulation._arrive,
     Abort: Simulation._abort,
     Begin: Simulation._begin,
+    Ahead: Simulation._ahead,
     Fail: Simulation._fail,
     Forward: Simulation._forward,
     Update: Simulation._update,

@@ -168,13 +168,13 @@ class HttpServer:
                 is_over = timeout is not None and view.age_seconds > timeout + MOMENT_SECONDS / 2
                 assert not is_over or view.state == "finished", f"{view.id} has outlived its deadline"
 
-    def check_step(self, ids: Iterable[str], started_at: float) -> None:
-        """What a step computes that began then."""
+    def check_step(self, ids: Iterable[str], planned_at: float) -> None:
+        """What a step computes that was planned then."""
         for name in ids:
             request_id = name.split("/")[1]
             left_at = self.left_at.get(request_id, math.inf) if request_id.startswith("h") else math.inf
-            assert started_at <= left_at + ROUNDING_SECONDS, (
-                f"{name} left at {left_at:.3f}, and is computed by a step at {started_at:.3f}"
+            assert planned_at <= left_at + ROUNDING_SECONDS, (
+                f"{name} left at {left_at:.3f}, and is computed by a step that was planned at {planned_at:.3f}"
             )
 
     def check_over(self) -> None:
@@ -195,7 +195,7 @@ class HttpServer:
         """Its exchange has ended, however: nothing of it computes but the step in flight."""
         for live in self.fake.core.live_requests():
             if ask.id is not None and live.request.id.split("/")[1] == ask.id:
-                is_marked = live.in_flight and live.abort_reason is not None
+                is_marked = live.steps_in_flight and live.abort_reason is not None
                 assert is_marked, f"the exchange of {ask.id} has ended, and {live.request.id} goes on"
 
 

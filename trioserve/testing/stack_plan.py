@@ -70,9 +70,9 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="stage"):
     """The engine. step_seconds: how long the steps take, in turn. fault_at: the step at which it breaks; None: it does
-    not. draft_tokens: guesses of a request in a step. vocab_size: tokens that the model knows; of few it makes text
-    that can be guessed. schedule_seed: decides who goes first among the tasks that can run. front: what clients over
-    HTTP find."""
+    not. overlaps: steps are planned ahead. draft_tokens: guesses of a request in a step. vocab_size: tokens that the
+    model knows; of few it makes text that can be guessed. schedule_seed: decides who goes first among the tasks that
+    can run. front: what clients over HTTP find."""
 
     block_count: int
     running_requests_max: int
@@ -81,6 +81,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
     step_seconds: tuple[float, ...]
     schedule_seed: int
     fault_at: int | None = None
+    overlaps: bool = False
     draft_tokens: int = 0
     vocab_size: int = BYTE_VOCAB_SIZE - 1
     front: Front = Front()
@@ -126,6 +127,7 @@ def drawn_stack_plan(rng: Random, client_count: int) -> StackPlan:
         step_seconds=tuple(rng.choice((0.0, 0.005, 0.01, 0.04)) for _ in range(5)),
         schedule_seed=rng.getrandbits(32),
         fault_at=rng.randint(0, 20) if rng.random() < 0.08 else None,
+        overlaps=draft_tokens == 0 and rng.random() < 0.5,
         draft_tokens=draft_tokens,
         vocab_size=rng.choice((1, 2)) if draft_tokens else BYTE_VOCAB_SIZE - 1,
         front=drawn_front(rng),

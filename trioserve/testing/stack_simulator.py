@@ -80,6 +80,7 @@ class StackSimulation:
                     step_tokens_max=stage.step_tokens_max,
                     waiting_requests_max=stage.waiting_requests_max,
                     speculative_ngram=stage.draft_tokens,
+                    overlap_steps=stage.overlaps,
                     model=FakeModel(vocab_size=stage.vocab_size),
                 ) as fake:
                     await self._live(fake)
@@ -228,7 +229,7 @@ class StackSimulation:
         sequences = {live.request.id: live for live in fake.core.live_requests()}
         for choice in stream.choices:
             live = sequences.get(choice.sequence_id)
-            assert live is None or (live.in_flight and live.abort_reason is not None), (
+            assert live is None or (live.steps_in_flight and live.abort_reason is not None), (
                 f"client {client.number} has left, and {choice.sequence_id} goes on"
             )
         before = self._token_counts.pop(client.number, None)
@@ -333,8 +334,9 @@ class _WatchedSteps:
 
     def execute(self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned) -> StepResult | None:
         self._simulation.check(self._fake)
-        self._http.check_step((chunk.request.id for chunk in plan.chunks), self._started_at())
-        self._simulation.count("steps")
+        # What was planned ahead may have been left since: then it is the last step that computes it.
+        self._http.check_step((chunk.request.id for chunk in plan.chunks), self._fake.steps.handed_over_at)
+        self._simulation.count("steps planned ahead" if plan.is_ahead else "steps")
         if any(chunk.draft for chunk in plan.chunks):
             self._simulation.count("steps with guesses")
         chunks = " ".join(f"{chunk.request.id}[{chunk.start}:{chunk.start + chunk.count}]" for chunk in plan.chunks)
@@ -343,10 +345,6 @@ class _WatchedSteps:
             raise RuntimeError(BROKEN)
         self._fake.steps.seconds = next(self._seconds)
         return self._fake.executor.execute(plan, is_abandoned)
-
-    def _started_at(self) -> float:
-        """Of the step that is about to end: what it takes has passed."""
-        return trio.current_time() - self._fake.steps.seconds
 
 
 def _sequence(client: Client, index: int) -> EngineRequest:

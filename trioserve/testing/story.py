@@ -22,17 +22,19 @@ __all__ = ["Story"]
 
 class Story:
     """order: who goes first, the smaller one. known: prompt and delivered tokens. cached_count: the prompt tokens that
-    were cached when it first ran; None before. message: what its failing step says. lacks_kv: it has to end, since
-    its KV did not come. loaded_count: the tokens whose KV a connector has brought. draft_counts: of its drafts that
-    were verified: how many, their tokens, those of them that were right."""
+    were cached when it first ran; None before. message: what its failing step says. lacks_kv: it has to end, since its
+    KV did not come. steps_in_flight: that compute it. computed_end: how far these come. has_surplus: it has ended, and
+    a step in flight computes it once more. loaded_count: the tokens whose KV a connector has brought. draft_counts: of
+    its drafts that were verified: how many, their tokens, those of them that were right."""
 
     __slots__ = (
         "aborted_for",
         "answer",
         "cached_count",
+        "computed_end",
         "draft_counts",
         "finished",
-        "is_in_flight",
+        "has_surplus",
         "is_running",
         "known",
         "lacks_kv",
@@ -42,6 +44,7 @@ class Story:
         "output_count",
         "prompt_logprobs_count",
         "request",
+        "steps_in_flight",
     )
 
     def __init__(self, request: EngineRequest, arrival_index: int, answer: ReferenceAnswer) -> None:
@@ -56,7 +59,9 @@ class Story:
         self.prompt_logprobs_count = 0
         self.cached_count: int | None = None
         self.is_running = False
-        self.is_in_flight = False
+        self.steps_in_flight = 0
+        self.computed_end = 0
+        self.has_surplus = False
         self.aborted_for: FinishReason | None = None
         self.message: str | None = None
         self.finished: RequestFinished | None = None
@@ -67,6 +72,12 @@ class Story:
             return Phase.QUEUED
         return Phase.DECODE if self.output_count else Phase.PREFILL
 
+    @property
+    def will_have_ended(self) -> bool:
+        """Whether it ends with the step in flight that it is in, whatever that brings: it has all its tokens then."""
+        samples = self.steps_in_flight > 0 and self.computed_end == len(self.known)
+        return samples and self.output_count + 1 == self.request.output_tokens_max
+
     def take_chunk(self, chunk: ScheduledChunk) -> None:
         """It computes in the step that begins."""
         name = self.request.id
@@ -75,7 +86,12 @@ class Story:
         assert chunk.tokens == self.known, f"{name} has {len(self.known)} tokens, its chunk {len(chunk.tokens)}"
         if self.cached_count is None:
             self.cached_count = chunk.start - self.loaded_count
-        self.is_in_flight = True
+        if self.steps_in_flight:
+            assert chunk.start == self.computed_end, f"{name} goes on at {chunk.start} behind {self.computed_end}"
+            assert not self.will_have_ended, f"{name} has all its tokens with the step in flight, and is planned again"
+        assert chunk.awaits_token == (chunk.start == len(self.known)), f"{name} awaits a token that is known, or not"
+        self.steps_in_flight += 1
+        self.computed_end = chunk.start + chunk.count
 
     def take_abort(self, result: AbortResult, reason: FinishReason) -> None:
         """What the core said to an abort of this sequence."""
@@ -85,17 +101,22 @@ class Story:
             return
         assert result.outcome is AbortOutcome.ABORTED, f"{name} lives, its abort says {result.outcome}"
         self.aborted_for = self.aborted_for or reason
-        if self.is_in_flight:
+        if self.steps_in_flight:
             assert result.finished is None, f"{name} is finished while a step reads its blocks"
         else:
             assert result.finished is not None, f"{name}: no step reads its blocks, and its abort has to wait"
             self.take(result.finished)
 
     def take_update(self, chunk: ScheduledChunk, tokens_before: int) -> None:
-        """All events of the step that it was in have been taken."""
+        """All events of the step that it was in have been taken. tokens_before: how many it had before them."""
         name = self.request.id
-        self.is_in_flight = False
-        if self.aborted_for is not None or self.message is not None:
+        self.steps_in_flight -= 1
+        if self.has_surplus:
+            self.has_surplus = False
+            assert self.output_count == tokens_before, f"{name}: a token after its end"
+        elif self.aborted_for is not None and self.steps_in_flight:
+            assert self.finished is None, f"{name} is finished while a step reads its blocks"
+        elif self.aborted_for is not None or self.message is not None:
             assert self.finished is not None, f"{name} ought to have ended with the step, and lives"
         else:
             count = self.output_count - tokens_before
@@ -107,6 +128,8 @@ class Story:
             assert count == expected, f"{name}: {count} tokens from a chunk that gives {expected}"
             if self.output_count == len(self.answer.token_ids):
                 assert self.finished is not None, f"{name} has its whole answer, and no end"
+        # Whoever ends with one step and is in the next: there it is surplus.
+        self.has_surplus = self.finished is not None and self.steps_in_flight > 0
 
     def _verified_count(self, draft: tuple[int, ...], tokens_before: int) -> int:
         """How many tokens a draft brings besides the one that every decode does: one for each right guess in a row, as

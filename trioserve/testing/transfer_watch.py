@@ -33,6 +33,7 @@ class TransferWatch:
         self._remote_counts: dict[str, int] = {}
         self._sent: set[str] = set()
         self._stray_count = 0
+        self._told: set[str] = set()  # aborted after their ends; some before the connector was told of the end
         # Noted after the event that began the load or the hold.
         self._load_deadlines: dict[str, float] = {}
         self._hold_deadlines: dict[tuple[str, HoldKind], float] = {}
@@ -43,10 +44,14 @@ class TransferWatch:
             self._sent.add(name)
 
     def note_abort(self, ended_names: Iterable[str]) -> None:
-        """After an abort of these, which had ended before: who is being sent must have been told."""
-        for name in ended_names:
-            send = self.connector.sends.get(RequestId(name))
-            assert send is None or send.is_aborted, f"{name} was aborted after its end, and its connector was not told"
+        """After an abort of these, which had ended before: the connector must be told, of sends yet to begin, too."""
+        self._told.update(ended_names)
+        self._check_told()
+
+    def _check_told(self) -> None:
+        for name, send in self.connector.sends.items():
+            is_told = send.is_aborted or name not in self._told
+            assert is_told, f"{name} was aborted after its end, and its connector was not told"
 
     def is_loading(self, name: str) -> bool:
         """Whether a request waits for its KV."""
@@ -89,6 +94,7 @@ class TransferWatch:
         """Assert that the core keeps its side, at any moment."""
         connector = self.connector
         connector.check()
+        self._check_told()
         holds: Counter[BlockIndex] = Counter()
         hold_deadlines: dict[tuple[str, HoldKind], float] = {}
         load_deadlines: dict[str, float] = {}
