@@ -81,3 +81,10 @@ def test_every_option_has_a_help_with_its_unit_or_choices_and_a_default():
         assert action.help
         assert "default" in action.help, action.dest
         assert action.metavar or action.choices or isinstance(action, argparse.BooleanOptionalAction), action.dest
+
+
+def test_what_excludes_each_other_is_told_before_a_model_is_loaded():
+    assert config("--overlap-steps").overlap_steps
+    with pytest.raises(StartupError, match=r"^--overlap-steps .* --speculative-ngram 4 ") as caught:
+        config("--overlap-steps", "--speculative-ngram", "4")
+    assert str(caught.value).endswith("has to know what that one brought: give one of them")

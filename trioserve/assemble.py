@@ -239,6 +239,7 @@ def _core_settings(config: Config, runner: ModelRunner, checkpoint: Checkpoint) 
         running_requests_max=config.max_num_seqs,
         step_tokens_max=config.max_num_batched_tokens,
         enable_prefix_caching=config.enable_prefix_caching,
+        overlap_steps=config.overlap_steps,
         draft_tokens_max=config.speculative_ngram,
     )
 

@@ -21,6 +21,7 @@ import msgspec
 from msgspec import Meta
 
 from trioserve.contracts.errors import StartupError
+from trioserve.core.settings import check_overlap
 from trioserve.frontend.limits import FrontendLimits
 
 __all__ = ["Config", "RouteConfig", "ServerConfig", "add_arguments", "config_from", "make_config"]
@@ -169,6 +170,9 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
         "share of the GPU's memory for weights and KV cache, above 0 and up to 1", "SHARE", gt=0, le=1)] = 0.9
     enable_prefix_caching: Annotated[bool, _about(
         "keep full blocks findable, so that prompts with the same beginning share it")] = True
+    overlap_steps: Annotated[bool, _about(
+        "plan the next step while one is computed; shortens the gap between two forward passes, and what ends an "
+        "answer is seen a step later; not with --speculative-ngram")] = False
     speculative_ngram: Annotated[int, _about(
         "tokens that a step may guess of a request from its own text, and verify; speeds up few streams that repeat "
         "their prompts; 0 is off", "TOKENS", ge=0, le=15)] = 0
@@ -179,6 +183,9 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
     trust_request_chat_template: Annotated[bool, _about(
         "let requests bring a chat template of their own")] = False
     # fmt: on
+
+    def __post_init__(self) -> None:
+        check_overlap(self.overlap_steps, self.speculative_ngram)  # now, and not when the model has been loaded
 
 
 ConfigType = TypeVar("ConfigType", bound=ServerConfig)

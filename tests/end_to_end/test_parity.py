@@ -174,3 +174,12 @@ def test_with_preemption(reference, enable_prefix_caching):
     check_equal(answers, reference)
     assert stats.blocks_total == 36
     assert stats.preemptions_total > 3
+
+
+def test_with_overlapping_steps(reference):
+    memory = 36 * 16 * KV_BYTES_PER_TOKEN / 2**30  # so few blocks that requests give theirs up
+    answers, stats = answers_of(
+        PROMPTS[:10], overlap_steps=True, kv_cache_memory=memory, max_num_seqs=8, max_num_batched_tokens=64
+    )
+    check_equal(answers, reference)
+    assert stats.preemptions_total > 0

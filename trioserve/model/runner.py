@@ -13,6 +13,7 @@ from trioserve.contracts.ids import RequestId
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult, never_abandoned
+from trioserve.model.awaited_token import AwaitedTokens
 from trioserve.model.device import (
     DeviceType,
     default_thread_count,
@@ -56,6 +57,7 @@ class ModelRunner:
         self.block_size = settings.block_size
         self.block_count = kv_block_count(model.config, settings, model.device, model.dtype)
         """Blocks of the KV cache; before allocate_kv, how many fit."""
+        self._awaited = AwaitedTokens()
 
     @classmethod
     def load(
@@ -141,14 +143,21 @@ class ModelRunner:
     def execute(self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned) -> StepResult | None:
         """See Executor. A request with a token or a logit_bias id outside the vocabulary, or whose logits are not
         finite, gets an error; the rest of the plan is computed."""
+        result = self._execute(plan, is_abandoned)
+        self._awaited.note(plan, result)
+        return result
+
+    def _execute(self, plan: StepPlan, is_abandoned: IsAbandoned) -> StepResult | None:
         model = self._model
         assert model is not None, "execute after close"
         errors: dict[RequestId, str] = {}
-        runnable: list[int] = []
-        for index, chunk in enumerate(plan.chunks):
+        chunks: list[ScheduledChunk] = []
+        indexes: list[int] = []  # of these in the plan
+        for index, chunk in self._awaited.fill_in(plan) if plan.is_ahead else enumerate(plan.chunks):
             fault = _fault(chunk, self.config.vocab_size)
             if fault is None:
-                runnable.append(index)
+                chunks.append(chunk)
+                indexes.append(index)
             else:
                 errors[chunk.request.id] = fault
         token_ids: list[int | None] = [None] * len(plan.chunks)
@@ -156,8 +165,7 @@ class ModelRunner:
         prompt_logprobs: dict[RequestId, tuple[TokenLogprob, ...]] = {}
         draft_token_ids: dict[RequestId, tuple[int, ...]] = {}
         draft_logprobs: dict[RequestId, tuple[TokenLogprob, ...]] = {}
-        if runnable:
-            chunks = [plan.chunks[index] for index in runnable]
+        if chunks:
             computed = model.compute(chunks, is_abandoned)
             if computed is None:
                 return None
@@ -176,7 +184,7 @@ class ModelRunner:
                 assert samples is not None, "chunks sample, and their samples are not there"
                 if request_id in errors:
                     continue
-                token_ids[runnable[place]] = samples.token_ids[row]
+                token_ids[indexes[place]] = samples.token_ids[row]
                 if row in samples.errors:
                     errors[request_id] = samples.errors[row]
                 if row in samples.logprobs:
