@@ -74,8 +74,9 @@ ROOMS = {
     ),
     "testing": Room(
         rooms=words("contracts core router text metrics model connectors runtime frontend bench"),
-        packages=words("trio h2 h11 torch tokenizers httpx pytest pytest_trio"),
+        packages=words("trio h2 h11 torch tokenizers httpx pytest pytest_trio trioserve_kernels"),
         only_in={
+            "trioserve_kernels": words("step_gap.py"),
             "httpx": words("httpx_transport.py"),
             "pytest": words("pytest_plugin.py"),
             "pytest_trio": words("pytest_plugin.py"),

@@ -111,6 +111,12 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Nam
         help="measure what a step of smollm2 loses while its tokens go out over HTTP instead (default: off)",
     )
     bench.add_argument(
+        "--gap",
+        action="store_true",
+        help="measure the time between two forward passes of smollm2 instead, with --overlap-steps and without "
+        "(default: off)",
+    )
+    bench.add_argument(
         "--drafts",
         action="store_true",
         help="measure what guesses bring (--speculative-ngram) in this process instead, on smollm2 (default: off)",
@@ -194,7 +200,7 @@ def _chat(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    if arguments.core or arguments.frontend or arguments.served:
+    if arguments.core or arguments.frontend or arguments.served or arguments.gap:
         from trioserve.runtime.interpreter import prepare_interpreter
 
         prepare_interpreter()
@@ -211,6 +217,11 @@ def _bench(arguments: argparse.Namespace) -> int:
         from trioserve.testing.served_step import run_served_step
 
         return run_served_step(open_engine)
+    if arguments.gap:
+        from trioserve.assemble import open_engine
+        from trioserve.testing.step_gap import run_step_gap
+
+        return run_step_gap(open_engine)
     if arguments.drafts:
         from trioserve.assemble import open_engine
         from trioserve.testing.draft_bench import run_draft_bench
