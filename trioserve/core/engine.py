@@ -176,7 +176,7 @@ class EngineCore:
         assert self.is_abandoned(plan), "somebody waits for this plan, or it is not out"
         lives = self._land(plan, now)
         events: list[EngineEvent] = []
-        for live in lives.values():
+        for live in lives:
             live.steps_in_flight -= 1
             assert live.abort_reason is not None
             if live.steps_in_flight == 0:
@@ -196,7 +196,7 @@ class EngineCore:
         if plan.is_ahead:
             chunks, token_ids = without_ended(plan, result, lives)
             lacking = {*result.errors, *lacking_ids(chunks, lives)}
-        for chunk, live, token_id in zip(chunks, lives.values(), token_ids, strict=True):
+        for chunk, live, token_id in zip(chunks, lives, token_ids, strict=True):
             live.steps_in_flight -= 1
             if chunk.request.id not in lacking:
                 # Computed is computed: the full blocks of a request that leaves now are as good as anybody's.
@@ -329,15 +329,22 @@ class EngineCore:
 
     def _begin(self, plan: StepPlan) -> None:
         running = self.scheduler.running
-        self.flights.begin(plan, {chunk.request.id: running[chunk.request.id] for chunk in plan.chunks})
+        lives = []
+        for chunk in plan.chunks:
+            live = running[chunk.request.id]
+            live.steps_in_flight += 1
+            lives.append(live)
+        self.flights.begin(plan, lives)
         self._steps_total += 1
 
-    def _land(self, plan: StepPlan, now: float) -> dict[RequestId, LiveRequest]:
+    def _land(self, plan: StepPlan, now: float) -> list[LiveRequest]:
         """The plan has come back: its requests, without those that had ended before it. The blocks of these are free,
         or held by a connector."""
         lives = self.flights.end(plan)
+        if not self.flights.ended:
+            return lives
+        lives = [live for live in lives if live.request.id not in self.flights.ended]
         for live, reason in self.flights.take_ended():
-            del lives[live.request.id]
             live.steps_in_flight -= 1
             self._let_go(live, reason, now)
             if self.transfers is not None and live.abort_reason is not None:

@@ -15,7 +15,7 @@ last of them has come back:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import RequestId
@@ -31,12 +31,18 @@ class _Flight:
     """A plan that is out. lives: its requests, in the plan's order. waited_for_count: of these, how many have neither
     been aborted nor ended."""
 
-    __slots__ = ("lives", "plan", "waited_for_count")
+    __slots__ = ("_ids", "lives", "plan", "waited_for_count")
 
-    def __init__(self, plan: StepPlan, lives: dict[RequestId, LiveRequest]) -> None:
+    def __init__(self, plan: StepPlan, lives: list[LiveRequest]) -> None:
         self.plan = plan
         self.lives = lives
         self.waited_for_count = len(lives)
+        self._ids: frozenset[RequestId] | None = None
+
+    def has(self, live: LiveRequest) -> bool:
+        if self._ids is None:
+            self._ids = frozenset(other.request.id for other in self.lives)
+        return live.request.id in self._ids
 
 
 class StepsInFlight:
@@ -55,18 +61,18 @@ class StepsInFlight:
         """The plan that was made last; one must be out."""
         return next(reversed(self._flights.values())).plan
 
-    def begin(self, plan: StepPlan, lives: dict[RequestId, LiveRequest]) -> None:
-        for live in lives.values():
-            live.steps_in_flight += 1
+    def begin(self, plan: StepPlan, lives: list[LiveRequest]) -> None:
+        """lives: its requests, in the plan's order, which count it already."""
         self._flights[plan.step_index] = _Flight(plan, lives)
 
-    def end(self, plan: StepPlan) -> dict[RequestId, LiveRequest]:
+    def end(self, plan: StepPlan) -> list[LiveRequest]:
         """The oldest has come back. Its requests, in the plan's order, which still count it."""
-        oldest = next(iter(self._flights.values())) if self._flights else None
-        assert oldest is not None, "this plan is not the one in flight: none is"
-        assert plan is oldest.plan, "this plan is not the one in flight, or not the oldest"
+        flight = self._flights.get(plan.step_index)
+        assert flight is not None, "this plan is not the one in flight"
+        assert flight.plan is plan, "this plan is not the one in flight"
+        assert next(iter(self._flights)) == plan.step_index, "this plan is not the oldest in flight"
         del self._flights[plan.step_index]
-        return oldest.lives
+        return flight.lives
 
     def is_abandoned(self, plan: StepPlan) -> bool:
         """Whether the plan is out, and nobody waits for it. May be asked from any thread."""
@@ -75,8 +81,9 @@ class StepsInFlight:
 
     def leave(self, live: LiveRequest) -> None:
         """Nobody waits for this request any more, in whichever steps it is."""
+        is_in_all = live.steps_in_flight == len(self._flights)
         for flight in self._flights.values():
-            if live.request.id in flight.lives:
+            if is_in_all or flight.has(live):
                 flight.waited_for_count -= 1
 
     def end_early(self, live: LiveRequest, reason: FinishReason) -> None:
@@ -93,21 +100,21 @@ class StepsInFlight:
 
 
 def without_ended(
-    plan: StepPlan, result: StepResult, lives: Mapping[RequestId, LiveRequest]
+    plan: StepPlan, result: StepResult, lives: Sequence[LiveRequest]
 ) -> tuple[tuple[ScheduledChunk, ...], tuple[int | None, ...]]:
     """Chunks and tokens of a plan that was made ahead, without those that are surplus. lives: who is left."""
     if len(lives) == len(plan.chunks):
         return plan.chunks, result.token_ids
-    indexes = [index for index, chunk in enumerate(plan.chunks) if chunk.request.id in lives]
+    left_ids = {live.request.id for live in lives}
+    indexes = [index for index, chunk in enumerate(plan.chunks) if chunk.request.id in left_ids]
     return tuple(plan.chunks[index] for index in indexes), tuple(result.token_ids[index] for index in indexes)
 
 
-def lacking_ids(chunks: Iterable[ScheduledChunk], lives: Mapping[RequestId, LiveRequest]) -> set[RequestId]:
+def lacking_ids(chunks: Sequence[ScheduledChunk], lives: Sequence[LiveRequest]) -> set[RequestId]:
     """Requests of a plan made ahead whose chunks count for nothing: what stands before them was not computed, since the
     step before had no result for them, or their token is not known, since they were aborted by then."""
     lacking = set()
-    for chunk in chunks:
-        live = lives[chunk.request.id]
+    for chunk, live in zip(chunks, lives, strict=True):
         if chunk.start != live.computed_count or chunk.start + chunk.count > len(live.tokens):
             lacking.add(chunk.request.id)
     return lacking

@@ -154,7 +154,9 @@ class ModelRunner:
         chunks: list[ScheduledChunk] = []
         indexes: list[int] = []  # of these in the plan
         for index, chunk in self._awaited.fill_in(plan) if plan.is_ahead else enumerate(plan.chunks):
-            fault = _fault(chunk, self.config.vocab_size)
+            # A token that was awaited was sampled here, and the rest has been looked at before.
+            is_sampled = plan.is_ahead and plan.chunks[index].awaits_token
+            fault = None if is_sampled else _fault(chunk, self.config.vocab_size)
             if fault is None:
                 chunks.append(chunk)
                 indexes.append(index)
