@@ -18,6 +18,7 @@ from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
 from trioserve.runtime.engine_loop import EngineLoop, ThreadedExecutor
 from trioserve.runtime.worker_thread import WorkerThread
+from trioserve.testing.controlled_steps import ControlledSteps
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.testing.fake_executor import FakeExecutor
 from trioserve.testing.invariants import check_idle
@@ -41,6 +42,34 @@ async def read(fake: FakeEngine, prompt: str, sampling: SamplingParams) -> list[
             token_ids[delta.index] += delta.token_ids
             ends[delta.index] = ends[delta.index] or delta.finish_reason
     return list(zip(texts, token_ids, ends, strict=True))
+
+
+def core_with_a_request(*, output_tokens_max: int) -> EngineCore:
+    core = EngineCore(CoreSettings(block_count=16, block_size=4, context_tokens_max=64, overlap_steps=True))
+    core.add(
+        EngineRequest(
+            id=RequestId("a"),
+            prompt_token_ids=(1, 2, 3),
+            sampling=SamplingParams(temperature=0.0),
+            output_tokens_max=output_tokens_max,
+            stop_token_ids=frozenset(),
+            seed=0,
+        )
+    )
+    return core
+
+
+class Nobody:
+    """As a Delivery: nobody reads."""
+
+    def on_plan(self, plan: StepPlan) -> None:
+        pass
+
+    def on_ended(self, events: list[EngineEvent]) -> None:
+        assert not events
+
+    def on_events(self, events: list[EngineEvent], step_seconds: float) -> None:
+        pass
 
 
 @pytest.mark.parametrize("step_seconds", [0.0, 0.01])
@@ -80,31 +109,13 @@ async def test_the_next_step_is_with_the_thread_before_the_result_of_the_last_on
                 begun.set()
             return super().execute(plan, is_abandoned)
 
-    class Taken:
-        """As a Delivery."""
-
-        def on_plan(self, plan: StepPlan) -> None:
-            pass
-
-        def on_ended(self, events: list[EngineEvent]) -> None:
-            assert not events
-
+    class Taken(Nobody):
         def on_events(self, events: list[EngineEvent], step_seconds: float) -> None:
             taken.append(begun.wait(10))  # in the event loop, which therefore can do nothing for the next step
             if len(taken) == 3:
                 all_taken.set()
 
-    core = EngineCore(CoreSettings(block_count=16, block_size=4, context_tokens_max=64, overlap_steps=True))
-    core.add(
-        EngineRequest(
-            id=RequestId("a"),
-            prompt_token_ids=(1, 2, 3),
-            sampling=SamplingParams(temperature=0.0),
-            output_tokens_max=3,
-            stop_token_ids=frozenset(),
-            seed=0,
-        )
-    )
+    core = core_with_a_request(output_tokens_max=3)
     async with WorkerThread("compute") as thread, trio.open_nursery() as nursery:
         loop = EngineLoop(core, ThreadedExecutor(Watched(block_count=16, block_size=4), thread), Taken())
         nursery.start_soon(loop.run)
@@ -197,7 +208,7 @@ async def test_a_request_that_fails_ends_alone(autojump_clock):
         fake.assert_all_free()
 
 
-async def test_cancelling_waits_for_both_steps_and_plans_no_third(autojump_clock):
+async def test_cancelling_waits_for_both_steps(autojump_clock):
     with trio.CancelScope() as scope:
         async with open_fake_engine(overlap_steps=True, step_seconds=1) as fake, fake.generate("prompt", LONG):
             await trio.sleep(2.5)
@@ -205,8 +216,19 @@ async def test_cancelling_waits_for_both_steps_and_plans_no_third(autojump_clock
             scope.cancel()
             await trio.sleep_forever()
     assert trio.current_time() == pytest.approx(4)
-    assert fake.executor.plans == fake.stats().steps_total == 4
     check_idle(fake.core)
+
+
+async def test_a_cancelled_loop_plans_no_further_step(autojump_clock):
+    core = core_with_a_request(output_tokens_max=60)
+    steps = ControlledSteps(FakeExecutor(block_count=16, block_size=4), seconds=1)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(EngineLoop(core, steps, Nobody()).run)
+        await trio.sleep(2.5)
+        nursery.cancel_scope.cancel()
+    assert trio.current_time() == pytest.approx(4)
+    assert steps.step_count == core.stats().steps_total == 4
+    assert not core.flights
 
 
 async def test_nothing_is_computed_behind_a_step_that_broke_and_everybody_is_told(autojump_clock):
