@@ -112,9 +112,9 @@ def test_a_bad_option_is_one_sentence(flags, words):
 
 
 def test_generate_answers_one_prompt():
-    result = run("generate", "--temperature", "0", "--max-tokens", "12", "What is the capital of France?")
+    result = run("generate", "--temperature", "0", "--max-tokens", "16", "What is 2 + 2?")
     assert result.returncode == 0
-    assert "Paris" in result.stdout
+    assert "4" in result.stdout
 
 
 def test_generate_reads_a_raw_prompt_from_standard_input():
