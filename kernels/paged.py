@@ -10,18 +10,39 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["CHUNK_TILE_ROWS", "SPLIT_TOKENS", "DecodeWork", "chunk_tile_tokens", "split_count"]
+__all__ = [
+    "CHUNK_TILE_ROWS",
+    "DECODE_PARTS_MAX",
+    "DECODE_PROGRAMS",
+    "SPLIT_TOKENS",
+    "DecodeWork",
+    "chunk_tile_tokens",
+    "decode_program_count",
+    "split_count",
+]
 
-# A decode's context is cut at multiples of this, whatever else is in the batch: so a row's sums are taken in the same
-# order in every batch. A part's result (float32) is then at most 1 / 32 of the keys and values it stands for.
+# A decode's context is cut into parts of this many tokens, of twice as many where these were more than
+# DECODE_PARTS_MAX, and so on. Its own length alone decides, whatever else is in the batch: so a row's sums are taken in
+# the same order in every batch. A part's result (float32) is at most 1 / 32 of the keys and values it stands for.
 SPLIT_TOKENS = 256
+# The parts' results of 64 rows and 32 heads of 128 numbers are 34 MB. Of one row, they keep 256 programs busy.
+DECODE_PARTS_MAX = 32
+# Of one launch. A GPU runs about a thousand of them at a time; a few times as many even out rows of unequal length,
+# and programs that find nothing to do, since a captured launch is made for the longest context, stay cheap.
+DECODE_PROGRAMS = 4_096
 CHUNK_TILE_ROWS = 64  # query rows of one program: tokens times the heads that share keys and values
 
 
 def split_count(context_max: int, window: int | None) -> int:
-    """How many parts the longest context of a batch needs; one more under a window, which may begin inside a part."""
-    parts = -(-context_max // SPLIT_TOKENS)
+    """How many parts a context of up to context_max tokens needs at most; one more under a window, which may begin
+    inside a part."""
+    parts = min(-(-context_max // SPLIT_TOKENS), DECODE_PARTS_MAX)
     return parts if window is None else min(parts, -(-window // SPLIT_TOKENS) + 1)
+
+
+def decode_program_count(rows: int, kv_heads: int, parts: int) -> int:
+    """How many programs share the parts of a row and key/value head. Changes no number: a part is computed whole."""
+    return max(1, min(parts, DECODE_PROGRAMS // (rows * kv_heads)))
 
 
 def chunk_tile_tokens(group: int) -> int:

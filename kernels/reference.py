@@ -192,11 +192,13 @@ def paged_decode_(
     parts: int,
     work: DecodeWork,
 ) -> None:
-    """One query per sequence over its pages: row i sees the last `window` of its contexts[i] tokens, at least one.
+    """One query per sequence over its pages: row i sees the last `window` of its contexts[i] tokens. A row with a
+    context of 0 stands for nobody, and its result is 0.
 
-    attended (written), queries: [n, H * D], a row's numbers contiguous. block_tables: int32 [n, width], beyond a row's
-    context anything. contexts: int32 [n]. parts: split_count of the longest context; at most work has room for. Tokens
-    that a row does not see are not read. Here in a loop that reads the lengths back; work is not used.
+    attended (written), queries: [n, H * D], a row's numbers contiguous. block_tables: int32 [n, width], with any
+    strides, beyond a row's context anything. contexts: int32 [n]. parts: split_count of the longest context, or of
+    more; at most work has room for. Tokens that a row does not see are not read. Here in a loop that reads the lengths
+    back; work is not used.
     """
     starts = torch.arange(len(contexts) + 1, dtype=torch.int32)
     _attend_one_by_one(attended, queries, pages, block_tables, contexts, starts, window)
@@ -234,6 +236,9 @@ def _attend_one_by_one(
     page_tokens = pages.shape[1]
     starts = row_starts.tolist()
     for table, context, start, end in zip(block_tables, contexts.tolist(), starts, starts[1:], strict=False):
+        if context == 0:
+            attended[start:end] = 0
+            continue
         blocks = table[: -(-context // page_tokens)].to(torch.int64)
         seen = gather_context(pages, blocks)[:context]
         mask = prompt_mask(context - (end - start), end - start, context, window, queries.dtype, queries.device)

@@ -24,6 +24,7 @@ def attend_tile(
     attended,
     pages,
     block_table,
+    page_stride,
     position,
     in_context,
     seen,
@@ -36,11 +37,12 @@ def attend_tile(
 ):
     """One tile of tokens into the running softmax of query [M, DIM_BLOCK].
 
-    position, in_context: [N], the tile's tokens and which of them may be read. seen: [M, N] or [1, N].
+    page_stride: from one entry of the block table to the next. position, in_context: [N], the tile's tokens and which
+    of them may be read. seen: [M, N] or [1, N].
     Returns the new maximum, total [M] and attended [M, DIM_BLOCK], all float32.
     """
     dim = tl.arange(0, DIM_BLOCK)
-    page = tl.load(block_table + position // PAGE_TOKENS, mask=in_context, other=0)
+    page = tl.load(block_table + position // PAGE_TOKENS * page_stride, mask=in_context, other=0)
     slot = page.to(tl.int64) * PAGE_TOKENS + position % PAGE_TOKENS
     key = pages + slot * (2 * KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
     value = key + KV_HEADS * HEAD_DIM

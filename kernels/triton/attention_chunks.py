@@ -75,6 +75,7 @@ def chunks_kernel(
             result,
             pages,
             block_tables + chunk * table_stride,
+            1,
             position,
             (position >= first) & (position < end),
             (behind >= 0) & (behind < window),

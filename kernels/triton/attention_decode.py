@@ -2,7 +2,8 @@
 (flash decoding: https://pytorch.org/blog/flash-decoding/).
 
 The heads that share keys and values are the rows of one product, so keys and values are read once. Where a context is
-cut depends on the context alone.
+cut is found on the device, from its length alone; the grid depends on the number of rows and on the longest context
+that may come, so that a captured launch is good for every step of as many rows.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trioserve_kernels.paged import SPLIT_TOKENS, DecodeWork
+from trioserve_kernels.paged import DECODE_PARTS_MAX, SPLIT_TOKENS, DecodeWork, decode_program_count
 from trioserve_kernels.triton.attention import LOG2_E, attend_tile, token_block
 
 __all__ = ["decode_join_kernel", "decode_split_kernel", "paged_decode_"]
@@ -22,7 +23,13 @@ PART_BLOCK = 16  # parts that are joined at a time
 NO_WINDOW = 2**31 - 1
 
 
-@triton.jit(do_not_specialize=["window", "table_stride", "parts_max"])
+@triton.jit
+def _part_tokens(context, SPLIT_TOKENS: tl.constexpr, PARTS_MAX: tl.constexpr):
+    """Tokens of one part: SPLIT_TOKENS, or as many times more as keep a longer context within PARTS_MAX parts."""
+    return tl.maximum(tl.cdiv(tl.cdiv(context, PARTS_MAX), SPLIT_TOKENS), 1) * SPLIT_TOKENS
+
+
+@triton.jit(do_not_specialize=["window", "table_stride", "page_stride", "parts_max"])
 def decode_split_kernel(
     attended,
     queries,
@@ -36,34 +43,40 @@ def decode_split_kernel(
     attended_stride,
     query_stride,
     table_stride,
+    page_stride,
     parts_max,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr,
+    PARTS_MAX: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     TOKEN_BLOCK: tl.constexpr,
     ONE_PART: tl.constexpr,
 ):
-    """Program (row, key/value head, part). ONE_PART: nothing to join, so the result is written at once."""
+    """Program (row, key/value head, n): every n-th of the row's parts, counted from the one where its window begins.
+    ONE_PART: nothing to join, so the result is written at once."""
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
-    part = tl.program_id(2)
     context = tl.load(contexts + row)
     first = tl.maximum(context - window, 0)
-    begin = (first // SPLIT_TOKENS + part) * SPLIT_TOKENS
-    end = tl.minimum(begin + SPLIT_TOKENS, context)
-    # The first tile holds the first visible token, so that no tile is without one.
-    begin = tl.maximum(begin, first // TOKEN_BLOCK * TOKEN_BLOCK)
-    if begin < end:
-        member = tl.arange(0, GROUP_BLOCK)
-        head = kv_head * GROUP + member
-        dim = tl.arange(0, DIM_BLOCK)
-        inside = (member < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
-        place = head[:, None] * HEAD_DIM + dim[None, :]
-        query = tl.load(queries + row * query_stride + place, mask=inside, other=0.0)
+    part_tokens = _part_tokens(context, SPLIT_TOKENS, PARTS_MAX)
+    parts = tl.cdiv(context, part_tokens) - first // part_tokens
+    if ONE_PART:
+        parts = 1  # of a row that sees nothing, too: its zeros have to be written
+    member = tl.arange(0, GROUP_BLOCK)
+    head = kv_head * GROUP + member
+    dim = tl.arange(0, DIM_BLOCK)
+    inside = (member < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    place = head[:, None] * HEAD_DIM + dim[None, :]
+    query = tl.load(queries + row * query_stride + place, mask=inside, other=0.0)
+    for part in range(tl.program_id(2), parts, tl.num_programs(2)):
+        begin = (first // part_tokens + part) * part_tokens
+        end = tl.minimum(begin + part_tokens, context)
+        # The first tile holds the first visible token, so that no tile is without one.
+        begin = tl.maximum(begin, first // TOKEN_BLOCK * TOKEN_BLOCK)
         maximum = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
         total = tl.zeros([GROUP_BLOCK], tl.float32)
         result = tl.zeros([GROUP_BLOCK, DIM_BLOCK], tl.float32)
@@ -77,6 +90,7 @@ def decode_split_kernel(
                 result,
                 pages,
                 block_tables + row * table_stride,
+                page_stride,
                 position,
                 visible,
                 visible[None, :],
@@ -88,8 +102,8 @@ def decode_split_kernel(
                 DIM_BLOCK,
             )
         if ONE_PART:
-            result = (result / total[:, None]).to(attended.dtype.element_ty)
-            tl.store(attended + row * attended_stride + place, result, mask=inside)
+            result = result / tl.where(total > 0, total, 1.0)[:, None]
+            tl.store(attended + row * attended_stride + place, result.to(attended.dtype.element_ty), mask=inside)
         else:
             index = (row * KV_HEADS * GROUP + head) * parts_max + part
             tl.store(sums + index[:, None] * HEAD_DIM + dim[None, :], result, mask=inside)
@@ -109,6 +123,7 @@ def decode_join_kernel(
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr,
+    PARTS_MAX: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     PART_BLOCK: tl.constexpr,
 ):
@@ -117,7 +132,8 @@ def decode_join_kernel(
     head = tl.program_id(1)
     context = tl.load(contexts + row)
     first = tl.maximum(context - window, 0)
-    parts = tl.cdiv(context, SPLIT_TOKENS) - first // SPLIT_TOKENS
+    part_tokens = _part_tokens(context, SPLIT_TOKENS, PARTS_MAX)
+    parts = tl.cdiv(context, part_tokens) - first // part_tokens
     dim = tl.arange(0, DIM_BLOCK)
     maximum = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
@@ -137,7 +153,8 @@ def decode_join_kernel(
         result = result * shrunk + tl.sum(part_sums * weights[:, None], 0)
         maximum = higher
     place = attended + row * attended_stride + head * HEAD_DIM + dim
-    tl.store(place, (result / total).to(attended.dtype.element_ty), mask=dim < HEAD_DIM)
+    result = result / tl.where(total > 0, total, 1.0)  # a row that sees nothing has no part at all
+    tl.store(place, result.to(attended.dtype.element_ty), mask=dim < HEAD_DIM)
 
 
 def paged_decode_(
@@ -153,14 +170,14 @@ def paged_decode_(
     count = queries.shape[0]
     _, page_tokens, _, kv_heads, head_dim = pages.shape
     heads = queries.shape[1] // head_dim
-    assert queries.stride(1) == attended.stride(1) == block_tables.stride(1) == 1
+    assert queries.stride(1) == attended.stride(1) == 1
     assert pages.is_contiguous()
     assert work.sums.shape[0] >= count
     assert work.sums.shape[1] == heads
     assert work.parts_max >= parts
     visible = NO_WINDOW if window is None else window
     dim_block = max(16, triton.next_power_of_2(head_dim))
-    decode_split_kernel[(count, kv_heads, parts)](
+    decode_split_kernel[(count, kv_heads, decode_program_count(count, kv_heads, parts))](
         attended,
         queries,
         pages,
@@ -173,12 +190,14 @@ def paged_decode_(
         attended.stride(0),
         queries.stride(0),
         block_tables.stride(0),
+        block_tables.stride(1),
         work.parts_max,
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
         HEAD_DIM=head_dim,
         PAGE_TOKENS=page_tokens,
         SPLIT_TOKENS=SPLIT_TOKENS,
+        PARTS_MAX=DECODE_PARTS_MAX,
         GROUP_BLOCK=max(16, triton.next_power_of_2(heads // kv_heads)),
         DIM_BLOCK=dim_block,
         TOKEN_BLOCK=token_block(dim_block, pages.dtype.itemsize),
@@ -198,6 +217,7 @@ def paged_decode_(
             HEADS=heads,
             HEAD_DIM=head_dim,
             SPLIT_TOKENS=SPLIT_TOKENS,
+            PARTS_MAX=DECODE_PARTS_MAX,
             DIM_BLOCK=dim_block,
             PART_BLOCK=PART_BLOCK,
             num_warps=4,

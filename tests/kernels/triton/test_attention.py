@@ -14,16 +14,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from trioserve_kernels import paged as paged_sizes
 from trioserve_kernels import reference, triton
-from trioserve_kernels.paged import SPLIT_TOKENS, DecodeWork, chunk_tile_tokens, split_count
+from trioserve_kernels.paged import DECODE_PARTS_MAX, SPLIT_TOKENS, DecodeWork, chunk_tile_tokens, split_count
 
 # head_dim, key/value heads, heads to each of them, tokens a page, window
 SHAPES = pytest.mark.parametrize(
     "head_dim, kv_heads, group, page_tokens, window",
     ((64, 2, 3, 16, None), (80, 1, 1, 8, 300), (96, 2, 4, 16, 5), (128, 1, 8, 12, None), (16, 1, 3, 16, 16)),
 )
-# Around the borders of pages (16) and of parts (256).
-CONTEXTS = (1, 16, 17, SPLIT_TOKENS, SPLIT_TOKENS + 1)
+# A row that stands for nobody; around the borders of pages (16) and of parts (256).
+CONTEXTS = (0, 1, 16, 17, SPLIT_TOKENS, SPLIT_TOKENS + 1)
 
 
 @dataclass(slots=True)
@@ -89,7 +90,20 @@ def test_decodes(
     reference.paged_decode_(
         wanted, queries.double(), case.pages.double(), case.block_tables, case.contexts, window, parts, work
     )
-    check_close(decode(queries, case, window), wanted)
+    got = decode(queries, case, window)
+    check_close(got, wanted)
+    assert got[0].count_nonzero() == 0
+    turned = Paged(case.pages, case.block_tables.t().contiguous().t(), case.contexts)
+    assert torch.equal(decode(queries, turned, window), got)
+
+
+def test_a_row_that_stands_for_nobody_gives_zeros_where_there_is_one_part_alone(
+    numbers: Callable[..., Tensor], paged: Callable[..., Paged]
+) -> None:
+    case = paged((0, 5), 16, 1, 64, torch.float32)
+    got = decode(numbers(2, 64), case, None)
+    assert got[0].count_nonzero() == 0
+    assert got[1].isfinite().all()
 
 
 @pytest.mark.parametrize("window", (None, 40))
@@ -109,19 +123,51 @@ def test_many_parts_are_joined(paged: Callable[..., Paged], check_close: Callabl
     """More than are read at a time; the best key is in the last one, so what was joined before it has to shrink."""
     contexts = (17 * SPLIT_TOKENS + 3,)
     case = paged(contexts, 64, 1, 16, torch.float32)
-    queries = 2 * case.pages[case.block_tables[:, -1].long(), 2, 0, 0]
-    wanted = torch.empty(1, 16, dtype=torch.float64, device=queries.device)
+    check_last_key(case, check_close)
+
+
+@pytest.mark.parametrize("window", (None, 300))
+def test_a_long_context_is_cut_into_fewer_and_longer_parts(
+    window: int | None, paged: Callable[..., Paged], check_close: Callable[..., None]
+) -> None:
+    """There is room for DECODE_PARTS_MAX; a shorter row beside it is cut as it is alone."""
+    longest = DECODE_PARTS_MAX * SPLIT_TOKENS + 3
+    assert split_count(longest, None) == DECODE_PARTS_MAX
+    check_last_key(paged((longest, 300), 64, 1, 16, torch.float32), check_close, window)
+
+
+@pytest.mark.parametrize("window", (None, 300))
+def test_programs_that_share_the_parts_change_no_bit(
+    window: int | None,
+    numbers: Callable[..., Tensor],
+    paged: Callable[..., Paged],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = paged((1100, 700), 16, 1, 64, torch.float32)
+    queries = numbers(2, 3 * 64)
+    together = decode(queries, case, window)
+    for programs in (2, 4):  # one, or two, for each row
+        monkeypatch.setattr(paged_sizes, "DECODE_PROGRAMS", programs)
+        assert torch.equal(decode(queries, case, window), together)
+
+
+def check_last_key(case: Paged, check_close: Callable[..., None], window: int | None = None) -> None:
+    """Queries that resemble a key of each row's last page."""
+    rows = torch.arange(len(case.contexts), device=case.contexts.device)
+    last = case.block_tables[rows, (case.contexts - 1) // case.pages.shape[1]]
+    queries = 2 * case.pages[last.long(), 2, 0, 0]
+    wanted = torch.empty(queries.shape, dtype=torch.float64, device=queries.device)
     reference.paged_chunks_(
         wanted,
         queries.double(),
         case.pages.double(),
         case.block_tables,
         case.contexts,
-        torch.tensor([0, 1], device=queries.device),
+        torch.arange(len(queries) + 1, device=queries.device),
         torch.empty(0),
-        None,
+        window,
     )
-    check_close(decode(queries, case, None), wanted)
+    check_close(decode(queries, case, window), wanted)
 
 
 @SHAPES
