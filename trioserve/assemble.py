@@ -218,6 +218,9 @@ def _model_settings(config: Config) -> ModelSettings:
         threads=config.threads,
         cpu_kernels=config.cpu_kernels,
         quantization=config.quantization,
+        running_requests_max=config.max_num_seqs,
+        context_tokens_max=config.max_model_len,
+        enforce_eager=config.enforce_eager,
     )
 
 

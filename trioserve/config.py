@@ -168,6 +168,9 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
         "KV cache in GiB; default: on a CPU at most 4, on a GPU what is left", "GIB")] = None
     gpu_memory_utilization: Annotated[float, _about(
         "share of the GPU's memory for weights and KV cache, above 0 and up to 1", "SHARE", gt=0, le=1)] = 0.9
+    enforce_eager: Annotated[bool, _about(
+        "launch every kernel of a step by itself, without CUDA graphs; saves their memory and seconds of the start",
+        )] = False
     enable_prefix_caching: Annotated[bool, _about(
         "keep full blocks findable, so that prompts with the same beginning share it")] = True
     overlap_steps: Annotated[bool, _about(

@@ -31,6 +31,7 @@ def load_runner(
     cpu_kernels: str = "auto",
     threads: int | None = None,
     quantization: str = "none",
+    running_requests_max: int = 64,
 ) -> ModelRunner:
     """A runner with its KV cache. Every slot holds NaN at first, so that whoever reads an unwritten one shows it."""
     settings = ModelSettings(
@@ -41,6 +42,7 @@ def load_runner(
         cpu_kernels=cpu_kernels,
         threads=threads,
         quantization=quantization,
+        running_requests_max=running_requests_max,
     )
     runner = ModelRunner.load(open_checkpoint(path), settings)
     runner.allocate_kv(block_count)

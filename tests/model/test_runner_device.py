@@ -146,6 +146,8 @@ def test_cuda_is_refused_where_there_is_none() -> None:
         ("kv_cache_bytes", 0),
         ("memory_share", 1.5),
         ("threads", 0),
+        ("running_requests_max", 0),
+        ("context_tokens_max", 0),
     ),
 )
 def test_settings_out_of_range_are_named(field: str, value: Any) -> None:

@@ -20,13 +20,23 @@ class KVStorage(Generic[Buffer]):
     native CPU kernels, numpy's arrays, in the same layout: a block is copied in and out alike, whatever computes. The
     memory comes uninitialised; who begins a block clears what lies behind its last token, unless the kernels never read
     that.
+
+    With has_spare there is one block more, at index block_count, which no request owns: rows that stand for nobody
+    write there. What lies in it is never read.
     """
 
     def __init__(
-        self, config: ModelConfig, *, block_count: int, block_size: int, make: Callable[[tuple[int, ...]], Buffer]
+        self,
+        config: ModelConfig,
+        *,
+        block_count: int,
+        block_size: int,
+        make: Callable[[tuple[int, ...]], Buffer],
+        has_spare: bool = False,
     ) -> None:
         """make: gives a buffer of this shape, not yet written."""
         self.block_count = block_count
         self.block_size = block_size
-        shape = (block_count, block_size, 2, config.kv_head_count, config.head_dim)
+        self.has_spare = has_spare
+        shape = (block_count + has_spare, block_size, 2, config.kv_head_count, config.head_dim)
         self.pages: tuple[Buffer, ...] = tuple(make(shape) for _ in range(config.layer_count))

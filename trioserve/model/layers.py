@@ -13,8 +13,7 @@ from torch.nn import functional
 
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.rotary import rotary_frequencies
-from trioserve.model.torch_formats import torch_slot
-from trioserve.model.weights import Slot
+from trioserve.model.torch_formats import TensorSlot
 
 __all__ = ["Embedding", "Linear", "Norm", "RotaryAngles"]
 
@@ -41,13 +40,13 @@ class Linear:
         self._bias = torch.empty(sum(outputs.values()), dtype=dtype, device=device) if bias else None
         self._missing = set(outputs)
 
-    def slots(self) -> Iterator[Slot]:
+    def slots(self) -> Iterator[TensorSlot]:
         first = 0
         for name, size in self._outputs.items():
             fill = functools.partial(self._fill, name, first)
-            yield torch_slot(f"{name}.weight", (size, self._inputs), self._dtype, fill)
+            yield TensorSlot(f"{name}.weight", (size, self._inputs), self._dtype, fill)
             if self._bias is not None:
-                yield torch_slot(f"{name}.bias", (size,), self._dtype, self._bias[first : first + size].copy_)
+                yield TensorSlot(f"{name}.bias", (size,), self._dtype, self._bias[first : first + size].copy_)
             first += size
 
     def take(self, weight: Tensor) -> None:
@@ -81,7 +80,7 @@ class Embedding:
     def __init__(self, rows: int, columns: int, *, dtype: torch.dtype, device: torch.device) -> None:
         self.weight = torch.empty(rows, columns, dtype=dtype, device=device)
 
-    def slots(self, *, tied: Linear | None) -> Iterator[Slot]:
+    def slots(self, *, tied: Linear | None) -> Iterator[TensorSlot]:
         """tied: the output projection that is to use the same weight."""
 
         def fill(tensor: Tensor) -> None:
@@ -89,7 +88,7 @@ class Embedding:
             if tied is not None:
                 tied.take(self.weight)
 
-        yield torch_slot("embed.weight", tuple(self.weight.shape), self.weight.dtype, fill)
+        yield TensorSlot("embed.weight", tuple(self.weight.shape), self.weight.dtype, fill)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """int64 [n] to [n, columns], a copy that may be changed."""
@@ -103,8 +102,8 @@ class Norm:
         self._name = name
         self.weight = torch.empty(size, dtype=dtype, device=device)
 
-    def slots(self) -> Iterator[Slot]:
-        yield torch_slot(f"{self._name}.weight", tuple(self.weight.shape), self.weight.dtype, self.weight.copy_)
+    def slots(self) -> Iterator[TensorSlot]:
+        yield TensorSlot(f"{self._name}.weight", tuple(self.weight.shape), self.weight.dtype, self.weight.copy_)
 
 
 class RotaryAngles:

@@ -148,6 +148,9 @@ class NativeModel:
         for index, pages in enumerate(self._storage.pages):
             self._page_addresses[index] = address(pages)
 
+    def warm_up(self) -> None:
+        """Nothing is left to be prepared: weights are packed as they are read."""
+
     def compute(self, chunks: Sequence[ScheduledChunk], is_abandoned: IsAbandoned) -> ComputedStep | None:
         assert self._engine is not None, "compute after close"
         assert self._storage is not None, "compute before allocate_kv"

@@ -115,8 +115,10 @@ class ModelRunner:
         self._model.allocate_kv(block_count)
 
     def warm_up(self) -> None:
-        """Compute a few steps of the common shapes, so that libraries choose and cache their kernels. Uses the KV
-        blocks: call it before the first request."""
+        """Have the model prepare what it can, and compute a few steps of the common shapes, so that libraries choose
+        and cache their kernels. Uses the KV blocks: call it before the first request."""
+        assert self._model is not None, "warm_up after close"
+        self._model.warm_up()
         tokens_max = min(64, self.config.context_tokens_max, self.block_count * self.block_size)
         prompt = tuple(index % self.config.vocab_size for index in range(tokens_max))
         table = range(self.block_count)
@@ -236,9 +238,7 @@ def _make_model(checkpoint: Checkpoint, settings: ModelSettings, dtype: Dtype, d
     torch_now()
     from trioserve.model.torch_step_model import TorchStepModel
 
-    return TorchStepModel(
-        config, dtype=dtype, device=device, block_size=settings.block_size, thread_count=settings.threads
-    )
+    return TorchStepModel(config, settings, dtype=dtype, device=device)
 
 
 def _fault(chunk: ScheduledChunk, vocab_size: int) -> str | None:

@@ -26,6 +26,7 @@ from trioserve.model.samples import (
     NOTHING_LEFT,
     Samples,
     counts_output,
+    draw_parameters,
     hides_end_tokens,
     is_adjusted,
     is_plain,
@@ -94,7 +95,7 @@ def _sample_fused(logits: Tensor, chunks: Sequence[ScheduledChunk], kernels: Ker
         for row, chunk in enumerate(chunks):
             _adjust_(scores[row], chunk)
     samplings = [chunk.request.sampling for chunk in chunks]
-    parameters = [(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) for sampling in samplings]
+    parameters = [draw_parameters(sampling) for sampling in samplings]
     words = [signed(draw_word(chunk.request.seed, chunk.start + chunk.count)) for chunk in chunks]
     chosen = kernels.choose_tokens(
         scores,

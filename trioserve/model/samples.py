@@ -16,8 +16,10 @@ __all__ = [
     "ComputedStep",
     "Samples",
     "counts_output",
+    "draw_parameters",
     "hides_end_tokens",
     "is_adjusted",
+    "is_chosen_alone",
     "is_plain",
     "prompt_followers",
     "sampled_rows",
@@ -74,6 +76,18 @@ def is_plain(chunk: ScheduledChunk) -> bool:
     """Whether the chunk's next token is that of its largest logit, and nothing else is asked."""
     sampling = chunk.request.sampling
     return sampling.temperature == 0 and sampling.logprobs is None and not is_adjusted(chunk)
+
+
+def is_chosen_alone(chunk: ScheduledChunk) -> bool:
+    """Whether the next token follows from the logits as they are and from draw_parameters, and nothing else is asked of
+    this chunk."""
+    sampling = chunk.request.sampling
+    return sampling.logprobs is None and sampling.prompt_logprobs is None and not is_adjusted(chunk)
+
+
+def draw_parameters(sampling: SamplingParams) -> tuple[float, int, float, float]:
+    """A row of the parameters of choose_tokens."""
+    return sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
 
 
 def is_adjusted(chunk: ScheduledChunk) -> bool:

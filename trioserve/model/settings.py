@@ -27,6 +27,9 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     memory. memory_share: of a GPU's memory, the part that weights, KV cache and everything else may fill together.
     threads: of computing on the CPU; None takes torch's default, one per core.
     cpu_kernels: what computes on the CPU; auto is native, compiled if need be, or plain torch where that cannot be had.
+    running_requests_max: as many sequences are computed at a time. context_tokens_max: of each at most so many tokens;
+    None is what the model takes. Steps that are prepared ahead are made for these.
+    enforce_eager: no step is prepared ahead: no CUDA graphs.
     quantization: of weights in the native kernels' memory; auto is settled in quantization.py.
     Raises StartupError, naming the field, when a value is out of range.
     """
@@ -39,6 +42,9 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     threads: int | None = None
     cpu_kernels: CpuKernelsName = "auto"
     quantization: QuantizationName = "auto"
+    running_requests_max: int = 64
+    context_tokens_max: int | None = None
+    enforce_eager: bool = False
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, get_args(DtypeName))
@@ -53,6 +59,12 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise StartupError(f"kv_cache_bytes is {self.kv_cache_bytes}, allowed is 1 or more")
         if not (math.isfinite(self.memory_share) and 0.0 < self.memory_share <= 1.0):
             raise StartupError(f"memory_share is {self.memory_share}, allowed is above 0 and at most 1")
+        for name, value in (
+            ("running_requests_max", self.running_requests_max),
+            ("context_tokens_max", self.context_tokens_max),
+        ):
+            if value is not None and value < 1:
+                raise StartupError(f"{name} is {value}, allowed is 1 or more")
         if self.threads is not None and not 1 <= self.threads <= THREADS_MAX:
             raise StartupError(f"threads is {self.threads}, allowed is 1 to {THREADS_MAX}")
 

@@ -56,6 +56,10 @@ class StepModel(Protocol):
         """Make the KV cache; what an earlier one held is gone."""
         ...
 
+    def warm_up(self) -> None:
+        """Prepare ahead what the first steps would have to wait for. No block is written."""
+        ...
+
     def compute(self, chunks: Sequence[ScheduledChunk], is_abandoned: IsAbandoned) -> ComputedStep | None:
         """Write the KV of every chunk's tokens, attend, and sample where a chunk samples; None if it was abandoned."""
         ...

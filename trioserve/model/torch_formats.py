@@ -1,8 +1,9 @@
-"""Number formats and values, as torch has them."""
+"""Number formats, values, and places for tensors, as torch has them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from trioserve.model.number_formats import Dtype, Values, dtype_of
 from trioserve.model.weights import Slot
 
-__all__ = ["TORCH_DTYPES", "as_tensor", "torch_slot"]
+__all__ = ["TORCH_DTYPES", "TensorSlot", "as_tensor"]
 
 TORCH_DTYPES: dict[Dtype, torch.dtype] = {
     "bfloat16": torch.bfloat16,
@@ -25,6 +26,14 @@ def as_tensor(values: Values) -> Tensor:
     return torch.from_numpy(values).view(TORCH_DTYPES[dtype_of(values)])
 
 
-def torch_slot(name: str, shape: tuple[int, ...], dtype: torch.dtype, fill: Callable[[Tensor], object]) -> Slot:
-    """A slot whose fill takes a tensor on the CPU."""
-    return Slot(name, shape, _NAMES[dtype], lambda values: fill(as_tensor(values)))
+class TensorSlot(NamedTuple):
+    """A place for one tensor. fill copies it there; it is given a tensor of this shape and dtype, on any device."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    fill: Callable[[Tensor], object]
+
+    def for_values(self) -> Slot:
+        """The same for what a checkpoint gives."""
+        return Slot(self.name, self.shape, _NAMES[self.dtype], lambda values: self.fill(as_tensor(values)))

@@ -1,4 +1,4 @@
-"""Steps in plain torch, operator by operator, or with the Triton kernels."""
+"""Steps in plain torch, operator by operator, or with the Triton kernels; then decodes are steps of fixed shape."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
+from trioserve.model.cuda_graphs import CudaGraphRecorder
 from trioserve.model.device import DeviceType, step_weight_bytes
 from trioserve.model.families import MODEL_TYPES
 from trioserve.model.families.llama import LlamaModel
@@ -17,37 +18,47 @@ from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype
 from trioserve.model.sampler import finite_rows, sample, token_logprobs
 from trioserve.model.samples import PROMPT_LOGPROB_ROWS, ComputedStep, prompt_followers, sampled_rows
+from trioserve.model.settings import ModelSettings
+from trioserve.model.static_decode import StaticDecode
 from trioserve.model.step_tensors import HeadShape, StepShape, build_step_tensors
-from trioserve.model.torch_formats import TORCH_DTYPES
+from trioserve.model.torch_formats import TORCH_DTYPES, TensorSlot
 from trioserve.model.weights import Slot
-from trioserve_kernels import pick_kernels
+from trioserve_kernels import Kernels, pick_kernels
 
 __all__ = ["TorchStepModel"]
 
 
 class TorchStepModel:
-    """A LlamaModel with its KV cache. thread_count: None takes torch's default, which holds for the whole process."""
+    """A LlamaModel with its KV cache. A number of threads in the settings holds for the whole process."""
 
-    computed_by = "plain torch"
     loading_threads = 1  # a second thread in which torch computes would have a team of its own
 
     def __init__(
-        self, config: ModelConfig, *, dtype: Dtype, device: DeviceType, block_size: int, thread_count: int | None
+        self,
+        config: ModelConfig,
+        settings: ModelSettings,
+        *,
+        dtype: Dtype,
+        device: DeviceType,
+        kernels: Kernels | None = None,
     ) -> None:
-        if thread_count is not None:
-            torch.set_num_threads(thread_count)
+        """kernels: None takes those that are picked for the device."""
+        if settings.threads is not None:
+            torch.set_num_threads(settings.threads)
         self.config = config
         self.dtype: Dtype = dtype
         self.device: DeviceType = device
         self.step_weight_bytes: int = step_weight_bytes(config, dtype)
+        self._settings = settings
         self._storage: KVStorage[Tensor] | None = None
+        self._static: StaticDecode | None = None
         place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
-        kernels = pick_kernels(device)
+        kernels = pick_kernels(device) if kernels is None else kernels
         self._model: LlamaModel | None = MODEL_TYPES[config.architecture](
             config, kernels, dtype=TORCH_DTYPES[dtype], device=place
         )
         self._shape = StepShape(
-            block_size=block_size,
+            block_size=settings.block_size,
             token_kv_bytes=2 * config.kv_head_count * config.head_dim * VALUE_BYTES[dtype],
             windows=tuple(dict.fromkeys(config.sliding_windows)),
             dtype=TORCH_DTYPES[dtype],
@@ -55,7 +66,22 @@ class TorchStepModel:
             walked_heads=HeadShape(config.head_count, config.kv_head_count, config.head_dim) if kernels.FUSED else None,
         )
 
+    @property
+    def computed_by(self) -> str:
+        if self._shape.walked_heads is None:
+            return "plain torch"
+        return "Triton kernels in CUDA graphs" if self._has_static_steps else "Triton kernels"
+
+    @property
+    def _has_static_steps(self) -> bool:
+        """Only fused kernels take every size of a step from the host, so that it can be fixed ahead."""
+        return self._shape.walked_heads is not None and not self._settings.enforce_eager
+
     def slots(self) -> Iterator[Slot]:
+        return (slot.for_values() for slot in self.tensor_slots())
+
+    def tensor_slots(self) -> Iterator[TensorSlot]:
+        """The same for tensors that are there already, on the device perhaps."""
         assert self._model is not None, "a model is filled before it is closed"
         return self._model.slots()
 
@@ -67,14 +93,37 @@ class TorchStepModel:
         def make(shape: tuple[int, ...]) -> Tensor:
             return torch.empty(shape, dtype=self._shape.dtype, device=self._shape.device)
 
-        self._storage = None  # before the new one is made: two might not fit
-        self._storage = KVStorage(self.config, block_count=block_count, block_size=self._shape.block_size, make=make)
+        model = self._model
+        assert model is not None, "allocate_kv after close"
+        is_static = self._has_static_steps
+        self._storage = self._static = None  # before the new ones are made: two might not fit
+        self._storage = KVStorage(
+            self.config, block_count=block_count, block_size=self._shape.block_size, make=make, has_spare=is_static
+        )
+        if is_static:
+            with torch.inference_mode():
+                self._static = StaticDecode(
+                    model,
+                    self._storage,
+                    rows_max=self._settings.running_requests_max,
+                    context_tokens_max=self._settings.context_tokens_max or self.config.context_tokens_max,
+                    record=CudaGraphRecorder() if self.device == "cuda" else None,
+                )
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Capture CUDA graphs of the decode steps, where there are any."""
+        if self._static is not None:
+            self._static.record_all()
 
     @torch.inference_mode()
     def compute(self, chunks: Sequence[ScheduledChunk], is_abandoned: IsAbandoned) -> ComputedStep | None:
         model, storage = self._model, self._storage
         assert model is not None, "compute after close"
         assert storage is not None, "compute before allocate_kv"
+        if self._static is not None and self._static.takes(chunks):
+            # It is over sooner than it could be abandoned.
+            return None if is_abandoned() else ComputedStep(self._static.compute(chunks))
         step = build_step_tensors(chunks, self._shape)
         hidden = model.forward(step, storage, is_abandoned)
         if hidden is None:
@@ -101,7 +150,7 @@ class TorchStepModel:
         )
 
     def close(self) -> None:
-        self._model = self._storage = None
+        self._model = self._storage = self._static = None
         if self.device == "cuda":
             torch.cuda.empty_cache()
 

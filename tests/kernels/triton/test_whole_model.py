@@ -1,16 +1,22 @@
 """The runner with these kernels answers as it does with the plain ones: chunks and decodes in one step, windows,
-heads that are normed, prompts in pieces and longer than a tile, guesses behind decodes, a cache full of NaN."""
+heads that are normed, prompts in pieces and longer than a tile, guesses behind decodes, a cache full of NaN. Decodes of
+fixed shape do so when they are replayed from a recording: a CUDA graph, or what stands for one in the interpreter."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.model import torch_step_model
+from trioserve.model.static_decode import Recording, StaticDecode
 from trioserve_kernels import reference, triton
 
 PROMPTS = {"a": 36, "b": 2, "c": 9, "d": 8}
@@ -51,3 +57,93 @@ def test_a_model_answers_as_with_the_plain_kernels(
     plain_tokens, plain_logprobs = answers(reference, tmp_path, "cpu", step_driver, monkeypatch)
     assert tokens == plain_tokens
     assert logprobs == pytest.approx(plain_logprobs, abs=2e-4)
+
+
+class RecordedOperators(TorchDispatchMode):
+    """Stands for a CUDA graph where there is no GPU: keeps every operator and every launch of a kernel with the very
+    tensors and numbers it got, and runs them again. What the host decided meanwhile is frozen, as in a graph."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]] = []
+        from triton.runtime.interpreter import GridExecutor
+
+        launch = GridExecutor.__call__
+
+        def recorded(executor: Any, *arguments: Any, **options: Any) -> None:
+            with _disable_current_modes():
+                launch(executor, *arguments, **options)
+            if _is_recording(self):
+                self.calls.append((launch, (executor, *arguments), options, None))
+
+        monkeypatch.setattr(GridExecutor, "__call__", recorded)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default, "the host reads a number while it is recorded"
+        output = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, output))
+        return output
+
+    def replay(self) -> None:
+        for call, arguments, options, output in self.calls:
+            again = call(*arguments, **options)
+            for old, new in zip(_tensors(output), _tensors(again), strict=True):
+                if old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():
+                    old.copy_(new)
+
+
+def _is_recording(mode: TorchDispatchMode) -> bool:
+    return mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    parts = output if isinstance(output, tuple | list) else (output,)
+    return [part for part in parts if isinstance(part, Tensor)]
+
+
+def test_replayed_decodes_answer_as_with_the_plain_kernels(
+    tiny_checkpoints: ModuleType,
+    step_driver: ModuleType,
+    device: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 1 row and of 3 at the size of 4, which grow over the borders of blocks; greedy and drawn. In float32, up to
+    the order of sums."""
+    tiny_checkpoints.write_checkpoint(tmp_path, "qwen3", dtype="float32", sharded=False)
+    replayed: list[int] = []
+
+    def record(compute: Callable[[], Tensor]) -> Recording:
+        operators = RecordedOperators(monkeypatch)
+        with operators:
+            output = compute()
+
+        def replay() -> None:
+            replayed.append(output.shape[1])
+            operators.replay()
+
+        return Recording(output, replay)
+
+    def generate(kernels: Any, place: str) -> Any:
+        monkeypatch.setattr(torch_step_model, "pick_kernels", lambda device_type: kernels)
+        runner = step_driver.load_runner(tmp_path, device=place, cpu_kernels="torch", running_requests_max=4)
+        runner.warm_up()
+        del replayed[:]
+        driver = step_driver.StepDriver(runner)
+        for index, (name, length) in enumerate({"a": 31, "b": 2, "c": 9}.items()):
+            sampling = SamplingParams(temperature=index % 2, top_p=0.9)
+            driver.add(name, [(7 * length + 3 * position) % 320 for position in range(length)], sampling, seed=index)
+        driver.generate("a", 2)
+        driver.generate("abc", 3)
+        return driver.tokens
+
+    prepare = StaticDecode.__init__
+    with monkeypatch.context() as patch:
+        if device == "cpu":
+            patch.setattr(
+                StaticDecode, "__init__", lambda self, *args, **kw: prepare(self, *args, **kw | {"record": record})
+            )
+        tokens = generate(triton, device)
+        if device == "cpu":
+            assert replayed == [1, 4, 4]
+    assert tokens == generate(reference, "cpu")

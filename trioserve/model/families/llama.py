@@ -13,7 +13,7 @@ from trioserve.model.kv_storage import KVStorage
 from trioserve.model.layers import Embedding, Linear, Norm, RotaryAngles
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.step_tensors import StepTensors
-from trioserve.model.weights import Slot
+from trioserve.model.torch_formats import TensorSlot
 from trioserve_kernels import Kernels
 
 __all__ = ["LlamaLayer", "LlamaModel"]
@@ -61,7 +61,7 @@ class LlamaLayer:
         )
         self._down = Linear(middle, {f"{name}.down_proj": hidden}, bias=config.mlp_bias, dtype=dtype, device=device)
 
-    def slots(self) -> Iterator[Slot]:
+    def slots(self) -> Iterator[TensorSlot]:
         for part in (self._input_norm, self._qkv, self._output, self._post_norm, self._gate_up, self._down):
             yield from part.slots()
 
@@ -114,7 +114,7 @@ class LlamaModel:
         self._head = Linear(config.hidden_size, {"lm_head": config.vocab_size}, bias=False, dtype=dtype, device=device)
         self._rotary = RotaryAngles(config, device)
 
-    def slots(self) -> Iterator[Slot]:
+    def slots(self) -> Iterator[TensorSlot]:
         """A place for every tensor of the checkpoint."""
         tied = self.config.tie_word_embeddings
         yield from self._embedding.slots(tied=self._head if tied else None)
@@ -135,7 +135,7 @@ class LlamaModel:
         for layer, pages in zip(self._layers, storage.pages, strict=True):
             if is_abandoned():
                 return None
-            slots_of_layer = pages.view(storage.block_count * storage.block_size, -1)
+            slots_of_layer = pages.view(pages.shape[0] * storage.block_size, -1)
             product = layer(hidden, product, step, cos, sin, pages, slots_of_layer)
         return hidden if product is None else hidden.add_(product)
 

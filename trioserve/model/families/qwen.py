@@ -9,8 +9,7 @@ from torch import Tensor
 
 from trioserve.model.families.llama import LlamaLayer, LlamaModel
 from trioserve.model.model_config import ModelConfig
-from trioserve.model.torch_formats import torch_slot
-from trioserve.model.weights import Slot
+from trioserve.model.torch_formats import TensorSlot
 from trioserve_kernels import Kernels
 
 __all__ = ["Qwen3Layer", "Qwen3Model"]
@@ -30,11 +29,11 @@ class Qwen3Layer(LlamaLayer):
             f"layers.{index}.k_norm": slice(config.head_count, None),
         }
 
-    def slots(self) -> Iterator[Slot]:
+    def slots(self) -> Iterator[TensorSlot]:
         yield from super().slots()
         for name, rows in self._head_names.items():
             place = self._head_weights[rows]
-            yield torch_slot(f"{name}.weight", (self._head_dim,), place.dtype, place.copy_)
+            yield TensorSlot(f"{name}.weight", (self._head_dim,), place.dtype, place.copy_)
 
     def prepare_heads_(self, heads: Tensor) -> None:
         torch.mul(self._kernels.rms_norm(heads, None, self._eps), self._head_weights, out=heads)

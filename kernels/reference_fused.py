@@ -1,0 +1,41 @@
+"""The plain kernels in the part of fused ones: a model walks block tables and samples through them. Slow, for tests of
+what is computed so where there is no Triton."""
+
+from __future__ import annotations
+
+from trioserve_kernels.reference import (
+    add_rms_norm_,
+    attention_prompt,
+    choose_tokens,
+    clear_slots_,
+    gather_context,
+    paged_attention_decode,
+    paged_chunks_,
+    paged_decode_,
+    rms_norm,
+    rotary_,
+    rotary_and_store_kv_,
+    silu_and_mul,
+    store_kv_,
+)
+
+__all__ = [
+    "FUSED",
+    "NAME",
+    "add_rms_norm_",
+    "attention_prompt",
+    "choose_tokens",
+    "clear_slots_",
+    "gather_context",
+    "paged_attention_decode",
+    "paged_chunks_",
+    "paged_decode_",
+    "rms_norm",
+    "rotary_",
+    "rotary_and_store_kv_",
+    "silu_and_mul",
+    "store_kv_",
+]
+
+NAME = "torch, fused"
+FUSED = True

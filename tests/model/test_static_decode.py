@@ -1,0 +1,370 @@
+"""Decode steps of fixed shape answer as any other step, whatever rows are padded and whoever joins and leaves.
+
+On the CPU, with the plain kernels in the part of fused ones: what the device would read and write is the same, only the
+recording is missing; tests/kernels/triton has that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from trioserve.contracts.ids import RequestId
+from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.step import ScheduledChunk, StepPlan
+from trioserve.model import static_decode, torch_step_model
+from trioserve.model.drawing import draw_word, signed
+from trioserve.model.loading.checkpoint import open_checkpoint
+from trioserve.model.loading.stored_tensor import StoredTensor
+from trioserve.model.number_formats import Dtype, Values
+from trioserve.model.runner import ModelRunner
+from trioserve.model.samples import draw_parameters
+from trioserve.model.settings import ModelSettings
+from trioserve.model.static_decode import StaticDecode, row_sizes
+from trioserve.model.static_inputs import StaticInputs
+from trioserve_kernels import reference_fused
+
+SAMPLINGS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01),
+)
+
+
+@pytest.fixture
+def static_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Runners compute with fused kernels; the numbers of chunks of their steps of fixed shape come here."""
+    monkeypatch.setattr(torch_step_model, "pick_kernels", lambda device_type: reference_fused)
+    sizes: list[int] = []
+    compute = StaticDecode.compute
+
+    def noted(self: StaticDecode, chunks: Any) -> Any:
+        sizes.append(len(chunks))
+        return compute(self, chunks)
+
+    monkeypatch.setattr(StaticDecode, "compute", noted)
+    return sizes
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    return torch.randint(5, 320, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def add(driver: Any, count: int) -> list[str]:
+    names = [f"r{index}" for index in range(count)]
+    for index, name in enumerate(names):
+        driver.add(name, prompt_of(1 + 5 * index, index), SAMPLINGS[index % len(SAMPLINGS)], seed=index)
+    return names
+
+
+def conversation(driver: Any) -> dict[str, list[int]]:
+    """Prompts, then decodes of 1 to 9 rows; one is preempted and comes back in other blocks, another leaves its place
+    in the middle, the order of the rows changes."""
+    names = add(driver, 9)
+    driver.generate(names[:1], 3)
+    driver.generate(names[:2], 2)
+    driver.generate(names, 6)  # beyond a block of four
+    driver.forget(names[4])
+    driver.generate([*names[:4], *names[5:]], 2)
+    driver.generate(names, 3)
+    driver.generate([names[7], *names[:3]], 4)
+    return driver.tokens
+
+
+@pytest.mark.parametrize("kind", ("llama", "mistral", "qwen2-sliding", "qwen3"))
+def test_answers_are_those_of_steps_of_any_shape(
+    kind: str,
+    tiny_checkpoint: Callable[..., Path],
+    step_driver: ModuleType,
+    static_sizes: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In float32, where only the order of sums differs; a cache full of NaN."""
+    path = tiny_checkpoint(kind)
+    got = conversation(step_driver.StepDriver(step_driver.load_runner(path, cpu_kernels="torch")))
+    assert set(static_sizes) == {1, 2, 4, 8, 9}
+    del static_sizes[:]
+    monkeypatch.undo()
+    wanted = conversation(step_driver.StepDriver(step_driver.load_runner(path, cpu_kernels="torch"), seed=1))
+    assert not static_sizes
+    assert got == wanted
+
+
+def test_rows_that_stand_for_nobody_write_nowhere(
+    tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, static_sizes: list[int]
+) -> None:
+    runner = step_driver.load_runner(tiny_checkpoint("llama"), cpu_kernels="torch", block_count=40)
+    driver = step_driver.StepDriver(runner)
+    names = add(driver, 5)
+    driver.step({name: driver.left(name) for name in names})
+    before = [pages.clone() for pages in runner.storage.pages]
+    driver.step(dict.fromkeys(names, 1))
+    assert static_sizes == [5]
+    for old, new in zip(before, runner.storage.pages, strict=True):
+        changed = (old.view(torch.int32) != new.view(torch.int32)).flatten(2).any(-1)
+        assert changed[:40].sum() == 5
+        assert changed[40].sum() == 1  # three rows share one slot of the block that nobody owns
+        assert changed.shape[0] == 41
+
+
+@pytest.mark.parametrize(
+    "changes",
+    (
+        {"logprobs": 0},
+        {"prompt_logprobs": 0},
+        {"logit_bias": {7: 1.0}},
+        {"min_tokens": 5},
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": 0.1},
+    ),
+    ids=lambda changes: next(iter(changes)),
+)
+def test_rows_that_ask_for_more_than_a_token_are_left_to_other_steps(
+    changes: dict[str, Any], tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, static_sizes: list[int]
+) -> None:
+    runner = step_driver.load_runner(tiny_checkpoint("llama"), cpu_kernels="torch")
+    driver = step_driver.StepDriver(runner)
+    driver.add("plain", [5], SAMPLINGS[0])
+    driver.add("more", [5, 6], SamplingParams(temperature=0.0, **changes), stop_token_ids=[9])
+    driver.step({"plain": 1, "more": 2})
+    assert static_sizes == []
+    driver.step({"plain": 1, "more": 1})
+    assert static_sizes == []
+    driver.step({"plain": 1})
+    assert static_sizes == [1]
+
+
+def test_prompts_and_drafts_are_left_to_other_steps(
+    tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, static_sizes: list[int]
+) -> None:
+    driver = step_driver.StepDriver(step_driver.load_runner(tiny_checkpoint("llama"), cpu_kernels="torch"))
+    driver.add("a", [5, 6, 7])
+    driver.add("b", [5, 6, 7])
+    driver.step({"a": 3, "b": 1})  # one row, but nothing is sampled behind it
+    driver.step({"a": 1, "b": 1})
+    driver.step({"a": 1}, {"a": (5,)})
+    assert static_sizes == []
+    driver.step({"a": 1, "b": 1})  # the last token of a prompt is a decode as any other
+    assert static_sizes == [2]
+
+
+def test_more_rows_and_longer_contexts_than_were_prepared_are_left_to_other_steps(
+    tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, static_sizes: list[int]
+) -> None:
+    settings = ModelSettings(
+        device="cpu",
+        dtype="float32",
+        cpu_kernels="torch",
+        block_size=4,
+        kv_cache_bytes=2**20,
+        running_requests_max=2,
+        context_tokens_max=6,
+    )
+    runner = ModelRunner.load(open_checkpoint(tiny_checkpoint("llama")), settings)
+    runner.allocate_kv(20)
+    driver = step_driver.StepDriver(runner)
+    names = [*add(driver, 1), "b", "c"]
+    driver.add("b", [5, 6])
+    driver.add("c", [5, 6])
+    driver.step({name: driver.left(name) for name in names})
+    driver.step(dict.fromkeys(names, 1))
+    assert static_sizes == []
+    for _ in range(3):
+        driver.step(dict.fromkeys(names[:2], 1))
+    assert static_sizes == [2, 2, 2]  # contexts of up to 6
+    driver.step(dict.fromkeys(names[:2], 1))
+    assert static_sizes == [2, 2, 2]
+    driver.step({"c": 1})
+    assert static_sizes == [2, 2, 2, 1]
+
+
+def test_a_row_whose_numbers_are_not_finite_fails_alone(
+    tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, static_sizes: list[int]
+) -> None:
+    def damaged(tensor: StoredTensor) -> StoredTensor:
+        def read(dtype: Dtype) -> Values:
+            values = tensor.read(dtype)
+            values[33] = float("nan")
+            return values
+
+        return tensor._replace(read=read) if tensor.name == "embed.weight" else tensor
+
+    class Damaged:
+        def __init__(self, checkpoint: Any) -> None:
+            self.config, self.weight_bytes = checkpoint.config, checkpoint.weight_bytes
+            self.tensors = lambda: map(damaged, checkpoint.tensors())
+
+    settings = ModelSettings(device="cpu", dtype="float32", cpu_kernels="torch", block_size=4, kv_cache_bytes=2**20)
+    runner = ModelRunner.load(Damaged(open_checkpoint(tiny_checkpoint("llama"))), settings)
+    runner.allocate_kv(30)
+    driver = step_driver.StepDriver(runner)
+    names = add(driver, 3)
+    driver.generate(names, 2)
+    driver.forget(names[1], tokens=[*driver.tokens[names[1]], 33])
+    while driver.left(names[1]) > 1:
+        driver.step({names[1]: 1})
+    result = driver.step(dict.fromkeys(names, 1))
+    assert static_sizes[-1] == 3
+    assert list(result.errors) == [names[1]]
+    assert [token is None for token in result.token_ids] == [False, True, False]
+
+
+def test_an_abandoned_step_is_not_begun(
+    tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, static_sizes: list[int]
+) -> None:
+    runner = step_driver.load_runner(tiny_checkpoint("llama"), cpu_kernels="torch")
+    driver = step_driver.StepDriver(runner)
+    driver.add("a", [5, 6, 7])
+    driver.step({"a": 3})
+    plan = StepPlan(1, (driver.chunk("a", 1),), 1)
+    assert runner.execute(plan, lambda: True) is None
+    assert static_sizes == []
+    assert runner.execute(plan) is not None
+    assert static_sizes == [1]
+
+
+def test_enforce_eager_prepares_no_step(
+    tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, static_sizes: list[int]
+) -> None:
+    settings = ModelSettings(device="cpu", cpu_kernels="torch", kv_cache_bytes=2**20, enforce_eager=True)
+    runner = ModelRunner.load(open_checkpoint(tiny_checkpoint("llama")), settings)
+    runner.allocate_kv(20)
+    assert runner.storage is not None
+    assert runner.storage.pages[0].shape[0] == 20
+    driver = step_driver.StepDriver(runner)
+    driver.add("a", [5, 6, 7])
+    driver.generate(["a"], 3)
+    assert static_sizes == []
+
+
+def test_every_size_is_recorded_the_largest_first_and_replayed(
+    tiny_checkpoint: Callable[..., Path],
+    step_driver: ModuleType,
+    static_sizes: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Replaying is computing again here. Recording touches no block but the spare one."""
+    recorded, replayed = [], []
+
+    class Recorder:
+        def __call__(self, compute: Callable[[], torch.Tensor]) -> static_decode.Recording:
+            output = compute()
+            rows = output.shape[1]
+            recorded.append(rows)
+            assert all(pages[:30].isnan().all() for pages in runner.storage.pages)
+
+            def replay() -> None:
+                replayed.append(rows)
+                output.copy_(compute())
+
+            return static_decode.Recording(output, replay)
+
+    prepare = StaticDecode.__init__
+
+    def with_recorder(self: StaticDecode, *arguments: Any, **options: Any) -> None:
+        prepare(self, *arguments, **options | {"record": Recorder()})
+
+    monkeypatch.setattr(StaticDecode, "__init__", with_recorder)
+    runner = step_driver.load_runner(tiny_checkpoint("llama"), cpu_kernels="torch", block_count=30)
+    runner.warm_up()
+    assert recorded == list(reversed(row_sizes(64)))
+    del replayed[:]
+    driver = step_driver.StepDriver(runner)
+    names = add(driver, 3)
+    driver.generate(names, 4)
+    assert replayed == [4, 4, 4]
+    monkeypatch.undo()
+    plain = step_driver.StepDriver(step_driver.load_runner(tiny_checkpoint("llama"), cpu_kernels="torch"))
+    add(plain, 3)
+    plain.generate(names, 4)
+    assert driver.tokens == plain.tokens
+
+
+@pytest.mark.parametrize(
+    "rows_max, sizes",
+    (
+        (1, (1,)),
+        (3, (1, 2, 3)),
+        (8, (1, 2, 4, 8)),
+        (20, (1, 2, 4, 8, 16, 20)),
+        (24, (1, 2, 4, 8, 16, 24)),
+        (150, (1, 2, 4, *range(8, 129, 8), 144, 150)),
+        (160, (1, 2, 4, *range(8, 129, 8), 144, 160)),
+    ),
+)
+def test_sizes_climb_to_the_most_rows(rows_max: int, sizes: tuple[int, ...]) -> None:
+    assert row_sizes(rows_max) == sizes
+
+
+def chunk(seed: int, start: int, table: list[int], sampling: SamplingParams) -> ScheduledChunk:
+    """A decode at position `start`, whose token is 100 + seed."""
+    request = EngineRequest(
+        id=RequestId(str(seed)),
+        prompt_token_ids=(1,),
+        sampling=sampling,
+        output_tokens_max=99,
+        stop_token_ids=frozenset(),
+        seed=seed,
+    )
+    return ScheduledChunk(request, [1] * start + [100 + seed], start, 1, table, True)
+
+
+def test_what_is_sent_is_the_step() -> None:
+    """Fields of the rows, padding, block tables. Requests grow, change places and blocks, and the number of rows
+    changes in between."""
+    inputs = StaticInputs((2, 4), width_max=9, block_size=4, spare_block=77, device=torch.device("cpu"))
+    plain, drawn, filtered = SAMPLINGS
+    long, short = [50, 51, 52, 53, 54], [60, 61]
+    for rows, chunks, width in (
+        (4, [chunk(1, 19, long, plain), chunk(2, 3, short, drawn), chunk(3, 0, [70], filtered)], 5),
+        (4, [chunk(1, 20, [*long, 55], plain), chunk(2, 4, short, drawn), chunk(3, 1, [70], filtered)], 6),
+        (2, [chunk(2, 5, short, drawn)], 2),
+        (4, [chunk(1, 21, [*long, 55], plain), chunk(2, 5, short, drawn)], 6),
+        (4, [chunk(2, 6, short, drawn), chunk(1, 22, [*long, 55], plain)], 6),
+        (4, [chunk(2, 7, [60, 62], drawn), chunk(1, 23, [50, *range(80, 85)], plain)], 6),
+    ):
+        assert inputs.fill(chunks, rows) == width
+        inputs.send(rows, width)
+        sent = inputs.tensors[rows]
+        count, padding = len(chunks), [0] * (rows - len(chunks))
+        assert sent.token_ids.tolist() == [100 + each.request.seed for each in chunks] + padding
+        assert sent.positions.tolist() == [each.start for each in chunks] + padding
+        assert sent.contexts.tolist() == [each.start + 1 for each in chunks] + padding
+        for row, each in enumerate(chunks):
+            needed = each.start // 4 + 1
+            assert sent.block_tables[row, :needed].tolist() == each.block_table[:needed]
+            assert sent.slots[row] == each.block_table[each.start // 4] * 4 + each.start % 4
+        assert sent.slots[count:].tolist() == [77 * 4] * len(padding)
+        parameters = [draw_parameters(each.request.sampling) for each in chunks]
+        assert sent.parameters[:count].tolist() == [list(map(float, row)) for row in parameters]
+        assert sent.parameters[count:, 0].tolist() == padding  # greedy: nothing is drawn for nobody
+        words = [signed(draw_word(each.request.seed, each.start + 1)) for each in chunks]
+        is_drawn = [each.request.sampling.temperature > 0 for each in chunks]
+        assert [int(word) for word, drawn in zip(sent.words, is_drawn, strict=False) if drawn] == [
+            word for word, drawn in zip(words, is_drawn, strict=True) if drawn
+        ]
+
+
+def test_only_as_much_of_the_block_tables_is_sent_as_the_step_needs() -> None:
+    inputs = StaticInputs((2,), width_max=9, block_size=4, spare_block=77, device=torch.device("cpu"))
+    chunks = [chunk(1, 19, [50, 51, 52, 53, 54], SAMPLINGS[0]), chunk(2, 19, [60, 61, 62, 63, 64], SAMPLINGS[0])]
+    inputs.fill(chunks, 2)
+    inputs.send(2, 3)
+    assert inputs.tensors[2].block_tables[:, :3].tolist() == [[50, 51, 52], [60, 61, 62]]
+    assert inputs.tensors[2].block_tables[:, 3:].count_nonzero() == 0
+    assert inputs.tensors[2].positions.tolist() == [19, 19]
+
+
+def test_every_field_begins_where_kernels_need_no_other_code() -> None:
+    inputs = StaticInputs((1, 2, 3, 9), width_max=5, block_size=4, spare_block=77, device=torch.device("cpu"))
+    for tensors in inputs.tensors.values():
+        for field in dataclasses.fields(tensors):
+            assert getattr(tensors, field.name).data_ptr() % 16 == 0, field.name

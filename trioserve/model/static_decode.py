@@ -1,0 +1,150 @@
+"""Decode steps whose tensors have fixed addresses and shapes, so that a device can replay them as recorded.
+
+A step of n rows is computed at the next larger size of a ladder. The rows behind n stand for nobody: they attend to
+nothing, write into a block that no request owns, and what is chosen for them is not looked at. One copy tells the
+device the step, one brings back what it chose; between the two the host neither waits nor decides, since no grid, no
+size and no allocation depends on the step. All else (prompts, drafts, logprobs, changed logits) is for other steps.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from trioserve.contracts.step import ScheduledChunk
+from trioserve.model.families.llama import LlamaModel
+from trioserve.model.kv_storage import KVStorage
+from trioserve.model.samples import NOT_FINITE, Samples, is_chosen_alone
+from trioserve.model.static_inputs import StaticInputs
+from trioserve.model.step_tensors import AttentionTensors, DecodeTables, StepTensors, TableWalk
+from trioserve_kernels.paged import DecodeWork, split_count
+
+__all__ = ["ROWS_MAX", "Recorder", "Recording", "StaticDecode", "row_sizes"]
+
+# Larger steps compute for so long that launching their kernels one by one costs nothing; and each size takes memory.
+ROWS_MAX = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """replay computes again what was recorded, from the same addresses into `output`, and does not wait for it."""
+
+    output: Tensor
+    replay: Callable[[], None]
+
+
+class Recorder(Protocol):
+    """Records what a function has a device compute, so that it can be repeated without the host."""
+
+    def __call__(self, compute: Callable[[], Tensor]) -> Recording:
+        """compute may be run before it is recorded; what it reads must be there, then. Recordings of one recorder share
+        memory: two are not replayed at the same time, and one's output is read before the next is replayed."""
+        ...
+
+
+def row_sizes(rows_max: int) -> tuple[int, ...]:
+    """The ladder: 1, 2, 4, 8, then multiples of 8 up to 128, of 16 beyond, and rows_max itself as the last."""
+    ladder = (1, 2, 4, *range(8, 129, 8), *range(144, rows_max + 1, 16))
+    return (*(size for size in ladder if size < rows_max), rows_max)
+
+
+class StaticDecode:
+    """The decode steps of one model over one KV cache, which has a spare block."""
+
+    def __init__(
+        self,
+        model: LlamaModel,
+        storage: KVStorage[Tensor],
+        *,
+        rows_max: int,
+        context_tokens_max: int,
+        record: Recorder | None = None,
+    ) -> None:
+        """rows_max: the most rows a step may have; above ROWS_MAX it is that. context_tokens_max: the longest context.
+        record: None computes each step anew, operator by operator."""
+        assert storage.has_spare, "rows that stand for nobody need a block to write to"
+        config = model.config
+        self._model = model
+        self._storage = storage
+        self._record = record
+        self._recordings: dict[int, Recording] = {}
+        self._context_tokens_max = min(context_tokens_max, storage.block_count * storage.block_size)
+        self.sizes = row_sizes(min(rows_max, ROWS_MAX))
+        rows_max = self.sizes[-1]
+        self._inputs = StaticInputs(
+            self.sizes,
+            width_max=-(-self._context_tokens_max // storage.block_size),
+            block_size=storage.block_size,
+            spare_block=storage.block_count,
+            device=model.device,
+        )
+        windows = dict.fromkeys(config.sliding_windows)
+        parts_max = max(split_count(self._context_tokens_max, window) for window in windows)
+        work = DecodeWork.make(rows_max, config.head_count, parts_max, config.head_dim, model.device)
+        self._steps = {rows: self._step(rows, tuple(windows), work) for rows in self.sizes}
+        self._chosen = torch.empty(2 * rows_max, dtype=torch.int64, pin_memory=model.device.type == "cuda")
+
+    def takes(self, chunks: Sequence[ScheduledChunk]) -> bool:
+        """Whether `compute` can answer for all of these: decodes, each with nothing but a token to choose."""
+        return len(chunks) <= self.sizes[-1] and all(
+            chunk.samples and chunk.row_count == 1 and chunk.start < self._context_tokens_max and is_chosen_alone(chunk)
+            for chunk in chunks
+        )
+
+    def record_all(self) -> None:
+        """Record a step of every size, if there is a recorder: before the first request, since it takes seconds. No
+        block but the spare one is written."""
+        if self._record is None:
+            return
+        # The largest first: what the others need finds room in its memory.
+        for rows in reversed(self.sizes):
+            self._inputs.send(rows, self._inputs.fill((), rows))
+            self._recordings[rows] = self._record(functools.partial(self._compute, rows))
+
+    def compute(self, chunks: Sequence[ScheduledChunk]) -> Samples:
+        """Write the KV of every chunk's token, attend, and choose. chunks: at least one, such that it takes them."""
+        rows = self.sizes[bisect.bisect_left(self.sizes, len(chunks))]
+        self._inputs.send(rows, self._inputs.fill(chunks, rows))
+        recording = self._recordings.get(rows)
+        if recording is None:
+            chosen = self._compute(rows)
+        else:
+            recording.replay()
+            chosen = recording.output
+        ids, flaws = self._read(chosen, rows)
+        errors = {row: NOT_FINITE for row, flaw in enumerate(flaws[: len(chunks)]) if flaw}
+        return Samples([None if row in errors else ids[row] for row in range(len(chunks))], errors=errors)
+
+    def _compute(self, rows: int) -> Tensor:
+        """int64 [2, rows], as choose_tokens gives it."""
+        hidden = self._model.forward(self._steps[rows], self._storage)
+        assert hidden is not None, "nobody may abandon it"
+        inputs = self._inputs.tensors[rows]
+        return self._model.kernels.choose_tokens(self._model.logits(hidden), inputs.parameters, inputs.words)
+
+    def _read(self, chosen: Tensor, rows: int) -> tuple[list[int], list[int]]:
+        """Token ids and flaws: the one copy back, and the one moment at which the host waits."""
+        there = self._chosen[: 2 * rows].view(2, rows)
+        there.copy_(chosen, non_blocking=True)
+        if chosen.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        ids, flaws = there.tolist()
+        return ids, flaws
+
+    def _step(self, rows: int, windows: Sequence[int | None], work: DecodeWork) -> StepTensors:
+        inputs = self._inputs.tensors[rows]
+        decodes = DecodeTables(inputs.block_tables, inputs.contexts, self._context_tokens_max, work)
+        return StepTensors(
+            token_ids=inputs.token_ids,
+            positions=inputs.positions,
+            slots=inputs.slots,
+            cleared_slots=None,
+            attention={window: AttentionTensors((), (), TableWalk(window, decodes, None)) for window in windows},
+            first_rows=tuple(range(rows)),
+        )

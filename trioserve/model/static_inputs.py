@@ -1,0 +1,164 @@
+"""What a step of fixed shape is told: one buffer in the host's memory, its twin on the device, views of both.
+
+Each number of rows has a layout of its own in the same bytes. Block tables come last and are turned, all first blocks
+before all second ones: so a step copies one piece of memory, as long as its widest table asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from trioserve.contracts.step import ScheduledChunk
+from trioserve.model.drawing import draw_word, signed
+from trioserve.model.samples import draw_parameters
+
+__all__ = ["InputTensors", "StaticInputs"]
+
+# Triton compiles a kernel anew for a pointer that is no multiple of this.
+FIELD_ALIGNMENT_BYTES = 16
+# Numbers of a row in each field, in the order of the buffer.
+FIELDS: dict[str, tuple[type[np.generic], int]] = {
+    "parameters": (np.float64, 4),
+    "words": (np.int64, 1),
+    "token_ids": (np.int64, 1),
+    "positions": (np.int64, 1),
+    "slots": (np.int64, 1),
+    "contexts": (np.int32, 1),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class InputTensors:
+    """On the device, for n rows: parameters float64 [n, 4] and words int64 [n] as choose_tokens takes them; token_ids,
+    positions, slots int64 [n]; contexts int32 [n], 0 in a row that stands for nobody; block_tables int32
+    [n, width_max], of which only what a row's context needs means anything."""
+
+    parameters: Tensor
+    words: Tensor
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    contexts: Tensor
+    block_tables: Tensor
+
+
+class _Layout:
+    """Where the fields of a step of `rows` rows lie, in bytes."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.offsets: dict[str, int] = {}
+        end = 0
+        for name, (dtype, columns) in FIELDS.items():
+            self.offsets[name] = end
+            end += rows * columns * np.dtype(dtype).itemsize
+            end += -end % FIELD_ALIGNMENT_BYTES
+        self.tables_offset = end
+
+    def end(self, width: int) -> int:
+        """Where block tables of this width end."""
+        return self.tables_offset + width * self.rows * np.dtype(np.int32).itemsize
+
+
+class StaticInputs:
+    """The two buffers. fill, then send, then compute what reads `tensors` of as many rows; not filled again before the
+    device has read what was sent."""
+
+    def __init__(
+        self, sizes: Sequence[int], *, width_max: int, block_size: int, spare_block: int, device: torch.device
+    ) -> None:
+        """sizes: the numbers of rows that steps have. spare_block: where rows that stand for nobody write."""
+        self._block_size = block_size
+        self._spare_slot = spare_block * block_size
+        self._layouts = {rows: _Layout(rows) for rows in sizes}
+        byte_count = max(layout.end(width_max) for layout in self._layouts.values())
+        # Pinned, so that the copy neither waits for the device nor is waited for.
+        self._host = torch.zeros(byte_count, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._device = torch.zeros(byte_count, dtype=torch.uint8, device=device)
+        self.tensors = {rows: self._tensors(layout, width_max) for rows, layout in self._layouts.items()}
+        self._arrays = {rows: _arrays(layout, self._host.numpy(), width_max) for rows, layout in self._layouts.items()}
+        self._filled_rows = 0
+        self._tables: list[list[int]] = []  # what stands in the columns of block_tables for _filled_rows
+
+    def fill(self, chunks: Sequence[ScheduledChunk], rows: int) -> int:
+        """Write the step into the host's buffer; the rows behind the last chunk stand for nobody. Returns the width of
+        its widest block table.
+
+        A request keeps its place and its blocks from step to step as a rule, so only what differs is written.
+        """
+        if rows != self._filled_rows:
+            self._filled_rows, self._tables = rows, [[] for _ in range(rows)]
+        fields, tables = self._arrays[rows]
+        count = len(chunks)
+        starts = [chunk.start for chunk in chunks]
+        blocks: list[int] = []
+        width_max = 0
+        for row, chunk in enumerate(chunks):
+            width = chunk.start // self._block_size + 1
+            self._fill_table(tables[:, row], row, list(chunk.block_table[:width]))
+            blocks.append(chunk.block_table[width - 1])
+            width_max = max(width_max, width)
+        positions = np.array(starts, dtype=np.int64)
+        fields["positions"][:count] = positions
+        fields["contexts"][:count] = positions + 1
+        fields["slots"][:count] = np.array(blocks, dtype=np.int64) * self._block_size + positions % self._block_size
+        fields["token_ids"][:count] = [chunk.tokens[chunk.start] for chunk in chunks]
+        samplings = [chunk.request.sampling for chunk in chunks]
+        fields["parameters"][:count] = np.array([draw_parameters(each) for each in samplings]).reshape(-1, 4)
+        fields["words"][:count] = [
+            signed(draw_word(chunk.request.seed, chunk.start + 1)) if sampling.temperature > 0 else 0
+            for chunk, sampling in zip(chunks, samplings, strict=True)
+        ]
+        for name in ("positions", "contexts", "token_ids", "parameters", "words"):
+            fields[name][count:] = 0
+        fields["slots"][count:] = self._spare_slot
+        return width_max
+
+    def send(self, rows: int, width: int) -> None:
+        """Copy what fill has written. Does not wait for the copy."""
+        end = self._layouts[rows].end(width)
+        self._device[:end].copy_(self._host[:end], non_blocking=True)
+
+    def _fill_table(self, column: npt.NDArray[np.int32], row: int, table: list[int]) -> None:
+        there = self._tables[row]
+        if there == table:
+            return
+        kept = len(there) if table[: len(there)] == there else 0
+        column[kept : len(table)] = table[kept:]
+        self._tables[row] = table
+
+    def _tensors(self, layout: _Layout, width_max: int) -> InputTensors:
+        rows = layout.rows
+        fields = {
+            name: self._device[offset : offset + rows * columns * np.dtype(dtype).itemsize].view(_TORCH_TYPES[dtype])
+            for (name, (dtype, columns)), offset in zip(FIELDS.items(), layout.offsets.values(), strict=True)
+        }
+        fields["parameters"] = fields["parameters"].view(rows, -1)
+        tables = self._device[layout.tables_offset : layout.end(width_max)].view(torch.int32)
+        return InputTensors(**fields, block_tables=tables.view(width_max, rows).t())
+
+
+_TORCH_TYPES: dict[type[np.generic], torch.dtype] = {
+    np.float64: torch.float64,
+    np.int64: torch.int64,
+    np.int32: torch.int32,
+}
+
+
+def _arrays(
+    layout: _Layout, host: npt.NDArray[np.uint8], width_max: int
+) -> tuple[dict[str, npt.NDArray[np.generic]], npt.NDArray[np.int32]]:
+    """The host's views: the fields, and the block tables, int32 [width_max, rows]."""
+    arrays: dict[str, npt.NDArray[np.generic]] = {}
+    for name, (dtype, columns) in FIELDS.items():
+        offset = layout.offsets[name]
+        part = host[offset : offset + layout.rows * columns * np.dtype(dtype).itemsize].view(dtype)
+        arrays[name] = part.reshape(layout.rows, columns) if columns > 1 else part
+    tables = host[layout.tables_offset : layout.end(width_max)].view(np.int32)
+    return arrays, tables.reshape(width_max, layout.rows)
