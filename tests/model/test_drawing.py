@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from trioserve.model.drawing import DRAW_TILES, draw, draw_word, exponentials
+from trioserve.model.drawing import DRAW_TILES, draw, draw_word, draw_words, exponentials
 
 WORD = 2**64
 
@@ -50,6 +51,14 @@ def test_the_word_of_a_position_is_splitmix64s_output() -> None:
     assert next(stream(0)) == 0xE220A8397B1DCDAF
     words = stream(0xE220A8397B1DCDAF)
     assert [draw_word(0, position) for position in range(5)] == [next(words) for _ in range(5)]
+
+
+def test_words_of_many_requests_are_those_of_each() -> None:
+    seeds = [0, 1, 2**63, 2**64 - 1, 0x9E3779B97F4A7C15, 12345]
+    positions = [0, 1, 7, 2**31 - 1, 4096, 0]
+    words = draw_words(np.array(seeds, dtype=np.uint64), np.array(positions, dtype=np.int64))
+    expected = [draw_word(seed, position) for seed, position in zip(seeds, positions, strict=True)]
+    assert words.tolist() == signed(expected).tolist()
 
 
 def test_a_tokens_number_is_splitmix64s_output_as_a_waiting_time() -> None:

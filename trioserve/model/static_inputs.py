@@ -6,7 +6,8 @@ before all second ones: so a step copies one piece of memory, as long as its wid
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,11 +15,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.step import ScheduledChunk
-from trioserve.model.drawing import draw_word, signed
+from trioserve.model.drawing import draw_words
 from trioserve.model.samples import draw_parameters
 
 __all__ = ["InputTensors", "StaticInputs"]
+
+_Array = npt.NDArray[np.generic]
 
 # Triton compiles a kernel anew for a pointer that is no multiple of this.
 FIELD_ALIGNMENT_BYTES = 16
@@ -83,8 +87,11 @@ class StaticInputs:
         self._device = torch.zeros(byte_count, dtype=torch.uint8, device=device)
         self.tensors = {rows: self._tensors(layout, width_max) for rows, layout in self._layouts.items()}
         self._arrays = {rows: _arrays(layout, self._host.numpy(), width_max) for rows, layout in self._layouts.items()}
+        # What stands in the host's buffer: for how many rows, of which requests, and each row's block table.
         self._filled_rows = 0
-        self._tables: list[list[int]] = []  # what stands in the columns of block_tables for _filled_rows
+        self._requests: list[EngineRequest] = []
+        self._seeds = np.empty(0, dtype=np.uint64)
+        self._tables: list[list[int]] = []
 
     def fill(self, chunks: Sequence[ScheduledChunk], rows: int) -> int:
         """Write the step into the host's buffer; the rows behind the last chunk stand for nobody. Returns the width of
@@ -92,32 +99,27 @@ class StaticInputs:
 
         A request keeps its place and its blocks from step to step as a rule, so only what differs is written.
         """
+        fields, tables = self._arrays[rows]
+        requests = [chunk.request for chunk in chunks]
         if rows != self._filled_rows:
             self._filled_rows, self._tables = rows, [[] for _ in range(rows)]
-        fields, tables = self._arrays[rows]
-        count = len(chunks)
-        starts = [chunk.start for chunk in chunks]
+            self._fill_requests(fields, requests)
+        elif len(requests) != len(self._requests) or not all(map(operator.is_, requests, self._requests)):
+            self._fill_requests(fields, requests)
         blocks: list[int] = []
         width_max = 0
         for row, chunk in enumerate(chunks):
             width = chunk.start // self._block_size + 1
-            self._fill_table(tables[:, row], row, list(chunk.block_table[:width]))
+            self._fill_table(tables[:, row], row, chunk.block_table[:width])
             blocks.append(chunk.block_table[width - 1])
             width_max = max(width_max, width)
-        positions = np.array(starts, dtype=np.int64)
+        count = len(chunks)
+        positions = np.array([chunk.start for chunk in chunks], dtype=np.int64)
         fields["positions"][:count] = positions
         fields["contexts"][:count] = positions + 1
         fields["slots"][:count] = np.array(blocks, dtype=np.int64) * self._block_size + positions % self._block_size
         fields["token_ids"][:count] = [chunk.tokens[chunk.start] for chunk in chunks]
-        samplings = [chunk.request.sampling for chunk in chunks]
-        fields["parameters"][:count] = np.array([draw_parameters(each) for each in samplings]).reshape(-1, 4)
-        fields["words"][:count] = [
-            signed(draw_word(chunk.request.seed, chunk.start + 1)) if sampling.temperature > 0 else 0
-            for chunk, sampling in zip(chunks, samplings, strict=True)
-        ]
-        for name in ("positions", "contexts", "token_ids", "parameters", "words"):
-            fields[name][count:] = 0
-        fields["slots"][count:] = self._spare_slot
+        fields["words"][:count] = draw_words(self._seeds, positions + 1)
         return width_max
 
     def send(self, rows: int, width: int) -> None:
@@ -125,13 +127,24 @@ class StaticInputs:
         end = self._layouts[rows].end(width)
         self._device[:end].copy_(self._host[:end], non_blocking=True)
 
-    def _fill_table(self, column: npt.NDArray[np.int32], row: int, table: list[int]) -> None:
+    def _fill_requests(self, fields: Mapping[str, _Array], requests: list[EngineRequest]) -> None:
+        """What of the rows stays the same as long as they have the same requests; the padding among it."""
+        count = len(requests)
+        self._requests = requests
+        self._seeds = np.array([request.seed for request in requests], dtype=np.uint64)
+        for name in FIELDS:
+            fields[name][count:] = self._spare_slot if name == "slots" else 0
+        if requests:
+            fields["parameters"][:count] = [draw_parameters(request.sampling) for request in requests]
+
+    def _fill_table(self, column: npt.NDArray[np.int32], row: int, table: Sequence[int]) -> None:
+        """Not even the same request has to have the same blocks: it may have lost them and got others."""
         there = self._tables[row]
         if there == table:
             return
         kept = len(there) if table[: len(there)] == there else 0
         column[kept : len(table)] = table[kept:]
-        self._tables[row] = table
+        self._tables[row] = list(table)
 
     def _tensors(self, layout: _Layout, width_max: int) -> InputTensors:
         rows = layout.rows
@@ -153,9 +166,9 @@ _TORCH_TYPES: dict[type[np.generic], torch.dtype] = {
 
 def _arrays(
     layout: _Layout, host: npt.NDArray[np.uint8], width_max: int
-) -> tuple[dict[str, npt.NDArray[np.generic]], npt.NDArray[np.int32]]:
+) -> tuple[dict[str, _Array], npt.NDArray[np.int32]]:
     """The host's views: the fields, and the block tables, int32 [width_max, rows]."""
-    arrays: dict[str, npt.NDArray[np.generic]] = {}
+    arrays: dict[str, _Array] = {}
     for name, (dtype, columns) in FIELDS.items():
         offset = layout.offsets[name]
         part = host[offset : offset + layout.rows * columns * np.dtype(dtype).itemsize].view(dtype)

@@ -54,6 +54,7 @@ class TorchStepModel:
         self._static: StaticDecode | None = None
         place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
         kernels = pick_kernels(device) if kernels is None else kernels
+        self._kernel_name = kernels.NAME
         self._model: LlamaModel | None = MODEL_TYPES[config.architecture](
             config, kernels, dtype=TORCH_DTYPES[dtype], device=place
         )
@@ -68,9 +69,9 @@ class TorchStepModel:
 
     @property
     def computed_by(self) -> str:
-        if self._shape.walked_heads is None:
+        if self._kernel_name != "triton":
             return "plain torch"
-        return "Triton kernels in CUDA graphs" if self._has_static_steps else "Triton kernels"
+        return "Triton kernels, decodes in CUDA graphs" if self._has_static_steps else "Triton kernels"
 
     @property
     def _has_static_steps(self) -> bool:
