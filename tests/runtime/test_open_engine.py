@@ -32,6 +32,7 @@ class FakeRunner(FakeExecutor):
     computed_by = "nothing"
     at: ClassVar[dict[str, Callable[..., None]]] = {}
     made: ClassVar[list[FakeRunner]] = []
+    settings: ClassVar[object] = None
 
     def __init__(self) -> None:
         super().__init__(block_count=64, block_size=16)
@@ -39,7 +40,8 @@ class FakeRunner(FakeExecutor):
         self.made.append(self)
 
     @classmethod
-    def load(cls, _checkpoint: object, _settings: object, *, progress: Report) -> FakeRunner:
+    def load(cls, _checkpoint: object, settings: object, *, progress: Report) -> FakeRunner:
+        cls.settings = settings
         cls.do("load", progress)
         return cls()
 
@@ -109,6 +111,16 @@ async def test_an_engine_computes_in_its_threads_and_is_closed_once(runner_class
         assert runner_class.made[0].closed_in == []
     check_closed(runner_class)
     assert not engine.ready
+
+
+async def test_steps_are_prepared_for_what_may_run(runner_class):
+    async with assemble.open_engine("m", max_num_seqs=5, max_model_len=40):
+        assert runner_class.settings.running_requests_max == 5
+        assert runner_class.settings.context_tokens_max == 40
+        assert not runner_class.settings.enforce_eager
+    async with assemble.open_engine("m", enforce_eager=True):
+        assert runner_class.settings.context_tokens_max is None
+        assert runner_class.settings.enforce_eager
 
 
 async def test_an_error_of_the_body_closes_the_runner_and_comes_out_as_it_is(runner_class):
