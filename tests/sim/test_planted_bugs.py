@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,10 +58,33 @@ def simulate(copy: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
 
 
+def copy_package(folder: Path) -> Path:
+    """With what is compiled already: only what is changed has to be compiled again."""
+    shutil.copytree(ROOT / "trioserve", folder / "trioserve")
+    return folder
+
+
+def run_planted(file: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    try:
+        plant(changes_in(file.read_text(encoding="utf-8")), copy_package(folder))
+        return simulate(folder, "--seeds", SEEDS, *MODES[file.parent.name])
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def planted_runs(request, tmp_path_factory):
+    """What becomes of each planted bug that is asked for. They are processes, as many at a time as there are cores."""
+    chosen = [item.callspec.params["file"] for item in request.session.items if "planted_runs" in item.fixturenames]
+    folders = {file: tmp_path_factory.mktemp(file.stem) for file in chosen}
+    pool = ThreadPoolExecutor(os.cpu_count())
+    yield {file: pool.submit(run_planted, file, folder) for file, folder in folders.items()}
+    pool.shutdown(cancel_futures=True)
+
+
 @pytest.fixture
 def copy(tmp_path):
-    shutil.copytree(ROOT / "trioserve", tmp_path / "trioserve", ignore=shutil.ignore_patterns("__pycache__"))
-    return tmp_path
+    return copy_package(tmp_path)
 
 
 def test_there_are_enough_of_them():
@@ -68,9 +92,8 @@ def test_there_are_enough_of_them():
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.stem}")
-def test_a_planted_bug_is_found(file, copy):
-    plant(changes_in(file.read_text(encoding="utf-8")), copy)
-    ran = simulate(copy, "--seeds", SEEDS, *MODES[file.parent.name])
+def test_a_planted_bug_is_found(file, planted_runs):
+    ran = planted_runs[file].result()
     assert ran.returncode == 1, f"not found:\n{ran.stdout}{ran.stderr}"
     assert re.match(r"seed \d+ failed: ", ran.stdout), ran.stdout + ran.stderr
 
