@@ -132,6 +132,8 @@ async def test_a_fault_while_flushing_ends_that_connection_alone(nursery, h2_cli
     await bad.request("/bad")
     with trio.fail_after(30):
         await bad.until_eof()
+        while server.counters().connections_open:
+            await trio.lowlevel.checkpoint()
     assert "connection failed" in caplog.text
     good = h2_client(await trio.open_tcp_stream("127.0.0.1", port))
     await good.open()
