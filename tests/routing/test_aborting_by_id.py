@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import pytest
+import trio
 from trio.testing import wait_all_tasks_blocked
 
+from trioserve.contracts.endpoint import EndpointId, RoutedRequest
+from trioserve.contracts.errors import EndpointLost, RequestAborted
+from trioserve.contracts.events import AbortOutcome
 from trioserve.frontend.openai_types import decode_body
 from trioserve.frontend.routed_body import RoutedBody
+from trioserve.router.policies import RoundRobin
+from trioserve.router.settings import RouterSettings
+from trioserve.runtime.dispatch import Dispatch, Fault
 
 PATH = "/v1/completions"
 
@@ -77,3 +84,34 @@ async def test_an_id_of_somebody_else_is_unknown(open_setup):
 )
 def test_several_prompts_take_several_seats(prompt, count):
     assert decode_body(f'{{"prompt": {prompt}}}'.encode(), RoutedBody).prompt_count == count
+
+
+async def test_one_that_is_aborted_while_its_endpoint_fails_does_not_wait_for_another(autojump_clock):
+    dispatch = Dispatch(RouterSettings(leases_max=1), RoundRobin)
+    for id in ("a", "b"):
+        dispatch.core.add_endpoint(EndpointId(id), ("m",), trio.current_time())
+        dispatch.core.note_health(EndpointId(id), True, trio.current_time())
+    request = RoutedRequest(model="m")
+    with dispatch.enter(request, id="mine") as turn, dispatch.enter(request) as in_the_way:
+        await in_the_way.lease()
+        await turn.lease()
+        with pytest.raises(EndpointLost), turn.attempt():
+            assert dispatch.abort(["mine"]) == {"mine": AbortOutcome.ABORTED}
+            raise EndpointLost("just then")
+        assert turn.failed(Fault.BROKE)
+        with trio.fail_after(1), pytest.raises(RequestAborted):
+            await turn.lease()
+    assert dispatch.core.stats().waiting == 0
+    assert not any(dispatch.core.stats().leases.values())
+
+
+async def test_an_abort_in_line_gives_the_place_back_in_the_same_call():
+    dispatch = Dispatch(RouterSettings(), RoundRobin)
+    dispatch.core.add_endpoint(EndpointId("a"), ("m",), trio.current_time())  # nobody has asked it yet: it gets nothing
+    with dispatch.enter(RoutedRequest(model="m"), id="mine") as turn:
+        assert dispatch.core.stats().waiting == 1
+        assert dispatch.abort(["mine"]) == {"mine": AbortOutcome.ABORTED}
+        assert dispatch.core.stats().waiting == 0
+        assert dispatch.abort(["mine"]) == {"mine": AbortOutcome.ALREADY_FINISHED}
+        with pytest.raises(RequestAborted):
+            await turn.lease()

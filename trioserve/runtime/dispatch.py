@@ -206,7 +206,7 @@ class Turn:
         """Wait for an endpoint. Raises what refuses the request: Overloaded when it waited too long here, QueueWaitOver
         when its own time is over, Draining, NoEndpoint, RequestAborted."""
         ticket = self.ticket
-        while ticket.state is TicketState.WAITING:
+        while ticket.state is TicketState.WAITING and self._end is None:
             self._changed = trio.Event()
             await self._changed.wait()
         if self._end is not None:
