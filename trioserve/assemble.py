@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import trio
 
-from trioserve.config import Config, make_config
-from trioserve.contracts.deadlines import Deadlines
+from trioserve.config import Config, make_config, runtime_settings
 from trioserve.contracts.errors import InvalidRequest, ModelLoadError, StartupError
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.core.engine import EngineCore
@@ -26,14 +25,13 @@ from trioserve.runtime.engine import Engine, ModelDescription
 from trioserve.runtime.engine_loop import ThreadedExecutor
 from trioserve.runtime.errors_unwrapped import errors_unwrapped
 from trioserve.runtime.kv_events import EVENTS_MAX
-from trioserve.runtime.settings import RuntimeSettings
 from trioserve.runtime.worker_thread import WorkerThread
 from trioserve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from trioserve.model.runner import ModelRunner
 
-__all__ = ["LoadReport", "Loaded", "default_served_name", "open_configured_engine", "open_engine", "runtime_settings"]
+__all__ = ["LoadReport", "Loaded", "default_served_name", "open_configured_engine", "open_engine"]
 
 LoadReport = Callable[[int, int], None]
 """Called from the compute thread with the bytes of weights read so far, and all there are."""
@@ -117,7 +115,9 @@ async def open_configured_engine(
                     tokenizer=tokenizer,
                     text_thread=text,
                     metrics=metrics,
-                    settings=runtime_settings(config),
+                    settings=msgspec.structs.replace(
+                        runtime_settings(config), kv_events_max=EVENTS_MAX if config.kv_events else 0
+                    ),
                     default_sampling=_default_sampling(checkpoint),
                 )
                 async with trio.open_nursery() as nursery:
@@ -128,25 +128,6 @@ async def open_configured_engine(
             finally:
                 for made in runners:
                     await compute.run(made.close)  # ends also when cancelled
-
-
-def runtime_settings(config: Config) -> RuntimeSettings:
-    return RuntimeSettings(
-        waiting_requests_max=config.max_queued_requests,
-        waiting_prompt_tokens_max=config.max_queued_tokens,
-        waiting_seconds_max=config.max_queue_wait,
-        drain_seconds_max=config.drain_timeout,
-        kv_events_max=EVENTS_MAX if config.kv_events else 0,
-        deadlines=_deadlines(config.queue_timeout, config.ttft_timeout, config.request_timeout),
-        deadlines_max=_deadlines(config.max_queue_timeout, config.max_ttft_timeout, config.max_request_timeout),
-    )
-
-
-def _deadlines(queue: float | None, first_token: float | None, total: float | None) -> Deadlines:
-    try:
-        return Deadlines(queue_timeout=queue, ttft_timeout=first_token, timeout=total)
-    except InvalidRequest as error:
-        raise StartupError(str(error)) from None
 
 
 async def _load(

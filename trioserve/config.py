@@ -20,11 +20,13 @@ from typing import Annotated, Any, Literal, TypeVar, Union
 import msgspec
 from msgspec import Meta
 
-from trioserve.contracts.errors import StartupError
+from trioserve.contracts.deadlines import Deadlines
+from trioserve.contracts.errors import InvalidRequest, StartupError
 from trioserve.core.settings import check_overlap
 from trioserve.frontend.limits import FrontendLimits
+from trioserve.runtime.settings import RuntimeSettings
 
-__all__ = ["Config", "RouteConfig", "ServerConfig", "add_arguments", "config_from", "make_config"]
+__all__ = ["Config", "RouteConfig", "ServerConfig", "add_arguments", "config_from", "make_config", "runtime_settings"]
 
 ENVIRONMENT_PREFIX = "TRIOSERVE_"
 
@@ -197,6 +199,25 @@ ConfigType = TypeVar("ConfigType", bound=ServerConfig)
 def make_config(**values: object) -> Config:
     """A Config from Python values. Raises StartupError that names the option and what it takes."""
     return _convert(Config, {name: (name, value) for name, value in values.items()}, strict=True)
+
+
+def runtime_settings(config: ServerConfig) -> RuntimeSettings:
+    """What every server's runtime is told. Raises StartupError for deadlines out of range."""
+    return RuntimeSettings(
+        waiting_requests_max=config.max_queued_requests,
+        waiting_prompt_tokens_max=config.max_queued_tokens,
+        waiting_seconds_max=config.max_queue_wait,
+        drain_seconds_max=config.drain_timeout,
+        deadlines=_deadlines(config.queue_timeout, config.ttft_timeout, config.request_timeout),
+        deadlines_max=_deadlines(config.max_queue_timeout, config.max_ttft_timeout, config.max_request_timeout),
+    )
+
+
+def _deadlines(queue: float | None, first_token: float | None, total: float | None) -> Deadlines:
+    try:
+        return Deadlines(queue_timeout=queue, ttft_timeout=first_token, timeout=total)
+    except InvalidRequest as error:
+        raise StartupError(str(error)) from None
 
 
 def add_arguments(

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from trioserve.config import RouteConfig
-from trioserve.contracts.deadlines import Deadlines
-from trioserve.contracts.errors import InvalidRequest, StartupError
+from trioserve.config import RouteConfig, runtime_settings
+from trioserve.contracts.errors import StartupError
 from trioserve.frontend.api_keys import ApiKeys
 from trioserve.frontend.cross_origin import CrossOrigin, checked_origins
 from trioserve.frontend.exchange import Handler
@@ -35,7 +34,6 @@ from trioserve.runtime.errors_unwrapped import errors_unwrapped
 from trioserve.runtime.fleet import EndpointSpec, Fleet
 from trioserve.runtime.router_metrics import show_router
 from trioserve.runtime.serve import Service
-from trioserve.runtime.settings import RuntimeSettings
 from trioserve.serving import NativeFrontEnd, frontend_limits, run_until_signal, server_tls
 
 if TYPE_CHECKING:
@@ -111,11 +109,7 @@ class Routing:
         for id, count in Counter(spec.endpoint_id for spec in self._specs).items():
             if count > 1:
                 raise StartupError(f'there are {count} endpoints with the id "{id}": give each its own')
-        self.settings = RuntimeSettings(
-            drain_seconds_max=config.drain_timeout,
-            deadlines=_deadlines(config.queue_timeout, config.ttft_timeout, config.request_timeout),
-            deadlines_max=_deadlines(config.max_queue_timeout, config.max_ttft_timeout, config.max_request_timeout),
-        )
+        self.settings = runtime_settings(config)
         self.metrics = Metrics(None, parts=("frontend", "router"))
         show_router(self.metrics, self.dispatch)
 
@@ -249,10 +243,3 @@ def _endpoint_tls(config: RouteConfig) -> ssl.SSLContext | None:
         return ssl.create_default_context(cafile=path)
     except OSError as error:
         raise StartupError(f"the CA certificates in {path} cannot be read: {error}") from None
-
-
-def _deadlines(queue: float | None, first_token: float | None, total: float | None) -> Deadlines:
-    try:
-        return Deadlines(queue_timeout=queue, ttft_timeout=first_token, timeout=total)
-    except InvalidRequest as error:
-        raise StartupError(str(error)) from None

@@ -7,8 +7,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import trio
 
-from trioserve.assemble import default_served_name, open_configured_engine, runtime_settings
-from trioserve.config import Config
+from trioserve.assemble import default_served_name, open_configured_engine
+from trioserve.config import Config, runtime_settings
 from trioserve.frontend.api_keys import ApiKeys
 from trioserve.frontend.cross_origin import CrossOrigin, checked_origins
 from trioserve.frontend.exchange import Handler

@@ -11,8 +11,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from trioserve.assemble import runtime_settings
-from trioserve.config import make_config
+from trioserve.config import make_config, runtime_settings
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import StepPlan

@@ -149,8 +149,8 @@ class RouterCore:
         """Take a place in line, and a lease at once if there is one. The caller owes `leave`.
 
         In a full line, a tenant with fewer waiters takes the place of the newest of the one with most. A pinned request
-        never waits. While every endpoint of a model is ejected nobody joins its line; those who are in
-        it keep their place, since an ejection is short.
+        never waits. While every endpoint of a model is ejected nobody joins its line; those who are in it keep their
+        place, since an ejection is short.
         Raises Overloaded, Draining or NoEndpoint, and then holds nothing.
         """
         usable = self._check_open(request, now)
