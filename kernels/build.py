@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-__all__ = ["AMX_VARIABLE", "LEVELS", "CannotBuild", "build_library", "supported_levels"]
+__all__ = ["LEVELS", "CannotBuild", "build_library", "supported_levels"]
 
 SOURCES = Path(__file__).parent / "cpu"
 COMMON_FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-shared", "-fPIC", "-pthread")
@@ -39,15 +39,13 @@ LEVELS: dict[str, tuple[str, ...]] = {
 }
 """What a library may use, best first: the names of the CPU's features as Linux spells them."""
 
-AMX_VARIABLE = "TRIOSERVE_AMX"  # set to 1, AMX is used where the CPU has it: so far it ran in an emulation alone
-
 
 class CannotBuild(Exception):
     """Why there is no library here, in a sentence."""
 
 
 def supported_levels(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
-    """The LEVELS that this machine has, best first; none where it is not Linux on x86-64, and AMX only on demand."""
+    """The LEVELS that this machine has, best first; none where it is not Linux on x86-64."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return ()
     try:
@@ -55,8 +53,7 @@ def supported_levels(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
     except OSError:
         return ()
     features = next((set(line.split()) for line in lines if line.startswith("flags")), set())
-    wanted = [level for level in LEVELS if level != "amx" or os.environ.get(AMX_VARIABLE) == "1"]
-    return tuple(level for level in wanted if features.issuperset(LEVELS[level]))
+    return tuple(level for level in LEVELS if features.issuperset(LEVELS[level]))
 
 
 def build_library(
