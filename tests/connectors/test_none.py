@@ -77,6 +77,7 @@ def test_nothing_is_matched_and_nothing_held():
     [
         ("start_load", (request("a"), [0], 0, 1)),
         ("load_abandoned", ("a",)),
+        ("transfer_params", ("a",)),
         ("request_aborted_after_finish", ("a",)),
         ("hold_expired", ("a", HoldKind.SEND)),
     ],
@@ -88,6 +89,6 @@ def test_what_the_core_must_not_ask_of_it_is_a_bug(call, arguments):
 
 @pytest.mark.parametrize("connector", [NoConnector, FakeConnector])
 def test_every_call_of_the_contract_is_there_with_its_parameters(connector):
-    assert len(CALLS) == 6
+    assert len(CALLS) == 8
     for call in CALLS:
         assert inspect.signature(getattr(connector, call)) == inspect.signature(getattr(KVConnector, call)), call

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import BlockIndex, RequestId
-from trioserve.contracts.kv_transfer import HoldKind
+from trioserve.contracts.kv_transfer import HoldKind, TransferEvent
+from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.request import EngineRequest
 
 __all__ = ["NoConnector"]
@@ -36,8 +37,14 @@ class NoConnector:
     ) -> bool:
         return False
 
+    def transfer_params(self, request_id: RequestId) -> KVTransferParams | None:
+        raise AssertionError(f"{request_id}: no block of it is held")
+
     def request_aborted_after_finish(self, request_id: RequestId) -> None:
         raise AssertionError(f"{request_id}: no block of it is held")
 
     def hold_expired(self, request_id: RequestId, kind: HoldKind) -> None:
         raise AssertionError(f"{request_id}: no block of it is held")
+
+    def progress(self) -> Iterable[TransferEvent]:
+        return ()

@@ -7,6 +7,7 @@ import enum
 import msgspec
 
 from trioserve.contracts.ids import RequestId
+from trioserve.contracts.kv_transfer_params import KVTransferParams
 
 __all__ = [
     "AbortOutcome",
@@ -65,7 +66,8 @@ class RequestFinished(msgspec.Struct, frozen=True, kw_only=True):
     next step had been planned ahead and has it once more, they are when that one has come back.
 
     phase: where it was when it ended. stop_token_id: the end or stop token that ended it; it is the last of its tokens.
-    cached_token_count: prompt tokens that came from the prefix cache when it first ran.
+    cached_token_count: prompt tokens that came from the prefix cache when it first ran. kv_transfer: how another engine
+    gets at the blocks that a connector holds of it.
     """
 
     request_id: RequestId
@@ -74,6 +76,7 @@ class RequestFinished(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_id: int | None = None
     cached_token_count: int = 0
     message: str | None = None
+    kv_transfer: KVTransferParams | None = None
 
 
 EngineEvent = TokensReady | PromptLogprobs | RequestFinished

@@ -1,7 +1,7 @@
 """The connector contract: who may call what, how often and in which order, while KV blocks travel between engines.
 
 A connector is the synchronous half of a transport. The core asks it and tells it; it answers at once, and does its
-moving elsewhere. What it has to report comes later, from outside these calls, as a TransferEvent.
+moving elsewhere. What it has to report comes later, as TransferEvents that it keeps until it is asked for its progress.
 
     the core calls                      how often, per request
     num_matched_tokens                  any number of times before it runs for the first time
@@ -11,29 +11,58 @@ moving elsewhere. What it has to report comes later, from outside these calls, a
     request_aborted_after_finish        at most once, while it holds blocks of a finished request
     hold_expired                        at most once for each hold, and then nothing more about that hold
 
-    the connector reports               how often
+    transfer_params                     at most once, right after request_finished was answered with True
+    progress                            once a step, and whenever the connector has called `wake`
+
+    progress reports                    how often
     Released                            once for each request_finished that it answered with True
+    StillRead                           any number of times before that
     Loaded or LoadFailed                once for each start_load, also after load_abandoned
     nothing                             about a hold after hold_expired
 
 A hold is what keeps blocks of a request that is over from being used for anything else: SEND while the connector reads
 them, LOAD while it may still write a load that nobody waits for. Every hold ends by its report or by its deadline,
-whichever comes first. Nobody is raised at for a broken promise: it is counted (TransferFault), and life goes on.
+whichever comes first; a sign of life from whoever reads a SEND (StillRead) moves the deadline. Nobody is raised at for
+a broken promise: it is counted (TransferFault), logged once, and life goes on.
+
+A connector is made by a factory, `ConnectorFactory`, which is found by its name among the entry points of the group
+`trioserve.connectors`. What waits (sockets, threads) belongs into its `run`, a task of the engine.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, Protocol
 
 import msgspec
 
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import BlockIndex, RequestId
+from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.request import EngineRequest
 
-__all__ = ["HoldKind", "KVConnector", "LoadFailed", "Loaded", "Released", "TransferEvent", "TransferFault"]
+__all__ = [
+    "ConnectorFactory",
+    "ConnectorSetup",
+    "EngineRole",
+    "HoldKind",
+    "KVConnector",
+    "KVLayout",
+    "KVPages",
+    "LoadFailed",
+    "Loaded",
+    "Released",
+    "RunningConnector",
+    "Started",
+    "StillRead",
+    "TransferEvent",
+    "TransferFault",
+]
+
+EngineRole = Literal["prefill", "decode", "both"]
+"""What an engine is meant for when prompts are computed in one place and answers in another. It is a router's hint: an
+engine of any role can do everything, so that a transfer that fails costs time and not an answer."""
 
 
 class HoldKind(enum.Enum):
@@ -43,6 +72,12 @@ class HoldKind(enum.Enum):
 
 class Released(msgspec.Struct, frozen=True):
     """The connector reads no block of this finished request any more."""
+
+    request_id: RequestId
+
+
+class StillRead(msgspec.Struct, frozen=True):
+    """Somebody still waits for the blocks of this finished request, or reads them: the hold's deadline starts anew."""
 
     request_id: RequestId
 
@@ -63,7 +98,7 @@ class LoadFailed(msgspec.Struct, frozen=True):
     message: str = "no reason was given"
 
 
-TransferEvent = Released | Loaded | LoadFailed
+TransferEvent = Released | StillRead | Loaded | LoadFailed
 
 
 class TransferFault(enum.Enum):
@@ -127,6 +162,11 @@ class KVConnector(Protocol):
         """
         ...
 
+    def transfer_params(self, request_id: RequestId) -> KVTransferParams | None:
+        """What the other side has to know to read the blocks that are held of this request; the client gets it with the
+        end of its answer. None: nobody has to know anything."""
+        ...
+
     def request_aborted_after_finish(self, request_id: RequestId) -> None:
         """Somebody aborted a finished request whose blocks the connector holds (SEND): nobody wants the transfer any
         more. Stop what can be stopped, and report Released as always."""
@@ -139,3 +179,88 @@ class KVConnector(Protocol):
         is in the middle of it notices (an epoch, a checksum) and throws away what it has got.
         """
         ...
+
+    def progress(self) -> Iterable[TransferEvent]:
+        """What has happened since the last call, in order."""
+        ...
+
+
+class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """How KV lies in a block: for each layer [block_size, 2, kv_head_count, head_dim] numbers of `dtype`, keys at index
+    0 and values at index 1, so that a token's numbers in a layer are token_bytes side by side.
+
+    model: tells models apart whose shapes are equal; engines exchange KV only if they agree on it.
+    dtype: float32, bfloat16 or float16."""
+
+    model: str
+    layer_count: int
+    block_size: int
+    kv_head_count: int
+    head_dim: int
+    dtype: str
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one token in one layer."""
+        return 2 * self.kv_head_count * self.head_dim * (4 if self.dtype == "float32" else 2)
+
+
+class KVPages(Protocol):
+    """The KV cache of an engine as bytes. Whoever reads or writes a block must have it, by the rules above."""
+
+    @property
+    def layout(self) -> KVLayout: ...
+
+    @property
+    def block_count(self) -> int: ...
+
+    def view(self, layer: int, block: BlockIndex) -> memoryview | None:
+        """One block of one layer, block_size * token_bytes bytes, to be read and written where it lies; None where it
+        is on a device that the host cannot address."""
+        ...
+
+    def read(self, layer: int, block: BlockIndex) -> memoryview:
+        """The same bytes, to be read only; a copy where `view` is None."""
+        ...
+
+    def write(self, layer: int, block: BlockIndex, start: int, content: memoryview) -> None:
+        """Put bytes into a block, from byte `start` of it on."""
+        ...
+
+
+class Started(Protocol):
+    """How a task says that it is ready; trio's TaskStatus."""
+
+    def started(self, value: Any = None) -> None: ...
+
+
+class RunningConnector(KVConnector, Protocol):
+    """A connector with a life of its own beside the synchronous calls."""
+
+    async def run(self, *, task_status: Started) -> None:
+        """Runs as a task of the engine from before its first step until it is cancelled, after its last; the calls
+        above may come at any time in between, from the same thread. Says `started` when it can be reached; raises
+        StartupError before that. What it raises later is a fault of the engine, so what happens to one transfer or one
+        peer must end there."""
+        ...
+
+    def counts(self) -> Mapping[str, float]:
+        """Totals since the start: blocks and bytes sent and received, and what else there is, by their names in
+        metrics/catalogue.py without "kv_transfer_"."""
+        ...
+
+
+class ConnectorSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """What a factory gets. engine_id: new with each start of an engine. pages: its KV cache. options:
+    kv_connector_extra_config, as it was given. wake: to be called, in the engine's thread, when `progress` has
+    something to tell."""
+
+    engine_id: str
+    role: EngineRole
+    pages: KVPages
+    options: Mapping[str, Any]
+    wake: Callable[[], None]
+
+
+ConnectorFactory = Callable[[ConnectorSetup], RunningConnector]
+"""Raises StartupError for options that it does not know or cannot use."""

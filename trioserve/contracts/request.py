@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from trioserve.contracts.ids import RequestId
+from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.sampling import SamplingParams
 
 __all__ = ["EngineRequest", "PRIORITY_MAX", "PRIORITY_MIN"]
@@ -21,6 +22,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     seed: 0 <= seed < 2**64, always set: with the position it fixes the randomness of each token, whatever else runs.
     priority: PRIORITY_MIN to PRIORITY_MAX, a lower number runs sooner.
     cache_salt: requests share cached prefix blocks only when their salts are equal.
+    kv_transfer: what a connector is to do for it; None: nothing.
     """
 
     id: RequestId
@@ -31,3 +33,4 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     priority: int = 0
     cache_salt: str | None = None
+    kv_transfer: KVTransferParams | None = None

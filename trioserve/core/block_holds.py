@@ -36,13 +36,13 @@ class Hold(msgspec.Struct):
 
 
 class BlockHolds:
-    """All calls are O(1) plus the blocks of the hold. seconds_max: how long a hold may last."""
+    """All calls are O(1) plus the blocks of the hold. seconds_max: how long a hold lasts from its last sign of life."""
 
     def __init__(self, pool: BlockPool, seconds_max: float, faults: TransferFaults) -> None:
         self._pool = pool
         self._seconds_max = seconds_max
         self._faults = faults
-        # All last equally long, so that the first one to begin is the first one to expire.
+        # All last equally long from their last sign of life, so that they stand in the order in which they expire.
         self._holds: OrderedDict[HoldKey, Hold] = OrderedDict()
         self._ended: OrderedDict[HoldKey, bool] = OrderedDict()  # whether it expired
 
@@ -74,6 +74,17 @@ class BlockHolds:
             self._count_stray(request_id, kind)
         else:
             self._end(hold, expired=False)
+
+    def extend(self, request_id: RequestId, kind: HoldKind, now: float) -> None:
+        """Somebody still needs the hold: its deadline starts anew. Of an unknown one this is counted; of one that has
+        ended it is ignored, since signs of life and the end may cross."""
+        key = (request_id, kind)
+        hold = self._holds.get(key)
+        if hold is not None:
+            hold.deadline = now + self._seconds_max
+            self._holds.move_to_end(key)
+        elif key not in self._ended:
+            self._count_stray(request_id, kind)
 
     def expire(self, now: float) -> list[Hold]:
         """End every hold whose deadline has come; its blocks are back when this returns."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import BlockIndex, RequestId
-from trioserve.contracts.kv_transfer import HoldKind, KVConnector, TransferFault
+from trioserve.contracts.kv_transfer import HoldKind, KVConnector, TransferEvent, TransferFault
+from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.request import EngineRequest
 from trioserve.core.transfer_faults import TransferFaults
 
@@ -50,11 +51,17 @@ class ConnectorGuard:
         """Whether the connector holds the blocks."""
         return bool(self._call(self._connector.request_finished, (request, block_table, tokens, reason), False))
 
+    def transfer_params(self, request_id: RequestId) -> KVTransferParams | None:
+        return self._call(self._connector.transfer_params, (request_id,), None)
+
     def request_aborted_after_finish(self, request_id: RequestId) -> None:
         self._tell(self._connector.request_aborted_after_finish, (request_id,))
 
     def hold_expired(self, request_id: RequestId, kind: HoldKind) -> None:
         self._tell(self._connector.hold_expired, (request_id, kind))
+
+    def progress(self) -> Iterable[TransferEvent]:
+        return self._call(lambda: tuple(self._connector.progress()), (), ())
 
     def _tell(self, call: Callable[..., object], arguments: tuple[object, ...]) -> bool:
         raised = object()

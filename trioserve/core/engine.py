@@ -31,6 +31,7 @@ from trioserve.contracts.events import (
 )
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer import KVConnector, TransferEvent
+from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN, EngineRequest
 from trioserve.contracts.stats import EngineStats
 from trioserve.contracts.step import ScheduledChunk, StepPlan, StepResult
@@ -214,7 +215,12 @@ class EngineCore:
     def on_transfer(self, event: TransferEvent, now: float) -> list[EngineEvent]:
         """The connector reports; legal at any moment. What is about nothing is counted and ignored. Returns the end of
         a request that may not go on without its KV."""
-        return [] if self.transfers is None else self._go_on_without_kv(self.transfers.report(event), now)
+        return [] if self.transfers is None else self._go_on_without_kv(self.transfers.report(event, now), now)
+
+    def progress(self, now: float) -> list[EngineEvent]:
+        """Ask the connector what it has to report, and take it; once a step, and when it has said that there is
+        something. Returns the ends of requests that may not go on without their KV."""
+        return [] if self.transfers is None else self._go_on_without_kv(self.transfers.progress(now), now)
 
     def expire(self, now: float) -> list[EngineEvent]:
         """Let go whatever is overdue; cheap when nothing is. Legal at any moment. Returns the ends of requests that may
@@ -381,8 +387,9 @@ class EngineCore:
         """The one way out. The blocks are back when this returns, or a connector holds them; or, if a step that was
         planned ahead reads them once more, they are in its update."""
         phase = live.phase
+        kv_transfer = None
         if live.steps_in_flight == 0:
-            self._let_go(live, reason, now)
+            kv_transfer = self._let_go(live, reason, now)
         else:
             live.move(RequestStatus.ENDED)
             self.scheduler.leave_seat(live)
@@ -399,12 +406,13 @@ class EngineCore:
             stop_token_id=stop_token_id,
             cached_token_count=live.cached_token_count or 0,
             message=message,
+            kv_transfer=kv_transfer,
         )
 
-    def _let_go(self, live: LiveRequest, reason: FinishReason, now: float) -> None:
-        """Give its blocks back, once; a connector may hold them from now on."""
+    def _let_go(self, live: LiveRequest, reason: FinishReason, now: float) -> KVTransferParams | None:
+        """Give its blocks back, once; a connector may hold them from now on. Returns how to get at those."""
         assert live.steps_in_flight == 0, f"{live.request.id} is read by a step"
-        if self.transfers is not None:
-            self.transfers.request_ends(live, reason, now)
+        kv_transfer = None if self.transfers is None else self.transfers.request_ends(live, reason, now)
         self.scheduler.release(live)
         live.move(RequestStatus.FINISHED)
+        return kv_transfer

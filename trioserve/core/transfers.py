@@ -20,7 +20,16 @@ from __future__ import annotations
 
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import RequestId
-from trioserve.contracts.kv_transfer import HoldKind, KVConnector, Loaded, Released, TransferEvent, TransferFault
+from trioserve.contracts.kv_transfer import (
+    HoldKind,
+    KVConnector,
+    Loaded,
+    Released,
+    StillRead,
+    TransferEvent,
+    TransferFault,
+)
+from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.core.block_holds import BlockHolds
 from trioserve.core.connector_guard import ConnectorGuard
 from trioserve.core.kv_blocks import BlockPool
@@ -46,14 +55,17 @@ class Transfers:
         self.loads = RemoteLoads(settings, self._connector)
         self.loaded_tokens_total = 0
 
-    def request_ends(self, live: LiveRequest, reason: FinishReason, now: float) -> None:
-        """To be called once, while the request still has its blocks: those that somebody needs are held from now on."""
+    def request_ends(self, live: LiveRequest, reason: FinishReason, now: float) -> KVTransferParams | None:
+        """To be called once, while the request still has its blocks: those that somebody needs are held from now on.
+        Returns how that somebody gets at them."""
         self._abandon(live, now)
         block_size = self._settings.block_size
         blocks = tuple(live.blocks[: -(-live.computed_count // block_size)])
         tokens = tuple(live.tokens[: live.computed_count])
-        if self._connector.request_finished(live.request, blocks, tokens, reason):
-            self.holds.add(live.request.id, HoldKind.SEND, blocks, now)
+        if not self._connector.request_finished(live.request, blocks, tokens, reason):
+            return None
+        self.holds.add(live.request.id, HoldKind.SEND, blocks, now)
+        return self._connector.transfer_params(live.request.id)
 
     def aborted_after_finish(self, request_id: RequestId) -> None:
         """Tell the connector, if it holds blocks of this request and was not told before."""
@@ -62,10 +74,17 @@ class Transfers:
             hold.is_aborted = True
             self._connector.request_aborted_after_finish(request_id)
 
-    def report(self, event: TransferEvent) -> list[Unserved]:
+    def progress(self, now: float) -> list[Unserved]:
+        """Take whatever the connector has to report. Returns the requests that do not get their KV."""
+        return [unserved for event in self._connector.progress() for unserved in self.report(event, now)]
+
+    def report(self, event: TransferEvent, now: float) -> list[Unserved]:
         """The connector has reported something. Returns the request that does not get its KV, if that is what it was;
         the rest is done when this returns."""
         request_id = event.request_id
+        if isinstance(event, StillRead):
+            self.holds.extend(request_id, HoldKind.SEND, now)
+            return []
         if isinstance(event, Released):
             self.holds.let_go(request_id, HoldKind.SEND)
             return []

@@ -10,6 +10,7 @@ from typing import Any, cast
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.ids import RequestId
+from trioserve.contracts.kv_transfer import KVLayout, KVPages
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult, never_abandoned
@@ -23,6 +24,7 @@ from trioserve.model.device import (
     pick_dtype,
     torch_now,
 )
+from trioserve.model.kv_pages import make_kv_pages
 from trioserve.model.kv_storage import KVStorage
 from trioserve.model.loading.checkpoint import Checkpoint
 from trioserve.model.model_config import ModelConfig
@@ -106,6 +108,19 @@ class ModelRunner:
     def storage(self) -> KVStorage[Any] | None:
         """The KV buffers, for whoever carries blocks elsewhere; None before allocate_kv."""
         return None if self._model is None else self._model.storage
+
+    def kv_pages(self, model_name: str) -> KVPages:
+        """The KV cache as bytes, after allocate_kv. model_name: engines exchange KV if it is the same for both."""
+        assert self.storage is not None, "kv_pages before allocate_kv"
+        layout = KVLayout(
+            model=model_name,
+            layer_count=self.config.layer_count,
+            block_size=self.block_size,
+            kv_head_count=self.config.kv_head_count,
+            head_dim=self.config.head_dim,
+            dtype=self.dtype,
+        )
+        return make_kv_pages(layout, self.storage, self.device)
 
     def allocate_kv(self, block_count: int) -> None:
         """Make the KV cache; what an earlier one held is gone. Memory is claimed as blocks are first written."""

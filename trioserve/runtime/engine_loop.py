@@ -79,7 +79,7 @@ class EngineLoop:
         while True:
             await checkpoint()
             now = trio.current_time()
-            self._delivery.on_ended(self._core.expire(now))
+            self._delivery.on_ended([*self._core.progress(now), *self._core.expire(now)])
             plan = self._core.schedule(now)
             if plan is None:
                 self._work_arrived = trio.Event()

@@ -66,7 +66,7 @@ class OverlappedSteps:
 
     def _hand_over_behind(self) -> list[_Handed]:
         now = trio.current_time()
-        self._delivery.on_ended(self._core.expire(now))
+        self._delivery.on_ended([*self._core.progress(now), *self._core.expire(now)])
         if trio.current_effective_deadline() == -math.inf:
             return []  # cancelled: the one in flight is the last
         plan = self._core.schedule_ahead(now)

@@ -9,13 +9,14 @@ late, twice, never, or for nobody.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import BlockIndex, RequestId
-from trioserve.contracts.kv_transfer import HoldKind, Loaded, LoadFailed, Released
+from trioserve.contracts.kv_transfer import HoldKind, Loaded, LoadFailed, Released, TransferEvent
+from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.request import EngineRequest
 from trioserve.testing.fake_executor import FakeExecutor
 
@@ -167,6 +168,16 @@ class FakeConnector:
         content = self.executor.content(block_table)
         self.sends[name] = FakeSend(request, tuple(block_table), tuple(tokens), content)
         return True
+
+    def transfer_params(self, request_id: RequestId) -> KVTransferParams | None:
+        self._expect(request_id in self.sends, f"{request_id}: nothing is held, and it is asked how to get at that")
+        self._note("transfer_params")
+        return KVTransferParams(do_remote_prefill=True, remote_request_id=request_id)
+
+    def progress(self) -> Iterable[TransferEvent]:
+        """Nothing by itself: the script reports."""
+        self._note("progress")
+        return ()
 
     def request_aborted_after_finish(self, request_id: RequestId) -> None:
         send = self.sends.get(request_id)

@@ -1,0 +1,52 @@
+"""Blocks are read and written where the model's own arrays have them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from trioserve.contracts.ids import BlockIndex
+from trioserve.contracts.kv_transfer import KVLayout
+from trioserve.model.kv_pages import CudaPages, make_kv_pages
+from trioserve.model.kv_storage import KVStorage
+from trioserve.model.model_config import ModelConfig
+
+LAYOUT = KVLayout(model="m", layer_count=2, block_size=4, kv_head_count=3, head_dim=8, dtype="bfloat16")
+
+
+class Shape:
+    """What KVStorage asks of a config."""
+
+    layer_count, kv_head_count, head_dim = 2, 3, 8
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch", "device"])
+def test_bytes_are_those_of_the_arrays(kind):
+    def make(shape):
+        return np.zeros(shape, np.uint16) if kind == "numpy" else torch.zeros(shape, dtype=torch.bfloat16)
+
+    config: ModelConfig = Shape()  # type: ignore[assignment]
+    storage = KVStorage(config, block_count=5, block_size=4, make=make, has_spare=True)
+    pages = CudaPages(LAYOUT, storage) if kind == "device" else make_kv_pages(LAYOUT, storage, "cpu")
+    assert pages.block_count == 5  # the spare one is nobody's
+    block_bytes = LAYOUT.block_size * LAYOUT.token_bytes
+    assert block_bytes == 4 * 2 * 3 * 8 * 2
+
+    content = bytes(range(256)) * 2
+    pages.write(1, BlockIndex(3), LAYOUT.token_bytes, memoryview(content[: LAYOUT.token_bytes]))
+    assert bytes(pages.read(1, BlockIndex(3)))[LAYOUT.token_bytes : 2 * LAYOUT.token_bytes] == content[:96]
+    raw = storage.pages[1] if kind == "numpy" else storage.pages[1].view(torch.uint16).numpy()
+    assert raw[3, 1].tobytes() == content[:96]
+    assert raw.any(axis=(2, 3, 4)).sum() == 1  # this one token, and no other
+    assert not any(pages.read(0, BlockIndex(3)))
+    assert len(pages.read(0, BlockIndex(0))) == block_bytes
+    with pytest.raises(TypeError):
+        pages.read(0, BlockIndex(0))[0] = 1
+
+    view = pages.view(0, BlockIndex(4))
+    assert (view is None) == (kind == "device")
+    if view is not None:
+        view[:2] = b"\x01\x02"
+        raw = storage.pages[0] if kind == "numpy" else storage.pages[0].view(torch.uint16).numpy()
+        assert raw[4, 0, 0, 0, 0] == 0x0201

@@ -1,0 +1,64 @@
+"""The KV cache as bytes, for whoever carries blocks elsewhere (contracts.kv_transfer.KVPages)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trioserve.contracts.ids import BlockIndex
+from trioserve.contracts.kv_transfer import KVLayout
+from trioserve.model.device import DeviceType, torch_now
+from trioserve.model.kv_storage import KVStorage
+
+__all__ = ["make_kv_pages"]
+
+
+class HostPages:
+    """Over numpy's arrays, or torch's on a CPU: blocks are read and written where they lie."""
+
+    def __init__(self, layout: KVLayout, storage: KVStorage[Any]) -> None:
+        self.layout = layout
+        self.block_count = storage.block_count
+        self._block_bytes = layout.block_size * layout.token_bytes
+        self._layers = [memoryview(_flat_bytes(pages)) for pages in storage.pages]
+
+    def view(self, layer: int, block: BlockIndex) -> memoryview:
+        return self._layers[layer][block * self._block_bytes : (block + 1) * self._block_bytes]
+
+    def read(self, layer: int, block: BlockIndex) -> memoryview:
+        return self.view(layer, block).toreadonly()
+
+    def write(self, layer: int, block: BlockIndex, start: int, content: memoryview) -> None:
+        self.view(layer, block)[start : start + len(content)] = content
+
+
+class CudaPages:
+    """Blocks are copied, in the order of the device's work: what was computed before is in the copy, and what is
+    computed later reads what was written. Each call waits for the device."""
+
+    def __init__(self, layout: KVLayout, storage: KVStorage[Any]) -> None:
+        self.layout = layout
+        self.block_count = storage.block_count
+        torch = torch_now()
+        self._layers = [pages.view(torch.uint8).view(pages.shape[0], -1) for pages in storage.pages]
+
+    def view(self, layer: int, block: BlockIndex) -> None:
+        return None
+
+    def read(self, layer: int, block: BlockIndex) -> memoryview:
+        return memoryview(self._layers[layer][block].cpu().numpy()).toreadonly()
+
+    def write(self, layer: int, block: BlockIndex, start: int, content: memoryview) -> None:
+        torch = torch_now()
+        there = self._layers[layer][block, start : start + len(content)]
+        there.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+
+
+def make_kv_pages(layout: KVLayout, storage: KVStorage[Any], device: DeviceType) -> HostPages | CudaPages:
+    return CudaPages(layout, storage) if device == "cuda" else HostPages(layout, storage)
+
+
+def _flat_bytes(pages: Any) -> Any:
+    """An array of uint8 that shares the memory."""
+    if not hasattr(pages, "numpy"):
+        return pages.reshape(-1).view("uint8")
+    return pages.view(-1).view(torch_now().uint8).numpy()

@@ -1,0 +1,55 @@
+"""A KV cache that is nothing but bytes, for tests of whoever carries blocks (contracts.kv_transfer.KVPages)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+from trioserve.contracts.ids import BlockIndex
+from trioserve.contracts.kv_transfer import KVLayout
+
+__all__ = ["SMALL_LAYOUT", "MemoryPages"]
+
+SMALL_LAYOUT = KVLayout(model="small", layer_count=2, block_size=4, kv_head_count=1, head_dim=2, dtype="float32")
+
+
+class MemoryPages:
+    """has_views: whether blocks can be reached where they lie; without, it behaves like a device's memory."""
+
+    def __init__(self, block_count: int, layout: KVLayout = SMALL_LAYOUT, *, has_views: bool = True) -> None:
+        self.layout = layout
+        self.block_count = block_count
+        self.has_views = has_views
+        self._block_bytes = layout.block_size * layout.token_bytes
+        self._layers = [memoryview(bytearray(block_count * self._block_bytes)) for _ in range(layout.layer_count)]
+
+    def view(self, layer: int, block: BlockIndex) -> memoryview | None:
+        return self._block(layer, block) if self.has_views else None
+
+    def read(self, layer: int, block: BlockIndex) -> memoryview:
+        content = self._block(layer, block)
+        return content.toreadonly() if self.has_views else memoryview(bytes(content))
+
+    def write(self, layer: int, block: BlockIndex, start: int, content: memoryview) -> None:
+        self._block(layer, block)[start : start + len(content)] = content
+
+    def fill(self, blocks: Iterable[int], seed: int) -> None:
+        """Write numbers that follow from the seed and the place alone: ordinary float32 numbers between -1 and 1 where
+        the layout has float32, and bytes otherwise."""
+        for block in blocks:
+            for layer in range(self.layout.layer_count):
+                source = random.Random(f"{seed}/{layer}/{block}")
+                here = self._block(layer, BlockIndex(block))
+                if self.layout.dtype == "float32":
+                    numbers = here.cast("f")
+                    for index in range(len(numbers)):
+                        numbers[index] = source.uniform(-1, 1)
+                else:
+                    here[:] = source.randbytes(len(here))
+
+    def content(self, block: int) -> bytes:
+        """All layers of a block, one behind the other."""
+        return b"".join(bytes(self._block(layer, BlockIndex(block))) for layer in range(self.layout.layer_count))
+
+    def _block(self, layer: int, block: BlockIndex) -> memoryview:
+        return self._layers[layer][block * self._block_bytes : (block + 1) * self._block_bytes]
