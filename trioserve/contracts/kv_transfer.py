@@ -32,7 +32,7 @@ A connector is made by a factory, `ConnectorFactory`, which is found by its name
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -237,7 +237,7 @@ class Started(Protocol):
 class RunningConnector(KVConnector, Protocol):
     """A connector with a life of its own beside the synchronous calls."""
 
-    async def run(self, *, task_status: Started) -> None:
+    def run(self, *, task_status: Started) -> Coroutine[Any, Any, None]:
         """Runs as a task of the engine from before its first step until it is cancelled, after its last; the calls
         above may come at any time in between, from the same thread. Says `started` when it can be reached; raises
         StartupError before that. What it raises later is a fault of the engine, so what happens to one transfer or one
