@@ -227,6 +227,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         from trioserve.testing.draft_bench import run_draft_bench
 
         return run_draft_bench(open_engine)
+    from trioserve.bench.disaggregated_settings import DisaggregatedSettings
     from trioserve.bench.flags import settings_from
     from trioserve.bench.router_settings import RouterBenchSettings
     from trioserve.bench.soak_settings import SoakSettings
@@ -246,6 +247,10 @@ def _bench(arguments: argparse.Namespace) -> int:
         from trioserve.bench.router_run import main as run_router_bench
 
         return run_router_bench(settings)
+    if isinstance(settings, DisaggregatedSettings):
+        from trioserve.bench.disaggregated import main as run_disaggregated
+
+        return run_disaggregated(settings)
     if isinstance(settings, SoakSettings):
         from trioserve.bench.soak_run import main as run_soak
 

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from trioserve.bench.disaggregated_settings import DisaggregatedSettings
 from trioserve.bench.flags import add_arguments, settings_from
 from trioserve.bench.router_settings import WITHOUT_FLAGS, RouterBenchSettings
 from trioserve.bench.settings import BenchSettings, Target
@@ -126,11 +127,18 @@ def test_every_help_text_can_be_printed_and_names_a_default(capsys):
     flags = [action for action in parser._actions if action.dest != "help"]
     fields = {
         name
-        for kind in (BenchSettings, SoakSettings, SuiteSettings, StartupSettings, RouterBenchSettings)
+        for kind in (
+            BenchSettings,
+            DisaggregatedSettings,
+            SoakSettings,
+            SuiteSettings,
+            StartupSettings,
+            RouterBenchSettings,
+        )
         for name in kind.__struct_fields__
         if name not in WITHOUT_FLAGS
     }
-    assert {action.dest for action in flags} == {"soak", "suite", "startup", "router", *fields}
+    assert {action.dest for action in flags} == {"soak", "suite", "startup", "router", "disaggregated", *fields}
     for action in flags:
         assert "default" in action.help or "(off)" in action.help, action.dest
     parser.print_help()

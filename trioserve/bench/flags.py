@@ -10,6 +10,7 @@ import shlex
 
 import msgspec
 
+from trioserve.bench.disaggregated_settings import CONNECTORS, DisaggregatedSettings
 from trioserve.bench.router_settings import ROUTER_ROWS, RouterBenchSettings
 from trioserve.bench.settings import BenchSettings
 from trioserve.bench.soak_settings import SoakSettings
@@ -51,16 +52,19 @@ _FLAGS = {
     "label": "--label",
     "checkouts": "--checkout",
     "server_flags": "--flags",
+    "connector": "--connector",
+    "threads": "--threads",
 }
 """The flag of each setting. Some belong to one kind of measurement alone."""
 
-Settings = BenchSettings | RouterBenchSettings | SoakSettings | SuiteSettings | StartupSettings
+Settings = BenchSettings | DisaggregatedSettings | RouterBenchSettings | SoakSettings | SuiteSettings | StartupSettings
 
 _MODES: dict[str, type[Settings]] = {
     "soak": SoakSettings,
     "suite": SuiteSettings,
     "startup": StartupSettings,
     "router": RouterBenchSettings,
+    "disaggregated": DisaggregatedSettings,
 }
 _KINDS = {"a plain bench": BenchSettings, **{f"--{name}": kind for name, kind in _MODES.items()}}
 
@@ -91,11 +95,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     startup = {field.name: field.default for field in msgspec.structs.fields(StartupSettings)}
     router = {field.name: field.default for field in msgspec.structs.fields(RouterBenchSettings)}
+    pair = {field.name: field.default for field in msgspec.structs.fields(DisaggregatedSettings)}
 
     def flag(field: str, help_text: str, **options: object) -> None:
-        default = plain.get(field, soak.get(field, suite.get(field)))
+        default = plain.get(field, soak.get(field, suite.get(field, pair.get(field))))
         shown = str(default)
-        for name, others in (("startup", startup), ("soak", soak), ("router", router)):
+        for name, others in (("startup", startup), ("soak", soak), ("router", router), ("disaggregated", pair)):
             if others.get(field, default) != default:
                 shown += f", with --{name} {others[field]}"
         keywords: dict[str, object] = {"dest": field, "default": None, **options}
@@ -125,6 +130,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="start trioserve route before pretended endpoints: the time it adds, its requests/s and processor time, "
         "and how it holds bursts back (default: off)",
     )
+    parser.add_argument(
+        "--disaggregated",
+        action="store_true",
+        help="start a prefill/decode pair and one server with the same cores: what long prompts do to streams that "
+        "decode meanwhile, and how fast KV travels (default: off)",
+    )
     flag(
         "checkouts",
         "with --startup, another checkout of trioserve to start in turn; may be repeated (default none)",
@@ -134,7 +145,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag(
         "server_flags",
         "with --startup, flags of serve in one text, such as --flags='--cpu-kernels torch'; with --router, flags of "
-        "route (default none)",
+        "route; with --disaggregated, of every serve (default none)",
         type=_words,
     )
     flag(
@@ -148,7 +159,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"with --suite, names of rows, separated by commas; with --router, of {', '.join(ROUTER_ROWS)} (default all)",
         type=_names,
     )
-    flag("rounds", "with --suite, --startup or --router, how often each is measured (default DEFAULT)", type=int)
+    flag(
+        "rounds",
+        "with --suite, --startup, --router or --disaggregated, how often each is measured (default DEFAULT)",
+        type=int,
+    )
     flag("markdown_path", "with --suite, write the table to this file (default none)")
     flag("url", "server to measure, with or without /v1 (default DEFAULT)")
     flag("allow_remote", "permit a server that is not on this machine (off)", action="store_true")
@@ -169,7 +184,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "tokens of each prompt, prefix included; with --soak, of a short one at most (default DEFAULT)",
         type=int,
     )
-    flag("long_prompt_tokens", "with --soak, tokens of the few long prompts, at most (default DEFAULT)", type=int)
+    flag(
+        "long_prompt_tokens",
+        "tokens of the long prompts; with --soak, at most (default DEFAULT)",
+        type=int,
+    )
+    flag("connector", "with --disaggregated, what carries KV (default DEFAULT)", choices=CONNECTORS)
+    flag(
+        "threads",
+        "with --disaggregated, threads of the one server; each of the pair gets half (default DEFAULT)",
+        type=int,
+    )
     flag("prefix_tokens", "tokens at the start that all prompts share (default DEFAULT)", type=int)
     flag("output_tokens", "tokens of each answer; with --soak, at most (default DEFAULT)", type=int)
     flag(

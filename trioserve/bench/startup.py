@@ -28,6 +28,7 @@ from trioserve.bench.settings import Target
 from trioserve.bench.startup_settings import StartupSettings
 
 __all__ = [
+    "STOP_SECONDS_MAX",
     "Start",
     "StartupReport",
     "cpu_seconds",
@@ -36,6 +37,7 @@ __all__ = [
     "memory_bytes",
     "startup_json",
     "startup_text",
+    "wait_until_ready",
 ]
 
 LOOKS_SECONDS = 0.005  # between two questions whether it is ready; as much may be missing in a figure
@@ -155,7 +157,7 @@ def _start(checkout: str, settings: StartupSettings) -> Start:
             command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
         )
         try:
-            ready_at = trio.run(_wait_until_ready, port, lambda: process.poll() is None, settings.timeout_seconds)
+            ready_at = trio.run(wait_until_ready, port, lambda: process.poll() is None, settings.timeout_seconds)
             if ready_at is None:
                 log.seek(0)
                 said = log.read().decode(errors="replace").strip().splitlines() or ["nothing"]
@@ -178,8 +180,8 @@ def _start(checkout: str, settings: StartupSettings) -> Start:
                 process.wait()
 
 
-async def _wait_until_ready(port: int, is_alive: Callable[[], bool], seconds_max: float) -> float | None:
-    """The moment of the first 200; None if the server has ended, or the time has."""
+async def wait_until_ready(port: int, is_alive: Callable[[], bool], seconds_max: float) -> float | None:
+    """The moment of the first 200 of /ready; None if the server has ended, or the time has."""
     target = Target.from_url(f"http://127.0.0.1:{port}")
     client = Http1Client(stream_opener(target, 1), [("host", target.authority), *common_headers(None)])
     with trio.move_on_after(seconds_max):
