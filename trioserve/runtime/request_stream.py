@@ -21,6 +21,7 @@ from trioserve.contracts.output import Delta
 from trioserve.contracts.prompt import Prompt
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.runtime.deadline_keeper import Alarm
+from trioserve.runtime.woken import WOKEN
 from trioserve.text.output import ChoiceOutput, merge
 
 if TYPE_CHECKING:
@@ -231,5 +232,5 @@ class RequestStream:
 
     def _wake_readers(self) -> None:
         for task in self._waiting:
-            trio.lowlevel.reschedule(task)
+            trio.lowlevel.reschedule(task, WOKEN)
         self._waiting.clear()
