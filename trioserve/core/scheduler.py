@@ -67,7 +67,9 @@ class Scheduler:
                 break
             if preempted and live.status is not RequestStatus.RUNNING:
                 continue  # lost its blocks to one that came before it in this loop
-            count = min(live.due_count, budget)
+            count = len(live.tokens) - live.computed_count
+            if count > budget:
+                count = budget
             if live.computed_count + count > len(live.blocks) * block_size:  # one decode in block_size
                 budget += self._make_room(live, count, planned, preempted)
                 if live.status is not RequestStatus.RUNNING:
@@ -168,7 +170,8 @@ class Scheduler:
         decodes: list[LiveRequest] = []
         others: list[LiveRequest] = []
         for live in self.running.values():
-            (decodes if live.due_count == 1 else others).append(live)
+            # due_count, without the calls: nothing else here is done as often.
+            (decodes if len(live.tokens) - live.computed_count == 1 else others).append(live)
         return decodes + others
 
     def _due_behind(self, ends: Mapping[RequestId, int]) -> list[tuple[LiveRequest, int]]:
