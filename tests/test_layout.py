@@ -52,7 +52,7 @@ ROOMS = {
         waits=False,
     ),
     "connectors": Room(
-        rooms=words("contracts"), packages=words("torch trio nixl"), only_in={"trio": words("transport.py")}
+        rooms=words("contracts"), packages=words("torch trio nixl numpy"), only_in={"trio": words("transport.py")}
     ),
     # outcome is what trio itself hands results between threads in
     "runtime": Room(

@@ -1,0 +1,66 @@
+"""The host connector keeps every promise of the contract, with blocks in memory and with blocks in files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+
+from trioserve.connectors.host.settings import host_settings_from
+from trioserve.connectors.host.transport import HostConnector, make_connector
+from trioserve.contracts.kv_transfer import ConnectorSetup
+
+suite = pytest.importorskip("trioserve.testing.connector_conformance")
+
+
+async def at_once(work):
+    """In the place of a thread, so that the clock may jump."""
+    await trio.lowlevel.checkpoint()
+    return work()
+
+
+def without_threads(setup: ConnectorSetup) -> HostConnector:
+    settings = host_settings_from(setup.options, setup.pages.layout)
+    return HostConnector(settings, setup.pages, setup.wake, run_in_thread=at_once)
+
+
+class TestInMemory(suite.StoreConformance):
+    factory = staticmethod(without_threads)
+
+    def options(self, side: str) -> Mapping[str, Any]:
+        return {"memory_bytes": 100_000}
+
+    async def offer(
+        self, stage: suite.Stage, tokens: Sequence[int] = suite.TOKENS, salt: str | None = None
+    ) -> suite.Offered:
+        """Equal tokens under equal salts have equal KV; in the suite they differ, so most get salts of their own."""
+        if salt is None and stage.sender.reports:
+            salt = stage.name()
+        return await super().offer(stage, tokens, salt)
+
+
+class TestInFiles(TestInMemory):
+    @pytest.fixture(autouse=True)
+    def directory(self, tmp_path):
+        self.path = tmp_path
+
+    async def offer(
+        self, stage: suite.Stage, tokens: Sequence[int] = suite.TOKENS, salt: str | None = None
+    ) -> suite.Offered:
+        """Once it is in files, too, since most of it leaves memory soon; and once what went on before has ended, since
+        files are not counted on while a load from them lasts that nobody waits for."""
+        await trio.testing.wait_all_tasks_blocked()
+        offered = await super().offer(stage, tokens, salt)
+        await trio.testing.wait_all_tasks_blocked()
+        return offered
+
+    def options(self, side: str) -> Mapping[str, Any]:
+        return {"memory_bytes": 1000, "directory": str(self.path), "directory_bytes": 1_000_000}
+
+
+class TestWithThreads(TestInMemory):
+    factory = staticmethod(make_connector)
+    real_time = True

@@ -1,0 +1,262 @@
+"""The host store as a task of an engine: threads do its work, in lanes, and are left to themselves when it ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import trio
+
+from trioserve.connectors.host.block_files import BlockFiles
+from trioserve.connectors.host.copying import block_bytes
+from trioserve.connectors.host.settings import host_settings_from
+from trioserve.connectors.host.transport import HostConnector, make_connector
+from trioserve.contracts.errors import StartupError
+from trioserve.contracts.events import FinishReason
+from trioserve.contracts.ids import BlockIndex, RequestId
+from trioserve.contracts.kv_transfer import ConnectorSetup, Loaded, LoadFailed, Released
+from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.testing.memory_pages import SMALL_LAYOUT, MemoryPages
+
+SIZE = SMALL_LAYOUT.block_size
+FOREIGN = 999
+
+
+def request(name: str, prompt: tuple[int, ...]) -> EngineRequest:
+    return EngineRequest(
+        id=RequestId(name),
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(temperature=0.0),
+        output_tokens_max=1,
+        stop_token_ids=frozenset(),
+        seed=0,
+    )
+
+
+class HeldThreads:
+    """Threads that do nothing until they are told to. waiting: what was handed over and is not done."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[Callable[[], Any], trio.Event, list[Any]]] = []
+        self.is_held = False
+
+    async def run(self, work: Callable[[], Any]) -> Any:
+        if not self.is_held:
+            await trio.lowlevel.checkpoint()
+            return work()
+        entry: tuple[Callable[[], Any], trio.Event, list[Any]] = (work, trio.Event(), [])
+        self.waiting.append(entry)
+        await entry[1].wait()
+        return entry[2][0]
+
+    def go_on(self, index: int = 0) -> None:
+        """One of them does its work, whether or not anybody still waits for it."""
+        work, done, results = self.waiting.pop(index)
+        results.append(work())
+        done.set()
+
+
+class Here:
+    """A connector that runs, over a cache of 16 blocks."""
+
+    def __init__(self, *, threads: HeldThreads | None, options: dict[str, Any]) -> None:
+        self.pages = MemoryPages(16)
+        self.woken = trio.Event()
+        self.threads = threads
+        setup = ConnectorSetup(engine_id="e", role="both", pages=self.pages, options=options, wake=self._wake)
+        if threads is None:
+            self.host = make_connector(setup)
+        else:
+            settings = host_settings_from(options, SMALL_LAYOUT)
+            self.host = HostConnector(settings, self.pages, self._wake, run_in_thread=threads.run)
+
+    def _wake(self) -> None:
+        self.woken.set()
+
+    async def reports(self) -> list[object]:
+        await self.woken.wait()
+        self.woken = trio.Event()
+        return list(self.host.progress())
+
+    def finish(self, name: str, tokens: tuple[int, ...]) -> bool:
+        blocks = [BlockIndex(index) for index in range(len(tokens) // SIZE)]
+        self.pages.fill(blocks, seed=1)
+        return self.host.request_finished(request(name, tokens), blocks, tokens, FinishReason.STOP)
+
+    async def save(self, name: str, tokens: tuple[int, ...]) -> list[bytes]:
+        """What was saved of each block, which another request has by now."""
+        assert self.finish(name, tokens)
+        kept = [self.pages.content(index) for index in range(len(tokens) // SIZE)]
+        assert await self.reports() == [Released(RequestId(name))]
+        self.pages.fill(range(len(kept)), FOREIGN)
+        return kept
+
+    def start_load(self, name: str, tokens: tuple[int, ...]) -> None:
+        """Into blocks from 8 on."""
+        asked = request(name, (*tokens, 7))
+        assert self.host.num_matched_tokens(asked, 0) == len(tokens)
+        table = [BlockIndex(8 + index) for index in range(len(tokens) // SIZE + 1)]
+        self.host.start_load(asked, table, 0, len(tokens))
+
+    def loaded(self, count: int) -> list[bytes]:
+        return [self.pages.content(8 + index) for index in range(count)]
+
+
+A, B, C = (tuple(range(start, start + 2 * SIZE)) for start in (0, 100, 200))
+
+
+@asynccontextmanager
+async def running(**how: Any) -> AsyncIterator[Here]:
+    how.setdefault("threads", HeldThreads())
+    how.setdefault("options", {"memory_bytes": 10_000})
+    here = Here(**how)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(here.host.run)
+        yield here
+        nursery.cancel_scope.cancel()
+
+
+async def all_settled() -> None:
+    await trio.testing.wait_all_tasks_blocked()
+
+
+async def test_what_ends_is_saved_and_loaded_again(autojump_clock):
+    async with running() as here:
+        kept = await here.save("a", A)
+        here.start_load("b", A)
+        assert await here.reports() == [Loaded(RequestId("b"), 8)]
+        assert here.loaded(2) == kept
+        assert list(here.host.progress()) == []
+
+
+async def test_real_threads_do_the_work_and_the_event_loop_none_of_it(tmp_path):
+    options = {"memory_bytes": 10_000, "directory": str(tmp_path), "directory_gib": 1}
+    threads: set[int] = set()
+    async with running(threads=None, options=options) as here:
+        read, view = here.pages.read, here.pages.view
+
+        def noting(call: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *arguments: threads.add(threading.get_ident()) or call(*arguments)
+
+        here.pages.read, here.pages.view = noting(read), noting(view)
+        kept = await here.save("a", A)
+        here.start_load("b", A)
+        assert await here.reports() == [Loaded(RequestId("b"), 8)]
+        assert here.loaded(2) == kept
+    assert threads
+    assert threading.get_ident() not in threads
+
+
+async def test_a_directory_that_is_in_use_is_a_sentence(tmp_path):
+    files = BlockFiles(tmp_path, SMALL_LAYOUT)
+    files.open(10**9)
+    options = {"memory_bytes": 10_000, "directory": str(tmp_path), "directory_gib": 1}
+    here = Here(threads=HeldThreads(), options=options)
+    with pytest.raises(StartupError, match="is used by another engine"):
+        await here.host.run(task_status=trio.TASK_STATUS_IGNORED)
+    files.close()
+
+
+async def test_files_are_there_after_a_restart(autojump_clock, tmp_path):
+    options = {"memory_bytes": 10_000, "directory": str(tmp_path), "directory_gib": 1}
+    async with running(options=options) as here:
+        kept = await here.save("a", A)
+        await all_settled()
+        assert here.host.counts()["host_written"] == 2
+    async with running(options=options) as here:
+        here.start_load("b", A)
+        assert await here.reports() == [Loaded(RequestId("b"), 8)]
+        assert here.loaded(2) == kept
+        assert here.host.counts()["host_loaded_from_files"] == 2
+
+
+async def test_a_disk_that_hangs_does_not_hold_up_what_is_in_memory(autojump_clock, tmp_path):
+    options = {
+        "memory_bytes": 4 * block_bytes(SMALL_LAYOUT),
+        "directory": str(tmp_path),
+        "directory_gib": 1,
+    }
+    async with running(options=options) as here:
+        for name, tokens in (("a", A), ("b", B), ("c", C)):  # a leaves memory
+            await here.save(name, tokens)
+            await all_settled()
+        here.threads.is_held = True
+        here.start_load("a2", A)
+        await all_settled()
+        here.threads.is_held = False
+        here.start_load("c2", C)
+        assert await here.reports() == [Loaded(RequestId("c2"), 8)]
+        here.threads.go_on()
+        assert await here.reports() == [Loaded(RequestId("a2"), 8)]
+
+
+async def test_when_it_is_cancelled_its_threads_touch_nothing_any_more(autojump_clock, tmp_path):
+    options = {"memory_bytes": 10_000, "directory": str(tmp_path), "directory_gib": 1}
+    async with running(options=options) as here:
+        await here.save("a", A)
+        await all_settled()
+        here.threads.is_held = True
+        here.start_load("b", A)
+        assert here.finish("c", C)
+        await all_settled()
+        here.pages.fill(range(16), FOREIGN)
+        before = [here.pages.content(block) for block in range(16)]
+        assert len(here.threads.waiting) == 2
+    reads: list[int] = []
+    here.pages.read = lambda layer, block: reads.append(block)
+    while here.threads.waiting:
+        here.threads.go_on()
+    assert [here.pages.content(block) for block in range(16)] == before
+    assert not reads
+    assert list(here.host.progress()) == []
+    files = BlockFiles(tmp_path, SMALL_LAYOUT)
+    files.open(10**9)  # the lock is free
+    files.close()
+
+
+async def test_a_fault_in_a_thread_ends_one_transfer_and_not_the_engine(autojump_clock, caplog):
+    async with running() as here:
+        kept = await here.save("a", A)
+
+        def broken(*_: object) -> None:
+            raise MemoryError("no memory is left")
+
+        view, here.pages.view = here.pages.view, broken
+        here.start_load("b", A)
+        assert await here.reports() == [LoadFailed(RequestId("b"), "MemoryError: no memory is left")]
+        here.pages.view = view
+        read, here.pages.read = here.pages.read, broken
+        assert here.finish("c", C)
+        assert await here.reports() == [Released(RequestId("c"))]
+        assert here.host.num_matched_tokens(request("d", C), 0) == 0
+        here.pages.read = read
+        assert [record.message.split(" request=")[0] for record in caplog.records] == [
+            "blocks not loaded",
+            "blocks not saved",
+        ]
+        here.start_load("e", A)
+        assert await here.reports() == [Loaded(RequestId("e"), 8)]
+        assert here.loaded(2) == kept
+        here.host.store.memory.check(reserved_bytes=0)
+
+
+async def test_a_long_load_lets_others_in_between(autojump_clock, monkeypatch):
+    """Work comes in batches, and an abandoned load ends behind the one at hand."""
+    monkeypatch.setattr("trioserve.connectors.host.jobs.BATCH_BYTES", block_bytes(SMALL_LAYOUT))
+    async with running() as here:
+        kept = await here.save("a", A)
+        here.threads.is_held = True
+        here.start_load("b", A)
+        await all_settled()
+        here.threads.go_on()
+        await all_settled()
+        assert here.loaded(1) == kept[:1]
+        before = here.pages.content(9)
+        here.host.load_abandoned(RequestId("b"))
+        here.threads.go_on()
+        assert await here.reports() == [LoadFailed(RequestId("b"), "nobody waits for it any more")]
+        assert here.pages.content(9) == before

@@ -1,0 +1,297 @@
+"""What is done in threads, piece by piece: copying a finished request's blocks, bringing them back, writing files.
+
+A job is begun, asked for work, told what came of it, asked for more, and ended; all of that in the engine's thread.
+Only the work itself, a function without arguments, is called in another one. It is at most BATCH_BYTES long, so that
+what happens meanwhile is noticed soon, and it changes nothing but memory that is the job's alone, files, and, through
+the gate, the blocks of the engine that the job may write.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import msgspec
+
+from trioserve.connectors.host.block_files import BlockFiles, FileUnusable
+from trioserve.connectors.host.block_memory import Content
+from trioserve.connectors.host.chain import Proofs
+from trioserve.connectors.host.copying import copy_in, copy_out
+from trioserve.connectors.host.gate import Gate
+from trioserve.connectors.host.store import BlockStore, KeptBlock
+from trioserve.contracts.block_hash import BlockHash
+from trioserve.contracts.ids import BlockIndex, RequestId
+from trioserve.contracts.kv_transfer import KVPages
+
+__all__ = ["BATCH_BYTES", "Job", "LoadPart", "Loading", "SavePart", "Saving", "Writing"]
+
+BATCH_BYTES = 32 * 2**20
+"""A few ms at memory speed, and 50 or so at a disk's: so long at most something goes on that nobody wants any more. A
+hand-over to a thread costs some 100 us."""
+
+logger = logging.getLogger(__name__)
+
+
+class Job(Protocol):
+    gate: Gate
+
+    def next_work(self) -> Callable[[], Any] | None:
+        """None: there is no more, or it is not wanted. Then end() follows, once."""
+        ...
+
+    def take(self, result: Any) -> None:
+        """What the work returned."""
+        ...
+
+    def fail(self, error: Exception) -> None:
+        """The work raised."""
+        ...
+
+    def end(self) -> None: ...
+
+
+class SavePart(msgspec.Struct, frozen=True):
+    """The request's full block `index`, for which bytes are reserved in the store."""
+
+    index: int
+    block: BlockIndex
+    name: BlockHash
+
+
+class Saving:
+    """Copies blocks of a finished request into the store. names: of all its full blocks. Bytes are reserved for each
+    part."""
+
+    def __init__(
+        self,
+        request_id: RequestId,
+        names: Sequence[BlockHash],
+        parts: Sequence[SavePart],
+        proofs: Proofs,
+        pages: KVPages,
+        store: BlockStore,
+        on_end: Callable[[Saving], None],
+    ) -> None:
+        self.request_id = request_id
+        self.gate = Gate()
+        self.block_count = len(parts)
+        self._names = names
+        self._parts = parts
+        self._proofs = proofs
+        self._pages = pages
+        self._store = store
+        self._on_end = on_end
+        self._batch_count = _blocks_of_batch(store)
+        self._done_count = 0
+
+    def next_work(self) -> Callable[[], Any] | None:
+        parts = self._parts[self._done_count : self._done_count + self._batch_count]
+        return partial(self._copy, parts) if parts and self.gate.is_wanted else None
+
+    def take(self, result: list[KeptBlock]) -> None:
+        if not self.gate.is_open:
+            return  # it may hold another request's KV
+        for kept in result:
+            self._store.put(self._parts[self._done_count].name, kept)
+            self._done_count += 1
+        self._store.counts.saved += len(result)
+
+    def fail(self, error: Exception) -> None:
+        logger.warning("blocks not saved request=%s error=%r", self.request_id, error)
+        self.gate.is_wanted = False
+
+    def end(self) -> None:
+        for part in self._parts[self._done_count :]:
+            self._store.give_up(part.name)
+            self._store.counts.unsaved += 1
+        self._store.touch(self._names)
+        self._on_end(self)
+
+    def _copy(self, parts: Sequence[SavePart]) -> list[KeptBlock]:
+        """Those that were copied while they were held, in order."""
+        copied: list[KeptBlock] = []
+        for part in parts:
+            content = self._store.places.take()
+            if not copy_out(self._pages, part.block, content, self.gate):
+                break
+            copied.append(KeptBlock(content, self._proofs.of(part.index)))
+        return copied
+
+
+class LoadPart(msgspec.Struct, frozen=True):
+    """The prompt's block `index`, of which token_count tokens are wanted. kept: where it is in memory, pinned; None: it
+    has to be read from its file `key`, pinned, and is_reserved says whether there is room to keep it."""
+
+    index: int
+    block: BlockIndex
+    name: BlockHash
+    token_count: int
+    kept: KeptBlock | None = None
+    key: str | None = None
+    is_reserved: bool = False
+
+
+class LoadOutcome(msgspec.Struct, frozen=True):
+    """read: for each part that arrived, in order, what was read of its file, if it was. problem: why the next one did
+    not; is_bad: so that its entry is worth nothing."""
+
+    read: list[KeptBlock | None]
+    problem: str | None = None
+    is_bad: bool = False
+
+
+class Loading:
+    """Copies stored blocks into a request's. names: of its full blocks, up to the last one that is loaded. problem: why
+    it did not get all of them."""
+
+    def __init__(
+        self,
+        request_id: RequestId,
+        names: Sequence[BlockHash],
+        parts: Sequence[LoadPart],
+        proofs: Proofs,
+        pages: KVPages,
+        store: BlockStore,
+        files: BlockFiles | None,
+        on_end: Callable[[Loading], None],
+    ) -> None:
+        self.request_id = request_id
+        self.gate = Gate()
+        self.is_abandoned = False
+        self.problem = "none of it is stored any more"
+        self.token_count = 0
+        self.reads_files = any(part.kept is None for part in parts)
+        self._names = names
+        self._parts = parts
+        self._proofs = proofs
+        self._pages = pages
+        self._store = store
+        self._files = files
+        self._on_end = on_end
+        self._batch_count = _blocks_of_batch(store)
+        self._done_count = 0
+
+    def next_work(self) -> Callable[[], Any] | None:
+        parts = self._parts[self._done_count : self._done_count + self._batch_count]
+        return partial(self._copy, parts) if parts and self.gate.is_wanted else None
+
+    def take(self, result: LoadOutcome) -> None:
+        for read in result.read:
+            part = self._parts[self._done_count]
+            self._done_count += 1
+            self._let_go(part, read)
+            self.token_count += part.token_count
+            self._store.counts.loaded += 1
+            self._store.counts.loaded_from_files += part.kept is None
+        if result.problem is None:
+            return
+        self.problem = result.problem
+        self.gate.is_wanted = False
+        if result.is_bad:
+            bad = self._parts[self._done_count]
+            self._store.counts.read_failures += bad.kept is None
+            # Unless it is another by now: two loads may have found the same damage.
+            if self._store.in_memory(bad.name) is bad.kept and bad.key in (None, self._store.file(bad.name)):
+                self._store.drop(bad.name)
+
+    def fail(self, error: Exception) -> None:
+        logger.warning("blocks not loaded request=%s error=%r", self.request_id, error)
+        self.problem = f"{type(error).__name__}: {error}"
+        self.gate.is_wanted = False
+
+    def end(self) -> None:
+        for part in self._parts[self._done_count :]:
+            self._let_go(part, None)
+        self._store.touch(self._names)
+        self._on_end(self)
+
+    def _let_go(self, part: LoadPart, read: KeptBlock | None) -> None:
+        if part.kept is not None:
+            self._store.memory.unpin(part.name)
+            return
+        assert part.key is not None
+        self._store.files.unpin(part.key)
+        if part.is_reserved:
+            if read is None:
+                self._store.give_up(part.name)
+            else:
+                self._store.put(part.name, read)
+
+    def _copy(self, parts: Sequence[LoadPart]) -> LoadOutcome:
+        arrived: list[KeptBlock | None] = []
+        for part in parts:
+            proof = self._proofs.of(part.index)
+            read = None
+            if part.kept is None:
+                content, problem = self._read(part, proof)
+                read = KeptBlock(content, proof)
+            else:
+                content = part.kept.content
+                problem = None if part.kept.proof == proof else "it is about other tokens"
+            if problem is not None:
+                return LoadOutcome(arrived, f"block {part.index}: {problem}", is_bad=True)
+            if not copy_in(self._pages, part.block, content, part.token_count, self.gate):
+                return LoadOutcome(arrived, "nobody waits for it any more")
+            arrived.append(read)
+        return LoadOutcome(arrived)
+
+    def _read(self, part: LoadPart, proof: bytes) -> tuple[Content, str | None]:
+        assert self._files is not None
+        content = self._store.places.take()
+        try:
+            self._files.read(part.name, proof, content)
+        except FileUnusable as error:
+            return content, str(error)
+        except OSError as error:
+            return content, f"its file cannot be read: {error.strerror}"
+        return content, None
+
+
+class Writing:
+    """Writes what is in memory and should be in a file, for as long as there is some, and removes surplus files. Begun
+    again whenever there is more."""
+
+    def __init__(self, store: BlockStore, files: BlockFiles, on_end: Callable[[], None]) -> None:
+        self.gate = Gate()
+        self._store = store
+        self._files = files
+        self._on_end = on_end
+        self._name: BlockHash | None = None  # that is being written
+        self._has_warned = False
+
+    def next_work(self) -> Callable[[], Any] | None:
+        if not self._store.has_file_work or not self.gate.is_wanted:
+            return None
+        self._name = self._store.next_to_write()
+        kept = None if self._name is None else self._store.in_memory(self._name)
+        return partial(self._write, self._store.take_surplus(), self._name, kept)
+
+    def take(self, result: None) -> None:
+        if self._name is not None:
+            self._store.wrote(self._name)
+            self._name = None
+
+    def fail(self, error: Exception) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("blocks not written to the directory, memory goes on error=%r", error)
+        if self._name is None:
+            self._store.counts.write_failures += 1
+        else:
+            self._store.not_written(self._name)
+            self._name = None
+
+    def end(self) -> None:
+        self._on_end()
+
+    def _write(self, surplus: Sequence[str], name: BlockHash | None, kept: KeptBlock | None) -> None:
+        self._files.remove(surplus)
+        if name is not None:
+            assert kept is not None
+            self._files.write(name, kept.proof, kept.content)
+
+
+def _blocks_of_batch(store: BlockStore) -> int:
+    return max(1, BATCH_BYTES // store.block_bytes)
