@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -12,13 +14,17 @@ import msgspec
 import trio
 
 from trioserve.config import Config, make_config, runtime_settings
+from trioserve.connectors.registry import find_connector
+from trioserve.connectors.settings import ConnectorSettings, connector_settings
 from trioserve.contracts.errors import InvalidRequest, ModelLoadError, StartupError
+from trioserve.contracts.kv_transfer import ConnectorSetup
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
 from trioserve.metrics.registry import Metrics
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.default_model import DOWNLOAD_THREAD, resolve_model
+from trioserve.model.loading.weights_name import weights_name
 from trioserve.model.settings import ModelSettings
 from trioserve.runtime.abandonable import call_abandonable
 from trioserve.runtime.engine import Engine, ModelDescription
@@ -32,6 +38,8 @@ if TYPE_CHECKING:
     from trioserve.model.runner import ModelRunner
 
 __all__ = ["LoadReport", "Loaded", "default_served_name", "open_configured_engine", "open_engine"]
+
+logger = logging.getLogger(__name__)
 
 LoadReport = Callable[[int, int], None]
 """Called from the compute thread with the bytes of weights read so far, and all there are."""
@@ -74,6 +82,8 @@ async def open_configured_engine(
 ) -> AsyncIterator[Engine]:
     """The same from a Config, with a look at the loading."""
     started_at = time.perf_counter()
+    transfers = connector_settings(config.kv_transfer_config, config.role)
+    make_connector = None if transfers is None else find_connector(transfers.connector)
     with errors_unwrapped():
         async with WorkerThread("compute") as compute, WorkerThread("text") as text:
             # It may be a download, which nothing can end from outside: not in a thread that leaving waits for.
@@ -82,7 +92,21 @@ async def open_configured_engine(
             runners: list[ModelRunner] = []
             try:
                 runner, tokenizer = await _load(config, checkpoint, compute, text, on_progress, runners)
-                core = EngineCore(_core_settings(config, runner, checkpoint))
+                connector = None
+                if transfers is not None and make_connector is not None:
+                    if transfers.ignored:
+                        logger.warning("of --kv-transfer-config ignored=%s", ",".join(transfers.ignored))
+                    name = await text.run_cancellable(weights_name, checkpoint)
+                    connector = make_connector(
+                        ConnectorSetup(
+                            engine_id=secrets.token_hex(16),
+                            role=transfers.role,
+                            pages=runner.kv_pages(name),
+                            options=transfers.options,
+                            wake=lambda: engine.wake(),
+                        )
+                    )
+                core = EngineCore(_core_settings(config, transfers, runner, checkpoint), connector=connector)
                 on_loaded(
                     Loaded(
                         model_path=path,
@@ -119,6 +143,8 @@ async def open_configured_engine(
                         runtime_settings(config), kv_events_max=EVENTS_MAX if config.kv_events else 0
                     ),
                     default_sampling=_default_sampling(checkpoint),
+                    connector=connector,
+                    role=None if transfers is None else transfers.shown_role,
                 )
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(engine.keep_deadlines)
@@ -205,7 +231,9 @@ def _model_settings(config: Config) -> ModelSettings:
     )
 
 
-def _core_settings(config: Config, runner: ModelRunner, checkpoint: Checkpoint) -> CoreSettings:
+def _core_settings(
+    config: Config, transfers: ConnectorSettings | None, runner: ModelRunner, checkpoint: Checkpoint
+) -> CoreSettings:
     context_tokens_max = checkpoint.config.context_tokens_max
     if config.max_model_len is not None:
         if config.max_model_len > context_tokens_max:
@@ -225,6 +253,10 @@ def _core_settings(config: Config, runner: ModelRunner, checkpoint: Checkpoint) 
         enable_prefix_caching=config.enable_prefix_caching,
         overlap_steps=config.overlap_steps,
         draft_tokens_max=config.speculative_ngram,
+        hold_seconds_max=config.kv_hold_timeout,
+        remote_kv_seconds_max=config.kv_load_timeout,
+        held_share_max=config.kv_held_share,
+        load_failure_policy="recompute" if transfers is None else transfers.load_failure_policy,
     )
 
 

@@ -23,6 +23,11 @@ SERVER_OPTIONS = frozenset(
         *(field.name for field in msgspec.structs.fields(RouteConfig) if field.name != "log_level"),
         "served_model_name",
         "frontend",
+        "kv_held_share",
+        "kv_hold_timeout",
+        "kv_load_timeout",
+        "kv_transfer_config",
+        "role",
         "trust_request_chat_template",
     }
 )

@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union
 import msgspec
 from msgspec import Meta
 
+from trioserve.connectors.settings import connector_settings
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.errors import InvalidRequest, StartupError
 from trioserve.core.settings import check_overlap
@@ -183,6 +184,21 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
         "their prompts; 0 is off", "TOKENS", ge=0, le=15)] = 0
     kv_events: Annotated[bool, _about(
         "tell at /kv_events which blocks the prefix cache holds, for a router with --policy kv_aware")] = False
+    kv_transfer_config: Annotated[str | dict[str, Any] | None, _about(
+        "JSON as in vLLM: how KV blocks travel to and from other engines, "
+        """such as {"kv_connector": "tcp", "kv_role": "kv_both"}; default: not at all""", "JSON")] = None
+    role: Annotated[Literal["prefill", "decode", "both"], _about(
+        "what a router should use this engine for; with prefill or decode and no --kv-transfer-config the connector is "
+        "tcp")] = "both"
+    kv_hold_timeout: Annotated[float, _about(
+        "seconds that KV blocks of an answered request are kept for another engine without a sign of life from it",
+        "SECONDS", gt=0, le=3600)] = 10.0
+    kv_load_timeout: Annotated[float, _about(
+        "seconds that a request waits for KV from another engine, before --kv-transfer-config's "
+        "kv_load_failure_policy applies", "SECONDS", gt=0, le=3600)] = 10.0
+    kv_held_share: Annotated[float, _about(
+        "share of the KV cache that may be kept for other engines; beyond it answers come without kv_transfer_params",
+        "SHARE", gt=0, le=1)] = 0.5
     frontend: Annotated[Literal["native", "hypercorn"], _about(
         "who speaks HTTP; hypercorn knows fewer ways to stop")] = "native"
     trust_request_chat_template: Annotated[bool, _about(
@@ -190,7 +206,9 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
     # fmt: on
 
     def __post_init__(self) -> None:
-        check_overlap(self.overlap_steps, self.speculative_ngram)  # now, and not when the model has been loaded
+        # Now, and not when the model has been loaded.
+        check_overlap(self.overlap_steps, self.speculative_ngram)
+        connector_settings(self.kv_transfer_config, self.role)
 
 
 ConfigType = TypeVar("ConfigType", bound=ServerConfig)

@@ -85,7 +85,7 @@ async def serve_configured(
             else:
                 server = FrontendServer(handler, limits=limits, ssl_context=ssl_context)
                 front_end = NativeFrontEnd(server, listeners, metrics)
-            service = Service(worker, front_end, runtime_settings(config))
+            service = Service(worker, front_end, runtime_settings(config), wait_for_rest=engine.wait_until_idle)
             engine.on_fault = service.pass_on_fault
             with errors_unwrapped():
                 async with trio.open_nursery() as nursery:

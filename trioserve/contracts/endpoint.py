@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from typing import NewType
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from trioserve.contracts.block_hash import BlockHash
+from trioserve.contracts.kv_transfer import EngineRole
 
 __all__ = ["PREFIX_BLOCK_TOKENS", "EndpointId", "EndpointLoad", "RoutedRequest"]
 
@@ -48,9 +50,11 @@ class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 class EndpointLoad(msgspec.Struct, frozen=True, kw_only=True):
     """What an endpoint reports of itself. running, waiting: sequences. seats: how many may run there; None if it does
-    not say. kv_usage: 0 to 1."""
+    not say. kv_usage: 0 to 1. role: what it is meant for, if it can give KV to other engines or take it; otherwise it
+    is left out."""
 
     running: int
     waiting: int
     seats: int | None = None
     kv_usage: float = 0.0
+    role: EngineRole | UnsetType = UNSET

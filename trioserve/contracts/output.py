@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from trioserve.contracts.events import FinishReason, TokenLogprob
+from trioserve.contracts.kv_transfer_params import KVTransferParams
 
 __all__ = ["Delta"]
 
@@ -16,7 +17,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: the tokens that arrived since the last delta, end token included; logprobs: None, or one per token.
     finish_reason: set on the choice's last delta, and on no other. stop_reason: the stop string or stop token id that
     ended it, or the name of the deadline that passed; None for the model's own end token. message: says what happened
-    when finish_reason is ERROR, ABORT or DEADLINE.
+    when finish_reason is ERROR, ABORT or DEADLINE. kv_transfer: on the last delta, how another engine gets at the KV of
+    this choice, if it is held for that.
     """
 
     index: int
@@ -26,3 +28,4 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     message: str | None = None
+    kv_transfer: KVTransferParams | None = None

@@ -9,7 +9,7 @@ is reported later, twice, or about nothing is counted and changes nothing.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -45,6 +45,7 @@ class BlockHolds:
         # All last equally long from their last sign of life, so that they stand in the order in which they expire.
         self._holds: OrderedDict[HoldKey, Hold] = OrderedDict()
         self._ended: OrderedDict[HoldKey, bool] = OrderedDict()  # whether it expired
+        self.on_end: Callable[[Hold], None] = lambda hold: None  # its blocks are back; must not call the core
 
     def __len__(self) -> int:
         return len(self._holds)
@@ -111,6 +112,7 @@ class BlockHolds:
     def _end(self, hold: Hold, *, expired: bool) -> None:
         self._pool.let_go(hold.blocks)
         self._remember((hold.request_id, hold.kind), expired=expired)
+        self.on_end(hold)
 
     def _remember(self, key: HoldKey, *, expired: bool) -> None:
         self._ended[key] = expired

@@ -252,6 +252,7 @@ class EngineCore:
             draft_tokens_total=self._draft_tokens_total,
             accepted_tokens_total=self._accepted_tokens_total,
             loaded_tokens_total=0 if transfers is None else transfers.loaded_tokens_total,
+            holds_refused_total=0 if transfers is None else transfers.holds_refused_total,
             transfer_faults_total={} if transfers is None else dict(transfers.faults.totals),
         )
 

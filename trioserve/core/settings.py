@@ -36,6 +36,8 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
         costs a twentieth of a step; beyond, it costs as much as it can save.
     hold_seconds_max: how long a connector may keep the blocks of a request that is over before they are taken back.
     remote_kv_seconds_max: how long a request waits for KV from elsewhere.
+    held_share_max: share of the pool that connectors may hold of requests that asked for it; beyond that a request is
+        answered without being held. (So that one reader that is slow does not take the others' room.)
     load_failure_policy: whether a request whose KV does not come computes it here, or ends with an error.
     Raises StartupError when the limits contradict each other.
     """
@@ -51,6 +53,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     draft_step_tokens_max: int = 16
     hold_seconds_max: float = 10.0  # many times what a transfer takes, and short enough to wait for after a lost peer
     remote_kv_seconds_max: float = 10.0
+    held_share_max: float = 0.5
     load_failure_policy: Literal["recompute", "fail"] = "recompute"
 
     def __post_init__(self) -> None:
@@ -66,6 +69,8 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
             seconds = getattr(self, name)
             if not 0 < seconds <= 3600:
                 raise StartupError(f"{name} is {seconds}, it must be above 0 and at most 3600 seconds")
+        if not 0 < self.held_share_max <= 1:
+            raise StartupError(f"held_share_max is {self.held_share_max}, it must be above 0 and at most 1")
         if self.load_failure_policy not in ("recompute", "fail"):
             raise StartupError(f'load_failure_policy is "{self.load_failure_policy}", it may be "recompute" or "fail"')
         if self.step_tokens_max < self.running_requests_max:

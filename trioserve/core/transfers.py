@@ -18,6 +18,8 @@ count as used while their request waits for it, and as held from then on.
 
 from __future__ import annotations
 
+import msgspec
+
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer import (
@@ -30,6 +32,7 @@ from trioserve.contracts.kv_transfer import (
     TransferFault,
 )
 from trioserve.contracts.kv_transfer_params import KVTransferParams
+from trioserve.contracts.request import EngineRequest
 from trioserve.core.block_holds import BlockHolds
 from trioserve.core.connector_guard import ConnectorGuard
 from trioserve.core.kv_blocks import BlockPool
@@ -49,20 +52,28 @@ class Transfers:
 
     def __init__(self, settings: CoreSettings, pool: BlockPool, connector: KVConnector) -> None:
         self._settings = settings
+        self._pool = pool
         self.faults = TransferFaults()
         self._connector = ConnectorGuard(connector, self.faults)
         self.holds = BlockHolds(pool, settings.hold_seconds_max, self.faults)
         self.loads = RemoteLoads(settings, self._connector)
         self.loaded_tokens_total = 0
+        self.holds_refused_total = 0
+        self._held_blocks_max = int(settings.block_count * settings.held_share_max)
 
     def request_ends(self, live: LiveRequest, reason: FinishReason, now: float) -> KVTransferParams | None:
         """To be called once, while the request still has its blocks: those that somebody needs are held from now on.
-        Returns how that somebody gets at them."""
+        Returns how that somebody gets at them. Where too much is held already, the connector does not learn that this
+        request asks for it, too."""
         self._abandon(live, now)
         block_size = self._settings.block_size
         blocks = tuple(live.blocks[: -(-live.computed_count // block_size)])
         tokens = tuple(live.tokens[: live.computed_count])
-        if not self._connector.request_finished(live.request, blocks, tokens, reason):
+        request = live.request
+        if _asks_to_be_held(request) and self._pool.held_count + len(blocks) > self._held_blocks_max:
+            self.holds_refused_total += 1
+            request = msgspec.structs.replace(request, kv_transfer=None)
+        if not self._connector.request_finished(request, blocks, tokens, reason):
             return None
         self.holds.add(live.request.id, HoldKind.SEND, blocks, now)
         return self._connector.transfer_params(live.request.id)
@@ -131,3 +142,7 @@ class Transfers:
         written = live.blocks[live.computed_count // self._settings.block_size :]
         self.holds.add(request_id, HoldKind.LOAD, written, now)
         self._connector.load_abandoned(request_id)
+
+
+def _asks_to_be_held(request: EngineRequest) -> bool:
+    return request.kv_transfer is not None and request.kv_transfer.do_remote_decode

@@ -12,6 +12,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from trioserve.contracts.events import AbortOutcome, Phase
+from trioserve.contracts.kv_transfer import EngineRole
+from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.frontend.generation import Usage
 
 __all__ = [
@@ -113,6 +115,7 @@ class ChatCompletion(Answer):
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    kv_transfer_params: KVTransferParams | UnsetType = UNSET
 
 
 class ChatDelta(Answer):
@@ -130,7 +133,8 @@ class ChatChunkChoice(Answer):
 
 
 class ChatCompletionChunk(Answer):
-    """The data of one event of a streamed chat completion; choices is empty in the one with the usage at the end."""
+    """The data of one event of a streamed chat completion; choices is empty in the one with the usage at the end.
+    kv_transfer_params: with the finish_reason, when the KV is held for another engine."""
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -139,6 +143,7 @@ class ChatCompletionChunk(Answer):
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    kv_transfer_params: KVTransferParams | UnsetType = UNSET
 
 
 # --- text ---
@@ -167,7 +172,8 @@ class CompletionChoice(Answer):
 
 
 class Completion(Answer):
-    """A whole text completion, or the data of one event of a streamed one (without usage, or null, but at the end)."""
+    """A whole text completion, or the data of one event of a streamed one (without usage, or null, but at the end).
+    kv_transfer_params: with the finish_reason, when the KV is held for another engine."""
 
     id: str
     object: Literal["text_completion"]
@@ -175,6 +181,7 @@ class Completion(Answer):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
+    kv_transfer_params: KVTransferParams | UnsetType = UNSET
 
 
 # --- models, tokens ---
@@ -210,7 +217,7 @@ class Detokenized(Answer):
 
 
 class LiveRequest(Answer):
-    """age_seconds: since it came. blocks: of the KV cache, in use."""
+    """age_seconds: since it came. blocks: of the KV cache, in use, or held for another engine (state "held")."""
 
     id: str
     object: Literal["request"]
@@ -258,12 +265,14 @@ class NotReady(Answer):
 
 
 class Load(Answer):
-    """running, waiting: sequences. seats: how many may run at a time. kv_usage: share of the KV cache in use."""
+    """running, waiting: sequences. seats: how many may run at a time. kv_usage: share of the KV cache in use.
+    role: what the engine is meant for, where it gives KV to other engines or takes it."""
 
     running: int
     waiting: int
     seats: int | None
     kv_usage: float
+    role: EngineRole | UnsetType = UNSET
 
 
 class Version(Answer):

@@ -83,6 +83,7 @@ class Call(Answering):
             deadlines=deadlines,
             owner=self.owner,
             tenant=self.exchange.headers.get(self._tenant_header),
+            kv_transfer=body.kv_transfer_params,
         )
         self.streams.append(stream)
         return stream

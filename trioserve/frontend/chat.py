@@ -14,10 +14,18 @@ from trioserve.contracts.sampling import SAMPLING_RANGES, SamplingParams
 from trioserve.frontend.call import Call
 from trioserve.frontend.chat_prompt import chat_prompt
 from trioserve.frontend.deadline_fields import deadlines_of
-from trioserve.frontend.generation import Choice, collect, read_streams, usage_of, wait_until_begun
+from trioserve.frontend.generation import (
+    Choice,
+    collect,
+    read_streams,
+    transfer_fields,
+    usage_of,
+    wait_until_begun,
+    wait_until_released,
+)
 from trioserve.frontend.logprobs import chat_logprobs, prompt_logprobs
 from trioserve.frontend.openai_types import ChatBody
-from trioserve.frontend.sse import DONE, ChunkWriter, encode, one_line_json
+from trioserve.frontend.sse import DONE, ChunkWriter, encode, one_line_json, transfer_field
 
 if TYPE_CHECKING:
     from trioserve.runtime.request_stream import RequestStream
@@ -50,13 +58,18 @@ async def create_chat_completion(call: Call) -> None:
                     await call.exchange.send(piece)
 
             await read_streams([stream], send, keep_alive=call.keep_alive)
+            if stream.is_held:
+                await wait_until_released(stream, call.keep_alive)
         else:
             [choices] = await collect([stream], sampling.n)
+            if stream.is_held:  # a client that leaves before it knows of the hold ends it
+                await call.answer(_whole(call, body, stream, head, choices))
+                stream.keep_hold()
     # The engine's part is over, and its scope left: a slow client keeps nothing but its own bytes waiting.
     if body.stream:
         await call.exchange.send(events.end())
         await call.finish()
-    else:
+    elif call.status is None:
         await call.answer(_whole(call, body, stream, head, choices))
 
 
@@ -106,6 +119,7 @@ def _whole(
             for index, choice in enumerate(choices)
         ],
         "usage": usage_of([stream]),
+        **transfer_fields(choices),
     }
     if body.return_token_ids:
         answer["prompt_token_ids"] = stream.prompt_token_ids
@@ -147,7 +161,8 @@ class _ChatEvents:
             events.append(
                 self._chunk(
                     b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b,"stop_reason":%b}'
-                    % (delta.index, encode(delta.finish_reason.value), encode(delta.stop_reason))
+                    % (delta.index, encode(delta.finish_reason.value), encode(delta.stop_reason)),
+                    transfer_field(delta),
                 )
             )
         return b"".join(events)

@@ -15,10 +15,19 @@ from trioserve.contracts.output import Delta
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.frontend.call import Call
 from trioserve.frontend.deadline_fields import deadlines_of
-from trioserve.frontend.generation import Choice, Usage, collect, read_streams, usage_of, wait_until_begun
+from trioserve.frontend.generation import (
+    Choice,
+    Usage,
+    collect,
+    read_streams,
+    transfer_fields,
+    usage_of,
+    wait_until_begun,
+    wait_until_released,
+)
 from trioserve.frontend.logprobs import CompletionLogprobs, prompt_logprobs
 from trioserve.frontend.openai_types import CompletionBody
-from trioserve.frontend.sse import DONE, ChunkWriter, encode, one_line_json
+from trioserve.frontend.sse import DONE, ChunkWriter, encode, one_line_json, transfer_field
 
 if TYPE_CHECKING:
     from trioserve.runtime.request_stream import RequestStream
@@ -64,14 +73,19 @@ async def create_completion(call: Call) -> None:
                     await call.exchange.send(piece)
 
             await read_streams(streams, send, keep_alive=call.keep_alive)
+            if streams[0].is_held:
+                await wait_until_released(streams[0], call.keep_alive)
         else:
             choices = await collect(streams, sampling.n)
+            if streams[0].is_held:  # a client that leaves before it knows of the hold ends it
+                await call.answer(answer.whole(head, choices))
+                streams[0].keep_hold()
     # The engine's part is over, and its scopes left: a slow client keeps nothing but its own bytes waiting.
     if body.stream:
         await call.exchange.send(events.end())
         await call.finish()
-    else:
-        await call.answer({**head, "choices": answer.choices(choices), "usage": answer.usage()})
+    elif call.status is None:
+        await call.answer(answer.whole(head, choices))
 
 
 def _check(body: CompletionBody) -> None:
@@ -82,6 +96,11 @@ def _check(body: CompletionBody) -> None:
         )
     if body.max_tokens == 0 and not body.echo:
         raise InvalidRequest("max_tokens is 0, allowed is 1 or more (or 0 with echo)", param="max_tokens")
+    if body.kv_transfer_params is not None and len(_prompts(body)) > 1:
+        raise InvalidRequest(
+            f"prompt has {len(_prompts(body))} prompts, but kv_transfer_params are those of one: send them one by one",
+            param="kv_transfer_params",
+        )
     if body.prompt_logprobs is not None and body.stream:
         raise InvalidRequest("prompt_logprobs is not available when stream is true", param="prompt_logprobs")
 
@@ -142,6 +161,9 @@ class _Answer:
 
     def usage(self) -> Usage:
         return usage_of(self.streams)
+
+    def whole(self, head: dict[str, object], choices: list[list[Choice]]) -> dict[str, object]:
+        return {**head, "choices": self.choices(choices), "usage": self.usage(), **transfer_fields(choices[0])}
 
     def choices(self, choices: list[list[Choice]]) -> list[dict[str, object]]:
         return [
@@ -215,7 +237,8 @@ class _CompletionEvents:
             finish = b"null"
             if delta.finish_reason is not None:
                 finish = encode(delta.finish_reason.value) + b',"stop_reason":' + encode(delta.stop_reason)
-            events.append(self._chunk(index, delta.text, logprobs, finish + token_ids))
+            fields = transfer_field(delta)
+            events.append(self._chunk(index, delta.text, logprobs, finish + token_ids, fields))
         return b"".join(events)
 
     def end(self) -> bytes:
@@ -232,8 +255,10 @@ class _CompletionEvents:
         logprobs = self._answer.echoed_logprobs(stream, self._logprobs[index])
         return self._chunk(index, self._answer.echoes[stream_index], logprobs, b"null" + prompt_token_ids)
 
-    def _chunk(self, index: int, text: str, logprobs: dict[str, object] | None, end: bytes) -> bytes:
-        """end: the finish reason and whatever follows it."""
+    def _chunk(
+        self, index: int, text: str, logprobs: dict[str, object] | None, end: bytes, fields: bytes = b""
+    ) -> bytes:
+        """end: the finish reason and whatever follows it. fields: of the chunk itself (see ChunkWriter)."""
         choice = b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}' % (
             index,
             encode(text),
@@ -241,4 +266,4 @@ class _CompletionEvents:
             end,
         )
         usage = self._answer.usage() if self._body.wants_continuous_usage else None
-        return self._writer.chunk(choice, usage=usage)
+        return self._writer.chunk(choice, usage=usage, fields=fields)

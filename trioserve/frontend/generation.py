@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
@@ -10,6 +10,7 @@ import trio
 
 from trioserve.contracts.errors import TrioserveError
 from trioserve.contracts.events import FinishReason, TokenLogprob
+from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.output import Delta
 from trioserve.frontend.error_responses import foreign_end
 
@@ -17,7 +18,17 @@ if TYPE_CHECKING:
     from trioserve.runtime.deadline_keeper import Alarm
     from trioserve.runtime.request_stream import RequestStream
 
-__all__ = ["Choice", "KeepAlive", "Usage", "collect", "read_streams", "usage_of", "wait_until_begun"]
+__all__ = [
+    "Choice",
+    "KeepAlive",
+    "Usage",
+    "collect",
+    "read_streams",
+    "transfer_fields",
+    "usage_of",
+    "wait_until_begun",
+    "wait_until_released",
+]
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
@@ -52,6 +63,7 @@ class Choice:
         self.logprobs: list[TokenLogprob] = []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
+        self.kv_transfer: KVTransferParams | None = None
 
     @property
     def text(self) -> str:
@@ -63,6 +75,7 @@ class Choice:
         self.logprobs += delta.logprobs or ()
         if delta.finish_reason is not None:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+            self.kv_transfer = delta.kv_transfer
 
 
 async def wait_until_begun(stream: RequestStream) -> None:
@@ -112,6 +125,22 @@ async def read_streams(streams: Sequence[RequestStream], take: Take, *, keep_ali
         await _read(0, streams[0], take)
     else:
         await _read_patiently(streams[0], take, keep_alive)
+
+
+def transfer_fields(choices: Iterable[Choice]) -> dict[str, object]:
+    """`kv_transfer_params` of a whole answer, where there are some."""
+    params = next((choice.kv_transfer for choice in choices if choice.kv_transfer is not None), None)
+    return {} if params is None else {"kv_transfer_params": params}
+
+
+async def wait_until_released(stream: RequestStream, keep_alive: KeepAlive) -> None:
+    """Returns when nothing of the stream is held for another engine; keep_alive is sent meanwhile. So the client's
+    leaving ends the hold like everything else."""
+    while stream.is_held:
+        with trio.move_on_after(KEEP_ALIVE_SECONDS):
+            await stream.wait_until_released()
+            return
+        await keep_alive.send()
 
 
 async def _read(index: int, stream: RequestStream, take: Take) -> None:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
 from trioserve.contracts.sampling import SamplingParams
 
@@ -84,6 +85,7 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     ttft_timeout: float | None = None
     timeout: float | None = None
     response_format: ResponseFormat | None = None
+    kv_transfer_params: KVTransferParams | None = None
     # Known to others, not supported: anything but null or empty is refused (see REFUSED).
     structured_outputs: Any = None
     guided_json: Any = None

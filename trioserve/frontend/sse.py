@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
+from trioserve.contracts.output import Delta
 from trioserve.frontend.error_responses import ErrorAnswer
 
-__all__ = ["DONE", "ChunkWriter", "encode", "error_event", "one_line_json"]
+__all__ = ["DONE", "ChunkWriter", "encode", "error_event", "one_line_json", "transfer_field"]
 
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment, which every reader of events skips."""
@@ -41,6 +42,11 @@ class ChunkWriter:
     def around(self, choice_begin: bytes, choice_end: bytes) -> tuple[bytes, bytes]:
         """What stands before and behind the one value in which most events of an answer differ. Both in ASCII."""
         return self._head + choice_begin, choice_end + b"]" + self._end
+
+
+def transfer_field(delta: Delta) -> bytes:
+    """For ChunkWriter.chunk: how another engine gets at the KV of a choice that has ended, if it is held for that."""
+    return b"" if delta.kv_transfer is None else b',"kv_transfer_params":' + _one_line(encode(delta.kv_transfer))
 
 
 def one_line_json(value: object) -> bytes:

@@ -54,6 +54,20 @@ class Metrics:
     step_seconds: PlainHistogram
     kv_blocks: Gauge
     transfer_faults_total: Counter
+    kv_transfer_blocks_sent_total: Counter
+    kv_transfer_bytes_sent_total: Counter
+    kv_transfer_blocks_received_total: Counter
+    kv_transfer_bytes_received_total: Counter
+    kv_transfer_sends_completed_total: Counter
+    kv_transfer_sends_failed_total: Counter
+    kv_transfer_loads_completed_total: Counter
+    kv_transfer_loads_failed_total: Counter
+    kv_transfer_heartbeats_sent_total: Counter
+    kv_transfer_heartbeats_received_total: Counter
+    kv_transfer_loaded_tokens_total: Counter
+    kv_transfer_loads_waiting: Gauge
+    kv_transfer_requests_held: Gauge
+    kv_transfer_holds_refused_total: Counter
     requests_rejected_total: Counter
     connections_open: Gauge
     connections_total: Counter
@@ -86,6 +100,10 @@ class Metrics:
         self._callbacks: list[Callable[[], None]] = []
         for metric in self._metrics:
             setattr(self, metric.name, _instrument(metric, self.registry))
+
+    def has(self, name: str) -> bool:
+        """Whether there is a metric of this name, without prefix."""
+        return any(metric.name == name for metric in self._metrics)
 
     def on_scrape(self, callback: Callable[[], None]) -> None:
         """Have `callback` called before every exposition: the place to set gauges from a snapshot. It must not wait."""

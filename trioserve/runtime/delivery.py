@@ -7,9 +7,10 @@ runs between two steps, or, ending a stream, at any moment.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+import msgspec
 import trio
 
 from trioserve.contracts.events import (
@@ -21,8 +22,10 @@ from trioserve.contracts.events import (
     TokensReady,
 )
 from trioserve.contracts.ids import RequestId
+from trioserve.contracts.kv_transfer import HoldKind, TransferFault
 from trioserve.contracts.output import Delta
 from trioserve.contracts.step import StepPlan
+from trioserve.core.block_holds import Hold
 from trioserve.core.engine import EngineCore
 from trioserve.metrics.registry import Metrics
 from trioserve.runtime.request_stream import Choice, RequestStream
@@ -30,6 +33,8 @@ from trioserve.runtime.request_stream import Choice, RequestStream
 __all__ = ["Delivery"]
 
 logger = logging.getLogger(__name__)
+
+WHOLE = (FinishReason.STOP, FinishReason.LENGTH)  # an answer that ended so is complete
 
 
 class _Cancelled(NamedTuple):
@@ -52,10 +57,27 @@ class Delivery:
         self._step_count = 0  # steps that have ended
         self._token_count = 0  # of the step that is being delivered
         self._followed_counts: dict[float, int] = {}  # its sequences, by when they had their last token before
+        self._held: dict[RequestId, Choice] = {}  # over, and their blocks are held for another engine
+        self._faults_told: set[TransferFault] = set()
+        if core.transfers is not None:
+            core.transfers.holds.on_end = self._on_hold_end
 
     def __len__(self) -> int:
         """Sequences that the core has."""
         return len(self._choices)
+
+    @property
+    def held_count(self) -> int:
+        """Sequences that are over and held for another engine."""
+        return len(self._held)
+
+    def held_block_count(self, stream: RequestStream) -> int:
+        """Blocks that are held of a stream for another engine."""
+        transfers = self._core.transfers
+        if transfers is None or not stream.is_held:
+            return 0
+        holds = [transfers.holds.get(choice.sequence_id, HoldKind.SEND) for choice in stream.choices if choice.is_held]
+        return sum(len(hold.blocks) for hold in holds if hold is not None)
 
     def add(self, choice: Choice) -> None:
         """The core has the choice's sequence now."""
@@ -79,6 +101,16 @@ class Delivery:
         if not stream.core_count:
             stream.on_gone()
         self._wake()  # what a connector still needs of them has a deadline
+
+    def end_holds(self, stream: RequestStream) -> None:
+        """Nobody wants any more what is held of a stream for another engine: the connector is told, and lets it go in
+        its own time."""
+        if stream.kv_transfer is None:
+            return
+        # Also of those that a step planned ahead still reads: they are held only after it.
+        ids = [choice.sequence_id for choice in stream.choices if choice.sequence_id not in self._choices]
+        self._core.abort(ids, now=trio.current_time())
+        self._wake()
 
     def end_with_last_word(
         self, stream: RequestStream, reason: FinishReason, message: str | None, *, stop_reason: str | None = None
@@ -133,15 +165,25 @@ class Delivery:
         self._show_counts(now)
 
     def on_ended(self, events: list[EngineEvent]) -> None:
-        """Requests ended while no step did: the KV they waited for did not come."""
+        """Before each step: requests ended while none did, since the KV they waited for did not come."""
         for event in events:
             assert isinstance(event, RequestFinished)
             self._on_finished(event, None, trio.current_time())
+        if self._core.transfers is not None:
+            self._tell_faults(self._core.transfers.faults.latest)
+
+    def _tell_faults(self, latest: Mapping[TransferFault, str]) -> None:
+        """Each kind has its line in the log once; the metric counts them all."""
+        if len(latest) > len(self._faults_told):
+            for fault in latest.keys() - self._faults_told:
+                self._faults_told.add(fault)
+                logger.warning('transfer fault kind=%s first="%s"; more are only counted', fault.value, latest[fault])
 
     def _on_finished(self, event: RequestFinished, ready: TokensReady | None, now: float) -> None:
         choice = self._choices[event.request_id]
         reason = event.reason
-        if event.request_id in self._cancelled:
+        has_reader = event.request_id not in self._cancelled
+        if not has_reader:
             cancelled = self._cancelled.pop(event.request_id)
             if cancelled is not None:
                 self._observe_abort(event, cancelled, now)
@@ -149,7 +191,7 @@ class Delivery:
             choice.stream.push_end(choice, FinishReason.ERROR, event.message)
         else:
             reason = self._feed(choice, ready, event, now) or reason
-        self._let_go(event, now, reason)
+        self._let_go(event, now, reason, has_reader=has_reader)
 
     def _feed(
         self, choice: Choice, ready: TokensReady | None, finished: RequestFinished | None, now: float
@@ -159,7 +201,8 @@ class Delivery:
         assert not choice.is_ended
         if choice.is_mute:
             self._count_tokens(choice, 0 if ready is None else len(ready.token_ids), now)
-            stream.push_end(choice, FinishReason.LENGTH)
+            kv_transfer = None if finished is None else finished.kv_transfer
+            stream.push_end(choice, FinishReason.LENGTH, kv_transfer=kv_transfer)
             return FinishReason.LENGTH
         count_before = choice.output.token_count
         delta = self._output(choice, ready, finished)
@@ -172,11 +215,15 @@ class Delivery:
         if delta.finish_reason is not None:
             choice.is_ended = True
             if finished is None:  # a stop string ended it, or its text failed
-                result = self._core.abort([choice.sequence_id], delta.finish_reason, now=now)[choice.sequence_id]
-                if result.finished is None:
+                finished = self._core.abort([choice.sequence_id], delta.finish_reason, now=now)[
+                    choice.sequence_id
+                ].finished
+                if finished is None:
                     self._cancelled[choice.sequence_id] = None  # a step that was planned ahead has it once more
                 else:
-                    self._let_go(result.finished, now, delta.finish_reason)
+                    self._let_go(finished, now, delta.finish_reason)
+            if finished is not None and finished.kv_transfer is not None and delta.finish_reason in WHOLE:
+                delta = msgspec.structs.replace(delta, kv_transfer=finished.kv_transfer)
         stream.push(delta)
         return delta.finish_reason
 
@@ -226,19 +273,31 @@ class Delivery:
             stream = choice.stream
             stream.prompt_logprobs = (stream.prompt_logprobs or ()) + event.logprobs
 
-    def _let_go(self, event: RequestFinished, now: float, reason: FinishReason) -> None:
-        """The core has let a sequence go, blocks and all. reason: the one its reader is given, since a last token may
-        complete a stop string."""
+    def _let_go(self, event: RequestFinished, now: float, reason: FinishReason, *, has_reader: bool = True) -> None:
+        """The core has let a sequence go; its blocks, too, unless they are held. reason: the one its reader is given,
+        since a last token may complete a stop string. has_reader: who gets to know how it is held."""
         choice = self._choices.pop(event.request_id)
         stream = choice.stream
         stream.core_count -= 1
         if not stream.core_count:
             stream.on_gone()
+        if event.kv_transfer is not None:
+            if has_reader and reason in WHOLE:
+                choice.is_held = True
+                self._held[event.request_id] = choice
+            else:
+                self._core.abort([event.request_id], now=now)
         if choice.index == 0:
             stream.cached_token_count = event.cached_token_count
         self._metrics.request_success_total.labels(reason.value).inc()
-        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+        if reason in WHOLE:
             self._metrics.e2e_request_latency_seconds.observe(now - stream.entered_at)
+
+    def _on_hold_end(self, hold: Hold) -> None:
+        choice = self._held.pop(hold.request_id, None) if hold.kind is HoldKind.SEND else None
+        if choice is not None:
+            choice.is_held = False
+            choice.stream.note_released()
 
     def _observe_abort(self, event: RequestFinished, cancelled: _Cancelled, now: float) -> None:
         phase = event.phase.value

@@ -11,10 +11,11 @@ import itertools
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import msgspec
 import trio
+from msgspec import UNSET
 
 from trioserve.contracts.deadlines import Deadline, Deadlines
 from trioserve.contracts.endpoint import EndpointLoad
@@ -24,6 +25,8 @@ from trioserve.contracts.events import (
     FinishReason,
 )
 from trioserve.contracts.ids import RequestId
+from trioserve.contracts.kv_transfer import EngineRole, RunningConnector, Started
+from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.live import LiveRequestView
 from trioserve.contracts.prompt import Prompt
 from trioserve.contracts.request import EngineRequest
@@ -31,11 +34,14 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.stats import EngineStats
 from trioserve.core.engine import EngineCore
 from trioserve.metrics.registry import Metrics
+from trioserve.runtime.connector_metrics import show_connector
 from trioserve.runtime.deadline_keeper import Alarm, DeadlineKeeper
 from trioserve.runtime.delivery import Delivery
 from trioserve.runtime.dispatch import Turn
 from trioserve.runtime.ended_ids import EndedIds
 from trioserve.runtime.engine_loop import EngineLoop, StepRunner
+from trioserve.runtime.errors_unwrapped import errors_unwrapped
+from trioserve.runtime.kept_holds import KeptHolds
 from trioserve.runtime.kv_events import KvEvents
 from trioserve.runtime.live_view import view_of
 from trioserve.runtime.local_endpoint import local_dispatch, local_request
@@ -80,7 +86,8 @@ class Engine:
     """Made by open_engine. Every method belongs to the thread of the Trio program that opened it.
 
     new_request_id: for requests whose caller gives none. kv_events: what came and went in the prefix cache; None where
-    nobody is told.
+    nobody is told. connector: the core's; it runs as long as this does. role: what routers are told; None where KV
+    neither comes from other engines nor goes to them.
     """
 
     def __init__(
@@ -95,8 +102,11 @@ class Engine:
         settings: RuntimeSettings,
         default_sampling: SamplingParams | None = None,
         new_request_id: Callable[[], str] = _new_request_id,
+        connector: RunningConnector | None = None,
+        role: EngineRole | None = None,
     ) -> None:
         self.model = model
+        self.role = role
         self.tokenizer = tokenizer
         self.metrics = metrics
         self.default_sampling = default_sampling or SamplingParams()
@@ -104,7 +114,9 @@ class Engine:
         self.fault: EngineFault | None = None
         self.on_fault: Callable[[], Awaitable[None]] | None = None  # passes the last words on
         self._core = core
-        self._delivery = Delivery(core, metrics, wake=self._wake)
+        self._connector = connector
+        self._kept_holds = KeptHolds()
+        self._delivery = Delivery(core, metrics, wake=self.wake)
         self._loop = EngineLoop(core, steps, self._delivery)
         self._prompts = PromptEncoder(
             tokenizer, text_thread, vocab_size=model.vocab_size, context_tokens_max=model.context_tokens_max
@@ -119,6 +131,8 @@ class Engine:
         self._deadline_keeper = DeadlineKeeper()
         self.dispatch = local_dispatch(core.settings.running_requests_max, settings)
         self._is_running = False
+        self._steps_scope = trio.CancelScope()
+        self._connector_error: Exception | None = None
         self._idle = trio.Event()
         self.kv_events: KvEvents | None = None
         if settings.kv_events_max:
@@ -130,6 +144,8 @@ class Engine:
             )
         self._stats_seen = core.stats()
         metrics.on_scrape(self._set_gauges)
+        if connector is not None:
+            show_connector(metrics, connector.counts)
         show_router(metrics, self.dispatch)
 
     # --- the life of the engine ---
@@ -141,16 +157,50 @@ class Engine:
     ) -> None:
         """The engine's own task. Ends when cancelled, after the step in flight, with every block back.
 
-        Raises EngineFault when a step failed: every reader has the fault by then, and `on_fault` had
-        last_words_seconds_max to pass it on.
+        Raises EngineFault when a step or the connector failed: every reader has the fault by then, and `on_fault` had
+        last_words_seconds_max to pass it on. Raises StartupError, and has not started, if the connector cannot start.
         """
+        if self._connector is None:
+            await self._run_steps(task_status)
+            return
+        with errors_unwrapped():
+            async with trio.open_nursery() as nursery:
+                scope = trio.CancelScope()
+                place = await nursery.start(self._run_connector, self._connector, scope)
+                listens = "" if place is None else f" listens={place}"
+                logger.info("connector runs connector=%s role=%s%s", type(self._connector).__name__, self.role, listens)
+                scope.shield = True  # it is there as long as the core may call it: until the step in flight is over
+                try:
+                    await self._run_steps(task_status)
+                finally:
+                    scope.cancel()
+
+    async def _run_connector(
+        self, connector: RunningConnector, scope: trio.CancelScope, task_status: trio.TaskStatus[object]
+    ) -> None:
+        try:
+            with scope:
+                await connector.run(task_status=cast(Started, task_status))
+        except Exception as error:
+            if not self._is_running:
+                raise
+            self._connector_error = error  # rises where a step's would, once the step in flight is over
+            self._steps_scope.cancel()
+
+    async def _run_steps(self, task_status: trio.TaskStatus[None]) -> None:
         self._is_running = True
         task_status.started()
         try:
-            await self._loop.run()
+            with self._steps_scope:
+                await self._loop.run()
+            assert self._connector_error is not None
+            raise self._connector_error
         except Exception as error:
-            fault = EngineFault(f"a step of the engine failed: {type(error).__name__}: {error}")
+            what = "a step of the engine" if self._connector_error is None else "the connector"
+            fault = EngineFault(f"{what} failed: {type(error).__name__}: {error}")
             self.fault = fault
+            self._kept_holds.clear()  # nobody will report their end
+            self._note_idle()
             self._end_kv_events()
             for stream in self._live_streams():
                 stream.fail(fault)
@@ -166,6 +216,7 @@ class Engine:
             self._end_kv_events()
             if self.fault is None:
                 self.abort_all("the engine was closed")
+                self._core.progress(trio.current_time())  # what the connector lets go of at once is free
 
     async def keep_deadlines(self) -> None:
         """The engine's other task, beside run: ends requests whose time has come. Runs until cancelled."""
@@ -190,13 +241,17 @@ class Engine:
                 stream.fail(self._refused_draining())
 
     def abort_all(self, message: str) -> None:
-        """End every request; each reader gets a last delta with finish_reason ABORT and the message."""
+        """End every request, and every hold; each reader gets a last delta with finish_reason ABORT and the message,
+        unless it had one."""
         for stream in self._live_streams():
             self._delivery.end_with_last_word(stream, FinishReason.ABORT, message)
+            self._delivery.end_holds(stream)
+        for stream in self._kept_holds:
+            self._delivery.end_holds(stream)
 
     async def wait_until_idle(self) -> None:
-        """Returns when no request stream is entered. For use after drain()."""
-        while self._streams:
+        """Returns when no request stream is entered, and nothing is held for another engine. For use after drain()."""
+        while self._streams or self._kept_holds:
             if self._idle.is_set():  # otherwise somebody else waits for it, too
                 self._idle = trio.Event()
             await self._idle.wait()
@@ -215,13 +270,16 @@ class Engine:
         deadlines: Deadlines | None = None,
         owner: str | None = None,
         tenant: str | None = None,
+        kv_transfer: KVTransferParams | None = None,
     ) -> RequestStream:
         """A request, to be entered with `async with`. request_id: the caller's own; it need not be unique, and an abort
         by it ends all that bear it. priority: PRIORITY_MIN to PRIORITY_MAX, a lower number runs sooner. cache_salt:
         prefix blocks are shared only between requests with equal salts. add_special_tokens: of a prompt that is text,
         begin it as the model's tokenizer says; a chat's template does that itself. deadlines: in seconds from entering;
         what passes one ends with finish_reason DEADLINE. owner: who may see it and abort it by its id, besides those
-        who may see everything. tenant: the line is fair between them; default: the owner."""
+        who may see everything. tenant: the line is fair between them; default: the owner. kv_transfer: whether the KV
+        of its prompt is to be taken from another engine (of n choices the first one takes it, the others compute it or
+        hit), or held for one (n = 1; see RequestStream)."""
         return RequestStream(
             self,
             prompt,
@@ -233,20 +291,25 @@ class Engine:
             deadlines=(deadlines or Deadlines()).within(self._settings.deadlines, self._settings.deadlines_max),
             owner=owner,
             tenant=tenant or owner or "",
+            kv_transfer=kv_transfer,
         )
 
     def abort(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT, *, owner: str | None = None
     ) -> dict[str, AbortOutcome]:
         """End requests by the ids their callers gave. Never waits, never raises. A reader gets what came before and a
-        last delta with the reason; the blocks are back at once, or right after the step in flight. owner: only theirs;
-        those of others are unknown."""
+        last delta with the reason; the blocks are back at once, or right after the step in flight. What is held of one
+        that had finished comes back when the connector lets it go, which it is told to do. owner: only theirs; those of
+        others are unknown."""
         outcomes = {}
         for request_id in dict.fromkeys(request_ids):
-            streams = [stream for stream in self._streams.get(request_id, ()) if owner in (None, stream.owner)]
+            streams = [*self._streams.get(request_id, ()), *self._kept_holds.of(request_id)]
+            streams = [stream for stream in streams if owner in (None, stream.owner)]
             unfinished = [stream for stream in streams if not stream.is_finished]
             for stream in unfinished:
                 self._delivery.end_with_last_word(stream, reason, "the request was aborted by its id")
+            for stream in streams:
+                self._delivery.end_holds(stream)
             if unfinished:
                 outcomes[request_id] = AbortOutcome.ABORTED
             elif streams or self._ended_ids.knows(request_id, owner=owner):
@@ -256,12 +319,18 @@ class Engine:
         return outcomes
 
     def live_requests(self, *, owner: str | None = None) -> list[LiveRequestView]:
-        """Every request that is entered and not left, oldest first. owner: only theirs."""
+        """Every request that is entered and not left, or held, oldest first. owner: only theirs."""
         sequences = {live.request.id: live for live in self._core.live_requests()}
-        streams = [stream for stream in self._live_streams() if owner in (None, stream.owner)]
+        streams = [*self._live_streams(), *self._kept_holds]
+        streams = [stream for stream in streams if owner in (None, stream.owner)]
         now = trio.current_time()
         return [
-            view_of(stream, [sequences.get(choice.sequence_id) for choice in stream.choices], now)
+            view_of(
+                stream,
+                [sequences.get(choice.sequence_id) for choice in stream.choices],
+                now,
+                held_block_count=self._delivery.held_block_count(stream),
+            )
             for stream in sorted(streams, key=lambda stream: stream.entered_at)
         ]
 
@@ -294,7 +363,13 @@ class Engine:
             waiting=stats.waiting_count + self._preparing_count,
             seats=self._core.settings.running_requests_max,
             kv_usage=stats.kv_usage,
+            role=UNSET if self.role is None else self.role,
         )
+
+    def wake(self) -> None:
+        """There may be something for the step loop to do; a connector calls this when it has something to report.
+        Costs nothing while steps run."""
+        self._loop.wake()
 
     # --- called by RequestStream ---
 
@@ -303,6 +378,7 @@ class Engine:
         raises."""
         count = stream.sampling.n
         self._check_vocabulary(stream.sampling)
+        self._check_kv_transfer(stream)
         self._check_open(count)
         turn = self._turn(stream)
         stream.on_gone = lambda: self._leave_line(stream, turn)
@@ -329,9 +405,14 @@ class Engine:
         self._loop.wake()
 
     def leave(self, stream: RequestStream) -> None:
-        """The one way out of a request's scope. Synchronous; nothing to do when it has finished."""
+        """The one way out of a request's scope. Synchronous; nothing to do when it has finished and is not held."""
         self._delivery.end(stream, FinishReason.ABORT)
         stream.cancel_alarms()
+        if stream.is_hold_kept and stream.is_held and self.fault is None:
+            self._kept_holds.add(stream)
+            stream.on_released = lambda: self._forget_hold(stream)
+        else:
+            self._delivery.end_holds(stream)
         streams = self._streams[stream.id]
         streams.remove(stream)
         if not streams:
@@ -340,6 +421,28 @@ class Engine:
         self._note_idle()
 
     # --- inside ---
+
+    def _forget_hold(self, stream: RequestStream) -> None:
+        if self.fault is None:
+            self._kept_holds.remove(stream)
+            self._note_idle()
+
+    def _check_kv_transfer(self, stream: RequestStream) -> None:
+        asked = stream.kv_transfer
+        if asked is None or not (asked.do_remote_decode or asked.do_remote_prefill):
+            stream.kv_transfer = None
+        elif self.role is None:
+            raise InvalidRequest(
+                "kv_transfer_params ask for KV to be exchanged with another engine, but this server was started "
+                "without a connector that does: leave them out, or start it with --kv-transfer-config",
+                param="kv_transfer_params",
+            )
+        elif asked.do_remote_decode and stream.sampling.n > 1:
+            raise InvalidRequest(
+                f"n is {stream.sampling.n}, but with do_remote_decode it must be 1: one sequence is held for another "
+                "engine",
+                param="n",
+            )
 
     def _leave_line(self, stream: RequestStream, turn: Turn) -> None:
         """The core has nothing of it any more: its place or its lease is another's."""
@@ -429,6 +532,8 @@ class Engine:
                     seed=(seed + choice.index * SEED_STRIDE) % 2**64,
                     priority=stream.priority,
                     cache_salt=stream.cache_salt,
+                    # What one choice has loaded, the others may hit.
+                    kv_transfer=stream.kv_transfer if choice.index == 0 else None,
                 )
             )
             self._delivery.add(choice)
@@ -446,9 +551,6 @@ class Engine:
             message = f"the request's {deadline.value} of {seconds:g} s has passed"
             self._delivery.end_with_last_word(stream, FinishReason.DEADLINE, message, stop_reason=deadline.value)
 
-    def _wake(self) -> None:
-        self._loop.wake()
-
     def _live_streams(self) -> list[RequestStream]:
         return [stream for streams in self._streams.values() for stream in streams]
 
@@ -457,7 +559,7 @@ class Engine:
             self.kv_events.end()
 
     def _note_idle(self) -> None:
-        if not self._streams:
+        if not (self._streams or self._kept_holds):
             self._idle.set()
 
     def _set_gauges(self) -> None:
@@ -479,5 +581,9 @@ class Engine:
         metrics.spec_decode_num_drafts_total.inc(stats.drafts_total - seen.drafts_total)
         metrics.spec_decode_num_draft_tokens_total.inc(stats.draft_tokens_total - seen.draft_tokens_total)
         metrics.spec_decode_num_accepted_tokens_total.inc(stats.accepted_tokens_total - seen.accepted_tokens_total)
+        metrics.kv_transfer_loads_waiting.set(stats.remote_kv_count)
+        metrics.kv_transfer_requests_held.set(self._delivery.held_count)
+        metrics.kv_transfer_loaded_tokens_total.inc(stats.loaded_tokens_total - seen.loaded_tokens_total)
+        metrics.kv_transfer_holds_refused_total.inc(stats.holds_refused_total - seen.holds_refused_total)
         for fault, total in stats.transfer_faults_total.items():
             metrics.transfer_faults_total.labels(fault.value).inc(total - seen.transfer_faults_total[fault])

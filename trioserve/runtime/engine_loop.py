@@ -63,9 +63,11 @@ class EngineLoop:
         self._delivery = delivery
         self._overlapped = OverlappedSteps(core, steps.run_step, delivery) if core.settings.overlap_steps else None
         self._work_arrived = trio.Event()
+        self._is_woken = False
 
     def wake(self) -> None:
         """There may be something to do. Costs nothing while steps run."""
+        self._is_woken = True
         self._work_arrived.set()
 
     def on_transfer(self, event: TransferEvent) -> None:
@@ -79,9 +81,13 @@ class EngineLoop:
         while True:
             await checkpoint()
             now = trio.current_time()
+            self._is_woken = False
             self._delivery.on_ended([*self._core.progress(now), *self._core.expire(now)])
             plan = self._core.schedule(now)
             if plan is None:
+                if self._is_woken:  # by the connector, just when the core asked it: there is more to ask
+                    await trio.lowlevel.checkpoint()
+                    continue
                 self._work_arrived = trio.Event()
                 deadline = self._core.next_deadline()
                 with trio.move_on_at(math.inf if deadline is None else deadline):

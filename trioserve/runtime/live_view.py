@@ -12,11 +12,14 @@ from trioserve.runtime.request_stream import RequestStream
 __all__ = ["view_of"]
 
 
-def view_of(stream: RequestStream, sequences: Sequence[LiveRequest | None], now: float) -> LiveRequestView:
-    """sequences: those of the stream's choices, None for one that has ended or is not yet with the core."""
+def view_of(
+    stream: RequestStream, sequences: Sequence[LiveRequest | None], now: float, *, held_block_count: int = 0
+) -> LiveRequestView:
+    """sequences: those of the stream's choices, None for one that has ended or is not yet with the core.
+    held_block_count: blocks of it that are held for another engine."""
     living = [live for live in sequences if live is not None]
     if stream.is_finished:
-        state = "finished"
+        state = "held" if stream.is_held else "finished"
     elif not living:
         state = "preparing"
     else:
@@ -33,5 +36,5 @@ def view_of(stream: RequestStream, sequences: Sequence[LiveRequest | None], now:
         age_seconds=now - stream.entered_at,
         prompt_token_count=len(stream.prompt_token_ids),
         completion_token_count=stream.completion_token_count,
-        block_count=sum(len(live.blocks) for live in living),
+        block_count=sum(len(live.blocks) for live in living) + held_block_count,
     )

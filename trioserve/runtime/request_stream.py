@@ -17,6 +17,7 @@ from trioserve.contracts.deadlines import Deadline, Deadlines
 from trioserve.contracts.errors import AlreadyEnded
 from trioserve.contracts.events import FinishReason, TokenLogprob
 from trioserve.contracts.ids import RequestId
+from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.output import Delta
 from trioserve.contracts.prompt import Prompt
 from trioserve.contracts.sampling import SamplingParams
@@ -38,6 +39,7 @@ class Choice:
         "has_run",
         "index",
         "is_ended",
+        "is_held",
         "is_mute",
         "last_token_at",
         "output",
@@ -54,6 +56,7 @@ class Choice:
         self.output = output
         self.is_mute = is_mute  # max_tokens is 0: the prompt is computed, the one token it gives is not shown
         self.is_ended = False  # its last delta was pushed, or its stream failed
+        self.is_held = False  # it is over, and a connector holds its blocks for another engine
         self.has_run = False  # was in a step, whether or not it lost its blocks again
         self.first_token_at: float | None = None
         self.last_token_at = 0.0
@@ -65,6 +68,10 @@ class RequestStream:
     Entering raises Overloaded, Draining, InvalidRequest or ContextTooLong, and then holds nothing. Iterating yields the
     deltas of all choices until each has one with a finish_reason, and raises EngineFault when the engine broke, or
     Draining when the server is leaving and the request had not begun to run.
+
+    An answer may leave blocks that are held for another engine (is_held; the last delta has kv_transfer then). Leaving
+    the scope ends the hold like everything else, so whoever wants it read waits for that inside
+    (wait_until_released), or says that it may outlive the scope (keep_hold). A hold takes no place and no lease.
     """
 
     def __init__(
@@ -80,8 +87,12 @@ class RequestStream:
         deadlines: Deadlines,
         owner: str | None,
         tenant: str,
+        kv_transfer: KVTransferParams | None = None,
     ) -> None:
         self.id = request_id
+        self.kv_transfer = kv_transfer
+        self.is_hold_kept = False  # it outlives the scope
+        self.on_released: Callable[[], None] = lambda: None  # no block of it is held any more
         self.sampling = sampling
         self.priority = priority
         self.cache_salt = cache_salt
@@ -107,6 +118,7 @@ class RequestStream:
         self._error: Exception | None = None
         self._waiting: list[trio.lowlevel.Task] = []  # most often one, the reader
         self._begun = trio.Event()
+        self._released: trio.Event | None = None  # while somebody waits for it
 
     async def __aenter__(self) -> RequestStream:
         if self._state != "new":
@@ -158,6 +170,27 @@ class RequestStream:
         """Every choice has had its last delta, or the request failed."""
         return all(choice.is_ended for choice in self.choices)
 
+    @property
+    def is_held(self) -> bool:
+        """Whether a connector holds blocks of it for another engine: of a choice that is over."""
+        return any(choice.is_held for choice in self.choices)
+
+    async def wait_until_released(self) -> None:
+        """Returns when no block of it is held for another engine: they have been read, or nobody wants them any more,
+        or their time is over. At once where none is. Raises EngineFault if the engine breaks meanwhile."""
+        await trio.lowlevel.checkpoint_if_cancelled()
+        while self.is_held:
+            if self._error is not None:
+                raise self._error
+            if self._released is None:
+                self._released = trio.Event()
+            await self._released.wait()
+
+    def keep_hold(self) -> None:
+        """Let what is held of it outlive the scope: until it has been read, or is aborted by id, or its time is
+        over. Whoever calls this has told somebody how to read it."""
+        self.is_hold_kept = True
+
     async def wait_until_begun(self) -> Delta | None:
         """Returns when the request runs; or, if it ended in the line, the delta that says so. Raises what it failed
         with. So whoever answers over HTTP can still choose the status."""
@@ -175,6 +208,12 @@ class RequestStream:
         self._begun.set()
         if all(choice.has_run for choice in self.choices):
             self._cancel_alarm(Deadline.QUEUE)
+
+    def note_released(self) -> None:
+        """The hold of one of its choices has ended."""
+        if not self.is_held:
+            self._end_wait_for_release()
+            self.on_released()
 
     def note_first_token(self) -> None:
         self._cancel_alarm(Deadline.FIRST_TOKEN)
@@ -206,6 +245,7 @@ class RequestStream:
         *,
         stop_reason: str | None = None,
         held_back: Delta | None = None,
+        kv_transfer: KVTransferParams | None = None,
     ) -> None:
         """The last delta of a choice that ended by another's hand. held_back: the text that had not been shown yet."""
         choice.is_ended = True
@@ -218,8 +258,14 @@ class RequestStream:
                 finish_reason=reason,
                 stop_reason=stop_reason,
                 message=message,
+                kv_transfer=kv_transfer,
             )
         )
+
+    def _end_wait_for_release(self) -> None:
+        if self._released is not None:
+            self._released.set()
+            self._released = None
 
     def fail(self, error: Exception) -> None:
         """The reader gets `error` once it has fetched what came before, unless that was all."""
@@ -228,6 +274,7 @@ class RequestStream:
             choice.is_ended = True
         self._error = error
         self._begun.set()
+        self._end_wait_for_release()
         self._wake_readers()
 
     def _wake_readers(self) -> None:

@@ -39,14 +39,27 @@ class Worker(Protocol):
         """End the others, too; their readers get the message."""
 
 
-class Service:
-    """A worker and the front end before it, from start to stop."""
+async def _nothing() -> None:
+    await trio.lowlevel.checkpoint()
 
-    def __init__(self, worker: Worker, front_end: FrontEnd, settings: RuntimeSettings) -> None:
+
+class Service:
+    """A worker and the front end before it, from start to stop. wait_for_rest: returns when nothing is left of requests
+    whose clients have their answers already (blocks that are held for another engine)."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        front_end: FrontEnd,
+        settings: RuntimeSettings,
+        *,
+        wait_for_rest: Callable[[], Awaitable[None]] = _nothing,
+    ) -> None:
         self._worker = worker
         self._front_end = front_end
         self._settings = settings
-        self._is_over = trio.Event()  # the front end serves nobody any more
+        self._wait_for_rest = wait_for_rest
+        self._is_over = trio.Event()  # the front end serves nobody any more, and nothing is left of anybody
 
     async def run(
         self,
@@ -74,6 +87,7 @@ class Service:
 
     async def _serve_to_the_end(self, task_status: trio.TaskStatus[None]) -> None:
         await self._front_end.serve(task_status=task_status)
+        await self._wait_for_rest()
         self._is_over.set()
 
     async def pass_on_fault(self) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Literal
 
 import trio
 from trio.testing import wait_all_tasks_blocked
 
 from trioserve.contracts.deadlines import Deadlines
+from trioserve.contracts.kv_transfer import EngineRole, RunningConnector
 from trioserve.contracts.step import StepPlan
 from trioserve.core.settings import CoreSettings
 from trioserve.metrics.registry import Metrics
@@ -28,6 +30,9 @@ from trioserve.testing.scripted_model import Answer, NextToken, answering, follo
 __all__ = ["FakeEngine", "InjectedFault", "open_fake_engine"]
 
 
+NewConnector = Callable[[FakeExecutor, Callable[[], None]], RunningConnector]
+
+
 class InjectedFault(Exception):
     """What breaks an engine or a request because a test wants it to."""
 
@@ -35,7 +40,7 @@ class InjectedFault(Exception):
 class FakeEngine(Engine):
     """Made by open_fake_engine: an Engine, and what a test needs besides.
 
-    core, steps, executor: its inside, to look at.
+    core, steps, executor, connector: its inside, to look at.
     """
 
     def __init__(
@@ -46,8 +51,11 @@ class FakeEngine(Engine):
         settings: RuntimeSettings,
         *,
         step_seconds: float,
+        connector: RunningConnector | None = None,
+        role: EngineRole | None = None,
     ) -> None:
         self.core = core
+        self.connector = connector
         self.executor = executor
         self.steps = ControlledSteps(executor, seconds=step_seconds)
         super().__init__(
@@ -66,6 +74,8 @@ class FakeEngine(Engine):
             metrics=Metrics("fake"),
             settings=settings,
             new_request_id=map("req-{}".format, itertools.count(1)).__next__,
+            connector=connector,
+            role=role,
         )
 
     # --- when it steps ---
@@ -77,7 +87,7 @@ class FakeEngine(Engine):
     def resume(self) -> None:
         """The engine steps by itself again."""
         self.core.is_paused = False
-        self._wake()
+        self.wake()
 
     async def step(self, count: int = 1) -> StepPlan | None:
         """Let one step happen, or several: schedule, forward pass, aborts, update, deliver. Before and after it, every
@@ -117,7 +127,7 @@ class FakeEngine(Engine):
         if self.core.is_paused:
             self.core.give_step()
         try:
-            self._wake()
+            self.wake()
             await wait_all_tasks_blocked()
             while self.steps.plan is not None and not self.steps.is_held:  # one that had begun before
                 await self.core.asked_again()
@@ -192,6 +202,12 @@ async def open_fake_engine(
     model: FakeModel | None = None,
     deadlines: Deadlines | None = None,
     deadlines_max: Deadlines | None = None,
+    connector: NewConnector | None = None,
+    role: EngineRole = "both",
+    hold_seconds_max: float = 10.0,
+    remote_kv_seconds_max: float = 10.0,
+    held_share_max: float = 0.5,
+    load_failure_policy: Literal["recompute", "fail"] = "recompute",
 ) -> AsyncIterator[FakeEngine]:
     """An engine as open_engine gives it, but for the model: bytes are tokens, and a forward pass takes step_seconds.
 
@@ -202,7 +218,9 @@ async def open_fake_engine(
     begins until step(), held_step() or resume(). What it says, of these at most one:
     `answer`, a text or a function of the prompt's text; `next_token`, a function of the tokens so far; `model`.
     Otherwise it follows from the prompt, but looks random. deadlines, deadlines_max: defaults and upper limits for
-    every request.
+    every request. connector: makes one from the executor and what wakes the engine, such as ScriptedConnector; with it
+    go the engine's role, how long blocks are held and KV is waited for, the share of the pool that may be held, and
+    what becomes of a request whose KV does not come.
 
     Inside, the KV blocks are watched: a step that reads a block that another request wrote to is an AssertionError.
     Leaving does what leaving open_engine does.
@@ -213,6 +231,10 @@ async def open_fake_engine(
         model = answering(answer)
     elif next_token is not None:
         model = following(next_token)
+    executor = FakeExecutor(
+        block_count=block_count, block_size=block_size, model=model or FakeModel(vocab_size=BYTE_VOCAB_SIZE - 1)
+    )
+    made = None if connector is None else connector(executor, lambda: engine.wake())
     core = GatedCore(
         CoreSettings(
             block_count=block_count,
@@ -223,11 +245,13 @@ async def open_fake_engine(
             enable_prefix_caching=enable_prefix_caching,
             overlap_steps=overlap_steps,
             draft_tokens_max=speculative_ngram,
+            hold_seconds_max=hold_seconds_max,
+            remote_kv_seconds_max=remote_kv_seconds_max,
+            held_share_max=held_share_max,
+            load_failure_policy=load_failure_policy,
         ),
         is_paused=paused,
-    )
-    executor = FakeExecutor(
-        block_count=block_count, block_size=block_size, model=model or FakeModel(vocab_size=BYTE_VOCAB_SIZE - 1)
+        connector=made,
     )
     settings = RuntimeSettings(
         waiting_requests_max=waiting_requests_max,
@@ -239,7 +263,15 @@ async def open_fake_engine(
     )
     with errors_unwrapped():
         async with WorkerThread("text") as text_thread:
-            engine = FakeEngine(core, executor, text_thread, settings, step_seconds=step_seconds)
+            engine = FakeEngine(
+                core,
+                executor,
+                text_thread,
+                settings,
+                step_seconds=step_seconds,
+                connector=made,
+                role=None if made is None else role,
+            )
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(engine.keep_deadlines)
                 await nursery.start(engine.run)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import trio
 
+from trioserve.contracts.kv_transfer import KVConnector
 from trioserve.contracts.step import StepPlan
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
@@ -18,8 +19,8 @@ __all__ = ["GatedCore"]
 class GatedCore(EngineCore):
     """is_paused: schedule answers None; `give_step` makes one exception. Nothing is planned ahead then."""
 
-    def __init__(self, settings: CoreSettings, *, is_paused: bool) -> None:
-        super().__init__(settings)
+    def __init__(self, settings: CoreSettings, *, is_paused: bool, connector: KVConnector | None = None) -> None:
+        super().__init__(settings, connector=connector)
         self.is_paused = is_paused
         self._has_step = False
         self._asked = trio.Event()

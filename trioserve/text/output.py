@@ -145,4 +145,5 @@ def merge(first: Delta, second: Delta) -> Delta:
         finish_reason=second.finish_reason,
         stop_reason=second.stop_reason,
         message=second.message,
+        kv_transfer=second.kv_transfer,
     )

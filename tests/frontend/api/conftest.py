@@ -125,6 +125,7 @@ class ScriptedStream:
         self.cached_token_count = 0
         self.completion_token_count = 0
         self.entered = self.left = False
+        self.is_held = False
         self.taken_count = 0
         self._engine = engine
         self._steps: Iterator[Step] = iter(())

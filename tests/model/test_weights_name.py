@@ -1,0 +1,37 @@
+"""The name of weights tells models apart whose shapes are equal, and does not care where the files lie."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from trioserve.model.loading.checkpoint import open_checkpoint
+from trioserve.model.loading.weights_name import weights_name
+
+
+def changed(directory: Path, tensor: str, copy: Path) -> Path:
+    """A copy of a checkpoint in which one number of one tensor is another."""
+    shutil.copytree(directory, copy)
+    path = copy / "model.safetensors"
+    tensors = {name: np.array(values) for name, values in load_file(path).items()}
+    tensors[tensor].reshape(-1)[-1] += 1
+    save_file(tensors, path)
+    return copy
+
+
+def test_a_copy_has_the_same_name_and_a_child_another(tiny_checkpoint, tmp_path):
+    directory = tiny_checkpoint("llama")
+    name = weights_name(open_checkpoint(directory))
+    assert name.startswith("llama-")
+    assert name == weights_name(open_checkpoint(shutil.copytree(directory, tmp_path / "copy")))
+    child = changed(directory, "model.layers.0.self_attn.v_proj.weight", tmp_path / "child")
+    assert name != weights_name(open_checkpoint(child))
+
+
+def test_quantized_weights_have_a_name_of_their_own(tiny_checkpoint, tiny_gguf):
+    plain, quantized = tiny_gguf("llama"), tiny_gguf("llama", quant_type="Q8_0")
+    assert weights_name(open_checkpoint(plain)) != weights_name(open_checkpoint(quantized))
+    assert weights_name(open_checkpoint(quantized)) == weights_name(open_checkpoint(quantized))

@@ -1,0 +1,126 @@
+"""Which connector an engine gets, and its role in a pair: --kv-transfer-config and --role as one checked value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, cast, get_args
+
+import msgspec
+
+from trioserve.contracts.errors import StartupError
+from trioserve.contracts.kv_transfer import EngineRole
+
+__all__ = ["ConnectorSettings", "connector_settings"]
+
+FLAG = "--kv-transfer-config"
+EXAMPLE = '{"kv_connector": "tcp", "kv_role": "kv_producer"}'
+
+VLLM_CLASSES = {"NixlConnector": "nixl"}
+"""Names that configurations made for vLLM have for what is a connector here."""
+
+VLLM_ROLES: dict[str, EngineRole] = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
+
+VLLM_KEYS = frozenset(
+    {
+        "engine_id",  # ours is new with each start, so that nobody takes an old engine's blocks for a new one's
+        "kv_buffer_device",
+        "kv_buffer_size",
+        "kv_rank",
+        "kv_parallel_size",
+        "kv_ip",
+        "kv_port",
+        "enable_permute_local_kv",
+    }
+)
+"""What vLLM has besides, and what has no meaning here."""
+
+NOT_BETWEEN_ENGINES = frozenset({"none", "host"})
+"""These move no KV from one engine to another, so a router cannot make a pair of such engines."""
+
+
+class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """connector: its name. options: kv_connector_extra_config, which the connector checks itself.
+    shown_role: what routers are told; None where engines cannot be paired. ignored: keys of vLLM's that mean nothing
+    here, to be said in the log."""
+
+    connector: str
+    role: EngineRole
+    load_failure_policy: Literal["recompute", "fail"] = "recompute"
+    options: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def shown_role(self) -> EngineRole | None:
+        return None if self.connector in NOT_BETWEEN_ENGINES else self.role
+
+
+def connector_settings(given: str | Mapping[str, Any] | None, role: str) -> ConnectorSettings | None:
+    """What the configuration asks for; None: no connector. given: JSON, or what it stands for. role: of --role, where
+    "both" is the default, too. Raises StartupError."""
+    if given is None:
+        return None if role == "both" else ConnectorSettings(connector="tcp", role=_role(role))
+    fields = _fields(given)
+    connector = fields.pop("kv_connector", None)
+    if not isinstance(connector, str) or not connector:
+        raise StartupError(f'{FLAG} has no "kv_connector": name one, as in {EXAMPLE}')
+    connector = VLLM_CLASSES.get(connector, connector)
+    given_role = fields.pop("kv_role", None)
+    if given_role is not None:
+        if given_role not in VLLM_ROLES:
+            raise StartupError(f"kv_role in {FLAG} is {given_role!r}, allowed is one of {', '.join(VLLM_ROLES)}")
+        if role not in ("both", VLLM_ROLES[given_role]):
+            raise StartupError(
+                f'--role is {role}, but kv_role in {FLAG} is "{given_role}", which is {VLLM_ROLES[given_role]}: '
+                "leave one of them out"
+            )
+        role = VLLM_ROLES[given_role]
+    if role != "both" and connector in NOT_BETWEEN_ENGINES:
+        raise StartupError(
+            f'an engine with the role {role} gives or takes KV, and the connector "{connector}" carries none to '
+            "another engine: take tcp or nixl, or leave the role out"
+        )
+    policy = fields.pop("kv_load_failure_policy", "recompute")
+    if policy not in ("recompute", "fail"):
+        raise StartupError(f"kv_load_failure_policy in {FLAG} is {policy!r}, allowed is one of recompute, fail")
+    options = fields.pop("kv_connector_extra_config", None) or {}
+    if not isinstance(options, Mapping):
+        raise StartupError(f"kv_connector_extra_config in {FLAG} is {options!r}, it must be an object")
+    ignored = _ignored(fields)
+    if connector == "none":
+        if options:
+            raise StartupError(f'the connector "none" takes no options, but {FLAG} has {", ".join(options)}')
+        return None
+    return ConnectorSettings(
+        connector=connector, role=_role(role), load_failure_policy=policy, options=options, ignored=ignored
+    )
+
+
+def _fields(given: str | Mapping[str, Any]) -> dict[str, Any]:
+    value: object = given
+    if isinstance(given, str):
+        try:
+            value = msgspec.json.decode(given)
+        except msgspec.DecodeError as error:
+            raise StartupError(f"{FLAG} is no JSON ({error}): write it like {EXAMPLE}") from None
+    if not isinstance(value, Mapping):
+        raise StartupError(f"{FLAG} is {value!r}, it must be an object like {EXAMPLE}")
+    return dict(value)
+
+
+def _ignored(fields: Mapping[str, Any]) -> tuple[str, ...]:
+    """Of what is left when all that counts was taken. Raises StartupError for what must not be ignored."""
+    if fields.get("kv_connector_module_path") is not None:
+        raise StartupError(
+            f"kv_connector_module_path in {FLAG} names a class of vLLM's: a connector of your own is an entry point "
+            'in the group "trioserve.connectors" here'
+        )
+    unknown = fields.keys() - VLLM_KEYS - {"kv_connector_module_path"}
+    if unknown:
+        known = "kv_connector, kv_role, kv_load_failure_policy, kv_connector_extra_config"
+        raise StartupError(f"{FLAG} has {min(unknown)!r}, which is no key of it; there are: {known}")
+    return tuple(name for name in fields if name in VLLM_KEYS)
+
+
+def _role(name: str) -> EngineRole:
+    assert name in get_args(EngineRole)
+    return cast(EngineRole, name)

@@ -1,0 +1,35 @@
+"""How a connector's counts become metrics: at every scrape, by their names."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+
+from trioserve.metrics.registry import Metrics
+
+__all__ = ["show_connector"]
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "kv_transfer_"
+
+
+def show_connector(metrics: Metrics, counts: Callable[[], Mapping[str, float]]) -> None:
+    """Have every exposition show what `counts` says at that moment: totals, and levels where the catalogue has a gauge.
+    A name that the catalogue does not have is left out, and said once."""
+    shown: dict[str, float] = {}
+    unknown: set[str] = set()
+
+    def show() -> None:
+        for name, value in counts().items():
+            if not metrics.has(PREFIX + name):
+                if name not in unknown:
+                    logger.info("the connector counts what is no metric count=%s", name)
+                unknown.add(name)
+            elif name.endswith("_total"):
+                getattr(metrics, PREFIX + name).inc(max(0.0, value - shown.get(name, 0.0)))
+                shown[name] = value
+            else:
+                getattr(metrics, PREFIX + name).set(value)
+
+    metrics.on_scrape(show)
