@@ -62,6 +62,28 @@ class Metrics:
     kv_transfer_sends_failed_total: Counter
     kv_transfer_loads_completed_total: Counter
     kv_transfer_loads_failed_total: Counter
+    kv_transfer_sends_unwanted_total: Counter
+    kv_transfer_sends_aborted_total: Counter
+    kv_transfer_sends_expired_total: Counter
+    kv_transfer_loads_abandoned_total: Counter
+    kv_transfer_transfers_resumed_total: Counter
+    kv_transfer_transfers_refused_total: Counter
+    kv_transfer_peers_refused_total: Counter
+    kv_transfer_host_saved_total: Counter
+    kv_transfer_host_saved_bytes_total: Counter
+    kv_transfer_host_unsaved_total: Counter
+    kv_transfer_host_loaded_total: Counter
+    kv_transfer_host_loaded_bytes_total: Counter
+    kv_transfer_host_loaded_from_files_total: Counter
+    kv_transfer_host_written_total: Counter
+    kv_transfer_host_unwritten_total: Counter
+    kv_transfer_host_evicted_total: Counter
+    kv_transfer_host_files_evicted_total: Counter
+    kv_transfer_host_dropped_total: Counter
+    kv_transfer_host_write_failures_total: Counter
+    kv_transfer_host_read_failures_total: Counter
+    kv_transfer_host_memory_bytes_used: Gauge
+    kv_transfer_host_directory_bytes_used: Gauge
     kv_transfer_heartbeats_sent_total: Counter
     kv_transfer_heartbeats_received_total: Counter
     kv_transfer_loaded_tokens_total: Counter
@@ -97,13 +119,14 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._model_name = model_name
         self._metrics = tuple(metric for metric in CATALOGUE if metric.part in parts)
+        self._names = frozenset(metric.name for metric in self._metrics)
         self._callbacks: list[Callable[[], None]] = []
         for metric in self._metrics:
             setattr(self, metric.name, _instrument(metric, self.registry))
 
     def has(self, name: str) -> bool:
         """Whether there is a metric of this name, without prefix."""
-        return any(metric.name == name for metric in self._metrics)
+        return name in self._names
 
     def on_scrape(self, callback: Callable[[], None]) -> None:
         """Have `callback` called before every exposition: the place to set gauges from a snapshot. It must not wait."""

@@ -15,21 +15,23 @@ PREFIX = "kv_transfer_"
 
 
 def show_connector(metrics: Metrics, counts: Callable[[], Mapping[str, float]]) -> None:
-    """Have every exposition show what `counts` says at that moment: totals, and levels where the catalogue has a gauge.
-    A name that the catalogue does not have is left out, and said once."""
+    """Have every exposition show what `counts` says at that moment: totals, with or without "_total" behind their name,
+    and levels where the catalogue has a gauge. A name that the catalogue does not have is left out, and said once."""
     shown: dict[str, float] = {}
     unknown: set[str] = set()
 
     def show() -> None:
-        for name, value in counts().items():
-            if not metrics.has(PREFIX + name):
-                if name not in unknown:
-                    logger.info("the connector counts what is no metric count=%s", name)
-                unknown.add(name)
-            elif name.endswith("_total"):
-                getattr(metrics, PREFIX + name).inc(max(0.0, value - shown.get(name, 0.0)))
+        for given, value in counts().items():
+            name = PREFIX + given
+            if metrics.has(name + "_total"):
+                name += "_total"
+            if name.endswith("_total") and metrics.has(name):
+                getattr(metrics, name).inc(max(0.0, value - shown.get(name, 0.0)))
                 shown[name] = value
-            else:
-                getattr(metrics, PREFIX + name).set(value)
+            elif metrics.has(name):
+                getattr(metrics, name).set(value)
+            elif given not in unknown:
+                unknown.add(given)
+                logger.info("the connector counts what is no metric count=%s", given)
 
     metrics.on_scrape(show)
