@@ -262,13 +262,16 @@ async def test_a_connector_that_breaks_is_a_fault_of_the_engine(autojump_clock):
 
 
 async def test_who_waits_for_a_release_hears_of_the_fault(autojump_clock):
+    has_heard = False
     with pytest.raises(EngineFault):
         async with engine_with_connector() as fake, fake.generate(PROMPT, ONE, kv_transfer=HOLD) as stream:
             assert [delta async for delta in stream]
             fake.connector.break_down(OSError("the network is gone"))
             with pytest.raises(EngineFault):
                 await stream.wait_until_released()
+            has_heard = True
             await trio.sleep_forever()
+    assert has_heard
 
 
 async def test_a_connector_that_cannot_start_is_no_fault_but_a_sentence(autojump_clock):

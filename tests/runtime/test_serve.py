@@ -7,12 +7,14 @@ import trio
 
 from trioserve.contracts.errors import Draining, EngineFault
 from trioserve.contracts.events import FinishReason
+from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.runtime.engine import Engine
 from trioserve.runtime.serve import Service
 from trioserve.runtime.settings import RuntimeSettings
 from trioserve.testing.fake_engine import open_fake_engine
 from trioserve.testing.invariants import check_idle
+from trioserve.testing.scripted_connector import ScriptedConnector
 
 
 class ScriptedFrontEnd:
@@ -124,3 +126,36 @@ async def test_a_fault_of_the_engine_reaches_every_client_before_the_server_ends
                 await run_with_orders_at(service)
     assert front_end.ends == {"one": EngineFault, "two": EngineFault}
     assert trio.current_time() == pytest.approx(1.6, abs=0.11)
+
+
+async def test_what_is_held_for_another_engine_is_waited_for_like_a_running_request(autojump_clock):
+    async def serve_with_a_hold(seconds: float, settings: RuntimeSettings) -> None:
+        async with open_fake_engine(connector=ScriptedConnector, hold_seconds_max=seconds) as fake:
+            asked = KVTransferParams(do_remote_decode=True)
+            async with fake.generate("prompt", SamplingParams(max_tokens=1), kv_transfer=asked) as stream:
+                assert [delta async for delta in stream]
+                stream.keep_hold()
+            service = Service(fake, ScriptedFrontEnd(fake, []), settings, wait_for_rest=fake.wait_until_idle)
+            await run_with_orders_at(service, trio.current_time() + 1)
+
+    await serve_with_a_hold(20.0, RuntimeSettings(drain_seconds_max=60))
+    assert trio.current_time() == pytest.approx(20.0, abs=0.01)
+    begun_at = trio.current_time()
+    await serve_with_a_hold(200.0, RuntimeSettings(drain_seconds_max=60, last_words_seconds_max=2))
+    assert trio.current_time() - begun_at == pytest.approx(1 + 60 + 2, abs=0.01)
+
+
+async def test_nobody_waits_for_what_is_held_by_an_engine_that_broke(autojump_clock):
+    with pytest.raises(EngineFault):
+        async with open_fake_engine(connector=ScriptedConnector) as fake:
+            asked = KVTransferParams(do_remote_decode=True)
+            async with fake.generate("prompt", SamplingParams(max_tokens=1), kv_transfer=asked) as stream:
+                assert [delta async for delta in stream]
+                stream.keep_hold()
+            service = Service(fake, ScriptedFrontEnd(fake, []), RuntimeSettings(), wait_for_rest=fake.wait_until_idle)
+            fake.on_fault = service.pass_on_fault
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(run_with_orders_at, service)
+                await trio.sleep(1)
+                fake.connector.break_down(OSError("the network is gone"))
+    assert trio.current_time() == pytest.approx(1.0, abs=0.01)

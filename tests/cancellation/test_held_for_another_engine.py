@@ -1,0 +1,301 @@
+"""Prompt and answer in two places: blocks that are held for another engine, and KV that is waited for, are left like
+everything else. Blocks are counted before, during and after; the connector does what the test says, and when."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from trioserve.testing.memory_server import MemoryServer, open_memory_server
+from trioserve.testing.scripted_connector import ScriptedConnector
+
+PROMPT = "a prompt that takes several blocks"
+HOLD = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
+LOAD = {"do_remote_prefill": True, "remote_engine_id": "there", "remote_request_id": "its"}
+
+
+def body(kv_transfer_params: object = None, **fields: object) -> dict[str, object]:
+    asked = {"prompt": PROMPT, "max_tokens": 1, "temperature": 0, "stream": True, "kv_transfer_params": HOLD}
+    return asked | fields | ({} if kv_transfer_params is None else {"kv_transfer_params": kv_transfer_params})
+
+
+@asynccontextmanager
+async def served(**options: object) -> AsyncIterator[tuple[MemoryServer, ScriptedConnector]]:
+    """Afterwards nothing may be left of anybody, neither here nor with the connector."""
+    async with open_memory_server(connector=ScriptedConnector, **options) as server:
+        connector = server.engine.connector
+        yield server, connector
+        connector.release_all()
+        await server.hang_up()
+        await server.assert_all_free()
+        assert not connector.sends
+        assert not connector.loads
+        assert server.connection_count == 0
+        connector.check()
+
+
+def events_of(received: bytes) -> list[object]:
+    lines = [line.strip() for line in received.split(b"\n") if line.startswith(b"data: ")]
+    return [line[6:].decode() if line.endswith(b"[DONE]") else json.loads(line[6:]) for line in lines]
+
+
+def told(connector: ScriptedConnector) -> int:
+    """How often it was told that nobody wants what it holds."""
+    return connector.calls["request_aborted_after_finish"]
+
+
+# --- the side that computes the prompt ---
+
+
+async def test_a_client_that_leaves_while_its_blocks_are_held_lets_them_go(leaver, autojump_clock):
+    new_client, way = leaver
+    async with served() as (server, connector), trio.open_nursery() as nursery:
+        client = new_client(server)
+        nursery.start_soon(client.read)
+        await client.ask(body())
+        await wait_all_tasks_blocked()
+        last = events_of(client.received)[-1]
+        assert last["choices"][0]["finish_reason"] == "length"
+        assert last["kv_transfer_params"]["do_remote_prefill"]
+        stats = server.engine.stats()
+        assert (stats.blocks_held, stats.blocks_used, stats.running_count) == (9, 0, 0)
+        assert told(connector) == 0
+
+        await client.leave(way)
+        await wait_all_tasks_blocked()
+        assert told(connector) == 1
+        assert server.engine.stats().blocks_held == 9  # what reads them may be in the middle of it
+        assert server.engine.live_requests() == []
+
+        connector.release_all()
+        await wait_all_tasks_blocked()
+        stats = server.engine.stats()
+        assert (stats.blocks_held, stats.blocks_free + stats.blocks_cached) == (0, stats.blocks_total)
+        await client.leave("close")
+
+
+async def test_a_streamed_answer_is_over_when_its_blocks_have_been_read(new_client, autojump_clock):
+    async with served() as (server, connector), trio.open_nursery() as nursery:
+        client = new_client(server)
+        nursery.start_soon(client.read)
+        await client.ask(body())
+        await trio.sleep(9)
+        assert b"[DONE]" not in client.received
+        connector.release_all()
+        await wait_all_tasks_blocked()
+        assert events_of(client.received)[-1] == "[DONE]"
+        assert told(connector) == 0
+        await client.leave("close")
+
+
+async def test_the_client_of_a_held_answer_is_kept_alive(http1_client, autojump_clock):
+    async with served(hold_seconds_max=60.0) as (server, connector), trio.open_nursery() as nursery:
+        client = http1_client(server)
+        nursery.start_soon(client.read)
+        await client.ask(body())
+        await trio.sleep(50)
+        assert client.received.count(b": keep-alive") == 3
+        connector.release_all()
+        await wait_all_tasks_blocked()
+        assert events_of(client.received)[-1] == "[DONE]"
+        await client.leave("close")
+
+
+async def test_a_hold_that_nobody_ends_ends_by_its_deadline(new_client, autojump_clock):
+    async with served(hold_seconds_max=4.0) as (server, connector), trio.open_nursery() as nursery:
+        client = new_client(server)
+        nursery.start_soon(client.read)
+        await client.ask(body())
+        await trio.sleep(3.9)
+        assert server.engine.stats().blocks_held == 9
+        await trio.sleep(0.2)
+        await server.assert_all_free()
+        assert len(connector.expired) == 1
+        assert events_of(client.received)[-1] == "[DONE]"
+        await client.leave("close")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_abort_by_id_finds_what_is_held(stream, autojump_clock):
+    async with served() as (server, connector):
+        client, operator = server.client(), server.client()
+        async with client.ask("/v1/completions", body(stream=stream), headers={"x-request-id": "mine"}) as answer:
+            if stream:
+                [event] = [await anext(answer)]
+                assert "kv_transfer_params" in event
+            else:
+                assert "kv_transfer_params" in await answer.json()
+            await wait_all_tasks_blocked()
+            [shown] = (await (await operator.get("/v1/requests")).json())["data"]
+            assert (shown["id"], shown["state"], shown["blocks"]) == ("mine", "held", 9)
+
+            async with operator.ask("/v1/requests/mine", method="DELETE") as deleted:
+                assert (await deleted.json())["result"] == "already_finished"
+            assert told(connector) == 1
+            aborted = await operator.post("/v1/requests/abort", {"ids": ["mine"]})
+            assert (await aborted.json())["data"][0]["result"] == "already_finished"
+            assert told(connector) == 1  # once is enough
+            connector.release_all()
+            if stream:
+                assert [event async for event in answer] == []  # whole, and nothing more came
+                assert answer.body.endswith(b"data: [DONE]\n\n")
+        await server.assert_all_free()
+
+
+async def test_a_whole_answer_is_sent_at_once_and_its_hold_outlives_it(autojump_clock):
+    async with served(hold_seconds_max=4.0) as (server, connector):
+        client = server.client()
+        answer = await client.post("/v1/completions", body(stream=False))
+        assert (await answer.json())["kv_transfer_params"]["do_remote_prefill"]
+        client.close()
+        await wait_all_tasks_blocked()
+        assert told(connector) == 0  # it has left with what it wanted
+        assert server.engine.stats().blocks_held == 9
+        await trio.sleep(4.1)
+        await server.assert_all_free()
+
+
+async def test_draining_waits_for_a_held_stream(new_client, autojump_clock):
+    async with served() as (server, connector), trio.open_nursery() as nursery:
+        client = new_client(server)
+        nursery.start_soon(client.read)
+        await client.ask(body())
+        await wait_all_tasks_blocked()
+        server.drain()
+        await trio.sleep(5)
+        assert b"[DONE]" not in client.received
+        connector.release_all()
+        await server.engine.wait_until_idle()
+        await wait_all_tasks_blocked()
+        assert events_of(client.received)[-1] == "[DONE]"
+        await client.leave("close")
+
+
+async def test_a_drain_that_takes_too_long_ends_what_is_held(new_client, autojump_clock):
+    async with served() as (server, connector), trio.open_nursery() as nursery:
+        client = new_client(server)
+        nursery.start_soon(client.read)
+        await client.ask(body())
+        kept = await server.client().post("/v1/completions", body(stream=False, prompt=f"another: {PROMPT}"))
+        assert kept.status == 200
+        server.drain()
+        assert told(connector) == 0
+        server.engine.abort_all("the server is shutting down")
+        assert told(connector) == 2
+        connector.release_all()
+        await server.engine.wait_until_idle()
+        await wait_all_tasks_blocked()
+        assert events_of(client.received)[-1] == "[DONE]"  # the answer was whole before
+        await client.leave("close")
+
+
+async def test_a_client_that_leaves_before_its_prompt_is_computed_is_never_held(leaver, autojump_clock):
+    new_client, way = leaver
+    async with served(step_tokens_max=16) as (server, connector), trio.open_nursery() as nursery:
+        server.engine.steps.hold()
+        client = new_client(server)
+        nursery.start_soon(client.read)
+        await client.ask(body())
+        await wait_all_tasks_blocked()
+        assert server.engine.stats().blocks_used > 0
+        await client.leave(way)
+        await wait_all_tasks_blocked()
+        server.engine.steps.release()
+        await wait_all_tasks_blocked()
+        await server.assert_all_free()
+        assert connector.calls["transfer_params"] == 0
+        await client.leave("close")
+
+
+# --- the side that makes the answer ---
+
+
+async def test_a_client_that_leaves_while_kv_is_on_its_way(leaver, autojump_clock):
+    new_client, way = leaver
+    async with served() as (server, connector), trio.open_nursery() as nursery:
+        client = new_client(server)
+        nursery.start_soon(client.read)
+        await client.ask(body(LOAD, max_tokens=20))
+        await wait_all_tasks_blocked()
+        assert server.engine.stats().remote_kv_count == 1
+        used = server.engine.stats().blocks_used
+        await client.leave(way)
+        await wait_all_tasks_blocked()
+        assert connector.calls["load_abandoned"] == 1
+        stats = server.engine.stats()
+        assert (stats.remote_kv_count, stats.blocks_used, stats.blocks_held) == (0, 0, used)  # it may still write there
+        connector.fail_loads()
+        await server.assert_all_free()
+        await client.leave("close")
+
+
+async def test_a_client_that_leaves_after_its_kv_has_come(leaver, autojump_clock):
+    new_client, way = leaver
+    async with served() as (server, connector), trio.open_nursery() as nursery:
+        client = new_client(server)
+        nursery.start_soon(client.read)
+        await client.ask(body(LOAD, max_tokens=20))
+        await wait_all_tasks_blocked()
+        server.engine.steps.hold()
+        connector.load_all()
+        await wait_all_tasks_blocked()
+        await client.leave(way)
+        await wait_all_tasks_blocked()
+        assert server.engine.stats().blocks_used == 9  # the forward pass reads them
+        server.engine.steps.release()
+        await server.assert_all_free()
+        await client.leave("close")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+async def test_kv_that_does_not_come_is_computed_or_refused_with_a_status(stream, policy, autojump_clock):
+    async with served(load_failure_policy=policy) as (server, connector):
+        client = server.client()
+        async with client.ask("/v1/completions", body(LOAD, stream=stream)) as answer:
+            await wait_all_tasks_blocked()
+            connector.fail_loads()
+            status = await answer.head()
+            if policy == "fail":
+                error = (await answer.json())["error"]
+                assert (status, error["code"]) == (500, "request_failed")
+                assert "the other side is gone" in error["message"]
+            else:
+                assert status == 200
+                await answer.read()
+        await server.assert_all_free()
+
+
+async def test_kv_that_never_comes_is_given_up_in_time(autojump_clock):
+    async with served(remote_kv_seconds_max=3.0, hold_seconds_max=2.0) as (server, _connector):
+        client = server.client()
+        begun_at = trio.current_time()
+        assert (await client.post("/v1/completions", body(LOAD, stream=False))).status == 200
+        assert trio.current_time() - begun_at == pytest.approx(3.0)
+        assert server.engine.stats().blocks_held == 9  # it may still write
+        await trio.sleep(2.1)
+        await server.assert_all_free()
+
+
+async def test_a_request_whose_kv_does_not_come_is_no_business_of_others(new_client, autojump_clock):
+    async with (
+        served(load_failure_policy="fail", step_seconds=0.1) as (server, connector),
+        trio.open_nursery() as nursery,
+    ):
+        alone = await (await server.client().post("/v1/completions", body({}, stream=False, max_tokens=20))).json()
+        bystander = new_client(server)
+        nursery.start_soon(bystander.read)
+        await bystander.ask(body({}, max_tokens=20))
+        client = server.client()
+        async with client.ask("/v1/completions", body(LOAD, prompt=f"another: {PROMPT}")) as answer:
+            await trio.sleep(0.5)
+            connector.fail_loads()
+            assert await answer.head() == 500
+        await trio.sleep(5)
+        assert bystander.text == alone["choices"][0]["text"]
+        await bystander.leave("close")
