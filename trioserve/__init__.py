@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         TrioserveError,
     )
     from trioserve.contracts.events import AbortOutcome, FinishReason
+    from trioserve.contracts.kv_transfer_params import KVTransferParams
     from trioserve.contracts.output import Delta
     from trioserve.contracts.prompt import ChatPrompt
     from trioserve.contracts.sampling import SamplingParams
@@ -36,6 +37,7 @@ __all__ = [
     "EngineFault",
     "FinishReason",
     "InvalidRequest",
+    "KVTransferParams",
     "ModelLoadError",
     "Overloaded",
     "SamplingParams",
@@ -52,6 +54,7 @@ _HOMES = {
     "ChatPrompt": "trioserve.contracts.prompt",
     "Deadlines": "trioserve.contracts.deadlines",
     "Delta": "trioserve.contracts.output",
+    "KVTransferParams": "trioserve.contracts.kv_transfer_params",
     "SamplingParams": "trioserve.contracts.sampling",
     "AbortOutcome": "trioserve.contracts.events",
     "FinishReason": "trioserve.contracts.events",

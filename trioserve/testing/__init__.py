@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from trioserve.testing.memory_client import ConnectionLost, MemoryAnswer, MemoryClient
     from trioserve.testing.memory_server import MemoryServer, open_memory_server
     from trioserve.testing.memory_stream import MemoryEnd, memory_connection
+    from trioserve.testing.scripted_connector import ScriptedConnector
     from trioserve.testing.seeded_schedule import seeded_schedule
 
 _HOMES = {
@@ -28,6 +29,7 @@ _HOMES = {
     "MemoryTransport": "httpx_transport",
     "assert_all_free": "accounting",
     "memory_connection": "memory_stream",
+    "ScriptedConnector": "scripted_connector",
     "open_fake_engine": "fake_engine",
     "open_memory_server": "memory_server",
     "seeded_schedule": "seeded_schedule",
@@ -42,6 +44,7 @@ __all__ = [
     "MemoryEnd",
     "MemoryServer",
     "MemoryTransport",
+    "ScriptedConnector",
     "assert_all_free",
     "memory_connection",
     "open_fake_engine",
