@@ -14,10 +14,15 @@ import trio
 
 from trioserve import assemble
 from trioserve.config import make_config
+from trioserve.connectors import registry
 from trioserve.contracts.errors import ModelLoadError, StartupError
+from trioserve.contracts.kv_transfer import ConnectorSetup, KVPages
+from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, byte_tokenizer
 from trioserve.testing.fake_executor import FakeExecutor
+from trioserve.testing.memory_pages import MemoryPages
+from trioserve.testing.scripted_connector import ScriptedConnector
 
 Report = Callable[[int, int], None]
 
@@ -37,6 +42,7 @@ class FakeRunner(FakeExecutor):
     def __init__(self) -> None:
         super().__init__(block_count=64, block_size=16)
         self.closed_in: list[str] = []
+        self.kv_names: list[str] = []
         self.made.append(self)
 
     @classmethod
@@ -55,6 +61,10 @@ class FakeRunner(FakeExecutor):
 
     def warm_up(self) -> None:
         self.do("warm")
+
+    def kv_pages(self, model_name: str) -> KVPages:
+        self.kv_names.append(model_name)
+        return MemoryPages(self.block_count)
 
     def close(self) -> None:
         self.closed_in.append(threading.current_thread().name)
@@ -258,3 +268,83 @@ async def test_a_runner_that_is_not_wanted_any_more_is_closed(stage, runner_clas
         async with assemble.open_engine("m"):
             pytest.fail("was opened")
     check_closed(runner_class)
+
+
+# --- with a connector ---
+
+setups: list[ConnectorSetup] = []
+
+
+def make_connector(setup: ConnectorSetup) -> ScriptedConnector:
+    """A ConnectorFactory, as its own package would have one."""
+    if "wrong" in setup.options:
+        raise StartupError("the option wrong is wrong")
+    setups.append(setup)
+    return ScriptedConnector(FakeRunner.made[-1], setup.wake)
+
+
+@pytest.fixture
+def with_connector(runner_class, monkeypatch):
+    monkeypatch.setattr(registry, "OWN_CONNECTORS", {"mine": "its.own.package:make_connector"})
+    monkeypatch.setitem(sys.modules, "its", types.ModuleType("its"))
+    monkeypatch.setitem(sys.modules, "its.own", types.ModuleType("its.own"))
+    monkeypatch.setitem(sys.modules, "its.own.package", types.SimpleNamespace(make_connector=make_connector))
+    monkeypatch.setattr(assemble, "weights_name", lambda _checkpoint: "these weights")
+    setups.clear()
+    return runner_class
+
+
+async def test_a_connector_gets_the_cache_and_its_options_and_wakes_the_engine(with_connector):
+    options = {"kv_connector": "mine", "kv_role": "kv_producer", "kv_connector_extra_config": {"port": 5600}}
+    async with assemble.open_engine("m", kv_transfer_config=options, kv_hold_timeout=20.0) as engine:
+        [setup] = setups
+        assert (setup.role, setup.options, engine.load().role) == ("prefill", {"port": 5600}, "prefill")
+        assert setup.pages.block_count == 64
+        assert with_connector.made[0].kv_names == ["these weights"]
+        asked = KVTransferParams(do_remote_decode=True)
+        async with engine.generate("prompt", SamplingParams(max_tokens=1), kv_transfer=asked) as stream:
+            assert [delta async for delta in stream][-1].kv_transfer is not None
+            [request_id] = engine._connector.sends
+            with trio.fail_after(5):
+                engine._connector.report(engine._connector.released(request_id))
+                await stream.wait_until_released()
+    async with assemble.open_engine("m", kv_transfer_config=options):
+        assert len({setup.engine_id for setup in setups}) == 2  # a new one with each start
+    check_all_closed(with_connector)
+
+
+def check_all_closed(runner_class: type[FakeRunner]) -> None:
+    assert {tuple(runner.closed_in) for runner in runner_class.made} == {("trioserve-compute",)}
+
+
+async def test_a_connector_that_does_not_exist_is_told_before_a_model_is_loaded(with_connector):
+    with pytest.raises(StartupError, match='no connector "pigeon"'):
+        async with assemble.open_engine("m", kv_transfer_config={"kv_connector": "pigeon"}):
+            pass
+    assert with_connector.made == []
+
+
+async def test_a_connector_that_refuses_its_options_leaves_nothing_behind(with_connector):
+    config = {"kv_connector": "mine", "kv_connector_extra_config": {"wrong": 1}}
+    with pytest.raises(StartupError, match="the option wrong is wrong"):
+        async with assemble.open_engine("m", kv_transfer_config=config):
+            pass
+    check_closed(with_connector)
+
+
+async def test_the_limits_of_holds_reach_the_core(with_connector):
+    async with assemble.open_engine(
+        "m",
+        kv_transfer_config={"kv_connector": "mine", "kv_load_failure_policy": "fail"},
+        kv_hold_timeout=20.0,
+        kv_load_timeout=30.0,
+        kv_held_share=0.25,
+    ) as engine:
+        core = engine._core.settings
+        assert (core.hold_seconds_max, core.remote_kv_seconds_max, core.held_share_max) == (20.0, 30.0, 0.25)
+        assert core.load_failure_policy == "fail"
+
+
+async def test_keys_that_only_vllm_knows_are_told_in_the_log(with_connector, caplog):
+    async with assemble.open_engine("m", kv_transfer_config={"kv_connector": "mine", "kv_rank": 0}):
+        assert any("ignored=kv_rank" in record.getMessage() for record in caplog.records)

@@ -45,7 +45,8 @@ class BlockHolds:
         # All last equally long from their last sign of life, so that they stand in the order in which they expire.
         self._holds: OrderedDict[HoldKey, Hold] = OrderedDict()
         self._ended: OrderedDict[HoldKey, bool] = OrderedDict()  # whether it expired
-        self.on_end: Callable[[Hold], None] = lambda hold: None  # its blocks are back; must not call the core
+        # Its blocks are back; the flag says whether it expired. Must not call the core.
+        self.on_end: Callable[[Hold, bool], None] = lambda hold, expired: None
 
     def __len__(self) -> int:
         return len(self._holds)
@@ -112,7 +113,7 @@ class BlockHolds:
     def _end(self, hold: Hold, *, expired: bool) -> None:
         self._pool.let_go(hold.blocks)
         self._remember((hold.request_id, hold.kind), expired=expired)
-        self.on_end(hold)
+        self.on_end(hold, expired)
 
     def _remember(self, key: HoldKey, *, expired: bool) -> None:
         self._ended[key] = expired

@@ -283,8 +283,9 @@ class Delivery:
             stream.on_gone()
         if event.kv_transfer is not None:
             if has_reader and reason in WHOLE:
-                choice.is_held = True
+                choice.is_held, choice.held_since = True, now
                 self._held[event.request_id] = choice
+                logger.debug("hold begins request=%s tokens=%d", stream.id, len(stream.prompt_token_ids))
             else:
                 self._core.abort([event.request_id], now=now)
         if choice.index == 0:
@@ -293,10 +294,13 @@ class Delivery:
         if reason in WHOLE:
             self._metrics.e2e_request_latency_seconds.observe(now - stream.entered_at)
 
-    def _on_hold_end(self, hold: Hold) -> None:
+    def _on_hold_end(self, hold: Hold, expired: bool) -> None:
         choice = self._held.pop(hold.request_id, None) if hold.kind is HoldKind.SEND else None
         if choice is not None:
             choice.is_held = False
+            end = "expired" if expired else "aborted" if hold.is_aborted else "released"
+            seconds = trio.current_time() - choice.held_since
+            logger.debug("hold ended request=%s end=%s seconds=%.3f", choice.stream.id, end, seconds)
             choice.stream.note_released()
 
     def _observe_abort(self, event: RequestFinished, cancelled: _Cancelled, now: float) -> None:

@@ -37,6 +37,7 @@ class Choice:
     __slots__ = (
         "first_token_at",
         "has_run",
+        "held_since",
         "index",
         "is_ended",
         "is_held",
@@ -57,6 +58,7 @@ class Choice:
         self.is_mute = is_mute  # max_tokens is 0: the prompt is computed, the one token it gives is not shown
         self.is_ended = False  # its last delta was pushed, or its stream failed
         self.is_held = False  # it is over, and a connector holds its blocks for another engine
+        self.held_since = 0.0
         self.has_run = False  # was in a step, whether or not it lost its blocks again
         self.first_token_at: float | None = None
         self.last_token_at = 0.0

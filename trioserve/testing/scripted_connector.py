@@ -61,8 +61,8 @@ class ScriptedConnector(FakeConnector):
     # --- the engine's side ---
 
     def progress(self) -> Iterable[TransferEvent]:
-        super().progress()
-        events, self._events = self._events, []
+        events = [*super().progress(), *self._events]
+        self._events.clear()
         return events
 
     def counts(self) -> Mapping[str, float]:
