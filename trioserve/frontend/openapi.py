@@ -84,12 +84,14 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
     ),
     ("GET", "/v1/requests"): DescribedOperation(
         summary="List the requests that live",
-        description="Those of the caller's key; all of them with the admin key, or where there are no keys.",
+        description="Those of the caller's key; all of them with the admin key, or where there are no keys. Answered "
+        "ones, too, while their blocks are held for another engine.",
         answer=answers.LiveRequests,
     ),
     ("DELETE", "/v1/requests/{request}"): DescribedOperation(
         summary="Abort a request",
-        description="Its blocks are free with the next step. The client of its stream gets an error event.",
+        description="Its blocks are free with the next step. The client of its stream gets an error event. Of one that "
+        "has its answer, and whose blocks are held for another engine, the hold is ended.",
         answer=answers.RequestAbort,
         errors=(400, 404),
         path_parameter="the request's X-Request-Id",
