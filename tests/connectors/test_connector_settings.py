@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 
@@ -87,6 +89,11 @@ def test_what_cannot_be_is_refused_with_a_sentence_before_a_model_is_loaded(role
 def test_a_name_that_nobody_registered_is_refused_with_those_that_are_there():
     with pytest.raises(StartupError, match='no connector "carrier-pigeon"; there are: none, host, loopback, nixl, tcp'):
         find_connector("carrier-pigeon")
+
+
+def test_an_installation_registers_what_a_source_tree_has():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["entry-points"]["trioserve.connectors"] == registry.OWN_CONNECTORS
 
 
 def test_a_connector_of_ones_own_is_an_entry_point(monkeypatch):

@@ -12,7 +12,12 @@ __all__ = ["CONNECTOR_ENTRY_POINTS", "OWN_CONNECTORS", "find_connector"]
 
 CONNECTOR_ENTRY_POINTS = "trioserve.connectors"
 
-OWN_CONNECTORS = {name: f"trioserve.connectors.{name}:make_connector" for name in ("loopback", "tcp", "nixl", "host")}
+OWN_CONNECTORS = {
+    "loopback": "trioserve.connectors.loopback:make_connector",
+    "tcp": "trioserve.connectors.tcp:make_connector",
+    "nixl": "trioserve.connectors.nixl:make_connector",
+    "host": "trioserve.connectors.host.transport:make_connector",
+}
 """As in pyproject.toml; here besides, since a source tree that was never installed has no entry points. "none" is no
 connector: without one the calls are saved, too."""
 
