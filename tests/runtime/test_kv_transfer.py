@@ -348,6 +348,17 @@ async def test_what_a_connector_counts_is_shown_by_its_names(autojump_clock):
         assert b"pigeons" not in page
 
 
+async def test_a_connector_that_cannot_count_costs_nobody_else_a_metric(autojump_clock, caplog):
+    class Dumb(ScriptedConnector):
+        def counts(self):
+            raise ZeroDivisionError
+
+    async with open_fake_engine(connector=Dumb) as fake:
+        for _ in range(3):
+            assert b"trioserve:num_requests_running" in fake.metrics.expose()
+    assert [record.levelno for record in caplog.records].count(logging.ERROR) == 1
+
+
 async def test_a_load_report_has_a_role_only_with_a_connector(autojump_clock):
     async with open_fake_engine() as fake:
         assert not fake.load().role

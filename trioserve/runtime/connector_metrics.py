@@ -16,12 +16,22 @@ PREFIX = "kv_transfer_"
 
 def show_connector(metrics: Metrics, counts: Callable[[], Mapping[str, float]]) -> None:
     """Have every exposition show what `counts` says at that moment: totals, with or without "_total" behind their name,
-    and levels where the catalogue has a gauge. A name that the catalogue does not have is left out, and said once."""
+    and levels where the catalogue has a gauge. A name that the catalogue does not have is left out, and said once; so
+    is what it raises."""
     shown: dict[str, float] = {}
     unknown: set[str] = set()
+    is_broken = False
 
     def show() -> None:
-        for given, value in counts().items():
+        nonlocal is_broken
+        try:
+            counted = counts()
+        except Exception:  # the others' metrics are not to be lost for it
+            if not is_broken:
+                logger.exception("the connector cannot say what it has counted")
+            is_broken = True
+            return
+        for given, value in counted.items():
             name = PREFIX + given
             if metrics.has(name + "_total"):
                 name += "_total"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 import trio
 
@@ -17,8 +18,8 @@ __all__ = ["ScriptedConnector"]
 
 class ScriptedConnector(FakeConnector):
     """For open_fake_engine(connector=ScriptedConnector). It holds what is asked to be held of whole answers, and could
-    load all of a prompt that is said to be elsewhere; nothing of that goes on by itself. The engine is told with
-    `release_all`, `load_all`, `fail_loads`, or event by event with `report(connector.released(id))` and its like.
+    load all of a prompt that is said to be elsewhere; nothing of that goes on by itself. It happens with `release_all`,
+    `load_all`, `fail_loads`, or transfer by transfer with `report(lambda: connector.released(id))` and its like.
 
     totals: what it counts, by the names of the catalogue without "kv_transfer_".
     """
@@ -27,31 +28,31 @@ class ScriptedConnector(FakeConnector):
         super().__init__(executor, matched_count=_matched_count, holds=_holds)
         self.totals: dict[str, float] = {}
         self._wake = wake
-        self._events: list[TransferEvent] = []
+        self._reports: list[Callable[[], TransferEvent]] = []
         self._error: Exception | None = None
         self._is_broken = trio.Event()
 
     # --- the script's side ---
 
-    def report(self, event: TransferEvent) -> None:
-        """The engine learns of it in its next turn."""
-        self._events.append(event)
+    def report(self, happen: Callable[[], TransferEvent]) -> None:
+        """Let this happen, and the engine learn of it, in its next turn."""
+        self._reports.append(happen)
         self._wake()
 
     def release_all(self) -> None:
         """Whoever reads has read, or never will."""
         for request_id in list(self.sends):
-            self.report(self.released(request_id))
+            self.report(partial(self.released, request_id))
 
     def load_all(self) -> None:
         """All that is being loaded has come."""
         for request_id in list(self.loads):
-            self.report(self.loaded(request_id))
+            self.report(partial(self.loaded, request_id))
 
     def fail_loads(self) -> None:
         """Nothing of it comes."""
         for request_id in list(self.loads):
-            self.report(self.load_failed(request_id))
+            self.report(partial(self.load_failed, request_id))
 
     def break_down(self, error: Exception) -> None:
         """Its task raises: a fault of the engine."""
@@ -61,8 +62,8 @@ class ScriptedConnector(FakeConnector):
     # --- the engine's side ---
 
     def progress(self) -> Iterable[TransferEvent]:
-        events = [*super().progress(), *self._events]
-        self._events.clear()
+        events = [*super().progress(), *(happen() for happen in self._reports)]
+        self._reports.clear()
         return events
 
     def counts(self) -> Mapping[str, float]:

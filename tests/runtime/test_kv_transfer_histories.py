@@ -1,0 +1,128 @@
+"""Many requests at a time whose KV comes and goes, with a connector that reports early, late, twice, wrongly or never,
+clients that leave whenever they like, and operators who abort: whatever happens, everything is back in the end."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from trioserve.contracts.errors import Overloaded
+from trioserve.contracts.events import FinishReason
+from trioserve.contracts.ids import RequestId
+from trioserve.contracts.kv_transfer_params import KVTransferParams
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
+from trioserve.testing.invariants import check_core
+from trioserve.testing.scripted_connector import ScriptedConnector
+from trioserve.testing.seeded_schedule import seeded_schedule
+
+CLIENTS = 24
+HOLD_SECONDS, LOAD_SECONDS = 1.0, 0.5
+
+
+class History:
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.is_over = False
+
+    def seconds(self) -> float:
+        return self.random.choice((0.0, 0.005, 0.02, 0.1, 0.4))
+
+    async def client(self, fake: FakeEngine, number: int) -> None:
+        draw = self.random
+        await trio.sleep(draw.random())
+        asked = draw.choice((None, KVTransferParams(do_remote_decode=True), KVTransferParams(do_remote_prefill=True)))
+        sampling = SamplingParams(
+            max_tokens=draw.choice((0, 1, 1, 5, 20)), stop=draw.choice(((), ("a", "e", "i"))), seed=number
+        )
+        prompt = f"{draw.randrange(4)} prompt {'x' * draw.randrange(40)}"
+        with trio.move_on_after(draw.choice((self.seconds(), 100.0))):
+            try:
+                stream = fake.generate(prompt, sampling, kv_transfer=asked, request_id=f"c{draw.randrange(CLIENTS)}")
+                async with stream:
+                    last = None
+                    async for delta in stream:
+                        assert last is None or last.finish_reason is None
+                        last = delta
+                    assert last is not None
+                    if last.kv_transfer is not None:
+                        assert last.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+                        assert asked is not None
+                        assert asked.do_remote_decode
+                    else:
+                        await trio.sleep(0.05)  # a step that was planned ahead has come back
+                        assert not stream.is_held, "nobody knows how to get at what is held"
+                    way = draw.randrange(3)
+                    if way == 0:
+                        await stream.wait_until_released()
+                        assert not stream.is_held
+                    elif way == 1:
+                        stream.keep_hold()
+            except Overloaded:
+                pass
+
+    async def connector(self, fake: FakeEngine) -> None:
+        draw, connector = self.random, fake.connector
+        while not self.is_over:
+            await trio.sleep(draw.choice((0.001, 0.01, 0.05)))
+            check_core(fake.core)
+            connector.work()
+            for request_id in list(connector.sends):
+                if draw.random() < 0.2:
+                    connector.report(partial(connector.released, request_id))
+                    if draw.random() < 0.2:
+                        connector.report(partial(connector.released, request_id))
+            for request_id in list(connector.loads):
+                chance = draw.random()
+                if chance < 0.2:
+                    connector.report(partial(connector.loaded, request_id, draw.choice((None, 0, 3))))
+                elif chance < 0.3:
+                    connector.report(partial(connector.load_failed, request_id))
+            if draw.random() < 0.05:
+                connector.report(partial(connector.released, RequestId("nobody")))
+            live = fake.live_requests()
+            if live and draw.random() < 0.2:
+                fake.abort([draw.choice(live).id])
+            wanted = [send for send in connector.sends.values() if not send.is_aborted]
+            held = [view for view in fake.live_requests() if view.state == "held"]
+            assert len(wanted) <= len(held), "blocks are held, and nobody is left who could want them"
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_whatever_happens_everything_is_back(seed):
+    history = History(seed)
+    overlap_steps = seed % 2 == 1
+
+    async def live() -> None:
+        async with open_fake_engine(
+            connector=ScriptedConnector,
+            overlap_steps=overlap_steps,
+            step_seconds=0.01,
+            block_count=40,
+            running_requests_max=4,
+            waiting_requests_max=6,
+            hold_seconds_max=HOLD_SECONDS,
+            remote_kv_seconds_max=LOAD_SECONDS,
+            load_failure_policy="fail" if seed % 3 == 0 else "recompute",
+        ) as fake:
+            with trio.fail_after(60):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(history.connector, fake)
+                    async with trio.open_nursery() as clients:
+                        for number in range(CLIENTS):
+                            clients.start_soon(history.client, fake, number)
+                    history.is_over = True
+                await fake.wait_until_idle()
+                # What no client knows of (a load that was abandoned, what is aborted and not let go) has its deadline.
+                await trio.sleep(HOLD_SECONDS + 0.1)
+            await wait_all_tasks_blocked()
+            fake.connector.check()
+            fake.assert_all_free()
+            assert fake.live_requests() == []
+
+    with seeded_schedule(seed):
+        trio.run(live, clock=trio.testing.MockClock(autojump_threshold=0))
