@@ -284,6 +284,23 @@ async def test_a_connector_that_cannot_start_is_no_fault_but_a_sentence(autojump
             raise AssertionError("it was opened")
 
 
+async def test_a_connector_that_ends_by_itself_stops_nobody(autojump_clock, caplog):
+    class Short(ScriptedConnector):
+        async def run(self, *, task_status):
+            task_status.started()
+            await trio.sleep(1)
+
+    async with open_fake_engine(connector=Short, hold_seconds_max=5.0) as fake:
+        await trio.sleep(2)
+        async with fake.generate(PROMPT, ONE, kv_transfer=HOLD) as stream:
+            assert [delta async for delta in stream]
+            await stream.wait_until_released()
+        fake.assert_all_free()
+    assert [record.getMessage() for record in caplog.records if "by itself" in record.getMessage()] == [
+        "connector ended by itself connector=Short"
+    ]
+
+
 async def test_the_connector_runs_from_before_the_first_step_until_after_the_last(autojump_clock):
     class Watched(ScriptedConnector):
         has_run = is_running = False

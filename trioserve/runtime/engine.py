@@ -181,6 +181,8 @@ class Engine:
         try:
             with scope:
                 await connector.run(task_status=cast(Started, task_status))
+                # A promise that it broke: what is held and loaded has its deadlines.
+                logger.warning("connector ended by itself connector=%s", type(connector).__name__)
         except Exception as error:
             if not self._is_running:
                 raise
