@@ -52,7 +52,13 @@ ROOMS = {
         waits=False,
     ),
     "connectors": Room(
-        rooms=words("contracts"), packages=words("torch trio nixl numpy"), only_in={"trio": words("transport.py")}
+        rooms=words("contracts"),
+        packages=words("torch trio nixl numpy"),
+        only_in={
+            "trio": words("transport.py far.py holder.py reader.py wire.py nixl_transport.py"),
+            "numpy": words("conversion.py"),
+            "nixl": words("nixl_agent.py"),
+        },
     ),
     # outcome is what trio itself hands results between threads in
     "runtime": Room(

@@ -1,0 +1,182 @@
+"""The holder's half of the transport: answers those who come for its blocks."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Awaitable, Callable
+
+import trio
+
+from trioserve.connectors.stream.chunks import Chunk, Chunks, places, views
+from trioserve.connectors.stream.far import (
+    BROKEN,
+    Far,
+    Identity,
+    Refused,
+    describe,
+    greet_reader,
+    receive_body,
+    receive_head,
+)
+from trioserve.connectors.stream.frames import (
+    CHUNK_BYTES_MAX,
+    TELL_IDS_MAX,
+    Abort,
+    BadFrame,
+    Head,
+    Kind,
+    Read,
+    Tell,
+    Told,
+    data_head,
+    frame,
+)
+from trioserve.connectors.stream.policy import StreamPolicy
+from trioserve.connectors.stream.sends import Send
+from trioserve.connectors.stream.wire import MayNot, Wire
+
+__all__ = ["GREETING_SECONDS_MAX", "SILENCE_SECONDS_MAX", "Holder", "MoreFrames"]
+
+GREETING_SECONDS_MAX = 5.0  # for a stranger to show the key
+GREETINGS_MAX = 16  # strangers at a time
+SILENCE_SECONDS_MAX = 4.0  # in the middle of something; one more try fits into what a hold lasts without a sign of life
+IDLE_SECONDS_MAX = 60.0  # of a reader that asks for nothing
+
+MoreFrames = Callable[[Far, Head], Awaitable[bool]]
+"""Answers a frame of a kind that is not of this protocol, and says whether it is one of its own."""
+
+Note = Callable[[str, str], None]
+"""Logs a trouble once. The peer, and what it was."""
+
+
+class Holder:
+    def __init__(self, policy: StreamPolicy, identity: Identity, note: Note, more_frames: MoreFrames | None) -> None:
+        self._policy = policy
+        self._identity = identity
+        self._note = note
+        self._more_frames = more_frames
+        self._pages = policy.setup.pages
+        self._connection_count = 0
+        self._stranger_count = 0
+
+    async def serve(self, open_wire: Callable[[], Awaitable[Wire]], peer: str) -> None:
+        """All of one connection's life; what open_wire returns is closed at its end. open_wire may wait for a TLS
+        handshake. peer: its address, for the log."""
+        if self._connection_count >= self._policy.options.connections_max or self._stranger_count >= GREETINGS_MAX:
+            self._refused(peer, "too many connections are open")
+            return
+        self._connection_count += 1
+        wires: list[Wire] = []
+        far = None
+        try:
+            far = await self._greet(open_wire, wires)
+            while True:
+                await self._answer(far)
+        except (*BROKEN, Refused) as error:
+            if far is None or isinstance(error, BadFrame):
+                self._refused(peer, describe(error))
+        finally:
+            self._connection_count -= 1
+            for wire in wires:
+                wire.close()
+
+    async def _greet(self, open_wire: Callable[[], Awaitable[Wire]], wires: list[Wire]) -> Far:
+        """wires: gets the connection as soon as there is one, however the greeting ends."""
+        self._stranger_count += 1
+        try:
+            with trio.fail_after(GREETING_SECONDS_MAX):
+                wire = await open_wire()
+                wires.append(wire)
+                return await greet_reader(wire, self._identity)
+        finally:
+            self._stranger_count -= 1
+
+    def _refused(self, peer: str, why: str) -> None:
+        self._policy.totals["peers_refused_total"] += 1
+        self._note(peer, why)
+
+    async def _answer(self, far: Far) -> None:
+        """One thing that the reader asks or tells."""
+        far.wire.silence_seconds = IDLE_SECONDS_MAX
+        head = await receive_head(far.wire)
+        far.wire.silence_seconds = SILENCE_SECONDS_MAX
+        if head.kind is Kind.READ:
+            await self._send(far, head.transfer, await receive_body(far.wire, head, Read))
+        elif head.kind is Kind.TELL:
+            await self._told(far, await receive_body(far.wire, head, Tell))
+        elif self._more_frames is None or not await self._more_frames(far, head):
+            raise BadFrame(f"{head.kind.name} came where a question is due")
+
+    async def _told(self, far: Far, tell: Tell) -> None:
+        if len(tell.keep) + len(tell.release) > TELL_IDS_MAX:
+            raise BadFrame(f"{len(tell.keep) + len(tell.release)} requests are told of at a time")
+        sends = self._policy.sends
+        self._policy.totals["heartbeats_received_total"] += 1
+        sends.released(tell.release)
+        gone = sends.still_wanted(tell.keep, trio.current_time())
+        await far.wire.send([frame(Kind.TOLD, Told(gone))])
+
+    async def _send(self, far: Far, transfer: int, read: Read) -> None:
+        if not 0 < read.chunk_bytes <= CHUNK_BYTES_MAX:
+            raise BadFrame(f"chunks of {read.chunk_bytes} bytes are asked for")
+        sends = self._policy.sends
+        send = sends.asked(read.request_id, read.token_start, read.token_count, trio.current_time())
+        if isinstance(send, str):
+            await self._refuse(far, transfer, send)
+            return
+        chunks = Chunks(self._pages.layout, read.token_start, read.token_count, read.chunk_bytes)
+        if not 0 <= read.first_chunk <= len(chunks):
+            raise BadFrame(f"chunk {read.first_chunk} is asked for, and there are {len(chunks)}")
+        in_frame = False
+        with trio.CancelScope() as scope:
+            send.stops[far] = scope.cancel
+            try:
+                for index in range(read.first_chunk, len(chunks)):
+                    await trio.lowlevel.checkpoint()  # a socket that takes all at once would never let others run
+                    in_frame = True
+                    await self._send_chunk(far, transfer, send, chunks[index])
+                    in_frame = False
+                    sends.sign_of_life(send, trio.current_time())
+                # The look at the hold and the first byte of this are one step: whoever gets it has got what was held.
+                await far.wire.send([frame(Kind.END, transfer=transfer)], lambda: send.is_alive)
+                self._policy.totals["blocks_sent_total"] += self._block_count(read)
+                return
+            except MayNot as stopped:
+                in_frame = in_frame and stopped.has_begun
+            finally:
+                del send.stops[far]
+        if in_frame:
+            raise trio.BrokenResourceError("the hold has ended in the middle of a chunk")
+        await self._refuse(far, transfer, "the hold has ended while it was read")
+
+    async def _send_chunk(self, far: Far, transfer: int, send: Send, chunk: Chunk) -> None:
+        if not send.is_alive:
+            raise MayNot(has_begun=False)
+        pieces = self._pieces(send, chunk)
+        checksum = 0
+        for piece in pieces:
+            checksum = zlib.crc32(piece, checksum)
+        body_bytes = chunk.token_count * self._pages.layout.token_bytes
+        head = data_head(transfer, chunk.layer, chunk.token_start, chunk.token_count, body_bytes, checksum)
+        await far.wire.send([head, *pieces], lambda: send.is_alive)
+        self._policy.totals["bytes_sent_total"] += body_bytes
+
+    def _pieces(self, send: Send, chunk: Chunk) -> list[memoryview]:
+        found = views(self._pages, send.block_table, chunk)
+        if found is not None:
+            return found
+        token_bytes = self._pages.layout.token_bytes
+        return [
+            self._pages.read(chunk.layer, place.block)[
+                place.start * token_bytes : (place.start + place.token_count) * token_bytes
+            ]
+            for place in places(send.block_table, self._pages.layout.block_size, chunk)
+        ]
+
+    async def _refuse(self, far: Far, transfer: int, message: str) -> None:
+        self._policy.totals["transfers_refused_total"] += 1
+        await far.wire.send([frame(Kind.ABORT, Abort(message), transfer=transfer)])
+
+    def _block_count(self, read: Read) -> int:
+        size = self._pages.layout.block_size
+        return (read.token_start + read.token_count - 1) // size - read.token_start // size + 1

@@ -1,0 +1,142 @@
+"""What a connector between two processes answers the core, and what it keeps of what it was told.
+
+Either side may be both holder and reader. Sends are what others may read here, loads what is read elsewhere; Reports is
+what the core will hear. Nothing here waits or looks at a clock: whoever moves the bytes (transport.py) asks the books
+before each of them, and enters what came of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from trioserve.connectors.stream.loads import LoadEnd, Loads
+from trioserve.connectors.stream.options import StreamOptions
+from trioserve.connectors.stream.reports import Reports
+from trioserve.connectors.stream.sends import SendEnd, Sends
+from trioserve.connectors.stream.sources import origin_of
+from trioserve.contracts.events import FinishReason
+from trioserve.contracts.ids import BlockIndex, RequestId
+from trioserve.contracts.kv_transfer import ConnectorSetup, HoldKind, TransferEvent
+from trioserve.contracts.kv_transfer_params import KVTransferParams
+from trioserve.contracts.request import EngineRequest
+
+__all__ = ["StreamPolicy"]
+
+NAMED_COUNTS = (
+    "blocks_sent_total",
+    "blocks_received_total",
+    "bytes_sent_total",
+    "bytes_received_total",
+    "heartbeats_sent_total",
+    "heartbeats_received_total",
+    "peers_refused_total",
+    "transfers_refused_total",
+)
+
+
+class StreamPolicy:
+    """A KVConnector (contracts.kv_transfer).
+
+    on_work: called when the transport has something to do. address: where readers find this engine, once it listens;
+    until then it holds nothing for anybody.
+    """
+
+    def __init__(self, setup: ConnectorSetup, options: StreamOptions, on_work: Callable[[], None]) -> None:
+        self.setup = setup
+        self.options = options
+        self.reports = Reports(setup.wake)
+        self.sends = Sends(self.reports)
+        self.loads = Loads(self.reports, on_work)
+        self.address: tuple[str, int] | None = None
+        self.totals: dict[str, int] = dict.fromkeys(NAMED_COUNTS, 0)
+        self._asked: set[RequestId] = set()  # live requests whose load was started: their holders know, or will
+
+    def num_matched_tokens(self, request: EngineRequest, computed_count: int) -> int:
+        """What cannot be believed matches the whole prompt: it becomes a load that fails, and says why."""
+        params = request.kv_transfer
+        if params is None or not params.do_remote_prefill:
+            return 0
+        count = len(request.prompt_token_ids) - 1
+        origin = origin_of(params, self.options)
+        if not isinstance(origin, str) and origin.token_count is not None:
+            count = min(count, origin.token_count)
+        return max(0, count - computed_count)
+
+    def start_load(
+        self, request: EngineRequest, block_table: Sequence[BlockIndex], computed_count: int, token_count: int
+    ) -> None:
+        assert request.kv_transfer is not None, f"{request.id}: nothing was matched"
+        self._asked.add(request.id)
+        origin = origin_of(request.kv_transfer, self.options)
+        self.loads.start(request.id, origin, tuple(block_table), computed_count, token_count)
+
+    def load_abandoned(self, request_id: RequestId) -> None:
+        """Nothing is written from this return on."""
+        self.loads.abandoned(request_id)
+
+    def request_finished(
+        self,
+        request: EngineRequest,
+        block_table: Sequence[BlockIndex],
+        tokens: Sequence[int],
+        reason: FinishReason,
+    ) -> bool:
+        params = request.kv_transfer
+        was_asked = request.id in self._asked
+        self._asked.discard(request.id)
+        if params is None:
+            return False
+        if params.do_remote_prefill and not was_asked:
+            origin = origin_of(params, self.options)
+            if not isinstance(origin, str):
+                self.loads.not_needed(origin)
+        is_wanted = params.do_remote_decode and reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if not is_wanted or not block_table or self.address is None:
+            return False
+        self.sends.hold(request.id, tuple(block_table), len(tokens))
+        return True
+
+    def transfer_params(self, request_id: RequestId) -> KVTransferParams | None:
+        send = self.sends.get(request_id)
+        if send is None or self.address is None:
+            return None
+        host, port = self.address
+        return KVTransferParams(
+            do_remote_prefill=True,
+            remote_engine_id=self.setup.engine_id,
+            remote_request_id=request_id,
+            remote_block_ids=tuple(send.block_table),
+            remote_host=host,
+            remote_port=port,
+            remote_block_size=self.setup.pages.layout.block_size,
+            remote_num_tokens=send.token_count,
+        )
+
+    def request_aborted_after_finish(self, request_id: RequestId) -> None:
+        """Nothing is read from this return on."""
+        self.sends.aborted(request_id)
+
+    def hold_expired(self, request_id: RequestId, kind: HoldKind) -> None:
+        if kind is HoldKind.SEND:
+            self.sends.expired(request_id)
+        else:
+            self.loads.expired(request_id)
+
+    def progress(self) -> Iterable[TransferEvent]:
+        return self.reports.take()
+
+    def counts(self) -> dict[str, float]:
+        """Totals; see NAMED_COUNTS and the ends of loads and sends."""
+        return {
+            **self.totals,
+            "transfers_resumed_total": self.loads.resumed_total,
+            **{f"loads_{end.value}_total": self.loads.ends[end] for end in LoadEnd if end is not LoadEnd.LOADED},
+            "loads_succeeded_total": self.loads.ends[LoadEnd.LOADED],
+            **{f"sends_{end.value}_total": self.sends.ends[end] for end in SendEnd},
+        }
+
+    def stop(self) -> None:
+        """The transport has ended: nothing is read or written any more, and nothing will be."""
+        self.address = None
+        self.loads.stop()
+        self.sends.stop()
