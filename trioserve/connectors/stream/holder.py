@@ -139,6 +139,7 @@ class Holder:
                     sends.sign_of_life(send, trio.current_time())
                 # The look at the hold and the first byte of this are one step: whoever gets it has got what was held.
                 await far.wire.send([frame(Kind.END, transfer=transfer)], lambda: send.is_alive)
+                send.was_read = True
                 self._policy.totals["blocks_sent_total"] += self._block_count(read)
                 return
             except MayNot as stopped:

@@ -29,11 +29,12 @@ __all__ = ["Load", "LoadEnd", "Loads"]
 RETRIES_MAX = 8  # of one load, however far it came in between
 QUIET_SECONDS_MAX = 10.0  # as long as a hold lasts without a sign of life: after that there is nothing to come back to
 RETRY_SECONDS = (0.0, 0.05, 0.2, 0.5, 1.0)  # by how often it broke since the last chunk that came
+DEAF_MAX = 3  # refused connections in a row: an engine listens as long as it holds anything
 NEWS_MAX = 1_000  # releases that wait to be told to one holder; of those beyond, it learns by the deadline
 
 
 class LoadEnd(enum.Enum):
-    LOADED = "loaded"
+    COMPLETED = "completed"
     FAILED = "failed"
     ABANDONED = "abandoned"
 
@@ -133,7 +134,7 @@ class Loads:
     def complete(self, load: Load) -> None:
         """Everything came, and the holder has said that it was right to the end."""
         if load.is_alive:
-            self._end(load, LoadEnd.LOADED, Loaded(load.request_id, load.token_count))
+            self._end(load, LoadEnd.COMPLETED, Loaded(load.request_id, load.token_count))
 
     def failed(self, load: Load, message: str) -> None:
         """For good."""
@@ -144,8 +145,9 @@ class Loads:
         """Its turn has come: patience with its holder counts from here."""
         load.quiet_since = now
 
-    def broken(self, load: Load, message: str, now: float) -> float | None:
-        """Its connection failed. Returns in how many seconds to go on with another one; None: never, it has failed."""
+    def broken(self, load: Load, message: str, now: float, *, is_deaf: bool = False) -> float | None:
+        """Its connection failed; is_deaf: there is nobody to connect to. Returns in how many seconds to go on with
+        another one; None: never, it has failed."""
         if not load.is_alive:
             return None
         load.retries += 1
@@ -154,7 +156,7 @@ class Loads:
         load.retries_in_a_row += 1
         if (
             load.retries > RETRIES_MAX
-            or load.retries_in_a_row > len(RETRY_SECONDS)
+            or load.retries_in_a_row > (DEAF_MAX if is_deaf else len(RETRY_SECONDS))
             or quiet_seconds + seconds >= QUIET_SECONDS_MAX
         ):
             self.failed(load, message)

@@ -126,13 +126,14 @@ class StreamPolicy:
         return self.reports.take()
 
     def counts(self) -> dict[str, float]:
-        """Totals; see NAMED_COUNTS and the ends of loads and sends."""
+        """Totals: NAMED_COUNTS, and how sends and loads have ended."""
+        sends, loads = self.sends.ends, self.loads.ends
         return {
             **self.totals,
             "transfers_resumed_total": self.loads.resumed_total,
-            **{f"loads_{end.value}_total": self.loads.ends[end] for end in LoadEnd if end is not LoadEnd.LOADED},
-            "loads_succeeded_total": self.loads.ends[LoadEnd.LOADED],
-            **{f"sends_{end.value}_total": self.sends.ends[end] for end in SendEnd},
+            **{f"loads_{end.value}_total": loads[end] for end in LoadEnd},
+            **{f"sends_{end.value}_total": sends[end] for end in SendEnd},
+            "sends_failed_total": sends.total() - sends[SendEnd.COMPLETED],
         }
 
     def stop(self) -> None:

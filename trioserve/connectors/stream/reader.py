@@ -99,7 +99,8 @@ class Reader:
                 if isinstance(error, BadFrame):
                     self._note(str(peer.source), describe(error))
                 _close_all(peer.idle)  # where one broke, the others are hardly better
-                seconds = self._loads.broken(load, describe(error), trio.current_time())
+                is_deaf = isinstance(error, ConnectionRefusedError)
+                seconds = self._loads.broken(load, describe(error), trio.current_time(), is_deaf=is_deaf)
                 if seconds is not None:
                     await trio.sleep(seconds)
 

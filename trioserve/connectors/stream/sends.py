@@ -26,18 +26,21 @@ SIGN_OF_LIFE_SECONDS = 1.0  # a hold lasts for ten: more reports than one a seco
 
 
 class SendEnd(enum.Enum):
-    RELEASED = "released"  # by its reader
-    ABORTED = "aborted"
+    COMPLETED = "completed"  # its reader has got all that it asked for
+    UNWANTED = "unwanted"  # its reader has left before that
+    ABORTED = "aborted"  # here
     EXPIRED = "expired"
 
 
 class Send(msgspec.Struct, eq=False):
-    """Blocks that are held. token_count: positions from 0 on whose KV is in them. stops: of those who read it."""
+    """Blocks that are held. token_count: positions from 0 on whose KV is in them. was_read: somebody got to the end of
+    what was asked for. stops: of those who read it."""
 
     request_id: RequestId
     block_table: Sequence[BlockIndex]
     token_count: int
     is_alive: bool = True
+    was_read: bool = False
     reported_alive_at: float | None = None
     stops: dict[object, Callable[[], None]] = msgspec.field(default_factory=dict)
 
@@ -90,7 +93,9 @@ class Sends:
     def released(self, request_ids: Iterable[str]) -> None:
         """Readers are done with these. What is not held, or not any more, is no error: a release may come twice."""
         for request_id in request_ids:
-            self._end(RequestId(request_id), SendEnd.RELEASED)
+            send = self.get(request_id)
+            if send is not None:
+                self._end(send.request_id, SendEnd.COMPLETED if send.was_read else SendEnd.UNWANTED)
 
     def aborted(self, request_id: RequestId) -> None:
         self._end(request_id, SendEnd.ABORTED)

@@ -100,7 +100,12 @@ class StreamTransport:
         return await _wire_over(stream, self._listen_tls, None)
 
     async def _connect(self, source: Source) -> Wire:
-        stream = await trio.open_tcp_stream(source.host, source.port)
+        try:
+            stream = await trio.open_tcp_stream(source.host, source.port)
+        except OSError as error:
+            if isinstance(error.__cause__, ConnectionRefusedError):
+                raise ConnectionRefusedError("nobody listens there") from error
+            raise
         try:
             return await _wire_over(stream, self._dial_tls, source.host)
         except BaseException:
