@@ -103,7 +103,9 @@ class StreamTransport:
         try:
             stream = await trio.open_tcp_stream(source.host, source.port)
         except OSError as error:
-            if isinstance(error.__cause__, ConnectionRefusedError):
+            cause = error.__cause__  # of a name with several addresses, a group of causes
+            causes = cause.exceptions if isinstance(cause, BaseExceptionGroup) else (cause,)
+            if all(isinstance(one, ConnectionRefusedError) for one in causes):
                 raise ConnectionRefusedError("nobody listens there") from error
             raise
         try:

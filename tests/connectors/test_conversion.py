@@ -1,0 +1,73 @@
+"""What another engine's KV becomes here, number for number; and which KV means nothing here."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from trioserve.connectors.conversion import convert, objection_to
+from trioserve.contracts.kv_transfer import KVLayout
+from trioserve.model import number_formats
+
+LAYOUT = KVLayout(model="m", layer_count=2, block_size=16, kv_head_count=3, head_dim=64, dtype="bfloat16")
+FORMATS = ("float32", "bfloat16", "float16")
+
+
+def singles() -> np.ndarray:
+    """Every 65,536th float32, those beside the middle between two bfloat16 numbers, and the odd ones."""
+    high = np.arange(0x10000, dtype=np.uint32) << 16
+    bits = np.concatenate([high | low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)])
+    return bits.view(np.float32)
+
+
+def stored(dtype: str) -> np.ndarray:
+    if dtype == "float32":
+        return singles()
+    kind = np.uint16 if dtype == "bfloat16" else np.float16
+    return np.arange(0x10000, dtype=np.uint16).view(kind)
+
+
+@pytest.mark.parametrize("wanted", FORMATS)
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_numbers_are_rounded_as_the_model_room_rounds_them(dtype, wanted):
+    values = stored(dtype)
+    expected = number_formats.empty_values(values.shape, wanted)
+    number_formats.convert(values, expected)
+    converted = np.frombuffer(convert(values.tobytes(), dtype, wanted), expected.dtype)
+    if wanted == "bfloat16":
+        as_numbers = [(each.astype(np.uint32) << 16).view(np.float32) for each in (converted, expected)]
+    else:
+        as_numbers = [converted, expected]
+    np.testing.assert_array_equal(*as_numbers)  # NaN where NaN is
+    assert dtype == wanted or len(values) > 60_000
+
+
+def test_what_needs_no_conversion_is_not_copied():
+    content = bytearray(b"12345678")
+    view = convert(content, "float32", "float32")
+    content[0] = ord("9")
+    assert bytes(view) == b"92345678"
+
+
+def test_the_same_model_is_taken_whatever_its_blocks_and_numbers_are():
+    for change in ({}, {"block_size": 1}, {"block_size": 1000}, {"dtype": "float32"}, {"dtype": "float16"}):
+        assert objection_to(msgspec.structs.replace(LAYOUT, **change), LAYOUT) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "expect"),
+    [
+        ({"model": "n" * 1_000}, "is of the model"),
+        ({"layer_count": 3}, "has 3 layers, and this engine's 2"),
+        ({"kv_head_count": -1}, "-1 KV heads"),
+        ({"head_dim": 2**60}, "numbers in a head"),
+        ({"dtype": "fp8"}, 'are "fp8"'),
+        ({"block_size": 0}, "have 0 tokens"),
+    ],
+)
+def test_what_means_nothing_here_is_refused_in_a_sentence(change, expect):
+    objection = objection_to(msgspec.structs.replace(LAYOUT, **change), LAYOUT)
+    assert objection is not None
+    assert expect in objection
+    assert len(objection) < 500

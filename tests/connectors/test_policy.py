@@ -1,0 +1,473 @@
+"""Who owns what while KV travels between two processes: both sides' books, driven by hand."""
+
+from __future__ import annotations
+
+import inspect
+
+import msgspec
+import pytest
+
+from trioserve.connectors.stream.frames import Tell
+from trioserve.connectors.stream.loads import RETRIES_MAX, Load
+from trioserve.connectors.stream.options import StreamOptions
+from trioserve.connectors.stream.policy import StreamPolicy
+from trioserve.connectors.stream.sources import Source
+from trioserve.contracts.events import FinishReason
+from trioserve.contracts.ids import BlockIndex, RequestId
+from trioserve.contracts.kv_transfer import (
+    ConnectorSetup,
+    HoldKind,
+    KVConnector,
+    Loaded,
+    LoadFailed,
+    Released,
+    StillRead,
+)
+from trioserve.contracts.kv_transfer_params import KVTransferParams
+from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.testing.memory_pages import MemoryPages
+
+HERE = Source("127.0.0.1", 7000, "far")
+FROM_THERE = KVTransferParams(
+    do_remote_prefill=True,
+    remote_engine_id="far",
+    remote_request_id="theirs",
+    remote_block_ids=(4, 2, 0),
+    remote_host="127.0.0.1",
+    remote_port=7000,
+    remote_block_size=4,
+    remote_num_tokens=10,
+)
+FOR_THERE = KVTransferParams(do_remote_decode=True)
+
+
+def request(name: str, params: KVTransferParams | None, prompt_count: int = 11) -> EngineRequest:
+    return EngineRequest(
+        id=RequestId(name),
+        prompt_token_ids=tuple(range(prompt_count)),
+        sampling=SamplingParams(temperature=0.0),
+        output_tokens_max=3,
+        stop_token_ids=frozenset(),
+        seed=0,
+        kv_transfer=params,
+    )
+
+
+class Books:
+    """A policy that listens; how often it woke its core and its transport."""
+
+    def __init__(self, **options: object) -> None:
+        self.wakes = self.works = 0
+        setup = ConnectorSetup(engine_id="here", role="both", pages=MemoryPages(8), options={}, wake=self.wake)
+        self.policy = StreamPolicy(setup, msgspec.convert(options, StreamOptions), self.work)
+        self.policy.address = ("127.0.0.1", 7001)
+
+    def wake(self) -> None:
+        self.wakes += 1
+
+    def work(self) -> None:
+        self.works += 1
+
+    def hold(self, name: str = "a", count: int = 9) -> bool:
+        return self.policy.request_finished(
+            request(name, FOR_THERE), blocks(-(-count // 4)), list(range(count)), FinishReason.LENGTH
+        )
+
+    def load(self, name: str = "a", params: KVTransferParams = FROM_THERE, count: int = 10) -> Load | None:
+        self.policy.start_load(request(name, params), blocks(3), 0, count)
+        new = self.policy.loads.take_new()
+        return new[0] if new else None
+
+    def reports(self) -> list[object]:
+        return list(self.policy.progress())
+
+    def releases(self) -> list[str]:
+        return [name for tell in self.policy.loads.tells(HERE) for name in tell.release]
+
+    def kept(self) -> list[str]:
+        return [name for tell in self.policy.loads.tells(HERE) for name in tell.keep]
+
+
+def blocks(count: int) -> list[BlockIndex]:
+    return [BlockIndex(index) for index in range(count)]
+
+
+def test_every_call_of_the_contract_is_there_with_its_parameters():
+    for call in (name for name in vars(KVConnector) if not name.startswith("_")):
+        assert inspect.signature(getattr(StreamPolicy, call)) == inspect.signature(getattr(KVConnector, call)), call
+
+
+# --- what others may read here ---
+
+
+@pytest.mark.parametrize("reason", list(FinishReason))
+def test_blocks_are_held_for_somebody_else_when_the_request_ended_by_itself(reason):
+    books = Books()
+    ends_well = reason in (FinishReason.STOP, FinishReason.LENGTH)
+    for params in (None, KVTransferParams(), FROM_THERE):
+        assert not books.policy.request_finished(request("n", params), blocks(1), [1], reason)
+    assert not books.policy.request_finished(request("n", FOR_THERE), [], [], reason)
+    assert books.policy.request_finished(request("y", FOR_THERE), blocks(1), [1], reason) == ends_well
+    assert (books.policy.transfer_params(RequestId("y")) is not None) == ends_well
+    assert books.policy.transfer_params(RequestId("n")) is None
+
+
+def test_nothing_is_held_where_nobody_can_come_for_it():
+    books = Books()
+    books.policy.address = None
+    assert not books.hold()
+
+
+def test_what_is_told_of_a_hold_is_what_a_reader_needs():
+    books = Books()
+    assert books.hold("a", 9)
+    assert books.policy.transfer_params(RequestId("a")) == KVTransferParams(
+        do_remote_prefill=True,
+        remote_engine_id="here",
+        remote_request_id="a",
+        remote_block_ids=(0, 1, 2),
+        remote_host="127.0.0.1",
+        remote_port=7001,
+        remote_block_size=4,
+        remote_num_tokens=9,
+    )
+
+
+def test_a_reader_that_asks_or_waits_is_a_sign_of_life_once_a_second():
+    books = Books()
+    books.hold("a")
+    sends = books.policy.sends
+    assert not isinstance(sends.asked("a", 0, 9, 10.0), str)
+    assert books.reports() == [StillRead(RequestId("a"))]
+    assert sends.still_wanted(["a", "b"], 10.5) == ("b",)
+    assert books.reports() == []
+    assert sends.still_wanted(["a"], 11.0) == ()
+    assert books.reports() == [StillRead(RequestId("a"))]
+
+
+@pytest.mark.parametrize(("start", "count"), [(0, 10), (9, 1), (-1, 2), (0, 0), (0, -5), (2**31, 2**31)])
+def test_positions_that_are_not_held_are_refused(start, count):
+    books = Books()
+    books.hold("a", 9)
+    answer = books.policy.sends.asked("a", start, count, 0.0)
+    assert isinstance(answer, str)
+    assert "9 are held" in answer
+    assert books.reports() == []
+
+
+def end_by_release(books: Books) -> None:
+    books.policy.sends.released(["a", "unknown"])
+
+
+def end_by_abort(books: Books) -> None:
+    books.policy.request_aborted_after_finish(RequestId("a"))
+
+
+@pytest.mark.parametrize("end", [end_by_release, end_by_abort, lambda books: books.policy.stop()])
+def test_the_end_of_a_hold_is_reported_once_and_stops_its_readers(end):
+    books = Books()
+    books.hold("a")
+    send = books.policy.sends.asked("a", 0, 9, 0.0)
+    assert not isinstance(send, str)
+    stopped = []
+    send.stops["reader"] = lambda: stopped.append(1)
+    end(books)
+    end(books)
+    assert stopped == [1]
+    assert not send.is_alive
+    assert books.reports() == [Released(RequestId("a"))]  # and no sign of life of one that is dead
+    assert isinstance(books.policy.sends.asked("a", 0, 9, 0.0), str)
+    assert books.policy.transfer_params(RequestId("a")) is None
+
+
+@pytest.mark.parametrize("end", [None, end_by_release, end_by_abort])
+def test_a_hold_that_expired_is_not_spoken_of(end):
+    books = Books()
+    books.hold("a")
+    send = books.policy.sends.asked("a", 0, 9, 0.0)
+    assert not isinstance(send, str)
+    if end is not None:
+        end(books)
+    books.policy.hold_expired(RequestId("a"), HoldKind.SEND)
+    assert not send.is_alive
+    assert books.reports() == []
+    books.policy.sends.released(["a"])
+    books.policy.sends.sign_of_life(send, 99.0)
+    assert books.reports() == []
+
+
+def test_whoever_is_told_something_is_woken():
+    books = Books()
+    books.hold("a")
+    books.policy.sends.released(["a"])
+    assert books.wakes == 1
+    books.load("b")
+    assert books.works == 1
+    books.policy.load_abandoned(RequestId("b"))
+    assert (books.wakes, books.works) == (2, 2)
+
+
+def test_how_sends_ended_is_counted():
+    books = Books()
+    for name in "abcd":
+        books.hold(name)
+    for name in "ab":
+        send = books.policy.sends.get(name)
+        assert send is not None
+        send.was_read = name == "a"
+        books.policy.sends.released([name])
+    books.policy.request_aborted_after_finish(RequestId("c"))
+    books.policy.hold_expired(RequestId("d"), HoldKind.SEND)
+    counts = books.policy.counts()
+    assert [counts[f"sends_{end}_total"] for end in ("completed", "unwanted", "aborted", "expired", "failed")] == [
+        1,
+        1,
+        1,
+        1,
+        3,
+    ]
+
+
+# --- what is read elsewhere ---
+
+
+@pytest.mark.parametrize(
+    ("prompt_count", "computed_count", "expect"),
+    [(11, 0, 10), (100, 0, 10), (100, 4, 6), (8, 0, 7), (1, 0, 0), (5, 8, 0)],
+)
+def test_what_matches_is_what_is_held_there_and_the_prompt_needs(prompt_count, computed_count, expect):
+    books = Books()
+    for _ in range(2):
+        assert books.policy.num_matched_tokens(request("a", FROM_THERE, prompt_count), computed_count) == expect
+    assert books.policy.num_matched_tokens(request("a", None), 0) == 0
+    assert books.policy.num_matched_tokens(request("a", FOR_THERE), 0) == 0
+    assert (books.wakes, books.works, books.reports()) == (0, 0, [])
+
+
+def test_without_a_number_of_tokens_the_blocks_say_how_many_there_are():
+    params = msgspec.structs.replace(FROM_THERE, remote_num_tokens=None)
+    books = Books()
+    assert books.policy.num_matched_tokens(request("a", params, 100), 0) == 12
+    params = msgspec.structs.replace(params, remote_block_ids=None)
+    assert books.policy.num_matched_tokens(request("a", params, 100), 0) == 99
+
+
+HOSTILE = [
+    ({"remote_host": None}, "remote_host"),
+    ({"remote_host": ""}, "remote_host"),
+    ({"remote_host": "a\nb"}, "remote_host"),
+    ({"remote_host": "h" * 10_000}, "remote_host"),
+    ({"remote_host": "10.1.2.3"}, "reads from its own machine only"),
+    ({"remote_host": "example.org"}, "reads from its own machine only"),
+    ({"remote_port": None}, "remote_port"),
+    ({"remote_port": 0}, "remote_port 0"),
+    ({"remote_port": -7}, "remote_port -7"),
+    ({"remote_port": 65_536}, "remote_port 65536"),
+    ({"remote_port": 2**70}, "remote_port"),
+    ({"remote_engine_id": None}, "remote_engine_id"),
+    ({"remote_engine_id": "e" * 201}, "remote_engine_id"),
+    ({"remote_request_id": ""}, "remote_request_id"),
+    ({"remote_request_id": "r" * 100_000}, "remote_request_id"),
+    ({"remote_num_tokens": 0}, "remote_num_tokens 0"),
+    ({"remote_num_tokens": -1}, "remote_num_tokens -1"),
+    ({"remote_num_tokens": 2**62}, "remote_num_tokens"),
+    ({"remote_num_tokens": 13}, "13 tokens in 3 blocks of 4"),
+    ({"remote_num_tokens": 8}, "8 tokens in 3 blocks of 4"),
+    ({"remote_block_size": 0}, "remote_block_size 0"),
+    ({"remote_block_size": 2**62}, "remote_block_size"),
+    ({"remote_block_ids": ((0, 1), (2,))}, "several groups"),
+    ({"remote_block_ids": ((0, 1), 2)}, "several groups"),
+    ({"tp_size": 2}, "2 machines"),
+]
+
+
+@pytest.mark.parametrize(("change", "expect"), HOSTILE)
+def test_what_cannot_be_believed_becomes_a_load_that_fails(change, expect):
+    books = Books()
+    params = msgspec.structs.replace(FROM_THERE, **change)
+    assert books.policy.num_matched_tokens(request("a", params), 0) == 10
+    assert books.load("a", params) is None
+    (report,) = books.reports()
+    assert isinstance(report, LoadFailed)
+    assert expect in report.message
+    assert len(report.message) < 500
+    assert books.releases() == []
+    assert not books.policy.request_finished(request("a", params), [], [], FinishReason.ABORT)
+    assert books.policy.loads.take_urgent() == ()
+
+
+def test_one_group_of_blocks_is_as_good_as_none():
+    books = Books()
+    assert books.load("a", msgspec.structs.replace(FROM_THERE, remote_block_ids=((4, 2, 0),))) is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "host", "may"),
+    [
+        ({"key": "k" * 16}, "10.1.2.3", False),
+        ({"key": "k" * 16}, "::1", True),
+        ({"key": "k" * 16, "host": "10.1.2.3"}, "10.1.2.3", True),
+        ({"key": "k" * 16, "peers": ["10.1.0.0/16"]}, "10.1.2.3", True),
+        ({"key": "k" * 16, "peers": ["10.1.0.0/16"]}, "10.2.0.0", False),
+        ({"key": "k" * 16, "peers": ["10.1.0.0/16"]}, "127.0.0.1", False),
+        ({"key": "k" * 16, "peers": ["10.1.0.0/16"]}, "node.example", False),
+        ({"key": "k" * 16, "peers": ["node.example"]}, "node.example", True),
+        ({"key": "k" * 16, "peers": ["*"]}, "198.51.100.7", True),
+        ({"peers": ["*"]}, "198.51.100.7", False),  # without a key there is only this machine
+    ],
+)
+def test_a_request_cannot_choose_any_host_to_connect_to(options, host, may):
+    books = Books(**options)
+    load = books.load("a", msgspec.structs.replace(FROM_THERE, remote_host=host))
+    assert (load is not None) == may
+
+
+def test_a_load_that_came_is_reported_and_its_holder_told():
+    books = Books()
+    load = books.load()
+    assert load is not None
+    assert books.kept() == ["theirs"]
+    assert books.releases() == []
+    books.policy.loads.complete(load)
+    books.policy.loads.complete(load)
+    books.policy.loads.failed(load, "late")
+    assert books.reports() == [Loaded(RequestId("a"), 10)]
+    assert (books.kept(), books.releases()) == ([], ["theirs"])
+    (tell,) = books.policy.loads.tells(HERE)
+    books.policy.loads.told(HERE, tell, ())
+    assert books.policy.loads.tells(HERE) == []
+    assert not books.policy.request_finished(request("a", FROM_THERE), blocks(3), range(11), FinishReason.STOP)
+    assert books.policy.loads.tells(HERE) == []
+
+
+def test_a_load_that_is_abandoned_ends_in_that_call_and_its_holder_is_told():
+    books = Books()
+    load = books.load()
+    assert load is not None
+    stopped = []
+    load.stop = lambda: stopped.append(1)
+    books.policy.load_abandoned(RequestId("a"))
+    books.policy.load_abandoned(RequestId("a"))
+    assert not load.is_alive
+    assert stopped == [1]
+    assert [type(report) for report in books.reports()] == [LoadFailed]
+    assert books.releases() == ["theirs"]
+    assert books.policy.loads.broken(load, "late", 0.0) is None
+    assert books.reports() == []
+
+
+@pytest.mark.parametrize("is_abandoned", [False, True])
+def test_a_load_that_expired_is_not_spoken_of(is_abandoned):
+    books = Books()
+    load = books.load()
+    assert load is not None
+    if is_abandoned:
+        books.policy.load_abandoned(RequestId("a"))
+    books.policy.hold_expired(RequestId("a"), HoldKind.LOAD)
+    assert not load.is_alive
+    books.policy.loads.complete(load)
+    assert books.reports() == []
+    assert books.releases() == ["theirs"]
+
+
+def test_one_that_was_abandoned_before_anybody_brought_it_is_never_brought():
+    books = Books()
+    books.policy.start_load(request("a", FROM_THERE), blocks(3), 0, 10)
+    books.policy.load_abandoned(RequestId("a"))
+    assert books.policy.loads.take_new() == ()
+
+
+def test_a_holder_is_told_when_the_last_of_several_loads_has_ended():
+    books = Books()
+    first, second = books.load("a"), books.load("b")
+    assert first is not None
+    assert second is not None
+    books.policy.loads.complete(first)
+    assert (books.kept(), books.releases()) == (["theirs"], [])
+    # a third choice of the same request never needed its own load, and the second still reads
+    assert not books.policy.request_finished(request("c", FROM_THERE), [], [], FinishReason.ABORT)
+    assert books.releases() == []
+    books.policy.loads.failed(second, "no")
+    assert (books.kept(), books.releases()) == ([], ["theirs"])
+
+
+@pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.STOP])
+def test_one_that_never_needed_its_load_tells_the_holder(reason):
+    books = Books()
+    assert not books.policy.request_finished(request("a", FROM_THERE), blocks(3), range(11), reason)
+    assert books.releases() == ["theirs"]
+    assert books.policy.loads.take_urgent() == (HERE,)
+    assert books.policy.loads.take_urgent() == ()
+
+
+def test_what_a_holder_does_not_hold_any_more_fails_its_loads():
+    books = Books()
+    load = books.load()
+    assert load is not None
+    books.policy.loads.told(Source("127.0.0.1", 7000, "another"), Tell(), ("theirs",))
+    assert load.is_alive
+    books.policy.loads.told(HERE, Tell(keep=("theirs",)), ("theirs",))
+    (report,) = books.reports()
+    assert isinstance(report, LoadFailed)
+    assert "127.0.0.1:7000: it does not hold the blocks any more" in report.message
+
+
+def test_one_that_breaks_goes_on_a_few_times_and_longer_where_something_came():
+    books = Books()
+    load = books.load()
+    assert load is not None
+    loads = books.policy.loads
+    loads.begun(load, 100.0)
+    delays = [loads.broken(load, "cut", 100.0) for _ in range(4)]
+    assert delays == [0.0, 0.05, 0.2, 0.5]
+    loads.came(load, 101.0)
+    assert load.next_chunk == 1
+    assert loads.broken(load, "cut", 101.0) == 0.0
+    while loads.broken(load, "cut", 101.0) is not None:
+        loads.came(load, 101.0)
+    assert load.retries == RETRIES_MAX + 1
+    (report,) = books.reports()
+    assert report == LoadFailed(RequestId("a"), "127.0.0.1:7000: cut")
+    assert books.policy.counts()["transfers_resumed_total"] == RETRIES_MAX
+
+
+def test_a_holder_that_is_quiet_for_as_long_as_a_hold_lasts_has_let_go():
+    books = Books()
+    load = books.load()
+    assert load is not None
+    books.policy.loads.begun(load, 100.0)
+    assert books.policy.loads.broken(load, "quiet", 104.0) == 0.0
+    assert books.policy.loads.broken(load, "quiet", 109.96) is None
+    assert not load.is_alive
+
+
+def test_a_holder_that_listens_no_more_is_given_up_soon():
+    books = Books()
+    load = books.load()
+    assert load is not None
+    delays = [books.policy.loads.broken(load, "refused", 0.0, is_deaf=True) for _ in range(4)]
+    assert delays == [0.0, 0.05, 0.2, None]
+
+
+def test_what_a_holder_has_to_be_told_is_bounded_and_told_in_pieces():
+    books = Books()
+    for index in range(1_200):
+        params = msgspec.structs.replace(FROM_THERE, remote_request_id=f"r{index}")
+        books.policy.request_finished(request(f"a{index}", params), [], [], FinishReason.ABORT)
+    tells = books.policy.loads.tells(HERE)
+    assert len(books.releases()) == 1_000
+    assert all(len(tell.keep) + len(tell.release) <= 100 for tell in tells)
+    books.policy.loads.cannot_tell(HERE)
+    assert books.policy.loads.tells(HERE) == []
+
+
+def test_a_connector_that_ends_ends_everything():
+    books = Books()
+    books.hold("a")
+    load = books.load("b")
+    books.policy.stop()
+    assert load is not None
+    assert not load.is_alive
+    assert {type(report) for report in books.reports()} == {Released, LoadFailed}
+    assert not books.hold("c")
