@@ -438,7 +438,7 @@ def test_a_holder_that_is_quiet_for_as_long_as_a_hold_lasts_has_let_go():
     assert load is not None
     books.policy.loads.begun(load, 100.0)
     assert books.policy.loads.broken(load, "quiet", 104.0) == 0.0
-    assert books.policy.loads.broken(load, "quiet", 109.96) is None
+    assert books.policy.loads.broken(load, "quiet", 107.96) is None
     assert not load.is_alive
 
 

@@ -27,7 +27,7 @@ from trioserve.contracts.kv_transfer import HoldKind, Loaded, LoadFailed
 __all__ = ["Load", "LoadEnd", "Loads"]
 
 RETRIES_MAX = 8  # of one load, however far it came in between
-QUIET_SECONDS_MAX = 10.0  # as long as a hold lasts without a sign of life: after that there is nothing to come back to
+QUIET_SECONDS_MAX = 8.0  # a hold lasts ten without a sign of life: soon after this there is nothing to come back to
 RETRY_SECONDS = (0.0, 0.05, 0.2, 0.5, 1.0)  # by how often it broke since the last chunk that came
 DEAF_MAX = 3  # refused connections in a row: an engine listens as long as it holds anything
 NEWS_MAX = 1_000  # releases that wait to be told to one holder; of those beyond, it learns by the deadline

@@ -1,0 +1,769 @@
+"""Both halves of the transport over streams in memory: what a peer may do to us, and what breaks in between."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+
+import msgspec
+import pytest
+import trio
+from trio.testing import memory_stream_pair
+
+from trioserve.connectors.stream import frames
+from trioserve.connectors.stream.far import BROKEN, Far, Identity, Refused, greet_holder, greet_reader, receive_head
+from trioserve.connectors.stream.frames import Abort, BadFrame, Kind, Proof, Read, Tell, Told, frame, head_of
+from trioserve.connectors.stream.handshake import is_proof, make_greeting, make_proof
+from trioserve.connectors.stream.holder import GREETINGS_MAX, Holder
+from trioserve.connectors.stream.options import StreamOptions
+from trioserve.connectors.stream.policy import StreamPolicy
+from trioserve.connectors.stream.reader import Reader
+from trioserve.connectors.stream.sources import Source
+from trioserve.connectors.stream.wire import MayNot, StreamWire, Wire
+from trioserve.contracts.events import FinishReason
+from trioserve.contracts.ids import BlockIndex, RequestId
+from trioserve.contracts.kv_transfer import ConnectorSetup, HoldKind, Loaded, LoadFailed, Released, StillRead
+from trioserve.contracts.kv_transfer_params import KVTransferParams
+from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.testing.memory_pages import SMALL_LAYOUT, MemoryPages
+
+KEY = b"0123456789abcdef"
+BLOCKS_THERE, BLOCKS_HERE = (6, 1, 4), (0, 5, 2)
+TOKENS = 11
+
+
+def request(name: str, params: KVTransferParams | None) -> EngineRequest:
+    return EngineRequest(
+        id=RequestId(name),
+        prompt_token_ids=tuple(range(TOKENS + 1)),
+        sampling=SamplingParams(temperature=0.0),
+        output_tokens_max=3,
+        stop_token_ids=frozenset(),
+        seed=0,
+        kv_transfer=params,
+    )
+
+
+def table(blocks: tuple[int, ...]) -> list[BlockIndex]:
+    return [BlockIndex(block) for block in blocks]
+
+
+class Side:
+    """The books and the halves of an engine's transport, without sockets. reports: all that its core was told."""
+
+    def __init__(
+        self,
+        name: str,
+        open_wire: Callable[[Source], Awaitable[Wire]] | None = None,
+        key: bytes = KEY,
+        **options: object,
+    ) -> None:
+        self.pages = MemoryPages(8)
+        self.nursery: trio.Nursery | None = None
+        self.troubles: list[str] = []
+        self.reports: list[object] = []
+        self.woken = trio.Event()
+        setup = ConnectorSetup(engine_id=name, role="both", pages=self.pages, options={}, wake=self._wake)
+        self.policy = StreamPolicy(setup, msgspec.convert({"chunk_bytes": 40, **options}, StreamOptions), self._work)
+        self.policy.address = ("127.0.0.1", 7000)
+        self.identity = Identity(name, self.pages.layout, key)
+        self.holder = Holder(self.policy, self.identity, lambda peer, trouble: self.troubles.append(trouble), None)
+        self.reader = Reader(
+            self.policy, self.identity, lambda peer, trouble: self.troubles.append(trouble), open_wire or self._nowhere
+        )
+
+    async def _nowhere(self, source: Source) -> Wire:
+        raise ConnectionRefusedError("nobody listens there")
+
+    def _wake(self) -> None:
+        self.woken.set()
+
+    def _work(self) -> None:
+        if self.nursery is None:
+            return
+        for load in self.policy.loads.take_new():
+            self.nursery.start_soon(self.reader.bring, load)
+        for source in self.policy.loads.take_urgent():
+            self.reader.tell_now(source, self.nursery)
+
+    async def until(self, kind: type) -> object:
+        """The first report of this kind."""
+        while True:
+            self.woken = trio.Event()
+            self.reports += self.policy.progress()
+            for report in self.reports:
+                if isinstance(report, kind):
+                    return report
+            await self.woken.wait()
+
+    def hold(self, name: str = "held") -> KVTransferParams:
+        self.pages.fill(BLOCKS_THERE, seed=1)
+        assert self.policy.request_finished(
+            request(name, KVTransferParams(do_remote_decode=True)),
+            table(BLOCKS_THERE),
+            list(range(TOKENS)),
+            FinishReason.LENGTH,
+        )
+        params = self.policy.transfer_params(RequestId(name))
+        assert params is not None
+        return params
+
+    def load(self, params: KVTransferParams, name: str = "load", start: int = 0) -> None:
+        self.policy.start_load(request(name, params), table(BLOCKS_HERE), start, TOKENS - start)
+
+
+class Between(trio.abc.Stream):
+    """An end of a connection to which something can happen. cut_after: sends so many bytes, and breaks. held: sends
+    nothing more until it is set. damage: the n-th byte that is sent is another one."""
+
+    def __init__(self, stream: trio.StapledStream) -> None:
+        self.stream = stream
+        self.cut_after: int | None = None
+        self.damage: int | None = None
+        self.held: trio.Event | None = None
+        self.sent = bytearray()
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        if self.held is not None:
+            await self.held.wait()
+        content = bytearray(data)
+        if self.damage is not None and len(self.sent) <= self.damage < len(self.sent) + len(content):
+            content[self.damage - len(self.sent)] ^= 1
+        if self.cut_after is not None and len(self.sent) + len(content) > self.cut_after:
+            rest = content[: max(0, self.cut_after - len(self.sent))]
+            if rest:
+                await self.stream.send_all(rest)
+            self.close()
+            raise trio.BrokenResourceError
+        self.sent += content
+        await self.stream.send_all(content)
+
+    async def wait_send_all_might_not_block(self) -> None:
+        await self.stream.wait_send_all_might_not_block()
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes:
+        return bytes(await self.stream.receive_some(max_bytes))
+
+    def close(self) -> None:
+        self.stream.send_stream.close()  # type: ignore[attr-defined]
+        self.stream.receive_stream.close()  # type: ignore[attr-defined]
+
+    async def aclose(self) -> None:
+        self.close()
+        await trio.lowlevel.checkpoint()
+
+
+class Pair:
+    """A holder and a reader that reaches it. connections: the holder's ends, in the order in which they were opened;
+    before each opening `prepare` may do something to it."""
+
+    def __init__(self, nursery: trio.Nursery, **options: object) -> None:
+        self.nursery = nursery
+        self.connections: list[Between] = []
+        self.prepare: Callable[[int, Between], None] = lambda index, connection: None
+        self.there = Side("there")
+        self.here = Side("here", self._open, **options)
+        self.here.nursery = nursery
+
+    async def _open(self, source: Source) -> Wire:
+        ours, theirs = memory_stream_pair()
+        connection = Between(theirs)
+        self.prepare(len(self.connections), connection)
+        self.connections.append(connection)
+        self.nursery.start_soon(self.there.holder.serve, self._accept(connection), "reader")
+        end = Between(ours)
+        return StreamWire(end, 5.0, end.close)
+
+    def _accept(self, connection: Between) -> Callable[[], Awaitable[Wire]]:
+        async def accept() -> Wire:
+            return StreamWire(connection, 5.0, connection.close)
+
+        return accept
+
+    def is_equal(self, start: int = 0) -> bool:
+        token_bytes = SMALL_LAYOUT.token_bytes
+        for layer in range(SMALL_LAYOUT.layer_count):
+            for position in range(start, TOKENS):
+                index, offset = divmod(position, SMALL_LAYOUT.block_size)
+                span = slice(offset * token_bytes, (offset + 1) * token_bytes)
+                there = self.there.pages.read(layer, BlockIndex(BLOCKS_THERE[index]))[span]
+                here = self.here.pages.read(layer, BlockIndex(BLOCKS_HERE[index]))[span]
+                if bytes(there) != bytes(here):
+                    return False
+        return True
+
+
+@asynccontextmanager
+async def pair(**options: object) -> AsyncIterator[Pair]:
+    async with trio.open_nursery() as nursery:
+        both = Pair(nursery, **options)
+        yield both
+        both.here.nursery = None
+        nursery.cancel_scope.cancel()
+
+
+# --- a transfer ---
+
+
+@pytest.mark.parametrize("start", [0, 4, 10])
+@pytest.mark.parametrize("has_views", [True, False])
+async def test_a_transfer_brings_every_byte_and_both_sides_are_told(autojump_clock, start, has_views):
+    async with pair() as both:
+        both.here.pages.has_views = both.there.pages.has_views = has_views
+        before = both.here.pages.content(5)
+        both.here.load(both.there.hold(), start=start)
+        assert await both.here.until(Loaded) == Loaded(RequestId("load"), TOKENS - start)
+        assert both.is_equal(start)
+        assert start != 10 or both.here.pages.content(5) == before
+        assert await both.there.until(Released) == Released(RequestId("held"))
+        counts, there = both.here.policy.counts(), both.there.policy.counts()
+        byte_count = (TOKENS - start) * 2 * SMALL_LAYOUT.token_bytes
+        assert counts["bytes_received_total"] == there["bytes_sent_total"] == byte_count
+        assert counts["blocks_received_total"] == there["blocks_sent_total"] == 3 - start // 4
+        assert counts["loads_completed_total"] == there["sends_completed_total"] == 1
+
+
+async def test_connections_are_used_again_and_closed_when_nobody_needs_them(autojump_clock):
+    async with pair() as both:
+        for name in "abc":
+            both.here.load(both.there.hold(name), name)
+            await both.here.until(Loaded)
+            both.here.reports.clear()
+        assert len(both.connections) == 2  # one for data, one for what holders are told
+        assert both.here.reader.has_idle
+        both.here.reader.close_idle(trio.current_time() + 29)
+        assert both.here.reader.has_idle
+        both.here.reader.close_idle(trio.current_time() + 31)
+        assert not both.here.reader.has_idle
+
+
+async def test_many_loads_use_few_connections_and_those_that_wait_say_so(autojump_clock):
+    async with pair() as both:
+        params = [both.there.hold(f"h{index}") for index in range(12)]
+        for index, each in enumerate(params):
+            both.here.load(each, f"l{index}")
+        while len([report for report in both.here.reports if isinstance(report, Loaded)]) < 12:
+            both.here.reports += both.here.policy.progress()
+            both.here.woken = trio.Event()
+            with trio.move_on_after(1):
+                await both.here.woken.wait()
+        assert len(both.connections) <= 5
+
+
+async def test_a_slow_holder_is_told_that_its_reader_still_waits(autojump_clock):
+    """Heartbeats go on over a connection of their own while the data stands still."""
+    async with pair() as both:
+        stuck = trio.Event()
+        params = both.there.hold()
+        original = both.there.holder._send_chunk
+
+        async def stand_still(*arguments: object) -> None:
+            await stuck.wait()
+            await original(*arguments)  # type: ignore[arg-type]
+
+        both.there.holder._send_chunk = stand_still  # type: ignore[method-assign]
+        both.here.load(params)
+        signs = 0
+        for _ in range(3):
+            await trio.sleep(1.2)
+            signs += sum(isinstance(report, StillRead) for report in both.there.policy.progress())
+        assert signs >= 2
+        stuck.set()
+        assert await both.here.until(Loaded)
+        assert both.is_equal()
+
+
+# --- what breaks ---
+
+
+@pytest.mark.parametrize("cut_after", range(0, 900, 23))
+async def test_a_connection_that_breaks_anywhere_is_taken_up_where_it_broke(autojump_clock, cut_after):
+    async with pair() as both:
+
+        def prepare(index: int, connection: Between) -> None:
+            if index < 2:  # both of them: what holders are told, and the data
+                connection.cut_after = cut_after
+
+        both.prepare = prepare
+        both.here.load(both.there.hold())
+        await both.here.until(Loaded)
+        assert both.is_equal()
+        await both.there.until(Released)
+        total = TOKENS * 2 * SMALL_LAYOUT.token_bytes
+        sent = both.there.policy.counts()["bytes_sent_total"]
+        assert total <= sent <= total + 40  # of what had come nothing is sent again
+
+
+async def test_one_that_breaks_again_and_again_fails(autojump_clock):
+    async with pair() as both:
+
+        def prepare(index: int, connection: Between) -> None:
+            connection.cut_after = 300
+
+        both.prepare = prepare
+        both.here.load(both.there.hold())
+        failed = await both.here.until(LoadFailed)
+        assert "the connection" in failed.message or "closed" in failed.message  # type: ignore[attr-defined]
+        assert both.here.policy.counts()["transfers_resumed_total"] > 0
+
+
+async def test_nobody_there_fails_soon(autojump_clock):
+    async with trio.open_nursery() as nursery:
+        here = Side("here")
+        here.nursery = nursery
+        begun = trio.current_time()
+        here.load(Side("there").hold())
+        failed = await here.until(LoadFailed)
+        assert failed == LoadFailed(RequestId("load"), "127.0.0.1:7000: nobody listens there")
+        assert trio.current_time() - begun < 1
+        here.nursery = None
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_holder_that_falls_silent_fails_within_what_a_hold_lasts(autojump_clock):
+    async with pair() as both:
+
+        def prepare(index: int, connection: Between) -> None:
+            connection.held = trio.Event()
+
+        both.prepare = prepare
+        begun = trio.current_time()
+        both.here.load(both.there.hold())
+        failed = await both.here.until(LoadFailed)
+        assert "nothing came for too long" in failed.message  # type: ignore[attr-defined]
+        assert trio.current_time() - begun < 10.5
+
+
+@pytest.mark.parametrize("place", [*range(0, 280, 31), *range(280, 420), *range(420, 800, 17)])
+async def test_a_byte_that_changed_on_its_way_is_never_loaded(autojump_clock, place):
+    """place: in what the holder sends, the handshake included."""
+    async with pair() as both:
+
+        def prepare(index: int, connection: Between) -> None:
+            if index < 2:
+                connection.damage = place
+
+        both.prepare = prepare
+        both.here.load(both.there.hold())
+        with trio.move_on_after(60):
+            while not any(isinstance(report, Loaded | LoadFailed) for report in both.here.reports):
+                both.here.reports += both.here.policy.progress()
+                await trio.sleep(0.1)
+        assert any(isinstance(report, Loaded | LoadFailed) for report in both.here.reports)
+        assert LoadFailed in map(type, both.here.reports) or both.is_equal()
+
+
+# --- holds that end in the middle ---
+
+
+async def act_at_each_moment(act: Callable[[Pair], None]) -> int:
+    """act after every number of passes, up to the end of the load. Returns in how many of them it did not come."""
+    failures = 0
+    for moment in range(200):
+        async with pair() as both:
+            both.here.load(both.there.hold())
+            for _ in range(moment):
+                await trio.lowlevel.checkpoint()
+            both.here.reports += both.here.policy.progress()
+            if any(isinstance(report, Loaded) for report in both.here.reports):
+                return failures
+            act(both)
+            await trio.sleep(30)
+            both.here.reports += both.here.policy.progress()
+            kinds = [type(report) for report in both.here.reports]
+            assert kinds in ([Loaded], [LoadFailed])
+            if kinds == [Loaded]:
+                both.there.pages.fill(BLOCKS_THERE, seed=1)  # what was held
+                assert both.is_equal()
+            failures += Loaded not in kinds
+    raise AssertionError("the load never ended")
+
+
+async def test_a_hold_that_expires_at_any_moment_gives_no_foreign_byte(autojump_clock):
+    def expire(both: Pair) -> None:
+        both.there.policy.hold_expired(RequestId("held"), HoldKind.SEND)
+        both.there.pages.fill(BLOCKS_THERE, seed=2)  # another request's, from now on
+        both.there.reports.clear()
+
+    failures = await act_at_each_moment(expire)
+    assert failures > 10
+
+
+async def test_a_load_that_expires_at_any_moment_writes_no_byte_after_it(autojump_clock):
+    written = []
+
+    for moment in range(200):
+        async with pair() as both:
+            both.here.load(both.there.hold())
+            for _ in range(moment):
+                await trio.lowlevel.checkpoint()
+            if any(isinstance(report, Loaded) for report in both.here.policy.progress()):
+                break
+            both.here.policy.load_abandoned(RequestId("load"))
+            both.here.policy.hold_expired(RequestId("load"), HoldKind.LOAD)
+            both.here.pages.fill(BLOCKS_HERE, seed=3)
+            before = [both.here.pages.content(block) for block in BLOCKS_HERE]
+            await trio.sleep(30)
+            assert [both.here.pages.content(block) for block in BLOCKS_HERE] == before
+            assert list(both.here.policy.progress()) == []
+            written.append(moment)
+            assert Released(RequestId("held")) in both.there.policy.progress()
+    assert len(written) > 10
+
+
+# --- strangers ---
+
+
+async def meet(send: bytes, *, key: bytes = KEY, ends: bool = False) -> tuple[Side, bytes]:
+    """A stranger says this to a holder. Returns what it answered until it closed the connection."""
+    side = Side("there", key=key)
+    ours, theirs = memory_stream_pair()
+    received = b""
+    async with trio.open_nursery() as nursery:
+
+        async def accept() -> Wire:
+            return StreamWire(Between(theirs), 5.0, Between(theirs).close)
+
+        nursery.start_soon(side.holder.serve, accept, "stranger")
+        await ours.send_all(send)
+        if ends:
+            await ours.send_eof()
+        with trio.move_on_after(120):
+            while content := await ours.receive_some():
+                received += content
+            return side, received
+    raise AssertionError("the connection stays open")
+
+
+GREETING = msgspec.msgpack.encode(make_greeting("e", SMALL_LAYOUT))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"GET / HTTP/1.1\r\nHost: there\r\n\r\n",
+        b"\0" * 100,
+        b"TK",
+        frame(Kind.TELL, Tell(release=("held",))),
+        frame(Kind.READ, Read("held", 0, 11, 40)),
+        frame(Kind.HELLO, b"\xff" * 20),
+        frame(Kind.HELLO, GREETING[:-3]),
+        frame(Kind.HELLO, b"\x91" * 3_000),
+        frames._HEAD.pack(b"TK", Kind.HELLO, 2**32 - 1, 0, 0, 0, 0, 0),
+        frames._HEAD.pack(b"TK", 99, 0, 0, 0, 0, 0, 0),
+        frame(Kind.HELLO, GREETING) + frame(Kind.PROOF, Proof(b"\0" * 32)),
+        frame(Kind.HELLO, GREETING) + frame(Kind.PROOF, Proof(b"")),
+        frame(Kind.HELLO, GREETING) + frame(Kind.READ, Read("held", 0, 11, 40)),
+        frame(Kind.HELLO, msgspec.structs.replace(make_greeting("e", SMALL_LAYOUT), version=2)),
+        frame(Kind.HELLO, msgspec.structs.replace(make_greeting("e", SMALL_LAYOUT), nonce=b"")),
+        frame(Kind.HELLO, msgspec.structs.replace(make_greeting("e", SMALL_LAYOUT), engine_id="")),
+    ],
+    ids=lambda content: f"{len(content)}_bytes",
+)
+@pytest.mark.parametrize("ends", [False, True])
+async def test_a_stranger_gets_nothing_and_is_counted(autojump_clock, content, ends):
+    side, received = await meet(content, ends=ends)
+    assert side.policy.counts()["peers_refused_total"] == 1
+    assert len(side.troubles) == 1
+    assert len(received) < 400
+    assert Kind.WELCOME not in {head.kind for head in heads(received)}
+
+
+def heads(content: bytes) -> list[frames.Head]:
+    found = []
+    while content:
+        head = head_of(content[: frames.HEAD_BYTES])
+        found.append(head)
+        content = content[frames.HEAD_BYTES + head.body_bytes :]
+    return found
+
+
+async def test_a_stranger_that_says_nothing_is_gone_after_a_while_and_cannot_fill_the_house(autojump_clock):
+    side = Side("there")
+    async with trio.open_nursery() as nursery:
+        ends = []
+        for _ in range(GREETINGS_MAX + 3):
+            ours, theirs = memory_stream_pair()
+            between = Between(theirs)
+
+            async def accept(between: Between = between) -> Wire:
+                return StreamWire(between, 5.0, between.close)
+
+            nursery.start_soon(side.holder.serve, accept, "stranger")
+            ends.append(ours)
+        await trio.sleep(0.1)
+        assert side.policy.counts()["peers_refused_total"] == 3
+        await trio.sleep(6)
+        assert side.policy.counts()["peers_refused_total"] == GREETINGS_MAX + 3
+        closed_count = 0
+        for end in ends:
+            with trio.move_on_after(1):
+                closed_count += await end.receive_some() == b""
+        assert closed_count == GREETINGS_MAX  # the others were never opened, and are closed by who accepted them
+
+
+async def greeted(there: Side, nursery: trio.Nursery) -> tuple[Far, Wire]:
+    """A reader that has shown the key."""
+    ours, theirs = memory_stream_pair()
+    between, end = Between(theirs), Between(ours)
+
+    async def accept() -> Wire:
+        return StreamWire(between, 5.0, between.close)
+
+    nursery.start_soon(there.holder.serve, accept, "reader")
+    wire = StreamWire(end, 5.0, end.close)
+    return await greet_holder(wire, Identity("r", SMALL_LAYOUT, KEY)), wire
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\0" * 28,
+        frame(Kind.WELCOME, Proof(b"")),
+        frame(Kind.READ, b"nonsense"),
+        frame(Kind.READ, Read("held", 0, 11, 0)),
+        frame(Kind.READ, Read("held", 0, 11, 2**31)),
+        frame(Kind.READ, Read("held", 0, 11, 40, first_chunk=-1)),
+        frame(Kind.READ, Read("held", 0, 11, 40, first_chunk=2**31)),
+        frame(Kind.TELL, Tell(keep=tuple(map(str, range(101))))),
+        frames._HEAD.pack(b"TK", Kind.TELL, frames.BODY_BYTES_MAX + 1, 0, 0, 0, 0, 0),
+        frame(Kind.PLACES_ASKED, b""),
+    ],
+    ids=lambda content: f"{len(content)}_bytes",
+)
+async def test_a_reader_that_talks_nonsense_loses_its_connection_and_nothing_else(autojump_clock, content):
+    there = Side("there")
+    there.hold()
+    async with trio.open_nursery() as nursery:
+        _, wire = await greeted(there, nursery)
+        await wire.send([content])
+        with pytest.raises(trio.BrokenResourceError):
+            await wire.receive(1)
+        assert len(there.troubles) == there.policy.counts()["peers_refused_total"] == 1
+        assert there.policy.sends.get("held") is not None
+        _, wire = await greeted(there, nursery)
+        await wire.send([frame(Kind.TELL, Tell(keep=("held", "other")))])
+        head = await receive_head(wire)
+        assert frames.body_of(Told, await wire.receive(head.body_bytes)) == Told(("other",))
+        wire.close()
+
+
+@pytest.mark.parametrize(("start", "count", "name"), [(0, 12, "held"), (5, 7, "held"), (-1, 3, "held"), (0, 11, "x")])
+async def test_what_is_not_held_is_refused_in_a_sentence_and_the_connection_goes_on(autojump_clock, start, count, name):
+    there = Side("there")
+    there.hold()
+    async with trio.open_nursery() as nursery:
+        _, wire = await greeted(there, nursery)
+        for _ in range(2):
+            await wire.send([frame(Kind.READ, Read(name, start, count, 40), transfer=7)])
+            head = await receive_head(wire)
+            assert (head.kind, head.transfer) == (Kind.ABORT, 7)
+            assert "held" in frames.body_of(Abort, await wire.receive(head.body_bytes)).message
+        assert there.policy.counts()["transfers_refused_total"] == 2
+        wire.close()
+
+
+async def test_a_reader_that_takes_nothing_loses_its_connection(autojump_clock):
+    there = Side("there")
+    there.hold()
+    async with trio.open_nursery() as nursery:
+        ours, theirs = memory_stream_pair()
+        between, end = Between(theirs), Between(ours)
+
+        async def accept() -> Wire:
+            return StreamWire(between, 5.0, between.close)
+
+        nursery.start_soon(there.holder.serve, accept, "reader")
+        wire = StreamWire(end, 5.0, end.close)
+        await greet_holder(wire, Identity("r", SMALL_LAYOUT, KEY))
+        between.held = trio.Event()
+        await wire.send([frame(Kind.READ, Read("held", 0, 11, 40))])
+        with pytest.raises(trio.BrokenResourceError):
+            await wire.receive(1)
+    assert there.policy.sends.get("held") is not None
+
+
+# --- holders that are not what they should be ---
+
+
+async def impostor(answer: Callable[[Wire], Awaitable[None]], params: KVTransferParams) -> tuple[Side, LoadFailed]:
+    async def open_wire(source: Source) -> Wire:
+        ours, theirs = memory_stream_pair()
+        end, between = Between(ours), Between(theirs)
+
+        async def play() -> None:
+            wire = StreamWire(between, 5.0, between.close)
+            try:
+                await answer(wire)
+            except (*BROKEN, Refused):
+                pass
+            finally:
+                between.close()
+
+        nursery.start_soon(play)
+        return StreamWire(end, 5.0, end.close)
+
+    async with trio.open_nursery() as nursery:
+        here = Side("here", open_wire)
+        here.nursery = nursery
+        here.pages.fill(range(8), seed=9)
+        untouched = [here.pages.content(block) for block in (1, 3, 4, 6, 7)]
+        here.load(params)
+        failed = await here.until(LoadFailed)
+        assert [here.pages.content(block) for block in (1, 3, 4, 6, 7)] == untouched
+        here.nursery = None
+        nursery.cancel_scope.cancel()
+    assert isinstance(failed, LoadFailed)
+    return here, failed
+
+
+def answers(*content: bytes, engine_id: str = "there", key: bytes = KEY, layout=SMALL_LAYOUT):
+    """A holder that greets as it should and answers whatever it is asked with this."""
+
+    async def play(wire: Wire) -> None:
+        await greet_reader(wire, Identity(engine_id, layout, key))
+        head = await receive_head(wire)
+        await wire.receive(head.body_bytes)
+        await wire.send(content)
+        await wire.receive(1)
+
+    return play
+
+
+def data(layer: int, start: int, count: int, body: bytes, *, transfer: int = 1, checksum: int = 0) -> bytes:
+    return bytes(frames.data_head(transfer, layer, start, count, len(body), checksum)) + body
+
+
+@pytest.mark.parametrize(
+    ("answer", "expect"),
+    [
+        (answers(key=b"x" * 16), "the key is another one"),
+        (answers(engine_id="somebody"), "another engine listens there"),
+        (answers(layout=msgspec.structs.replace(SMALL_LAYOUT, model="other")), 'the model "other"'),
+        (answers(layout=msgspec.structs.replace(SMALL_LAYOUT, layer_count=2**40)), "layers"),
+        (answers(frame(Kind.ABORT, Abort("not for you"))), "127.0.0.1:7000: not for you"),
+        (answers(frame(Kind.ABORT, b"\xff")), "cannot be read"),
+        (answers(b"garbage" * 10), "this is not how engines talk"),
+        (answers(frame(Kind.END, transfer=1)), "is due"),  # before anything came
+        (answers(frame(Kind.TOLD, Told())), "is due"),
+        (answers(data(0, 0, 2, bytes(32), transfer=2)), "of transfer 2"),
+        (answers(data(1, 0, 2, bytes(32))), "is due"),
+        (answers(data(0, 2, 2, bytes(32))), "is due"),
+        (answers(data(0, 0, 1, bytes(16))), "is due"),
+        (answers(data(0, 0, 2, bytes(31))), "is due"),
+        (answers(data(0, 0, 2, bytes(32), checksum=1)), "is not what was sent"),
+        (answers(bytes(frames.data_head(1, 0, 0, 2, 2**32 - 1, 0))), "is due"),
+    ],
+)
+async def test_a_holder_that_is_not_what_it_should_be_fails_one_load_with_a_sentence(autojump_clock, answer, expect):
+    params = Side("there").hold()
+    here, failed = await impostor(answer, params)
+    assert expect in failed.message
+    assert len(failed.message) < 1_200
+    assert list(here.policy.progress()) == []
+
+
+# --- the key ---
+
+
+async def shake(reader_key: bytes, holder_key: bytes) -> tuple[object, object]:
+    ours, theirs = memory_stream_pair()
+    ends = [Between(ours), Between(theirs)]
+    wires = [StreamWire(end, 5.0, end.close) for end in ends]
+    results: dict[str, object] = {}
+
+    async def play(name: str, greet: Callable[[Wire, Identity], Awaitable[Far]], wire: Wire, key: bytes) -> None:
+        try:
+            results[name] = await greet(wire, Identity(name, SMALL_LAYOUT, key))
+        except (*BROKEN, Refused) as error:
+            results[name] = error
+            wire.close()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(play, "reader", greet_holder, wires[0], reader_key)
+        nursery.start_soon(play, "holder", greet_reader, wires[1], holder_key)
+    said = bytes(ends[0].sent + ends[1].sent)
+    assert not reader_key or reader_key not in said
+    assert not holder_key or holder_key not in said
+    return results["reader"], results["holder"]
+
+
+async def test_both_sides_know_the_other_after_a_handshake(autojump_clock):
+    for key in (KEY, b""):
+        reader, holder = await shake(key, key)
+        assert isinstance(reader, Far)
+        assert isinstance(holder, Far)
+        assert (reader.engine_id, holder.engine_id) == ("holder", "reader")
+        assert reader.layout == SMALL_LAYOUT
+
+
+@pytest.mark.parametrize(("reader_key", "holder_key"), [(KEY, b"x" * 16), (b"", KEY), (KEY, b"")])
+async def test_another_key_is_no_key(autojump_clock, reader_key, holder_key):
+    reader, holder = await shake(reader_key, holder_key)
+    assert isinstance(reader, Refused)
+    assert isinstance(holder, Refused)
+
+
+async def test_a_holder_without_the_key_cannot_pass_for_one(autojump_clock):
+    """It hands the reader's own proof back, or one that it has overheard."""
+    for stolen in ("same", "overheard"):
+        ours, theirs = memory_stream_pair()
+        end, between = Between(ours), Between(theirs)
+        wire = StreamWire(between, 5.0, between.close)
+
+        async def pass_for_holder(wire: Wire = wire, stolen: str = stolen) -> None:
+            head = await receive_head(wire)
+            hello = await wire.receive(head.body_bytes)
+            challenge = msgspec.msgpack.encode(make_greeting("there", SMALL_LAYOUT))
+            await wire.send([frame(Kind.CHALLENGE, challenge)])
+            head = await receive_head(wire)
+            proof = frames.body_of(Proof, await wire.receive(head.body_bytes)).proof
+            assert is_proof(proof, KEY, "reader", hello, challenge)
+            if stolen == "overheard":  # a right one, from another connection
+                proof = make_proof(KEY, "holder", hello, GREETING)
+            await wire.send([frame(Kind.WELCOME, Proof(proof))])
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(pass_for_holder)
+            with pytest.raises(Refused, match="does not know the key"):
+                await greet_holder(StreamWire(end, 5.0, end.close), Identity("here", SMALL_LAYOUT, KEY))
+
+
+def test_proofs_are_compared_in_constant_time():
+    assert "compare_digest" in inspect.getsource(is_proof)
+    assert make_proof(KEY, "reader", b"ab", b"c") != make_proof(KEY, "reader", b"a", b"bc")
+
+
+# --- frames ---
+
+
+def test_any_bytes_are_a_frame_or_a_bad_one():
+    import random
+
+    source = random.Random(7)
+    for _ in range(2_000):
+        content = source.randbytes(frames.HEAD_BYTES)
+        if source.random() < 0.5:
+            content = b"TK" + content[2:]
+        with suppress(BadFrame):
+            head_of(content)
+        for kind in (Read, Tell, Told, Proof, Abort, frames.Greeting):
+            with suppress(BadFrame):
+                frames.body_of(kind, source.randbytes(source.randrange(60)))
+
+
+async def test_a_wire_moves_nothing_that_may_not_be_touched(autojump_clock):
+    ours, theirs = memory_stream_pair()
+    a, b = Between(ours), Between(theirs)
+    sender, receiver = StreamWire(a, 5.0, a.close), StreamWire(b, 5.0, b.close)
+    with pytest.raises(MayNot):
+        await sender.send([b"abc"], lambda: False)
+    assert a.sent == b""
+    await sender.send([b"abc", b"def"])
+    target = bytearray(6)
+    with pytest.raises(MayNot):
+        await receiver.receive_into([memoryview(target)], lambda: False)
+    assert target == bytes(6)
