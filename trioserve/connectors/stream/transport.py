@@ -14,7 +14,7 @@ from functools import partial
 
 import trio
 
-from trioserve.connectors.stream.far import Identity
+from trioserve.connectors.stream.far import Identity, Refused
 from trioserve.connectors.stream.holder import GREETING_SECONDS_MAX, Holder, MoreFrames
 from trioserve.connectors.stream.options import StreamOptions
 from trioserve.connectors.stream.policy import StreamPolicy
@@ -100,6 +100,7 @@ class StreamTransport:
         return await _wire_over(stream, self._listen_tls, None)
 
     async def _connect(self, source: Source) -> Wire:
+        """Raises Refused where another attempt would end the same way."""
         try:
             stream = await trio.open_tcp_stream(source.host, source.port)
         except OSError as error:
@@ -110,8 +111,11 @@ class StreamTransport:
             raise
         try:
             return await _wire_over(stream, self._dial_tls, source.host)
-        except BaseException:
+        except BaseException as error:
             stream.socket.close()
+            cause = error.__cause__
+            if isinstance(cause, ssl.SSLError) and not isinstance(cause, ssl.SSLEOFError):
+                raise Refused(f"TLS: {cause.reason or cause}") from error
             raise
 
     def _note(self, peer: str, trouble: str) -> None:

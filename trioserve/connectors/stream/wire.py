@@ -34,7 +34,8 @@ def always() -> bool:
 
 class Wire(Protocol):
     """silence_seconds: how long nothing may move while something should; after that trio.TooSlowError. A connection
-    that broke raises trio.BrokenResourceError, or trio.ClosedResourceError after close()."""
+    that broke raises trio.BrokenResourceError, or trio.ClosedResourceError after close(). Where everything can be moved
+    at once, nobody else gets to run in between."""
 
     silence_seconds: float
 
