@@ -41,6 +41,11 @@ class CudaPages:
         torch = torch_now()
         self._layers = [pages.view(torch.uint8).view(pages.shape[0], -1) for pages in storage.pages]
 
+    def region(self, layer: int) -> tuple[int, int, int]:
+        """Where a layer's blocks lie: the address on the device, the number of bytes, and the device's index."""
+        pages = self._layers[layer][: self.block_count]
+        return pages.data_ptr(), pages.numel(), pages.get_device()
+
     def view(self, layer: int, block: BlockIndex) -> None:
         return None
 

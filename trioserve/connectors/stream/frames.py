@@ -78,9 +78,9 @@ class Kind(enum.IntEnum):
     ABORT = 8
     TELL = 9
     TOLD = 10
-    PLACES_ASKED = 11  # these three are nixl's
+    PLACES_ASKED = 11  # this one and those below are of connectors/nixl_transport.py
     PLACES = 12
-    STILL_HELD = 13
+    HAVE_READ = 13
 
 
 class Head(NamedTuple):
@@ -141,10 +141,12 @@ class Abort(msgspec.Struct, frozen=True):
 Body = TypeVar("Body")
 
 
-def frame(kind: Kind, body: msgspec.Struct | bytes = b"", *, transfer: int = 0) -> bytes:
-    """A whole frame, of any kind but DATA. body: encoded here, if it is not yet."""
+def frame(
+    kind: Kind, body: msgspec.Struct | bytes = b"", *, transfer: int = 0, bytes_max: int = BODY_BYTES_MAX
+) -> bytes:
+    """A whole frame, of any kind but DATA. body: encoded here, if it is not yet. bytes_max: what is taken there."""
     encoded = body if isinstance(body, bytes) else msgspec.msgpack.encode(body)
-    assert len(encoded) <= BODY_BYTES_MAX, f"a body of {len(encoded)} bytes"
+    assert len(encoded) <= bytes_max, f"a body of {len(encoded)} bytes"
     return _HEAD.pack(MAGIC, kind, len(encoded), transfer, 0, 0, 0, 0) + encoded
 
 

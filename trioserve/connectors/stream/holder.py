@@ -122,7 +122,7 @@ class Holder:
         sends = self._policy.sends
         send = sends.asked(read.request_id, read.token_start, read.token_count, trio.current_time())
         if isinstance(send, str):
-            await self._refuse(far, transfer, send)
+            await self.refuse(far, transfer, send)
             return
         chunks = Chunks(self._pages.layout, read.token_start, read.token_count, read.chunk_bytes)
         if not 0 <= read.first_chunk <= len(chunks):
@@ -139,8 +139,7 @@ class Holder:
                     sends.sign_of_life(send, trio.current_time())
                 # The look at the hold and the first byte of this are one step: whoever gets it has got what was held.
                 await far.wire.send([frame(Kind.END, transfer=transfer)], lambda: send.is_alive)
-                send.was_read = True
-                self._policy.totals["blocks_sent_total"] += self._block_count(read)
+                self.was_read(send, read.token_start, read.token_count)
                 return
             except MayNot as stopped:
                 in_frame = in_frame and stopped.has_begun
@@ -148,7 +147,7 @@ class Holder:
                 del send.stops[far]
         if in_frame:
             raise trio.BrokenResourceError("the hold has ended in the middle of a chunk")
-        await self._refuse(far, transfer, "the hold has ended while it was read")
+        await self.refuse(far, transfer, "the hold has ended while it was read")
 
     async def _send_chunk(self, far: Far, transfer: int, send: Send, chunk: Chunk) -> None:
         if not send.is_alive:
@@ -174,10 +173,13 @@ class Holder:
             for place in places(send.block_table, self._pages.layout.block_size, chunk)
         ]
 
-    async def _refuse(self, far: Far, transfer: int, message: str) -> None:
+    async def refuse(self, far: Far, transfer: int, message: str) -> None:
+        """A sentence instead of an answer."""
         self._policy.totals["transfers_refused_total"] += 1
         await far.wire.send([frame(Kind.ABORT, Abort(message), transfer=transfer)])
 
-    def _block_count(self, read: Read) -> int:
+    def was_read(self, send: Send, token_start: int, token_count: int) -> None:
+        """A reader has got these positions."""
+        send.was_read = True
         size = self._pages.layout.block_size
-        return (read.token_start + read.token_count - 1) // size - read.token_start // size + 1
+        self._policy.totals["blocks_sent_total"] += (token_start + token_count - 1) // size - token_start // size + 1

@@ -27,7 +27,7 @@ from trioserve.connectors.stream.policy import StreamPolicy
 from trioserve.connectors.stream.sources import Source
 from trioserve.connectors.stream.wire import MayNot, Wire
 
-__all__ = ["Reader"]
+__all__ = ["MakeReader", "Reader"]
 
 CONNECT_SECONDS_MAX = 4.0  # a holder that is stopped takes connections and says nothing: it gets one more try in a hold
 KEPT_SECONDS_MAX = 30.0  # of idle connections: less than the other side waits
@@ -109,7 +109,7 @@ class Reader:
         far = peer.idle.pop() if peer.idle else await self.connect(peer.source)
         can_go_on = False
         try:
-            await self._read(far, load)
+            await self.read_over(far, load)
             can_go_on = True
         except Refused as refused:
             can_go_on = refused.can_go_on
@@ -121,24 +121,33 @@ class Reader:
             else:
                 far.wire.close()
 
-    async def _read(self, far: Far, load: Load) -> None:
+    async def read_over(self, far: Far, load: Load) -> None:
+        """Bring what is missing of a load. Raises Refused, MayNot, or one of BROKEN; load.next_chunk says how far it
+        came."""
         far.transfer_count += 1
         chunk_bytes = self._policy.options.chunk_bytes
         ask = Read(load.origin.request_id, load.start, load.token_count, chunk_bytes, load.next_chunk)
         await far.wire.send([frame(Kind.READ, ask, transfer=far.transfer_count)])
         chunks = Chunks(far.layout, load.start, load.token_count, chunk_bytes)
         while load.next_chunk < len(chunks):
-            head = await self._receive_answer(far, Kind.DATA)
+            head = await self.receive_answer(far, Kind.DATA)
             await self._take_chunk(far, head, load, chunks[load.next_chunk])
             self._loads.came(load, trio.current_time())
             self._policy.totals["bytes_received_total"] += head.body_bytes
             await trio.lowlevel.checkpoint()  # a socket that has more at once would never let others run
-        await self._receive_answer(far, Kind.END)
+        await self.receive_answer(far, Kind.END)
+        self.complete(load)
+
+    def complete(self, load: Load) -> None:
+        """All of it is in its blocks, and was held when its last byte was read."""
         if load.is_alive:
-            self._policy.totals["blocks_received_total"] += self._block_count(load)
+            size = self._pages.layout.block_size
+            block_count = (load.start + load.token_count - 1) // size - load.start // size + 1
+            self._policy.totals["blocks_received_total"] += block_count
         self._loads.complete(load)
 
-    async def _receive_answer(self, far: Far, kind: Kind) -> Head:
+    async def receive_answer(self, far: Far, kind: Kind) -> Head:
+        """The head of what answers the last question. Raises Refused."""
         head = await receive_head(far.wire)
         if head.kind is Kind.ABORT:
             abort = await receive_body(far.wire, head, Abort)
@@ -159,25 +168,22 @@ class Reader:
             landed = memoryview(bytearray(body_bytes))
             await far.wire.receive_into([landed], lambda: load.is_alive)
             _check([landed], head)
-            self._put(load, chunk, convert(landed, far.layout.dtype, self._pages.layout.dtype))
+            self.put(load, chunk, landed, far.layout.dtype)
         else:
             await far.wire.receive_into(pieces, lambda: load.is_alive)
             _check(pieces, head)
 
-    def _put(self, load: Load, chunk: Chunk, content: memoryview) -> None:
-        """Write what has landed; the load is alive, as it was when the last byte came."""
+    def put(self, load: Load, chunk: Chunk, landed: memoryview, dtype: str) -> None:
+        """Write what has landed, in numbers of dtype, to where it belongs. Raises MayNot."""
         if not load.is_alive:
             raise MayNot(has_begun=True)
+        content = convert(landed, dtype, self._pages.layout.dtype)
         token_bytes = self._pages.layout.token_bytes
         done = 0
         for place in places(load.block_table, self._pages.layout.block_size, chunk):
             end = done + place.token_count * token_bytes
             self._pages.write(chunk.layer, place.block, place.start * token_bytes, content[done:end])
             done = end
-
-    def _block_count(self, load: Load) -> int:
-        size = self._pages.layout.block_size
-        return (load.start + load.token_count - 1) // size - load.start // size + 1
 
     # --- connections ---
 
@@ -282,6 +288,9 @@ class Reader:
         told = await receive_body(far.wire, head, Told)
         self._policy.totals["heartbeats_sent_total"] += 1
         self._loads.told(source, tell, told.gone)
+
+
+MakeReader = Callable[[StreamPolicy, Identity, Note, Callable[[Source], Awaitable[Wire]]], Reader]
 
 
 def _close_all(connections: list[Far]) -> None:

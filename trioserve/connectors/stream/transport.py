@@ -18,7 +18,7 @@ from trioserve.connectors.stream.far import Identity, Refused
 from trioserve.connectors.stream.holder import GREETING_SECONDS_MAX, Holder, MoreFrames
 from trioserve.connectors.stream.options import StreamOptions
 from trioserve.connectors.stream.policy import StreamPolicy
-from trioserve.connectors.stream.reader import Reader
+from trioserve.connectors.stream.reader import MakeReader, Reader
 from trioserve.connectors.stream.sources import Source
 from trioserve.connectors.stream.wire import SocketWire, StreamWire, Wire
 from trioserve.contracts.errors import StartupError
@@ -33,9 +33,12 @@ log = logging.getLogger(__name__)
 
 
 class StreamTransport:
-    """Raises StartupError for a key or certificates that cannot be used. more_frames: see holder."""
+    """Raises StartupError for a key or certificates that cannot be used. more_frames: see holder. make_reader: for one
+    that brings loads in another way."""
 
-    def __init__(self, policy: StreamPolicy, more_frames: MoreFrames | None = None) -> None:
+    def __init__(
+        self, policy: StreamPolicy, more_frames: MoreFrames | None = None, make_reader: MakeReader = Reader
+    ) -> None:
         setup, options = policy.setup, policy.options
         self._policy = policy
         self._options = options
@@ -44,7 +47,7 @@ class StreamTransport:
         self._has_work = trio.Event()
         self._logged: set[tuple[str, str]] = set()
         self.holder = Holder(policy, identity, self._note, more_frames)
-        self.reader = Reader(policy, identity, self._note, self._connect)
+        self.reader = make_reader(policy, identity, self._note, self._connect)
 
     def wake(self) -> None:
         """There is something to do."""

@@ -1,0 +1,34 @@
+"""KV by NIXL, for machines with a network that reads memory by itself (and, to be tried out, for any other)."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from importlib.util import find_spec
+from typing import Any
+
+from trioserve.connectors.nixl_transport import NixlOptions, NixlTransport
+from trioserve.connectors.stream.options import read_options
+from trioserve.connectors.stream.policy import StreamPolicy
+from trioserve.contracts.errors import StartupError
+from trioserve.contracts.kv_transfer import ConnectorSetup, Started
+
+__all__ = ["NixlConnector", "make_connector"]
+
+
+class NixlConnector(StreamPolicy):
+    """A RunningConnector (contracts.kv_transfer)."""
+
+    def __init__(self, setup: ConnectorSetup, options: NixlOptions) -> None:
+        super().__init__(setup, options, lambda: self._transport.wake())
+        self._transport = NixlTransport(self, options)
+
+    def run(self, *, task_status: Started) -> Coroutine[Any, Any, None]:
+        return self._transport.run(task_status=task_status)
+
+
+def make_connector(setup: ConnectorSetup) -> NixlConnector:
+    """The ConnectorFactory of `nixl`. Options: NixlOptions."""
+    options = read_options(NixlOptions, setup.options)
+    if find_spec("nixl") is None:
+        raise StartupError('the connector "nixl" needs the package nixl: pip install "trioserve[nixl]"')
+    return NixlConnector(setup, options)

@@ -1,0 +1,396 @@
+"""KV by one-sided reads (NIXL): the reader's side takes it out of the holder's memory, and then makes sure of it.
+
+Who is asked for what, and who is told what, goes over tcp's authenticated connections, as with `tcp`; only the bytes do
+not. A running READ cannot be stopped at a given moment, neither by who reads nor by who is read from. So
+
+  - it never lands in KV blocks, but in a buffer that belongs to the connector (`Landing`), a window at a time. A load
+    that ends in the middle leaves its window to whoever watches the READ, and it is used again when that is over;
+  - what has landed counts only when the holder, asked after the READ is complete, says that the hold is still alive.
+    A hold that has ended never lives again, so it was alive all the time, and these are its bytes;
+  - then it is copied, or converted, into the blocks in the engine's thread, a chunk at a time, as long as the load is
+    alive.
+
+    reader                         holder
+    PLACES_ASKED  of which request ──►
+                  ◄── PLACES       where its blocks lie, and how nixl gets there
+    (READ)
+    HAVE_READ     a window, or the last one ──►
+                  ◄── END          it was held (or ABORT)
+
+The notice of completion is HAVE_READ, and not one of nixl's own: those come from whoever reaches its port. For the same
+reason the memory that nixl can reach is the whole cache, to every engine that has the key; UCX opens ports which check
+nothing, so that they belong behind a wall (UCX_NET_DEVICES says where it listens). There is no checksum: the bytes do
+not pass through anybody's hands who could make one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import TypeVar
+
+import msgspec
+import trio
+
+from trioserve.connectors.nixl_agent import Agent, AgentError, MemoryKind, Region, regions_of
+from trioserve.connectors.stream.chunks import Chunk, Chunks, places
+from trioserve.connectors.stream.far import Far, Identity, receive_body
+from trioserve.connectors.stream.frames import BadFrame, Head, Kind, frame
+from trioserve.connectors.stream.holder import Note
+from trioserve.connectors.stream.loads import Load
+from trioserve.connectors.stream.options import StreamOptions
+from trioserve.connectors.stream.policy import StreamPolicy
+from trioserve.connectors.stream.reader import Reader
+from trioserve.connectors.stream.sources import Source
+from trioserve.connectors.stream.transport import StreamTransport
+from trioserve.connectors.stream.wire import MayNot, Wire
+from trioserve.contracts.errors import StartupError
+from trioserve.contracts.ids import BlockIndex
+from trioserve.contracts.kv_transfer import Started
+
+__all__ = ["NixlOptions", "NixlTransport"]
+
+PLACES_BYTES_MAX = 4_194_304  # of a known engine: some hundred thousand blocks
+BLOCKS_MAX = 200_000
+READ_SECONDS_MAX = 8.0  # of a window; as long as a load is patient with a holder that is quiet
+POLL_SECONDS = (0.0002, 0.005)  # how often a READ is looked at: first, and after a while
+WATCH_SECONDS = 0.05  # the same for one that nobody waits for
+CLOSE_SECONDS_MAX = 5.0
+AGENTS_MAX = 64  # engines that are known at a time
+
+_never_freed: list[Agent] = []
+"""Of connectors that ended while a READ could still land in their buffers: these stay until the process ends."""
+
+Answer = TypeVar("Answer")
+log = logging.getLogger(__name__)
+
+
+class NixlOptions(StreamOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """landing_bytes: the buffer where reads arrive, in reads_max windows. A window is what is read, confirmed and
+    copied at a time: on a fast network more of it costs fewer questions, on none a READ holds the GIL for a while."""
+
+    landing_bytes: int = 8_388_608
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.landing_bytes <= 1 << 34 or self.window_bytes < 4_096:
+            raise StartupError(
+                f"landing_bytes is {self.landing_bytes}, it must be at least 4096 for each of {self.reads_max} reads, "
+                f"and at most {1 << 34}"
+            )
+
+    @property
+    def window_bytes(self) -> int:
+        return self.landing_bytes // self.reads_max
+
+
+class PlacesAsked(msgspec.Struct, frozen=True):
+    request_id: str
+    token_start: int
+    token_count: int
+
+
+class Places(msgspec.Struct, frozen=True):
+    """agent: nixl's description of the holder. layers: where each layer's blocks lie; none: they cannot be read this
+    way. blocks: those of the positions that were asked for."""
+
+    agent: bytes
+    kind: MemoryKind
+    layers: tuple[Region, ...]
+    blocks: tuple[int, ...]
+
+
+class HaveRead(msgspec.Struct, frozen=True):
+    """byte_count: since the last time. is_all: this was the last window of these positions."""
+
+    request_id: str
+    token_start: int
+    token_count: int
+    byte_count: int
+    is_all: bool
+
+
+class Window(msgspec.Struct, eq=False):
+    """A part of the landing buffer that belongs to one READ at a time. is_watched: it belongs to one that nobody waits
+    for."""
+
+    address: int
+    memory: memoryview
+    is_watched: bool = False
+
+
+class Nixl:
+    """The agent, called in a thread, one call at a time, and the landing buffer."""
+
+    def __init__(self, policy: StreamPolicy, options: NixlOptions) -> None:
+        self._policy = policy
+        self._options = options
+        self._one_call = trio.CapacityLimiter(1)
+        self._agent: Agent | None = None
+        self._names: dict[str, str] = {}  # of agents, by engine id
+        self._give, self._take = trio.open_memory_channel[Window](options.reads_max)
+        self._watched: list[tuple[object, Window]] = []
+        self._has_watched = trio.Event()
+        self.kind, self.regions = regions_of(policy.setup.pages)
+
+    @property
+    def metadata(self) -> bytes:
+        assert self._agent is not None
+        return self._agent.metadata
+
+    async def call(self, call: Callable[..., Answer], *arguments: object) -> Answer:
+        return await trio.to_thread.run_sync(call, *arguments, limiter=self._one_call)
+
+    async def open(self) -> None:
+        landing = bytearray(self._options.window_bytes * self._options.reads_max)
+        name = f"trioserve-{self._policy.setup.engine_id}"
+        try:
+            self._agent = await self.call(Agent, name, self.kind, self.regions, landing)
+        except AgentError as error:
+            raise StartupError(f"KV connector nixl: {error}") from error
+        size = self._options.window_bytes
+        for index in range(self._options.reads_max):
+            memory = memoryview(landing)[index * size : (index + 1) * size]
+            self._give.send_nowait(Window(self._agent.landing_address + index * size, memory))
+
+    async def close(self) -> None:
+        """Within CLOSE_SECONDS_MAX, also when cancelled: memory must not be freed before nixl has let go of it."""
+        agent, self._agent = self._agent, None
+        if agent is None:
+            return
+        if self._watched:
+            _never_freed.append(agent)
+            return
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + CLOSE_SECONDS_MAX):
+            try:
+                await trio.to_thread.run_sync(agent.close, limiter=self._one_call, abandon_on_cancel=True)
+            except AgentError as error:
+                log.warning("nixl ended badly message=%s", error)
+
+    @asynccontextmanager
+    async def window(self) -> AsyncIterator[Window]:
+        """For one load's reads, one after the other."""
+        window = await self._take.receive()
+        try:
+            yield window
+        finally:
+            if not window.is_watched:
+                self._give.send_nowait(window)
+
+    async def agent_of(self, far: Far, metadata: bytes) -> str:
+        name = self._names.get(far.engine_id)
+        if name is None:
+            assert self._agent is not None
+            while len(self._names) >= AGENTS_MAX:
+                await self.forget(next(iter(self._names)))
+            name = self._names[far.engine_id] = await self.call(self._agent.add, metadata)
+        return name
+
+    async def forget(self, engine_id: str) -> None:
+        """Something went wrong with this agent, or others need its place: next time it is met anew."""
+        name = self._names.pop(engine_id, None)
+        if name is not None and self._agent is not None:
+            with suppress(AgentError):
+                await self.call(self._agent.remove, name)
+
+    async def read(self, name: str, kind: MemoryKind, window: Window, here: list[Region], there: list[Region]) -> None:
+        """Complete when this returns. Failed, cancelled or late, the window is watched until nothing can land there."""
+        agent = self._agent
+        assert agent is not None
+        handle = await self.call(agent.begin_read, name, kind, here, there)
+        has_ended = False
+        try:
+            seconds, seconds_max = POLL_SECONDS
+            with trio.fail_after(READ_SECONDS_MAX):
+                while not await self.call(agent.is_done, handle):
+                    await trio.sleep(seconds)
+                    seconds = min(2 * seconds, seconds_max)
+            has_ended = await self.call(agent.end, handle)
+        finally:
+            if not has_ended:
+                window.is_watched = True
+                self._watched.append((handle, window))
+                self._has_watched.set()
+
+    async def watch(self) -> None:
+        """Give windows back when the reads that nobody waits for are over."""
+        while True:
+            if not self._watched:
+                self._has_watched = trio.Event()
+                await self._has_watched.wait()
+            await trio.sleep(WATCH_SECONDS)
+            agent = self._agent
+            assert agent is not None
+            for entry in tuple(self._watched):
+                handle, window = entry
+                try:
+                    is_over = await self.call(agent.is_done, handle)
+                except AgentError:
+                    is_over = True
+                if is_over and await self.call(agent.end, handle):
+                    self._watched.remove(entry)
+                    window.is_watched = False
+                    self._give.send_nowait(window)
+
+
+class NixlReader(Reader):
+    """Brings loads by READs."""
+
+    def __init__(
+        self,
+        policy: StreamPolicy,
+        identity: Identity,
+        note: Note,
+        open_wire: Callable[[Source], Awaitable[Wire]],
+        nixl: Nixl,
+        window_bytes: int,
+    ) -> None:
+        super().__init__(policy, identity, note, open_wire)
+        self._nixl = nixl
+        self._window_bytes = window_bytes
+
+    async def read_over(self, far: Far, load: Load) -> None:
+        far.transfer_count += 1
+        request_id = load.origin.request_id
+        ask = PlacesAsked(request_id, load.start, load.token_count)
+        await far.wire.send([frame(Kind.PLACES_ASKED, ask, transfer=far.transfer_count)])
+        found = await receive_body(far.wire, await self.receive_answer(far, Kind.PLACES), Places, PLACES_BYTES_MAX)
+        if not found.layers:
+            await super().read_over(far, load)
+            return
+        first_block = load.start // far.layout.block_size
+        block_count = (load.start + load.token_count - 1) // far.layout.block_size - first_block + 1
+        if len(found.layers) != far.layout.layer_count or len(found.blocks) != block_count:
+            raise BadFrame(f"{len(found.layers)} layers and {len(found.blocks)} blocks came, {block_count} are due")
+        blocks = [BlockIndex(0)] * first_block + [BlockIndex(block) for block in found.blocks]
+        try:
+            name = await self._nixl.agent_of(far, found.agent)
+            chunk_bytes = min(self._policy.options.chunk_bytes, self._window_bytes)
+            chunks = Chunks(far.layout, load.start, load.token_count, chunk_bytes)
+            async with self._nixl.window() as window:
+                while load.next_chunk < len(chunks):
+                    await self._read_window(far, load, chunks, name, found, blocks, window)
+        except AgentError as error:
+            await self._nixl.forget(far.engine_id)
+            raise trio.BrokenResourceError(str(error)) from error
+        self.complete(load)
+
+    async def _read_window(
+        self, far: Far, load: Load, chunks: Chunks, name: str, found: Places, blocks: list[BlockIndex], window: Window
+    ) -> None:
+        """As many chunks as it holds: read, confirmed, and put where they belong."""
+        token_bytes = far.layout.token_bytes
+        batch: list[Chunk] = []
+        byte_count = 0
+        for index in range(load.next_chunk, len(chunks)):
+            chunk_bytes = chunks[index].token_count * token_bytes
+            if byte_count + chunk_bytes > len(window.memory):
+                break
+            batch.append(chunks[index])
+            byte_count += chunk_bytes
+        if not batch:
+            raise BadFrame(f"a token has {token_bytes} bytes in a layer, and a window {len(window.memory)}")
+        here, there = _pieces(far, batch, found, blocks, window)
+        await self._nixl.read(name, found.kind, window, here, there)
+        is_all = load.next_chunk + len(batch) == len(chunks)
+        ask = HaveRead(load.origin.request_id, load.start, load.token_count, byte_count, is_all)
+        await far.wire.send([frame(Kind.HAVE_READ, ask, transfer=far.transfer_count)])
+        await self.receive_answer(far, Kind.END)
+        done = 0
+        for chunk in batch:
+            end = done + chunk.token_count * token_bytes
+            self.put(load, chunk, window.memory[done:end], far.layout.dtype)
+            self._loads.came(load, trio.current_time())
+            self._policy.totals["bytes_received_total"] += end - done
+            done = end
+            await trio.lowlevel.checkpoint()
+
+
+class NixlTransport:
+    """tcp's transport, with READs for the bytes."""
+
+    def __init__(self, policy: StreamPolicy, options: NixlOptions) -> None:
+        self._policy = policy
+        self._nixl = Nixl(policy, options)
+
+        def make_reader(
+            policy: StreamPolicy, identity: Identity, note: Note, open_wire: Callable[[Source], Awaitable[Wire]]
+        ) -> Reader:
+            return NixlReader(policy, identity, note, open_wire, self._nixl, options.window_bytes)
+
+        self._stream = StreamTransport(policy, self._answer, make_reader)
+
+    def wake(self) -> None:
+        self._stream.wake()
+
+    async def run(self, *, task_status: Started) -> None:
+        """Until it is cancelled; see RunningConnector."""
+        await self._nixl.open()
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._nixl.watch)
+                await self._stream.run(task_status=task_status)
+        finally:
+            self._policy.stop()
+            await self._nixl.close()
+
+    async def _answer(self, far: Far, head: Head) -> bool:
+        if head.kind is Kind.PLACES_ASKED:
+            await self._tell_places(far, head.transfer, await receive_body(far.wire, head, PlacesAsked))
+        elif head.kind is Kind.HAVE_READ:
+            await self._confirm(far, head.transfer, await receive_body(far.wire, head, HaveRead))
+        else:
+            return False
+        return True
+
+    async def _tell_places(self, far: Far, transfer: int, asked: PlacesAsked) -> None:
+        holder, now = self._stream.holder, trio.current_time()
+        send = self._policy.sends.asked(asked.request_id, asked.token_start, asked.token_count, now)
+        if isinstance(send, str):
+            await holder.refuse(far, transfer, send)
+            return
+        size = self._policy.setup.pages.layout.block_size
+        first, last = asked.token_start // size, (asked.token_start + asked.token_count - 1) // size
+        if last - first >= BLOCKS_MAX:
+            await holder.refuse(far, transfer, f"more than {BLOCKS_MAX} blocks are asked for at a time")
+            return
+        blocks = tuple(send.block_table[first : last + 1])
+        found = Places(self._nixl.metadata, self._nixl.kind, tuple(self._nixl.regions), blocks)
+        await far.wire.send([frame(Kind.PLACES, found, transfer=transfer, bytes_max=PLACES_BYTES_MAX)])
+
+    async def _confirm(self, far: Far, transfer: int, read: HaveRead) -> None:
+        """The hold is there, so it was there all the time while it was read."""
+        holder, now = self._stream.holder, trio.current_time()
+        send = self._policy.sends.asked(read.request_id, read.token_start, read.token_count, now)
+        if isinstance(send, str):
+            await holder.refuse(far, transfer, send)
+            return
+        self._policy.totals["bytes_sent_total"] += max(0, read.byte_count)
+        if read.is_all:
+            holder.was_read(send, read.token_start, read.token_count)
+        try:
+            await far.wire.send([frame(Kind.END, transfer=transfer)], lambda: send.is_alive)
+        except MayNot:
+            await holder.refuse(far, transfer, "the hold has ended while it was read")
+
+
+def _pieces(
+    far: Far, batch: list[Chunk], found: Places, blocks: list[BlockIndex], window: Window
+) -> tuple[list[Region], list[Region]]:
+    """Where the chunks land, one behind the other, and where they lie there; pieces of the same lengths."""
+    token_bytes, block_size = far.layout.token_bytes, far.layout.block_size
+    block_bytes = block_size * token_bytes
+    here, there = [], []
+    at = window.address
+    for chunk in batch:
+        layer = found.layers[chunk.layer]
+        for place in places(blocks, block_size, chunk):
+            byte_count = place.token_count * token_bytes
+            offset = place.block * block_bytes + place.start * token_bytes
+            if not 0 <= offset <= layer.byte_count - byte_count:
+                raise BadFrame(f"block {place.block} of layer {chunk.layer} is not in its cache")
+            here.append(Region(at, byte_count))
+            there.append(Region(layer.address + offset, byte_count, layer.device))
+            at += byte_count
+    return here, there
