@@ -15,6 +15,7 @@ import trio
 import trio.testing
 import trustme
 
+from trioserve.connectors.stream import loads
 from trioserve.connectors.stream.wire import MayNot, SocketWire
 from trioserve.connectors.tcp import TcpConnector, make_connector
 from trioserve.contracts.errors import StartupError
@@ -99,6 +100,11 @@ def begin(there: Engine, here: Engine, name: str = "r", **change: object) -> Non
 
 def is_equal(there: Engine, here: Engine) -> bool:
     return all(there.pages.content(block) == here.pages.content(39 - block) for block in range(20))
+
+
+@pytest.fixture(autouse=True)
+def _retries_at_once(monkeypatch):
+    monkeypatch.setattr(loads, "RETRY_SECONDS", (0.0,) * 5)  # how long it waits is tested with the books
 
 
 @pytest.fixture
