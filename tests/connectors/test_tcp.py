@@ -140,8 +140,8 @@ async def test_a_transfer_over_sockets(certificates, kind, layout):
         )
 
 
-async def test_several_transfers_at_a_time(certificates):
-    async with engines({}, {"reads_max": 3}, layout=WIDE) as (there, here):
+async def test_several_transfers_at_a_time():
+    async with engines({}, {"reads_max": 3, "chunk_bytes": 50}) as (there, here):
         for index in range(10):
             begin(there, here, f"r{index}")
         assert {type(await here.next_report()) for _ in range(10)} == {Loaded}
