@@ -55,7 +55,7 @@ ROOMS = {
         rooms=words("contracts"),
         packages=words("torch trio nixl numpy"),
         only_in={
-            "trio": words("transport.py far.py holder.py reader.py wire.py nixl_transport.py"),
+            "trio": words("loopback.py transport.py far.py holder.py reader.py wire.py nixl_transport.py"),
             "numpy": words("conversion.py nixl_agent.py"),
             "nixl": words("nixl_agent.py"),
         },

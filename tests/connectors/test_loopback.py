@@ -1,0 +1,188 @@
+"""The loopback connector beyond what every connector promises: its hub, its signs of life, whom it holds for."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+import trio
+
+from trioserve.connectors.loopback import LoopbackConnector, make_connector
+from trioserve.contracts.errors import StartupError
+from trioserve.contracts.events import FinishReason
+from trioserve.contracts.ids import BlockIndex, RequestId
+from trioserve.contracts.kv_transfer import ConnectorSetup, Loaded, LoadFailed, Released, StillRead, TransferEvent
+from trioserve.contracts.kv_transfer_params import KVTransferParams
+from trioserve.testing.connector_stage import make_request
+from trioserve.testing.memory_pages import MemoryPages
+
+TOKENS = tuple(range(20))  # five blocks
+WANTED = KVTransferParams(do_remote_decode=True)
+
+
+class SlowPages(MemoryPages):
+    """Each block takes so many seconds to write, of a clock that is told."""
+
+    def __init__(self, clock: trio.testing.MockClock, seconds: float) -> None:
+        super().__init__(32)
+        self._clock, self._seconds = clock, seconds
+
+    def write(self, layer: int, block: BlockIndex, start: int, content: memoryview) -> None:
+        super().write(layer, block, start, content)
+        self._clock.jump(self._seconds)
+
+
+def setup(name: str, pages: MemoryPages | None = None, options: Mapping[str, object] | None = None) -> ConnectorSetup:
+    pages = pages or MemoryPages(32)
+    return ConnectorSetup(engine_id=name, role="both", pages=pages, options=options or {}, wake=lambda: None)
+
+
+@asynccontextmanager
+async def running(*setups: ConnectorSetup) -> AsyncIterator[list[LoopbackConnector]]:
+    connectors = [make_connector(each) for each in setups]
+    async with trio.open_nursery() as nursery:
+        for connector in connectors:
+            await nursery.start(connector.run)
+        yield connectors
+        nursery.cancel_scope.cancel()
+
+
+def hold(connector: LoopbackConnector, name: str = "a", blocks: tuple[int, ...] = (0, 1, 2, 3, 4)) -> KVTransferParams:
+    connector.pages.fill(blocks, 1)
+    assert connector.request_finished(make_request(name, TOKENS, WANTED), blocks, TOKENS, FinishReason.LENGTH)
+    params = connector.transfer_params(RequestId(name))
+    assert params is not None
+    return params
+
+
+async def reports_of(
+    connector: LoopbackConnector, until: Callable[[TransferEvent], bool] = lambda event: True
+) -> list[TransferEvent]:
+    seen: list[TransferEvent] = []
+    while not any(until(event) for event in seen):
+        await trio.testing.wait_all_tasks_blocked()
+        seen += connector.progress()
+    return seen
+
+
+async def test_what_the_other_side_has_to_know():
+    async with running(setup("p")) as (sender,):
+        params = hold(sender)
+        assert params == KVTransferParams(
+            do_remote_prefill=True,
+            remote_engine_id="p",
+            remote_request_id="a",
+            remote_block_ids=(0, 1, 2, 3, 4),
+            remote_block_size=4,
+            remote_num_tokens=20,
+        )
+        assert sender.transfer_params(RequestId("b")) is None
+
+
+@pytest.mark.parametrize(
+    ("params", "tokens", "reason", "holds"),
+    [
+        (WANTED, TOKENS, FinishReason.LENGTH, True),
+        (WANTED, TOKENS, FinishReason.STOP, True),
+        (WANTED, TOKENS, FinishReason.ABORT, False),
+        (WANTED, TOKENS, FinishReason.DEADLINE, False),
+        (WANTED, TOKENS, FinishReason.ERROR, False),
+        (WANTED, (), FinishReason.LENGTH, False),
+        (None, TOKENS, FinishReason.LENGTH, False),
+        (KVTransferParams(), TOKENS, FinishReason.LENGTH, False),
+    ],
+)
+async def test_blocks_are_held_for_who_asked_and_ended_by_itself(params, tokens, reason, holds):
+    async with running(setup("p")) as (sender,):
+        blocks = tuple(range(-(-len(tokens) // 4)))
+        assert sender.request_finished(make_request("a", TOKENS, params), blocks, tokens, reason) is holds
+
+
+async def test_engines_of_different_hubs_do_not_meet():
+    async with running(setup("p"), setup("d", options={"hub": "another"})) as (sender, reader):
+        request = make_request("b", TOKENS, hold(sender))
+        reader.start_load(request, (9, 10, 11, 12, 13), 0, 19)
+        assert list(reader.progress()) == [LoadFailed("b", "no engine p is in the hub another")]
+        assert list(sender.progress()) == []
+
+
+async def test_an_engine_is_in_a_hub_once():
+    async with running(setup("p")):
+        with pytest.raises(StartupError, match="an engine p is in the hub default already"):
+            await make_connector(setup("p")).run(task_status=trio.TASK_STATUS_IGNORED)
+
+
+async def test_the_hub_is_of_one_trio_program_and_forgets_who_has_left():
+    async with running(setup("p")):
+        pass
+    async with running(setup("p")) as (sender,):
+        assert hold(sender).remote_engine_id == "p"
+
+
+async def test_the_kv_of_another_prompt_is_not_read():
+    async with running(setup("p"), setup("d")) as (sender, reader):
+        request = make_request("b", (*TOKENS[:-2], 99, 99), hold(sender))
+        reader.start_load(request, (9, 10, 11, 12, 13), 0, 19)
+        assert list(reader.progress()) == [LoadFailed("b", "a is of another prompt")]
+        assert list(sender.progress()) == [Released("a")], "nobody else will read it"
+
+
+async def test_more_tokens_than_are_held_are_not_read():
+    async with running(setup("p"), setup("d")) as (sender, reader):
+        params = msgspec.structs.replace(hold(sender), remote_num_tokens=1000)
+        request = make_request("b", (*TOKENS, 20, 21, 22), params)
+        assert reader.num_matched_tokens(request, 0) == 23
+        reader.start_load(request, (9, 10, 11, 12, 13, 14), 0, 22)
+        assert isinstance(next(iter(reader.progress())), LoadFailed)
+
+
+async def test_a_reader_gives_signs_of_life_while_it_waits_and_while_it_reads(autojump_clock):
+    slow = SlowPages(autojump_clock, 0.75)  # and so a block of two layers takes 1.5 s
+    async with running(setup("p"), setup("d", slow)) as (sender, reader):
+        for index, name in enumerate(("a", "b")):
+            params = hold(sender, name, tuple(range(index * 5, index * 5 + 5)))
+            request = make_request(f"{name}-there", TOKENS, params)
+            reader.start_load(request, tuple(range(20 + index * 5, 25 + index * 5)), 0, 19)
+        signs: list[tuple[float, str]] = []
+        released: dict[str, float] = {}
+        while len(released) < 2:
+            for event in sender.progress():
+                if isinstance(event, StillRead):
+                    signs.append((trio.current_time(), event.request_id))
+                else:
+                    released[event.request_id] = trio.current_time()
+            await trio.lowlevel.checkpoint()
+        assert abs(released["a"] - released["b"]) >= 4.5, "one after the other, 7.5 seconds each"
+        for name in ("a", "b"):
+            moments = [0.0, *(moment for moment, of in signs if of == name), released[name]]
+            assert max(after - before for before, after in itertools.pairwise(moments)) < 10.0
+
+
+async def test_signs_of_life_that_nobody_asks_for_do_not_pile_up(autojump_clock):
+    async with running(setup("p"), setup("d", SlowPages(autojump_clock, 60.0))) as (sender, reader):
+        reader.start_load(make_request("b", TOKENS, hold(sender)), (9, 10, 11, 12, 13), 0, 19)
+        await reports_of(reader)
+        assert list(sender.progress()) == [StillRead("a"), Released("a")]
+
+
+async def test_counts_are_of_both_sides():
+    async with running(setup("p"), setup("d")) as (sender, reader):
+        reader.start_load(make_request("b", TOKENS, hold(sender)), (9, 10, 11, 12, 13), 0, 18)
+        assert await reports_of(reader) == [Loaded("b", 18)]
+        byte_count = 18 * 2 * sender.pages.layout.token_bytes
+        assert reader.counts()["blocks_received_total"] == sender.counts()["blocks_sent_total"] == 5
+        assert reader.counts()["bytes_received_total"] == sender.counts()["bytes_sent_total"] == byte_count
+
+
+async def test_a_cache_that_cannot_be_written_fails_one_load():
+    class Broken(MemoryPages):
+        def write(self, layer: int, block: BlockIndex, start: int, content: memoryview) -> None:
+            raise OSError("the device is gone")
+
+    async with running(setup("p"), setup("d", Broken(32))) as (sender, reader):
+        reader.start_load(make_request("b", TOKENS, hold(sender)), (9, 10, 11, 12, 13), 0, 19)
+        assert await reports_of(reader) == [LoadFailed("b", "copying a block raised OSError: the device is gone")]
+        assert Released("a") in list(sender.progress())

@@ -1,0 +1,366 @@
+"""The connector between engines in one Trio program: the decode side copies blocks out of the prefill side's cache.
+
+It is as strict as a network. Who reads finds the other engine by its name in a hub, and copies block after block with a
+checkpoint between them, while either side may change its mind: a read is of one offer, and before each block it looks
+whether the offer stands. One that was withdrawn (the hold expired, the request was aborted, its engine is gone) stays
+so, whatever its blocks are used for next, and what was copied before is thrown away.
+
+Nothing waits but `run` and its tasks, one for each load; the rest is LoopbackConnector's, and synchronous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+import trio
+
+from trioserve.contracts.errors import StartupError
+from trioserve.contracts.events import FinishReason
+from trioserve.contracts.ids import BlockIndex, RequestId
+from trioserve.contracts.kv_transfer import (
+    ConnectorSetup,
+    HoldKind,
+    KVLayout,
+    Loaded,
+    LoadFailed,
+    Released,
+    Started,
+    StillRead,
+    TransferEvent,
+)
+from trioserve.contracts.kv_transfer_params import KVTransferParams
+from trioserve.contracts.request import EngineRequest
+
+__all__ = ["LoopbackConnector", "Offer", "Reading", "make_connector"]
+
+SIGN_SECONDS = 1.0  # between two signs of life of a reader: a tenth of what a hold lasts by default
+HUB = "default"
+
+Hub = dict[str, "LoopbackConnector"]
+"""Connectors by the ids of their engines."""
+
+_HUBS: trio.lowlevel.RunVar[dict[str, Hub]] = trio.lowlevel.RunVar("trioserve.connectors.loopback")
+
+
+class Offer(msgspec.Struct, eq=False):
+    """The blocks that are held of a finished request. stands: they hold the KV of `tokens`, and may be read."""
+
+    request_id: RequestId
+    blocks: tuple[BlockIndex, ...]
+    tokens: tuple[int, ...]
+    stands: bool = True
+    reader_count: int = 0
+
+
+class Reading(msgspec.Struct, eq=False):
+    """A load that is out. far, offer: whose blocks are read. is_over: nothing is written any more. block_count: blocks
+    that have been copied. scope: of the task that copies, once there is one."""
+
+    request_id: RequestId
+    far: LoopbackConnector
+    offer: Offer
+    block_table: tuple[BlockIndex, ...]
+    start: int
+    token_count: int
+    block_count: int = 0
+    is_over: bool = False
+    scope: trio.CancelScope | None = None
+
+
+class LoopbackConnector:
+    """A RunningConnector (contracts.kv_transfer). Options: hub, a name; engines find each other in the same hub.
+
+    Blocks of a request are held if it asks for that (do_remote_decode) and ended by itself, until they have been read,
+    or whoever was to read them leaves. Both engines must have the same layout.
+    """
+
+    def __init__(self, setup: ConnectorSetup) -> None:
+        unknown = setup.options.keys() - {"hub"}
+        if unknown:
+            raise StartupError(f"the loopback connector has no option {', '.join(sorted(unknown))}: it has hub, a name")
+        self.engine_id = setup.engine_id
+        self.pages = setup.pages
+        self._hub_name = str(setup.options.get("hub", HUB))
+        self._wake = setup.wake
+        self._events: list[TransferEvent] = []
+        self._offers: dict[RequestId, Offer] = {}
+        self._readings: dict[RequestId, Reading] = {}
+        # There while it runs. Copies take turns: they share one thread, and so the first to begin is soon whole.
+        self._nursery: trio.Nursery | None = None
+        self._hub: Hub = {}
+        self._turn = trio.Semaphore(1)
+        self._counts = dict.fromkeys(
+            ("blocks_sent_total", "bytes_sent_total", "blocks_received_total", "bytes_received_total"), 0.0
+        )
+
+    # --- the core's side ---
+
+    def num_matched_tokens(self, request: EngineRequest, computed_count: int) -> int:
+        params = _read_params(request)
+        return 0 if params is None else max(0, _token_count(params, request) - computed_count)
+
+    def start_load(
+        self, request: EngineRequest, block_table: Sequence[BlockIndex], computed_count: int, token_count: int
+    ) -> None:
+        params = _read_params(request)
+        assert params is not None, f"{request.id}: nothing was matched, so nothing can be loaded"
+        far, offer = self._find(params)
+        message = self._objection(params, far, offer, request.prompt_token_ids[: computed_count + token_count])
+        if message is not None:
+            if far is not None and offer is not None:
+                far.let_go(offer)
+            self._report(LoadFailed(request.id, message))
+            return
+        assert far is not None
+        assert offer is not None
+        assert self._nursery is not None
+        reading = Reading(request.id, far, offer, tuple(block_table), computed_count, token_count)
+        self._readings[request.id] = reading
+        offer.reader_count += 1
+        far.note_sign(offer)
+        self._nursery.start_soon(self._read, reading)
+
+    def load_abandoned(self, request_id: RequestId) -> None:
+        reading = self._readings.get(request_id)
+        if reading is not None:
+            self.end(reading, LoadFailed(request_id, "nobody waits for it any more"))
+
+    def request_finished(
+        self,
+        request: EngineRequest,
+        block_table: Sequence[BlockIndex],
+        tokens: Sequence[int],
+        reason: FinishReason,
+    ) -> bool:
+        params = _read_params(request)
+        if params is not None:  # whatever became of it, it reads no more
+            far, offer = self._find(params)
+            if far is not None and offer is not None:
+                far.let_go(offer)
+        is_wanted = request.kv_transfer is not None and request.kv_transfer.do_remote_decode
+        ended_by_itself = reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if not (is_wanted and ended_by_itself and tokens and self._nursery is not None):
+            return False
+        self._offers[request.id] = Offer(request.id, tuple(block_table), tuple(tokens))
+        return True
+
+    def transfer_params(self, request_id: RequestId) -> KVTransferParams | None:
+        offer = self._offers.get(request_id)
+        if offer is None:
+            return None
+        return KVTransferParams(
+            do_remote_prefill=True,
+            remote_engine_id=self.engine_id,
+            remote_request_id=request_id,
+            remote_block_ids=offer.blocks,
+            remote_block_size=self.pages.layout.block_size,
+            remote_num_tokens=len(offer.tokens),
+        )
+
+    def request_aborted_after_finish(self, request_id: RequestId) -> None:
+        offer = self._offers.get(request_id)
+        if offer is not None:
+            self._withdraw(offer)
+            self._report(Released(request_id))
+
+    def hold_expired(self, request_id: RequestId, kind: HoldKind) -> None:
+        if kind is HoldKind.SEND:
+            offer = self._offers.get(request_id)
+            if offer is not None:
+                self._withdraw(offer)
+            self._forget(request_id, (Released, StillRead))
+        else:
+            reading = self._readings.get(request_id)
+            if reading is not None:
+                self.end(reading, None)
+            self._forget(request_id, (Loaded, LoadFailed))
+
+    def progress(self) -> Iterable[TransferEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def counts(self) -> Mapping[str, float]:
+        return dict(self._counts)
+
+    # --- the other engine's side ---
+
+    def offer_of(self, request_id: str) -> Offer | None:
+        """What may be read of a request that has ended here."""
+        return self._offers.get(RequestId(request_id))
+
+    def note_sign(self, offer: Offer) -> None:
+        """Somebody waits for these blocks, or reads them."""
+        event = StillRead(offer.request_id)
+        if offer.stands and event not in self._events:
+            self._report(event)
+
+    def let_go(self, offer: Offer) -> None:
+        """Somebody does not read these blocks any more, or will not; the last who does so releases them."""
+        if offer.stands and offer.reader_count == 0:
+            self._withdraw(offer)
+            self._report(Released(offer.request_id))
+
+    def note_sent(self, block_count: int, byte_count: int) -> None:
+        self._counts["blocks_sent_total"] += block_count
+        self._counts["bytes_sent_total"] += byte_count
+
+    # --- copying ---
+
+    def copy_next(self, reading: Reading) -> bool:
+        """Copy one block, if that is still right. Returns whether there is more to copy; if not, the end is reported.
+        Nothing that goes wrong with one load raises."""
+        if reading.is_over:
+            return False
+        if not reading.offer.stands:
+            message = "the hold of its blocks ended while they were read"
+            self.end(reading, LoadFailed(reading.request_id, message))
+            return False
+        try:
+            self._copy_block(reading)
+        except Exception as error:
+            message = f"copying a block raised {type(error).__name__}: {error}"
+            self.end(reading, LoadFailed(reading.request_id, message))
+            return False
+        end = reading.start + reading.token_count
+        if reading.start + reading.block_count * self.pages.layout.block_size < end:
+            return True
+        self.end(reading, Loaded(reading.request_id, reading.token_count))
+        return False
+
+    def end(self, reading: Reading, event: Loaded | LoadFailed | None) -> None:
+        """Nothing is written from now on. The other side hears that it is not read any more."""
+        if reading.is_over:
+            return
+        reading.is_over = True
+        del self._readings[reading.request_id]
+        if reading.scope is not None:
+            reading.scope.cancel()
+        if event is not None:
+            self._report(event)
+        reading.offer.reader_count -= 1
+        reading.far.let_go(reading.offer)
+
+    def _copy_block(self, reading: Reading) -> None:
+        layout = self.pages.layout
+        position = reading.start + reading.block_count * layout.block_size
+        index = position // layout.block_size
+        token_count = min(layout.block_size, reading.start + reading.token_count - position)
+        byte_count = token_count * layout.token_bytes
+        source, target = reading.offer.blocks[index], reading.block_table[index]
+        for layer in range(layout.layer_count):
+            self.pages.write(layer, target, 0, reading.far.pages.read(layer, source)[:byte_count])
+        reading.block_count += 1
+        self._counts["blocks_received_total"] += 1
+        self._counts["bytes_received_total"] += byte_count * layout.layer_count
+        reading.far.note_sent(1, byte_count * layout.layer_count)
+
+    # --- what waits ---
+
+    async def run(self, *, task_status: Started) -> None:
+        hub = _hub(self._hub_name)
+        if self.engine_id in hub:
+            raise StartupError(f"an engine {self.engine_id} is in the hub {self._hub_name} already")
+        try:
+            async with trio.open_nursery() as nursery:
+                hub[self.engine_id] = self
+                self._hub, self._nursery = hub, nursery
+                task_status.started()
+                await trio.sleep_forever()
+        finally:
+            hub.pop(self.engine_id, None)
+            self._hub, self._nursery = {}, None
+            for reading in list(self._readings.values()):
+                self.end(reading, LoadFailed(reading.request_id, "the connector has ended"))
+            for offer in list(self._offers.values()):  # who reads them notices
+                self._withdraw(offer)
+                self._report(Released(offer.request_id))
+
+    async def _read(self, reading: Reading) -> None:
+        """Copy all of it, and say now and then that somebody does."""
+        if reading.is_over:
+            return
+        async with trio.open_nursery() as nursery:
+            reading.scope = nursery.cancel_scope
+            nursery.start_soon(self._give_signs, reading)
+            async with self._turn:
+                while self.copy_next(reading):
+                    await trio.lowlevel.checkpoint()
+
+    async def _give_signs(self, reading: Reading) -> None:
+        while True:
+            await trio.sleep(SIGN_SECONDS)
+            reading.far.note_sign(reading.offer)
+
+    # --- inside ---
+
+    def _find(self, params: KVTransferParams) -> tuple[LoopbackConnector | None, Offer | None]:
+        far = self._hub.get(params.remote_engine_id or "")
+        return far, None if far is None else far.offer_of(params.remote_request_id or "")
+
+    def _objection(
+        self, params: KVTransferParams, far: LoopbackConnector | None, offer: Offer | None, tokens: tuple[int, ...]
+    ) -> str | None:
+        """Why the KV of `tokens` cannot be read."""
+        if self._nursery is None:
+            return "the connector does not run"
+        if far is None:
+            return f"no engine {params.remote_engine_id} is in the hub {self._hub_name}"
+        if offer is None:
+            return f"engine {params.remote_engine_id} holds no blocks of {params.remote_request_id}"
+        if offer.tokens[: len(tokens)] != tokens:
+            return f"{params.remote_request_id} is of another prompt"
+        return _layout_objection(far.pages.layout, self.pages.layout)
+
+    def _withdraw(self, offer: Offer) -> None:
+        """From now on nobody reads these blocks; who is in the middle of it notices before the next one."""
+        offer.stands = False
+        del self._offers[offer.request_id]
+
+    def _report(self, event: TransferEvent) -> None:
+        self._events.append(event)
+        self._wake()
+
+    def _forget(self, request_id: RequestId, kinds: tuple[type[TransferEvent], ...]) -> None:
+        """The hold is over, and nothing more is to be said of it."""
+        self._events = [
+            event for event in self._events if event.request_id != request_id or not isinstance(event, kinds)
+        ]
+
+
+def make_connector(setup: ConnectorSetup) -> LoopbackConnector:
+    """A ConnectorFactory. Raises StartupError for an option that it does not know."""
+    return LoopbackConnector(setup)
+
+
+def _hub(name: str) -> Hub:
+    """Made when somebody asks for it first; of this Trio program alone."""
+    try:
+        hubs = _HUBS.get()
+    except LookupError:
+        hubs = {}
+        _HUBS.set(hubs)
+    return hubs.setdefault(name, {})
+
+
+def _read_params(request: EngineRequest) -> KVTransferParams | None:
+    """Of a request whose KV is held elsewhere."""
+    params = request.kv_transfer
+    if params is None or not params.do_remote_prefill:
+        return None
+    return params if params.remote_engine_id is not None and params.remote_request_id is not None else None
+
+
+def _token_count(params: KVTransferParams, request: EngineRequest) -> int:
+    """How many tokens are held there; the whole prompt, where nobody says it."""
+    prompt_count = len(request.prompt_token_ids)
+    return prompt_count if params.remote_num_tokens is None else min(params.remote_num_tokens, prompt_count)
+
+
+def _layout_objection(far: KVLayout, near: KVLayout) -> str | None:
+    differing = [
+        f"{name} is {getattr(far, name)} there and {getattr(near, name)} here"
+        for name in KVLayout.__struct_fields__
+        if getattr(far, name) != getattr(near, name)
+    ]
+    return f"the KV caches differ: {', '.join(differing)}" if differing else None
