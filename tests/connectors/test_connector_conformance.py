@@ -1,0 +1,249 @@
+"""The conformance suite can fail: connectors that break one promise each are run through it, too."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import trio
+
+from trioserve.connectors.loopback import LoopbackConnector, Offer, Reading
+from trioserve.connectors.loopback import make_connector as make_loopback
+from trioserve.connectors.none import NoConnector
+from trioserve.contracts.events import FinishReason
+from trioserve.contracts.kv_transfer import ConnectorSetup, HoldKind, Loaded, LoadFailed, Released
+from trioserve.testing.connector_conformance import ConnectorConformance, PairConformance
+
+
+class TestLoopback(PairConformance):
+    factory = staticmethod(make_loopback)
+
+
+class TestNone(ConnectorConformance):
+    @staticmethod
+    def factory(setup: ConnectorSetup) -> NoConnector:
+        return NoConnector()
+
+    test_an_option_that_it_does_not_know_is_refused = None  # it takes none, and nobody asks it
+
+
+@pytest.mark.parametrize("suite", [TestLoopback, TestNone])
+def test_one_that_only_ever_sees_aborts_ends_each_of_them(suite):
+    """S06: whatever the requests wanted, and also those that never ran."""
+    suite().test_one_that_only_ever_sees_aborts()
+
+
+# --- connectors that break a promise ---
+
+
+class ReleasesTooEarly(LoopbackConnector):
+    def note_sign(self, offer: Offer) -> None:
+        self._report(Released(offer.request_id))
+
+
+class ReleasesNever(LoopbackConnector):
+    def let_go(self, offer: Offer) -> None:
+        pass
+
+
+class BelievesWhatItReads(LoopbackConnector):
+    def let_go(self, offer: Offer) -> None:
+        if offer.request_id in self._offers:
+            super().let_go(offer)
+
+    def copy_next(self, reading: Reading) -> bool:
+        if reading.is_over:
+            return False
+        reading.offer.stands, stood = True, reading.offer.stands
+        goes_on = super().copy_next(reading)
+        reading.offer.stands = stood
+        return goes_on
+
+
+class IgnoresTheEndOfASend(LoopbackConnector):
+    def hold_expired(self, request_id, kind) -> None:
+        if kind is HoldKind.LOAD:
+            super().hold_expired(request_id, kind)
+
+
+class TalksOfASendThatExpired(LoopbackConnector):
+    def _forget(self, request_id, kinds) -> None:
+        if Released not in kinds:
+            super()._forget(request_id, kinds)
+
+
+class TalksOfALoadThatExpired(LoopbackConnector):
+    def _forget(self, request_id, kinds) -> None:
+        if LoadFailed not in kinds:
+            super()._forget(request_id, kinds)
+
+
+class WritesOn(LoopbackConnector):
+    """It reports the end of an abandoned load, and the task does not hear of it."""
+
+    def end(self, reading: Reading, event: Loaded | LoadFailed | None) -> None:
+        super().end(reading, event)
+        reading.is_over = False
+
+    async def _read(self, reading: Reading) -> None:
+        with trio.CancelScope(shield=True):
+            while reading.offer.stands is not None and reading.block_count * 4 < reading.token_count:
+                self._copy_block(reading)
+                await trio.lowlevel.checkpoint()
+        if reading.request_id in self._readings:
+            self.end(reading, Loaded(reading.request_id, reading.token_count))
+
+
+class WritesAfterTheEnd(LoopbackConnector):
+    def end(self, reading: Reading, event: Loaded | LoadFailed | None) -> None:
+        super().end(reading, event)
+        if self._nursery is not None:
+            self._nursery.start_soon(self._write_late, reading)
+
+    async def _write_late(self, reading: Reading) -> None:
+        await trio.sleep(1)
+        self.pages.write(0, reading.block_table[0], 0, memoryview(b"late"))
+
+
+class AbandonsInSilence(LoopbackConnector):
+    def load_abandoned(self, request_id) -> None:
+        reading = self._readings.get(request_id)
+        if reading is not None:
+            self.end(reading, None)
+
+
+class AbandonsTwice(LoopbackConnector):
+    def load_abandoned(self, request_id) -> None:
+        super().load_abandoned(request_id)
+        self._report(LoadFailed(request_id, "twice"))
+
+
+class WritesWholeBlocks(LoopbackConnector):
+    def _copy_block(self, reading: Reading) -> None:
+        asked, reading.token_count = reading.token_count, 1000
+        try:
+            super()._copy_block(reading)
+        finally:
+            reading.token_count = asked
+
+
+class ReadsFromTheFirstBlock(LoopbackConnector):
+    def _copy_block(self, reading: Reading) -> None:
+        blocks, size = reading.offer.blocks, self.pages.layout.block_size
+        reading.offer.blocks = blocks[:1] * (reading.start // size) + blocks
+        try:
+            super()._copy_block(reading)
+        finally:
+            reading.offer.blocks = blocks
+
+
+class WakesNobody(LoopbackConnector):
+    def _report(self, event) -> None:
+        self._events.append(event)
+
+
+class TellsTwice(LoopbackConnector):
+    def progress(self):
+        return tuple(self._events)
+
+
+class IgnoresAborts(LoopbackConnector):
+    def request_aborted_after_finish(self, request_id) -> None:
+        pass
+
+
+class MatchesWithAPromise(LoopbackConnector):
+    def num_matched_tokens(self, request, computed_count) -> int:
+        count = super().num_matched_tokens(request, computed_count)
+        if count > 0:
+            far, offer = self._find(request.kv_transfer)
+            if offer is not None:
+                far.let_go(offer)
+        return count
+
+
+class AssertsOnAborts(LoopbackConnector):
+    """As in S06: it expects to have seen a request before its end."""
+
+    def request_finished(self, request, block_table, tokens, reason) -> bool:
+        assert reason is not FinishReason.ABORT or block_table, f"{request.id} is unknown"
+        return super().request_finished(request, block_table, tokens, reason)
+
+
+class WaitsForSomebodyWhoIsGone(LoopbackConnector):
+    def _report(self, event) -> None:
+        if not (isinstance(event, LoadFailed) and "is in the hub" in event.message):
+            super()._report(event)
+
+
+class LooksAtNoLayout(LoopbackConnector):
+    def _objection(self, params, far, offer, tokens):
+        message = super()._objection(params, far, offer, tokens)
+        return None if message is not None and message.startswith("the KV caches differ") else message
+
+
+class LoadsMoreThanAsked(LoopbackConnector):
+    def _report(self, event) -> None:
+        is_loaded = isinstance(event, Loaded)
+        super()._report(Loaded(event.request_id, event.token_count + 1) if is_loaded else event)
+
+
+class LeavesATask(LoopbackConnector):
+    async def run(self, *, task_status) -> None:
+        trio.lowlevel.spawn_system_task(trio.sleep_forever)
+        await super().run(task_status=task_status)
+
+
+class TakesAnyOption(LoopbackConnector):
+    def __init__(self, setup: ConnectorSetup) -> None:
+        super().__init__(msgspec.structs.replace(setup, options={}))
+
+
+def failures_of(factory) -> dict[str, Exception]:
+    class Suite(PairConformance):
+        pass
+
+    Suite.factory = staticmethod(factory)
+    failures = {}
+    for name in dir(Suite):
+        if name.startswith("test_"):
+            try:
+                getattr(Suite(), name)()
+            except Exception as error:
+                failures[name] = error
+    return failures
+
+
+BROKEN = {
+    ReleasesTooEarly: "test_a_load_brings_what_was_held_and_writes_nowhere_else",
+    ReleasesNever: "test_a_send_ends_once_when_it_has_been_read",
+    BelievesWhatItReads: "test_a_hold_that_expires_at_any_moment_brings_no_foreign_bytes",
+    IgnoresTheEndOfASend: "test_what_is_not_held_any_more_fails_the_load",
+    TalksOfASendThatExpired: "test_nothing_is_said_of_a_hold_that_expired",
+    TalksOfALoadThatExpired: "test_a_load_that_expired_writes_nothing_and_says_nothing_at_any_moment",
+    WritesOn: "test_an_abandoned_load_ends_once_at_any_moment",
+    WritesAfterTheEnd: "test_a_load_that_expired_some_time_after_it_was_abandoned",
+    AbandonsInSilence: "test_an_abandoned_load_ends_once_at_any_moment",
+    AbandonsTwice: "test_an_abandoned_load_ends_once_at_any_moment",
+    WritesWholeBlocks: "test_a_load_brings_what_was_held_and_writes_nowhere_else",
+    ReadsFromTheFirstBlock: "test_a_load_brings_what_was_held_and_writes_nowhere_else",
+    WakesNobody: "test_a_send_ends_once_when_it_has_been_read",
+    TellsTwice: "test_a_send_ends_once_when_it_has_been_read",
+    IgnoresAborts: "test_an_abort_after_the_end_releases_once",
+    MatchesWithAPromise: "test_asking_what_matches_changes_nothing",
+    AssertsOnAborts: "test_one_that_only_ever_sees_aborts",
+    WaitsForSomebodyWhoIsGone: "test_a_sender_that_is_gone_fails_the_load_in_time",
+    LooksAtNoLayout: "test_another_model_is_refused",
+    LoadsMoreThanAsked: "test_a_load_brings_what_was_held_and_writes_nowhere_else",
+    LeavesATask: "test_progress_is_told_once",
+    TakesAnyOption: "test_an_option_that_it_does_not_know_is_refused",
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
+def test_a_broken_connector_is_found(broken):
+    failures = failures_of(broken)
+    assert BROKEN[broken] in failures, f"not found, only {failures}"
+
+
+def test_nothing_is_found_in_one_that_is_whole():
+    assert failures_of(make_loopback) == {}
