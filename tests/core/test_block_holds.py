@@ -7,6 +7,7 @@ import pytest
 from trioserve.contracts.events import AbortOutcome, FinishReason
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer import HoldKind, Loaded, LoadFailed, Released
+from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.core.block_holds import BlockHolds
 from trioserve.core.kv_blocks import BlockPool
 from trioserve.core.transfer_faults import TransferFaults
@@ -182,6 +183,31 @@ def test_holds_expire_in_order_and_not_before_their_time():
     assert books.holds.expire(99.0) == []
 
 
+def test_a_sign_of_life_begins_the_deadline_anew_and_the_order_of_expiry_stays_right():
+    books = Books()
+    books.hold("a", 1, now=1.0)
+    books.hold("b", 1, now=2.0)
+    books.holds.extend(RequestId("a"), SEND, 5.0)
+    assert books.holds.next_deadline() == 12.0
+    assert [hold.request_id for hold in books.holds.expire(12.0)] == ["b"]
+    assert books.holds.next_deadline() == 15.0
+    books.check(free=3, held=1, hold_expired=1)
+    assert [hold.request_id for hold in books.holds.expire(15.0)] == ["a"]
+
+
+def test_a_sign_of_life_of_nobody_is_counted_and_one_after_the_end_is_not():
+    books = Books()
+    books.hold("a", 1)
+    books.hold("b", 1)
+    books.holds.let_go(RequestId("a"), SEND)
+    books.holds.expire(10.0)
+    for name in ("a", "b", "nobody"):
+        books.holds.extend(RequestId(name), SEND, 11.0)
+    books.check(free=4, held=0, hold_expired=1, unknown=1)
+    books.holds.let_go(RequestId("b"), SEND)
+    books.check(free=4, held=0, hold_expired=1, unknown=1, late=1)
+
+
 # --- a whole request ------------------------------------------------------------------------------------------------
 
 
@@ -220,6 +246,33 @@ def test_an_abort_after_the_end_is_told_once_and_the_blocks_come_back_through_th
     assert driver.connector.calls["request_aborted_after_finish"] == 1
     driver.run()
     assert driver.faults == {}
+
+
+def test_what_waits_to_be_reported_is_taken_when_the_core_asks(drive):
+    driver = finished_and_held(drive, hold_seconds_max=3.0)
+    connector, name = driver.connector, RequestId("a")
+    driver.wait(2.0)
+    connector.outbox = [lambda: connector.still_read(name)]
+    assert driver.core.progress(driver.now) == []
+    assert driver.core.next_deadline() == 5.0
+    connector.outbox = [lambda: connector.still_read(name), lambda: connector.released(name)]
+    connector.raises = {"progress"}
+    assert driver.core.progress(driver.now) == []
+    assert (driver.core.stats().blocks_held, driver.faults) == (2, {"raised": 1})
+    connector.raises = set()
+    driver.core.progress(driver.now)
+    assert driver.core.stats().blocks_held == 0
+    driver.run()
+
+
+def test_who_hears_of_the_end_hears_how_to_get_at_what_is_held(drive):
+    driver = finished_and_held(drive)
+    assert driver.finished["a"].kv_transfer == KVTransferParams(do_remote_prefill=True, remote_request_id="a")
+    assert driver.connector.calls["transfer_params"] == 1
+    driver.add("b", range(6))
+    driver.step()
+    assert driver.finished["b"].kv_transfer is None
+    assert driver.connector.calls["transfer_params"] == 1
 
 
 def test_an_abort_of_a_finished_request_that_is_not_held_is_not_told(drive):

@@ -22,6 +22,7 @@ from trioserve.testing.history import (
     Event,
     Fail,
     Forward,
+    Inquire,
     Report,
     Update,
     Wait,
@@ -31,12 +32,22 @@ from trioserve.testing.simulator import Simulation
 
 __all__ = ["Author"]
 
-BEGIN, AHEAD, FORWARD, UPDATE = Begin(), Ahead(), Forward(), Update()
+INQUIRE, BEGIN, AHEAD, FORWARD, UPDATE = Inquire(), Begin(), Ahead(), Forward(), Update()
+INQUIRE_CHANCE = 0.3  # that the core asks for what the connector has to report, before the next step begins
 AHEAD_CHANCE = 0.5  # that a step is planned ahead before anything else happens to the one in flight
 SALTS = (None, None, None, None, None, "", "s")
 STOPS: tuple[tuple[int, ...], ...] = ((), (), (0,), (0,), (1, 2), (0, 1))
-REPORTS: tuple[Literal["loaded", "failed", "released"], ...] = ("loaded", "failed", "released")
-CALLS = ("num_matched_tokens", "start_load", "load_abandoned", "request_finished", "hold_expired")
+REPORTS: tuple[Literal["loaded", "failed", "released", "read"], ...] = ("loaded", "failed", "released", "read")
+CALLS = (
+    "num_matched_tokens",
+    "start_load",
+    "load_abandoned",
+    "request_finished",
+    "transfer_params",
+    "hold_expired",
+    "progress",
+)
+WAITS_SHARE = 0.5  # of the reports, those that wait until the core asks
 PROMPT_TOKENS_MAX = 16  # longer ones take longer to simulate and meet the same cases
 OUTPUT_TOKENS_MAX = 10
 
@@ -79,6 +90,9 @@ class Author:
                 break
             chance -= rate
         flights = simulation.flights
+        transfers = simulation.transfers
+        if transfers is not None and transfers.connector.outbox and self._random() < INQUIRE_CHANCE:
+            return INQUIRE
         if not flights:
             return BEGIN
         if self.world.overlaps and len(flights) == 1 and self._random() < AHEAD_CHANCE:
@@ -146,25 +160,27 @@ class Author:
         connector = simulation.transfers.connector
         loads = [name for name in connector.loads if name not in self._lost]
         sends = [name for name in connector.sends if name not in self._lost]
+        waits = self._random() < WAITS_SHARE
         if sends and (not loads or self._random() < 0.5):
-            return Report(id=self._one(sends), what="released")
+            return Report(id=self._one(sends), what="read" if self._random() < 0.4 else "released", waits=waits)
         if not loads:
             return None
         name = self._one(loads)
         chance = self._random()
         if chance < 0.2:
-            return Report(id=name, what="failed")
+            return Report(id=name, what="failed", waits=waits)
         if chance < 0.7:
-            return Report(id=name, what="loaded")
-        return Report(id=name, what="loaded", tokens=self._below(connector.loads[RequestId(name)].token_count + 1))
+            return Report(id=name, what="loaded", waits=waits)
+        tokens = self._below(connector.loads[RequestId(name)].token_count + 1)
+        return Report(id=name, what="loaded", tokens=tokens, waits=waits)
 
     def _strange_report(self, simulation: Simulation) -> Report:
         """Once more, too late, about nobody, of the wrong kind, or with a count that cannot be."""
         names = list(simulation.stories)[-12:]
         name = self._one(names) if names and self._random() < 0.8 else "nobody"
-        what = REPORTS[self._below(3)]
+        what = REPORTS[self._below(len(REPORTS))]
         tokens = (-1, 0, 1, 1000)[self._below(4)] if what == "loaded" and self._random() < 0.5 else None
-        return Report(id=name, what=what, tokens=tokens)
+        return Report(id=name, what=what, tokens=tokens, waits=self._random() < WAITS_SHARE)
 
     def _break(self, _simulation: Simulation) -> Break:
         return Break(calls=() if self._random() < 0.5 else (self._one(CALLS),))

@@ -3,7 +3,7 @@
 It moves KV between the slots of a FakeExecutor. A load that is out scribbles over everything it may write to whenever
 somebody looks (`work`), and a send compares what it reads with what was there when it began: a block that the core
 uses too early is noticed on either side. Reports are made here and given to the core by the script, so that they come
-late, twice, never, or for nobody.
+late, twice, never, or for nobody; or they wait here until the core asks for progress.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import BlockIndex, RequestId
-from trioserve.contracts.kv_transfer import HoldKind, Loaded, LoadFailed, Released, TransferEvent
+from trioserve.contracts.kv_transfer import HoldKind, Loaded, LoadFailed, Released, StillRead, TransferEvent
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.request import EngineRequest
 from trioserve.testing.fake_executor import FakeExecutor
@@ -48,8 +48,10 @@ class FakeConnector:
 
     matched_count: answers num_matched_tokens, from the request and computed_count; change it at any time. holds:
     answers request_finished. raises: names of calls that raise, until taken out again. loads, sends: what is out, by
-    request. finished: the reason of every request that ended. violations: what the core did that it must not; `check`
-    asserts that there is none (they are kept, since what a connector raises is only counted by the core).
+    request. outbox: makes what the core hears when it asks for progress. finished: the reason of every request that
+    ended. params: what the core was told of the blocks that are held, or were. violations: what the core did that it
+    must not; `check` asserts that there is none (they are kept, since what a connector raises is only counted by the
+    core).
     """
 
     def __init__(
@@ -65,7 +67,10 @@ class FakeConnector:
         self.raises: set[str] = set()
         self.loads: dict[RequestId, FakeLoad] = {}
         self.sends: dict[RequestId, FakeSend] = {}
+        self.outbox: list[Callable[[], TransferEvent]] = []
         self.finished: dict[RequestId, FinishReason] = {}
+        self.asked: set[RequestId] = set()
+        self.params: dict[RequestId, KVTransferParams] = {}
         self.expired: list[tuple[RequestId, HoldKind]] = []
         self.violations: list[str] = []
         self.calls: Counter[str] = Counter()
@@ -98,6 +103,13 @@ class FakeConnector:
         if send is not None:
             self._compare(send)
         return Released(request_id)
+
+    def still_read(self, request_id: RequestId) -> StillRead:
+        """Somebody reads the send on; of an unknown one it is only said so."""
+        send = self.sends.get(request_id)
+        if send is not None:
+            self._compare(send)
+        return StillRead(request_id)
 
     def work(self) -> None:
         """Use every right that a connector has at this moment: write to what is being loaded, read what is sent."""
@@ -171,13 +183,17 @@ class FakeConnector:
 
     def transfer_params(self, request_id: RequestId) -> KVTransferParams | None:
         self._expect(request_id in self.sends, f"{request_id}: nothing is held, and it is asked how to get at that")
+        self._expect(request_id not in self.asked, f"{request_id}: it is asked twice how to get at what is held")
+        self.asked.add(request_id)
         self._note("transfer_params")
-        return KVTransferParams(do_remote_prefill=True, remote_request_id=request_id)
+        self.params[request_id] = KVTransferParams(do_remote_prefill=True, remote_request_id=request_id)
+        return self.params[request_id]
 
     def progress(self) -> Iterable[TransferEvent]:
-        """Nothing by itself: the script reports."""
+        """What the script has put out; while it raises, that waits."""
         self._note("progress")
-        return ()
+        made, self.outbox = self.outbox, []
+        return [make() for make in made]
 
     def request_aborted_after_finish(self, request_id: RequestId) -> None:
         send = self.sends.get(request_id)

@@ -26,6 +26,7 @@ __all__ = [
     "Fail",
     "Forward",
     "History",
+    "Inquire",
     "Report",
     "Update",
     "Wait",
@@ -149,11 +150,17 @@ class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="report"):
-    """The connector tells of a load or a send, whether or not there is one. tokens: how many arrived; None: all."""
+    """The connector tells of a load or a send, whether or not there is one. tokens: how many arrived; None: all.
+    waits: it is kept until the core asks for progress."""
 
     id: str
-    what: Literal["loaded", "failed", "released"]
+    what: Literal["loaded", "failed", "released", "read"]
     tokens: int | None = None
+    waits: bool = False
+
+
+class Inquire(msgspec.Struct, frozen=True, tag="inquire"):
+    """The core asks the connector for its progress, as it does before each step."""
 
 
 class Break(msgspec.Struct, frozen=True, kw_only=True, tag="break"):
@@ -162,7 +169,7 @@ class Break(msgspec.Struct, frozen=True, kw_only=True, tag="break"):
     calls: tuple[str, ...]
 
 
-Event = Arrive | Abort | Begin | Ahead | Fail | Forward | Update | Wait | Drain | Report | Break
+Event = Arrive | Abort | Begin | Ahead | Fail | Forward | Update | Wait | Drain | Report | Inquire | Break
 
 
 class History(msgspec.Struct, frozen=True):

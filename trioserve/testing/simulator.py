@@ -35,6 +35,7 @@ from trioserve.testing.history import (
     Event,
     Fail,
     Forward,
+    Inquire,
     Report,
     Update,
     Wait,
@@ -193,6 +194,7 @@ class Simulation:
     def _begin(self, _event: Begin) -> None:
         if self.flights:
             return
+        self._inquire(Inquire())
         plan = self.core.schedule(self.now)
         if self._trace is not None:
             self._trace(plan_line(plan))
@@ -310,8 +312,12 @@ class Simulation:
 
     def _report(self, event: Report) -> None:
         if self.transfers is not None:
-            self._count(f"reports: {event.what}")
+            self._count(f"reports: {event.what}{', when asked' if event.waits else ''}")
             self._take(self.transfers.report(self.core, event, self.live, self.now))
+
+    def _inquire(self, _event: Inquire) -> None:
+        if self.transfers is not None:
+            self._take(self.transfers.ask(self.core, self.now))
 
     def _break(self, event: Break) -> None:
         if self.transfers is not None:
@@ -367,6 +373,8 @@ class Simulation:
     def _note_end(self, event: RequestFinished) -> None:
         del self.live[event.request_id]
         self._count(f"ended: {event.reason.value}")
+        if self.transfers is not None:
+            self.transfers.check_params(event)
 
     def _check(self) -> None:
         self._count("checks of every contract")
@@ -405,6 +413,7 @@ _HANDLERS: dict[type[Event], Callable[[Simulation, Any], None]] = {
     Wait: Simulation._wait,
     Drain: Simulation._drain,
     Report: Simulation._report,
+    Inquire: Simulation._inquire,
     Break: Simulation._break,
 }
 

@@ -160,6 +160,8 @@ def _may_wait_for_a_hit(
             continue  # it has ended, and its token is surplus
         is_first = other.cached_count is None or chunk.start == other.cached_count + other.loaded_count
         index = (chunk.start - (other.loaded_count if is_first else 0)) // block_size
+        if other.aborted_for is not None:
+            index = 0  # the step before was dropped, perhaps, and with it the names of what it had computed
         end = (index + 1) * block_size
         if chunk.count < 2 or end > chunk.start + chunk.count:
             continue  # completes no block

