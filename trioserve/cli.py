@@ -160,7 +160,7 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
         "--steps",
         type=int,
         metavar="N",
-        help="events of each history (default: 100, with --router 150), or clients with --stack (12)",
+        help="events of each history (default: 100, with --router 150, with --pair 300), or clients with --stack (12)",
     )
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (default: 1)")
     parser.add_argument("--replay", metavar="SEED|FILE", help="one seed or script once more, with a trace")
@@ -171,6 +171,11 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--router", action="store_true", help="what the router decides: who waits, who goes where (default: off)"
+    )
+    parser.add_argument(
+        "--pair",
+        action="store_true",
+        help="an engine for prompts, one for answers, and KV on its way between them (default: off)",
     )
     parser.add_argument("--no-shrink", action="store_true", help="show a failing history as it is (default: off)")
 

@@ -1,6 +1,6 @@
 """The simulator can fail: bugs of every kind are planted in a copy of the package, and each must be found.
 
-planted/core, planted/stack and planted/router hold a file a bug: what rule it breaks, and then, for each change, the
+planted has a folder for each simulation, and in it a file a bug: what rule it breaks, and then, for each change, the
 file, the old text and the new one. A text that is no longer there is an error: then the bug has to be planted anew.
 """
 
@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 SEEDS = "0:2000"
 FILES = sorted((HERE / "planted").glob("*/*.txt"))
-MODES = {"core": [], "stack": ["--stack"], "router": ["--router"]}
+MODES = {"core": [], "stack": ["--stack"], "router": ["--router"], "pair": ["--pair"]}
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,12 @@ def test_a_planted_bug_is_found(file, planted_runs):
 
 @pytest.mark.parametrize(
     "mode",
-    [["--seeds", "0:1000"], ["--stack", "--seeds", "0:150"], ["--router", "--seeds", "0:300"]],
+    [
+        ["--seeds", "0:1000"],
+        ["--stack", "--seeds", "0:150"],
+        ["--router", "--seeds", "0:300"],
+        ["--pair", "--seeds", "0:150"],
+    ],
     ids=list(MODES),
 )
 def test_nothing_is_found_where_nothing_is_planted(mode, copy):

@@ -32,7 +32,7 @@ def trace_of(seed: int, hash_seed: int, *mode: str) -> bytes:
     return ran.stdout
 
 
-@pytest.mark.parametrize("mode", [[], ["--stack"], ["--router"]], ids=["core", "stack", "router"])
+@pytest.mark.parametrize("mode", [[], ["--stack"], ["--router"], ["--pair"]], ids=["core", "stack", "router", "pair"])
 @pytest.mark.parametrize("seed", [3, 11])
 def test_a_seed_is_the_same_trace_in_every_process(seed, mode):
     first = trace_of(seed, 1, *mode)
@@ -40,7 +40,7 @@ def test_a_seed_is_the_same_trace_in_every_process(seed, mode):
     assert trace_of(seed, 4242, *mode) == first
 
 
-@pytest.mark.parametrize("mode", [[], ["--stack"], ["--router"]], ids=["core", "stack", "router"])
+@pytest.mark.parametrize("mode", [[], ["--stack"], ["--router"], ["--pair"]], ids=["core", "stack", "router", "pair"])
 def test_another_seed_is_another_trace(mode):
     assert trace_of(3, 1, *mode) != trace_of(4, 1, *mode)
 

@@ -58,6 +58,23 @@ def test_a_script_of_a_router_is_known_by_its_first_line(capsys, tmp_path):
     assert shown.endswith("every contract held\n")
 
 
+def test_a_run_of_a_pair_says_what_came_to_pass(capsys):
+    assert main(["simulate", "--pair", "--seeds", "0:20"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    shown = {line.rsplit(maxsplit=1)[0].strip() for line in lines[:-1]}
+    assert {"requests", "loads: completed", "holds: completed", "clients: left"} <= shown
+    assert lines[-1].startswith("20 histories held, seeds 0 to 19: ")
+
+
+def test_a_script_of_a_pair_is_known_by_its_first_line(capsys, tmp_path):
+    script = tmp_path / "history.txt"
+    script.write_text('# once\npair\ncome id="a" prompt=[1,2,3] output=2\n', encoding="utf-8")
+    assert main(["simulate", "--replay", str(script)]) == 0
+    shown = capsys.readouterr().out
+    assert "  prefill: a.prefill1" in shown
+    assert shown.endswith("every contract held\n")
+
+
 def test_two_processes_see_the_same_as_one(capsys):
     def counts(*jobs: str) -> list[str]:
         assert main(["simulate", "--stack", "--seeds", "0:60", *jobs]) == 0
@@ -100,6 +117,7 @@ def test_a_script_is_replayed_with_everything_that_happens(capsys, tmp_path):
         (["--seeds", "x"], "--seeds is 'x'"),
         (["--steps", "0"], "--steps is 0"),
         (["--router", "--stack"], "give one of them"),
+        (["--pair", "--router"], "give one of them"),
         (["--jobs", "0"], "--jobs is 0"),
         (["--replay", "no such file"], "--replay is 'no such file'"),
     ],

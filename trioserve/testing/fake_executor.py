@@ -167,6 +167,24 @@ class FakeExecutor:
         for position in range(start, start + count):
             self._slots[block_table[position // self.block_size] * self.block_size + position % self.block_size] = None
 
+    def get_slots(
+        self, block_table: Sequence[int], start: int, count: int
+    ) -> tuple[tuple[int, str | None] | None, ...]:
+        """What stands at positions start .. start + count - 1."""
+        size = self.block_size
+        return tuple(
+            self._slots[block_table[position // size] * size + position % size]
+            for position in range(start, start + count)
+        )
+
+    def put_slots(
+        self, block_table: Sequence[int], start: int, content: Sequence[tuple[int, str | None] | None]
+    ) -> None:
+        """Write it to the positions from `start` on."""
+        size = self.block_size
+        for position, slot in enumerate(content, start=start):
+            self._slots[block_table[position // size] * size + position % size] = slot
+
     def content(self, blocks: Sequence[int]) -> tuple[object, ...]:
         """Whatever stands in these blocks, to be compared with what stands there later."""
         size = self.block_size

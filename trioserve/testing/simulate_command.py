@@ -24,11 +24,12 @@ from trioserve.testing.verdict import Failure, Verdict
 
 __all__ = ["SimulateSettings", "run_replay", "run_simulate", "seeds_of"]
 
-Mode = Literal["core", "stack", "router"]
+Mode = Literal["core", "stack", "router", "pair"]
 STEPS: dict[Mode, int] = {
     "core": 100,  # events: some fifteen requests
     "stack": 12,  # clients
     "router": 150,  # events: some fifty requests
+    "pair": 300,  # events: some ten requests
 }
 CHUNK_SEEDS = 50  # less than a second of work: often enough for a progress line
 REPLAYS_MAX = 3_000  # of a failing history, to cut it down: some ten seconds, and most need a few hundred
@@ -36,9 +37,9 @@ EXIT_FAILED = 1
 
 
 class SimulateSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """seeds: the first, and the one after the last. step_count: events of a history of the core or the router, or
-    clients of one of the whole stack. job_count: processes. shrinks: whether a failing history is cut down before it is
-    shown."""
+    """seeds: the first, and the one after the last. step_count: events of a history of the core, the router or a pair,
+    or clients of one of the whole stack. job_count: processes. shrinks: whether a failing history is cut down before it
+    is shown."""
 
     seeds: tuple[int, int]
     step_count: int = STEPS["core"]
@@ -49,9 +50,11 @@ class SimulateSettings(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def from_arguments(cls, arguments: argparse.Namespace) -> SimulateSettings:
         """Raises StartupError for what is out of range."""
-        if arguments.stack and arguments.router:
-            raise StartupError("--stack and --router are two simulations: give one of them")
-        mode: Mode = "stack" if arguments.stack else "router" if arguments.router else "core"
+        named: dict[Mode, bool] = {"stack": arguments.stack, "router": arguments.router, "pair": arguments.pair}
+        modes = [mode for mode, is_named in named.items() if is_named]
+        if len(modes) > 1:
+            raise StartupError("--stack, --router and --pair are different simulations: give one of them")
+        mode = modes[0] if modes else "core"
         step_count = STEPS[mode] if arguments.steps is None else arguments.steps
         for flag, value in (("--steps", step_count), ("--jobs", arguments.jobs)):
             if value < 1:
@@ -153,13 +156,17 @@ def _run_seed(mode: Mode) -> Callable[..., Verdict]:
         from trioserve.testing.router_runs import run_router_seed
 
         return run_router_seed
+    if mode == "pair":
+        from trioserve.testing.pair_runs import run_pair_seed
+
+        return run_pair_seed
     from trioserve.testing.core_runs import run_core_seed
 
     return run_core_seed
 
 
 def _run_script(script: str, trace: Callable[[str], None]) -> Verdict:
-    """A stack's script begins with its stage, a router's with its settings, a core's with its world."""
+    """A stack's script begins with its stage, a router's with its settings, a pair's and a core's with their worlds."""
     lines = [line for line in script.splitlines() if line.strip() and not line.startswith("#")]
     if lines and lines[0].startswith("stage "):
         from trioserve.testing.stack_runs import run_stack_script
@@ -169,6 +176,10 @@ def _run_script(script: str, trace: Callable[[str], None]) -> Verdict:
         from trioserve.testing.router_runs import run_router_script
 
         return run_router_script(script, trace=trace)
+    if lines and lines[0].split()[0] == "pair":
+        from trioserve.testing.pair_runs import run_pair_script
+
+        return run_pair_script(script, trace=trace)
     from trioserve.testing.core_runs import run_core_script
 
     return run_core_script(script, trace=trace)
@@ -183,6 +194,10 @@ def _shrunk(failure: Failure, mode: Mode) -> Failure:
         from trioserve.testing.router_runs import shrunk_router_failure
 
         return shrunk_router_failure(failure, replays_max=REPLAYS_MAX)
+    if mode == "pair":
+        from trioserve.testing.pair_runs import shrunk_pair_failure
+
+        return shrunk_pair_failure(failure, replays_max=REPLAYS_MAX)
     from trioserve.testing.core_runs import shrunk_core_failure
 
     return shrunk_core_failure(failure, replays_max=REPLAYS_MAX)

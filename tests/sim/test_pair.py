@@ -1,0 +1,236 @@
+"""The simulation of a pair: its scripts, what its seeds reach, and what becomes of a request whose client or engine
+leaves, with every message in its place."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from trioserve.connectors.stream.sends import Sends
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.kv_transfer import HoldKind
+from trioserve.testing.pair_history import (
+    Come,
+    Continue,
+    Cut,
+    Deliver,
+    Kill,
+    Leave,
+    Lose,
+    PairHistory,
+    PairWait,
+    PairWorld,
+    Refuse,
+    Repeat,
+    Serve,
+    Start,
+    Step,
+    Stop,
+    history_of,
+    script_of,
+)
+from trioserve.testing.pair_runs import run_pair_script, run_pair_seed, shrunk_pair_failure
+from trioserve.testing.pair_simulator import PairSimulation
+
+PROMPT = (1, 2, 3, 1, 2)
+
+EVERYTHING = PairHistory(
+    PairWorld(decode_block_size=3, chunk_tokens=1, hold_seconds=2.0),
+    (
+        Come(id="a", prompt=PROMPT, output=4, stops=(0,), temperature=1.0),
+        Come(id="b", prompt=PROMPT[:2], output=2),
+        Deliver(),
+        Deliver(),
+        Step(host="prefill"),
+        Step(host="prefill"),
+        Refuse(host="decode"),
+        *(Deliver(index=index) for index in range(8)),
+        Step(host="decode"),
+        Deliver(index=3),
+        Serve(),
+        Repeat(),
+        PairWait(seconds=0.25),
+        Lose(index=1),
+        Cut(index=2),
+        Stop(host="prefill"),
+        Leave(id="b"),
+        Continue(host="prefill"),
+        Kill(host="decode"),
+        Start(host="decode"),
+    ),
+)
+
+MOMENTS = [
+    *(f"clients: {state}" for state in ("done", "left", "failed")),
+    *(f"leaves: prefill is {where}" for where in ("on its way", "waiting", "running")),
+    *(f"leaves: decode is {where}" for where in ("on its way", "waiting", "waiting_for_remote_kv", "running")),
+    *(f"holds: {end}" for end in ("completed", "unwanted", "aborted", "expired")),
+    *(f"loads: {end}" for end in ("completed", "failed", "abandoned")),
+    *(f"legs lost: {kind}" for kind in ("prefill", "decode", "whole")),
+    "legs refused: decode",
+    "loads that went on over another connection",
+    "messages that came twice",
+    "stops",
+    "kills",
+]
+
+
+class Played:
+    """A pair, moved by hand. `until` moves everything but time, until something is so."""
+
+    def __init__(self, **world: object) -> None:
+        self.simulation = PairSimulation(PairWorld(**{"chunk_tokens": 1, "step_tokens_max": 4, **world}))
+        self.prefill, self.decode = self.simulation.hosts["prefill"], self.simulation.hosts["decode"]
+        self.simulation.apply(Come(id="a", prompt=PROMPT, output=4))
+
+    @property
+    def client(self):
+        return self.simulation.clients["a"]
+
+    def do(self, *events) -> Played:
+        for event in events:
+            self.simulation.apply(event)
+        return self
+
+    def until(self, is_so) -> Played:
+        moves = [Step(host="prefill"), Deliver(), Step(host="decode"), Serve()]
+        for turn in range(400):
+            if is_so():
+                return self
+            self.do(moves[turn % len(moves)])
+        raise AssertionError("it never comes to that")
+
+    def end(self) -> Counter[str]:
+        self.simulation.run_to_end()
+        return Counter(self.simulation.counts)
+
+    # --- where it is ---
+
+    def is_held(self) -> bool:
+        return self.prefill.hold_count == 1
+
+    def is_loading(self) -> bool:
+        return self.decode.core.stats().remote_kv_count == 1
+
+    def is_half_read(self) -> bool:
+        return self.is_loading() and any(load.next_chunk == 2 for load in self.loads())
+
+    def is_loaded(self) -> bool:
+        return self.decode.core.stats().loaded_tokens_total == 4
+
+    def is_decoding(self) -> bool:
+        return len(self.client.tokens) == 2
+
+    def loads(self):
+        return self.decode.transport.policy.loads._out.values()
+
+
+PHASES = ["is_held", "is_loading", "is_half_read", "is_loaded", "is_decoding"]
+
+
+def test_what_one_engine_has_computed_the_other_goes_on_from():
+    played = Played()
+    counts = played.end()
+    assert played.client.state == "done"
+    assert played.is_loaded()
+    assert (counts["loads: completed"], counts["holds: completed"]) == (1, 1)
+    assert played.simulation.now < 10.0, "and no deadline was waited for"
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_client_that_leaves_gives_both_sides_blocks_back_without_a_deadline(phase):
+    """S07, S10: nothing is lost here, so nothing is left to a deadline."""
+    played = Played()
+    played.until(getattr(played, phase)).do(Leave(id="a"))
+    played.end()
+    assert played.client.state == "left"
+    assert played.simulation.now < 10.0
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("host", ["prefill", "decode"])
+def test_an_engine_that_is_killed_leaves_nothing_at_the_other_and_no_wrong_answer(phase, host):
+    played = Played()
+    played.until(getattr(played, phase)).do(Kill(host=host))
+    played.end()
+    expected = "failed" if (host, phase) == ("decode", "is_decoding") else "done"
+    assert played.client.state == expected, "without a token yet, another engine has begun anew"
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("host", ["prefill", "decode"])
+def test_an_engine_that_stops_for_longer_than_a_hold_lasts_costs_time_and_no_blocks(phase, host):
+    """S08: the hold expires while it is read, and what it brought is not used."""
+    played = Played()
+    played.until(getattr(played, phase)).do(Stop(host=host), PairWait(seconds=15.0), Continue(host=host))
+    played.end()
+    assert played.client.state == "done"
+
+
+def test_a_hold_that_expires_in_the_middle_of_its_reading_is_noticed():
+    played = Played(hold_seconds=2.0)
+    played.until(played.is_half_read).do(PairWait(seconds=2.5))
+    assert not played.is_held()
+    assert played.prefill.transport.policy.sends.ends
+    counts = played.end()
+    assert played.client.state == "done"
+    assert (counts["holds: expired"], counts["loads: failed"], counts["loads: completed"]) == (1, 1, 0)
+
+
+def test_a_reader_that_is_slow_keeps_its_hold_by_signs_of_life():
+    """S08: heartbeats count, also while no byte moves."""
+    played = Played(load_seconds=100.0)
+    played.until(played.is_half_read)
+    for _ in range(6):
+        played.do(PairWait(seconds=2.6))
+        while played.simulation.network.deliverable():
+            played.do(Deliver())
+        played.do(Step(host="prefill"), Serve(), Deliver())
+    counts = played.end()
+    assert (counts["holds: expired"], counts["loads: completed"]) == (0, 1)
+
+
+def test_a_decode_side_that_refuses_leaves_the_answer_to_the_prefill_side():
+    """S07."""
+    played = Played()
+    counts = played.do(Refuse(host="decode")).end()
+    assert played.client.state == "done"
+    assert (counts["legs: whole"], counts["holds: aborted"]) == (1, 1)
+    assert played.simulation.now < 10.0
+
+
+def test_a_script_says_everything():
+    assert history_of(script_of(EVERYTHING)) == EVERYTHING
+
+
+@pytest.mark.parametrize("script", ["", "deliver", "pair\npair"])
+def test_a_script_begins_with_its_world(script):
+    with pytest.raises(InvalidRequest, match="begins with its world"):
+        history_of(script)
+
+
+@pytest.mark.parametrize("missing", range(len(EVERYTHING.events)))
+def test_a_history_means_something_whatever_is_missing(missing):
+    events = EVERYTHING.events[:missing] + EVERYTHING.events[missing + 1 :]
+    for kept in (events, events[::-1]):
+        assert run_pair_script(script_of(PairHistory(EVERYTHING.world, kept))).failure is None
+
+
+def test_the_seeds_reach_every_phase():
+    totals: Counter[str] = Counter()
+    for seed in range(60):
+        verdict = run_pair_seed(seed, 300)
+        assert verdict.failure is None, (seed, verdict.failure)
+        totals.update(verdict.counts)
+    assert [moment for moment in MOMENTS if totals[moment] == 0] == []
+
+
+def test_a_history_is_cut_down(monkeypatch):
+    monkeypatch.setattr(Sends, "aborted", lambda sends, request_id: None)
+    monkeypatch.setattr(Sends, "expired", lambda sends, request_id: sends._reports.forget(HoldKind.SEND, request_id))
+    failure = next(filter(None, (run_pair_seed(seed, 300).failure for seed in range(50))))
+    plainest = shrunk_pair_failure(failure, replays_max=1_000)
+    assert plainest.is_like(failure)
+    assert plainest.script.count("\n") <= 12, plainest.script
+    assert run_pair_script(plainest.script).failure is not None
