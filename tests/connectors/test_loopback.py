@@ -16,8 +16,8 @@ from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import BlockIndex, RequestId
 from trioserve.contracts.kv_transfer import ConnectorSetup, Loaded, LoadFailed, Released, StillRead, TransferEvent
 from trioserve.contracts.kv_transfer_params import KVTransferParams
-from trioserve.testing.connector_stage import make_request
-from trioserve.testing.memory_pages import MemoryPages
+from trioserve.testing.connector_stage import is_same, kv_of, make_request
+from trioserve.testing.memory_pages import SMALL_LAYOUT, MemoryPages
 
 TOKENS = tuple(range(20))  # five blocks
 WANTED = KVTransferParams(do_remote_decode=True)
@@ -166,6 +166,19 @@ async def test_signs_of_life_that_nobody_asks_for_do_not_pile_up(autojump_clock)
         reader.start_load(make_request("b", TOKENS, hold(sender)), (9, 10, 11, 12, 13), 0, 19)
         await reports_of(reader)
         assert list(sender.progress()) == [StillRead("a"), Released("a")]
+
+
+@pytest.mark.parametrize("change", [{"block_size": 3}, {"block_size": 8, "dtype": "bfloat16"}, {"dtype": "float16"}])
+async def test_blocks_and_numbers_become_those_of_the_reader(change):
+    there = MemoryPages(32, msgspec.structs.replace(SMALL_LAYOUT, **change))
+    async with running(setup("p"), setup("d", there)) as (sender, reader):
+        request, size = make_request("b", TOKENS, hold(sender)), there.layout.block_size
+        reader.start_load(request, (9, 10, 11, 12, 13, 14, 15), size, 19 - size)
+        assert Loaded("b", 19 - size) in await reports_of(reader)
+        positions = range(size, 19)
+        expected = kv_of(sender.pages, (0, 1, 2, 3, 4), positions)
+        assert is_same(kv_of(there, (9, 10, 11, 12, 13, 14, 15), positions), expected, there.layout.dtype, "float32")
+        assert any(byte for layer in expected for token in layer for byte in token)
 
 
 async def test_counts_are_of_both_sides():

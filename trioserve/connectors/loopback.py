@@ -15,13 +15,14 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 import trio
 
+from trioserve.connectors.conversion import convert, objection_to
+from trioserve.connectors.stream.chunks import Chunk, places
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import BlockIndex, RequestId
 from trioserve.contracts.kv_transfer import (
     ConnectorSetup,
     HoldKind,
-    KVLayout,
     Loaded,
     LoadFailed,
     Released,
@@ -72,7 +73,7 @@ class LoopbackConnector:
     """A RunningConnector (contracts.kv_transfer). Options: hub, a name; engines find each other in the same hub.
 
     Blocks of a request are held if it asks for that (do_remote_decode) and ended by itself, until they have been read,
-    or whoever was to read them leaves. Both engines must have the same layout.
+    or whoever was to read them leaves. Block sizes and formats of numbers may differ (conversion).
     """
 
     def __init__(self, setup: ConnectorSetup) -> None:
@@ -225,6 +226,8 @@ class LoopbackConnector:
         end = reading.start + reading.token_count
         if reading.start + reading.block_count * self.pages.layout.block_size < end:
             return True
+        size = reading.far.pages.layout.block_size
+        reading.far.note_sent((end - 1) // size - reading.start // size + 1, 0)
         self.end(reading, Loaded(reading.request_id, reading.token_count))
         return False
 
@@ -242,18 +245,24 @@ class LoopbackConnector:
         reading.far.let_go(reading.offer)
 
     def _copy_block(self, reading: Reading) -> None:
-        layout = self.pages.layout
-        position = reading.start + reading.block_count * layout.block_size
-        index = position // layout.block_size
-        token_count = min(layout.block_size, reading.start + reading.token_count - position)
-        byte_count = token_count * layout.token_bytes
-        source, target = reading.offer.blocks[index], reading.block_table[index]
-        for layer in range(layout.layer_count):
-            self.pages.write(layer, target, 0, reading.far.pages.read(layer, source)[:byte_count])
+        near, far = self.pages.layout, reading.far.pages.layout
+        position = reading.start + reading.block_count * near.block_size
+        token_count = min(near.block_size, reading.start + reading.token_count - position)
+        target = reading.block_table[position // near.block_size]
+        sources = places(reading.offer.blocks, far.block_size, Chunk(0, position, token_count))
+        for layer in range(near.layer_count):
+            token_start = 0
+            for source in sources:
+                end = source.start + source.token_count
+                content = reading.far.pages.read(layer, source.block)
+                content = content[source.start * far.token_bytes : end * far.token_bytes]
+                self.pages.write(layer, target, token_start * near.token_bytes, convert(content, far.dtype, near.dtype))
+                token_start += source.token_count
+        byte_count = token_count * far.token_bytes * near.layer_count
         reading.block_count += 1
         self._counts["blocks_received_total"] += 1
-        self._counts["bytes_received_total"] += byte_count * layout.layer_count
-        reading.far.note_sent(1, byte_count * layout.layer_count)
+        self._counts["bytes_received_total"] += byte_count
+        reading.far.note_sent(0, byte_count)
 
     # --- what waits ---
 
@@ -310,7 +319,7 @@ class LoopbackConnector:
             return f"engine {params.remote_engine_id} holds no blocks of {params.remote_request_id}"
         if offer.tokens[: len(tokens)] != tokens:
             return f"{params.remote_request_id} is of another prompt"
-        return _layout_objection(far.pages.layout, self.pages.layout)
+        return objection_to(far.pages.layout, self.pages.layout)
 
     def _withdraw(self, offer: Offer) -> None:
         """From now on nobody reads these blocks; who is in the middle of it notices before the next one."""
@@ -355,12 +364,3 @@ def _token_count(params: KVTransferParams, request: EngineRequest) -> int:
     """How many tokens are held there; the whole prompt, where nobody says it."""
     prompt_count = len(request.prompt_token_ids)
     return prompt_count if params.remote_num_tokens is None else min(params.remote_num_tokens, prompt_count)
-
-
-def _layout_objection(far: KVLayout, near: KVLayout) -> str | None:
-    differing = [
-        f"{name} is {getattr(far, name)} there and {getattr(near, name)} here"
-        for name in KVLayout.__struct_fields__
-        if getattr(far, name) != getattr(near, name)
-    ]
-    return f"the KV caches differ: {', '.join(differing)}" if differing else None
