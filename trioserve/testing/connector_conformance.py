@@ -45,7 +45,7 @@ from trioserve.contracts.kv_transfer import (
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.request import EngineRequest
 from trioserve.runtime.errors_unwrapped import errors_unwrapped
-from trioserve.testing.connector_stage import KV, Load, Side, is_same, make_request
+from trioserve.testing.connector_stage import KV, Load, Side, is_same, kv_of, make_request
 from trioserve.testing.memory_pages import SMALL_LAYOUT, MemoryPages
 
 __all__ = ["ConnectorConformance", "PairConformance", "SenderConformance", "Stage", "StoreConformance"]
@@ -261,7 +261,7 @@ class SenderConformance(ConnectorConformance):
         sender, name = stage.sender, stage.name()
         request = make_request(name, tokens, KVTransferParams(do_remote_decode=True), output_tokens_max=1)
         blocks = sender.take(len(tokens))
-        kv = sender.pages.kv(blocks, range(len(tokens)))
+        kv = kv_of(sender.pages, blocks, range(len(tokens)))
         params = sender.finish(request, blocks, tokens, LENGTH)
         assert request.id in sender.sends, f"the blocks of {name} are not held"
         assert params is not None, "nobody is told how to read what is held"
@@ -609,7 +609,7 @@ class PairConformance(_LoadConformance, SenderConformance):
         async def script(stage: Stage) -> None:
             sender = stage.sender
             blocks = sender.take(len(TOKENS))
-            kv = sender.pages.kv(blocks, range(len(TOKENS)))
+            kv = kv_of(sender.pages, blocks, range(len(TOKENS)))
             offers = []
             for _ in range(2):
                 name = stage.name()
@@ -688,24 +688,26 @@ class StoreConformance(_LoadConformance):
         return side, side
 
     async def offer(self, stage: Stage, tokens: Sequence[int] = TOKENS, salt: str | None = None) -> Offered:
-        """A request ends, and has been saved."""
+        """A request ends, and has been saved. Equal tokens under equal salts have equal KV, and here they would not: so
+        without a salt it gets one of its own."""
         side, name = stage.sender, stage.name()
+        salt = name if salt is None else salt
         request = make_request(name, tokens, cache_salt=salt)
         blocks = side.take(len(tokens))
-        kv = side.pages.kv(blocks, range(len(tokens)))
+        kv = kv_of(side.pages, blocks, range(len(tokens)))
         side.finish(request, blocks, tokens, LENGTH)
         await stage.until_released(request.id)
         return Offered(request.id, make_request(f"{name}-again", tokens, cache_salt=salt), kv)
 
     def test_other_tokens_and_salts_match_nothing(self) -> None:
         async def script(stage: Stage) -> None:
-            await self.offer(stage)
             await self.offer(stage, salt="s")
             connector = stage.reader.connector
-            shifted = make_request(stage.name(), range(101, 131))
+            shifted = make_request(stage.name(), range(101, 131), cache_salt="s")
             assert connector.num_matched_tokens(shifted, 0) == 0, "other tokens match"
-            salted = make_request(stage.name(), TOKENS, cache_salt="another")
-            assert connector.num_matched_tokens(salted, 0) == 0, "what was kept under another salt matches"
+            for salt in ("another", "", None):
+                salted = make_request(stage.name(), TOKENS, cache_salt=salt)
+                assert connector.num_matched_tokens(salted, 0) == 0, "what was kept under another salt matches"
 
         self.play(script)
 
@@ -713,7 +715,8 @@ class StoreConformance(_LoadConformance):
         async def script(stage: Stage) -> None:
             offered = await self.offer(stage)
             common = len(TOKENS) // 2
-            other = make_request(stage.name(), [*TOKENS[:common], *range(500, 515)])
+            tokens = [*TOKENS[:common], *range(500, 515)]
+            other = make_request(stage.name(), tokens, cache_salt=offered.request.cache_salt)
             count = stage.reader.connector.num_matched_tokens(other, 0)
             assert 0 <= count <= common, f"{count} tokens match, and {common} are the same"
             if count > 0:
@@ -731,7 +734,7 @@ class StoreConformance(_LoadConformance):
                 tokens = [1000 * (moment + 1) + token for token in TOKENS]
                 request = make_request(stage.name(), tokens)
                 blocks = side.take(len(tokens))
-                kv = side.pages.kv(blocks, range(len(tokens)))
+                kv = kv_of(side.pages, blocks, range(len(tokens)))
                 side.finish(request, blocks, tokens, LENGTH)
                 for _ in range(moment):
                     await trio.lowlevel.checkpoint()

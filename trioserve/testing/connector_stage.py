@@ -33,7 +33,7 @@ from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.testing.memory_pages import MemoryPages
 
-__all__ = ["KV", "Load", "Side", "WatchedPages", "is_same", "make_request"]
+__all__ = ["KV", "Load", "Side", "WatchedPages", "is_same", "kv_of", "make_request"]
 
 BLOCK_COUNT = 64
 
@@ -54,17 +54,6 @@ class WatchedPages(MemoryPages):
         if not self.is_readable(block):
             self.violations.append(f"block {block} is read, and nobody may")
         return super().read(layer, block)
-
-    def kv(self, block_table: Sequence[BlockIndex], positions: Sequence[int]) -> KV:
-        size, token_bytes = self.layout.block_size, self.layout.token_bytes
-        return [
-            [
-                bytes(self._block(layer, block_table[position // size])[start : start + token_bytes])
-                for position in positions
-                for start in [position % size * token_bytes]
-            ]
-            for layer in range(self.layout.layer_count)
-        ]
 
 
 class Load(msgspec.Struct, eq=False):
@@ -215,7 +204,7 @@ class Side:
         if not 0 <= count <= load.token_count:
             self.violations.append(f"{event}: and {load.token_count} tokens were asked for")
         elif isinstance(event, Loaded) and not load.is_abandoned:
-            self.loaded[load.request.id] = self.pages.kv(load.block_table, load.positions[:count])
+            self.loaded[load.request.id] = kv_of(self.pages, load.block_table, load.positions[:count])
         self._end_load(load)
 
     def _end_load(self, load: Load) -> None:
@@ -228,7 +217,7 @@ class Side:
     def _outside(self, load: Load) -> KV:
         end = len(load.block_table) * self.pages.layout.block_size
         outside = [position for position in range(end) if position not in load.positions]
-        return self.pages.kv(load.block_table, outside)
+        return kv_of(self.pages, load.block_table, outside)
 
     def _overwrite(self, blocks: Sequence[int]) -> None:
         for block in blocks:
@@ -255,6 +244,18 @@ def make_request(
         cache_salt=cache_salt,
         kv_transfer=kv_transfer,
     )
+
+
+def kv_of(pages: MemoryPages, block_table: Sequence[int], positions: Sequence[int]) -> KV:
+    """What stands at these positions, whoever may read it."""
+    size, token_bytes = pages.layout.block_size, pages.layout.token_bytes
+
+    def token(layer: int, position: int) -> bytes:
+        start = position % size * token_bytes
+        block = MemoryPages.read(pages, layer, BlockIndex(block_table[position // size]))
+        return bytes(block[start : start + token_bytes])
+
+    return [[token(layer, position) for position in positions] for layer in range(pages.layout.layer_count)]
 
 
 def is_same(found: KV, expected: KV, found_dtype: str, expected_dtype: str) -> bool:
