@@ -56,7 +56,7 @@ ROOMS = {
         packages=words("torch trio nixl numpy"),
         only_in={
             "trio": words("loopback.py transport.py far.py holder.py reader.py wire.py nixl_transport.py"),
-            "numpy": words("conversion.py nixl_agent.py"),
+            "numpy": words("block_memory.py conversion.py copying.py nixl_agent.py"),
             "nixl": words("nixl_agent.py"),
         },
     ),
