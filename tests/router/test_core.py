@@ -252,7 +252,7 @@ def test_those_who_left_leave_nothing_behind(make_router):
     for _ in range(2000):
         router.leave(router.enter(tenant="again"))
     assert len(router.core._deadlines) < 200
-    line = router.core._models["m"].line._classes[0]
+    line = router.core._models["m"].queues[None].line._classes[0]
     assert len(line._turns) < 200
     assert len(line._turn_of) < 200
     assert stays.state is TicketState.WAITING
@@ -265,7 +265,7 @@ def test_tenants_that_were_served_leave_nothing_behind_either(make_router):
     for index in range(12_000):  # there is always somebody in line
         waiting.append(router.enter(tenant=f"tenant {index}"))
         router.leave(waiting.pop(0))
-    assert len(router.core._models["m"].line._classes[0]._turn_of) < 9_000
+    assert len(router.core._models["m"].queues[None].line._classes[0]._turn_of) < 9_000
 
 
 # --- endpoints ---

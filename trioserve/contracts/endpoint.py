@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Mapping
 from typing import NewType
@@ -12,7 +13,7 @@ from msgspec import UNSET, UnsetType
 from trioserve.contracts.block_hash import BlockHash
 from trioserve.contracts.kv_transfer import EngineRole
 
-__all__ = ["PREFIX_BLOCK_TOKENS", "EndpointId", "EndpointLoad", "RoutedRequest"]
+__all__ = ["PREFIX_BLOCK_TOKENS", "EndpointId", "EndpointLoad", "Leg", "PairOutcome", "RoutedRequest"]
 
 EndpointId = NewType("EndpointId", str)
 """The router's name of an endpoint, chosen by the operator; unique among those that it knows."""
@@ -21,6 +22,28 @@ EndpointId = NewType("EndpointId", str)
 PREFIX_BLOCK_TOKENS = 32
 """In a block of a prompt whose tokens nobody has counted: short enough for a common system prompt, and few names for a
 long prompt."""
+
+
+class Leg(enum.Enum):
+    """A part of a request whose prompt is computed at one endpoint and whose answer is made at another."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class PairOutcome(enum.Enum):
+    """What became of a request that was to be served by two endpoints; the label of `pairs_total`. All but the first
+    and the last went on whole, at one endpoint."""
+
+    PAIRED = "paired"  # the second endpoint began to answer
+    NO_ENDPOINT = "no_endpoint"  # none was there any more for the part that was next
+    PREFILL_FAILED = "prefill_failed"
+    NOT_HELD = "not_held"  # the prompt is computed, but its blocks are not kept for anybody
+    FINISHED = "finished"  # the answer was over with its first token
+    HOLD_LOST = "hold_lost"  # the blocks were kept, and are not any more
+    DECODE_FAILED = "decode_failed"
+    TRANSFER_FAILED = "transfer_failed"  # the second endpoint could not get at the blocks
+    LEFT = "left"  # it ended before: its client left, or it was refused
 
 
 class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +57,7 @@ class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True):
     blocks: by block size in tokens, the names of the prompt's leading blocks as an engine with such blocks has them
     (see contracts/block_hash), as many as can be a hit; a size that is not there was not asked for, or nobody knows.
     queue_deadline: the moment from which waiting in line is over for it.
+    can_be_split: its prompt may be computed at one endpoint and its answer at another, if there are such two.
     """
 
     model: str
@@ -46,6 +70,7 @@ class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True):
     prefix: tuple[BlockHash, ...] = ()
     blocks: Mapping[int, tuple[BlockHash, ...]] = msgspec.field(default_factory=dict)
     queue_deadline: float = math.inf
+    can_be_split: bool = False
 
 
 class EndpointLoad(msgspec.Struct, frozen=True, kw_only=True):

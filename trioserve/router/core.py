@@ -7,12 +7,18 @@
     router.sent(ticket)                 the request goes to its endpoint
     router.first_token(ticket, now)     the endpoint answers: from here on it is not tried elsewhere
     router.failed(ticket, fault, now)   -> whether the ticket is in line again, for another endpoint
+    router.prefilled(ticket, now)       one endpoint has computed the prompt of a request that is split
+    router.hold_lost(ticket, now)       and keeps its blocks no longer
     router.note_load, note_health, ...  what endpoints tell
     router.tick(now)                    what only time brings; next_tick() says when
 
 Whoever waits is told by `on_change(ticket)`, called once for each grant and each refusal, inside the call that caused
 it. A lease is handed over in the very call that gives it back: nothing polls, and nobody is woken who gets nothing.
 `on_gone(endpoint)` is called when a drained endpoint has nothing any more.
+
+A request that can be split is, if there are two endpoints for it when it enters: its leg is PREFILL, and then DECODE.
+Each leg has a line of its own. Roles are hints, so whatever does not come to pass that way, one endpoint does whole:
+the leg becomes None, in line or at a failure, and whoever holds the ticket looks at it when it has a lease.
 """
 
 from __future__ import annotations
@@ -25,8 +31,9 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from trioserve.contracts.endpoint import EndpointId, EndpointLoad, RoutedRequest
+from trioserve.contracts.endpoint import EndpointId, EndpointLoad, Leg, PairOutcome, RoutedRequest
 from trioserve.contracts.errors import Draining, NoEndpoint, Overloaded, QueueWaitOver, StartupError, TrioserveError
+from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.router.drain_rate import DrainRate
 from trioserve.router.endpoint_state import EndpointHealth, EndpointState
 from trioserve.router.policies import Candidate, Chance, PolicyFactory
@@ -47,11 +54,12 @@ class Fault(enum.Enum):
     UNREACHABLE = "unreachable"  # no connection: the request never got there
     BUSY = "busy"  # it said so itself (429, 503): its load is other than we thought; it is not ill
     BROKE = "broke"  # it broke off, or answered 500, 502, 504
+    TRANSFER = "transfer"  # it could not get at the blocks of a prompt: whose fault that is, nobody knows
 
 
 class RouterStats(msgspec.Struct, frozen=True, kw_only=True):
     """waiting: requests in line, and those that are being read before. leases: sequences that hold one, by endpoint.
-    Totals count since the start."""
+    pairs_total: requests that were to be split, by what became of that. Totals count since the start."""
 
     waiting: int
     waiting_prompt_tokens: int
@@ -60,17 +68,18 @@ class RouterStats(msgspec.Struct, frozen=True, kw_only=True):
     admissions_total: int
     retries_total: int
     rejections_total: dict[str, int]
+    pairs_total: dict[PairOutcome, int]
 
 
-class _Model:
-    """One model's line."""
+class _Queue:
+    """One model's line for one leg."""
 
     def __init__(self) -> None:
         self.line = WaitingLine()
-        # Requests that failed elsewhere and wait again: they have stood in line already, and come before it.
+        # Requests that were elsewhere, where they failed or had their prompt computed, and wait again: they have stood
+        # in line already, and come before it.
         self.again: OrderedDict[int, Ticket] = OrderedDict()
         self._again_prompt_tokens = 0
-        self.preparing = 0
         self.drain_rate = DrainRate()
 
     @property
@@ -88,6 +97,24 @@ class _Model:
     def end_wait_again(self, ticket: Ticket) -> None:
         del self.again[ticket.index]
         self._again_prompt_tokens -= ticket.request.prompt_tokens
+
+
+class _Model:
+    """One model's lines. preparing: requests that are read before they enter."""
+
+    def __init__(self) -> None:
+        # In the order in which those who wait again are served: first those for whom blocks are kept somewhere.
+        self.queues: dict[Leg | None, _Queue] = {leg: _Queue() for leg in (Leg.DECODE, Leg.PREFILL, None)}
+        self.preparing = 0
+
+    @property
+    def count(self) -> int:
+        return sum(queue.count for queue in self.queues.values())
+
+    def heads(self) -> list[tuple[_Queue, Ticket]]:
+        """Who is next in each line. Where lines want the same endpoint, the one who came first goes first."""
+        heads = [(queue, head) for queue in self.queues.values() if (head := queue.line.head()) is not None]
+        return sorted(heads, key=lambda entry: (entry[1].request.priority, entry[1].index))
 
 
 class RouterCore:
@@ -117,6 +144,7 @@ class RouterCore:
         self._admissions_total = 0
         self._retries_total = 0
         self._rejections_total: dict[str, int] = {}
+        self._pairs_total = dict.fromkeys(PairOutcome, 0)
 
     # --- requests ---
 
@@ -126,9 +154,10 @@ class RouterCore:
         self._check_open(request, now)
         model = self._model(request.model)
         seats = sum(max(0, state.leases_max - state.leases) for state in self._serving(request.model) if state.is_given)
-        count = model.count + model.preparing
+        queue = model.queues[self._first_leg(request)]
+        count = queue.count + model.preparing
         if count >= self.settings.queue_requests_max + seats:
-            seconds = model.drain_rate.seconds_for(count + 1, now)
+            seconds = queue.drain_rate.seconds_for(count + 1, now)
             raise self._refusal(
                 Overloaded(
                     f"{count} requests wait for the model, {self.settings.queue_requests_max} may and {seats} find "
@@ -149,7 +178,7 @@ class RouterCore:
         """Take a place in line, and a lease at once if there is one. The caller owes `leave`.
 
         In a full line, a tenant with fewer waiters takes the place of the newest of the one with most. A pinned request
-        never waits. While every endpoint of a model is ejected nobody joins its line; those who are in it keep their
+        never waits. While every endpoint of a model is ejected nobody joins its lines; those who are in one keep their
         place, since an ejection is short.
         Raises Overloaded, Draining or NoEndpoint, and then holds nothing.
         """
@@ -157,21 +186,23 @@ class RouterCore:
         queue_deadline = min(now + self.settings.queue_seconds_max, request.queue_deadline)
         self._next_index += 1
         ticket = Ticket(request, self._next_index, now, queue_deadline)
-        model = self._model(request.model)
-        must_wait = bool(model.count) and request.pinned is None
+        ticket.leg = self._first_leg(request)
+        ticket.is_split = ticket.leg is not None
+        queue = self._queue_of(ticket)
+        must_wait = bool(queue.count) and request.pinned is None
         if must_wait or not self._grant(ticket, now):
             if request.pinned is not None:
                 is_given = usable[0].is_given
                 raise self._refusal(self._pinned_is_full(request, now) if is_given else self._no_endpoint(request, now))
-            model.line.add(ticket)
+            queue.line.add(ticket)
             if must_wait:
                 self._hand_over(now)  # those before it may wait for what it does not need
             if ticket.state is TicketState.WAITING:
-                refusal = self._line_was_full(model, request, now)
+                refusal = self._line_was_full(queue, request, now)
                 if refusal is not None:
-                    pushed_out = self._pushed_out(model, ticket)
+                    pushed_out = self._pushed_out(queue, ticket)
                     if pushed_out is None:
-                        model.line.remove(ticket)
+                        queue.line.remove(ticket)
                         raise self._refusal(refusal)
                     self._refuse(pushed_out, refusal, now)
                 self._set_deadline(ticket)
@@ -184,8 +215,7 @@ class RouterCore:
         if ticket.state is TicketState.ENDED:
             return
         self._let_go(ticket, now)
-        ticket.move(TicketState.ENDED)
-        del self._live[ticket.index]
+        self._end(ticket)
         self._hand_over(now)
 
     def sent(self, ticket: Ticket) -> None:
@@ -200,7 +230,9 @@ class RouterCore:
         """The endpoint has begun to answer. What fails after this is the client's to see."""
         if ticket.state is not TicketState.LEASED or ticket.has_token:
             return
+        assert ticket.leg is not Leg.PREFILL, "the token of a prefill is nobody's"
         ticket.has_token = True
+        self._note_pair(ticket, PairOutcome.PAIRED)
         endpoint = self._endpoint_of(ticket)
         endpoint.note_success(now)
         if ticket.is_probe:
@@ -210,6 +242,35 @@ class RouterCore:
             endpoint.leases -= ticket.request.sequences
             ticket.move(TicketState.RUNNING_FREE)
         self._hand_over(now)
+
+    def prefilled(self, ticket: Ticket, now: float, *, outcome: PairOutcome | None = None) -> None:
+        """The endpoint has computed the prompt: its seat there is free, and the ticket waits for a decode endpoint, or
+        has a lease there already. outcome: why one endpoint has to do the rest, if so; best the one that has the
+        prompt in its prefix cache now."""
+        if ticket.state is not TicketState.LEASED or ticket.leg is not Leg.PREFILL:
+            return
+        endpoint = self._endpoint_of(ticket)
+        endpoint.note_success(now)
+        ticket.prefilled_by, ticket.prefilled_at, ticket.leg_fault = endpoint.id, now, None
+        served_seconds = now - ticket.leased_at
+        ticket.own_deadline += served_seconds
+        ticket.queue_deadline += served_seconds
+        self._let_go(ticket, now)
+        ticket.leg, ticket.is_held = Leg.DECODE, outcome is None
+        if outcome is not None:
+            ticket.leg = None
+            self._note_pair(ticket, outcome)
+        self._wait_again(ticket)
+        self._hand_over(now)
+
+    def hold_lost(self, ticket: Ticket, now: float) -> None:
+        """The blocks of its prompt are not kept any more. Nothing to do when it does not wait for them."""
+        ticket.is_held = False
+        if ticket.leg is Leg.DECODE and not ticket.is_sent:
+            if ticket.state is TicketState.LEASED:
+                self._let_go(ticket, now)
+                self._wait_again(ticket)
+            self._hand_over(now)
 
     def failed(self, ticket: Ticket, fault: Fault, now: float, *, busy_seconds: float = 1.0) -> bool:
         """The endpoint failed a request that has no token yet. The lease is back before anything else happens.
@@ -228,19 +289,18 @@ class RouterCore:
             endpoint.note_lost(now)
         elif fault is Fault.BROKE:
             endpoint.note_failure(now)
-        else:
+        elif fault is Fault.BUSY:
             endpoint.note_busy(now, busy_seconds)
         ticket.tried = (*ticket.tried, ticket.endpoint)
+        ticket.leg_fault = _leg_fault(ticket.leg, fault)
         if not self._may_try_again(ticket, now):
-            ticket.move(TicketState.ENDED)
-            del self._live[ticket.index]
+            if ticket.leg_fault is not None:
+                self._note_pair(ticket, ticket.leg_fault)
+            self._end(ticket)
             self._hand_over(now)
             return False
         self._retries_total += 1
-        ticket.move(TicketState.WAITING)
-        ticket.sent_index = None
-        self._model(ticket.request.model).wait_again(ticket)
-        self._set_deadline(ticket)
+        self._wait_again(ticket)
         self._hand_over(now)
         return True
 
@@ -261,7 +321,15 @@ class RouterCore:
 
     # --- endpoints ---
 
-    def add_endpoint(self, id: EndpointId, models: Iterable[str], now: float, *, leases_max: int | None = None) -> None:
+    def add_endpoint(
+        self,
+        id: EndpointId,
+        models: Iterable[str],
+        now: float,
+        *,
+        leases_max: int | None = None,
+        role: EngineRole | None = None,
+    ) -> None:
         """One that is being drained is taken back. Raises StartupError for an id that is taken, or a limit below 1."""
         known = self.endpoints.get(id)
         if known is not None and known.health is not EndpointHealth.DRAINING:
@@ -269,7 +337,7 @@ class RouterCore:
         if leases_max is not None and leases_max < 1:
             raise StartupError(f'the endpoint "{id}" may take {leases_max} requests, it must be at least 1')
         if known is not None:
-            known.come_back(frozenset(models), leases_max=leases_max or self.settings.leases_max)
+            known.come_back(frozenset(models), leases_max=leases_max or self.settings.leases_max, role=role)
             return
         self.endpoints[id] = EndpointState(
             id,
@@ -277,6 +345,7 @@ class RouterCore:
             self.settings,
             leases_max=leases_max or self.settings.leases_max,
             slow_start=any(state.health is EndpointHealth.HEALTHY for state in self.endpoints.values()),
+            role=role,
         )
 
     def set_models(self, id: EndpointId, models: Iterable[str], now: float) -> None:
@@ -287,6 +356,13 @@ class RouterCore:
         state.models = frozenset(models)
         self._refuse_hopeless(now)
         self._hand_over(now)
+
+    def set_role(self, id: EndpointId, role: EngineRole | None, now: float) -> None:
+        """The endpoint says what it is meant for; one that is gone by now is ignored."""
+        state = self.endpoints.get(id)
+        if state is not None and state.role != role:
+            state.role = role
+            self._hand_over(now)
 
     def drain_endpoint(self, id: EndpointId, now: float) -> None:
         """Give it nothing more. It is gone when its last request has ended; those that wait go to others."""
@@ -331,28 +407,32 @@ class RouterCore:
         """Refuse those whose wait is over, and let endpoints be probed whose ejection is."""
         while self._deadlines and self._deadlines[0][0] <= now:
             ticket = heapq.heappop(self._deadlines)[2]
-            if ticket.state is TicketState.WAITING:
+            if ticket.state is TicketState.WAITING and ticket.queue_deadline <= now:
                 self._refuse(ticket, self._wait_over(ticket, now), now)
         for state in self.endpoints.values():
             state.tick(now)
         self._hand_over(now)
 
     def drain(self, now: float) -> None:
-        """Take nothing new and refuse all that were not sent anywhere; the others go on."""
+        """Take nothing new and refuse all that were not sent anywhere; the others go on, also those whose prompt is
+        computed and that wait for the rest."""
         self.is_draining = True
         for ticket in list(self._live.values()):
-            if not ticket.is_sent:
+            if not ticket.is_sent and ticket.prefilled_by is None:
                 self._refuse(ticket, self._draining(), now)
 
     def stats(self) -> RouterStats:
         return RouterStats(
             waiting=sum(model.count + model.preparing for model in self._models.values()),
-            waiting_prompt_tokens=sum(model.prompt_tokens for model in self._models.values()),
+            waiting_prompt_tokens=sum(
+                queue.prompt_tokens for model in self._models.values() for queue in model.queues.values()
+            ),
             leases={state.id: state.leases for state in self.endpoints.values()},
             health={state.id: state.health for state in self.endpoints.values()},
             admissions_total=self._admissions_total,
             retries_total=self._retries_total,
             rejections_total=dict(self._rejections_total),
+            pairs_total=dict(self._pairs_total),
         )
 
     # --- giving and taking leases ---
@@ -360,9 +440,11 @@ class RouterCore:
     def _grant(self, ticket: Ticket, now: float) -> bool:
         """Give it a lease if an endpoint has room for it. It must not stand in any line."""
         request = ticket.request
+        if ticket.leg is Leg.PREFILL and self._is_handover_full(request.model):
+            return False
         candidates = []
         for state in self._serving(request.model):
-            if state.is_given:
+            if state.is_given and _may_do(state, ticket):
                 has_room = (
                     request.pinned in (None, state.id)
                     and state.id not in ticket.tried
@@ -372,7 +454,7 @@ class RouterCore:
                 candidates.append(Candidate(id=state.id, load=load, has_room=has_room))
         if not any(candidate.has_room for candidate in candidates):
             return False
-        id = self.policy.choose(request, candidates)
+        id = self.policy.choose(request, candidates if ticket.leg is not None else self._nearest(ticket, candidates))
         assert any(candidate.has_room and candidate.id == id for candidate in candidates), f"{id} has no room"
         endpoint = self.endpoints[id]
         if endpoint.health is EndpointHealth.PROBING:
@@ -383,21 +465,30 @@ class RouterCore:
         ticket.leased_at = now
         ticket.move(TicketState.LEASED)
         self.policy.note_sent(request, id)
-        self._model(request.model).drain_rate.note_begin(now)
+        self._queue_of(ticket).drain_rate.note_begin(now)
         self._admissions_total += 1
         return True
 
     def _hand_over(self, now: float) -> None:
         """Give what is free to those who have waited longest, in the order of their lines."""
-        for model in self._models.values():
+        for name, model in self._models.items():
             if model.count:
-                for ticket in list(model.again.values()):
-                    if self._grant(ticket, now):
-                        model.end_wait_again(ticket)
-                        self._on_change(ticket)
-                while (head := model.line.head()) is not None and self._grant(head, now):
-                    model.line.take()
-                    self._on_change(head)
+                self._split_what_can_be(name, model)
+                for queue in model.queues.values():
+                    for ticket in list(queue.again.values()):
+                        if self._grant(ticket, now):
+                            queue.end_wait_again(ticket)
+                            self._on_change(ticket)
+                while self._serve_a_head(model, now):
+                    pass
+
+    def _serve_a_head(self, model: _Model, now: float) -> bool:
+        for queue, head in model.heads():
+            if self._grant(head, now):
+                queue.line.take()
+                self._on_change(head)
+                return True
+        return False
 
     def _let_go(self, ticket: Ticket, now: float) -> None:
         """Give back its place or its lease, whichever it has."""
@@ -413,24 +504,100 @@ class RouterCore:
             del endpoint.sent[ticket.sent_index]
         endpoint.in_flight -= ticket.request.sequences
         assert 0 <= endpoint.leases <= endpoint.in_flight
-        drain_rate = self._model(ticket.request.model).drain_rate
+        drain_rate = self._queue_of(ticket).drain_rate
         drain_rate.note(now)
         if endpoint.in_flight == 0 and not any(state.in_flight for state in self._serving(ticket.request.model)):
             drain_rate.note_idle(now)
         self._note_drained(endpoint)
 
     def _leave_line(self, ticket: Ticket) -> None:
-        model = self._model(ticket.request.model)
-        if ticket.index in model.again:
-            model.end_wait_again(ticket)
+        queue = self._queue_of(ticket)
+        if ticket.index in queue.again:
+            queue.end_wait_again(ticket)
         else:
-            model.line.remove(ticket)
+            queue.line.remove(ticket)
+
+    def _wait_again(self, ticket: Ticket) -> None:
+        """It was elsewhere, and has given everything back."""
+        ticket.move(TicketState.WAITING)
+        ticket.sent_index = None
+        self._queue_of(ticket).wait_again(ticket)
+        self._set_deadline(ticket)
+
+    def _end(self, ticket: Ticket) -> None:
+        ticket.move(TicketState.ENDED)
+        del self._live[ticket.index]
+        self._note_pair(ticket, PairOutcome.LEFT)
 
     def _note_drained(self, state: EndpointState) -> None:
         if state.health is EndpointHealth.DRAINING and state.in_flight == 0:
             del self.endpoints[state.id]
             self.policy.forget(state.id)
             self._on_gone(state.id)
+
+    # --- requests whose prompt is computed apart from their answer ---
+
+    def _first_leg(self, request: RoutedRequest) -> Leg | None:
+        is_free = request.can_be_split and request.pinned is None
+        return Leg.PREFILL if is_free and self._is_pair_there(request.model) else None
+
+    def _is_pair_there(self, model: str, tried: tuple[EndpointId, ...] = ()) -> bool:
+        """Whether one endpoint may compute a prompt and another one answer."""
+        there = [state for state in self._serving(model) if state.is_given and state.id not in tried]
+        first = {state.id for state in there if state.is_meant_for(Leg.PREFILL)}
+        second = {state.id for state in there if state.is_meant_for(Leg.DECODE)}
+        return bool(first and second) and len(first | second) > 1
+
+    def _is_next_leg_there(self, ticket: Ticket) -> bool:
+        if ticket.leg is Leg.PREFILL:
+            return self._is_pair_there(ticket.request.model, ticket.tried)
+        return ticket.is_held and any(
+            state.is_given and _may_do(state, ticket) and state.id not in ticket.tried
+            for state in self._serving(ticket.request.model)
+        )
+
+    def _is_handover_full(self, model: str) -> bool:
+        return self._model(model).queues[Leg.DECODE].count >= self.settings.handover_waiting_max
+
+    def _split_what_can_be(self, name: str, model: _Model) -> None:
+        """Nobody waits for a part that no endpoint may do now: those one endpoint does whole."""
+        for leg in Leg:
+            queue = model.queues[leg]
+            for ticket in list(queue.again.values()):
+                if not self._is_next_leg_there(ticket):
+                    self._make_whole(ticket)
+            if queue.line.count and not self._is_pair_there(name):
+                for ticket in sorted(queue.line, key=lambda ticket: ticket.index):
+                    self._make_whole(ticket)
+
+    def _make_whole(self, ticket: Ticket) -> None:
+        was_elsewhere = ticket.index in self._queue_of(ticket).again
+        self._leave_line(ticket)
+        fallback = ticket.leg_fault
+        if fallback is None:
+            is_lost = ticket.leg is Leg.DECODE and not ticket.is_held
+            fallback = PairOutcome.HOLD_LOST if is_lost else PairOutcome.NO_ENDPOINT
+        self._note_pair(ticket, fallback)
+        ticket.leg = None
+        if was_elsewhere:
+            self._queue_of(ticket).wait_again(ticket)
+        else:
+            self._queue_of(ticket).line.add(ticket)
+
+    def _nearest(self, ticket: Ticket, candidates: list[Candidate]) -> list[Candidate]:
+        """Of those that may do all of a request, the ones to choose from: the one that has computed its prompt already,
+        or else those that are not kept for prompts, as long as they have room."""
+        there = [candidate for candidate in candidates if candidate.has_room and candidate.id == ticket.prefilled_by]
+        if there:
+            return there
+        beside = [candidate for candidate in candidates if self.endpoints[candidate.id].role != "prefill"]
+        return beside if any(candidate.has_room for candidate in beside) else candidates
+
+    def _note_pair(self, ticket: Ticket, outcome: PairOutcome) -> None:
+        """Once for each request that was to be split."""
+        if ticket.is_split and ticket.pair_outcome is None:
+            ticket.pair_outcome = outcome
+            self._pairs_total[outcome] += 1
 
     # --- refusing ---
 
@@ -443,10 +610,10 @@ class RouterCore:
             raise self._refusal(self._no_endpoint(request, now))
         return usable
 
-    def _line_was_full(self, model: _Model, request: RoutedRequest, now: float) -> Overloaded | None:
+    def _line_was_full(self, queue: _Queue, request: RoutedRequest, now: float) -> Overloaded | None:
         """Whether the line that the request has just joined had no place for it."""
         settings = self.settings
-        count, prompt_tokens = model.count - 1, model.prompt_tokens - request.prompt_tokens
+        count, prompt_tokens = queue.count - 1, queue.prompt_tokens - request.prompt_tokens
         if count >= settings.queue_requests_max:
             message = f"{count} requests wait for the model, {settings.queue_requests_max} may"
         elif prompt_tokens + request.prompt_tokens > settings.queue_prompt_tokens_max and count:
@@ -456,32 +623,32 @@ class RouterCore:
             )
         else:
             return None
-        seconds = model.drain_rate.seconds_for(count + 1, now)
+        seconds = queue.drain_rate.seconds_for(count + 1, now)
         return Overloaded(
             f"{message}: try again in {math.ceil(seconds)} s", reason="queue_full", retry_after_seconds=seconds
         )
 
-    def _pushed_out(self, model: _Model, ticket: Ticket) -> Ticket | None:
+    def _pushed_out(self, queue: _Queue, ticket: Ticket) -> Ticket | None:
         """Whose place the one that has just joined a full line gets, so that one tenant's burst does not keep others
         from the line. At most one, and only if that makes room enough."""
-        found = model.line.newest_of_most(ticket)
-        if found is None or model.count - 1 > self.settings.queue_requests_max:
+        found = queue.line.newest_of_most(ticket)
+        if found is None or queue.count - 1 > self.settings.queue_requests_max:
             return None
-        prompt_tokens = model.prompt_tokens - found.request.prompt_tokens
+        prompt_tokens = queue.prompt_tokens - found.request.prompt_tokens
         return found if prompt_tokens <= self.settings.queue_prompt_tokens_max else None
 
     def _refuse(self, ticket: Ticket, refusal: TrioserveError, now: float) -> None:
         """End one that was not sent anywhere, and tell it."""
         self._let_go(ticket, now)
         ticket.refusal = self._refusal(refusal)
-        ticket.move(TicketState.ENDED)
-        del self._live[ticket.index]
+        self._end(ticket)
         self._on_change(ticket)
 
     def _refuse_hopeless(self, now: float) -> None:
         """Those who wait for a model that nobody else serves any more are told so at once."""
-        for model in self._models.values():
-            for ticket in [*model.again.values(), *model.line]:
+        queues = [queue for model in self._models.values() for queue in model.queues.values()]
+        for queue in queues:
+            for ticket in [*queue.again.values(), *queue.line]:
                 if all(state.id in ticket.tried for state in self._serving(ticket.request.model)):
                     self._refuse(ticket, self._no_endpoint(ticket.request, now), now)
 
@@ -493,20 +660,20 @@ class RouterCore:
 
     def _wait_over(self, ticket: Ticket, now: float) -> TrioserveError:
         waited = now - ticket.entered_at
-        if ticket.request.queue_deadline <= now:
+        if ticket.own_deadline <= now:
             return QueueWaitOver(f"the request waited {waited:.1f} s in line, and that was all the time it had")
-        model = self._model(ticket.request.model)
+        queue = self._queue_of(ticket)
         return Overloaded(
             f"the request waited {waited:.1f} s in line, nobody waits longer: try again",
             reason="queue_wait_over",
-            retry_after_seconds=model.drain_rate.seconds_for(model.count + 1, now),
+            retry_after_seconds=queue.drain_rate.seconds_for(queue.count + 1, now),
         )
 
     def _pinned_is_full(self, request: RoutedRequest, now: float) -> Overloaded:
         return Overloaded(
             f'the endpoint "{request.pinned}" that the request asks for has no room: try again, or ask for none',
             reason="pinned_endpoint_overloaded",
-            retry_after_seconds=self._model(request.model).drain_rate.seconds_for(1, now),
+            retry_after_seconds=self._model(request.model).queues[None].drain_rate.seconds_for(1, now),
         )
 
     def _draining(self) -> Draining:
@@ -543,6 +710,10 @@ class RouterCore:
             model = self._models[name] = _Model()
         return model
 
+    def _queue_of(self, ticket: Ticket) -> _Queue:
+        """Of the line in which it is, or was before it got its lease."""
+        return self._model(ticket.request.model).queues[ticket.leg]
+
     def _endpoint_of(self, ticket: Ticket) -> EndpointState:
         assert ticket.endpoint is not None
         return self.endpoints[ticket.endpoint]
@@ -553,3 +724,15 @@ class RouterCore:
             # Those who left must not be remembered for as long as they might have waited.
             self._deadlines = [entry for entry in self._deadlines if entry[2].state is TicketState.WAITING]
             heapq.heapify(self._deadlines)
+
+
+def _may_do(state: EndpointState, ticket: Ticket) -> bool:
+    """Whether it is for this endpoint to do what is next."""
+    return state.is_meant_for(ticket.leg) and (ticket.leg is not Leg.DECODE or state.id != ticket.prefilled_by)
+
+
+def _leg_fault(leg: Leg | None, fault: Fault) -> PairOutcome | None:
+    """What becomes of a split request if nobody else takes the leg over that an endpoint has failed."""
+    if leg is Leg.DECODE:
+        return PairOutcome.TRANSFER_FAILED if fault is Fault.TRANSFER else PairOutcome.DECODE_FAILED
+    return PairOutcome.PREFILL_FAILED if leg is Leg.PREFILL else None

@@ -17,7 +17,8 @@ from __future__ import annotations
 import enum
 import math
 
-from trioserve.contracts.endpoint import EndpointId, EndpointLoad
+from trioserve.contracts.endpoint import EndpointId, EndpointLoad, Leg
+from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.router.settings import RouterSettings
 
 __all__ = ["EndpointHealth", "EndpointState"]
@@ -54,6 +55,7 @@ class EndpointState:
     in_flight: sequences that were given to it and have not ended; more than the leases once these go back at the first
     token. sent: those of them that are on their way or there, by the index of their request's sending.
     slow_start: it comes to others that run, and is to get its share little by little.
+    role: which legs it is meant for; None: of split requests none.
     """
 
     def __init__(
@@ -64,10 +66,12 @@ class EndpointState:
         *,
         leases_max: int,
         slow_start: bool = False,
+        role: EngineRole | None = None,
     ) -> None:
         self.id = id
         self.models = models
         self.leases_max = leases_max
+        self.role = role
         self.health = EndpointHealth.STARTING
         self.leases = 0
         self.in_flight = 0
@@ -93,6 +97,10 @@ class EndpointState:
     def is_given(self) -> bool:
         """Whether it gets requests at all."""
         return self.health in (EndpointHealth.HEALTHY, EndpointHealth.PROBING)
+
+    def is_meant_for(self, leg: Leg | None) -> bool:
+        """Whole requests (None) may go everywhere."""
+        return leg is None or self.role == "both" or self.role == leg.value
 
     @property
     def is_settled(self) -> bool:
@@ -201,10 +209,11 @@ class EndpointState:
         if self.health is not EndpointHealth.DRAINING:
             self._move(EndpointHealth.DRAINING)
 
-    def come_back(self, models: frozenset[str], *, leases_max: int) -> None:
+    def come_back(self, models: frozenset[str], *, leases_max: int, role: EngineRole | None = None) -> None:
         """It was added again while it was drained."""
         self.models = models
         self.leases_max = leases_max
+        self.role = role
         self._owes_slow_start = True
         self._move(EndpointHealth.STARTING)
 

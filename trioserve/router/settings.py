@@ -12,8 +12,9 @@ __all__ = ["RouterSettings"]
 
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """queue_requests_max, queue_prompt_tokens_max: what may wait for one model. 0 requests: nothing waits, who finds no
-        free endpoint is refused at once.
+    """queue_requests_max, queue_prompt_tokens_max: what may wait for one model in each of its lines: that of requests
+        whose prompt is computed apart from their answer, and that of the others. 0 requests: nothing waits, who finds
+        no free endpoint is refused at once.
     queue_seconds_max: how long anybody waits in line.
     leases_max: sequences at one endpoint, unless the endpoint has a limit of its own.
     waiting_depth_max: sequences that may wait inside an endpoint. A shallow line there keeps the order here, where a
@@ -27,6 +28,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         long as retries are at most this share of the requests, and this many a second in any case; when everything
         fails, retrying everything would double the load.
     attempts_max: endpoints that one request may be tried at.
+    handover_waiting_max: of requests that are split, so many of a model may wait for a decode endpoint, their prompt
+        computed. Beyond it no further prompt is begun: each that waits keeps KV blocks where it was computed.
     """
 
     queue_requests_max: int = 256
@@ -43,6 +46,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     retry_share_max: float = 0.2
     retries_per_second_min: float = 3.0
     attempts_max: int = 3
+    handover_waiting_max: int = 8
 
     def __post_init__(self) -> None:
         for name, low in (
@@ -52,6 +56,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
             ("waiting_depth_max", 0),
             ("failures_max", 1),
             ("attempts_max", 1),
+            ("handover_waiting_max", 1),
             ("retry_share_max", 0),
             ("retries_per_second_min", 0),
         ):
