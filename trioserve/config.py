@@ -24,7 +24,7 @@ from trioserve.connectors.settings import connector_settings
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.errors import InvalidRequest, StartupError
 from trioserve.core.settings import check_overlap
-from trioserve.frontend.limits import FrontendLimits
+from trioserve.frontend.limits import SPLIT_PROMPT_TOKENS_MIN, FrontendLimits
 from trioserve.runtime.settings import RuntimeSettings
 
 __all__ = ["Config", "RouteConfig", "ServerConfig", "add_arguments", "config_from", "make_config", "runtime_settings"]
@@ -104,6 +104,15 @@ class RouteConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields
     # fmt: off
     endpoint: Annotated[tuple[str, ...], _about(
         "servers to route to, such as http://10.0.0.7:8000 or name=http://10.0.0.7:8000; default: none", "URL")] = ()
+    prefill_endpoint: Annotated[tuple[str, ...], _about(
+        "the same, for servers that compute prompts and give their KV to a decode endpoint; default: those of the "
+        "others that say so", "URL")] = ()
+    decode_endpoint: Annotated[tuple[str, ...], _about(
+        "the same, for servers that take the KV of a prompt and make the answer; default: those of the others that say "
+        "so", "URL")] = ()
+    split_min_tokens: Annotated[int, _about(
+        "tokens of prompt, as guessed from its length, from which on a request goes to a prefill endpoint and then to a "
+        "decode endpoint, if there are two", "TOKENS", ge=1)] = SPLIT_PROMPT_TOKENS_MIN
     endpoints_file: Annotated[str | None, _about(
         "TOML or JSON file with a list 'endpoints'; watched, so that it may change; default: none", "FILE")] = None
     endpoints_dns: Annotated[str | None, _about(

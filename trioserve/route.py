@@ -14,6 +14,7 @@ import trio
 
 from trioserve.config import RouteConfig, runtime_settings
 from trioserve.contracts.errors import StartupError
+from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.frontend.api_keys import ApiKeys
 from trioserve.frontend.cross_origin import CrossOrigin, checked_origins
 from trioserve.frontend.exchange import Handler
@@ -104,7 +105,11 @@ class Routing:
             aliases=_aliases(config.model_alias),
             ssl_context=_endpoint_tls(config),
         )
-        self._specs = [_spec(text, config.endpoint_api_key) for text in config.endpoint]
+        self._specs = [
+            *(_spec(text, config.endpoint_api_key, None) for text in config.endpoint),
+            *(_spec(text, config.endpoint_api_key, "prefill") for text in config.prefill_endpoint),
+            *(_spec(text, config.endpoint_api_key, "decode") for text in config.decode_endpoint),
+        ]
         self._sources = _sources(config)
         for id, count in Counter(spec.endpoint_id for spec in self._specs).items():
             if count > 1:
@@ -150,6 +155,7 @@ class Routing:
                 tenant_header=config.tenant_header,
                 session_header=config.session_header,
                 passes_authorization=not config.api_key and config.endpoint_api_key is None,
+                split_prompt_tokens_min=config.split_min_tokens,
             ),
             api_keys=config.api_key,
             admin_api_key=config.admin_api_key,
@@ -204,12 +210,12 @@ def _aliases(texts: tuple[str, ...]) -> dict[str, str]:
     return aliases
 
 
-def _spec(text: str, api_key: str | None) -> EndpointSpec:
+def _spec(text: str, api_key: str | None, role: EngineRole | None) -> EndpointSpec:
     """URL, or NAME=URL."""
     name, equals, url = text.partition("=")
     if equals and "/" not in name:
-        return EndpointSpec(url=url, id=name, api_key=api_key)
-    return EndpointSpec(url=text, api_key=api_key)
+        return EndpointSpec(url=url, id=name, api_key=api_key, role=role)
+    return EndpointSpec(url=text, api_key=api_key, role=role)
 
 
 def _sources(config: RouteConfig) -> list[Source]:

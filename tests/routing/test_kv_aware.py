@@ -6,6 +6,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
+from trioserve.contracts.endpoint import RoutedRequest
 from trioserve.runtime import prompt_blocks
 from trioserve.runtime.prompt_blocks import PromptBlocks
 from trioserve.testing.byte_tokenizer import byte_tokenizer
@@ -140,7 +141,7 @@ async def test_endpoints_that_tell_nothing_get_what_they_got_before(open_routed,
         long_text = BEGINNING * 5  # a guess is made in blocks of 128 bytes
         await ask(setup, text_body(long_text), at="b")
         assert await ask(setup, text_body(long_text + "a king")) == "b"
-        assert setup.router.dispatch.block_sizes("fake") == frozenset()
+        assert setup.router.dispatch.block_sizes(RoutedRequest(model="fake")) == frozenset()
         listed = (await (await setup.client().get("/endpoints")).json())["data"]
         assert [each["resident_blocks"] for each in listed] == [None, None]
 
@@ -151,7 +152,9 @@ async def test_an_endpoint_that_is_taken_out_is_not_asked_any_more(open_routed, 
         setup.router.fleet.drain("b")
         await wait_all_tasks_blocked()
         assert setup.servers["b"].engine.kv_events._reader_count == 0
-        assert setup.router.dispatch.block_sizes("fake") == frozenset(), "with one endpoint there is nothing to choose"
+        assert setup.router.dispatch.block_sizes(RoutedRequest(model="fake")) == frozenset(), (
+            "with one endpoint there is nothing to choose"
+        )
 
 
 @pytest.fixture

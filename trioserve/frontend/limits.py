@@ -10,7 +10,11 @@ import msgspec
 
 from trioserve.contracts.errors import StartupError
 
-__all__ = ["FrontendLimits"]
+__all__ = ["SPLIT_PROMPT_TOKENS_MIN", "FrontendLimits"]
+
+SPLIT_PROMPT_TOKENS_MIN = 32
+"""Of a prompt that a router has computed elsewhere: two blocks of the usual size. Less is computed in the time in which
+it would be fetched."""
 
 
 class FrontendLimits(msgspec.Struct, frozen=True, kw_only=True):

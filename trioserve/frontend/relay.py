@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from trioserve.contracts.endpoint import EndpointId
-from trioserve.contracts.errors import EndpointLost, TrioserveError
+import msgspec
+
+from trioserve.contracts.endpoint import EndpointId, Leg
+from trioserve.contracts.errors import EndpointLost, QueueWaitOver, TrioserveError
+from trioserve.frontend.error_responses import deadline_refusal
 from trioserve.runtime.dispatch import Fault
+from trioserve.runtime.remote_endpoint import Unreachable
 
 if TYPE_CHECKING:
     from trioserve.frontend.request_clock import RequestClock
@@ -14,15 +20,24 @@ if TYPE_CHECKING:
     from trioserve.runtime.dispatch import Turn
     from trioserve.runtime.remote_endpoint import RemoteAnswer
 
-__all__ = ["Refused", "busy_seconds", "headers_there", "pass_on", "relay"]
+__all__ = ["attempt", "check_status", "fails_elsewhere", "headers_there", "lease", "model_field"]
+
+logger = logging.getLogger(__name__)
 
 WHOLE_BYTES_MAX = 256 * 1024  # answers up to here go out in one piece, once they are complete
 ERROR_BYTES_MAX = 64 * 1024
 NOT_ENDPOINTS_FAULT = frozenset({429, 503})
 BROKEN = frozenset({500, 502, 504})
 BUSY_SECONDS_MAX = 5.0
+FIRST_EVENT_BYTES_MAX = 64 * 1024
+# Of errors in a stream: somebody has ended the request, and nobody else is to go on with it.
+ENDED_ON_PURPOSE = frozenset({"request_aborted", "queue_timeout", "ttft_timeout", "timeout", "deadline_exceeded"})
 
 ENDPOINT_HEADER = "x-trioserve-endpoint"
+PREFILL_ENDPOINT_HEADER = "x-trioserve-prefill-endpoint"
+LEG_HEADER = "x-trioserve-leg"
+"""Tells two requests of the same id apart, at endpoints of a request that is split: "prefill" or "decode"."""
+
 # What is between two neighbours (RFC 9110, 7.6.1), and what the router says itself.
 NOT_FORWARDED = frozenset(
     [
@@ -44,6 +59,7 @@ NOT_FORWARDED = frozenset(
         "x-queue-timeout",
         "x-ttft-timeout",
         "x-request-timeout",
+        LEG_HEADER,
     ]
 )
 NOT_RETURNED = frozenset(
@@ -73,21 +89,98 @@ class Refused(TrioserveError):
         self.fault = fault
 
 
-async def relay(call: RouterCall, turn: Turn, id: EndpointId, body: bytes, clock: RequestClock) -> None:
-    """One attempt at one endpoint. Raises EndpointLost, Unreachable, Refused."""
+class TransferFailed(EndpointLost):
+    """The endpoint began its answer with an error: it did not get the KV of the prompt."""
+
+
+async def attempt(
+    call: RouterCall,
+    turn: Turn,
+    id: EndpointId,
+    body: bytes,
+    clock: RequestClock,
+    *,
+    on_begin: Callable[[], None] = lambda: None,
+) -> bool:
+    """Send the request to the endpoint of its lease, and the answer to the client. Whether the client has one; if not,
+    the turn waits for another lease. on_begin: called at the first token.
+
+    Raises EndpointLost when nobody takes the request over, or it is too late for that.
+    """
+    try:
+        with turn.attempt():
+            await _relay(call, turn, id, body, clock, on_begin)
+        return True
+    except (Refused, EndpointLost) as failure:
+        return await fails_elsewhere(call, turn, id, failure)
+
+
+async def fails_elsewhere(call: RouterCall, turn: Turn, id: EndpointId, failure: Refused | EndpointLost) -> bool:
+    """An attempt has failed. False: it goes on elsewhere; True: the client has got what the endpoint said. Raises the
+    failure if there is nothing to tell."""
+    if isinstance(failure, Refused):
+        if not turn.failed(failure.fault, busy_seconds=_busy_seconds(failure.answer)):
+            await _pass_on(call, failure.answer, failure.body)
+            return True
+    else:
+        fault = Fault.UNREACHABLE if isinstance(failure, Unreachable) else Fault.BROKE
+        if isinstance(failure, TransferFailed):
+            fault = Fault.TRANSFER
+        if turn.ticket.has_token or not turn.failed(fault):
+            raise failure
+    reason = msgspec.json.encode(str(failure)).decode()
+    logger.info("retried request=%s endpoint=%s reason=%s", call.request_id, id, reason)
+    return False
+
+
+async def lease(turn: Turn, clock: RequestClock) -> EndpointId:
+    """Where the request is to go now. Raises what refuses it."""
+    try:
+        return await turn.lease()
+    except QueueWaitOver as over:
+        raise deadline_refusal(clock.first()[0], str(over)) from None
+
+
+async def check_status(answer: RemoteAnswer, leg: Leg | None) -> None:
+    """Raises Refused for an answer that somebody else may do better."""
+    status = answer.status
+    if status in NOT_ENDPOINTS_FAULT:
+        raise Refused(answer, await answer.whole(ERROR_BYTES_MAX) or b"", Fault.BUSY)
+    if status in BROKEN:
+        said = await answer.whole(ERROR_BYTES_MAX) or b""
+        is_transfer = leg is Leg.DECODE and _error_code(said) == "request_failed"
+        raise Refused(answer, said, Fault.TRANSFER if is_transfer else Fault.BROKE)
+    if status >= 400 and leg is Leg.DECODE:
+        # The request has been good enough for the endpoint that computed its prompt: what is left are the parameters.
+        raise Refused(answer, await answer.whole(ERROR_BYTES_MAX) or b"", Fault.TRANSFER)
+
+
+def model_field(call: RouterCall, asked: str | None, id: EndpointId, model: str) -> dict[str, object]:
+    """The body's model as the endpoint calls it, if the client calls it otherwise."""
+    there = call.fleet.model_at(id, model)
+    return {} if asked == there else {"model": there}
+
+
+async def _relay(
+    call: RouterCall, turn: Turn, id: EndpointId, body: bytes, clock: RequestClock, on_begin: Callable[[], None]
+) -> None:
+    """Raises EndpointLost, Unreachable, TransferFailed, Refused."""
+
+    def begin() -> None:
+        turn.first_token()
+        clock.stop_first_token()
+        on_begin()
+
     endpoint = call.fleet.remote(id)
-    async with endpoint.request(call.exchange.method, call.target, headers_there(call), body) as answer:
-        if answer.status in NOT_ENDPOINTS_FAULT or answer.status in BROKEN:
-            said = await answer.whole(ERROR_BYTES_MAX)
-            fault = Fault.BUSY if answer.status in NOT_ENDPOINTS_FAULT else Fault.BROKE
-            raise Refused(answer, said or b"", fault)
+    async with endpoint.request(call.exchange.method, call.target, headers_there(call, turn.leg), body) as answer:
+        await check_status(answer, turn.leg)
         if (answer.header("content-type") or "").startswith("text/event-stream"):
-            await _relay_events(call, turn, answer, clock)
+            await _relay_events(call, turn, answer, begin)
             return
         whole = await answer.whole(WHOLE_BYTES_MAX)
-        _begin(turn, clock)
+        begin()
         if whole is not None:
-            await pass_on(call, answer, whole)
+            await _pass_on(call, answer, whole)
             return
         await call.start(answer.status, _headers_back(call, answer), is_events=False)
         while (piece := await answer.next_piece()) is not None:
@@ -95,21 +188,44 @@ async def relay(call: RouterCall, turn: Turn, id: EndpointId, body: bytes, clock
     await call.finish()
 
 
-async def _relay_events(call: RouterCall, turn: Turn, answer: RemoteAnswer, clock: RequestClock) -> None:
+async def _relay_events(call: RouterCall, turn: Turn, answer: RemoteAnswer, begin: Callable[[], None]) -> None:
     if not call.exchange.started:  # by an endpoint that was lost before it said anything else
         await call.start(answer.status, _headers_back(call, answer), is_events=True)
+    held = b""
     while (piece := await answer.next_piece()) is not None:
         if not turn.ticket.has_token and not _is_comment(piece):
-            _begin(turn, clock)
+            if turn.leg is Leg.DECODE:
+                held += piece
+                if b"\n\n" not in held and len(held) <= FIRST_EVENT_BYTES_MAX:
+                    continue
+                piece = held
+                _check_first_event(call, piece)
+            begin()
         await call.exchange.send(piece)
     if not turn.ticket.has_token:
         raise EndpointLost(f'the endpoint "{turn.ticket.endpoint}" ended its answer before it began')
     await call.finish()
 
 
-def _begin(turn: Turn, clock: RequestClock) -> None:
-    turn.first_token()
-    clock.stop_first_token()
+def _check_first_event(call: RouterCall, events: bytes) -> None:
+    """Of an answer whose prompt was computed elsewhere. Raises TransferFailed when it is an error."""
+    data = next((line.removeprefix(b"data:") for line in events.split(b"\n") if line.startswith(b"data:")), b"")
+    code = _error_code(data) if b'"error"' in data else None
+    if code is not None and code not in ENDED_ON_PURPOSE:
+        raise TransferFailed(f'the endpoint "{call.endpoint}" began with an error: {code}')
+
+
+def _error_code(said: bytes) -> str | None:
+    """None: it is no error in OpenAI's shape."""
+    try:
+        error = msgspec.json.decode(said, type=_ErrorBody).error
+    except msgspec.DecodeError:
+        return None
+    return None if error is None else str(error.get("code"))
+
+
+class _ErrorBody(msgspec.Struct):
+    error: dict[str, Any] | None = None
 
 
 def _is_comment(piece: bytes) -> bool:
@@ -117,16 +233,18 @@ def _is_comment(piece: bytes) -> bool:
     return all(not line or line.startswith(b":") for line in piece.split(b"\n"))
 
 
-async def pass_on(call: RouterCall, answer: RemoteAnswer, body: bytes) -> None:
+async def _pass_on(call: RouterCall, answer: RemoteAnswer, body: bytes) -> None:
     if call.exchange.started:
         # The head of an answer is out already, so its status cannot be told any more.
         raise EndpointLost(f"the endpoint answered with status {answer.status} when it was asked again")
     await call.respond(answer.status, _headers_back(call, answer), body)
 
 
-def headers_there(call: RouterCall) -> list[tuple[str, str]]:
+def headers_there(call: RouterCall, leg: Leg | None) -> list[tuple[str, str]]:
     headers = [(name, value) for name, value in call.exchange.headers.items() if name not in NOT_FORWARDED]
     headers.append(("x-request-id", call.request_id))
+    if leg is not None:
+        headers.append((LEG_HEADER, leg.value))
     authorization = call.exchange.headers.get("authorization")
     if call.rules.passes_authorization and authorization is not None:
         headers.append(("authorization", authorization))
@@ -135,9 +253,12 @@ def headers_there(call: RouterCall) -> list[tuple[str, str]]:
 
 def _headers_back(call: RouterCall, answer: RemoteAnswer) -> list[tuple[str, str]]:
     headers = [(name, value) for name, value in answer.headers if name not in NOT_RETURNED]
-    return [*headers, ("x-request-id", call.request_id), (ENDPOINT_HEADER, str(call.endpoint))]
+    headers += [("x-request-id", call.request_id), (ENDPOINT_HEADER, str(call.endpoint))]
+    if call.prefill_endpoint is not None:
+        headers.append((PREFILL_ENDPOINT_HEADER, call.prefill_endpoint))
+    return headers
 
 
-def busy_seconds(answer: RemoteAnswer) -> float:
+def _busy_seconds(answer: RemoteAnswer) -> float:
     text = answer.header("retry-after") or ""
     return min(BUSY_SECONDS_MAX, float(text)) if text.isdecimal() else 1.0

@@ -56,6 +56,11 @@ class RequestClock:
             self._first_token_is_due = False
             self._scope.deadline = self.at(Deadline.TOTAL)
 
+    def note_served(self, seconds: float) -> None:
+        """So long of the time in which it should have left the line it was served, and waits again for the rest."""
+        if Deadline.QUEUE in self._moments:
+            self._moments[Deadline.QUEUE] += seconds
+
     def left(self) -> dict[str, object]:
         """The body's deadline fields for an endpoint: what is left of them now."""
         if not self._moments:

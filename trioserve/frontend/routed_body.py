@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from hashlib import blake2b
 
 import msgspec
@@ -10,12 +11,13 @@ from trioserve.contracts.block_hash import BlockHash, root_hash
 from trioserve.contracts.endpoint import PREFIX_BLOCK_TOKENS
 from trioserve.frontend.openai_types import Int32
 
-__all__ = ["RoutedBody", "prefix_of", "rewritten"]
+__all__ = ["TRANSFER_PARAMS", "RoutedBody", "prefix_of", "rewritten", "without_transfer_params"]
 
 TOKEN_BYTES = 4  # of English text and JSON, on average: the router does not tokenize
 PREFIX_BLOCK_BYTES = PREFIX_BLOCK_TOKENS * TOKEN_BYTES
 PREFIX_BLOCKS_MAX = 1024  # 128 KiB of prompt; what lies behind them decides nothing
 BEGIN_BYTES = 64  # of a list: enough for white space, if there is any, and what its first item is
+TRANSFER_PARAMS = "kv_transfer_params"
 
 _NOTHING = msgspec.Raw()
 
@@ -34,6 +36,7 @@ class RoutedBody(msgspec.Struct, frozen=True, kw_only=True):
     prompt: msgspec.Raw = _NOTHING
     messages: msgspec.Raw = _NOTHING
     input: msgspec.Raw = _NOTHING
+    kv_transfer_params: msgspec.Raw = _NOTHING
 
     @property
     def content(self) -> bytes:
@@ -61,9 +64,19 @@ def prefix_of(content: bytes, model: str, salt: str | None) -> tuple[BlockHash, 
     return tuple(names)
 
 
-def rewritten(raw: bytes, fields: dict[str, object]) -> bytes:
-    """The JSON object with these fields in place of its own; the bytes of the others stay as they are."""
-    if not fields:
+def rewritten(raw: bytes, fields: dict[str, object], *, without: Collection[str] = ()) -> bytes:
+    """The JSON object with these fields in place of its own, and none of those `without`; the bytes of the others stay
+    as they are."""
+    if not fields and not without:
         return raw
     parsed = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    for name in without:
+        parsed.pop(name, None)
     return msgspec.json.encode({**parsed, **fields})
+
+
+def without_transfer_params(raw: bytes, body: RoutedBody) -> bytes:
+    """The body as clients may send it. They name the host and port from which an engine fetches KV: a client that could
+    choose them would have servers connect to wherever it likes, and read what others have asked. The router makes its
+    own."""
+    return rewritten(raw, {}, without=(TRANSFER_PARAMS,)) if bytes(body.kv_transfer_params) else raw

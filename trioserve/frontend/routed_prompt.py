@@ -17,7 +17,7 @@ from trioserve.frontend.openai_types import ChatBody, CompletionBody, Generation
 if TYPE_CHECKING:
     from trioserve.runtime.prompt_blocks import PromptBlocks
 
-__all__ = ["named_blocks"]
+__all__ = ["CHAT_PATH", "COMPLETIONS_PATH", "named_blocks"]
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"

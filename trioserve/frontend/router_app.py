@@ -140,8 +140,9 @@ async def list_requests(call: RouterCall) -> None:
                 {
                     "id": turn.id,
                     "object": "request",
-                    "state": "waiting" if turn.is_in_line else "running",
+                    "state": turn.state,
                     "endpoint": None if turn.is_in_line else turn.ticket.endpoint,
+                    "prefill_endpoint": turn.ticket.prefilled_by,
                     "priority": turn.ticket.request.priority,
                     "age_seconds": round(now - turn.ticket.entered_at, 3),
                 }
@@ -229,4 +230,5 @@ class RouterApp(BaseApp[RouterCall]):
         )
 
     def end_fields(self, call: RouterCall) -> dict[str, object]:
-        return {"endpoint": call.endpoint}
+        fields: dict[str, object] = {"endpoint": call.endpoint}
+        return fields if call.prefill_endpoint is None else {**fields, "prefill_endpoint": call.prefill_endpoint}

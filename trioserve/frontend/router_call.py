@@ -9,6 +9,7 @@ from urllib.parse import parse_qsl, urlencode
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.frontend.answering import TENANT_HEADER, Answering
+from trioserve.frontend.limits import SPLIT_PROMPT_TOKENS_MIN
 from trioserve.frontend.surroundings import Surroundings
 
 if TYPE_CHECKING:
@@ -27,7 +28,9 @@ ENDPOINT_PARAMETER = "id"
 class RoutingRules:
     """How requests are read. deadlines: of those that bring none; deadlines_max: what any may have.
     tenant_header, session_header: whose values tell tenants and sessions apart.
-    passes_authorization: endpoints get the client's Authorization header, since no key of the router stands in it."""
+    passes_authorization: endpoints get the client's Authorization header, since no key of the router stands in it.
+    split_prompt_tokens_min: a prompt with fewer tokens, as guessed from its length, is computed where its answer is.
+    """
 
     def __init__(
         self,
@@ -37,19 +40,22 @@ class RoutingRules:
         tenant_header: str = TENANT_HEADER,
         session_header: str = "x-session-id",
         passes_authorization: bool = True,
+        split_prompt_tokens_min: int = SPLIT_PROMPT_TOKENS_MIN,
     ) -> None:
         self.deadlines = deadlines or Deadlines()
         self.deadlines_max = deadlines_max or Deadlines()
         self.tenant_header = tenant_header
         self.session_header = session_header
         self.passes_authorization = passes_authorization
+        self.split_prompt_tokens_min = split_prompt_tokens_min
 
 
 class RouterCall(Answering):
     """Handlers get one of these, and answer it once.
 
     naming: names the blocks of prompts; None where no policy asks for it.
-    turn: its place or lease, once it has one. endpoint: where it went last.
+    turn: its place or lease, once it has one. endpoint: where it went last. prefill_endpoint: which other one has
+    computed its prompt.
     """
 
     def __init__(
@@ -71,6 +77,7 @@ class RouterCall(Answering):
         self.naming = naming
         self.turn: Turn | None = None
         self.endpoint: EndpointId | None = None
+        self.prefill_endpoint: EndpointId | None = None
 
     def query(self, name: str) -> str | None:
         return next((value for key, value in parse_qsl(self.exchange.query) if key == name), None)

@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from trioserve.contracts.deadlines import Deadline
+from trioserve.contracts.endpoint import PairOutcome
 from trioserve.contracts.events import FinishReason, Phase
 from trioserve.contracts.kv_transfer import TransferFault
 
@@ -617,6 +618,23 @@ CATALOGUE: tuple[Metric, ...] = (
         unit="requests",
         meaning="Requests that an endpoint failed before their first token, and that were tried again.",
         vllm=True,
+        part="router",
+    ),
+    Metric(
+        name="pairs_total",
+        kind="counter",
+        unit="requests",
+        meaning="Requests that were to have their prompt computed at one endpoint and their answer made at another, by "
+        "what became of that.",
+        labels=(Label("outcome", tuple(outcome.value for outcome in PairOutcome)),),
+        part="router",
+    ),
+    Metric(
+        name="pair_handover_seconds",
+        kind="histogram",
+        unit="seconds",
+        meaning="Of such requests, from the end of the prompt at the first endpoint to the first token at the second.",
+        buckets=WAIT_SECONDS,
         part="router",
     ),
     Metric(

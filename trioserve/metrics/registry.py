@@ -108,6 +108,8 @@ class Metrics:
     admissions_total: Counter
     rejections_total: Counter
     retries_total: Counter
+    pairs_total: Counter
+    pair_handover_seconds: PlainHistogram
     endpoint_leases: Gauge
     endpoint_in_flight: Gauge
     endpoint_healthy: Gauge

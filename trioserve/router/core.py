@@ -154,7 +154,7 @@ class RouterCore:
         self._check_open(request, now)
         model = self._model(request.model)
         seats = sum(max(0, state.leases_max - state.leases) for state in self._serving(request.model) if state.is_given)
-        queue = model.queues[self._first_leg(request)]
+        queue = model.queues[Leg.PREFILL if self.will_be_split(request) else None]
         count = queue.count + model.preparing
         if count >= self.settings.queue_requests_max + seats:
             seconds = queue.drain_rate.seconds_for(count + 1, now)
@@ -186,8 +186,8 @@ class RouterCore:
         queue_deadline = min(now + self.settings.queue_seconds_max, request.queue_deadline)
         self._next_index += 1
         ticket = Ticket(request, self._next_index, now, queue_deadline)
-        ticket.leg = self._first_leg(request)
-        ticket.is_split = ticket.leg is not None
+        ticket.is_split = self.will_be_split(request)
+        ticket.leg = Leg.PREFILL if ticket.is_split else None
         queue = self._queue_of(ticket)
         must_wait = bool(queue.count) and request.pinned is None
         if must_wait or not self._grant(ticket, now):
@@ -537,11 +537,11 @@ class RouterCore:
 
     # --- requests whose prompt is computed apart from their answer ---
 
-    def _first_leg(self, request: RoutedRequest) -> Leg | None:
-        is_free = request.can_be_split and request.pinned is None
-        return Leg.PREFILL if is_free and self._is_pair_there(request.model) else None
+    def will_be_split(self, request: RoutedRequest) -> bool:
+        """Whether it would be, if it entered now."""
+        return request.can_be_split and request.pinned is None and self.is_pair_there(request.model)
 
-    def _is_pair_there(self, model: str, tried: tuple[EndpointId, ...] = ()) -> bool:
+    def is_pair_there(self, model: str, tried: tuple[EndpointId, ...] = ()) -> bool:
         """Whether one endpoint may compute a prompt and another one answer."""
         there = [state for state in self._serving(model) if state.is_given and state.id not in tried]
         first = {state.id for state in there if state.is_meant_for(Leg.PREFILL)}
@@ -550,7 +550,7 @@ class RouterCore:
 
     def _is_next_leg_there(self, ticket: Ticket) -> bool:
         if ticket.leg is Leg.PREFILL:
-            return self._is_pair_there(ticket.request.model, ticket.tried)
+            return self.is_pair_there(ticket.request.model, ticket.tried)
         return ticket.is_held and any(
             state.is_given and _may_do(state, ticket) and state.id not in ticket.tried
             for state in self._serving(ticket.request.model)
@@ -566,7 +566,7 @@ class RouterCore:
             for ticket in list(queue.again.values()):
                 if not self._is_next_leg_there(ticket):
                     self._make_whole(ticket)
-            if queue.line.count and not self._is_pair_there(name):
+            if queue.line.count and not self.is_pair_there(name):
                 for ticket in sorted(queue.line, key=lambda ticket: ticket.index):
                     self._make_whole(ticket)
 

@@ -4,6 +4,9 @@ with dispatch.enter(request) as turn:           # refusals rise here; leaving gi
     endpoint = await turn.lease()               # or here, for those that had to wait
     with turn.attempt():
         ...                                     # the request goes there; turn.first_token() once it answers
+
+A request that is split has two leases, one after the other: turn.leg says what is to be done with the one in hand, and
+turn.prefilled() gives the first one back.
 """
 
 from __future__ import annotations
@@ -15,9 +18,10 @@ from contextlib import contextmanager
 
 import trio
 
-from trioserve.contracts.endpoint import EndpointId, EndpointLoad, RoutedRequest
+from trioserve.contracts.endpoint import EndpointId, EndpointLoad, Leg, PairOutcome, RoutedRequest
 from trioserve.contracts.errors import Draining, EndpointLost, RequestAborted, TrioserveError
 from trioserve.contracts.events import AbortOutcome
+from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.router.core import Fault, RouterCore
 from trioserve.router.policies import Chance, PolicyFactory
 from trioserve.router.settings import RouterSettings
@@ -33,7 +37,8 @@ class Dispatch:
     """One router. Every method belongs to the thread of the Trio program that runs it.
 
     on_gone: told of an endpoint that was drained and is empty. on_wait_over: told how many seconds a request has waited
-    when it gets its lease, or is refused in the line.
+    when it gets its lease, or is refused in the line. on_paired: told how many seconds a request that is split took
+    from the end of its prompt to the first token of its answer.
     """
 
     def __init__(self, settings: RouterSettings, policy: PolicyFactory, *, chance: Chance | None = None) -> None:
@@ -42,6 +47,7 @@ class Dispatch:
         )
         self.on_gone: Callable[[EndpointId], None] = lambda id: None
         self.on_wait_over: Callable[[float], object] = lambda seconds: None
+        self.on_paired: Callable[[float], object] = lambda seconds: None
         self._turns: dict[int, Turn] = {}
         self._ended_ids = EndedIds()
         self._ticks_at = math.inf
@@ -58,10 +64,12 @@ class Dispatch:
                 await self._sooner.wait()
             self.core.tick(trio.current_time())
 
-    def block_sizes(self, model: str) -> frozenset[int]:
-        """In which sizes of blocks the policy wants this model's requests named; none if it has no choice to make."""
-        given = [state for state in self.core.endpoints.values() if model in state.models and state.is_given]
-        return self.core.policy.block_sizes() if len(given) > 1 else frozenset()
+    def block_sizes(self, request: RoutedRequest) -> frozenset[int]:
+        """In which sizes of blocks the policy wants the request named; none if it has no choice to make."""
+        given = [state for state in self.core.endpoints.values() if request.model in state.models and state.is_given]
+        legs: tuple[Leg | None, ...] = tuple(Leg) if self.core.will_be_split(request) else (None,)
+        has_choice = any(sum(state.is_meant_for(leg) for state in given) > 1 for leg in legs)
+        return self.core.policy.block_sizes() if has_choice else frozenset()
 
     @contextmanager
     def preparing(self, request: RoutedRequest) -> Iterator[None]:
@@ -141,6 +149,10 @@ class Dispatch:
         self.core.set_models(id, models, trio.current_time())
         self.retime()
 
+    def set_role(self, id: EndpointId, role: EngineRole | None) -> None:
+        self.core.set_role(id, role, trio.current_time())
+        self.retime()
+
     def drain_endpoint(self, id: EndpointId) -> None:
         self.core.drain_endpoint(id, trio.current_time())
         self.retime()
@@ -211,11 +223,26 @@ class Turn:
             await self._changed.wait()
         if self._end is not None:
             raise self._end
-        self._dispatch.on_wait_over(trio.current_time() - ticket.entered_at)
+        if ticket.prefilled_by is None:
+            self._dispatch.on_wait_over(trio.current_time() - ticket.entered_at)
         if ticket.refusal is not None:
             raise ticket.refusal
         assert ticket.endpoint is not None
         return ticket.endpoint
+
+    @property
+    def leg(self) -> Leg | None:
+        """What is to be done with the lease in hand; None: the whole request. To be looked at after each `lease`."""
+        return self.ticket.leg
+
+    @property
+    def state(self) -> str:
+        """Where it is, in a word: "waiting" and "running", or what of a split request is being done."""
+        if self.ticket.leg is Leg.DECODE:
+            return "handover" if self.is_in_line else "decode"
+        if self.is_in_line:
+            return "waiting"
+        return "running" if self.ticket.leg is None else "prefill"
 
     @property
     def is_in_line(self) -> bool:
@@ -240,7 +267,21 @@ class Turn:
 
     def first_token(self) -> None:
         """The endpoint has begun to answer."""
-        self._core.first_token(self.ticket, trio.current_time())
+        ticket, now = self.ticket, trio.current_time()
+        if ticket.leg is Leg.DECODE and not ticket.has_token:
+            self._dispatch.on_paired(now - ticket.prefilled_at)
+        self._core.first_token(ticket, now)
+
+    def prefilled(self, *, outcome: PairOutcome | None = None) -> None:
+        """The endpoint has computed the prompt, and its seat there is free: `lease` again, for the rest. outcome: why
+        one endpoint has to do that alone; None: the blocks are held for a decode endpoint."""
+        self._core.prefilled(self.ticket, trio.current_time(), outcome=outcome)
+        self._dispatch.retime()
+
+    def hold_lost(self) -> None:
+        """The blocks are held no longer. Legal at any moment."""
+        self._core.hold_lost(self.ticket, trio.current_time())
+        self._dispatch.retime()
 
     def failed(self, fault: Fault, *, busy_seconds: float = 1.0) -> bool:
         """The endpoint failed the request before it began to answer. True: `lease` again; False: it has ended here."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable
 
 import msgspec
 import trio
+from msgspec import UNSET
 
 from trioserve.contracts.endpoint import EndpointLoad
 from trioserve.contracts.errors import EndpointLost, StartupError
+from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.runtime.dispatch import Dispatch
 from trioserve.runtime.remote_endpoint import RemoteEndpoint
 
@@ -37,10 +40,15 @@ class WatchSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def watch_endpoint(
-    remote: RemoteEndpoint, dispatch: Dispatch, settings: WatchSettings, *, learns_models: bool
+    remote: RemoteEndpoint,
+    dispatch: Dispatch,
+    settings: WatchSettings,
+    *,
+    learns_models: bool,
+    on_role: Callable[[EngineRole | None], None],
 ) -> None:
-    """Runs until cancelled."""
-    watch = _Watch(remote, dispatch, settings, learns_models=learns_models)
+    """Runs until cancelled. on_role: told, with each report of load, what the endpoint says it is meant for."""
+    watch = _Watch(remote, dispatch, settings, learns_models=learns_models, on_role=on_role)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(watch.ask_health)
         nursery.start_soon(watch.ask_load)
@@ -48,8 +56,15 @@ async def watch_endpoint(
 
 class _Watch:
     def __init__(
-        self, remote: RemoteEndpoint, dispatch: Dispatch, settings: WatchSettings, *, learns_models: bool
+        self,
+        remote: RemoteEndpoint,
+        dispatch: Dispatch,
+        settings: WatchSettings,
+        *,
+        learns_models: bool,
+        on_role: Callable[[EngineRole | None], None],
     ) -> None:
+        self._on_role = on_role
         self._remote = remote
         self._dispatch = dispatch
         self._settings = settings
@@ -96,6 +111,7 @@ class _Watch:
                     await trio.lowlevel.checkpoint()
                 load = self._read_load(answer)
                 if load is not None:
+                    self._on_role(None if load.role is UNSET else load.role)
                     self._dispatch.note_load(self._remote.id, load, sent_when_asked=sent_total)
             await trio.sleep(self._settings.load_seconds)
 

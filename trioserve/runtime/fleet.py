@@ -10,6 +10,7 @@ import trio
 
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import StartupError, UnknownModel
+from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.runtime.dispatch import Dispatch
 from trioserve.runtime.endpoint_watch import WatchSettings, watch_endpoint
 from trioserve.runtime.remote_endpoint import EndpointAddress, RemoteEndpoint
@@ -24,6 +25,7 @@ class EndpointSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     url: where it is. id: its name here; the URL itself if none is given. api_key: sent to it as a bearer token.
     models: what it serves, under names of ours for names of its own; None: what it says itself.
     leases_max: how many sequences it gets at a time; None: the router's setting.
+    role: which part of a request that is split it gets; None: what it says itself, and none if it says nothing.
     """
 
     url: str
@@ -31,6 +33,7 @@ class EndpointSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     api_key: str | None = None
     models: dict[str, str] | None = None
     leases_max: int | None = None
+    role: EngineRole | None = None
 
     @property
     def endpoint_id(self) -> EndpointId:
@@ -43,6 +46,7 @@ class _Member:
         self.source = source
         self.remote = remote
         self.watch: trio.CancelScope | None = None
+        self.told_role: EngineRole | None = None
 
 
 class Fleet:
@@ -91,7 +95,9 @@ class Fleet:
         is taken."""
         id = spec.endpoint_id
         remote = remote or self._connect(spec)
-        self.dispatch.core.add_endpoint(id, spec.models or (), trio.current_time(), leases_max=spec.leases_max)
+        self.dispatch.core.add_endpoint(
+            id, spec.models or (), trio.current_time(), leases_max=spec.leases_max, role=spec.role
+        )
         known = self._members.get(id)
         if known is not None:  # it comes back while it was being drained
             known.remote.close()
@@ -141,6 +147,10 @@ class Fleet:
     def remote(self, id: EndpointId) -> RemoteEndpoint:
         return self._members[id].remote
 
+    def tells_role(self, id: EndpointId) -> bool:
+        """Whether it said itself what it is meant for, as our servers do."""
+        return self._members[id].told_role is not None
+
     def specs(self) -> dict[EndpointId, EndpointSpec]:
         return {id: member.spec for id, member in self._members.items()}
 
@@ -164,6 +174,7 @@ class Fleet:
                 "source": self._members[state.id].source,
                 "health": state.health.value,
                 "models": sorted(state.models),
+                "role": state.role,
                 "leases": state.leases,
                 "leases_max": state.leases_max,
                 "in_flight": state.in_flight,
@@ -224,11 +235,19 @@ class Fleet:
     async def _watch(self, member: _Member, scope: trio.CancelScope) -> None:
         policy = self.dispatch.core.policy
         learns = member.spec.models is None
+
+        def note_role(role: EngineRole | None) -> None:
+            member.told_role = role
+            if member.spec.role is None:
+                self.dispatch.set_role(member.remote.id, role)
+
         with scope:
             async with trio.open_nursery() as nursery:
                 if policy.wants_residency:
                     nursery.start_soon(watch_residency, member.remote, policy)
-                await watch_endpoint(member.remote, self.dispatch, self._watch_settings, learns_models=learns)
+                await watch_endpoint(
+                    member.remote, self.dispatch, self._watch_settings, learns_models=learns, on_role=note_role
+                )
 
     def _forget(self, id: EndpointId) -> None:
         self._members.pop(id).remote.close()

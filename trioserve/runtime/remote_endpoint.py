@@ -20,7 +20,7 @@ from trioserve.contracts.errors import EndpointLost, InvalidRequest, StartupErro
 from trioserve.runtime.answer_reader import AnswerHead, AnswerReader, BadAnswer
 from trioserve.runtime.tcp_stream import TcpStream
 
-__all__ = ["EndpointAddress", "RemoteAnswer", "RemoteEndpoint", "Unreachable"]
+__all__ = ["Asking", "EndpointAddress", "RemoteAnswer", "RemoteEndpoint", "Unreachable"]
 
 CONNECT_SECONDS_MAX = 5.0
 IDLE_CONNECTIONS_MAX = 128  # as many as are in use in a burst; each costs a socket at both ends
@@ -130,14 +130,14 @@ class RemoteEndpoint:
         self._open_stream = open_stream or self._open_tcp
         self._idle: deque[tuple[float, _Connection]] = deque()  # (since when, connection), the oldest first
 
-    def request(self, method: str, path: str, headers: list[tuple[str, str]], body: bytes) -> _Asking:
+    def request(self, method: str, path: str, headers: list[tuple[str, str]], body: bytes) -> Asking:
         """Send a request, any but HEAD; the scope holds the answer. Leaving it before the body's end closes the
         connection.
 
         Raises Unreachable if there is no connection, EndpointLost if it breaks before the head of the answer, and
         InvalidRequest for a header that cannot be sent.
         """
-        return _Asking(self, self._encoded(method, path, headers, body))
+        return Asking(self, self._encoded(method, path, headers, body))
 
     def _encoded(self, method: str, path: str, headers: list[tuple[str, str]], body: bytes) -> bytes:
         target = self.address.path + path
@@ -221,21 +221,31 @@ class RemoteEndpoint:
             self._idle.pop()[1].close()
 
 
-class _Asking:
-    """The scope of one request: holds its answer, and its connection."""
+class Asking:
+    """The scope of one request: holds its answer, and its connection. For those whose scope is no `async with` block,
+    there are `begin`, and `end` from then on at any moment, also again."""
 
     __slots__ = ("_connection", "_data", "_endpoint")
 
     def __init__(self, endpoint: RemoteEndpoint, data: bytes) -> None:
         self._endpoint = endpoint
         self._data = data
+        self._connection: _Connection | None = None
 
-    async def __aenter__(self) -> RemoteAnswer:
+    async def begin(self) -> RemoteAnswer:
         self._connection, head = await self._endpoint.send(self._data)
         return RemoteAnswer(head, self._connection)
 
+    def end(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            self._endpoint.give_back(connection)
+
+    async def __aenter__(self) -> RemoteAnswer:
+        return await self.begin()
+
     async def __aexit__(self, *error: object) -> None:
-        self._endpoint.give_back(self._connection)
+        self.end()
 
 
 class _Connection:

@@ -12,6 +12,7 @@ __all__ = ["show_router"]
 def show_router(metrics: Metrics, dispatch: Dispatch) -> None:
     """Have every exposition of `metrics` show what the router says at that moment. Once for each router."""
     dispatch.on_wait_over = metrics.queue_wait_seconds.observe
+    dispatch.on_paired = metrics.pair_handover_seconds.observe
     seen = dispatch.core.stats()
     ejections_seen: dict[EndpointId, int] = {}
 
@@ -23,6 +24,8 @@ def show_router(metrics: Metrics, dispatch: Dispatch) -> None:
         metrics.retries_total.inc(stats.retries_total - seen.retries_total)
         for reason, total in stats.rejections_total.items():
             metrics.rejections_total.labels(reason).inc(total - seen.rejections_total.get(reason, 0))
+        for outcome, total in stats.pairs_total.items():
+            metrics.pairs_total.labels(outcome.value).inc(total - seen.pairs_total[outcome])
         seen = stats
         gauges = (metrics.endpoint_leases, metrics.endpoint_in_flight, metrics.endpoint_healthy)
         for gauge in (*gauges, metrics.endpoint_resident_blocks):
