@@ -111,8 +111,8 @@ class RouteConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields
         "the same, for servers that take the KV of a prompt and make the answer; default: those of the others that say "
         "so", "URL")] = ()
     split_min_tokens: Annotated[int, _about(
-        "tokens of prompt, as guessed from its length, from which on a request goes to a prefill endpoint and then to a "
-        "decode endpoint, if there are two", "TOKENS", ge=1)] = SPLIT_PROMPT_TOKENS_MIN
+        "tokens of prompt, as guessed from its length, from which on a request goes to a prefill endpoint and then to "
+        "a decode endpoint, if there are two", "TOKENS", ge=1)] = SPLIT_PROMPT_TOKENS_MIN
     endpoints_file: Annotated[str | None, _about(
         "TOML or JSON file with a list 'endpoints'; watched, so that it may change; default: none", "FILE")] = None
     endpoints_dns: Annotated[str | None, _about(

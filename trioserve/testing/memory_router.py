@@ -11,6 +11,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from trioserve.contracts.endpoint import EndpointId
+from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.frontend.router_app import RouterApp
 from trioserve.frontend.router_call import RoutingRules
 from trioserve.frontend.server import FrontendServer
@@ -77,6 +78,7 @@ async def open_memory_router(
     watch: WatchSettings | None = None,
     rules: RoutingRules | None = None,
     models: dict[str, str] | None = None,
+    roles: Mapping[str, EngineRole] | None = None,
     api_keys: tuple[str, ...] = (),
     admin_api_key: str | None = None,
     aliases: Mapping[str, str] | None = None,
@@ -85,8 +87,8 @@ async def open_memory_router(
     **settings: Any,
 ) -> AsyncIterator[MemoryRouter]:
     """endpoints: id to what opens a stream to it. watch: how often they are asked; once an hour if left out, since a
-    clock that jumps would do nothing else. models: what all of them serve, instead of asking. tokenizer: for the policy
-    kv_aware. settings: the router's.
+    clock that jumps would do nothing else. models: what all of them serve, instead of asking. roles: of some, by id,
+    whatever they say. tokenizer: for the policy kv_aware. settings: the router's.
     """
     dispatch = Dispatch(
         RouterSettings(**{"slow_start_seconds": 0, **settings}), POLICIES[policy], chance=random.Random(0)
@@ -112,7 +114,8 @@ async def open_memory_router(
         naming = None if tokenizer is None else PromptBlocks(tokenizer, text_thread)
         app = RouterApp(fleet, metrics, rules=rules, api_keys=api_keys, admin_api_key=admin_api_key, naming=naming)
         for url, id in zip(streams, endpoints, strict=True):
-            fleet.add(EndpointSpec(url=url, id=id, models=models, leases_max=leases_max))
+            role = (roles or {}).get(id)
+            fleet.add(EndpointSpec(url=url, id=id, models=models, leases_max=leases_max, role=role))
         await nursery.start(dispatch.run)
         await nursery.start(fleet.run)
         router = MemoryRouter(dispatch, fleet, FrontendServer(app), nursery)

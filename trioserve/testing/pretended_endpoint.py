@@ -1,0 +1,179 @@
+"""A server in memory that does what a test says: one half of a prefill/decode pair as a router sees it.
+
+It answers by itself what a router asks of a server (health, models, load). Every other request is an Ask, which waits
+for the test: it is answered, refused, broken off or left alone, and knows whether its client has left.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import trio
+
+from trioserve.contracts.kv_transfer import EngineRole
+from trioserve.testing.memory_stream import MemoryEnd, memory_connection
+
+__all__ = ["Ask", "PretendedEndpoint"]
+
+RECEIVE_BYTES = 65_536
+
+
+class Ask:
+    """One request. headers: names in lower case. body: as parsed. is_gone: its client has closed the connection before
+    the answer was over. is_over: the answer is, or cannot be any more. is_held: blocks are kept for it."""
+
+    def __init__(self, endpoint: PretendedEndpoint, end: MemoryEnd, path: str, headers: dict[str, str], body: Any):
+        self.endpoint = endpoint
+        self.path = path
+        self.headers = headers
+        self.body = body
+        self.is_gone = False
+        self.is_over = False
+        self.is_held = False
+        self._end = end
+        self._is_begun = False
+
+    def answer(self, content: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+        """The whole answer."""
+        body = json.dumps(content).encode()
+        fields = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
+        fields += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        self._say(f"HTTP/1.1 {status} Said\r\n{fields}\r\n".encode() + body)
+        self.is_over = True
+
+    def refuse(self, status: int, code: str = "said_so", *, headers: Mapping[str, str] | None = None) -> None:
+        error = {"message": "no", "type": "server_error", "param": None, "code": code}
+        self.answer({"error": error}, status=status, headers=headers)
+
+    def begin(self) -> None:
+        """The head of a stream of events."""
+        self._is_begun = True
+        self._say(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+
+    def say(self, text: str) -> None:
+        """A piece of the stream, which has to be several events, or a part of one."""
+        if not self._is_begun:
+            self.begin()
+        data = text.encode()
+        self._say(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def event(self, **fields: object) -> None:
+        self.say(f"data: {json.dumps(fields)}\n\n")
+
+    def token(self, text: str = "x", *, finish_reason: str | None = None, **fields: object) -> None:
+        """An event with a token."""
+        choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason}
+        self.event(id="cmpl-0", object="text_completion", choices=[choice], **fields)
+
+    def finish(self) -> None:
+        """The last event and the end; nothing is kept for it any more."""
+        self.say("data: [DONE]\n\n")
+        self.end()
+
+    def end(self) -> None:
+        """The end, without the event that says so."""
+        self._say(b"0\r\n\r\n")
+        self.is_over, self.is_held = True, False
+
+    def hold(self, **params: object) -> None:
+        """The one token of a prefill, whose blocks are kept from now on, as one of our servers answers that."""
+        self.is_held = True
+        self.token(finish_reason="length", kv_transfer_params={**self.endpoint.params, **params})
+
+    def hang_up(self) -> None:
+        """Close the connection in the middle."""
+        self._end.close()
+        self.is_over, self.is_held = True, False
+
+    def leave(self) -> None:
+        """The client has closed the connection."""
+        if not self.is_over:
+            self.is_gone = True
+        self.is_over, self.is_held = True, False
+
+    def _say(self, data: bytes) -> None:
+        if not self.is_over:
+            self._end.send_nowait(data)
+
+
+class PretendedEndpoint:
+    """role: what it says it is meant for; None: nothing, as servers of others do. load: beside that. asks: all that
+    came, oldest first. is_reachable, is_well, is_silent: until told otherwise. params: kv_transfer_params of what it
+    holds."""
+
+    def __init__(self, nursery: trio.Nursery, *, role: EngineRole | None = None, model: str = "fake") -> None:
+        self.role = role
+        self.model = model
+        self.load: dict[str, object] = {"running": 0, "waiting": 0, "seats": 64}
+        self.asks: list[Ask] = []
+        self.is_reachable = True
+        self.is_well = True
+        self.is_silent = False
+        self.params: dict[str, object] = {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": "engine",
+            "remote_block_ids": [3, 1, 4],
+            "remote_host": "10.0.0.9",
+            "remote_port": 9999,
+            "something_else": {"kept": "as it came"},
+        }
+        self._nursery = nursery
+
+    @property
+    def open(self) -> list[Ask]:
+        """Those whose answer is not over."""
+        return [ask for ask in self.asks if not ask.is_over]
+
+    @property
+    def held_count(self) -> int:
+        return sum(ask.is_held for ask in self.asks)
+
+    async def connect(self) -> MemoryEnd:
+        if not self.is_reachable:
+            raise ConnectionRefusedError(111, "Connection refused")
+        client, end = memory_connection()
+        self._nursery.start_soon(self._serve, end)
+        return client
+
+    async def _serve(self, end: MemoryEnd) -> None:
+        received = b""
+        ask: Ask | None = None
+        try:
+            while data := await end.receive_some(RECEIVE_BYTES):
+                received += data
+                while (parsed := _parsed(received)) is not None:
+                    (method, path, headers, body), received = parsed
+                    if method == "POST":
+                        ask = Ask(self, end, path, headers, json.loads(body))
+                        self.asks.append(ask)
+                    elif not self.is_silent:
+                        status = 200 if self.is_well else 503
+                        Ask(self, end, path, headers, None).answer(self._said(path), status=status)
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            pass
+        finally:
+            if ask is not None:
+                ask.leave()
+            end.close()
+
+    def _said(self, path: str) -> object:
+        if path == "/load":
+            return {**self.load, **({} if self.role is None else {"role": self.role})}
+        return {"object": "list", "data": [{"id": self.model, "object": "model"}]} if path == "/v1/models" else {}
+
+
+def _parsed(received: bytes) -> tuple[tuple[str, str, dict[str, str], bytes], bytes] | None:
+    """The first request, and what is behind it; None if it is not whole."""
+    head, found, rest = received.partition(b"\r\n\r\n")
+    if not found:
+        return None
+    line, *fields = head.decode("latin-1").split("\r\n")
+    headers = {name.lower(): value.strip() for name, _, value in (field.partition(":") for field in fields)}
+    length = int(headers.get("content-length", "0"))
+    if len(rest) < length:
+        return None
+    method, path, _ = line.split(" ", 2)
+    return (method, path, headers, rest[:length]), rest[length:]
