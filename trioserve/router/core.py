@@ -190,6 +190,8 @@ class RouterCore:
         ticket.leg = Leg.PREFILL if ticket.is_split else None
         queue = self._queue_of(ticket)
         must_wait = bool(queue.count) and request.pinned is None
+        if request.pinned is None and not must_wait and self._model(request.model).count:
+            self._hand_over(now)  # what it may get, those in other lines may have waited for
         if must_wait or not self._grant(ticket, now):
             if request.pinned is not None:
                 is_given = usable[0].is_given
@@ -262,6 +264,7 @@ class RouterCore:
             self._note_pair(ticket, outcome)
         self._wait_again(ticket)
         self._hand_over(now)
+        self._refuse_if_hopeless(ticket, now)
 
     def hold_lost(self, ticket: Ticket, now: float) -> None:
         """The blocks of its prompt are not kept any more. Nothing to do when it does not wait for them."""
@@ -271,6 +274,7 @@ class RouterCore:
                 self._let_go(ticket, now)
                 self._wait_again(ticket)
             self._hand_over(now)
+            self._refuse_if_hopeless(ticket, now)
 
     def failed(self, ticket: Ticket, fault: Fault, now: float, *, busy_seconds: float = 1.0) -> bool:
         """The endpoint failed a request that has no token yet. The lease is back before anything else happens.
@@ -420,6 +424,7 @@ class RouterCore:
         for ticket in list(self._live.values()):
             if not ticket.is_sent and ticket.prefilled_by is None:
                 self._refuse(ticket, self._draining(), now)
+        self._hand_over(now)
 
     def stats(self) -> RouterStats:
         return RouterStats(
@@ -649,8 +654,12 @@ class RouterCore:
         queues = [queue for model in self._models.values() for queue in model.queues.values()]
         for queue in queues:
             for ticket in [*queue.again.values(), *queue.line]:
-                if all(state.id in ticket.tried for state in self._serving(ticket.request.model)):
-                    self._refuse(ticket, self._no_endpoint(ticket.request, now), now)
+                self._refuse_if_hopeless(ticket, now)
+
+    def _refuse_if_hopeless(self, ticket: Ticket, now: float) -> None:
+        is_waiting = ticket.state is TicketState.WAITING
+        if is_waiting and all(state.id in ticket.tried for state in self._serving(ticket.request.model)):
+            self._refuse(ticket, self._no_endpoint(ticket.request, now), now)
 
     def _refusal(self, error: TrioserveError) -> TrioserveError:
         """Count it."""

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import TypeVar
 
+from trioserve.contracts.endpoint import Leg
+from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.router.policies import POLICIES
 from trioserve.testing.router_history import (
     Add,
@@ -16,13 +18,16 @@ from trioserve.testing.router_history import (
     Arrive,
     Ask,
     Check,
+    Compute,
     Crowd,
     Drain,
     Fail,
     Leave,
+    Lose,
     Models,
     Note,
     Remove,
+    Role,
     RouterEvent,
     RouterWorld,
     Send,
@@ -57,6 +62,10 @@ class RouterAuthor:
         wildness = rng.random()
         self._fault_share = rng.choice((0.0, 0.1, 0.3, 0.7)) * (0.5 + wildness / 2)
         self._lie_share = rng.choice((0.0, 0.0, 0.3))
+        self._roles: Sequence[EngineRole | None] = rng.choice(
+            ((None,), (None,), ("prefill", "decode"), ("prefill", "decode", "both", None), ("both",))
+        )
+        self._split_share = 0.0 if self._roles == (None,) else rng.choice((0.5, 0.8, 1.0))
         self._names = 0
         self._tenant = self._tenants[0]  # who came last: tenants come in bursts
         endpoint_count = rng.choice((1, 1, 2, 2, 2, 3, 3, 4, 6, 12))
@@ -76,6 +85,7 @@ class RouterAuthor:
             (rng.choice((0.03, 0.1)), self._wait),
             (rng.choice((0.0, 0.0, 0.01, 0.04)), self._change),
             (rng.choice((0.0, 0.0, 0.003)), self._crowd),
+            (0.03 if self._split_share else 0.0, self._lose),
             (0.02 if self.world.policy == "kv_aware" else 0.0, self._store),
             (rng.choice((0.0, 0.0, 0.0, 0.005)), self._drain),
         )
@@ -107,6 +117,7 @@ class RouterAuthor:
             seats=rng.choice((1, 2, 2, 4)),
             strangers=rng.choice((0, 0, 0, 1, 3)),
             tells_seats=rng.random() < 0.6,
+            role=rng.choice(self._roles),
         )
 
     def _step(self, simulation: RouterSimulation) -> RouterEvent:
@@ -117,12 +128,15 @@ class RouterAuthor:
         story = self._one(busy)
         if not story.is_sent:
             return Send(name=story.name)
+        if story.leg is Leg.PREFILL and self._chance() >= self._fault_share:
+            return Compute(name=story.name, outcome=self._one((None, None, None, None, "not_held", "finished")))
         if story.has_token:
             return Leave(name=story.name) if self._chance() < 0.7 else Token(name=story.name)
         return self._failure(story) if self._chance() < self._fault_share else Token(name=story.name)
 
     def _failure(self, story: RoutedStory) -> Fail:
-        fault = self._one(("unreachable", "busy", "broke"))
+        faults = ("unreachable", "busy", "broke") if story.leg is not Leg.DECODE else ("busy", "broke", "transfer")
+        fault = self._one(faults)
         busy_seconds = self._one((0.1, 1.0, 5.0)) if fault == "busy" else 1.0
         return Fail(name=story.name, fault=fault, busy_seconds=busy_seconds)  # type: ignore[arg-type]
 
@@ -136,17 +150,19 @@ class RouterAuthor:
         blocks: tuple[str, ...] = ()
         if self.world.policy in ("prefix_aware", "kv_aware"):
             blocks = tuple(BLOCKS[: 1 + int(chance() * len(BLOCKS))])
+        can_be_split = chance() < self._split_share
         return Arrive(
             name=f"r{self._names}",
             model=self._one(self._one(self._models)) if chance() < 0.98 else "unknown",
             tenant=self._tenant,
             priority=self._one(self._priorities),
-            sequences=self._one(self._sequences),
+            sequences=1 if can_be_split else self._one(self._sequences),
             prompt_tokens=self._one(self._prompts),
             session=self._one(("s", "t", "u")) if self.world.policy == "session" and chance() < 0.8 else None,
             pinned=self._one(self._ids) if chance() < 0.04 else None,
             blocks=blocks,
             patience=round(chance() * 3 * self._pace, 3) if chance() < 0.15 else None,
+            can_be_split=can_be_split,
         )
 
     def _leave(self, simulation: RouterSimulation) -> RouterEvent | None:
@@ -157,7 +173,7 @@ class RouterAuthor:
         if not known:
             return None
         name = self._one(known)
-        events: tuple[RouterEvent, ...] = (Leave(name=name), Token(name=name), Fail(name=name))
+        events: tuple[RouterEvent, ...] = (Leave(name=name), Token(name=name), Fail(name=name), Compute(name=name))
         return self._one(events)
 
     def _report(self, simulation: RouterSimulation) -> RouterEvent | None:
@@ -186,9 +202,15 @@ class RouterAuthor:
         book = simulation.books.endpoints.get(id)
         if book is None or book.health == "draining":
             return self._drawn_endpoint(id)
+        if self._split_share and self._chance() < 0.3:
+            return Role(id=id, role=self._one(self._roles))
         if self._chance() < 0.3:
             return Models(id=id, models=self._one(self._models))
         return Remove(id=id)
+
+    def _lose(self, simulation: RouterSimulation) -> Lose | None:
+        held = [story.name for story in simulation.books.live.values() if story.leg is Leg.DECODE]
+        return Lose(name=self._one(held)) if held else None
 
     def _crowd(self, simulation: RouterSimulation) -> Crowd:
         return Crowd(count=120, model=self._one(self._one(self._models)), tenant=self._one(("a", "crowd")))
@@ -220,4 +242,5 @@ def _drawn_world(rng: Random) -> RouterWorld:
         retry_share_max=rng.choice((0.0, 0.2, 1.0)),
         retries_per_second_min=rng.choice((0.0, 0.3, 3.0)),
         attempts_max=rng.choice((1, 2, 3, 4)),
+        handover_waiting_max=rng.choice((1, 2, 8)),
     )

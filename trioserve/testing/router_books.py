@@ -1,24 +1,27 @@
 """The books of a simulated router: who is in line, who has a lease where, and what follows from that for the next.
 
 Kept from what was asked and told alone, never from what the router keeps. Lines, bounds and retries are settled here;
-what one endpoint may be given in router_endpoint_book, whose turn it is in router_line_rules.
+what one endpoint may be given in router_endpoint_book, whose turn it is in router_line_rules, what of a request may be
+split in router_pair_book.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 
+from trioserve.contracts.endpoint import Leg, PairOutcome
 from trioserve.router.retry_budget import BURST_SECONDS
 from trioserve.testing.router_endpoint_book import EndpointBook
 from trioserve.testing.router_history import RouterWorld
 from trioserve.testing.router_line_rules import Fairness, RoutedStory, check_turn, heads_of
+from trioserve.testing.router_pair_book import check_place, is_next_leg_there, may_do
 
 __all__ = ["RouterBooks"]
 
 
 class RouterBooks:
     """live: requests that have not ended, in order of arrival. endpoints: those that are not gone. gone: those that
-    went since this was emptied. live_peak: the most that ever lived."""
+    went since this was emptied. live_peak: the most that ever lived. pairs: what became of requests that were split."""
 
     def __init__(self, world: RouterWorld, now: float) -> None:
         self.world = world
@@ -29,8 +32,10 @@ class RouterBooks:
         self.gone: list[str] = []
         self.is_draining = False
         self.entering: RoutedStory | None = None  # while the router is asked to take it
-        self._fairness: dict[tuple[str, int], Fairness] = {}
+        self.pairs: Counter[PairOutcome] = Counter()
+        self._fairness: dict[tuple[str, Leg | None, int], Fairness] = {}
         self._failure_count = 0
+        self._joined_count = 0
         self._tries = world.retries_per_second_min * BURST_SECONDS
         if world.retry_share_max or world.retries_per_second_min:
             self._tries = max(1.0, self._tries)
@@ -53,7 +58,8 @@ class RouterBooks:
         return [
             book.id
             for book in self.serving(story)
-            if book.id not in story.tried and book.must_take(story.request.sequences, now)
+            if book.id not in story.tried and may_do(book, story) and book.must_take(story.request.sequences, now)
+            if story.leg is not Leg.PREFILL or not self._is_handover_full(story.request.model)
         ]
 
     def is_line_full(self, story: RoutedStory) -> bool:
@@ -98,7 +104,9 @@ class RouterBooks:
         self.live_peak = max(self.live_peak, len(self.live))
 
     def join(self, story: RoutedStory) -> None:
-        """It stands in line for the first time."""
+        """It stands in a line in which it did not stand before."""
+        self._joined_count += 1
+        story.line_index = self._joined_count
         self._fairness_of(story).join(story)
 
     def serve(self, story: RoutedStory) -> None:
@@ -114,7 +122,8 @@ class RouterBooks:
         name, request = story.name, story.request
         assert id in self.endpoints, f"{name} has a lease at {id}, which is gone"
         book = self.endpoints[id]
-        assert not self.is_draining, f"{name} gets a lease of a router that leaves"
+        is_begun = story.prefilled_by is not None
+        assert is_begun or not self.is_draining, f"{name} gets a lease of a router that leaves"
         assert book.serves(request.model), f"{name} asks for {request.model}, and gets {id}, {sorted(book.models)}"
         assert request.pinned in (None, id), f"{name} asks for {request.pinned}, and gets {id}"
         assert id not in story.tried, f"{name} failed at {id}, and gets it again"
@@ -122,23 +131,76 @@ class RouterBooks:
         assert objection is None, f"{name} gets a lease: {objection}"
         if request.pinned is None:
             self._check_nobody_failed_before(story, book)
-        if self.world.policy == "least_loaded":
-            calmer = [other for other in self.taking(story, self.now) if self.endpoints[other].load < book.load]
+        taking = self.taking(story, self.now)
+        if story.leg is Leg.PREFILL:
+            assert not self._is_handover_full(request.model), f"{name} is begun, and too many wait to be ended"
+        check_place(story, book, [self.endpoints[other] for other in taking])
+        if self.world.policy == "least_loaded" and not (story.leg is None and id == story.prefilled_by):
+            calmer = [other for other in taking if self.endpoints[other].load < book.load]
+            if story.leg is None and book.role != "prefill":
+                calmer = [other for other in calmer if self.endpoints[other].role != "prefill"]
             assert not calmer, f"{name} gets {id}, and {calmer} have less to do"
         book.give(name, request.sequences)
         story.state, story.endpoint, story.failed_index = "leased", id, None
+        story.leased_at = self.now
 
     def fail(self, story: RoutedStory) -> bool:
         """Its endpoint, which has been told of it, failed it. Returns whether it has to wait again."""
         assert story.endpoint is not None
         story.tried = (*story.tried, story.endpoint)
         if not self._is_tried_again(story):
+            if story.leg_fault is not None:
+                self.note_pair(story, story.leg_fault)
             self.end(story)
             return False
+        self.wait_again(story)
+        return True
+
+    def wait_again(self, story: RoutedStory) -> None:
+        """It was elsewhere, and what it had there is back."""
         self._failure_count += 1
         story.state, story.is_sent, story.endpoint = "waiting", False, None
         story.failed_index = self._failure_count
-        return True
+
+    def prefilled(self, story: RoutedStory, outcome: PairOutcome | None) -> None:
+        """Its prompt is computed, and what it had there is back."""
+        served_seconds = self.now - story.leased_at
+        story.own_deadline += served_seconds
+        story.wait_ends_at += served_seconds
+        story.prefilled_by, story.leg_fault = story.endpoint, None
+        story.leg, story.is_held = Leg.DECODE, outcome is None
+        if outcome is not None:
+            story.leg = None
+            self.note_pair(story, outcome)
+        self.wait_again(story)
+
+    def make_whole(self) -> None:
+        """Whoever waits for a part that no endpoint may do now waits for one that does everything."""
+        for leg in Leg:
+            waiting = [story for story in self.waiting if story.leg is leg]
+            again = sorted(
+                (story for story in waiting if not story.is_in_line), key=lambda story: story.failed_index or 0
+            )
+            line = sorted((story for story in waiting if story.is_in_line), key=lambda story: story.index)
+            for story in (*again, *line):
+                if not is_next_leg_there(story, self.serving(story)):
+                    self._make_whole(story)
+
+    def _make_whole(self, story: RoutedStory) -> None:
+        is_lost = story.leg is Leg.DECODE and not story.is_held
+        self.note_pair(story, story.leg_fault or (PairOutcome.HOLD_LOST if is_lost else PairOutcome.NO_ENDPOINT))
+        if story.is_in_line:
+            self._fairness_of(story).leave(story)
+            story.leg = None
+            self.join(story)
+        else:
+            story.leg = None
+            self.wait_again(story)
+
+    def note_pair(self, story: RoutedStory, outcome: PairOutcome) -> None:
+        if story.is_split and story.outcome is None:
+            story.outcome = outcome
+            self.pairs[outcome] += 1
 
     def release(self, story: RoutedStory) -> None:
         """What it has is back."""
@@ -152,7 +214,8 @@ class RouterBooks:
 
     def end(self, story: RoutedStory) -> None:
         story.state = "ended"
-        self.live.pop(story.name, None)
+        if self.live.pop(story.name, None) is not None:
+            self.note_pair(story, PairOutcome.LEFT)
 
     def note_drained(self, book: EndpointBook) -> None:
         if book.health == "draining" and not book.in_flight:
@@ -167,9 +230,9 @@ class RouterBooks:
             if story.failed_index is not None:
                 taking = self.taking(story, now)
                 assert not taking, f"{story.name} waits again, and {taking} could take it"
-        for model in {story.request.model for story in self.live.values() if story.is_in_line}:
+        for model, leg in {(story.request.model, story.leg) for story in self.live.values() if story.is_in_line}:
             # Whose turn it is among tenants is not known here: one of them has to be next, and all of them could go.
-            heads = heads_of(model, self.live.values())
+            heads = heads_of(model, leg, self.live.values())
             taking_each = [self.taking(story, now) for story in heads]
             assert not all(taking_each), f"{heads[0].name} waits, and {taking_each[0]} could take it"
 
@@ -181,11 +244,13 @@ class RouterBooks:
     def _check_nobody_failed_before(self, story: RoutedStory, book: EndpointBook) -> None:
         """It is about to get the endpoint: nobody who waits again before it could have had it."""
         for other in self.waiting:
-            if other.failed_index is None or not other.is_beside(story):
+            if other.failed_index is None or other.request.model != story.request.model or other is story:
                 continue
-            if story.failed_index is not None and story.failed_index <= other.failed_index:
+            if story.failed_index is not None and (
+                story.leg is not other.leg or story.failed_index <= other.failed_index
+            ):
                 continue
-            is_fitting = book.id not in other.tried and book.must_take(other.request.sequences, self.now)
+            is_fitting = book.id in self.taking(other, self.now)
             assert not is_fitting, f"{other.name} waits again, and {story.name} gets {book.id} before it"
 
     def _is_tried_again(self, story: RoutedStory) -> bool:
@@ -205,4 +270,8 @@ class RouterBooks:
         return True
 
     def _fairness_of(self, story: RoutedStory) -> Fairness:
-        return self._fairness.setdefault((story.request.model, story.request.priority), Fairness())
+        return self._fairness.setdefault((story.request.model, story.leg, story.request.priority), Fairness())
+
+    def _is_handover_full(self, model: str) -> bool:
+        waiting = [story for story in self.waiting if story.leg is Leg.DECODE and story.request.model == model]
+        return len(waiting) >= self.world.handover_waiting_max

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from trioserve.contracts.endpoint import EndpointLoad
+from trioserve.contracts.endpoint import EndpointLoad, Leg
 from trioserve.testing.router_history import Add, RouterWorld
 
 __all__ = ["EndpointBook"]
@@ -50,6 +50,7 @@ class EndpointBook:
         self.running: dict[str, int] = {}
         self.there: dict[str, int] = {}
         self.probe: str | None = None
+        self.role = event.role
         self.health = "starting"
         self.question: Question | None = None
         self._world = world
@@ -89,6 +90,9 @@ class EndpointBook:
 
     def serves(self, model: str) -> bool:
         return model in self.models and self.health != "draining"
+
+    def is_meant_for(self, leg: Leg | None) -> bool:
+        return leg is None or self.role in ("both", leg.value)
 
     # --- what it may be given, and has to be ---
 
@@ -154,6 +158,8 @@ class EndpointBook:
         self.leased.pop(name, None)
         self.running.pop(name, None)
         self.there.pop(name, None)
+        if self.question is not None:
+            self.question.there -= {name}  # should it come back before the answer, that is another sending
         if self.probe == name:
             self.probe = None
 
@@ -231,6 +237,7 @@ class EndpointBook:
     def come_back(self, event: Add) -> None:
         self.models = frozenset(event.models)
         self.leases_max = event.leases_max or self._world.leases_max
+        self.role = event.role
         self._starts_slowly = True
         self.health = "starting"
 

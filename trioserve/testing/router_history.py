@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.router.settings import RouterSettings
 from trioserve.testing.script import line_of, parts_of
 
@@ -19,13 +20,16 @@ __all__ = [
     "Arrive",
     "Ask",
     "Check",
+    "Compute",
     "Crowd",
     "Drain",
     "Fail",
     "Leave",
+    "Lose",
     "Models",
     "Note",
     "Remove",
+    "Role",
     "RouterEvent",
     "RouterHistory",
     "RouterWorld",
@@ -47,7 +51,8 @@ class RouterWorld(RouterSettings, frozen=True, kw_only=True, omit_defaults=True,
 
 class Add(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="add"):
     """An endpoint comes, or comes back while it is drained. seats: sequences that can run there; the others wait inside
-    it. strangers: sequences there that the router did not send. tells_seats: whether its reports have the seats."""
+    it. strangers: sequences there that the router did not send. tells_seats: whether its reports have the seats. role:
+    which legs of a split request it is meant for."""
 
     id: str
     models: tuple[str, ...] = ("m",)
@@ -55,6 +60,14 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="ad
     seats: int = 4
     strangers: int = 0
     tells_seats: bool = True
+    role: EngineRole | None = None
+
+
+class Role(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="role"):
+    """It says what it is meant for."""
+
+    id: str
+    role: EngineRole | None = None
 
 
 class Models(msgspec.Struct, frozen=True, kw_only=True, tag="models"):
@@ -105,7 +118,8 @@ class Store(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class Arrive(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="arrive"):
-    """A client's request. patience: seconds until its own wait in line is over; None: never."""
+    """A client's request. patience: seconds until its own wait in line is over; None: never. can_be_split: its prompt
+    may be computed at one endpoint and its answer at another."""
 
     name: str
     model: str = "m"
@@ -117,6 +131,7 @@ class Arrive(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
     pinned: str | None = None
     blocks: tuple[str, ...] = ()
     patience: float | None = None
+    can_be_split: bool = False
 
 
 class Crowd(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="crowd"):
@@ -140,6 +155,20 @@ class Token(msgspec.Struct, frozen=True, kw_only=True, tag="token"):
     name: str
 
 
+class Compute(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="compute"):
+    """Its endpoint has computed its prompt, which was all that it should do. outcome: why the rest is one endpoint's,
+    if it is."""
+
+    name: str
+    outcome: Literal["not_held", "finished"] | None = None
+
+
+class Lose(msgspec.Struct, frozen=True, kw_only=True, tag="lose"):
+    """Where its prompt was computed, its blocks are kept no longer."""
+
+    name: str
+
+
 class Leave(msgspec.Struct, frozen=True, kw_only=True, tag="leave"):
     """Its scope ends, because it is served or at any other moment, once or again."""
 
@@ -150,7 +179,7 @@ class Fail(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="f
     """Its endpoint fails it before the first token."""
 
     name: str
-    fault: Literal["unreachable", "busy", "broke"] = "broke"
+    fault: Literal["unreachable", "busy", "broke", "transfer"] = "broke"
     busy_seconds: float = 1.0
 
 
@@ -168,6 +197,7 @@ class Drain(msgspec.Struct, frozen=True, tag="drain"):
 RouterEvent = (
     Add
     | Models
+    | Role
     | Remove
     | Check
     | Ask
@@ -178,6 +208,8 @@ RouterEvent = (
     | Crowd
     | Send
     | Token
+    | Compute
+    | Lose
     | Leave
     | Fail
     | Wait

@@ -1,16 +1,18 @@
 """Who may get a lease before whom: the rules of the line, with books of their own.
 
-Within a model, requests that wait again after a failure come first, in the order in which they failed; then priority;
-within a priority tenants take turns, and within a tenant it is first come first served. Turns are fair as start-time
-fair queueing promises (Goyal, Vin and Cheng, 1996): over any time in which a tenant has somebody in line, any other,
-there or coming and going, is served at most as much as that one, plus the largest cost of either.
+Within a model, requests that wait again, after a failure or after their prompt, come first. There are lines of those
+whose prompt is computed apart, of those that wait for the rest, and of those that go whole. In each, who waits again
+comes in the order in which that began; for the others it is priority first; within a priority tenants take turns, and
+within a tenant it is first come first served. Turns are fair as start-time fair queueing promises (Goyal, Vin and
+Cheng, 1996): over any time in which a tenant has somebody in line, any other, there or coming and going, is served at
+most as much as that one, plus the largest cost of either.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from trioserve.contracts.endpoint import RoutedRequest
+from trioserve.contracts.endpoint import Leg, PairOutcome, RoutedRequest
 from trioserve.router.ticket import Ticket
 from trioserve.router.waiting_line import REQUEST_COST_TOKENS
 
@@ -19,15 +21,18 @@ __all__ = ["Fairness", "RoutedStory", "check_turn", "heads_of"]
 
 class RoutedStory:
     """One request of a simulated router, as it was asked and told. state: by the names of TicketState. failed_index: of
-    the failure after which it waits again; None while it waits for the first time. deadline: the end of its wait, its
-    own or wait_ends_at, which is the router's."""
+    the failure, or the end of its prompt, after which it waits again; None while it waits for the first time. deadline:
+    the end of its wait, its own or wait_ends_at, which is the router's. line_index: in the order of joining a line.
+    leg, is_split, prefilled_by, is_held, outcome, leg_fault: as those of a Ticket."""
 
     def __init__(self, name: str, request: RoutedRequest, index: int, *, wait_ends_at: float) -> None:
         self.name = name
         self.request = request
         self.index = index
         self.wait_ends_at = wait_ends_at
-        self.deadline = min(wait_ends_at, request.queue_deadline)
+        self.own_deadline = request.queue_deadline
+        self.leased_at = 0.0
+        self.line_index = 0
         self.ticket: Ticket | None = None
         self.state = "waiting"
         self.failed_index: int | None = None
@@ -35,6 +40,16 @@ class RoutedStory:
         self.tried: tuple[str, ...] = ()
         self.is_sent = False
         self.has_token = False
+        self.leg: Leg | None = None
+        self.is_split = False
+        self.prefilled_by: str | None = None
+        self.is_held = False
+        self.outcome: PairOutcome | None = None
+        self.leg_fault: PairOutcome | None = None
+
+    @property
+    def deadline(self) -> float:
+        return min(self.wait_ends_at, self.own_deadline)
 
     @property
     def cost(self) -> int:
@@ -47,6 +62,9 @@ class RoutedStory:
     @property
     def moment(self) -> str:
         """How far it is, for the counts."""
+        if self.leg is not None and self.state != "ended":
+            where = "in line for" if self.state == "waiting" else "leased for" if not self.is_sent else "at"
+            return f"{where} {self.leg.value}{', with a token' if self.has_token else ''}"
         if self.state == "waiting":
             return "in line" if self.failed_index is None else "in line again"
         if self.state == "ended":
@@ -56,7 +74,7 @@ class RoutedStory:
         return "after the first token" if self.has_token else "before the first token"
 
     def is_beside(self, other: RoutedStory) -> bool:
-        return self.request.model == other.request.model and self is not other
+        return self.request.model == other.request.model and self.leg is other.leg and self is not other
 
 
 class Fairness:
@@ -108,12 +126,15 @@ def check_turn(story: RoutedStory, live: Iterable[RoutedStory]) -> None:
             mine, theirs = story.request, other.request
             assert theirs.priority >= mine.priority, f"{story.name} overtakes {other.name}, whose priority is better"
             is_peer = (theirs.priority, theirs.tenant) == (mine.priority, mine.tenant)
-            assert not is_peer or other.index > story.index, f"{story.name} overtakes {other.name}, which came before"
+            assert not is_peer or other.line_index > story.line_index, (
+                f"{story.name} overtakes {other.name}, which came before"
+            )
 
 
-def heads_of(model: str, live: Iterable[RoutedStory]) -> list[RoutedStory]:
-    """Who may be next in the line of a model: the first of each tenant in the best priority."""
-    line = [story for story in live if story.is_in_line and story.request.model == model]
+def heads_of(model: str, leg: Leg | None, live: Iterable[RoutedStory]) -> list[RoutedStory]:
+    """Who may be next in the line of a model for a leg: the first of each tenant in the best priority."""
+    line = [story for story in live if story.is_in_line and story.request.model == model and story.leg is leg]
+    line.sort(key=lambda story: story.line_index)
     if not line:
         return []
     best = min(story.request.priority for story in line)

@@ -55,10 +55,11 @@ def check_refused_in_line(books: RouterBooks, story: RoutedStory, refusal: Trios
     if isinstance(refusal, Draining):
         assert books.is_draining, f"{name} is told that the router leaves"
         assert not story.is_sent, f"{name} is at its endpoint, and refused"
+        assert story.prefilled_by is None, f"{name} has its prompt computed, and is refused"
         return
     assert story.state == "waiting", f"{name} is {story.state}, and refused"
     if isinstance(refusal, QueueWaitOver):
-        assert story.request.queue_deadline <= books.now, f"{name} is told that its time is over"
+        assert story.own_deadline <= books.now, f"{name} is told that its time is over"
         return
     assert isinstance(refusal, Overloaded), f"{name} is refused with {refusal!r}"
     _check_retry_after(refusal)

@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 from trioserve.contracts.block_hash import BlockHash
-from trioserve.contracts.endpoint import EndpointId, RoutedRequest
+from trioserve.contracts.endpoint import EndpointId, Leg, PairOutcome, RoutedRequest
 from trioserve.contracts.errors import Overloaded, TrioserveError
 from trioserve.router.core import SPARE_DEADLINES_MAX, Fault, RouterCore
 from trioserve.router.policies import POLICIES
@@ -24,13 +24,16 @@ from trioserve.testing.router_history import (
     Arrive,
     Ask,
     Check,
+    Compute,
     Crowd,
     Drain,
     Fail,
     Leave,
+    Lose,
     Models,
     Note,
     Remove,
+    Role,
     RouterEvent,
     RouterWorld,
     Send,
@@ -39,6 +42,7 @@ from trioserve.testing.router_history import (
     Wait,
 )
 from trioserve.testing.router_line_rules import RoutedStory
+from trioserve.testing.router_pair_book import is_pair_there
 from trioserve.testing.router_refusals import (
     check_refused_at_the_door,
     check_refused_in_line,
@@ -86,6 +90,8 @@ class RouterSimulation:
                     continue
                 if not story.is_sent:
                     self.apply(Send(name=story.name))
+                elif story.leg is Leg.PREFILL:
+                    self.apply(Compute(name=story.name))
                 else:
                     self.apply(Token(name=story.name) if not story.has_token else Leave(name=story.name))
             if not books.live:
@@ -130,10 +136,13 @@ class RouterSimulation:
             prefix=names,
             blocks={BLOCK_TOKENS: names},
             queue_deadline=math.inf if event.patience is None else books.now + event.patience,
+            can_be_split=event.can_be_split,
         )
         self._count("requests")
         wait_ends_at = books.now + self.world.queue_seconds_max
         story = RoutedStory(event.name, request, self.counts["requests"], wait_ends_at=wait_ends_at)
+        story.is_split = event.can_be_split and event.pinned is None and is_pair_there(books.serving(story))
+        story.leg = Leg.PREFILL if story.is_split else None
         self._entering = books.entering = story
         try:
             ticket = self.core.enter(request, books.now)
@@ -169,16 +178,41 @@ class RouterSimulation:
 
     def _token(self, event: Token) -> None:
         story = self.stories.get(event.name)
-        if story is None or (story.state == "leased" and not story.is_sent):
+        if story is None or (story.state == "leased" and (not story.is_sent or story.leg is Leg.PREFILL)):
             return
         assert story.ticket is not None
         if story.state == "leased" and not story.has_token:
             story.has_token = True
+            self.books.note_pair(story, PairOutcome.PAIRED)
             is_lease_over = self.world.lease_until == "first_token"
             self._endpoint_of(story).take_token(story.name, self.books.now, is_lease_over=is_lease_over)
             if is_lease_over:
                 story.state = "running_free"
         self.core.first_token(story.ticket, self.books.now)
+
+    def _compute(self, event: Compute) -> None:
+        story = self.stories.get(event.name)
+        if story is None or (story.leg is Leg.PREFILL and story.state == "leased" and not story.is_sent):
+            return
+        assert story.ticket is not None
+        outcome = None if event.outcome is None else PairOutcome(event.outcome)
+        if story.leg is Leg.PREFILL and story.state == "leased":
+            self._count(f"prompts computed: {event.outcome or 'held'}")
+            self._endpoint_of(story).note_success(self.books.now)
+            self.books.release(story)
+            self.books.prefilled(story, outcome)
+        self.core.prefilled(story.ticket, self.books.now, outcome=outcome)
+
+    def _lose(self, event: Lose) -> None:
+        story = self.stories.get(event.name)
+        if story is None:
+            return
+        assert story.ticket is not None
+        story.is_held = False
+        if story.leg is Leg.DECODE and story.state == "leased" and not story.is_sent:
+            self.books.release(story)
+            self.books.wait_again(story)
+        self.core.hold_lost(story.ticket, self.books.now)
 
     def _leave(self, event: Leave) -> None:
         story = self.stories.get(event.name)
@@ -207,8 +241,14 @@ class RouterSimulation:
             endpoint.note_lost(now)
         elif fault is Fault.BROKE:
             endpoint.note_broke(now)
-        else:
+        elif fault is Fault.BUSY:
             endpoint.note_busy(now, event.busy_seconds)
+        story.leg_fault = None
+        if story.leg is Leg.PREFILL:
+            story.leg_fault = PairOutcome.PREFILL_FAILED
+        elif story.leg is Leg.DECODE:
+            is_transfer = fault is Fault.TRANSFER
+            story.leg_fault = PairOutcome.TRANSFER_FAILED if is_transfer else PairOutcome.DECODE_FAILED
         waits_again = self.books.fail(story)
         self._count(f"faults: {event.fault}")
         self._count("retries" if waits_again else "given up")
@@ -228,7 +268,15 @@ class RouterSimulation:
         else:
             book.come_back(event)
             self._count("endpoints come back")
-        self.core.add_endpoint(EndpointId(event.id), event.models, self.books.now, leases_max=event.leases_max)
+        self.core.add_endpoint(
+            EndpointId(event.id), event.models, self.books.now, leases_max=event.leases_max, role=event.role
+        )
+
+    def _role(self, event: Role) -> None:
+        book = self.books.endpoints.get(event.id)
+        if book is not None:
+            book.role = event.role
+        self.core.set_role(EndpointId(event.id), event.role, self.books.now)
 
     def _models(self, event: Models) -> None:
         book = self.books.endpoints.get(event.id)
@@ -318,13 +366,14 @@ class RouterSimulation:
     def _drain(self, _event: Drain) -> None:
         self.books.is_draining = True
         self.core.drain(self.books.now)
-        unsent = [story.name for story in self.books.live.values() if not story.is_sent]
+        unsent = [story.name for story in self.books.live.values() if not story.is_sent and story.prefilled_by is None]
         assert not unsent, f"the router leaves, and {', '.join(unsent)} were not refused"
 
     # --- what the core tells ---
 
     def _changed(self, ticket: Ticket) -> None:
         books, entering = self.books, self._entering
+        books.make_whole()
         if entering is not None and ticket.request is entering.request:
             self._entering = None
             check_taken_into_line(books, entering, is_served=True)
@@ -364,6 +413,7 @@ class RouterSimulation:
     def _check(self) -> None:
         self._count("checks of every promise")
         books = self.books
+        books.make_whole()
         self._check_counts()
         self._check_tickets()
         assert self._gone_told == books.gone, f"{books.gone} are gone, told is that {self._gone_told} are"
@@ -395,6 +445,8 @@ class RouterSimulation:
         grants, retries = self.counts.get("grants", 0), self.counts.get("retries", 0)
         assert stats.admissions_total == grants, f"{stats.admissions_total} admissions, and {grants} grants"
         assert stats.retries_total == retries, f"{stats.retries_total} retries, expected {retries}"
+        pairs = {outcome: books.pairs[outcome] for outcome in PairOutcome}
+        assert stats.pairs_total == pairs, f"pairs are {stats.pairs_total}, expected {pairs}"
         assert stats.rejections_total == self._refusals, f"{stats.rejections_total}, expected {self._refusals}"
 
     def _check_tickets(self) -> None:
@@ -405,6 +457,7 @@ class RouterSimulation:
             assert ticket.state.value == story.state, f"{story.name} is {ticket.state}, expected {story.state}"
             is_there = ticket.endpoint == story.endpoint or story.state == "waiting"
             assert is_there, f"{story.name} is at {ticket.endpoint}, expected {story.endpoint}"
+            assert ticket.leg is story.leg, f"{story.name} is to be {ticket.leg}, expected {story.leg}"
             assert ticket.tried == story.tried, f"{story.name} failed at {ticket.tried}, expected {story.tried}"
         # The only look inside: what has ended must not be remembered for long, which no count tells.
         deadline_count = len(self.core._deadlines)
@@ -426,6 +479,7 @@ class RouterSimulation:
 _HANDLERS: dict[type[RouterEvent], Callable[[RouterSimulation, Any], None]] = {
     Add: RouterSimulation._add,
     Models: RouterSimulation._models,
+    Role: RouterSimulation._role,
     Remove: RouterSimulation._remove,
     Check: RouterSimulation._check_health,
     Ask: RouterSimulation._ask,
@@ -436,6 +490,8 @@ _HANDLERS: dict[type[RouterEvent], Callable[[RouterSimulation, Any], None]] = {
     Crowd: RouterSimulation._crowd,
     Send: RouterSimulation._send,
     Token: RouterSimulation._token,
+    Compute: RouterSimulation._compute,
+    Lose: RouterSimulation._lose,
     Leave: RouterSimulation._leave,
     Fail: RouterSimulation._fail,
     Wait: RouterSimulation._wait,
