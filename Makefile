@@ -1,15 +1,19 @@
 # make serve   sets everything up and serves the default model on http://127.0.0.1:8000
+# make disagg  the same with two servers: one on port 8001 computes prompts, one on 8002 makes the answers, and a router
+#              on http://127.0.0.1:8000 sends each request to the one and then to the other
 # make test    sets everything up, checks style and types, and runs the tests
 #
 # make serve ARGS="--port 8123 --max-num-seqs 16" passes flags on.
+# make disagg ARGS="--port 8123" passes flags to the router; ROLE_ARGS="--model NAME" to both servers.
 
 PYTHON ?= python3
 ARGS ?=
+ROLE_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup serve test lint pytest clean
+.PHONY: setup serve disagg test lint pytest clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -32,6 +36,9 @@ $(READY): pyproject.toml Makefile
 
 serve: setup
 	exec $(BIN)/python -m trioserve serve --model smollm2 $(ARGS)
+
+disagg: setup
+	exec $(BIN)/python -m trioserve disagg --router-args='$(ARGS)' --server-args='$(ROLE_ARGS)'
 
 test: setup lint pytest
 

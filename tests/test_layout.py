@@ -93,7 +93,7 @@ ROOMS = {
 }
 # These stand above the rooms: they are the ones who may know several, and no room knows them.
 TOP_FILES = words(
-    "__init__ __main__ assemble cli config exit_codes prompt_naming quality route server serving terminal"
+    "__init__ __main__ assemble cli config disagg exit_codes prompt_naming quality route server serving terminal"
 )
 TESTING_IS_RUN_FROM = words("cli")  # as a command; nothing else of what is served knows what pretends
 

@@ -82,6 +82,11 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Nam
     route = subparsers.add_parser("route", help="route requests to other servers; needs no model")
     add_arguments(route, RouteConfig)
 
+    disagg = subparsers.add_parser(
+        "disagg", help="a router, a prefill server and a decode server on this machine, as one program"
+    )
+    _add_disagg(disagg)
+
     generate = subparsers.add_parser("generate", help="answer one prompt in the terminal, as it is made")
     generate.add_argument("prompt", help="the prompt; - reads it from standard input")
     generate.add_argument(
@@ -135,6 +140,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Nam
     return parser, {
         "serve": _serve,
         "route": _route,
+        "disagg": _disagg,
         "generate": _generate,
         "chat": _chat,
         "bench": _bench,
@@ -152,6 +158,17 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--top-p", type=float, metavar="X", help="share of probability to choose from (default: 1)")
     parser.add_argument("--seed", type=int, metavar="N", help="makes a sampled answer repeatable (default: none)")
+
+
+def _add_disagg(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--router-args", default="", metavar="FLAGS", help="flags of the router, as one text: see route --help"
+    )
+    parser.add_argument(
+        "--server-args", default="", metavar="FLAGS", help="flags of both servers, as one text: see serve --help"
+    )
+    parser.add_argument("--prefill-port", type=int, default=8001, metavar="PORT", help="(default: 8001)")
+    parser.add_argument("--decode-port", type=int, default=8002, metavar="PORT", help="(default: 8002)")
 
 
 def _add_simulate(parser: argparse.ArgumentParser) -> None:
@@ -192,6 +209,12 @@ def _route(arguments: argparse.Namespace) -> int:
     from trioserve.route import run_router
 
     return run_router(config)
+
+
+def _disagg(arguments: argparse.Namespace) -> int:
+    from trioserve.disagg import DisaggSettings, run_disagg
+
+    return run_disagg(DisaggSettings.from_arguments(arguments))
 
 
 def _generate(arguments: argparse.Namespace) -> int:
