@@ -1,7 +1,7 @@
 """`python -m trioserve disagg`: a router, a prefill server and a decode server on one machine, as one program.
 
 Each is a process of its own, with its output behind its name. The router is started when both servers serve, and ends
-first: what runs through it needs them. Loads neither torch nor a model.
+first: what runs through it needs them. If a server is lost, the rest goes on. Loads neither torch nor a model.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Order(msgspec.Struct, frozen=True):
 class StartAndStop:
     """When which of the three begins and ends. Told what happens, it says what to do.
 
-    is_over: nothing is left, and exit_code is how it ended. is_ready: all three serve.
+    is_over: nothing is left, and exit_code is how it ended. is_ready: all three serve, or did until one was lost.
     """
 
     def __init__(self) -> None:
@@ -157,15 +157,18 @@ class StartAndStop:
             return self._start("router") if is_routers_turn else []
         if isinstance(happening, Ended):
             self._running.discard(happening.name)
+            is_failure = happening.code != 0 or not self._is_stopping
+            if is_failure and not self.exit_code:
+                self.exit_code = max(happening.code, EXIT_FAILED)
             if not self._is_stopping:
-                # Nothing of this works without it, and it was not asked to end.
-                return self._stop(happening.code if happening.code > 0 else EXIT_FAILED)
-            if happening.code:
-                self.exit_code = self.exit_code or max(happening.code, EXIT_FAILED)
+                # One server alone goes on, by itself: the router sends it whole requests.
+                is_of_use = self.is_ready and "router" in self._running and len(self._running) > 1
+                return [] if is_of_use else self._stop()
             return self._stop_next() if happening.name == "router" else []
         self._signal_count += 1
         if not self._is_stopping:
-            return self._stop(0 if self.is_ready else EXIT_INTERRUPTED)
+            self.exit_code = self.exit_code if self.is_ready else EXIT_INTERRUPTED
+            return self._stop()
         if self._signal_count == 2:
             return self._stop_next()  # a second one shortens what the servers let their requests have
         return [Order("kill", name) for name in sorted(self._running)]
@@ -174,8 +177,8 @@ class StartAndStop:
         self._running.update(names)
         return [Order("start", name) for name in names]
 
-    def _stop(self, exit_code: int) -> list[Order]:
-        self._is_stopping, self.exit_code = True, exit_code
+    def _stop(self) -> list[Order]:
+        self._is_stopping = True
         return self._stop_next()
 
     def _stop_next(self) -> list[Order]:

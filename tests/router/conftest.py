@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from trioserve.contracts.endpoint import EndpointId, RoutedRequest
+from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.router.core import RouterCore
 from trioserve.router.policies import POLICIES
 from trioserve.router.settings import RouterSettings
@@ -29,9 +30,17 @@ class Router:
             on_gone=self.gone.append,
         )
 
-    def endpoint(self, id: str, *, leases_max: int | None = None, models: str = "m", well: bool = True) -> EndpointId:
+    def endpoint(
+        self,
+        id: str,
+        *,
+        leases_max: int | None = None,
+        models: str = "m",
+        well: bool = True,
+        role: EngineRole | None = None,
+    ) -> EndpointId:
         endpoint = EndpointId(id)
-        self.core.add_endpoint(endpoint, models.split(), self.now, leases_max=leases_max)
+        self.core.add_endpoint(endpoint, models.split(), self.now, leases_max=leases_max, role=role)
         if well:
             self.core.note_health(endpoint, True, self.now)
         return endpoint

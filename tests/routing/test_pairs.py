@@ -684,16 +684,22 @@ async def test_an_endpoint_that_hangs_in_a_prefill_is_left_when_its_checks_fail(
 
 async def test_what_became_of_pairs_is_counted(open_pair, autojump_clock):
     async with open_pair() as pair:
-        async with pair.client().ask(TEXT, body()) as answer:
-            (await pair.ask_of("p")).hold()
-            await trio.sleep(0.15)
-            (await pair.ask_of("d")).answer(ANSWER)
-            await answer.read()
+        for stream in (False, True):
+            async with pair.client().ask(TEXT, body(stream=stream)) as answer:
+                (await pair.ask_of("p")).hold()
+                await trio.sleep(0.15)
+                decode = await pair.ask_of("d")
+                if stream:
+                    decode.token(finish_reason="length")
+                    decode.finish()
+                else:
+                    decode.answer(ANSWER)
+                await answer.read()
         async with pair.client().ask(TEXT, body()):
             await pair.ask_of("p")
         await wait_all_tasks_blocked()
         page = (await pair.client().get("/metrics")).body.decode()
-        assert '\ntrioserve_router:pairs_total{outcome="paired"} 1.0\n' in page
+        assert '\ntrioserve_router:pairs_total{outcome="paired"} 2.0\n' in page
         assert '\ntrioserve_router:pairs_total{outcome="left"} 1.0\n' in page
         for outcome in PairOutcome:
             assert f'trioserve_router:pairs_total{{outcome="{outcome.value}"}} ' in page

@@ -166,8 +166,8 @@ async def _relay(
 ) -> None:
     """Raises EndpointLost, Unreachable, TransferFailed, Refused."""
 
-    def begin() -> None:
-        turn.first_token()
+    def begin(*, is_last: bool = False) -> None:
+        turn.first_token(is_last=is_last)
         clock.stop_first_token()
         on_begin()
 
@@ -178,7 +178,7 @@ async def _relay(
             await _relay_events(call, turn, answer, begin)
             return
         whole = await answer.whole(WHOLE_BYTES_MAX)
-        begin()
+        begin(is_last=True)
         if whole is not None:
             await _pass_on(call, answer, whole)
             return

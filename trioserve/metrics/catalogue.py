@@ -633,7 +633,7 @@ CATALOGUE: tuple[Metric, ...] = (
         name="pair_handover_seconds",
         kind="histogram",
         unit="seconds",
-        meaning="Of such requests, from the end of the prompt at the first endpoint to the first token at the second.",
+        meaning="From the end of the prompt at one endpoint to the first token at another, of such streamed requests.",
         buckets=WAIT_SECONDS,
         part="router",
     ),

@@ -265,10 +265,10 @@ class Turn:
         if scope.cancelled_caught:
             raise self._end or EndpointLost(f'the endpoint "{self.ticket.endpoint}" does not answer any more')
 
-    def first_token(self) -> None:
-        """The endpoint has begun to answer."""
+    def first_token(self, *, is_last: bool = False) -> None:
+        """The endpoint has begun to answer. is_last: all of its answer is there, so that nobody knows when it began."""
         ticket, now = self.ticket, trio.current_time()
-        if ticket.leg is Leg.DECODE and not ticket.has_token:
+        if ticket.leg is Leg.DECODE and not ticket.has_token and not is_last:
             self._dispatch.on_paired(now - ticket.prefilled_at)
         self._core.first_token(ticket, now)
 

@@ -1,0 +1,259 @@
+"""Requests whose prompt is computed at one endpoint and whose answer is made at another: who waits where, and what
+becomes of those that cannot go on so."""
+
+from __future__ import annotations
+
+import pytest
+
+from trioserve.contracts.endpoint import EndpointId, Leg, PairOutcome
+from trioserve.contracts.errors import Draining, NoEndpoint, QueueWaitOver
+from trioserve.router.core import Fault
+from trioserve.router.ticket import TicketState
+
+
+@pytest.fixture
+def pair(make_router):
+    """A router with a prefill endpoint p and a decode endpoint d, of one seat each unless told otherwise."""
+
+    def made(prefill: str = "p", decode: str = "d", leases_max: int = 1, **settings: object):
+        router = make_router(**settings)
+        for id in prefill.split():
+            router.endpoint(id, role="prefill", leases_max=leases_max)
+        for id in decode.split():
+            router.endpoint(id, role="decode", leases_max=leases_max)
+        return router
+
+    return made
+
+
+def leases(router) -> dict[str, int]:
+    return dict(router.core.stats().leases)
+
+
+def outcomes(router) -> dict[PairOutcome, int]:
+    return {outcome: count for outcome, count in router.core.stats().pairs_total.items() if count}
+
+
+def split(router, **fields: object):
+    return router.enter(can_be_split=True, prompt_tokens=100, **fields)
+
+
+def computed(router, **fields: object):
+    """One whose prompt is computed."""
+    ticket = split(router, **fields)
+    router.core.sent(ticket)
+    router.core.prefilled(ticket, router.now)
+    return ticket
+
+
+def test_a_request_has_a_lease_for_its_prompt_and_then_one_for_its_answer(pair):
+    router = pair()
+    ticket = split(router)
+    assert (ticket.leg, ticket.endpoint, leases(router)) == (Leg.PREFILL, "p", {"p": 1, "d": 0})
+    router.core.sent(ticket)
+    router.core.prefilled(ticket, router.now)
+    assert (ticket.leg, ticket.endpoint, leases(router)) == (Leg.DECODE, "d", {"p": 0, "d": 1})
+    assert not ticket.is_sent
+    router.core.sent(ticket)
+    router.core.first_token(ticket, router.now)
+    router.leave(ticket, ticket)
+    assert leases(router) == {"p": 0, "d": 0}
+    assert outcomes(router) == {PairOutcome.PAIRED: 1}
+
+
+def test_nobody_who_waits_for_one_kind_of_seat_holds_up_one_who_waits_for_the_other(pair):
+    router = pair()
+    first, second = computed(router), split(router)
+    third, whole = split(router), router.enter(sequences=1)
+    assert (first.endpoint, second.endpoint) == ("d", "p")
+    assert [ticket.state for ticket in (third, whole)] == [TicketState.WAITING] * 2
+    router.leave(first)
+    assert (whole.endpoint, third.state) == ("d", TicketState.WAITING)
+    router.leave(second)
+    assert third.endpoint == "p"
+
+
+def test_whoever_has_its_prompt_comes_before_those_in_line(pair):
+    router = pair()
+    holder = router.enter()
+    assert holder.endpoint == "d"
+    ticket = computed(router)
+    in_the_way = split(router)
+    newcomer = router.enter()
+    router.leave(holder)
+    assert (ticket.endpoint, newcomer.state) == ("d", TicketState.WAITING)
+    router.leave(in_the_way, ticket, newcomer)
+    assert leases(router) == {"p": 0, "d": 0}
+
+
+def test_whole_requests_take_a_prefill_endpoint_when_nothing_else_is_free(pair):
+    router = pair()
+    assert [router.enter().endpoint for _ in range(2)] == ["d", "p"]
+
+
+def test_no_further_prompt_is_begun_while_too_many_wait_to_be_answered(pair):
+    router = pair(handover_waiting_max=2)
+    holder = router.enter()
+    first, second = computed(router), computed(router)
+    third = split(router)
+    assert third.state is TicketState.WAITING
+    assert leases(router) == {"p": 0, "d": 1}
+    router.leave(holder)
+    assert (first.endpoint, second.state, third.endpoint) == ("d", TicketState.WAITING, "p")
+
+
+@pytest.mark.parametrize("outcome", [PairOutcome.NOT_HELD, PairOutcome.FINISHED])
+def test_without_blocks_the_rest_is_done_where_the_prompt_was_computed(pair, outcome):
+    router = pair(prefill="p q")
+    ticket = split(router)
+    prefilled_by = ticket.endpoint
+    router.core.sent(ticket)
+    router.core.prefilled(ticket, router.now, outcome=outcome)
+    assert (ticket.leg, ticket.endpoint) == (None, prefilled_by)
+    assert outcomes(router) == {outcome: 1}
+
+
+def test_blocks_that_are_lost_in_line_make_a_request_whole(pair):
+    router = pair()
+    holder = router.enter()
+    ticket = computed(router)
+    assert ticket.state is TicketState.WAITING
+    router.core.hold_lost(ticket, router.now)
+    assert (ticket.leg, ticket.endpoint, leases(router)) == (None, "p", {"p": 1, "d": 1})
+    assert outcomes(router) == {PairOutcome.HOLD_LOST: 1}
+    router.leave(holder)
+
+
+def test_blocks_that_are_lost_before_it_is_sent_give_the_lease_back(pair):
+    router = pair()
+    ticket = computed(router)
+    assert ticket.endpoint == "d"
+    router.core.hold_lost(ticket, router.now)
+    assert (ticket.leg, ticket.endpoint, leases(router)) == (None, "p", {"p": 1, "d": 0})
+
+
+def test_blocks_that_are_lost_after_it_was_sent_have_been_read(pair):
+    router = pair()
+    ticket = computed(router)
+    router.core.sent(ticket)
+    router.core.hold_lost(ticket, router.now)
+    assert (ticket.leg, ticket.endpoint) == (Leg.DECODE, "d")
+    router.core.first_token(ticket, router.now)
+    assert outcomes(router) == {PairOutcome.PAIRED: 1}
+
+
+def test_a_decode_endpoint_that_fails_is_replaced_by_another_and_then_by_the_prefill_endpoint(pair):
+    router = pair(decode="d e", attempts_max=4, retries_per_second_min=10.0)
+    ticket = computed(router)
+    first = ticket.endpoint
+    router.core.sent(ticket)
+    assert router.core.failed(ticket, Fault.BROKE, router.now)
+    assert (ticket.leg, ticket.endpoint) == (Leg.DECODE, "e" if first == "d" else "d")
+    router.core.sent(ticket)
+    assert router.core.failed(ticket, Fault.TRANSFER, router.now)
+    assert (ticket.leg, ticket.endpoint) == (None, "p")
+    assert outcomes(router) == {PairOutcome.TRANSFER_FAILED: 1}
+    assert leases(router) == {"p": 1, "d": 0, "e": 0}
+
+
+def test_a_transfer_that_fails_is_nobodys_fault(pair):
+    router = pair(failures_max=1)
+    ticket = computed(router)
+    router.core.sent(ticket)
+    router.core.failed(ticket, Fault.TRANSFER, router.now)
+    assert router.core.stats().health[EndpointId("d")].value == "healthy"
+
+
+@pytest.mark.parametrize(("lost", "outcome"), [("p", PairOutcome.NO_ENDPOINT), ("d", PairOutcome.NO_ENDPOINT)])
+def test_those_in_line_for_a_prompt_go_whole_when_there_is_no_pair_any_more(pair, lost, outcome):
+    router = pair()
+    holders = [split(router), router.enter()]
+    waiting = [split(router), split(router)]
+    router.core.drain_endpoint(EndpointId(lost), router.now)
+    assert [ticket.leg for ticket in waiting] == [None, None]
+    router.leave(*holders)
+    assert waiting[0].endpoint == ("d" if lost == "p" else "p")
+    assert outcomes(router)[outcome] == 2
+
+
+def test_whose_prompt_is_computed_and_for_whom_nobody_is_left_is_told_so(pair):
+    router = pair()
+    ticket = split(router)
+    router.core.sent(ticket)
+    for id in "pd":
+        router.core.drain_endpoint(EndpointId(id), router.now)
+    router.core.prefilled(ticket, router.now)
+    assert isinstance(ticket.refusal, NoEndpoint)
+    assert router.changed == [ticket]
+
+
+def test_the_time_of_a_prompt_is_no_time_in_line(pair):
+    router = pair()
+    holder = router.enter()
+    ticket = split(router, queue_deadline=router.now + 2)
+    router.core.sent(ticket)
+    router.after(30)
+    router.core.prefilled(ticket, router.now)
+    router.after(1.5)
+    assert ticket.state is TicketState.WAITING
+    router.after(1)
+    assert isinstance(ticket.refusal, QueueWaitOver)
+    router.leave(holder)
+    assert leases(router) == {"p": 0, "d": 0}
+
+
+def test_a_router_that_leaves_lets_those_go_on_whose_prompt_is_computed(pair):
+    router = pair()
+    holder = router.enter()
+    handed, unsent = computed(router), split(router)
+    router.core.drain(router.now)
+    assert isinstance(unsent.refusal, Draining)
+    assert isinstance(holder.refusal, Draining), "it had a lease, and was not sent"
+    assert handed.endpoint == "d"
+
+
+@pytest.mark.parametrize("fields", [{"pinned": "d"}, {"can_be_split": False}])
+def test_what_must_not_be_split_is_not(pair, fields):
+    router = pair()
+    assert router.enter(**{"can_be_split": True, **fields}).leg is None
+
+
+def test_roles_that_endpoints_tell_count_from_then_on(make_router):
+    router = make_router()
+    for id in "ab":
+        router.endpoint(id, leases_max=4)
+    assert split(router).leg is None
+    router.core.set_role(EndpointId("a"), "both", router.now)
+    assert split(router).leg is None, "one endpoint is no pair"
+    router.core.set_role(EndpointId("b"), "decode", router.now)
+    ticket = computed(router)
+    assert (ticket.leg, ticket.prefilled_by, ticket.endpoint) == (Leg.DECODE, "a", "b")
+    router.core.set_role(EndpointId("b"), None, router.now)
+    assert split(router).leg is None
+    router.core.set_role(EndpointId("gone"), "both", router.now)
+
+
+@pytest.mark.parametrize("moment", ["leased", "sent", "waiting", "leased again", "sent again", "answering"])
+def test_whoever_leaves_gives_everything_back_once(pair, moment):
+    """S10: at every moment there is at most one lease, and none afterwards."""
+    router = pair()
+    holder = router.enter() if moment == "waiting" else None
+    ticket = split(router)
+    if moment != "leased":
+        router.core.sent(ticket)
+    if moment not in ("leased", "sent"):
+        router.core.prefilled(ticket, router.now)
+    if moment in ("sent again", "answering"):
+        router.core.sent(ticket)
+    if moment == "answering":
+        router.core.first_token(ticket, router.now)
+    router.leave(ticket, ticket)
+    if holder is not None:
+        router.leave(holder)
+    stats = router.core.stats()
+    assert leases(router) == {"p": 0, "d": 0}
+    assert stats.waiting == 0
+    assert outcomes(router) == {PairOutcome.PAIRED if moment == "answering" else PairOutcome.LEFT: 1}
+    router.core.prefilled(ticket, router.now)
+    router.core.hold_lost(ticket, router.now)
+    assert leases(router) == {"p": 0, "d": 0}
