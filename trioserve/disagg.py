@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -20,14 +21,18 @@ import msgspec
 import trio
 
 from trioserve.config import Config, RouteConfig, ServerConfig, add_arguments, config_from
-from trioserve.contracts.errors import StartupError
+from trioserve.contracts.endpoint import EndpointId
+from trioserve.contracts.errors import EndpointLost, StartupError
 from trioserve.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
+from trioserve.runtime.remote_endpoint import EndpointAddress, RemoteEndpoint
 
 __all__ = ["DisaggSettings", "Ended", "Happening", "Order", "Serving", "Signalled", "StartAndStop", "run_disagg"]
 
 LINE_BYTES_MAX = 64 * 1024  # of a server's output; what is longer is told in pieces
 HAPPENINGS_MAX = 64  # more than three processes and a user bring about at a time; a signal too many says nothing new
-SERVING = "serving "  # how the line of a server begins that says where it serves
+SERVING = re.compile(r"serving .* at (\S+) ")
+FINDING_SECONDS_MAX = 10.0  # several health checks
+LOOKS_SECONDS = 0.05  # between two questions; there is nobody to wait for at the other end
 
 Name = Literal["router", "prefill", "decode"]
 Kind = TypeVar("Kind", bound=ServerConfig)
@@ -207,8 +212,8 @@ async def _run(commands: dict[Name, list[str]]) -> int:
             for order in orders:
                 if order.what == "start":
                     command = commands[order.name]
-                    _tell(f"{order.name}: python -m trioserve {shlex.join(command)}")
-                    processes[order.name] = await nursery.start(_serve, order.name, command, sender)
+                    process = processes[order.name] = await nursery.start(_serve, order.name, command, sender)
+                    _tell(f"{order.name}: process {process.pid}: python -m trioserve {shlex.join(command)}")
                 elif order.what == "stop":
                     processes[order.name].terminate()
                 else:
@@ -257,8 +262,15 @@ async def _serve(
         )
         task_status.started(process)
         assert process.stderr is not None
-        await _relay_lines(name, process.stderr, lambda: sender.send_nowait(Serving(name)))
+
+        async def tell_serving(url: str) -> None:
+            if name == "router":
+                await _until_both_are_found(url)
+            await sender.send(Serving(name))
+
+        await _relay_lines(name, process.stderr, lambda url: nursery.start_soon(tell_serving, url))
         code = await process.wait()
+        nursery.cancel_scope.cancel()
     await sender.send(Ended(name, code))
 
 
@@ -266,8 +278,35 @@ async def _kill(process: trio.Process) -> None:
     process.kill()
 
 
-async def _relay_lines(name: Name, output: trio.abc.ReceiveStream, on_serving: Callable[[], None]) -> None:
-    """What it says goes out behind its name. on_serving: called when it says that it serves."""
+async def _until_both_are_found(url: str) -> None:
+    """Until the router has asked both servers how they are; before that it would take one of them for all there is.
+    Gives up where it is not for everybody to ask that, or too much time has passed."""
+    router = RemoteEndpoint(EndpointId("router"), EndpointAddress.parse(url))
+    with trio.move_on_after(FINDING_SECONDS_MAX):
+        while True:
+            try:
+                async with router.request("GET", "/endpoints", [], b"") as answer:
+                    listed = await answer.whole(LINE_BYTES_MAX)
+                if answer.status != 200 or listed is None:
+                    break
+                if all(each.health == "healthy" for each in msgspec.json.decode(listed, type=_Endpoints).data):
+                    break
+            except (EndpointLost, msgspec.DecodeError):
+                break
+            await trio.sleep(LOOKS_SECONDS)
+    router.close()
+
+
+class _Endpoint(msgspec.Struct):
+    health: str
+
+
+class _Endpoints(msgspec.Struct):
+    data: list[_Endpoint]
+
+
+async def _relay_lines(name: Name, output: trio.abc.ReceiveStream, on_serving: Callable[[str], None]) -> None:
+    """What it says goes out behind its name. on_serving: told the URL when it says where it serves."""
     is_told = False
     held = b""
     async for data in output:
@@ -277,9 +316,10 @@ async def _relay_lines(name: Name, output: trio.abc.ReceiveStream, on_serving: C
         for line in lines:
             text = line.decode("utf-8", "replace")
             _tell(f"{name}: {text}")
-            if text.startswith(SERVING) and not is_told:
+            found = SERVING.match(text)
+            if found is not None and not is_told:
                 is_told = True
-                on_serving()
+                on_serving(found[1])
     if held:
         _tell(f"{name}: {held.decode('utf-8', 'replace')}")
 

@@ -63,12 +63,8 @@ class Three:
         return float(value)
 
     def process_of(self, name: str) -> int:
-        """Of a server, by what it was started with."""
-        found = subprocess.run(
-            ["ps", "--ppid", str(self.process.pid), "-o", "pid=,args="], capture_output=True, text=True, check=True
-        )
-        [pid] = [line.split()[0] for line in found.stdout.splitlines() if f"--role {name}" in line]
-        return int(pid)
+        [found] = [match[1] for line in self.lines if (match := re.match(rf"{name}: process (\d+): ", line))]
+        return int(found)
 
     def stop(self) -> int:
         if self.process.poll() is None:
@@ -95,7 +91,6 @@ def is_free(port: int) -> bool:
         return attempt.connect_ex(("127.0.0.1", port)) != 0
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="looks at processes with Linux's ps")
 def test_a_pair_answers_like_one_server_and_one_server_goes_on_alone(three):
     headers, paired = three.ask(three.router)
     assert (headers["x-trioserve-prefill-endpoint"], headers["x-trioserve-endpoint"]) == ("prefill", "decode")
