@@ -704,5 +704,76 @@ async def test_what_became_of_pairs_is_counted(open_pair, autojump_clock):
         for outcome in PairOutcome:
             assert f'trioserve_router:pairs_total{{outcome="{outcome.value}"}} ' in page
         assert "\ntrioserve_router:pair_handover_seconds_count 1.0\n" in page
+        assert "\ntrioserve_router:queue_wait_seconds_count 3.0\n" in page, "a request waits in line once"
         assert "\ntrioserve_router:pair_handover_seconds_sum 0.15" in page
         await pair.assert_all_free()
+
+
+async def test_the_time_in_line_that_is_left_does_not_count_the_prompt(open_pair, autojump_clock):
+    async with open_pair() as pair:
+        async with pair.client().ask(TEXT, body(queue_timeout=2)) as answer:
+            prefill = await pair.ask_of("p")
+            assert prefill.body["queue_timeout"] == pytest.approx(2, abs=0.1)
+            await trio.sleep(30)
+            prefill.hold()
+            decode = await pair.ask_of("d")
+            assert decode.body["queue_timeout"] == pytest.approx(2, abs=0.1)
+            decode.answer(ANSWER)
+            await answer.read()
+        await pair.assert_all_free()
+
+
+async def test_an_error_that_comes_in_pieces_is_one_all_the_same(open_pair):
+    async with open_pair() as pair, pair.client().ask(TEXT, body(stream=True)) as answer:
+        (await pair.ask_of("p")).hold()
+        decode = await pair.ask_of("d")
+        for piece in ('data: {"error": {"code": "requ', 'est_failed", "message": "no"}}\n\n'):
+            decode.say(piece)
+            await wait_all_tasks_blocked()
+        decode.finish()
+        await answered_whole(pair, answer, "p", "transfer_failed")
+
+
+async def test_a_token_that_comes_in_pieces_comes_whole(open_pair):
+    async with open_pair() as pair, pair.client().ask(TEXT, body(stream=True)) as answer:
+        (await pair.ask_of("p")).hold()
+        decode = await pair.ask_of("d")
+        decode.say('data: {"choices": [{"te')
+        await wait_all_tasks_blocked()
+        assert pair["p"].held_count == 1
+        decode.say('xt": "x"}]}\n\n')
+        decode.finish()
+        assert [event["choices"][0]["text"] async for event in answer] == ["x"]
+
+
+async def test_what_was_ended_on_purpose_is_not_begun_anew(open_pair):
+    async with open_pair() as pair, pair.client().ask(TEXT, body(stream=True)) as answer:
+        (await pair.ask_of("p")).hold()
+        decode = await pair.ask_of("d")
+        decode.event(error={"message": "time is over", "type": "server_error", "code": "timeout"})
+        decode.finish()
+        assert [event["error"]["code"] async for event in answer] == ["timeout"]
+        await pair.assert_all_free()
+
+
+async def test_a_client_cannot_say_which_part_its_request_is(open_pair):
+    headers = {"x-trioserve-leg": "decode"}
+    async with open_pair("w") as pair, pair.client().ask(TEXT, body(), headers=headers):
+        assert "x-trioserve-leg" not in (await pair.ask_of("w")).headers
+
+
+async def test_a_prefill_that_says_too_much_is_not_read_to_its_end(open_pair):
+    async with open_pair() as pair, pair.client().ask(TEXT, body()) as answer:
+        prefill = await pair.ask_of("p")
+        for _ in range(18):
+            prefill.say("x" * 65_536)
+            await wait_all_tasks_blocked()
+        assert prefill.is_gone
+        await answered_whole(pair, answer, "p", "not_held")
+
+
+@pytest.mark.parametrize(("characters", "first"), [(122, "p"), (121, "d")])
+async def test_a_prompt_is_split_from_a_certain_length_on(open_pair, characters, first):
+    """Of 4 bytes a token, with its quotation marks."""
+    async with open_pair() as pair, pair.client().ask(TEXT, body(prompt="x" * characters)):
+        await pair.ask_of(first)
