@@ -13,6 +13,7 @@ from trioserve.config import RouteConfig, add_arguments, config_from
 from trioserve.contracts.errors import StartupError
 from trioserve.route import serve_router
 from trioserve.router.policies import RoundRobin
+from trioserve.runtime.discovery.file import read_endpoints
 
 ENDPOINT = ["--endpoint", "http://127.0.0.1:9"]
 
@@ -59,3 +60,35 @@ async def test_a_policy_of_ones_own_is_found_by_its_entry_point(monkeypatch):
     entry = EntryPoint(name="mine", value="trioserve.router.policies:RoundRobin", group="trioserve.policies")
     monkeypatch.setattr(route, "entry_points", lambda group: [entry] if group == "trioserve.policies" else [])
     assert route._policy("mine") is RoundRobin
+
+
+def configured(*flags: str) -> RouteConfig:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, RouteConfig)
+    return config_from(parser.parse_args(list(flags)), {}, kind=RouteConfig)
+
+
+async def test_endpoints_have_the_roles_that_flags_give_them():
+    config = configured(
+        *("--endpoint", "w=http://127.0.0.1:1"),
+        *("--prefill-endpoint", "p=http://127.0.0.1:2", "http://127.0.0.1:3"),
+        *("--decode-endpoint", "d=http://127.0.0.1:4"),
+    )
+    routing = route.Routing(config)
+    async with routing.running():
+        roles = {id: state.role for id, state in routing.dispatch.core.endpoints.items()}
+    assert roles == {"w": None, "p": "prefill", "http://127.0.0.1:3": "prefill", "d": "decode"}
+
+
+async def test_the_length_from_which_requests_are_split_is_a_flag():
+    routing = route.Routing(configured(*ENDPOINT, "--split-min-tokens", "500"))
+    assert routing.app()._rules.split_prompt_tokens_min == 500
+
+
+def test_an_endpoints_file_may_say_roles(tmp_path):
+    file = tmp_path / "endpoints.toml"
+    file.write_text('[[endpoints]]\nurl = "http://a"\nrole = "prefill"\n[[endpoints]]\nurl = "http://b"\n')
+    assert [spec.role for spec in read_endpoints(file)] == ["prefill", None]
+    file.write_text('[[endpoints]]\nurl = "http://a"\nrole = "boss"\n')
+    with pytest.raises(StartupError, match="boss"):
+        read_endpoints(file)
