@@ -19,7 +19,7 @@ SERVER = """
 import http.server, json, os, pathlib, sys
 
 HERE = pathlib.Path(__file__).parent
-METRICS = '''trioserve:kv_transfer_loads_total 4.0
+METRICS = '''trioserve:kv_transfer_loads_completed_total 4.0
 trioserve:kv_transfer_loads_failed_total 1.0
 trioserve:kv_transfer_blocks_received_total 40.0
 trioserve:kv_transfer_bytes_received_total 4e+06

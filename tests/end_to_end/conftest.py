@@ -79,9 +79,7 @@ def server() -> Iterator[ServerProcess]:
         process.stop()
 
 
-@pytest.fixture
-def start_server() -> Iterator[Callable[..., ServerProcess]]:
-    """For tests that end their server."""
+def _started_servers() -> Iterator[Callable[..., ServerProcess]]:
     started: list[ServerProcess] = []
 
     def start(*flags: str, command: str = "serve") -> ServerProcess:
@@ -92,3 +90,15 @@ def start_server() -> Iterator[Callable[..., ServerProcess]]:
     yield start
     for process in started:
         process.stop(signal.SIGKILL)
+
+
+@pytest.fixture
+def start_server() -> Iterator[Callable[..., ServerProcess]]:
+    """For tests that end their server."""
+    yield from _started_servers()
+
+
+@pytest.fixture(scope="module")
+def start_shared_server() -> Iterator[Callable[..., ServerProcess]]:
+    """For the tests of a file that leave their servers as they found them."""
+    yield from _started_servers()

@@ -294,7 +294,7 @@ def _transfer(decode: Scrape) -> TransferFigures:
     def total(name: str) -> float:
         return decode.total(f"trioserve:kv_transfer_{name}_total") or 0.0
 
-    transfers, received = int(total("loads")), int(total("bytes_received"))
+    transfers, received = int(total("loads_completed")), int(total("bytes_received"))
     copy_bytes = received // transfers if transfers else 1 << 24
     with copying_process(copy_bytes) as port:
         copies = [seconds_to_receive(port, copy_bytes) for _ in range(COPIES)]

@@ -310,6 +310,12 @@ CATALOGUE: tuple[Metric, ...] = (
         meaning="Requests whose KV came.",
     ),
     Metric(
+        name="kv_transfer_load_seconds_total",
+        kind="counter",
+        unit="seconds",
+        meaning="What these took from their turn until all of it was there.",
+    ),
+    Metric(
         name="kv_transfer_loads_failed_total",
         kind="counter",
         unit="requests",

@@ -61,6 +61,7 @@ class Metrics:
     kv_transfer_sends_completed_total: Counter
     kv_transfer_sends_failed_total: Counter
     kv_transfer_loads_completed_total: Counter
+    kv_transfer_load_seconds_total: Counter
     kv_transfer_loads_failed_total: Counter
     kv_transfer_sends_unwanted_total: Counter
     kv_transfer_sends_aborted_total: Counter

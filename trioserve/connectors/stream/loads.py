@@ -45,7 +45,7 @@ def _nobody() -> None:
 
 class Load(msgspec.Struct, eq=False):
     """KV that is to be read into blocks: token_count positions from `start` on, position p in block_table[p //
-    block_size]. next_chunk: the first one that has not come. stop: of the task that brings it."""
+    block_size]. next_chunk: the first one that has not come. begun_at: when its turn came. stop: of the task that brings it."""
 
     request_id: RequestId
     origin: Origin
@@ -56,6 +56,7 @@ class Load(msgspec.Struct, eq=False):
     next_chunk: int = 0
     retries: int = 0
     retries_in_a_row: int = 0
+    begun_at: float = 0.0
     quiet_since: float | None = None
     stop: Callable[[], None] = _nobody
 
@@ -143,6 +144,7 @@ class Loads:
 
     def begun(self, load: Load, now: float) -> None:
         """Its turn has come: patience with its holder counts from here."""
+        load.begun_at = now
         load.quiet_since = now
 
     def broken(self, load: Load, message: str, now: float, *, is_deaf: bool = False) -> float | None:

@@ -27,6 +27,7 @@ NAMED_COUNTS = (
     "blocks_received_total",
     "bytes_sent_total",
     "bytes_received_total",
+    "load_seconds_total",
     "heartbeats_sent_total",
     "heartbeats_received_total",
     "peers_refused_total",
@@ -48,7 +49,7 @@ class StreamPolicy:
         self.sends = Sends(self.reports)
         self.loads = Loads(self.reports, on_work)
         self.address: tuple[str, int] | None = None
-        self.totals: dict[str, int] = dict.fromkeys(NAMED_COUNTS, 0)
+        self.totals: dict[str, float] = dict.fromkeys(NAMED_COUNTS, 0)
         self._asked: set[RequestId] = set()  # live requests whose load was started: their holders know, or will
 
     def num_matched_tokens(self, request: EngineRequest, computed_count: int) -> int:

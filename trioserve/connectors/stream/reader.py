@@ -144,6 +144,7 @@ class Reader:
             size = self._pages.layout.block_size
             block_count = (load.start + load.token_count - 1) // size - load.start // size + 1
             self._policy.totals["blocks_received_total"] += block_count
+            self._policy.totals["load_seconds_total"] += trio.current_time() - load.begun_at
         self._loads.complete(load)
 
     async def receive_answer(self, far: Far, kind: Kind) -> Head:
