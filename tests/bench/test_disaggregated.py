@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trioserve.bench.disaggregated import DisaggregatedReport, TransferFigures, disaggregated_text, main
+from trioserve.bench.disaggregated import CopyFigures, DisaggregatedReport, TransferFigures, disaggregated_text, main
 from trioserve.bench.disaggregated_settings import DisaggregatedSettings
 from trioserve.bench.report import Machine
 from trioserve.bench.socket_copy import copying_process, seconds_to_receive
@@ -19,18 +19,22 @@ SERVER = """
 import http.server, json, os, pathlib, sys
 
 HERE = pathlib.Path(__file__).parent
-METRICS = '''trioserve:kv_transfer_loads_completed_total 4.0
-trioserve:kv_transfer_loads_failed_total 1.0
-trioserve:kv_transfer_blocks_received_total 40.0
-trioserve:kv_transfer_bytes_received_total 4e+06
-trioserve:kv_transfer_load_seconds_total 0.002
+METRICS = '''trioserve:kv_transfer_loads_completed_total {0}
+trioserve:kv_transfer_loads_failed_total {1}
+trioserve:kv_transfer_blocks_received_total {0}0.0
+trioserve:kv_transfer_bytes_received_total {0}e+06
+trioserve:kv_transfer_load_seconds_total {2}
 '''
+looks = 0
 
 class Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self):
-        self.answer(METRICS.encode() if self.path == "/metrics" else b"")
+        global looks
+        looks += self.path == "/metrics"  # as much more comes between any two looks
+        metrics = METRICS.format(looks, looks // 6, looks * 0.0005)
+        self.answer(metrics.encode() if self.path == "/metrics" else b"")
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -96,15 +100,17 @@ def test_both_get_the_same_load_in_turn(pretended, tmp_path, capsys):
 
     asked = [line.split() for line in (pretended / "asked").read_text().splitlines()]
     longs = [line for line in asked if line[1] == "64"]
-    assert [line[0] for line in longs] == (["serve"] * 4 + ["route"] * 4) * 2  # one of each four to warm up
+    # Five by themselves, and then one of each four to warm up.
+    assert [line[0] for line in longs] == ["route"] * 5 + (["serve"] * 4 + ["route"] * 4) * 2
     assert {tuple(line[1:]) for line in asked if line not in longs} == {("32", "50")}
 
     report = json.loads((tmp_path / "report.json").read_text())
     assert [each["is_pair"] for each in report["rounds"]] == [False, True, False, True]
-    assert report["transfer"]["copy_bytes"] == 1_000_000
+    assert report["copy"]["bytes"] == 1_000_000
     text = capsys.readouterr().out
-    assert "4 transfers over tcp: 40 blocks, 4.0 MB at 2.00 GB/s" in text
-    assert "1 failed" in text
+    assert "5 transfers over tcp while nobody computes: 50 blocks, 5.0 MB at 2.00 GB/s; 1 failed." in text
+    assert "A plain socket copy of 1.0 MB" in text
+    assert "1 transfers over tcp under the load above: 10 blocks, 1.0 MB at 2.00 GB/s; 0 failed." in text
 
 
 def test_a_request_that_fails_ends_it(pretended, monkeypatch, capsys):
@@ -122,10 +128,13 @@ def test_a_server_that_does_not_start_is_told(tmp_path, monkeypatch, capsys):
 
 
 def test_a_pair_without_transfers_says_so():
-    nothing = TransferFigures(transfers=0, blocks=0, bytes=0, seconds=0.0, failures=7, copy_bytes=1, copy_seconds=[1.0])
+    nothing = TransferFigures(transfers=0, blocks=0, bytes=0, seconds=0.0, failures=7)
     machine = Machine(cpu="a CPU", cores=2, python="3.11", platform="Linux")
-    report = DisaggregatedReport(settings=SETTINGS, date="today", machine=machine, rounds=[], transfer=nothing)
-    assert "No KV travelled over tcp: 7 transfers failed." in disaggregated_text(report)
+    copy = CopyFigures(bytes=1, seconds=[1.0])
+    report = DisaggregatedReport(
+        settings=SETTINGS, date="today", machine=machine, rounds=[], alone=nothing, loaded=nothing, copy=copy
+    )
+    assert "No KV travelled over tcp while nobody computes: 7 transfers failed." in disaggregated_text(report)
 
 
 def test_a_copy_is_whole():

@@ -38,7 +38,15 @@ from trioserve.bench.settings import BenchSettings, Target
 from trioserve.bench.socket_copy import copying_process, seconds_to_receive
 from trioserve.bench.startup import STOP_SECONDS_MAX, free_port, wait_until_ready
 
-__all__ = ["DisaggregatedReport", "RoundFigures", "TransferFigures", "disaggregated_json", "disaggregated_text", "main"]
+__all__ = [
+    "CopyFigures",
+    "DisaggregatedReport",
+    "RoundFigures",
+    "TransferFigures",
+    "disaggregated_json",
+    "disaggregated_text",
+    "main",
+]
 
 READY_SECONDS_MAX = 120.0
 LONG_OUTPUT_TOKENS = 8  # enough to be sent on to a decode side, and little to decode
@@ -58,33 +66,42 @@ class RoundFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TransferFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What the decode side counted in all rounds: blocks and bytes that came, in how many seconds of loading (several
-    loads at a time count each), and what became of the rest. copy_seconds: of a plain copy of a transfer's bytes, each
-    time that it was tried."""
+    """What the decode side counted: blocks and bytes that came, in how many seconds of loading (several loads at a time
+    count each), and how many loads failed."""
 
     transfers: int
     blocks: int
     bytes: int
     seconds: float
     failures: int
-    copy_bytes: int
-    copy_seconds: list[float]
 
     @property
     def bytes_per_second(self) -> float:
         return self.bytes / self.seconds if self.seconds else 0.0
 
+
+class CopyFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """seconds: of a plain socket copy of so many bytes, each time that it was tried."""
+
+    bytes: int
+    seconds: list[float]
+
     @property
-    def copied_bytes_per_second(self) -> float:
-        return self.copy_bytes / median(self.copy_seconds)
+    def bytes_per_second(self) -> float:
+        return self.bytes / median(self.seconds)
 
 
 class DisaggregatedReport(msgspec.Struct, frozen=True, kw_only=True):
+    """alone: transfers one at a time, while nobody computes. loaded: those of the rounds. copy: in turn with the ones
+    alone."""
+
     settings: DisaggregatedSettings
     date: str
     machine: Machine
     rounds: list[RoundFigures]
-    transfer: TransferFigures | None
+    alone: TransferFigures | None
+    loaded: TransferFigures | None
+    copy: CopyFigures | None
 
 
 class _CannotMeasure(Exception):
@@ -98,15 +115,19 @@ class _CannotMeasure(Exception):
 def main(settings: DisaggregatedSettings) -> int:
     """Measure, print, and return the exit code as bench does. What was measured before an interruption is printed."""
     rounds: list[RoundFigures] = []
-    transfer: TransferFigures | None = None
+    alone: TransferFigures | None = None
+    loaded: TransferFigures | None = None
+    copy: CopyFigures | None = None
     exit_code = 0
     try:
         with _one_server(settings) as one, _pair(settings) as (pair, decode):
+            alone, copy = _alone(settings, pair, decode)
+            before = trio.run(_scrape, decode)
             for number in range(settings.rounds):
                 for url in (one, pair):
                     rounds.append(trio.run(_round, settings, url, number, url == pair))
                     _tell(f"round {number + 1} at {'the pair' if url == pair else 'one server'} is measured")
-            transfer = _transfer(trio.run(_scrape, decode))
+            loaded = _transfers(before, trio.run(_scrape, decode))
     except KeyboardInterrupt:
         exit_code = EXIT_INTERRUPTED
     except _CannotMeasure as error:
@@ -119,7 +140,9 @@ def main(settings: DisaggregatedSettings) -> int:
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         machine=Machine.here(),
         rounds=rounds,
-        transfer=transfer,
+        alone=alone,
+        loaded=loaded,
+        copy=copy,
     )
     print(disaggregated_text(report), end="", file=sys.stderr if settings.json_path == "-" else sys.stdout)
     if settings.json_path == "-":
@@ -154,8 +177,15 @@ def disaggregated_text(report: DisaggregatedReport) -> str:
     lines.append("")
     if len(p99) == 2 and p99[False] > 0:
         lines.append(f"ITL p99 of the pair is {p99[True] / p99[False]:.2f} times that of one server.")
-    if report.transfer is not None:
-        lines.append(_transfer_line(report.transfer, settings.connector))
+    if report.alone is not None and report.copy is not None:
+        lines.append(_transfer_line(report.alone, settings.connector, "while nobody computes"))
+        ratio = report.alone.bytes_per_second / report.copy.bytes_per_second
+        lines.append(
+            f"A plain socket copy of {report.copy.bytes / 1e6:.1f} MB, in turn with these: "
+            f"{report.copy.bytes_per_second / 1e9:.2f} GB/s; the transfers come to {ratio:.2f} of that."
+        )
+    if report.loaded is not None:
+        lines.append(_transfer_line(report.loaded, settings.connector, "under the load above"))
     machine = report.machine
     lines.append(
         f"{settings.concurrency} streams of {settings.output_tokens} tokens; meanwhile {settings.requests} prompts of "
@@ -173,15 +203,12 @@ def disaggregated_json(report: DisaggregatedReport) -> bytes:
     return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
 
 
-def _transfer_line(transfer: TransferFigures, connector: str) -> str:
+def _transfer_line(transfer: TransferFigures, connector: str, when: str) -> str:
     if not transfer.transfers:
-        return f"No KV travelled over {connector}: {transfer.failures} transfers failed."
-    ratio = transfer.bytes_per_second / transfer.copied_bytes_per_second
+        return f"No KV travelled over {connector} {when}: {transfer.failures} transfers failed."
     return (
-        f"{transfer.transfers} transfers over {connector}: {transfer.blocks} blocks, {transfer.bytes / 1e6:.1f} MB at "
-        f"{transfer.bytes_per_second / 1e9:.2f} GB/s while both servers compute; {transfer.failures} failed. A plain "
-        f"socket copy of {transfer.copy_bytes / 1e6:.1f} MB on the idle machine: "
-        f"{transfer.copied_bytes_per_second / 1e9:.2f} GB/s ({ratio:.2f} of it)."
+        f"{transfer.transfers} transfers over {connector} {when}: {transfer.blocks} blocks, "
+        f"{transfer.bytes / 1e6:.1f} MB at {transfer.bytes_per_second / 1e9:.2f} GB/s; {transfer.failures} failed."
     )
 
 
@@ -213,7 +240,7 @@ class _Round:
         self._is_pair = is_pair
         self._client = Http1Client(stream_opener(target, 1), [("host", target.authority), *common_headers(None)])
         # Other prompts in each round, and the same ones at both: what a cache keeps helps nobody.
-        self._seed = settings.seed + number
+        self._seed = settings.seed + 1000 + number
         self._streams: list[Measurement] = []
         self._longs: list[Measurement] = []
         self._scope = trio.CancelScope()
@@ -242,6 +269,16 @@ class _Round:
         seconds = trio.current_time() - began_at
         await self._client.aclose()
         return self._failure or self._figures(seconds)
+
+    async def ask_once(self) -> _CannotMeasure | None:
+        """One long prompt, and nothing else."""
+        settings = self._settings
+        load = self._load(1, settings.long_prompt_tokens, LONG_OUTPUT_TOKENS, seed=2 * self._seed)
+        with self._scope:
+            for planned in load.requests():
+                await self._perform(planned, self._longs)
+        await self._client.aclose()
+        return self._failure
 
     def _load(self, count: int, prompt_tokens: int, output_tokens: int, *, seed: int, rate: bool = False) -> Load:
         settings = BenchSettings(
@@ -290,22 +327,39 @@ class _Round:
         )
 
 
-def _transfer(decode: Scrape) -> TransferFigures:
-    def total(name: str) -> float:
-        return decode.total(f"trioserve:kv_transfer_{name}_total") or 0.0
+def _alone(settings: DisaggregatedSettings, pair: str, decode: str) -> tuple[TransferFigures, CopyFigures]:
+    """Transfers of long prompts, one at a time, and plain copies of as many bytes, in turn."""
+    before = now = trio.run(_scrape, decode)
+    copy_bytes, copy_seconds = 0, []
+    with contextlib.ExitStack() as stack:
+        port = 0
+        for number in range(COPIES):
+            trio.run(_one_long_prompt, settings, pair, number)
+            last, now = now, trio.run(_scrape, decode)
+            if not copy_bytes:
+                copy_bytes = _transfers(last, now).bytes or 1 << 24
+                port = stack.enter_context(copying_process(copy_bytes))
+            copy_seconds.append(seconds_to_receive(port, copy_bytes))
+    return _transfers(before, now), CopyFigures(bytes=copy_bytes, seconds=copy_seconds)
 
-    transfers, received = int(total("loads_completed")), int(total("bytes_received"))
-    copy_bytes = received // transfers if transfers else 1 << 24
-    with copying_process(copy_bytes) as port:
-        copies = [seconds_to_receive(port, copy_bytes) for _ in range(COPIES)]
+
+async def _one_long_prompt(settings: DisaggregatedSettings, url: str, number: int) -> None:
+    failure = await _Round(settings, url, -1 - number, True).ask_once()
+    if failure is not None:
+        raise failure
+
+
+def _transfers(before: Scrape, after: Scrape) -> TransferFigures:
+    def counted(name: str) -> float:
+        full_name = f"trioserve:kv_transfer_{name}_total"
+        return (after.total(full_name) or 0.0) - (before.total(full_name) or 0.0)
+
     return TransferFigures(
-        transfers=transfers,
-        blocks=int(total("blocks_received")),
-        bytes=received,
-        seconds=total("load_seconds"),
-        failures=int(total("loads_failed")),
-        copy_bytes=copy_bytes,
-        copy_seconds=copies,
+        transfers=round(counted("loads_completed")),
+        blocks=round(counted("blocks_received")),
+        bytes=round(counted("bytes_received")),
+        seconds=counted("load_seconds"),
+        failures=round(counted("loads_failed")),
     )
 
 
