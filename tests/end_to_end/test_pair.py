@@ -263,6 +263,7 @@ def test_many_that_leave_anywhere_leave_nothing(patient):
 
 
 def test_a_decode_server_that_is_killed_is_replaced_by_the_prefill_server(start_server):
+    """S07"""
     pair = patient_pair(start_server)
     expected = pair.ask().text()
     told = pair.ask(max_tokens=1000)
@@ -286,7 +287,7 @@ def test_a_prefill_server_that_is_killed_is_replaced_by_the_decode_server(start_
 
 
 def test_a_decode_server_that_stands_still_costs_the_deadline(start_server):
-    """The blocks are back at their deadline; whoever wakes up later notices, and computes the prompt itself."""
+    """S08: the blocks are back at their deadline; whoever wakes up later notices, and computes the prompt itself."""
     pair = Pair(start_server, hold_seconds=2.0, health_seconds=600.0)
     expected = pair.ask().text()
     pair.decode.process.send_signal(signal.SIGSTOP)
@@ -301,6 +302,7 @@ def test_a_decode_server_that_stands_still_costs_the_deadline(start_server):
 
 
 def test_parted_servers_cost_the_deadline_and_no_answer(start_server, partition):
+    """S03: the load never ends, the request computes its prompt, and the hold ends by itself."""
     pair = Pair(start_server, hold_seconds=2.0, partition=partition)
     bystander = Asker(pair.decode.url, "A long story:", 200)
     assert pair.ask().text() == Asker(pair.prefill.url, LONG, 16).text()

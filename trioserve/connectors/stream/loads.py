@@ -45,7 +45,8 @@ def _nobody() -> None:
 
 class Load(msgspec.Struct, eq=False):
     """KV that is to be read into blocks: token_count positions from `start` on, position p in block_table[p //
-    block_size]. next_chunk: the first one that has not come. begun_at: when its turn came. stop: of the task that brings it."""
+    block_size]. next_chunk: the first one that has not come. begun_at: when its turn came. stop: of the task that
+    brings it."""
 
     request_id: RequestId
     origin: Origin
