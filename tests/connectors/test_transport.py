@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from types import UnionType
 
 import msgspec
 import pytest
@@ -12,6 +13,7 @@ import trio
 from trio.testing import memory_stream_pair
 
 from trioserve.connectors.stream import frames
+from trioserve.connectors.stream.chunks import Chunk
 from trioserve.connectors.stream.far import BROKEN, Far, Identity, Refused, greet_holder, greet_reader, receive_head
 from trioserve.connectors.stream.frames import Abort, BadFrame, Kind, Proof, Read, Tell, Told, frame, head_of
 from trioserve.connectors.stream.handshake import is_proof, make_greeting, make_proof
@@ -30,6 +32,7 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.testing.memory_pages import SMALL_LAYOUT, MemoryPages
 
 KEY = b"0123456789abcdef"
+GREETING = msgspec.msgpack.encode(make_greeting("e", SMALL_LAYOUT))
 BLOCKS_THERE, BLOCKS_HERE = (6, 1, 4), (0, 5, 2)
 TOKENS = 11
 
@@ -50,6 +53,31 @@ def table(blocks: tuple[int, ...]) -> list[BlockIndex]:
     return [BlockIndex(block) for block in blocks]
 
 
+class WatchedPages(MemoryPages):
+    """Blocks that somebody else has by now must not be looked at: touched, those that were."""
+
+    def __init__(self, block_count: int) -> None:
+        super().__init__(block_count)
+        self.foreign: tuple[int, ...] = ()
+        self.touched: list[int] = []
+
+    def view(self, layer: int, block: BlockIndex) -> memoryview | None:
+        self._note(block)
+        return super().view(layer, block)
+
+    def read(self, layer: int, block: BlockIndex) -> memoryview:
+        self._note(block)
+        return super().read(layer, block)
+
+    def write(self, layer: int, block: BlockIndex, start: int, content: memoryview) -> None:
+        self._note(block)
+        super().write(layer, block, start, content)
+
+    def _note(self, block: BlockIndex) -> None:
+        if block in self.foreign:
+            self.touched.append(block)
+
+
 class Side:
     """The books and the halves of an engine's transport, without sockets. reports: all that its core was told."""
 
@@ -60,7 +88,7 @@ class Side:
         key: bytes = KEY,
         **options: object,
     ) -> None:
-        self.pages = MemoryPages(8)
+        self.pages = WatchedPages(8)
         self.nursery: trio.Nursery | None = None
         self.troubles: list[str] = []
         self.reports: list[object] = []
@@ -88,7 +116,7 @@ class Side:
         for source in self.policy.loads.take_urgent():
             self.reader.tell_now(source, self.nursery)
 
-    async def until(self, kind: type) -> object:
+    async def until(self, kind: type | UnionType) -> object:
         """The first report of this kind."""
         while True:
             self.woken = trio.Event()
@@ -115,12 +143,14 @@ class Side:
 
 
 class Between(trio.abc.Stream):
-    """An end of a connection to which something can happen. cut_after: sends so many bytes, and breaks. held: sends
-    nothing more until it is set. damage: the n-th byte that is sent is another one."""
+    """An end of a connection to which something can happen. cut_after: sends so many bytes, and breaks. stuck_after:
+    sends so many bytes, and then nothing more goes. held: sends nothing more until it is set. damage: the n-th byte
+    that is sent is another one."""
 
     def __init__(self, stream: trio.StapledStream) -> None:
         self.stream = stream
         self.cut_after: int | None = None
+        self.stuck_after: int | None = None
         self.damage: int | None = None
         self.held: trio.Event | None = None
         self.sent = bytearray()
@@ -137,8 +167,13 @@ class Between(trio.abc.Stream):
                 await self.stream.send_all(rest)
             self.close()
             raise trio.BrokenResourceError
+        stuck = self.stuck_after is not None and len(self.sent) + len(content) > self.stuck_after
+        if stuck:
+            content = content[: max(0, (self.stuck_after or 0) - len(self.sent))]
         self.sent += content
         await self.stream.send_all(content)
+        if stuck:
+            await trio.sleep_forever()
 
     async def wait_send_all_might_not_block(self) -> None:
         await self.stream.wait_send_all_might_not_block()
@@ -370,8 +405,12 @@ async def act_at_each_moment(act: Callable[[Pair], None]) -> int:
             if any(isinstance(report, Loaded) for report in both.here.reports):
                 return failures
             act(both)
+            with trio.fail_after(1):  # it is told, and need not find out by silence
+                await both.here.until(Loaded | LoadFailed)
             await trio.sleep(30)
             both.here.reports += both.here.policy.progress()
+            assert both.there.pages.touched == []
+            both.there.pages.foreign = ()
             kinds = [type(report) for report in both.here.reports]
             assert kinds in ([Loaded], [LoadFailed])
             if kinds == [Loaded]:
@@ -385,17 +424,19 @@ async def test_a_hold_that_expires_at_any_moment_gives_no_foreign_byte(autojump_
     def expire(both: Pair) -> None:
         both.there.policy.hold_expired(RequestId("held"), HoldKind.SEND)
         both.there.pages.fill(BLOCKS_THERE, seed=2)  # another request's, from now on
-        both.there.reports.clear()
+        both.there.pages.foreign = BLOCKS_THERE
 
     failures = await act_at_each_moment(expire)
     assert failures > 10
 
 
-async def test_a_load_that_expires_at_any_moment_writes_no_byte_after_it(autojump_clock):
+@pytest.mark.parametrize("has_views", [True, False])
+async def test_a_load_that_expires_at_any_moment_writes_no_byte_after_it(autojump_clock, has_views):
     written = []
 
     for moment in range(200):
         async with pair() as both:
+            both.here.pages.has_views = has_views
             both.here.load(both.there.hold())
             for _ in range(moment):
                 await trio.lowlevel.checkpoint()
@@ -404,13 +445,107 @@ async def test_a_load_that_expires_at_any_moment_writes_no_byte_after_it(autojum
             both.here.policy.load_abandoned(RequestId("load"))
             both.here.policy.hold_expired(RequestId("load"), HoldKind.LOAD)
             both.here.pages.fill(BLOCKS_HERE, seed=3)
+            both.here.pages.foreign = BLOCKS_HERE
             before = [both.here.pages.content(block) for block in BLOCKS_HERE]
             await trio.sleep(30)
+            assert both.here.pages.touched == []
             assert [both.here.pages.content(block) for block in BLOCKS_HERE] == before
             assert list(both.here.policy.progress()) == []
             written.append(moment)
             assert Released(RequestId("held")) in both.there.policy.progress()
     assert len(written) > 10
+
+
+@pytest.mark.parametrize("end", ["expired", "aborted"])
+async def test_a_hold_that_ends_while_nothing_goes_over_the_connection_ends_the_read_at_once(autojump_clock, end):
+    """In the middle of a chunk: there is no frame that could say so, so the connection ends."""
+    async with pair(chunk_bytes=10_000) as both:
+
+        def prepare(index: int, connection: Between) -> None:
+            connection.stuck_after = 400 if index < 2 else None
+
+        both.prepare = prepare
+        both.here.load(both.there.hold())
+        await trio.sleep(1)
+        assert max(len(connection.sent) for connection in both.connections) == 400
+        both.there.pages.foreign = BLOCKS_THERE
+        if end == "expired":
+            both.there.policy.hold_expired(RequestId("held"), HoldKind.SEND)
+        else:
+            both.there.policy.request_aborted_after_finish(RequestId("held"))
+        with trio.fail_after(0.5):
+            await both.here.until(LoadFailed)
+        assert both.there.pages.touched == []
+
+
+class DirectWire:
+    """Takes at once what is sent, without letting anybody else run; then calls `after` with the frames so far. A reader
+    has asked for everything that is held, and nothing more comes of it."""
+
+    silence_seconds = 5.0
+
+    def __init__(self, after: Callable[[list[Kind]], None]) -> None:
+        self.kinds: list[Kind] = []
+        self._after = after
+        self._received = b""
+        self._greeted = False
+
+    async def send(self, pieces, may=lambda: True) -> None:
+        if not may():
+            raise MayNot(has_begun=False)
+        head = head_of(bytes(pieces[0])[: frames.HEAD_BYTES])
+        self.kinds.append(head.kind)
+        if head.kind is Kind.CHALLENGE:
+            challenge = bytes(pieces[0])[frames.HEAD_BYTES :]
+            self._received += frame(Kind.PROOF, Proof(make_proof(KEY, "reader", GREETING, challenge)))
+            self._received += frame(Kind.READ, Read("held", 0, TOKENS, 40))
+        self._after(self.kinds)
+
+    async def receive(self, byte_count: int) -> bytes:
+        if not self._greeted:
+            self._received = frame(Kind.HELLO, GREETING)
+            self._greeted = True
+        if len(self._received) < byte_count:
+            raise trio.BrokenResourceError("the other side has closed the connection")
+        content, self._received = self._received[:byte_count], self._received[byte_count:]
+        return content
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("data_count", range(1, 13))
+async def test_the_end_is_not_said_of_a_hold_that_ended_with_the_last_byte(autojump_clock, data_count):
+    """However far it came, and though the connection never lets anybody else run in between."""
+    there = Side("there")
+    there.hold()
+
+    def expire(kinds: list[Kind]) -> None:
+        if kinds.count(Kind.DATA) == data_count:
+            there.policy.hold_expired(RequestId("held"), HoldKind.SEND)
+            there.pages.foreign = BLOCKS_THERE
+
+    wire = DirectWire(expire)
+
+    async def accept() -> Wire:
+        return wire
+
+    await there.holder.serve(accept, "reader")
+    assert wire.kinds[2:] == [Kind.DATA] * data_count + [Kind.ABORT]
+    assert there.pages.touched == []
+
+
+async def test_what_has_landed_is_not_put_into_the_blocks_of_a_load_that_has_ended():
+    here = Side("here")
+    here.load(Side("there").hold())
+    (load,) = here.policy.loads.take_new()
+    chunk = Chunk(0, 0, 2)
+    here.reader.put(load, chunk, memoryview(bytes(32)), "float32")
+    here.policy.load_abandoned(RequestId("load"))
+    here.pages.foreign = BLOCKS_HERE
+    with pytest.raises(MayNot):
+        here.reader.put(load, chunk, memoryview(bytes(32)), "float32")
+    assert here.pages.touched == []
 
 
 # --- strangers ---
@@ -435,9 +570,6 @@ async def meet(send: bytes, *, key: bytes = KEY, ends: bool = False) -> tuple[Si
                 received += content
             return side, received
     raise AssertionError("the connection stays open")
-
-
-GREETING = msgspec.msgpack.encode(make_greeting("e", SMALL_LAYOUT))
 
 
 @pytest.mark.parametrize(

@@ -170,8 +170,8 @@ class Nixl:
 
     @asynccontextmanager
     async def window(self) -> AsyncIterator[Window]:
-        """For one load's reads, one after the other. There is one for each load that may read; but some may still belong
-        to reads that nobody waits for."""
+        """For one load's reads, one after the other. There is one for each load that may read, but some may still
+        belong to reads that nobody waits for."""
         with trio.fail_after(READ_SECONDS_MAX):
             window = await self._take.receive()
         try:

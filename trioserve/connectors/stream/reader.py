@@ -163,6 +163,8 @@ class Reader:
         body_bytes = chunk.token_count * far.layout.token_bytes
         if (head.layer, head.token_start, head.token_count, head.body_bytes) != (*chunk, body_bytes):
             raise BadFrame(f"{head} came, and {chunk} in {body_bytes} bytes is due")
+        if not load.is_alive:
+            raise MayNot(has_begun=True)
         same = far.layout.dtype == self._pages.layout.dtype
         pieces = views(self._pages, load.block_table, chunk) if same else None
         if pieces is None:
