@@ -777,6 +777,7 @@ def data(layer: int, start: int, count: int, body: bytes, *, transfer: int = 1, 
         (answers(layout=msgspec.structs.replace(SMALL_LAYOUT, model="other")), 'the model "other"'),
         (answers(layout=msgspec.structs.replace(SMALL_LAYOUT, layer_count=2**40)), "layers"),
         (answers(frame(Kind.ABORT, Abort("not for you"))), "127.0.0.1:7000: not for you"),
+        (answers(frame(Kind.ABORT, Abort("one line\nlog expired\x1b" + "x" * 9_000))), "one line?log expired?xxx"),
         (answers(frame(Kind.ABORT, b"\xff")), "cannot be read"),
         (answers(b"garbage" * 10), "this is not how engines talk"),
         (answers(frame(Kind.END, transfer=1)), "is due"),  # before anything came

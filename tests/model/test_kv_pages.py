@@ -44,6 +44,11 @@ def test_bytes_are_those_of_the_arrays(kind):
     with pytest.raises(TypeError):
         pages.read(0, BlockIndex(0))[0] = 1
 
+    if isinstance(pages, CudaPages):
+        address, byte_count, device = pages.region(1)
+        assert (address, byte_count) == (storage.pages[1].data_ptr(), 5 * block_bytes)
+        assert device == storage.pages[1].get_device()
+
     view = pages.view(0, BlockIndex(4))
     assert (view is None) == (kind == "device")
     if view is not None:

@@ -34,7 +34,10 @@ __all__ = [
     "greet_reader",
     "receive_body",
     "receive_head",
+    "sentence_of",
 ]
+
+SENTENCE_LENGTH_MAX = 1_000
 
 BROKEN = (OSError, trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError, BadFrame)
 """What may become of a connection. Errors of TLS are OSErrors."""
@@ -102,6 +105,11 @@ async def receive_body(wire: Wire, head: Head, kind: type[Body], bytes_max: int 
     return body_of(kind, await _receive_content(wire, head, bytes_max))
 
 
+def sentence_of(abort: Abort) -> str:
+    """What the other side says, as far as it fits into a log: a line, and no longer than a sentence may be."""
+    return "".join(letter if letter.isprintable() else "?" for letter in abort.message[:SENTENCE_LENGTH_MAX])
+
+
 def describe(error: BaseException) -> str:
     """What happened to a connection, for the log and for the client."""
     if isinstance(error, trio.TooSlowError):
@@ -120,7 +128,7 @@ async def _receive_small(wire: Wire, kind: Kind, body: type[Body]) -> Body:
 async def _receive_kind(wire: Wire, kind: Kind) -> Head:
     head = await receive_head(wire)
     if head.kind is Kind.ABORT:
-        raise Refused((await receive_body(wire, head, Abort, GREETING_BYTES_MAX)).message[:1_000])
+        raise Refused(sentence_of(await receive_body(wire, head, Abort, GREETING_BYTES_MAX)))
     if head.kind is not kind:
         raise BadFrame(f"{head.kind.name} came where {kind.name} is due")
     return head

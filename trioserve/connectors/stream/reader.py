@@ -19,6 +19,7 @@ from trioserve.connectors.stream.far import (
     greet_holder,
     receive_body,
     receive_head,
+    sentence_of,
 )
 from trioserve.connectors.stream.frames import Abort, BadFrame, Head, Kind, Read, Tell, Told, frame
 from trioserve.connectors.stream.holder import SILENCE_SECONDS_MAX, Note
@@ -151,8 +152,7 @@ class Reader:
         """The head of what answers the last question. Raises Refused."""
         head = await receive_head(far.wire)
         if head.kind is Kind.ABORT:
-            abort = await receive_body(far.wire, head, Abort)
-            raise Refused(abort.message[:1_000], can_go_on=True)
+            raise Refused(sentence_of(await receive_body(far.wire, head, Abort)), can_go_on=True)
         if head.kind is not kind or head.transfer != far.transfer_count:
             raise BadFrame(
                 f"{head.kind.name} of transfer {head.transfer} came, {kind.name} of {far.transfer_count} is due"

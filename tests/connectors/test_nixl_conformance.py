@@ -1,0 +1,18 @@
+"""Every promise of the connector contract, kept by `nixl` in the host's memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from trioserve.connectors.nixl import make_connector
+
+conformance = pytest.importorskip("trioserve.testing.connector_conformance")
+pytest.importorskip("nixl")
+
+
+class TestNixl(conformance.PairConformance):
+    factory = staticmethod(make_connector)
+    real_time = True
+
+    def options(self, side):
+        return {"landing_bytes": 40_000, "chunk_bytes": 200}
