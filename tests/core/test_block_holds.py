@@ -265,6 +265,26 @@ def test_what_waits_to_be_reported_is_taken_when_the_core_asks(drive):
     driver.run()
 
 
+def test_where_too_much_is_held_the_connector_does_not_learn_that_more_is_asked_for(drive):
+    driver = drive(connected=True, block_count=8, held_share_max=0.25)
+    seen: dict[str, KVTransferParams] = {}
+
+    def holds(request, reason):
+        seen[request.id] = request.kv_transfer
+        return request.kv_transfer.do_remote_decode
+
+    driver.connector.holds = holds
+    asked = KVTransferParams(do_remote_decode=True, do_remote_prefill=True, remote_engine_id="e")
+    for name in ("a", "b"):
+        driver.add(name, range(6), kv_transfer=asked)
+    while driver.step() is not None:
+        pass
+    told = [seen[name].do_remote_decode for name in ("a", "b")]
+    assert (sorted(told), driver.core.stats().holds_refused_total) == ([False, True], 1)
+    assert all(params.do_remote_prefill and params.remote_engine_id == "e" for params in seen.values())
+    driver.run()
+
+
 def test_who_hears_of_the_end_hears_how_to_get_at_what_is_held(drive):
     driver = finished_and_held(drive)
     assert driver.finished["a"].kv_transfer == KVTransferParams(do_remote_prefill=True, remote_request_id="a")

@@ -72,7 +72,7 @@ class Transfers:
         request = live.request
         if _asks_to_be_held(request) and self._pool.held_count + len(blocks) > self._held_blocks_max:
             self.holds_refused_total += 1
-            request = msgspec.structs.replace(request, kv_transfer=None)
+            request = _without_asking(request)
         if not self._connector.request_finished(request, blocks, tokens, reason):
             return None
         self.holds.add(live.request.id, HoldKind.SEND, blocks, now)
@@ -146,3 +146,10 @@ class Transfers:
 
 def _asks_to_be_held(request: EngineRequest) -> bool:
     return request.kv_transfer is not None and request.kv_transfer.do_remote_decode
+
+
+def _without_asking(request: EngineRequest) -> EngineRequest:
+    """What it has read elsewhere is still to be let go there."""
+    assert request.kv_transfer is not None
+    kv_transfer = msgspec.structs.replace(request.kv_transfer, do_remote_decode=False)
+    return msgspec.structs.replace(request, kv_transfer=kv_transfer)
