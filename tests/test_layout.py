@@ -55,7 +55,7 @@ ROOMS = {
         rooms=words("contracts"),
         packages=words("torch trio nixl numpy"),
         only_in={
-            "trio": words("transport.py far.py holder.py reader.py wire.py nixl_transport.py"),
+            "trio": words("loopback.py transport.py far.py holder.py reader.py wire.py nixl_transport.py"),
             "nixl": words("nixl_agent.py"),
         },
     ),
@@ -92,7 +92,7 @@ ROOMS = {
 }
 # These stand above the rooms: they are the ones who may know several, and no room knows them.
 TOP_FILES = words(
-    "__init__ __main__ assemble cli config exit_codes prompt_naming quality route server serving terminal"
+    "__init__ __main__ assemble cli config disagg exit_codes prompt_naming quality route server serving terminal"
 )
 TESTING_IS_RUN_FROM = words("cli")  # as a command; nothing else of what is served knows what pretends
 
