@@ -14,7 +14,15 @@ from trioserve.connectors.loopback import LoopbackConnector, make_connector
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import BlockIndex, RequestId
-from trioserve.contracts.kv_transfer import ConnectorSetup, Loaded, LoadFailed, Released, StillRead, TransferEvent
+from trioserve.contracts.kv_transfer import (
+    ConnectorSetup,
+    HoldKind,
+    Loaded,
+    LoadFailed,
+    Released,
+    StillRead,
+    TransferEvent,
+)
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.testing.connector_stage import is_same, kv_of, make_request
 from trioserve.testing.memory_pages import SMALL_LAYOUT, MemoryPages
@@ -188,6 +196,27 @@ async def test_counts_are_of_both_sides():
         byte_count = 18 * 2 * sender.pages.layout.token_bytes
         assert reader.counts()["blocks_received_total"] == sender.counts()["blocks_sent_total"] == 5
         assert reader.counts()["bytes_received_total"] == sender.counts()["bytes_sent_total"] == byte_count
+        assert (reader.counts()["loads_completed_total"], sender.counts()["sends_completed_total"]) == (1, 1)
+
+
+async def test_every_end_is_counted_once():
+    async with running(setup("p"), setup("d")) as (sender, reader):
+        there = (9, 10, 11, 12, 13)
+        hold(sender, "a")
+        sender.request_aborted_after_finish(RequestId("a"))
+        hold(sender, "b")
+        sender.hold_expired(RequestId("b"), HoldKind.SEND)
+        reader.request_finished(make_request("c-there", TOKENS, hold(sender, "c")), (), (), FinishReason.ABORT)
+        request = make_request("d-there", TOKENS, hold(sender, "d"))
+        reader.start_load(request, there, 0, 19)
+        reader.load_abandoned(request.id)
+        reader.start_load(request, there, 0, 19)  # by now nobody holds it
+        sends = {
+            name: sender.counts()[f"sends_{name}_total"] for name in ("completed", "unwanted", "aborted", "expired")
+        }
+        assert sends == {"completed": 0, "unwanted": 2, "aborted": 1, "expired": 1}
+        loads = {name: reader.counts()[f"loads_{name}_total"] for name in ("completed", "failed", "abandoned")}
+        assert loads == {"completed": 0, "failed": 1, "abandoned": 1}
 
 
 async def test_a_cache_that_cannot_be_written_fails_one_load():

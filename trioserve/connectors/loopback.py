@@ -38,6 +38,15 @@ __all__ = ["LoopbackConnector", "Offer", "Reading", "make_connector"]
 SIGN_SECONDS = 1.0  # between two signs of life of a reader: a tenth of what a hold lasts by default
 HUB = "default"
 
+COUNTED = (
+    "blocks_sent_total",
+    "bytes_sent_total",
+    "blocks_received_total",
+    "bytes_received_total",
+    *(f"sends_{end}_total" for end in ("completed", "unwanted", "aborted", "expired")),
+    *(f"loads_{end}_total" for end in ("completed", "failed", "abandoned")),
+)
+
 Hub = dict[str, "LoopbackConnector"]
 """Connectors by the ids of their engines."""
 
@@ -45,13 +54,15 @@ _HUBS: trio.lowlevel.RunVar[dict[str, Hub]] = trio.lowlevel.RunVar("trioserve.co
 
 
 class Offer(msgspec.Struct, eq=False):
-    """The blocks that are held of a finished request. stands: they hold the KV of `tokens`, and may be read."""
+    """The blocks that are held of a finished request. stands: they hold the KV of `tokens`, and may be read. was_read:
+    somebody has got all that was asked for."""
 
     request_id: RequestId
     blocks: tuple[BlockIndex, ...]
     tokens: tuple[int, ...]
     stands: bool = True
     reader_count: int = 0
+    was_read: bool = False
 
 
 class Reading(msgspec.Struct, eq=False):
@@ -91,9 +102,7 @@ class LoopbackConnector:
         self._nursery: trio.Nursery | None = None
         self._hub: Hub = {}
         self._turn = trio.Semaphore(1)
-        self._counts = dict.fromkeys(
-            ("blocks_sent_total", "bytes_sent_total", "blocks_received_total", "bytes_received_total"), 0.0
-        )
+        self._counts = dict.fromkeys(COUNTED, 0.0)
 
     # --- the core's side ---
 
@@ -111,6 +120,7 @@ class LoopbackConnector:
         if message is not None:
             if far is not None and offer is not None:
                 far.let_go(offer)
+            self._counts["loads_failed_total"] += 1
             self._report(LoadFailed(request.id, message))
             return
         assert far is not None
@@ -125,6 +135,7 @@ class LoopbackConnector:
     def load_abandoned(self, request_id: RequestId) -> None:
         reading = self._readings.get(request_id)
         if reading is not None:
+            self._counts["loads_abandoned_total"] += 1
             self.end(reading, LoadFailed(request_id, "nobody waits for it any more"))
 
     def request_finished(
@@ -162,14 +173,14 @@ class LoopbackConnector:
     def request_aborted_after_finish(self, request_id: RequestId) -> None:
         offer = self._offers.get(request_id)
         if offer is not None:
-            self._withdraw(offer)
+            self._withdraw(offer, "aborted")
             self._report(Released(request_id))
 
     def hold_expired(self, request_id: RequestId, kind: HoldKind) -> None:
         if kind is HoldKind.SEND:
             offer = self._offers.get(request_id)
             if offer is not None:
-                self._withdraw(offer)
+                self._withdraw(offer, "expired")
             self._forget(request_id, (Released, StillRead))
         else:
             reading = self._readings.get(request_id)
@@ -199,7 +210,7 @@ class LoopbackConnector:
     def let_go(self, offer: Offer) -> None:
         """Somebody does not read these blocks any more, or will not; the last who does so releases them."""
         if offer.stands and offer.reader_count == 0:
-            self._withdraw(offer)
+            self._withdraw(offer, "completed" if offer.was_read else "unwanted")
             self._report(Released(offer.request_id))
 
     def note_sent(self, block_count: int, byte_count: int) -> None:
@@ -214,20 +225,20 @@ class LoopbackConnector:
         if reading.is_over:
             return False
         if not reading.offer.stands:
-            message = "the hold of its blocks ended while they were read"
-            self.end(reading, LoadFailed(reading.request_id, message))
+            self._fail(reading, "the hold of its blocks ended while they were read")
             return False
         try:
             self._copy_block(reading)
         except Exception as error:
-            message = f"copying a block raised {type(error).__name__}: {error}"
-            self.end(reading, LoadFailed(reading.request_id, message))
+            self._fail(reading, f"copying a block raised {type(error).__name__}: {error}")
             return False
         end = reading.start + reading.token_count
         if reading.start + reading.block_count * self.pages.layout.block_size < end:
             return True
         size = reading.far.pages.layout.block_size
         reading.far.note_sent((end - 1) // size - reading.start // size + 1, 0)
+        self._counts["loads_completed_total"] += 1
+        reading.offer.was_read = True
         self.end(reading, Loaded(reading.request_id, reading.token_count))
         return False
 
@@ -243,6 +254,10 @@ class LoopbackConnector:
             self._report(event)
         reading.offer.reader_count -= 1
         reading.far.let_go(reading.offer)
+
+    def _fail(self, reading: Reading, message: str) -> None:
+        self._counts["loads_failed_total"] += 1
+        self.end(reading, LoadFailed(reading.request_id, message))
 
     def _copy_block(self, reading: Reading) -> None:
         near, far = self.pages.layout, reading.far.pages.layout
@@ -280,9 +295,9 @@ class LoopbackConnector:
             hub.pop(self.engine_id, None)
             self._hub, self._nursery = {}, None
             for reading in list(self._readings.values()):
-                self.end(reading, LoadFailed(reading.request_id, "the connector has ended"))
+                self._fail(reading, "the connector has ended")
             for offer in list(self._offers.values()):  # who reads them notices
-                self._withdraw(offer)
+                self._withdraw(offer, "aborted")
                 self._report(Released(offer.request_id))
 
     async def _read(self, reading: Reading) -> None:
@@ -321,9 +336,10 @@ class LoopbackConnector:
             return f"{params.remote_request_id} is of another prompt"
         return objection_to(far.pages.layout, self.pages.layout)
 
-    def _withdraw(self, offer: Offer) -> None:
+    def _withdraw(self, offer: Offer, why: str) -> None:
         """From now on nobody reads these blocks; who is in the middle of it notices before the next one."""
         offer.stands = False
+        self._counts[f"sends_{why}_total"] += 1
         del self._offers[offer.request_id]
 
     def _report(self, event: TransferEvent) -> None:
