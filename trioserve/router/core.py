@@ -190,6 +190,8 @@ class RouterCore:
         ticket.leg = Leg.PREFILL if ticket.is_split else None
         queue = self._queue_of(ticket)
         must_wait = bool(queue.count) and request.pinned is None
+        if request.pinned is None and not must_wait and self._model(request.model).count:
+            self._hand_over(now)  # what it may get, those in other lines may have waited for
         if must_wait or not self._grant(ticket, now):
             if request.pinned is not None:
                 is_given = usable[0].is_given

@@ -79,7 +79,9 @@ class RouterBooks:
         counts = Counter(other.request.tenant for other in line)
         if counts[story.request.tenant] < max(*counts.values(), counts[entering.request.tenant] + 2):
             return False
-        return all(other.request.tenant != story.request.tenant or other.index <= story.index for other in line)
+        return all(
+            other.request.tenant != story.request.tenant or other.line_index <= story.line_index for other in line
+        )
 
     def makes_room(self, story: RoutedStory, entering: RoutedStory) -> bool:
         """Whether one that comes has a place in line without it."""
