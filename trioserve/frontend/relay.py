@@ -173,7 +173,8 @@ async def _relay(
 
     endpoint = call.fleet.remote(id)
     async with endpoint.request(call.exchange.method, call.target, headers_there(call, turn.leg), body) as answer:
-        await check_status(answer, turn.leg)
+        if answer.status >= 400:
+            await check_status(answer, turn.leg)
         if (answer.header("content-type") or "").startswith("text/event-stream"):
             await _relay_events(call, turn, answer, begin)
             return

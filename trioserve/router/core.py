@@ -111,6 +111,14 @@ class _Model:
     def count(self) -> int:
         return sum(queue.count for queue in self.queues.values())
 
+    @property
+    def is_anybody_waiting(self) -> bool:
+        """Asked at every event, and mostly not so."""
+        decode, prefill, whole = self.queues.values()
+        return bool(
+            whole.line.count or whole.again or prefill.line.count or prefill.again or decode.line.count or decode.again
+        )
+
     def heads(self) -> list[tuple[_Queue, Ticket]]:
         """Who is next in each line. Where lines want the same endpoint, the one who came first goes first."""
         heads = [(queue, head) for queue in self.queues.values() if (head := queue.line.head()) is not None]
@@ -190,7 +198,7 @@ class RouterCore:
         ticket.leg = Leg.PREFILL if ticket.is_split else None
         queue = self._queue_of(ticket)
         must_wait = bool(queue.count) and request.pinned is None
-        if request.pinned is None and not must_wait and self._model(request.model).count:
+        if request.pinned is None and not must_wait and self._model(request.model).is_anybody_waiting:
             self._hand_over(now)  # what it may get, those in other lines may have waited for
         if must_wait or not self._grant(ticket, now):
             if request.pinned is not None:
@@ -444,12 +452,14 @@ class RouterCore:
 
     def _grant(self, ticket: Ticket, now: float) -> bool:
         """Give it a lease if an endpoint has room for it. It must not stand in any line."""
-        request = ticket.request
-        if ticket.leg is Leg.PREFILL and self._is_handover_full(request.model):
+        request, leg = ticket.request, ticket.leg
+        if leg is Leg.PREFILL and self._is_handover_full(request.model):
             return False
         candidates = []
+        is_any_kept = False  # for prompts
         for state in self._serving(request.model):
-            if state.is_given and _may_do(state, ticket):
+            if state.is_given and (leg is None or _may_do(state, ticket)):
+                is_any_kept = is_any_kept or state.role == "prefill"
                 has_room = (
                     request.pinned in (None, state.id)
                     and state.id not in ticket.tried
@@ -459,7 +469,9 @@ class RouterCore:
                 candidates.append(Candidate(id=state.id, load=load, has_room=has_room))
         if not any(candidate.has_room for candidate in candidates):
             return False
-        id = self.policy.choose(request, candidates if ticket.leg is not None else self._nearest(ticket, candidates))
+        if leg is None and (is_any_kept or ticket.prefilled_by is not None):
+            candidates = self._nearest(ticket, candidates)
+        id = self.policy.choose(request, candidates)
         assert any(candidate.has_room and candidate.id == id for candidate in candidates), f"{id} has no room"
         endpoint = self.endpoints[id]
         if endpoint.health is EndpointHealth.PROBING:
@@ -477,7 +489,7 @@ class RouterCore:
     def _hand_over(self, now: float) -> None:
         """Give what is free to those who have waited longest, in the order of their lines."""
         for name, model in self._models.items():
-            if model.count:
+            if model.is_anybody_waiting:
                 self._split_what_can_be(name, model)
                 for queue in model.queues.values():
                     for ticket in list(queue.again.values()):
