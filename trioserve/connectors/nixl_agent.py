@@ -6,7 +6,6 @@ Every call here may take long, holds the GIL for a while, and is made in a threa
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -18,6 +17,9 @@ from trioserve.contracts.kv_transfer import KVPages
 __all__ = ["Agent", "AgentError", "DevicePages", "MemoryKind", "Region", "regions_of"]
 
 MemoryKind = Literal["DRAM", "VRAM"]
+
+
+PAUSE_MICROSECONDS = 100_000  # of nixl's thread where nothing comes; what comes wakes it
 
 
 class AgentError(Exception):
@@ -66,59 +68,59 @@ class Agent:
     """
 
     def __init__(self, name: str, kind: MemoryKind, regions: Sequence[Region], landing: bytearray) -> None:
-        # Takes a second, and is an extra.
-        from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
+        import nixl._bindings as bindings  # takes a second, and is an extra
 
-        # nixl says what it does at INFO with a handler of its own.
-        logging.getLogger("nixl").setLevel(logging.WARNING)
+        # Not by nixl's own wrapper around these, which leaves its thread no pause: without a GPU that takes a core from
+        # whoever computes, and READs are ten times slower for it.
+        config = bindings.nixlAgentConfig()
+        config.useProgThread = True
+        config.pthrDelay = PAUSE_MICROSECONDS
+        # Calls come one at a time, but not always from the same thread.
+        config.syncMode = bindings.NIXL_THREAD_SYNC_STRICT
+        self._bindings = bindings
+        self._segments = {"DRAM": bindings.DRAM_SEG, "VRAM": bindings.VRAM_SEG}
         self._landing = np.frombuffer(landing, np.uint8)  # so that it lives as long as this does
         self._registered: list[Any] = []
         with _Translated("nixl cannot be started"):
-            # Calls come one at a time, but handles are also let go of when they are collected, in any thread.
-            strict = nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
-            self._agent = nixl_agent(name, nixl_agent_config(backends=["UCX"], sync_mode=strict))
+            self._agent = bindings.nixlAgent(name, config)
+            self._agent.createBackend("UCX", {})
             self.landing_address = int(self._landing.ctypes.data)
             self._register("DRAM", [Region(self.landing_address, len(landing))])
             if regions:
                 self._register(kind, regions)
-            self.metadata: bytes = self._agent.get_agent_metadata()
+            self.metadata: bytes = self._agent.getLocalMD()
 
     def add(self, metadata: bytes) -> str:
         """Another agent. Returns its name."""
         with _Translated("the other side's nixl cannot be reached"):
-            name = self._agent.add_remote_agent(metadata)
+            name = self._agent.loadRemoteMD(metadata)
             return name.decode() if isinstance(name, bytes) else str(name)
 
     def remove(self, name: str) -> None:
         with _Translated("nixl"):
-            self._agent.remove_remote_agent(name)
+            self._agent.invalidateRemoteMD(name)
 
-    def begin_read(self, name: str, kind: MemoryKind, here: Sequence[Region], there: Sequence[Region]) -> object:
+    def begin_read(self, name: str, kind: MemoryKind, here: Sequence[Region], there: Sequence[Region]) -> int:
         """Each piece there into the piece here, of the same length. Returns what `is_done` and `end` want."""
         with _Translated("nixl READ"):
-            local = self._agent.get_xfer_descs(np.array(here, np.uint64), "DRAM")
-            remote = self._agent.get_xfer_descs(np.array(there, np.uint64), kind)
-            handle = self._agent.initialize_xfer("READ", local, remote, name)
+            local, remote = self._pieces("DRAM", here), self._pieces(kind, there)
+            handle: int = self._agent.createXferReq(self._bindings.NIXL_READ, local, remote, name, b"", [])
             try:
-                if self._agent.transfer(handle) == "ERR":
-                    raise AgentError("nixl READ failed at once")
+                self._check(self._agent.postXferReq(handle, b""))
             except BaseException:
                 self.end(handle)
                 raise
             return handle
 
-    def is_done(self, handle: object) -> bool:
+    def is_done(self, handle: int) -> bool:
         """Raises AgentError when it has failed: it is over then, too."""
         with _Translated("nixl READ"):
-            state = self._agent.check_xfer_state(handle)
-        if state == "ERR":
-            raise AgentError("nixl READ failed")
-        return bool(state == "DONE")
+            return self._check(self._agent.getXferStatus(handle))
 
-    def end(self, handle: Any) -> bool:
+    def end(self, handle: int) -> bool:
         """Let go of a read. Whether nothing more of it can be written; False: ask again."""
         try:
-            handle.release()
+            self._agent.releaseXferReq(handle)
         except Exception:
             return False
         return True
@@ -127,13 +129,26 @@ class Agent:
         """Nobody can read here any more, and nothing is read."""
         for registered in self._registered:
             with _Translated("nixl"):
-                self._agent.deregister_memory(registered)
+                self._agent.deregisterMem(registered, [])
         self._registered.clear()
         del self._agent
 
     def _register(self, kind: MemoryKind, regions: Sequence[Region]) -> None:
         rows = [(region.address, region.byte_count, region.device, "") for region in regions]
-        self._registered.append(self._agent.register_memory(rows, kind))
+        registered = self._bindings.nixlRegDList(self._segments[kind], rows)
+        self._agent.registerMem(registered, [])
+        self._registered.append(registered)
+
+    def _pieces(self, kind: MemoryKind, regions: Sequence[Region]) -> Any:
+        return self._bindings.nixlXferDList(self._segments[kind], np.array(regions, np.uint64))
+
+    def _check(self, status: object) -> bool:
+        """Whether it is done."""
+        if status == self._bindings.NIXL_IN_PROG:
+            return False
+        if status != self._bindings.NIXL_SUCCESS:
+            raise AgentError("nixl READ failed")
+        return True
 
 
 class _Translated:
