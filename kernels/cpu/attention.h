@@ -75,148 +75,182 @@ inline void find_tokens(const T* pages, const AttentionShape& shape, const Chunk
 
 // --- a prompt's rows: two products with a softmax between them ---------------------------------------------------------
 
-// Keys of SPAN tokens as a packed weight [SPAN, D], values as one of [D, SPAN]; absent tokens are zeros.
+// Keys are the rows of the first product and queries its weight, so that 16 queries lie side by side in vectors: a softmax
+// over tokens then has no sums across lanes. Its weights are the second product's weight, and the values' numbers its rows.
+
+// What sixteen rows have at `at`, one number of float32 or a pair of bfloat16 each, becomes 16 rows of columns.
 template <class T>
-inline void pack_key(const T* key, int64_t dim, int64_t index, T* to) {
-    constexpr int64_t DEPTH = Unit<T>::DEPTH;
-    for (int64_t d = 0; d < dim; d += DEPTH) std::memcpy(to + d * LANES + index * DEPTH, key + d, DEPTH * sizeof(T));
-}
-inline void pack_value(const float* value, int64_t dim, int64_t token, float* to) {
-    for (int64_t d = 0; d < dim; d += LANES) store(to + d * SPAN + token * LANES, load(value + d));
-}
-inline void pack_value(const bf16* value, int64_t dim, int64_t token, bf16* to) {
-    for (int64_t d = 0; d < dim; d += LANES) {
-        bf16* unit = to + d * SPAN + token / 2 * 2 * LANES + token % 2;
-        for (int lane = 0; lane < LANES; lane++) unit[2 * lane] = value[d + lane];
-    }
+inline void transpose_rows(const T* const* rows, int64_t at, Lanes* columns) {
+    for (int row = 0; row < LANES; row++) columns[row] = load(reinterpret_cast<const float*>(rows[row] + at));
+    transpose(columns);
 }
 
-// Sixteen tokens at once, whose keys lie `at` behind their beginnings.
-template <class T>
-inline void pack_keys(const T* const* tokens, int64_t at, int64_t dim, T* to) {
-    constexpr int64_t DEPTH = Unit<T>::DEPTH;
-    int64_t d = 0;
-    for (; d + LANES * DEPTH <= dim; d += LANES * DEPTH) {
-        Lanes rows[LANES];
-        for (int token = 0; token < LANES; token++)
-            rows[token] = load(reinterpret_cast<const float*>(tokens[token] + at + d));
-        transpose(rows);
-        for (int row = 0; row < LANES; row++) store(reinterpret_cast<float*>(to + (d + row * DEPTH) * LANES), rows[row]);
-    }
-    for (int token = 0; token < LANES && d < dim; token++)
-        pack_key(tokens[token] + at + d, dim - d, token, to + d * LANES);
+// The same for the numbers of the tokens of one vector: columns[i] has number `at + i` of 16 tokens, or of 32.
+inline void transpose_tokens(const float* const* tokens, int64_t at, Lanes* columns) {
+    transpose_rows(tokens, at, columns);
 }
-inline void pack_values(const float* const* tokens, int64_t at, int64_t dim, int64_t first, float* to) {
-    for (int token = 0; token < LANES; token++) pack_value(tokens[token] + at, dim, first + token, to);
-}
-inline void pack_values(const bf16* const* tokens, int64_t at, int64_t dim, int64_t first, bf16* to) {
-    for (int token = 0; token < LANES; token += 2)
-        for (int64_t d = 0; d < dim; d += LANES)
-            store_in_turn(to + d * SPAN + (first + token) * LANES, tokens[token] + at + d, tokens[token + 1] + at + d);
+inline void transpose_tokens(const bf16* const* tokens, int64_t at, Lanes* columns) {
+    for (int pair = 0; pair < LANES; pair++) columns[pair] = load_in_turn(tokens[2 * pair] + at, tokens[2 * pair + 1] + at);
+    transpose(columns);
 }
 
-// One thread's memory for the rows that meet packed keys: up to QUERY_MAX (token, head) rows.
+inline void store_weights(float* to, Lanes even, Lanes odd) {
+    store(to, even);
+    store(to + LANES, odd);
+}
+inline void store_weights(bf16* to, Lanes even, Lanes odd) { store_in_turn(to, even, odd); }
+
+// One thread's memory for the (token, head) rows that meet packed keys, QUERY_ROWS or one group.
 template <class T>
 struct PackedScratch {
-    T *keys, *values, *weights, *queries;
-    float *scores, *sums, *best, *total;
+    T *keys, *values;                     // [SPAN, query stride] and [D, SPAN]; absent tokens are zeros
+    T *queries, *weights;                 // packed, of [width, query stride] and of [width, SPAN]
+    T* nothing;                           // a token that is absent, a query that is absent
+    float *scores, *sums, *best, *total;  // [SPAN, width], [D, width], [width], [width]
 
-    static int64_t query_max(const AttentionShape& shape) { return prompt_piece_tokens(shape) * shape.group(); }
-    static int64_t row_count(const AttentionShape& shape) { return query_max(shape) + 16; }
+    static int64_t width_max(const AttentionShape& shape) {
+        return rounded_up(prompt_piece_tokens(shape) * shape.group(), LANES);
+    }
     // In elements of T and of float.
     static int64_t packed_count(const AttentionShape& shape) {
-        return SPAN * (shape.query_stride() + shape.head_dim) + row_count(shape) * (SPAN + shape.query_stride());
+        return (SPAN + 1) * shape.query_stride() + SPAN * shape.head_dim + width_max(shape) * (SPAN + shape.query_stride());
     }
-    static int64_t float_count(const AttentionShape& shape) { return row_count(shape) * (SPAN + shape.head_dim + 2); }
+    static int64_t float_count(const AttentionShape& shape) { return width_max(shape) * (SPAN + shape.head_dim + 2); }
 
     PackedScratch(const AttentionShape& shape, T* packed, float* floats) {
         keys = packed;
         values = keys + SPAN * shape.query_stride();
-        weights = values + SPAN * shape.head_dim;
-        queries = weights + row_count(shape) * SPAN;
+        queries = values + SPAN * shape.head_dim;
+        weights = queries + width_max(shape) * shape.query_stride();
+        nothing = weights + width_max(shape) * SPAN;
         scores = floats;
-        sums = scores + row_count(shape) * SPAN;
-        best = sums + row_count(shape) * shape.head_dim;
-        total = best + row_count(shape);
+        sums = scores + width_max(shape) * SPAN;
+        best = sums + width_max(shape) * shape.head_dim;
+        total = best + width_max(shape);
     }
 
-    void begin(const AttentionShape& shape, int64_t count) const {
-        std::fill(best, best + count, -std::numeric_limits<float>::infinity());
-        std::fill(total, total + count, 0.0f);
+    // For `count` rows; query_of(row) is where one's query lies.
+    template <class QueryOf>
+    void begin(const AttentionShape& shape, int64_t count, const QueryOf& query_of) const {
+        constexpr float NOTHING_SEEN = -1e30f;  // no infinity: two of them have no difference
+        constexpr int64_t DEPTH = Unit<T>::DEPTH;
+        const int64_t width = rounded_up(count, LANES), stride = shape.query_stride();
+        std::fill(best, best + width, NOTHING_SEEN);
+        std::fill(total, total + width, 0.0f);
         // One model's padding stays; here nobody knows what was computed before.
-        std::memset(keys, 0, sizeof(T) * SPAN * shape.query_stride());
+        std::memset(nothing, 0, sizeof(T) * stride);
+        std::memset(keys, 0, sizeof(T) * SPAN * stride);
+        for (int64_t first = 0; first < width; first += LANES) {
+            const T* rows[LANES];
+            for (int lane = 0; lane < LANES; lane++) rows[lane] = first + lane < count ? query_of(first + lane) : nothing;
+            for (int64_t d = 0; d < stride; d += LANES * DEPTH) {
+                Lanes columns[LANES];
+                transpose_rows(rows, d, columns);
+                float* to = reinterpret_cast<float*>(queries + first * stride + d * LANES);
+                for (int index = 0; index < LANES; index++) store(to + index * LANES, columns[index]);
+            }
+        }
+    }
+
+    // finish(row, d, Lanes) gets the sums of each row's numbers d .. d + 15; is_share: divided by its total.
+    template <class Finish>
+    void end(const AttentionShape& shape, int64_t count, bool is_share, const Finish& finish) const {
+        const int64_t width = rounded_up(count, LANES);
+        for (int64_t first = 0; first < width; first += LANES) {
+            const Lanes share = is_share ? div(set(1.0f), load(total + first)) : set(1.0f);
+            for (int64_t d = 0; d < shape.head_dim; d += LANES) {
+                Lanes rows[LANES];
+                for (int index = 0; index < LANES; index++) rows[index] = mul(load(sums + (d + index) * width + first), share);
+                transpose(rows);
+                for (int64_t row = first; row < std::min(first + LANES, count); row++) finish(row, d, rows[row - first]);
+            }
+        }
     }
 };
 
-// Packs tokens first .. end - 1 of a span; the others are zeros.
+// Brings tokens first .. end - 1 of a span to where they are multiplied; the others are zeros.
 template <class T>
 inline void pack_span(const AttentionShape& shape, const T* const* tokens_at, int64_t kv_head, int64_t first, int64_t end,
                       const PackedScratch<T>& scratch) {
-    const int64_t dim = shape.head_dim, stride = shape.query_stride();
-    if (end - first < SPAN) {
-        std::memset(scratch.keys, 0, sizeof(T) * SPAN * stride);
-        std::memset(scratch.values, 0, sizeof(T) * SPAN * dim);
+    constexpr int64_t STEP = LANES * Unit<T>::DEPTH;
+    const int64_t dim = shape.head_dim, key = kv_head * dim, value = key + shape.kv_heads * dim;
+    const T* values_at[SPAN];
+    for (int64_t index = 0; index < SPAN; index++) {
+        const bool is_there = index >= first && index < end;
+        values_at[index] = is_there ? tokens_at[index] + value : scratch.nothing;
+        std::memcpy(scratch.keys + index * shape.query_stride(), is_there ? tokens_at[index] + key : scratch.nothing,
+                    sizeof(T) * dim);
     }
-    const int64_t key = kv_head * dim, value = key + shape.kv_heads * dim;
-    for (int64_t index = first; index < end; index++) {
-        T* block = scratch.keys + index / LANES * LANES * stride;
-        if (index % LANES == 0 && index + LANES <= end) {
-            pack_keys(tokens_at + index, key, dim, block);
-            pack_values(tokens_at + index, value, dim, index, scratch.values);
-            index += LANES - 1;
-            continue;
+    for (int64_t token = 0; token < SPAN; token += STEP)
+        for (int64_t d = 0; d < dim; d += LANES) {
+            Lanes columns[LANES];
+            transpose_tokens(values_at + token, d, columns);
+            for (int index = 0; index < LANES; index++)
+                store(reinterpret_cast<float*>(scratch.values + (d + index) * SPAN + token), columns[index]);
         }
-        pack_key(tokens_at[index] + key, dim, index % LANES, block);
-        pack_value(tokens_at[index] + value, dim, index, scratch.values);
-    }
 }
 
 struct Seen {
     int64_t begin, end;
 };
 
-// What a new largest score leaves of the weights so far. Most spans bring none.
-inline float kept_share(float best, float new_best) { return best == new_best ? 1.0f : std::exp(best - new_best); }
-
-// `count` query rows meet a packed span; seen(row) tells which of its tokens a row sees. The weighted values are added
-// up as one softmax over all spans (Milakov, Gimelshein: Online normalizer calculation, arXiv 1805.02867).
+// The scratch's `count` rows meet a packed span with `present` tokens; seen(row) tells which of them a row sees. The
+// weighted values are added up as one softmax over all spans (Milakov, Gimelshein: Online normalizer calculation, arXiv
+// 1805.02867).
 template <class T, class SeenBy>
-inline void meet_span(const AttentionShape& shape, const T* query, int64_t count, bool is_first,
+inline void meet_span(const AttentionShape& shape, int64_t count, int64_t present, bool is_first,
                       const PackedScratch<T>& scratch, const SeenBy& seen) {
-    const int64_t dim = shape.head_dim, stride = shape.query_stride();
-    const float scale = 1.0f / std::sqrt(float(dim));
-    const T *keys = scratch.keys, *values = scratch.values;
-    add_products(query, stride, int(count), keys, LANES * stride, SPAN / LANES, stride, scratch.scores, SPAN, true, keys);
-    for (int64_t row = 0; row < count; row++) {
-        const Seen bounds = seen(row);
-        float* score = scratch.scores + row * SPAN;
-        T* weight = scratch.weights + row * SPAN;
-        if (bounds.begin >= bounds.end) {
-            for (int64_t index = 0; index < SPAN; index += LANES) store(weight + index, zero());
-            if (is_first)
-                for (int64_t d = 0; d < dim; d += LANES) store(scratch.sums + row * dim + d, zero());
-            continue;
+    constexpr float INFINITE = std::numeric_limits<float>::infinity();
+    const int64_t dim = shape.head_dim, stride = shape.query_stride(), width = rounded_up(count, LANES);
+    const int64_t tokens = rounded_up(present, 32);
+    const int blocks = int(width / LANES);
+    const Lanes scale = set(1.0f / std::sqrt(float(dim)));
+    add_products<T>(scratch.keys, stride, int(tokens), scratch.queries, LANES * stride, blocks, stride, scratch.scores, width,
+                    true, scratch.queries);
+    for (int64_t row = 0; row < count; row += LANES) {
+        float* scores = scratch.scores + row;
+        int32_t begins[LANES], ends[LANES], begin_max = 0, end_min = int32_t(tokens);
+        for (int64_t lane = 0; lane < LANES; lane++) {
+            const Seen bounds = seen(std::min(row + lane, count - 1));
+            begins[lane] = int32_t(bounds.begin);
+            ends[lane] = int32_t(bounds.end);
+            begin_max = std::max(begin_max, begins[lane]);
+            end_min = std::min(end_min, ends[lane]);
         }
-        for (int64_t index = 0; index < bounds.begin; index++) score[index] = -std::numeric_limits<float>::infinity();
-        for (int64_t index = bounds.end; index < SPAN; index++) score[index] = -std::numeric_limits<float>::infinity();
-        Lanes largest = load(score);
-        for (int64_t index = LANES; index < SPAN; index += LANES) largest = max(largest, load(score + index));
-        const float new_best = std::max(scratch.best[row], max_of(largest) * scale);
-        Lanes sum = zero();
-        for (int64_t index = 0; index < SPAN; index += LANES) {
-            const Lanes part = exp(fma(load(score + index), set(scale), set(-new_best)));
-            sum = add(sum, part);
-            store(weight + index, part);
+        for (int32_t token = 0; token < tokens; token++) {
+            if (token >= begin_max && token < end_min) continue;
+            for (int lane = 0; lane < LANES; lane++) {
+                float& score = scores[token * width + lane];
+                score = token >= begins[lane] && token < ends[lane] ? score : -INFINITE;
+            }
         }
-        const float kept = is_first ? 0.0f : kept_share(scratch.best[row], new_best);
-        scratch.total[row] = scratch.total[row] * kept + sum_of(sum);
-        scratch.best[row] = new_best;
-        if (!is_first && kept != 1.0f)
-            for (int64_t d = 0; d < dim; d += LANES)
-                store(scratch.sums + row * dim + d, mul(load(scratch.sums + row * dim + d), set(kept)));
+        // The first one of max() may be a NaN, and is left out; its row becomes one by its weights.
+        Lanes largest[4] = {set(-INFINITE), set(-INFINITE), set(-INFINITE), set(-INFINITE)};
+        for (int64_t token = 0; token < tokens; token += 4)
+            for (int index = 0; index < 4; index++) largest[index] = max(load(scores + (token + index) * width), largest[index]);
+        const Lanes most = max(max(largest[0], largest[1]), max(largest[2], largest[3]));
+        const Lanes best = load(scratch.best + row), new_best = max(mul(most, scale), best);
+        const Lanes start = sub(zero(), new_best);
+        Lanes even_sum = zero(), odd_sum = zero();
+        for (int64_t token = 0; token < tokens; token += 2) {
+            const Lanes even = exp(fma(load(scores + token * width), scale, start));
+            const Lanes odd = exp(fma(load(scores + (token + 1) * width), scale, start));
+            even_sum = add(even_sum, even);
+            odd_sum = add(odd_sum, odd);
+            store_weights(scratch.weights + row * SPAN + token * LANES, even, odd);
+        }
+        const Lanes kept = exp(sub(best, new_best));
+        store(scratch.best + row, new_best);
+        store(scratch.total + row, fma(load(scratch.total + row), kept, add(even_sum, odd_sum)));
+        // Most spans bring no new largest scores.
+        if (!is_first && !(max_of(sub(new_best, best)) <= 0.0f))
+            for (int64_t d = 0; d < dim; d++) {
+                float* sums = scratch.sums + d * width + row;
+                store(sums, mul(load(sums), kept));
+            }
     }
-    add_products(static_cast<const T*>(scratch.weights), SPAN, int(count), values, LANES * SPAN, int(dim / LANES), SPAN,
-                 scratch.sums, dim, is_first, values);
+    add_products<T>(scratch.values, SPAN, int(dim), scratch.weights, LANES * SPAN, blocks, tokens, scratch.sums, width,
+                    is_first, scratch.weights);
 }
 
 // queries: [K][rows][G][query_stride], turned. attended: [rows][attended_stride].
@@ -228,7 +262,7 @@ void attend_prompt(const AttentionShape& shape, const Chunk& chunk, const Attent
     const int64_t count = piece.tokens * group;
     const int64_t first = chunk.start + piece.token, last = first + piece.tokens - 1;
     const T* query = queries + ((piece.kv_head * rows + chunk.first_row + piece.token) * group) * shape.query_stride();
-    scratch.begin(shape, count);
+    scratch.begin(shape, count, [&](int64_t row) { return query + row * shape.query_stride(); });
     bool is_first = true;
     for (int64_t from = first_seen(first, window) / SPAN * SPAN; from <= last; from += SPAN) {
         const int64_t present = std::min<int64_t>(SPAN, last + 1 - from);
@@ -237,19 +271,18 @@ void attend_prompt(const AttentionShape& shape, const Chunk& chunk, const Attent
         const T* tokens_at[SPAN];
         find_tokens(pages, shape, chunk, from, present, tokens_at);
         pack_span(shape, tokens_at, piece.kv_head, hidden, present, scratch);
-        meet_span(shape, query, count, is_first, scratch, [&](int64_t row) {
+        meet_span(shape, count, present, is_first, scratch, [&](int64_t row) {
             const int64_t position = first + row / group;
             return Seen{std::max<int64_t>(first_seen(position, window) - from, 0),
                         std::min<int64_t>(position + 1 - from, SPAN)};
         });
         is_first = false;
     }
-    for (int64_t row = 0; row < count; row++) {
-        T* to = attended + (chunk.first_row + piece.token + row / group) * attended_stride +
-                (piece.kv_head * group + row % group) * dim;
-        const Lanes share = set(1.0f / scratch.total[row]);
-        for (int64_t d = 0; d < dim; d += LANES) store(to + d, mul(load(scratch.sums + row * dim + d), share));
-    }
+    scratch.end(shape, count, true, [&](int64_t row, int64_t d, Lanes part) {
+        store(attended + (chunk.first_row + piece.token + row / group) * attended_stride +
+                  (piece.kv_head * group + row % group) * dim + d,
+              part);
+    });
 }
 
 // --- decodes that share the beginning of their contexts: each span is packed once for all of them -----------------------
@@ -264,27 +297,27 @@ template <class T, class PartialOf>
 void attend_shared(const AttentionShape& shape, const Chunk& chunk, const AttentionPiece& piece, const Sharer* sharers,
                    const T* queries, int64_t rows, const T* pages, const PackedScratch<T>& scratch,
                    const PartialOf& partial_of) {
-    const int64_t group = shape.group(), dim = shape.head_dim, size = group * shape.query_stride();
+    const int64_t group = shape.group(), dim = shape.head_dim;
     const int64_t count = piece.sharer_count * group;
-    for (int64_t index = 0; index < piece.sharer_count; index++)
-        std::memcpy(scratch.queries + index * size, queries + (piece.kv_head * rows + sharers[index].row) * size,
-                    sizeof(T) * size);
-    scratch.begin(shape, count);
+    scratch.begin(shape, count, [&](int64_t row) {
+        return queries + ((piece.kv_head * rows + sharers[row / group].row) * group + row % group) * shape.query_stride();
+    });
     for (int64_t from = piece.from; from < piece.to; from += SPAN) {
         const int64_t present = std::min<int64_t>(SPAN, piece.to - from);
         const T* tokens_at[SPAN];
         find_tokens(pages, shape, chunk, from, present, tokens_at);
         pack_span(shape, tokens_at, piece.kv_head, 0, present, scratch);
-        meet_span(shape, static_cast<const T*>(scratch.queries), count, from == piece.from, scratch,
-                  [=](int64_t) { return Seen{0, present}; });
+        meet_span(shape, count, present, from == piece.from, scratch, [=](int64_t) { return Seen{0, present}; });
     }
     for (int64_t row = 0; row < count; row++) {
-        float* partial = partial_of(sharers[row / group]);
-        const int64_t head = piece.kv_head * group + row % group;
-        partial[head] = scratch.best[row];
-        partial[shape.heads + head] = scratch.total[row];
-        std::memcpy(partial + 2 * shape.heads + head * dim, scratch.sums + row * dim, sizeof(float) * dim);
+        float* partial = partial_of(sharers[row / group]) + piece.kv_head * group + row % group;
+        partial[0] = scratch.best[row];
+        partial[shape.heads] = scratch.total[row];
     }
+    scratch.end(shape, count, false, [&](int64_t row, int64_t d, Lanes part) {
+        const int64_t head = piece.kv_head * group + row % group;
+        store(partial_of(sharers[row / group]) + 2 * shape.heads + head * dim + d, part);
+    });
 }
 
 // --- a decode's row: every head over a part of the context, keys and values read where they lie ---------------------------
@@ -332,6 +365,9 @@ inline void add_values(const float* weights, int64_t weight_stride, const T* con
         for (int vector = 0; vector < VECTORS; vector++)
             store(sums + head * sums_stride + vector * LANES, sum[head][vector]);
 }
+
+// What a new largest score leaves of the weights so far. Most spans bring none.
+inline float kept_share(float best, float new_best) { return best == new_best ? 1.0f : std::exp(best - new_best); }
 
 // Tokens that will be read soon, and which of their bytes to bring into the caches meanwhile.
 template <class T>

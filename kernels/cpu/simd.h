@@ -88,11 +88,11 @@ inline void transpose(Lanes* rows) {
     }
 }
 
-// Sixteen of `even` and sixteen of `odd` in turn.
-inline void store_in_turn(bf16* to, const bf16* even, const bf16* odd) {
+// Sixteen of `even` and sixteen of `odd` in turn: a pair is a lane.
+inline Lanes load_in_turn(const bf16* even, const bf16* odd) {
     const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(even)));
     const __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(odd)));
-    _mm512_storeu_si512(to, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+    return _mm512_castsi512_ps(_mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
 }
 
 // Lanes below `limit` become 0.
@@ -246,13 +246,13 @@ inline void transpose(Lanes* rows) {
     for (int row = 0; row < LANES; row++) rows[row] = {parts[0][row / 8][row % 8], parts[1][row / 8][row % 8]};
 }
 
-inline void store_in_turn(bf16* to, const bf16* even, const bf16* odd) {
-    for (int half = 0; half < 2; half++) {
-        const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(even + 8 * half));
-        const __m128i high = _mm_loadu_si128(reinterpret_cast<const __m128i*>(odd + 8 * half));
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 16 * half), _mm_unpacklo_epi16(low, high));
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 16 * half + 8), _mm_unpackhi_epi16(low, high));
-    }
+inline __m256 half_in_turn(const bf16* even, const bf16* odd) {
+    const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(even));
+    const __m128i high = _mm_loadu_si128(reinterpret_cast<const __m128i*>(odd));
+    return _mm256_castsi256_ps(_mm256_set_m128i(_mm_unpackhi_epi16(low, high), _mm_unpacklo_epi16(low, high)));
+}
+inline Lanes load_in_turn(const bf16* even, const bf16* odd) {
+    return {half_in_turn(even, odd), half_in_turn(even + 8, odd + 8)};
 }
 
 inline Lanes cut_below(Lanes a, Lanes limit) {
@@ -296,6 +296,13 @@ inline Lanes sums_of(const Lanes* rows) {
 }
 
 #endif
+
+inline void store_in_turn(bf16* to, Lanes even, Lanes odd) {
+    alignas(64) bf16 lanes[2 * LANES];
+    store(lanes, even);
+    store(lanes + LANES, odd);
+    store(reinterpret_cast<float*>(to), load_in_turn(lanes, lanes + LANES));
+}
 
 inline void store(bf16* to, float value) {
     alignas(64) bf16 lanes[LANES];
