@@ -200,13 +200,13 @@ struct Seen {
 template <class T, class SeenBy>
 inline void meet_span(const AttentionShape& shape, int64_t count, int64_t present, bool is_first,
                       const PackedScratch<T>& scratch, const SeenBy& seen) {
-    constexpr float INFINITE = std::numeric_limits<float>::infinity();
+    constexpr float INFINITE = std::numeric_limits<float>::infinity(), LOG2_E = 1.44269504f;
     const int64_t dim = shape.head_dim, stride = shape.query_stride(), width = rounded_up(count, LANES);
     const int64_t tokens = rounded_up(present, 32);
     const int blocks = int(width / LANES);
     const Lanes scale = set(1.0f / std::sqrt(float(dim)));
     add_products<T>(scratch.keys, stride, int(tokens), scratch.queries, LANES * stride, blocks, stride, scratch.scores, width,
-                    true, scratch.queries);
+                    true, nullptr);
     for (int64_t row = 0; row < count; row += LANES) {
         float* scores = scratch.scores + row;
         int32_t begins[LANES], ends[LANES], begin_max = 0, end_min = int32_t(tokens);
@@ -230,11 +230,11 @@ inline void meet_span(const AttentionShape& shape, int64_t count, int64_t presen
             for (int index = 0; index < 4; index++) largest[index] = max(load(scores + (token + index) * width), largest[index]);
         const Lanes most = max(max(largest[0], largest[1]), max(largest[2], largest[3]));
         const Lanes best = load(scratch.best + row), new_best = max(mul(most, scale), best);
-        const Lanes start = sub(zero(), new_best);
+        const Lanes step = mul(scale, set(LOG2_E)), start = mul(new_best, set(-LOG2_E));
         Lanes even_sum = zero(), odd_sum = zero();
         for (int64_t token = 0; token < tokens; token += 2) {
-            const Lanes even = exp(fma(load(scores + token * width), scale, start));
-            const Lanes odd = exp(fma(load(scores + (token + 1) * width), scale, start));
+            const Lanes even = power_of_two(fma(load(scores + token * width), step, start));
+            const Lanes odd = power_of_two(fma(load(scores + (token + 1) * width), step, start));
             even_sum = add(even_sum, even);
             odd_sum = add(odd_sum, odd);
             store_weights(scratch.weights + row * SPAN + token * LANES, even, odd);
@@ -250,7 +250,7 @@ inline void meet_span(const AttentionShape& shape, int64_t count, int64_t presen
             }
     }
     add_products<T>(scratch.values, SPAN, int(dim), scratch.weights, LANES * SPAN, blocks, tokens, scratch.sums, width,
-                    is_first, scratch.weights);
+                    is_first, nullptr);
 }
 
 // queries: [K][rows][G][query_stride], turned. attended: [rows][attended_stride].

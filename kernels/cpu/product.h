@@ -14,8 +14,9 @@ namespace trioserve {
 constexpr int PANEL_BLOCKS = 2;                   // blocks of a piece of work
 constexpr int PANEL = PANEL_BLOCKS * LANES;       // outputs of a piece of work
 constexpr int TILE_ROWS = 8;                      // 16 sums; more rows need more addresses than there are registers
-constexpr int CHUNK_ROWS = 96;                    // rows of a piece of work
-constexpr int64_t DEPTH = 1024;                   // of K at a time, if tiles share it: the panel stays in the second cache
+constexpr int CHUNK_ROWS = 512;                   // of a piece of work, if there are enough; they stay in the second cache
+constexpr int SUM_ROWS = 128;                     // of these, summed up at a time
+constexpr int64_t DEPTH = 384;                    // of K at a time, if tiles share it: the panel stays in the first cache
 
 inline int64_t rounded_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 inline int64_t padded_depth(int64_t k) { return rounded_up(k, 32); }
@@ -133,7 +134,10 @@ inline void configure_tiles() {
 
 // As add_products; x has rows to read up to the next 16, sums to write.
 inline void add_products_amx(const bf16* x, int64_t x_stride, int rows, const bf16* w, int64_t block_stride, int blocks,
-                             int64_t depth, float* sums, int64_t sums_stride, bool is_first) {
+                             int64_t depth, float* sums, int64_t sums_stride, bool is_first, const bf16* next) {
+    // Each 32 rows fetch their share of the weights that come next.
+    const int lines = next == nullptr ? 0 : (16 * 32 + rows - 1) / std::max(rows, 32);
+    const char* fetch[2] = {reinterpret_cast<const char*>(next), reinterpret_cast<const char*>(next + block_stride)};
     const int64_t x_bytes = x_stride * 2, sums_bytes = sums_stride * 4;
     for (int row = 0; row < rows; row += 32) {
         const bool is_tall = rows - row > 16;
@@ -153,6 +157,10 @@ inline void add_products_amx(const bf16* x, int64_t x_stride, int rows, const bf
             const bf16* values = x + row * x_stride;
             const bf16* weights = w + block * block_stride;
             for (int64_t k = 0; k < depth; k += 32) {
+                for (int line = 0; line < lines; line++, fetch[0] += 64, fetch[1] += 64) {
+                    _mm_prefetch(fetch[0], _MM_HINT_T1);
+                    _mm_prefetch(fetch[1], _MM_HINT_T1);
+                }
                 _tile_loadd(4, values + k, x_bytes);
                 _tile_loadd(6, weights + k * LANES, 64);
                 _tile_dpbf16ps(0, 4, 6);
@@ -179,14 +187,14 @@ inline void configure_tiles() {}
 #endif
 
 // sums [rows, 16 * blocks] (+)= x [rows, depth] times blocks of w. Rows of x and of sums are there up to the next 16.
-// next: the weights that this thread will need after these, as many.
+// next: the weights that this thread will need after these, as many; or null.
 template <class T>
 inline void add_products(const T* x, int64_t x_stride, int rows, const T* w, int64_t block_stride, int blocks,
                          int64_t depth, float* sums, int64_t sums_stride, bool is_first, const T* next) {
 #if defined(__AMX_BF16__)
     if constexpr (sizeof(T) == 2) {
         if (rows >= AMX_ROWS_MIN && depth % 32 == 0) {
-            add_products_amx(x, x_stride, rows, w, block_stride, blocks, depth, sums, sums_stride, is_first);
+            add_products_amx(x, x_stride, rows, w, block_stride, blocks, depth, sums, sums_stride, is_first, next);
             return;
         }
     }
@@ -200,10 +208,10 @@ inline void add_products(const T* x, int64_t x_stride, int rows, const T* w, int
             const T* weights = w + block * block_stride;
             // One row reads its weights only once, and as fast as they come; of several, each fetches a part.
             const T* fetch[2] = {weights, weights};
-            if (tiles == 1) {
+            if (next != nullptr && tiles == 1) {
                 fetch[0] = next;
                 fetch[1] = next + block_stride;
-            } else if (index < 2) {
+            } else if (next != nullptr && index < 2) {
                 fetch[index] = next + index * block_stride;
             }
             run(x + row * x_stride, x_stride, weights, block_stride, depth,
@@ -213,45 +221,43 @@ inline void add_products(const T* x, int64_t x_stride, int rows, const T* w, int
     }
 }
 
-// Pieces that a product [m, n] is divided into.
-inline int64_t piece_count(int64_t m, int64_t n) {
-    return ((m + CHUNK_ROWS - 1) / CHUNK_ROWS) * ((block_count(n) + PANEL_BLOCKS - 1) / PANEL_BLOCKS);
-}
+// How a product [m, n] is divided into pieces: first by panels, then by rows. Neighbouring pieces share their rows.
+struct Pieces {
+    int64_t m, panels, chunks;
 
-struct PieceRows {
-    int64_t panel, first;
-    int count;
+    Pieces(int64_t m, int64_t n, int threads) : m(m), panels((block_count(n) + PANEL_BLOCKS - 1) / PANEL_BLOCKS) {
+        constexpr int64_t PIECES_OF_THREAD = 4;  // so that the threads end together
+        const int64_t wanted = std::min((m + SUM_ROWS - 1) / SUM_ROWS, threads * PIECES_OF_THREAD / panels);
+        chunks = std::max((m + CHUNK_ROWS - 1) / CHUNK_ROWS, wanted);
+    }
+    int64_t count() const { return panels * chunks; }
+    int64_t panel(int64_t piece) const { return piece % panels; }
+    int64_t first_row(int64_t piece) const { return m * (piece / panels) / chunks / 16 * 16; }
+    int64_t end_row(int64_t piece) const { return piece / panels + 1 == chunks ? m : first_row(piece + panels); }
 };
 
-// Neighbouring pieces share a panel of weights.
-inline PieceRows rows_of_piece(int64_t piece, int64_t m) {
-    const int64_t chunks = (m + CHUNK_ROWS - 1) / CHUNK_ROWS, chunk = piece % chunks;
-    const int64_t first = m * chunk / chunks / 16 * 16;
-    const int64_t end = chunk + 1 == chunks ? m : m * (chunk + 1) / chunks / 16 * 16;
-    return {piece / chunks, first, int(end - first)};
-}
-
-// One piece of y = x W^T: finish(first row, row count, first output block, block count, sums, stride of sums) gets it.
-// x: [m, padded depth], with rows to read up to the next 16.
+// One piece of y = x W^T: finish(first row, row count, first output block, block count, sums) gets it in parts; the sums'
+// stride is PANEL. x: [m, padded depth], with rows to read up to the next 16.
 template <class T, class Finish>
-inline void compute_piece(int64_t piece, int threads, const T* x, int64_t m, const T* w, int64_t n, int64_t k,
+inline void compute_piece(const Pieces& pieces, int64_t piece, int threads, const T* x, const T* w, int64_t n, int64_t k,
                           const Finish& finish) {
-    alignas(64) float sums[(CHUNK_ROWS + 16) * PANEL];
+    alignas(64) float sums[(SUM_ROWS + 16) * PANEL];
     const int64_t depth = padded_depth(k);
-    const PieceRows piece_rows = rows_of_piece(piece, m);
-    const int64_t first_row = piece_rows.first;
-    const int rows = piece_rows.count;
-    const int64_t first_block = piece_rows.panel * PANEL_BLOCKS;
+    const int64_t first_block = pieces.panel(piece) * PANEL_BLOCKS;
     const int blocks = int(std::min<int64_t>(PANEL_BLOCKS, block_count(n) - first_block));
-    const int64_t block_stride = depth * LANES;
-    const int64_t depth_max = rows <= TILE_ROWS ? depth : DEPTH;
-    const int64_t ahead = rows <= 4 ? 32 * 64 / int64_t(sizeof(T)) : threads * PANEL_BLOCKS * block_stride;
-    for (int64_t start = 0; start < depth; start += depth_max) {
-        const T* weights = w + first_block * block_stride + start * LANES;
-        add_products(x + first_row * depth + start, depth, rows, weights, block_stride, blocks,
-                     std::min(depth_max, depth - start), sums, PANEL, start == 0, weights + ahead);
+    const int64_t block_stride = depth * LANES, end_row = pieces.end_row(piece);
+    for (int64_t row = pieces.first_row(piece); row < end_row; row += SUM_ROWS) {
+        const int rows = int(std::min<int64_t>(SUM_ROWS, end_row - row));
+        const int64_t depth_max = rows <= TILE_ROWS ? depth : DEPTH;
+        const int64_t ahead = rows <= 4 ? 32 * 64 / int64_t(sizeof(T)) : threads * PANEL_BLOCKS * block_stride;
+        for (int64_t start = 0; start < depth; start += depth_max) {
+            const T* weights = w + first_block * block_stride + start * LANES;
+            add_products(x + row * depth + start, depth, rows, weights, block_stride, blocks,
+                         std::min(depth_max, depth - start), sums, PANEL, start == 0,
+                         row == pieces.first_row(piece) ? weights + ahead : nullptr);
+        }
+        finish(row, rows, first_block, blocks, sums);
     }
-    finish(first_row, rows, first_block, blocks, sums);
 }
 
 }  // namespace trioserve

@@ -202,25 +202,28 @@ inline void run_quantized_tile(int rows, const int8_t* x, const RowGroup* groups
 
 // compute_piece for a quantized weight.
 template <class Finish>
-inline void compute_quantized_piece(int64_t piece, int threads, const QuantizedRows& x, int64_t m, int32_t format,
-                                    const uint8_t* w, int64_t n, int64_t k, const Finish& finish) {
-    alignas(64) float sums[(CHUNK_ROWS + 16) * PANEL];
-    const PieceRows rows = rows_of_piece(piece, m);
-    const int64_t first_block = rows.panel * PANEL_BLOCKS, records = record_count(k), depth = padded_depth(k);
-    with_format(format, [&](auto f) {
-        using F = decltype(f);
-        const uint8_t* panel = w + rows.panel * records * F::BYTES;
-        const int tiles = (rows.count + QUANTIZED_TILE_ROWS - 1) / QUANTIZED_TILE_ROWS;
-        for (int index = 0, row = 0; index < tiles; index++) {
-            const int height = (rows.count - row + tiles - index - 1) / (tiles - index);
-            const int64_t first = rows.first + row;
-            const uint8_t* fetch = index == 0 ? panel + threads * records * F::BYTES : panel;
-            run_quantized_tile<F>(height, x.values + first * depth, x.groups + first * records, records, panel,
-                                  sums + row * PANEL, fetch);
-            row += height;
-        }
-    });
-    finish(rows.first, rows.count, first_block, int(std::min<int64_t>(PANEL_BLOCKS, block_count(n) - first_block)), sums);
+inline void compute_quantized_piece(const Pieces& pieces, int64_t piece, int threads, const QuantizedRows& x,
+                                    int32_t format, const uint8_t* w, int64_t n, int64_t k, const Finish& finish) {
+    alignas(64) float sums[(SUM_ROWS + 16) * PANEL];
+    const int64_t records = record_count(k), depth = padded_depth(k), end_row = pieces.end_row(piece);
+    const int64_t first_block = pieces.panel(piece) * PANEL_BLOCKS;
+    const int blocks = int(std::min<int64_t>(PANEL_BLOCKS, block_count(n) - first_block));
+    for (int64_t first = pieces.first_row(piece); first < end_row; first += SUM_ROWS) {
+        const int rows = int(std::min<int64_t>(SUM_ROWS, end_row - first));
+        with_format(format, [&](auto f) {
+            using F = decltype(f);
+            const uint8_t* panel = w + pieces.panel(piece) * records * F::BYTES;
+            const int tiles = (rows + QUANTIZED_TILE_ROWS - 1) / QUANTIZED_TILE_ROWS;
+            for (int index = 0, row = 0; index < tiles; index++) {
+                const int height = (rows - row + tiles - index - 1) / (tiles - index);
+                const uint8_t* fetch = index == 0 ? panel + threads * records * F::BYTES : panel;
+                run_quantized_tile<F>(height, x.values + (first + row) * depth, x.groups + (first + row) * records, records,
+                                      panel, sums + row * PANEL, fetch);
+                row += height;
+            }
+        });
+        finish(first, rows, first_block, blocks, sums);
+    }
 }
 
 }  // namespace trioserve

@@ -126,6 +126,11 @@ inline int store_kept(float* to, Lanes a, Lanes limit) {
 // 2 ** whole * a; whole holds whole numbers.
 inline Lanes scale_by_power(Lanes a, Lanes whole) { return _mm512_scalef_ps(a, whole); }
 inline Lanes round_whole(Lanes a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+// a with the lowest bits of `whole` added to its exponent.
+inline Lanes raise_exponent(Lanes a, Lanes whole) {
+    const __m512i exponents = _mm512_slli_epi32(_mm512_castps_si512(whole), 23);
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), exponents));
+}
 
 // Lane i of the result is the sum of all lanes of rows[i].
 inline Lanes sums_of(const Lanes* rows) {
@@ -218,6 +223,14 @@ inline Lanes round_whole(Lanes a) {
     return {_mm256_round_ps(a.low, nearest), _mm256_round_ps(a.high, nearest)};
 }
 
+inline __m256 half_raised(__m256 a, __m256 whole) {
+    const __m256i exponents = _mm256_slli_epi32(_mm256_castps_si256(whole), 23);
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), exponents));
+}
+inline Lanes raise_exponent(Lanes a, Lanes whole) {
+    return {half_raised(a.low, whole.low), half_raised(a.high, whole.high)};
+}
+
 inline void transpose_quarter(const __m256* from, __m256* to) {
     __m256 pairs[8], quads[8];
     for (int row = 0; row < 8; row += 2) {
@@ -297,11 +310,19 @@ inline Lanes sums_of(const Lanes* rows) {
 
 #endif
 
+// Rounded, an even and an odd number in turn.
 inline void store_in_turn(bf16* to, Lanes even, Lanes odd) {
+#if defined(__AVX512BF16__)
+    // The conversion has the even ones in the lower half: word 2 i is word i, and word 2 i + 1 is word 16 + i.
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i places = _mm512_add_epi32(_mm512_mullo_epi32(lanes, _mm512_set1_epi32(0x10001)), _mm512_set1_epi32(0x100000));
+    _mm512_storeu_si512(to, _mm512_permutexvar_epi16(places, (__m512i)_mm512_cvtne2ps_pbh(odd, even)));
+#else
     alignas(64) bf16 lanes[2 * LANES];
     store(lanes, even);
     store(lanes + LANES, odd);
     store(reinterpret_cast<float*>(to), load_in_turn(lanes, lanes + LANES));
+#endif
 }
 
 inline void store(bf16* to, float value) {
@@ -326,6 +347,21 @@ inline Lanes exp(Lanes a) {
     p = fma(p, rest, set(5.0000001201e-1f));
     p = add(fma(mul(rest, rest), p, rest), set(1.0f));
     return scale_by_power(p, whole);
+}
+
+// 2 ** a, to 3e-7 of it, for a from -126 up to 127; for less 2 ** -126. In half of the operations of exp.
+inline Lanes power_of_two(Lanes a) {
+    const Lanes shift = set(12582912.0f);  // 1.5 * 2 ** 23: what is added to it is rounded to a whole number
+    a = max(set(-126.0f), a);              // in this order a NaN stays one
+    const Lanes shifted = add(a, shift);
+    const Lanes rest = sub(a, sub(shifted, shift));
+    Lanes p = set(1.327647129e-03f);
+    p = fma(p, rest, set(9.675540961e-03f));
+    p = fma(p, rest, set(5.550713092e-02f));
+    p = fma(p, rest, set(2.402212024e-01f));
+    p = fma(p, rest, set(6.931469440e-01f));
+    p = fma(p, rest, set(1.000000119e+00f));
+    return raise_exponent(p, shifted);
 }
 
 }  // namespace trioserve

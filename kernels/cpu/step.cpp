@@ -283,25 +283,24 @@ void Engine::product(int thread, const T* x, int64_t rows, const Matrix& weight,
     for (const WeightPart& part : weight.parts)
         if (part.block_count > 0 && part.format != DENSE && quantized.values == nullptr)
             quantized = quantize_rows(thread, x, rows, part.inputs);
-    const WeightPart* part = weight.parts;
-    int64_t first_piece = 0, pieces = piece_count(rows, part->block_count * LANES);
-    for (int64_t piece; ; ) {
-        piece = team.take();
-        while (piece >= first_piece + pieces && ++part < std::end(weight.parts)) {
-            first_piece += pieces;
-            pieces = piece_count(rows, part->block_count * LANES);
-        }
-        if (part == std::end(weight.parts)) return;
+    const int threads = team.thread_count();
+    int64_t first_piece = 0, piece = team.take();
+    for (const WeightPart& part : weight.parts) {
+        if (part.block_count == 0) return;
+        const int64_t outputs = part.block_count * LANES;
+        const Pieces pieces(rows, outputs, threads);
         const auto finish_part = [&](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
-            finish(first_row, count, part->first_block + first_block, blocks, sums);
+            finish(first_row, count, part.first_block + first_block, blocks, sums);
         };
-        const int64_t outputs = part->block_count * LANES;
-        if (part->format == DENSE)
-            compute_piece(piece - first_piece, team.thread_count(), x, rows, static_cast<const T*>(part->data), outputs,
-                          part->inputs, finish_part);
-        else
-            compute_quantized_piece(piece - first_piece, team.thread_count(), quantized, rows, part->format,
-                                    static_cast<const uint8_t*>(part->data), outputs, part->inputs, finish_part);
+        for (; piece < first_piece + pieces.count(); piece = team.take()) {
+            if (part.format == DENSE)
+                compute_piece(pieces, piece - first_piece, threads, x, static_cast<const T*>(part.data), outputs,
+                              part.inputs, finish_part);
+            else
+                compute_quantized_piece(pieces, piece - first_piece, threads, quantized, part.format,
+                                        static_cast<const uint8_t*>(part.data), outputs, part.inputs, finish_part);
+        }
+        first_piece += pieces.count();
     }
 }
 
