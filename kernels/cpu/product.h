@@ -14,8 +14,9 @@ namespace trioserve {
 constexpr int PANEL_BLOCKS = 2;                   // blocks of a piece of work
 constexpr int PANEL = PANEL_BLOCKS * LANES;       // outputs of a piece of work
 constexpr int TILE_ROWS = 8;                      // 16 sums; more rows need more addresses than there are registers
-constexpr int CHUNK_ROWS = 512;                   // of a piece of work, if there are enough; they stay in the second cache
-constexpr int SUM_ROWS = 128;                     // of these, summed up at a time
+constexpr int CHUNK_ROWS = 512;                   // rows of a piece of work: they stay in the second cache
+constexpr int SUM_ROWS = 128;                     // rows whose sums are finished at a time
+constexpr int PIECES_OF_THREAD = 4;               // so many at least, that one late thread leaves little behind
 constexpr int64_t DEPTH = 384;                    // of K at a time, if tiles share it: the panel stays in the first cache
 
 inline int64_t rounded_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
@@ -226,8 +227,7 @@ struct Pieces {
     int64_t m, panels, chunks;
 
     Pieces(int64_t m, int64_t n, int threads) : m(m), panels((block_count(n) + PANEL_BLOCKS - 1) / PANEL_BLOCKS) {
-        constexpr int64_t PIECES_OF_THREAD = 4;  // so that the threads end together
-        const int64_t wanted = std::min((m + SUM_ROWS - 1) / SUM_ROWS, threads * PIECES_OF_THREAD / panels);
+        const int64_t wanted = std::min<int64_t>((m + SUM_ROWS - 1) / SUM_ROWS, threads * PIECES_OF_THREAD / panels);
         chunks = std::max((m + CHUNK_ROWS - 1) / CHUNK_ROWS, wanted);
     }
     int64_t count() const { return panels * chunks; }

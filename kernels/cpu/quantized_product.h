@@ -20,12 +20,13 @@ struct QuantizedRows {
     const RowGroup* groups;
 };
 
+// With rows to read up to the next 16.
 inline int64_t quantized_rows_bytes(int64_t rows, int64_t k) {
-    return rows * (padded_depth(k) + record_count(k) * int64_t(sizeof(RowGroup)));
+    return rounded_up(rows, 16) * (padded_depth(k) + record_count(k) * int64_t(sizeof(RowGroup)));
 }
 
 inline QuantizedRows rows_at(const int8_t* memory, int64_t rows, int64_t k) {
-    return {memory, reinterpret_cast<const RowGroup*>(memory + rows * padded_depth(k))};
+    return {memory, reinterpret_cast<const RowGroup*>(memory + rounded_up(rows, 16) * padded_depth(k))};
 }
 
 // x: [rows, padded k].
@@ -200,10 +201,106 @@ inline void run_quantized_tile(int rows, const int8_t* x, const RowGroup* groups
     quantized_tile<F, ROWS>(x, groups, records, panel, sums, fetch);
 }
 
-// compute_piece for a quantized weight.
+#if defined(__AMX_INT8__)
+// A tile of rows has the numbers of two records. A tile of weights has those of one record beside zeros, so that each
+// record's whole sums come out alone. They are scaled in the order of quantized_tile, to the same bits.
+constexpr int AMX_QUANTIZED_ROWS_MIN = 65;  // below, vpdpbusd is as fast, since scaling takes as long with both
+constexpr int64_t AMX_RECORDS = 8;          // summed up before they are scaled: the whole sums stay in the first cache
+constexpr int64_t UNIT_BYTES = 4 * LANES;
+
+// Of a panel whose weights all have 8 bits: for each record and block a tile.
+inline int64_t unpacked_bytes(int64_t records) { return rounded_up(records, 2) * PANEL_BLOCKS * 16 * UNIT_BYTES; }
+
+// fetch: an address from which as much is brought into the caches as is read.
+template <class F>
+inline void unpack_panel(const uint8_t* panel, int64_t records, uint8_t* to, const uint8_t* fetch) {
+    for (int64_t record = 0; record < records; record++, panel += F::BYTES) {
+        for (int64_t byte = 0; byte < F::BYTES; byte += 64, fetch += 64)
+            _mm_prefetch(reinterpret_cast<const char*>(fetch), _MM_HINT_T1);
+        for (int block = 0; block < PANEL_BLOCKS; block++, to += 16 * UNIT_BYTES) {
+            const uint8_t* from = panel + F::VALUES + block * UNIT_BYTES;
+            uint8_t* unit = to + record % 2 * 8 * UNIT_BYTES;
+            std::memset(to + (record + 1) % 2 * 8 * UNIT_BYTES, 0, 8 * UNIT_BYTES);
+            for (int index = 0; index < F::BITS; index++, from += PANEL_BLOCKS * UNIT_BYTES, unit += UNIT_BYTES) {
+                const Bytes raw = load_bytes(from);
+                _mm512_storeu_si512(unit, F::BITS == 8 ? raw : low_halves(raw));
+                if (F::BITS == 4) _mm512_storeu_si512(unit += UNIT_BYTES, high_halves(raw));
+            }
+        }
+    }
+}
+
+// As quantized_tile, for 8 rows and the whole sums [records][2][16, 16] of some records; they are added to `sums`.
+template <class F>
+inline void scale_sums(const int32_t* whole, const RowGroup* groups, int64_t row_records, int64_t records,
+                       const uint8_t* panel, float* sums, bool is_first) {
+    using Scale = typename F::Scale;
+    constexpr int ROWS = 8;
+    for (int block = 0; block < PANEL_BLOCKS; block++) {
+        Lanes sum[ROWS];
+        for (int row = 0; row < ROWS; row++) sum[row] = is_first ? zero() : load(sums + row * PANEL + block * LANES);
+        for (int64_t record = 0; record < records; record++) {
+            const uint8_t* from = panel + record * F::BYTES;
+            const Lanes scale = load(reinterpret_cast<const Scale*>(from) + block * LANES);
+            const Lanes min = F::HAS_MIN ? load(reinterpret_cast<const Scale*>(from + F::MINS) + block * LANES) : zero();
+            const int32_t* dots = whole + (record * PANEL_BLOCKS + block) * 16 * LANES;
+            for (int row = 0; row < ROWS; row++) {
+                const RowGroup& group = groups[row * row_records + record];
+                Dot<F> dot;
+                dot.start(group, 0);
+                dot.sum = _mm512_add_epi32(dot.sum, _mm512_loadu_si512(dots + row * LANES));
+                sum[row] = fma(dot.value(group), mul(scale, set(group.scale)), sum[row]);
+                if (F::HAS_MIN) sum[row] = fma(min, set(group.scaled_sum), sum[row]);
+            }
+        }
+        for (int row = 0; row < ROWS; row++) store(sums + row * PANEL + block * LANES, sum[row]);
+    }
+}
+
+// sums [16, 32] = 16 rows times one panel, which is there in 8 bits, too.
+template <class F>
+inline void quantized_rows_amx(const int8_t* x, const RowGroup* groups, int64_t records, const uint8_t* panel,
+                               const uint8_t* unpacked, float* sums) {
+    alignas(64) int32_t whole[AMX_RECORDS * PANEL_BLOCKS * 16 * LANES];
+    const int64_t x_bytes = records * RECORD_DEPTH;
+    for (int64_t first = 0; first < records; first += AMX_RECORDS) {
+        const int64_t count = std::min(AMX_RECORDS, records - first);
+        for (int64_t record = 0; record < count; record += 2) {
+            constexpr int64_t TILE = 16 * UNIT_BYTES;
+            const uint8_t* weights = unpacked + (first + record) * PANEL_BLOCKS * TILE;
+            int32_t* to = whole + record * PANEL_BLOCKS * 16 * LANES;
+            _tile_loadd(4, x + (first + record) * RECORD_DEPTH, x_bytes);
+            _tile_zero(0);
+            _tile_loadd(5, weights, UNIT_BYTES);
+            _tile_dpbsud(0, 4, 5);
+            _tile_zero(1);
+            _tile_loadd(6, weights + TILE, UNIT_BYTES);
+            _tile_dpbsud(1, 4, 6);
+            _tile_zero(2);
+            _tile_loadd(7, weights + 2 * TILE, UNIT_BYTES);
+            _tile_dpbsud(2, 4, 7);
+            _tile_zero(3);
+            _tile_loadd(5, weights + 3 * TILE, UNIT_BYTES);
+            _tile_dpbsud(3, 4, 5);
+            _tile_stored(0, to, UNIT_BYTES);
+            _tile_stored(1, to + 16 * LANES, UNIT_BYTES);
+            _tile_stored(2, to + 32 * LANES, UNIT_BYTES);
+            _tile_stored(3, to + 48 * LANES, UNIT_BYTES);
+        }
+        for (int row = 0; row < 16; row += 8)
+            scale_sums<F>(whole + row * LANES, groups + row * records + first, records, count, panel + first * F::BYTES,
+                          sums + row * PANEL, first == 0);
+    }
+}
+#else
+inline int64_t unpacked_bytes(int64_t) { return 0; }
+#endif
+
+// compute_piece for a quantized weight. unpacked: unpacked_bytes of memory.
 template <class Finish>
 inline void compute_quantized_piece(const Pieces& pieces, int64_t piece, int threads, const QuantizedRows& x,
-                                    int32_t format, const uint8_t* w, int64_t n, int64_t k, const Finish& finish) {
+                                    int32_t format, const uint8_t* w, int64_t n, int64_t k, uint8_t* unpacked,
+                                    const Finish& finish) {
     alignas(64) float sums[(SUM_ROWS + 16) * PANEL];
     const int64_t records = record_count(k), depth = padded_depth(k), end_row = pieces.end_row(piece);
     const int64_t first_block = pieces.panel(piece) * PANEL_BLOCKS;
@@ -213,6 +310,16 @@ inline void compute_quantized_piece(const Pieces& pieces, int64_t piece, int thr
         with_format(format, [&](auto f) {
             using F = decltype(f);
             const uint8_t* panel = w + pieces.panel(piece) * records * F::BYTES;
+#if defined(__AMX_INT8__)
+            if (F::PARTS == 1 && rows >= AMX_QUANTIZED_ROWS_MIN) {
+                if (first == pieces.first_row(piece))
+                    unpack_panel<F>(panel, records, unpacked, panel + threads * records * F::BYTES);
+                for (int row = 0; row < rows; row += 16)
+                    quantized_rows_amx<F>(x.values + (first + row) * depth, x.groups + (first + row) * records, records,
+                                          panel, unpacked, sums + row * PANEL);
+                return;
+            }
+#endif
             const int tiles = (rows + QUANTIZED_TILE_ROWS - 1) / QUANTIZED_TILE_ROWS;
             for (int index = 0, row = 0; index < tiles; index++) {
                 const int height = (rows - row + tiles - index - 1) / (tiles - index);

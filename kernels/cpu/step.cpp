@@ -17,7 +17,6 @@ namespace {
 // Up to this many rows every thread norms all of them for itself: one meeting less.
 constexpr int64_t OWN_NORM_ROWS_MAX = 4;
 constexpr int64_t ROWS_OF_PIECE = 4;
-constexpr int PIECES_OF_THREAD = 4;  // so many parts of the decodes' contexts, that one late thread leaves little behind
 
 template <class T>
 void norm_row(const float* from, const float* weight, int64_t size, float eps, T* to) {
@@ -78,7 +77,7 @@ public:
 
 private:
     struct Own {  // one thread's
-        Buffer normed, quantized, packed, floats, best_values, best_ids, doubts, scores, weights, work, marks;
+        Buffer normed, quantized, unpacked, packed, floats, best_values, best_ids, doubts, scores, weights, work, marks;
     };
 
     void plan_rows(const Model& model, const Step& step);
@@ -298,7 +297,9 @@ void Engine::product(int thread, const T* x, int64_t rows, const Matrix& weight,
                               part.inputs, finish_part);
             else
                 compute_quantized_piece(pieces, piece - first_piece, threads, quantized, part.format,
-                                        static_cast<const uint8_t*>(part.data), outputs, part.inputs, finish_part);
+                                        static_cast<const uint8_t*>(part.data), outputs, part.inputs,
+                                        own_[thread].unpacked.of<uint8_t>(unpacked_bytes(record_count(part.inputs))),
+                                        finish_part);
         }
         first_piece += pieces.count();
     }

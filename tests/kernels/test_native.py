@@ -73,6 +73,7 @@ def as_tensor(array: npt.NDArray[Any]) -> Tensor:
         (97, 64, 160),
         (191, 16, 32),
         (300, 70, 1088),
+        (1100, 40, 64),
     ),
 )
 def test_products(engine: Engine, dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> None:

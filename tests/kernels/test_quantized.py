@@ -181,7 +181,7 @@ def test_products_of_any_number_of_rows(engine: Engine, block_type: str, outputs
 
 
 @pytest.mark.parametrize(
-    "rows, outputs, inputs", ((1, 50, 576), (3, 33, 48), (5, 17, 1056), (97, 64, 160), (300, 48, 80))
+    "rows, outputs, inputs", ((1, 50, 576), (3, 33, 48), (5, 17, 1056), (97, 64, 160), (300, 48, 80), (600, 40, 96))
 )
 @pytest.mark.parametrize("format", (WeightFormat.Q8, WeightFormat.Q4_MIN), ids=str)
 def test_products_of_other_shapes(engine: Engine, format: WeightFormat, rows: int, outputs: int, inputs: int) -> None:
