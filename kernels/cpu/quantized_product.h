@@ -211,7 +211,8 @@ constexpr int64_t UNIT_BYTES = 4 * LANES;
 // Of a panel whose weights all have 8 bits: for each record and block a tile.
 inline int64_t unpacked_bytes(int64_t records) { return rounded_up(records, 2) * PANEL_BLOCKS * 16 * UNIT_BYTES; }
 
-// fetch: an address from which as much is brought into the caches as is read.
+// to: was all zeros; the other half of each tile stays so. fetch: an address from which as much is brought into the caches
+// as is read.
 template <class F>
 inline void unpack_panel(const uint8_t* panel, int64_t records, uint8_t* to, const uint8_t* fetch) {
     for (int64_t record = 0; record < records; record++, panel += F::BYTES) {
@@ -220,7 +221,6 @@ inline void unpack_panel(const uint8_t* panel, int64_t records, uint8_t* to, con
         for (int block = 0; block < PANEL_BLOCKS; block++, to += 16 * UNIT_BYTES) {
             const uint8_t* from = panel + F::VALUES + block * UNIT_BYTES;
             uint8_t* unit = to + record % 2 * 8 * UNIT_BYTES;
-            std::memset(to + (record + 1) % 2 * 8 * UNIT_BYTES, 0, 8 * UNIT_BYTES);
             for (int index = 0; index < F::BITS; index++, from += PANEL_BLOCKS * UNIT_BYTES, unit += UNIT_BYTES) {
                 const Bytes raw = load_bytes(from);
                 _mm512_storeu_si512(unit, F::BITS == 8 ? raw : low_halves(raw));
@@ -296,7 +296,7 @@ inline void quantized_rows_amx(const int8_t* x, const RowGroup* groups, int64_t 
 inline int64_t unpacked_bytes(int64_t) { return 0; }
 #endif
 
-// compute_piece for a quantized weight. unpacked: unpacked_bytes of memory.
+// compute_piece for a quantized weight. unpacked: unpacked_bytes of memory, zeros at first, for such pieces alone.
 template <class Finish>
 inline void compute_quantized_piece(const Pieces& pieces, int64_t piece, int threads, const QuantizedRows& x,
                                     int32_t format, const uint8_t* w, int64_t n, int64_t k, uint8_t* unpacked,
