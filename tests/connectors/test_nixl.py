@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -320,6 +321,19 @@ def test_where_the_blocks_lie():
 def test_an_option_that_cannot_be_is_refused(options):
     with pytest.raises(StartupError):
         read_options(NixlOptions, options)
+
+
+async def test_what_keeps_it_from_starting_is_said_in_a_sentence(monkeypatch):
+    taken = socket.create_server(("127.0.0.1", 0))
+    with taken, pytest.raises(StartupError, match="cannot be listened on"):
+        await Engine("there", port=taken.getsockname()[1]).connector.run(task_status=trio.TASK_STATUS_IGNORED)
+
+    def no_ucx(*arguments: object) -> None:
+        raise AgentError("nixl cannot be started: no UCX")
+
+    monkeypatch.setattr(nixl_transport, "Agent", no_ucx)
+    with pytest.raises(StartupError, match="nixl cannot be started: no UCX"):
+        await Engine("there").connector.run(task_status=trio.TASK_STATUS_IGNORED)
 
 
 def test_without_the_package_it_says_what_to_install(monkeypatch):

@@ -260,6 +260,17 @@ async def test_pieces_arrive_in_order_however_they_are_cut():
     receiver.close()
 
 
+async def test_nothing_is_a_number_of_bytes_like_any_other():
+    sender, receiver = await wires()
+    assert await receiver.receive(0) == b""
+    await sender.send([b"", b"ab", memoryview(b"")])
+    target = bytearray(2)
+    await receiver.receive_into([memoryview(b""), memoryview(target), memoryview(b"")])
+    assert target == b"ab"
+    sender.close()
+    receiver.close()
+
+
 async def test_nothing_is_read_into_what_may_not_be_written_though_it_is_there():
     sender, receiver = await wires()
     target = bytearray(8)

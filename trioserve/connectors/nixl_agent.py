@@ -68,7 +68,8 @@ class Agent:
     """
 
     def __init__(self, name: str, kind: MemoryKind, regions: Sequence[Region], landing: bytearray) -> None:
-        import nixl._bindings as bindings  # takes a second, and is an extra
+        with _Translated("nixl cannot be loaded"):
+            import nixl._bindings as bindings  # takes a second, and is an extra
 
         # Not by nixl's own wrapper around these, which leaves its thread no pause: without a GPU that takes a core from
         # whoever computes, and READs are ten times slower for it.

@@ -330,11 +330,8 @@ class NixlTransport:
         """Until it is cancelled; see RunningConnector."""
         await self._nixl.open()
         try:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._nixl.watch)
-                await self._stream.run(task_status=task_status)
+            await self._stream.run(task_status=task_status, beside=self._nixl.watch)
         finally:
-            self._policy.stop()
             await self._nixl.close()
 
     async def _answer(self, far: Far, head: Head) -> bool:

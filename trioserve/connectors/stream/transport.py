@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import ssl
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 import trio
@@ -53,11 +54,13 @@ class StreamTransport:
         """There is something to do."""
         self._has_work.set()
 
-    async def run(self, *, task_status: Started) -> None:
-        """Until it is cancelled; see RunningConnector."""
+    async def run(self, *, task_status: Started, beside: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Until it is cancelled; see RunningConnector. beside: a task that lives as long."""
         listener = await self._listen()
         try:
             async with trio.open_nursery() as nursery:
+                if beside is not None:
+                    nursery.start_soon(beside)
                 nursery.start_soon(partial(trio.serve_listeners, self._accepted, [listener], handler_nursery=nursery))
                 self._policy.address = (self._options.advertised, listener.socket.getsockname()[1])
                 task_status.started()

@@ -16,7 +16,7 @@ import trio
 __all__ = ["MayNot", "SocketWire", "StreamWire", "Wire", "always"]
 
 PIECES_MAX = 512  # in one call; the kernel takes 1,024
-RECEIVE_BYTES = 65_536
+PART_BYTES = 65_536  # of a stream, at a time: it is silent when not even so much goes
 
 
 class MayNot(Exception):
@@ -88,7 +88,7 @@ class SocketWire:
         return bytes(content)
 
     async def receive_into(self, pieces: Sequence[memoryview], may: Callable[[], bool] = always) -> None:
-        rest = list(pieces)
+        rest = [piece for piece in pieces if len(piece)]
         has_begun = False
         while rest:
             if not may():
@@ -126,9 +126,10 @@ class StreamWire:
     async def send(self, pieces: Sequence[memoryview | bytes], may: Callable[[], bool] = always) -> None:
         if not may():
             raise MayNot(has_begun=False)
-        copied = b"".join(pieces)
-        with trio.fail_after(self.silence_seconds):
-            await self._stream.send_all(copied)
+        copied = memoryview(b"".join(pieces))
+        for start in range(0, len(copied), PART_BYTES):
+            with trio.fail_after(self.silence_seconds):
+                await self._stream.send_all(copied[start : start + PART_BYTES])
 
     async def receive(self, byte_count: int) -> bytes:
         content = bytearray(byte_count)
@@ -136,12 +137,12 @@ class StreamWire:
         return bytes(content)
 
     async def receive_into(self, pieces: Sequence[memoryview], may: Callable[[], bool] = always) -> None:
-        rest = list(pieces)
+        rest = [piece for piece in pieces if len(piece)]
         has_begun = False
         while rest:
             if not self._early:
                 with trio.fail_after(self.silence_seconds):
-                    self._early = bytes(await self._stream.receive_some(RECEIVE_BYTES))
+                    self._early = bytes(await self._stream.receive_some(PART_BYTES))
                 if not self._early:
                     raise trio.BrokenResourceError("the other side has closed the connection")
             if not may():
