@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from trioserve.connectors.nixl import make_connector
+from trioserve.testing.connector_conformance import PairConformance
 
-conformance = pytest.importorskip("trioserve.testing.connector_conformance")
 pytest.importorskip("nixl")
 
 
-class TestNixl(conformance.PairConformance):
+class TestNixl(PairConformance):
     factory = staticmethod(make_connector)
     real_time = True
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
-
 from trioserve.connectors.tcp import make_connector
+from trioserve.testing.connector_conformance import PairConformance
 
-conformance = pytest.importorskip("trioserve.testing.connector_conformance")
 
-
-class TestTcp(conformance.PairConformance):
+class TestTcp(PairConformance):
     factory = staticmethod(make_connector)
     real_time = True
 
 
-class TestTcpInSmallChunks(conformance.PairConformance):
+class TestTcpInSmallChunks(PairConformance):
     factory = staticmethod(make_connector)
     real_time = True
 
