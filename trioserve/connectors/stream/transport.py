@@ -62,8 +62,8 @@ class StreamTransport:
                 if beside is not None:
                     nursery.start_soon(beside)
                 nursery.start_soon(partial(trio.serve_listeners, self._accepted, [listener], handler_nursery=nursery))
-                self._policy.address = (self._options.advertised, listener.socket.getsockname()[1])
-                task_status.started()
+                host, port = self._policy.address = (self._options.advertised, listener.socket.getsockname()[1])
+                task_status.started(f"{host}:{port}")
                 while True:
                     self._has_work = trio.Event()
                     for load in self._policy.loads.take_new():
