@@ -121,6 +121,7 @@ def test_a_request_that_fails_ends_it(pretended, monkeypatch, capsys):
 
 def test_a_server_that_does_not_start_is_told(tmp_path, monkeypatch, capsys):
     (tmp_path / "trioserve").mkdir()
+    (tmp_path / "trioserve/__init__.py").touch()
     (tmp_path / "trioserve/__main__.py").write_text("import sys; sys.exit('no such model')")
     monkeypatch.chdir(tmp_path)
     assert main(SETTINGS) == 2

@@ -11,7 +11,8 @@ from trioserve.connectors.stream.frames import Tell
 from trioserve.connectors.stream.loads import RETRIES_MAX, Load
 from trioserve.connectors.stream.options import StreamOptions
 from trioserve.connectors.stream.policy import StreamPolicy
-from trioserve.connectors.stream.sources import Source
+from trioserve.connectors.stream.proof import proof_of
+from trioserve.connectors.stream.sources import Source, origin_of
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import BlockIndex, RequestId
 from trioserve.contracts.kv_transfer import (
@@ -53,6 +54,9 @@ def request(name: str, params: KVTransferParams | None, prompt_count: int = 11) 
         seed=0,
         kv_transfer=params,
     )
+
+
+NINE = proof_of(None, range(9))
 
 
 class Books:
@@ -139,7 +143,7 @@ def test_a_reader_that_asks_or_waits_is_a_sign_of_life_once_a_second():
     books = Books()
     books.hold("a")
     sends = books.policy.sends
-    assert not isinstance(sends.asked("a", 0, 9, 10.0), str)
+    assert not isinstance(sends.asked("a", 0, 9, NINE, 10.0), str)
     assert books.reports() == [StillRead(RequestId("a"))]
     assert sends.still_wanted(["a", "b"], 10.5) == ("b",)
     assert books.reports() == []
@@ -151,7 +155,7 @@ def test_a_reader_that_asks_or_waits_is_a_sign_of_life_once_a_second():
 def test_positions_that_are_not_held_are_refused(start, count):
     books = Books()
     books.hold("a", 9)
-    answer = books.policy.sends.asked("a", start, count, 0.0)
+    answer = books.policy.sends.asked("a", start, count, NINE, 0.0)
     assert isinstance(answer, str)
     assert "9 are held" in answer
     assert books.reports() == []
@@ -169,7 +173,7 @@ def end_by_abort(books: Books) -> None:
 def test_the_end_of_a_hold_is_reported_once_and_stops_its_readers(end):
     books = Books()
     books.hold("a")
-    send = books.policy.sends.asked("a", 0, 9, 0.0)
+    send = books.policy.sends.asked("a", 0, 9, NINE, 0.0)
     assert not isinstance(send, str)
     stopped = []
     send.stops["reader"] = lambda: stopped.append(1)
@@ -178,7 +182,7 @@ def test_the_end_of_a_hold_is_reported_once_and_stops_its_readers(end):
     assert stopped == [1]
     assert not send.is_alive
     assert books.reports() == [Released(RequestId("a"))]  # and no sign of life of one that is dead
-    assert isinstance(books.policy.sends.asked("a", 0, 9, 0.0), str)
+    assert isinstance(books.policy.sends.asked("a", 0, 9, NINE, 0.0), str)
     assert books.policy.transfer_params(RequestId("a")) is None
 
 
@@ -186,7 +190,7 @@ def test_the_end_of_a_hold_is_reported_once_and_stops_its_readers(end):
 def test_a_hold_that_expired_is_not_spoken_of(end):
     books = Books()
     books.hold("a")
-    send = books.policy.sends.asked("a", 0, 9, 0.0)
+    send = books.policy.sends.asked("a", 0, 9, NINE, 0.0)
     assert not isinstance(send, str)
     if end is not None:
         end(books)
@@ -472,3 +476,23 @@ def test_a_connector_that_ends_ends_everything():
     assert not load.is_alive
     assert {type(report) for report in books.reports()} == {Released, LoadFailed}
     assert not books.hold("c")
+
+
+@pytest.mark.parametrize("proof", [proof_of("salt", range(9)), proof_of(None, range(1, 10)), proof_of(None, range(8))])
+def test_blocks_of_another_prompt_are_nobody_elses(proof):
+    books = Books()
+    books.hold("a", 9)
+    assert "another prompt" in str(books.policy.sends.asked("a", 0, 9, proof, 0.0))
+    assert not isinstance(books.policy.sends.asked("a", 2, 5, proof_of(None, range(7)), 0.0), str)
+
+
+def test_a_load_shows_the_tokens_that_it_is_for():
+    books = Books()
+    load = books.load("a")
+    assert load is not None
+    assert load.proof == proof_of(None, request("a", FROM_THERE).prompt_token_ids[:10])
+
+
+def test_so_many_blocks_are_not_even_looked_at():
+    params = msgspec.structs.replace(FROM_THERE, remote_block_ids=(1,) * 100_001)
+    assert "100000 may be named" in str(origin_of(params, StreamOptions()))

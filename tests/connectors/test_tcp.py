@@ -332,3 +332,29 @@ async def test_silence_ends_a_wait(autojump_clock, direction):
     assert trio.current_time() >= 5
     sender.close()
     receiver.close()
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 70])
+async def test_a_host_that_cannot_be_a_name_fails_its_load_alone(host):
+    options = {"key": KEY, "peers": ["*"]}
+    async with engines(options, options) as (there, here):
+        begin(there, here, remote_host=host)
+        assert "cannot be looked up" in (await here.next_report()).message
+        begin(there, here, name="next")
+        assert isinstance(await here.next_report(), Loaded)
+
+
+async def test_who_tells_nothing_any_more_makes_room_for_others():
+    async with engines({}, {}) as (there, here):
+        nobody = KVTransferParams(
+            do_remote_prefill=True, remote_request_id="x", remote_host="127.0.0.1", remote_port=1, remote_num_tokens=80
+        )
+        for index in range(64):
+            params = msgspec.structs.replace(nobody, remote_engine_id=f"e{index}")
+            blocks = [BlockIndex(block) for block in range(20)]
+            here.connector.start_load(request(f"f{index}", 80, params), blocks, 0, 80)
+        for _ in range(64):
+            assert isinstance(await here.next_report(), LoadFailed)
+        begin(there, here)
+        assert isinstance(await here.next_report(), Loaded)
+        assert isinstance(await there.next_report(), Released)  # or the deadline of the hold would have to do it

@@ -20,6 +20,7 @@ from trioserve.connectors.stream.handshake import is_proof, make_greeting, make_
 from trioserve.connectors.stream.holder import GREETINGS_MAX, Holder
 from trioserve.connectors.stream.options import StreamOptions
 from trioserve.connectors.stream.policy import StreamPolicy
+from trioserve.connectors.stream.proof import proof_of
 from trioserve.connectors.stream.reader import Reader
 from trioserve.connectors.stream.sources import Source
 from trioserve.connectors.stream.wire import MayNot, StreamWire, Wire
@@ -35,6 +36,7 @@ KEY = b"0123456789abcdef"
 GREETING = msgspec.msgpack.encode(make_greeting("e", SMALL_LAYOUT))
 BLOCKS_THERE, BLOCKS_HERE = (6, 1, 4), (0, 5, 2)
 TOKENS = 11
+PROOF = proof_of(None, range(TOKENS))
 
 
 def request(name: str, params: KVTransferParams | None) -> EngineRequest:
@@ -498,7 +500,7 @@ class DirectWire:
         if head.kind is Kind.CHALLENGE:
             challenge = bytes(pieces[0])[frames.HEAD_BYTES :]
             self._received += frame(Kind.PROOF, Proof(make_proof(KEY, "reader", GREETING, challenge)))
-            self._received += frame(Kind.READ, Read("held", 0, TOKENS, 40))
+            self._received += frame(Kind.READ, Read("held", 0, TOKENS, PROOF, 40))
         self._after(self.kinds)
 
     async def receive(self, byte_count: int) -> bytes:
@@ -580,7 +582,7 @@ async def meet(send: bytes, *, key: bytes = KEY, ends: bool = False) -> tuple[Si
         b"\0" * 100,
         b"TK",
         frame(Kind.TELL, Tell(release=("held",))),
-        frame(Kind.READ, Read("held", 0, 11, 40)),
+        frame(Kind.READ, Read("held", 0, 11, PROOF, 40)),
         frame(Kind.HELLO, b"\xff" * 20),
         frame(Kind.HELLO, GREETING[:-3]),
         frame(Kind.HELLO, b"\x91" * 3_000),
@@ -588,7 +590,7 @@ async def meet(send: bytes, *, key: bytes = KEY, ends: bool = False) -> tuple[Si
         frames._HEAD.pack(b"TK", 99, 0, 0, 0, 0, 0, 0),
         frame(Kind.HELLO, GREETING) + frame(Kind.PROOF, Proof(b"\0" * 32)),
         frame(Kind.HELLO, GREETING) + frame(Kind.PROOF, Proof(b"")),
-        frame(Kind.HELLO, GREETING) + frame(Kind.READ, Read("held", 0, 11, 40)),
+        frame(Kind.HELLO, GREETING) + frame(Kind.READ, Read("held", 0, 11, PROOF, 40)),
         frame(Kind.HELLO, msgspec.structs.replace(make_greeting("e", SMALL_LAYOUT), version=2)),
         frame(Kind.HELLO, msgspec.structs.replace(make_greeting("e", SMALL_LAYOUT), nonce=b"")),
         frame(Kind.HELLO, msgspec.structs.replace(make_greeting("e", SMALL_LAYOUT), engine_id="")),
@@ -656,10 +658,10 @@ async def greeted(there: Side, nursery: trio.Nursery) -> tuple[Far, Wire]:
         b"\0" * 28,
         frame(Kind.WELCOME, Proof(b"")),
         frame(Kind.READ, b"nonsense"),
-        frame(Kind.READ, Read("held", 0, 11, 0)),
-        frame(Kind.READ, Read("held", 0, 11, 2**31)),
-        frame(Kind.READ, Read("held", 0, 11, 40, first_chunk=-1)),
-        frame(Kind.READ, Read("held", 0, 11, 40, first_chunk=2**31)),
+        frame(Kind.READ, Read("held", 0, 11, PROOF, 0)),
+        frame(Kind.READ, Read("held", 0, 11, PROOF, 2**31)),
+        frame(Kind.READ, Read("held", 0, 11, PROOF, 40, first_chunk=-1)),
+        frame(Kind.READ, Read("held", 0, 11, PROOF, 40, first_chunk=2**31)),
         frame(Kind.TELL, Tell(keep=tuple(map(str, range(101))))),
         frames._HEAD.pack(b"TK", Kind.TELL, frames.BODY_BYTES_MAX + 1, 0, 0, 0, 0, 0),
         frame(Kind.PLACES_ASKED, b""),
@@ -690,7 +692,8 @@ async def test_what_is_not_held_is_refused_in_a_sentence_and_the_connection_goes
     async with trio.open_nursery() as nursery:
         _, wire = await greeted(there, nursery)
         for _ in range(2):
-            await wire.send([frame(Kind.READ, Read(name, start, count, 40), transfer=7)])
+            ask = Read(name, start, count, proof_of(None, range(start + count)), 40)
+            await wire.send([frame(Kind.READ, ask, transfer=7)])
             head = await receive_head(wire)
             assert (head.kind, head.transfer) == (Kind.ABORT, 7)
             assert "held" in frames.body_of(Abort, await wire.receive(head.body_bytes)).message
@@ -712,7 +715,7 @@ async def test_a_reader_that_takes_nothing_loses_its_connection(autojump_clock):
         wire = StreamWire(end, 5.0, end.close)
         await greet_holder(wire, Identity("r", SMALL_LAYOUT, KEY))
         between.held = trio.Event()
-        await wire.send([frame(Kind.READ, Read("held", 0, 11, 40))])
+        await wire.send([frame(Kind.READ, Read("held", 0, 11, PROOF, 40))])
         with pytest.raises(trio.BrokenResourceError):
             await wire.receive(1)
     assert there.policy.sends.get("held") is not None

@@ -7,7 +7,7 @@ import pytest
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.events import AbortOutcome, FinishReason, Phase
 from trioserve.contracts.ids import RequestId
-from trioserve.contracts.kv_transfer import HoldKind
+from trioserve.contracts.kv_transfer import HoldKind, Loaded
 from trioserve.core.settings import CoreSettings
 
 # block_size is 4, step_tokens_max is 8, there are 4 seats and 64 blocks, unless a case says otherwise. A load may take
@@ -425,3 +425,16 @@ def test_a_call_that_raises_is_counted_and_everything_comes_back(drive, call):
 def test_no_wait_is_endless(change, message):
     with pytest.raises(StartupError, match=message):
         CoreSettings(block_count=4, context_tokens_max=64, running_requests_max=2, **change)
+
+
+@pytest.mark.parametrize("report", [None, "x", Loaded(RequestId("a"), None), Loaded(RequestId("a"), 3.5)])
+def test_what_is_no_report_is_counted_and_stops_nothing(drive, report):
+    driver = drive(connected=True)
+    driver.remote = {"a": 8}
+    driver.add("a", range(12))
+    assert driver.core.schedule(driver.now) is None
+    driver.connector.progress = lambda: (report,)
+    driver.core.progress(driver.now)
+    driver.connector.progress = tuple
+    assert sum(driver.core.stats().transfer_faults_total.values()) == 1
+    assert driver.core.stats().running_count == 0

@@ -34,7 +34,7 @@ class Three:
         self.router, self.prefill, self.decode = free_ports(3)
         command = [sys.executable, "-m", "trioserve", "disagg", "--router-args", f"--port {self.router}"]
         command += ["--prefill-port", str(self.prefill), "--decode-port", str(self.decode)]
-        command += ["--server-args", "--kv-cache-memory 0.25"]
+        command += ["--server-args", "--kv-cache-memory 0.25 --dtype float32 --quantization none"]
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         self.lines: list[str] = []

@@ -372,6 +372,61 @@ async def test_when_the_decode_endpoint_fails_the_prefill_endpoint_finishes(open
         await answered_whole(pair, answer, "p", outcome)
 
 
+async def test_what_the_client_got_wrong_is_told_once(open_pair):
+    async with open_pair() as pair:
+        async with pair.client().ask(TEXT, body(max_tokens=10**6)) as answer:
+            (await pair.ask_of("p")).hold()
+            (await pair.ask_of("d")).refuse(400, "context_length_exceeded")
+            assert await answer.head() == 400
+        assert pair.router.dispatch.core.stats().retries_total == 0
+        await pair.assert_all_free()
+
+
+@pytest.mark.parametrize(("status", "code"), [(504, "queue_timeout"), (503, "request_aborted")])
+@pytest.mark.parametrize("where", ["p", "d"])
+async def test_who_ended_on_purpose_is_not_begun_anew(open_pair, status, code, where):
+    async with open_pair() as pair:
+        async with pair.client().ask(TEXT, body()) as answer:
+            prefill = await pair.ask_of("p")
+            if where == "d":
+                prefill.hold()
+            (await pair.ask_of(where)).refuse(status, code)
+            assert await answer.head() == status
+        assert pair.router.dispatch.core.stats().retries_total == 0
+        assert {state._failures_in_a_row for state in pair.router.dispatch.core.endpoints.values()} == {0}
+        await pair.assert_all_free()
+
+
+async def test_a_prefill_that_was_aborted_there_is_not_begun_anew(open_pair):
+    async with open_pair() as pair:
+        async with pair.client().ask(TEXT, body()) as answer:
+            prefill = await pair.ask_of("p")
+            prefill.event(error={"message": "x", "type": "server_error", "code": "request_aborted"})
+            prefill.finish()
+            assert await answer.head() == 503
+        assert not pair["d"].open
+        await pair.assert_all_free()
+
+
+async def test_one_that_waits_again_is_ended_by_an_abort(open_pair):
+    async with (
+        open_pair("p d1 d2", leases_max=1) as pair,
+        pair.client().ask(TEXT, body(n=2)),
+        pair.client().ask(TEXT, body(stream=True), headers={"x-request-id": "mine"}) as answer,
+    ):
+        (await pair.ask_of("p")).hold()
+        await wait_all_tasks_blocked()
+        [decode] = [ask for id in ("d1", "d2") for ask in pair[id].open if "kv_transfer_params" in ask.body]
+        decode.refuse(503)
+        await wait_all_tasks_blocked()
+        assert pair["p"].held_count == 1
+        aborted = await pair.client().post("/v1/requests/abort", {"ids": ["mine"]})
+        assert "aborted" in str(await aborted.json())
+        await wait_all_tasks_blocked()
+        assert pair["p"].held_count == 0
+        assert await answer.head() == 503
+
+
 async def test_the_next_decode_endpoint_gets_the_same_blocks_while_they_are_held(open_pair):
     async with open_pair("p d1 d2") as pair:
         async with pair.client().ask(TEXT, body(stream=True)) as answer:

@@ -14,6 +14,8 @@ from trioserve.contracts.events import AbortOutcome, FinishReason
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.output import Delta
 from trioserve.contracts.sampling import SamplingParams
+from trioserve.metrics.registry import Metrics
+from trioserve.runtime.connector_metrics import show_connector
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.testing.scripted_connector import ScriptedConnector
 
@@ -381,3 +383,12 @@ async def test_a_load_report_has_a_role_only_with_a_connector(autojump_clock):
         assert not fake.load().role
     async with engine_with_connector(role="decode") as fake:
         assert fake.load().role == "decode"
+
+
+@pytest.mark.parametrize("odd", [None, "many", object()])
+def test_a_count_that_is_no_number_takes_no_metric_along(odd):
+    metrics = Metrics("m")
+    show_connector(metrics, lambda: {"blocks_sent_total": odd, "bytes_sent_total": 7})
+    text = metrics.expose().decode()
+    assert 'kv_transfer_bytes_sent_total{model_name="m"} 7.0' in text
+    assert "num_requests_running" in text

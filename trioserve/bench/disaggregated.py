@@ -51,6 +51,7 @@ __all__ = [
 READY_SECONDS_MAX = 120.0
 LONG_OUTPUT_TOKENS = 8  # enough to be sent on to a decode side, and little to decode
 COPIES = 5
+LOOKS_SECONDS = 0.01
 COMPLETIONS = "/v1/completions"
 
 
@@ -243,6 +244,7 @@ class _Round:
         self._seed = settings.seed + 1000 + number
         self._streams: list[Measurement] = []
         self._longs: list[Measurement] = []
+        self._tally = Tally()
         self._scope = trio.CancelScope()
         self._failure: _CannotMeasure | None = None
 
@@ -260,6 +262,9 @@ class _Round:
                 requests = steady.requests()
                 for _ in range(settings.concurrency):
                     nursery.start_soon(self._decode_on, requests)
+                before = self._tally.output_tokens
+                while self._tally.output_tokens < before + 2 * settings.concurrency:  # noqa: ASYNC110  # no reader tells
+                    await trio.sleep(LOOKS_SECONDS)  # until all decode
                 began_at = trio.current_time()
                 async with trio.open_nursery() as arrivals:
                     for planned in longs.requests():
@@ -296,7 +301,7 @@ class _Round:
             await self._perform(next(requests), self._streams)
 
     async def _perform(self, planned: PlannedRequest, measurements: list[Measurement]) -> None:
-        reader = AnswerReader(planned, started_at=trio.current_time(), tally=Tally())
+        reader = AnswerReader(planned, started_at=trio.current_time(), tally=self._tally)
         failure: Failure | None = None
         is_over = False
         try:

@@ -86,9 +86,12 @@ class NixlOptions(StreamOptions, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class PlacesAsked(msgspec.Struct, frozen=True):
+    """As in frames.Read."""
+
     request_id: str
     token_start: int
     token_count: int
+    proof: bytes
 
 
 class Places(msgspec.Struct, frozen=True):
@@ -102,11 +105,12 @@ class Places(msgspec.Struct, frozen=True):
 
 
 class HaveRead(msgspec.Struct, frozen=True):
-    """byte_count: since the last time. is_all: this was the last window of these positions."""
+    """As in frames.Read. byte_count: since the last time. is_all: this was the last window of these positions."""
 
     request_id: str
     token_start: int
     token_count: int
+    proof: bytes
     byte_count: int
     is_all: bool
 
@@ -255,7 +259,7 @@ class NixlReader(Reader):
     async def read_over(self, far: Far, load: Load) -> None:
         far.transfer_count += 1
         request_id = load.origin.request_id
-        ask = PlacesAsked(request_id, load.start, load.token_count)
+        ask = PlacesAsked(request_id, load.start, load.token_count, load.proof)
         await far.wire.send([frame(Kind.PLACES_ASKED, ask, transfer=far.transfer_count)])
         found = await receive_body(far.wire, await self.receive_answer(far, Kind.PLACES), Places, PLACES_BYTES_MAX)
         if not found.layers:
@@ -296,7 +300,7 @@ class NixlReader(Reader):
         here, there = _pieces(far, batch, found, blocks, window)
         await self._nixl.read(name, found.kind, window, here, there)
         is_all = load.next_chunk + len(batch) == len(chunks)
-        ask = HaveRead(load.origin.request_id, load.start, load.token_count, byte_count, is_all)
+        ask = HaveRead(load.origin.request_id, load.start, load.token_count, load.proof, byte_count, is_all)
         await far.wire.send([frame(Kind.HAVE_READ, ask, transfer=far.transfer_count)])
         await self.receive_answer(far, Kind.END)
         done = 0
@@ -345,7 +349,7 @@ class NixlTransport:
 
     async def _tell_places(self, far: Far, transfer: int, asked: PlacesAsked) -> None:
         holder, now = self._stream.holder, trio.current_time()
-        send = self._policy.sends.asked(asked.request_id, asked.token_start, asked.token_count, now)
+        send = self._policy.sends.asked(asked.request_id, asked.token_start, asked.token_count, asked.proof, now)
         if isinstance(send, str):
             await holder.refuse(far, transfer, send)
             return
@@ -361,7 +365,7 @@ class NixlTransport:
     async def _confirm(self, far: Far, transfer: int, read: HaveRead) -> None:
         """The hold is there, so it was there all the time while it was read."""
         holder, now = self._stream.holder, trio.current_time()
-        send = self._policy.sends.asked(read.request_id, read.token_start, read.token_count, now)
+        send = self._policy.sends.asked(read.request_id, read.token_start, read.token_count, read.proof, now)
         if isinstance(send, str):
             await holder.refuse(far, transfer, send)
             return

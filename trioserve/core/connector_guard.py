@@ -61,7 +61,15 @@ class ConnectorGuard:
         self._tell(self._connector.hold_expired, (request_id, kind))
 
     def progress(self) -> Iterable[TransferEvent]:
-        return self._call(lambda: tuple(self._connector.progress()), (), ())
+        """What it reports, as far as it is a report."""
+        nothing: tuple[object, ...] = ()
+        events = []
+        for event in self._call(lambda: tuple(self._connector.progress()), (), nothing):
+            if isinstance(event, TransferEvent):
+                events.append(event)
+            else:
+                self._faults.count(TransferFault.UNKNOWN, f"a report is {event!r:.200}")
+        return events
 
     def _tell(self, call: Callable[..., object], arguments: tuple[object, ...]) -> bool:
         raised = object()

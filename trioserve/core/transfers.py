@@ -107,7 +107,7 @@ class Transfers:
         if not isinstance(event, Loaded):
             self.faults.count(TransferFault.LOAD_FAILED, f"{request_id}: {event.message}")
             return [(load.live, event.message)]
-        if not 0 <= event.token_count <= load.token_count:
+        if not isinstance(event.token_count, int) or not 0 <= event.token_count <= load.token_count:
             message = f"{event.token_count} tokens of it are said to have come, and {load.token_count} were asked for"
             self.faults.count(TransferFault.BAD_COUNT, f"{request_id}: {message}")
             return [(load.live, message)]

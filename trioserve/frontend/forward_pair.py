@@ -20,8 +20,17 @@ import msgspec
 import trio
 
 from trioserve.contracts.endpoint import EndpointId, Leg, PairOutcome
-from trioserve.contracts.errors import EndpointLost
-from trioserve.frontend.relay import Refused, attempt, check_status, fails_elsewhere, headers_there, lease, model_field
+from trioserve.contracts.errors import EndpointLost, RequestAborted
+from trioserve.frontend.relay import (
+    Refused,
+    attempt,
+    check_status,
+    error_code,
+    fails_elsewhere,
+    headers_there,
+    lease,
+    model_field,
+)
 from trioserve.frontend.routed_body import TRANSFER_PARAMS, RoutedBody, rewritten
 from trioserve.frontend.split_body import prefill_body
 from trioserve.runtime.errors_unwrapped import errors_unwrapped
@@ -195,13 +204,15 @@ class _Answered(msgspec.Struct):
 
 
 def _parsed(id: EndpointId, said: bytes) -> _Answered:
-    """Raises EndpointLost for what is no answer."""
+    """Raises EndpointLost for what is no answer, RequestAborted where somebody has ended it."""
     try:
         answered = msgspec.json.decode(said, type=_Answered)
     except msgspec.DecodeError as wrong:
         raise EndpointLost(f'the endpoint "{id}" answered a prefill with something else: {wrong}') from wrong
     if bytes(answered.error) not in (b"", b"null"):
         error = bytes(answered.error)[:ERROR_BYTES_SHOWN].decode(errors="replace")
+        if error_code(said) == "request_aborted":
+            raise RequestAborted(f'the request was aborted at the endpoint "{id}"')
         raise EndpointLost(f'the endpoint "{id}" failed a prefill: {error}')
     return answered
 

@@ -221,23 +221,18 @@ def _responses(described: DescribedOperation, *, needs_key: bool) -> dict[str, A
         content: dict[str, Any] = {described.answer: {}}
         if described.kinds:
             content[described.answer] = {
-                "schema": {
-                    "type": "string",
-                    "description": 'Each event is one line "data: JSON", where JSON is as in x-event. Lines that begin '
-                    "with a colon say that the server lives.",
-                },
+                "x-description": 'Each event is one line "data: JSON", where JSON is as in x-event. Lines that begin '
+                "with a colon say that the server lives.",
                 "x-event": {"anyOf": [_ref(kind) for kind in described.kinds]},
             }
     else:
         content = {"application/json": {"schema": _ref(described.answer)}}
     if described.event is not None:
+        # No schema: some tools take it for that of the whole body, and some for that of an event.
         content["text/event-stream"] = {
-            "schema": {
-                "type": "string",
-                "description": 'With "stream": true. Each event is one line "data: JSON", where JSON is as in x-event. '
-                'The last one is "data: [DONE]", or, if the answer could not be completed, an Error. Lines that begin '
-                "with a colon keep the connection alive.",
-            },
+            "x-description": 'With "stream": true. Each event is one line "data: JSON", where JSON is as in x-event. '
+            'The last one is "data: [DONE]", or, if the answer could not be completed, an Error. Lines that begin '
+            "with a colon keep the connection alive.",
             "x-event": {"anyOf": [_ref(described.event), _ref(answers.Error)]},
         }
     responses: dict[str, Any] = {"200": {"description": "As asked.", "headers": _ANSWER_HEADERS, "content": content}}

@@ -11,6 +11,7 @@ import msgspec
 from trioserve.contracts.endpoint import EndpointId, Leg
 from trioserve.contracts.errors import EndpointLost, QueueWaitOver, TrioserveError
 from trioserve.frontend.error_responses import deadline_refusal
+from trioserve.frontend.routed_body import TRANSFER_PARAMS
 from trioserve.runtime.dispatch import Fault
 from trioserve.runtime.remote_endpoint import Unreachable
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from trioserve.runtime.dispatch import Turn
     from trioserve.runtime.remote_endpoint import RemoteAnswer
 
-__all__ = ["attempt", "check_status", "fails_elsewhere", "headers_there", "lease", "model_field"]
+__all__ = ["attempt", "check_status", "error_code", "fails_elsewhere", "headers_there", "lease", "model_field"]
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ WHOLE_BYTES_MAX = 256 * 1024  # answers up to here go out in one piece, once the
 ERROR_BYTES_MAX = 64 * 1024
 NOT_ENDPOINTS_FAULT = frozenset({429, 503})
 BROKEN = frozenset({500, 502, 504})
+CLIENTS_FAULT = frozenset({400, 413, 422})
 BUSY_SECONDS_MAX = 5.0
 FIRST_EVENT_BYTES_MAX = 64 * 1024
 # Of errors in a stream: somebody has ended the request, and nobody else is to go on with it.
@@ -80,9 +82,10 @@ NOT_RETURNED = frozenset(
 
 
 class Refused(TrioserveError):
-    """The endpoint answered with an error before it began; the client gets that, unless another one takes over."""
+    """The endpoint answered with an error before it began; the client gets that, unless another one takes over. fault:
+    whose it was; None: nobody's there, so that nobody else is to try."""
 
-    def __init__(self, answer: RemoteAnswer, body: bytes, fault: Fault) -> None:
+    def __init__(self, answer: RemoteAnswer, body: bytes, fault: Fault | None) -> None:
         super().__init__(f"status {answer.status}")
         self.answer = answer
         self.body = body
@@ -119,7 +122,7 @@ async def fails_elsewhere(call: RouterCall, turn: Turn, id: EndpointId, failure:
     """An attempt has failed. False: it goes on elsewhere; True: the client has got what the endpoint said. Raises the
     failure if there is nothing to tell."""
     if isinstance(failure, Refused):
-        if not turn.failed(failure.fault, busy_seconds=_busy_seconds(failure.answer)):
+        if failure.fault is None or not turn.failed(failure.fault, busy_seconds=_busy_seconds(failure.answer)):
             await _pass_on(call, failure.answer, failure.body)
             return True
     else:
@@ -142,17 +145,22 @@ async def lease(turn: Turn, clock: RequestClock) -> EndpointId:
 
 
 async def check_status(answer: RemoteAnswer, leg: Leg | None) -> None:
-    """Raises Refused for an answer that somebody else may do better."""
+    """Raises Refused for an error that is not to be passed on as it comes."""
     status = answer.status
-    if status in NOT_ENDPOINTS_FAULT:
-        raise Refused(answer, await answer.whole(ERROR_BYTES_MAX) or b"", Fault.BUSY)
-    if status in BROKEN:
-        said = await answer.whole(ERROR_BYTES_MAX) or b""
-        is_transfer = leg is Leg.DECODE and _error_code(said) == "request_failed"
-        raise Refused(answer, said, Fault.TRANSFER if is_transfer else Fault.BROKE)
-    if status >= 400 and leg is Leg.DECODE:
-        # The request has been good enough for the endpoint that computed its prompt: what is left are the parameters.
-        raise Refused(answer, await answer.whole(ERROR_BYTES_MAX) or b"", Fault.TRANSFER)
+    if status not in NOT_ENDPOINTS_FAULT and status not in BROKEN and (status < 400 or leg is not Leg.DECODE):
+        return
+    said = await answer.whole(ERROR_BYTES_MAX) or b""
+    code = error_code(said)
+    fault: Fault | None = Fault.BUSY if status in NOT_ENDPOINTS_FAULT else Fault.BROKE
+    if code in ENDED_ON_PURPOSE:
+        fault = None
+    elif status < 500 and status not in NOT_ENDPOINTS_FAULT:
+        # Its prompt was computed with less asked for, so it may be the client's fault after all.
+        is_clients = status in CLIENTS_FAULT and TRANSFER_PARAMS.encode() not in said
+        fault = None if is_clients else Fault.TRANSFER
+    elif leg is Leg.DECODE and code == "request_failed":
+        fault = Fault.TRANSFER
+    raise Refused(answer, said, fault)
 
 
 def model_field(call: RouterCall, asked: str | None, id: EndpointId, model: str) -> dict[str, object]:
@@ -211,12 +219,12 @@ async def _relay_events(call: RouterCall, turn: Turn, answer: RemoteAnswer, begi
 def _check_first_event(call: RouterCall, events: bytes) -> None:
     """Of an answer whose prompt was computed elsewhere. Raises TransferFailed when it is an error."""
     data = next((line.removeprefix(b"data:") for line in events.split(b"\n") if line.startswith(b"data:")), b"")
-    code = _error_code(data) if b'"error"' in data else None
+    code = error_code(data) if b'"error"' in data else None
     if code is not None and code not in ENDED_ON_PURPOSE:
         raise TransferFailed(f'the endpoint "{call.endpoint}" began with an error: {code}')
 
 
-def _error_code(said: bytes) -> str | None:
+def error_code(said: bytes) -> str | None:
     """None: it is no error in OpenAI's shape."""
     try:
         error = msgspec.json.decode(said, type=_ErrorBody).error

@@ -23,25 +23,35 @@ def show_connector(metrics: Metrics, counts: Callable[[], Mapping[str, float]]) 
     is_broken = False
 
     def show() -> None:
-        nonlocal is_broken
         try:
             counted = counts()
-        except Exception:  # the others' metrics are not to be lost for it
-            if not is_broken:
-                logger.exception("the connector cannot say what it has counted")
-            is_broken = True
+        except Exception:
+            note_broken()
             return
         for given, value in counted.items():
-            name = PREFIX + given
-            if metrics.has(name + "_total"):
-                name += "_total"
-            if name.endswith("_total") and metrics.has(name):
-                getattr(metrics, name).inc(max(0.0, value - shown.get(name, 0.0)))
-                shown[name] = value
-            elif metrics.has(name):
-                getattr(metrics, name).set(value)
-            elif given not in unknown:
-                unknown.add(given)
-                logger.info("the connector counts what is no metric count=%s", given)
+            try:
+                take(given, float(value))
+            except Exception:
+                note_broken()
+
+    def note_broken() -> None:
+        """The others' metrics are not to be lost for it."""
+        nonlocal is_broken
+        if not is_broken:
+            logger.exception("the connector cannot say what it has counted")
+        is_broken = True
+
+    def take(given: str, value: float) -> None:
+        name = PREFIX + given
+        if metrics.has(name + "_total"):
+            name += "_total"
+        if name.endswith("_total") and metrics.has(name):
+            getattr(metrics, name).inc(max(0.0, value - shown.get(name, 0.0)))
+            shown[name] = value
+        elif metrics.has(name):
+            getattr(metrics, name).set(value)
+        elif given not in unknown:
+            unknown.add(given)
+            logger.info("the connector counts what is no metric count=%s", given)
 
     metrics.on_scrape(show)

@@ -259,9 +259,12 @@ class Turn:
         """The request goes to its endpoint. Raises EndpointLost if the router takes it from there, Draining if it ends
         the request."""
         self.sent()
-        with trio.CancelScope() as self._attempt:
-            yield
-        scope, self._attempt = self._attempt, None
+        with trio.CancelScope() as scope:
+            self._attempt = scope
+            try:
+                yield
+            finally:
+                self._attempt = None  # from here on the end of the request is not the attempt's
         if scope.cancelled_caught:
             raise self._end or EndpointLost(f'the endpoint "{self.ticket.endpoint}" does not answer any more')
 

@@ -186,6 +186,8 @@ class Engine:
         except Exception as error:
             if not self._is_running:
                 raise
+            if self.fault is not None:
+                logger.exception("the connector failed beside a step")
             self._connector_error = error  # rises where a step's would, once the step in flight is over
             self._steps_scope.cancel()
 

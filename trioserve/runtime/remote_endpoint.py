@@ -129,6 +129,7 @@ class RemoteEndpoint:
             self._ssl_context = ssl.create_default_context()
         self._open_stream = open_stream or self._open_tcp
         self._idle: deque[tuple[float, _Connection]] = deque()  # (since when, connection), the oldest first
+        self._is_closed = False
 
     def request(self, method: str, path: str, headers: list[tuple[str, str]], body: bytes) -> Asking:
         """Send a request, any but HEAD; the scope holds the answer. Leaving it before the body's end closes the
@@ -177,7 +178,7 @@ class RemoteEndpoint:
 
     def give_back(self, connection: _Connection) -> None:
         """Nobody needs it any more. It is kept if it can serve another request."""
-        if connection.is_reusable and len(self._idle) < IDLE_CONNECTIONS_MAX:
+        if connection.is_reusable and not self._is_closed and len(self._idle) < IDLE_CONNECTIONS_MAX:
             self._idle.append((trio.current_time(), connection))
         else:
             connection.close()
@@ -217,6 +218,7 @@ class RemoteEndpoint:
 
     def close(self) -> None:
         """Close the idle connections; those in use are closed by leaving their requests."""
+        self._is_closed = True
         while self._idle:
             self._idle.pop()[1].close()
 

@@ -43,6 +43,7 @@ class Asked(msgspec.Struct, frozen=True):
     start: int
     count: int
     first: int
+    proof: bytes
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -181,7 +182,7 @@ class PairTransport:
         if asked.engine_id != self.engine_id:
             connection.send(self.name, Aborted("another engine listens there", is_another=True))
             return
-        send = self.policy.sends.asked(asked.request_id, asked.start, asked.count, self.now())
+        send = self.policy.sends.asked(asked.request_id, asked.start, asked.count, asked.proof, self.now())
         if isinstance(send, str):
             connection.send(self.name, Aborted(send))
         else:
@@ -252,7 +253,9 @@ class Bringing:
         transport, load = self._transport, self._load
         name, origin = transport.name, load.origin
         load.stop = partial(transport.network.close, connection, name)
-        asked = Asked(origin.source.engine_id, origin.request_id, load.start, load.token_count, load.next_chunk)
+        asked = Asked(
+            origin.source.engine_id, origin.request_id, load.start, load.token_count, load.next_chunk, load.proof
+        )
         connection.send(name, asked)
         connection.patience[name] = transport.now() + SILENCE_SECONDS
 

@@ -111,12 +111,13 @@ class Proof(msgspec.Struct, frozen=True):
 
 
 class Read(msgspec.Struct, frozen=True):
-    """token_start, token_count: positions from the start of the request. first_chunk: those before it have come
-    already. chunk_bytes: how large a chunk may be."""
+    """token_start, token_count: positions from the start of the request. proof: of all tokens up to their end (see
+    proof.py). first_chunk: those before it have come already. chunk_bytes: how large a chunk may be."""
 
     request_id: str
     token_start: int
     token_count: int
+    proof: bytes
     chunk_bytes: int
     first_chunk: int = 0
 

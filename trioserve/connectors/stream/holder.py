@@ -71,6 +71,8 @@ class Holder:
         try:
             far = await self._greet(open_wire, wires)
             while True:
+                # A reader that always has another question would never let others run.
+                await trio.lowlevel.checkpoint()
                 await self._answer(far)
         except (*BROKEN, Refused) as error:
             if far is None or isinstance(error, BadFrame):
@@ -120,7 +122,7 @@ class Holder:
         if not 0 < read.chunk_bytes <= CHUNK_BYTES_MAX:
             raise BadFrame(f"chunks of {read.chunk_bytes} bytes are asked for")
         sends = self._policy.sends
-        send = sends.asked(read.request_id, read.token_start, read.token_count, trio.current_time())
+        send = sends.asked(read.request_id, read.token_start, read.token_count, read.proof, trio.current_time())
         if isinstance(send, str):
             await self.refuse(far, transfer, send)
             return

@@ -45,14 +45,15 @@ def _nobody() -> None:
 
 class Load(msgspec.Struct, eq=False):
     """KV that is to be read into blocks: token_count positions from `start` on, position p in block_table[p //
-    block_size]. next_chunk: the first one that has not come. begun_at: when its turn came. stop: of the task that
-    brings it."""
+    block_size]. proof: of all tokens up to their end. next_chunk: the first one that has not come. begun_at: when its
+    turn came. stop: of the task that brings it."""
 
     request_id: RequestId
     origin: Origin
     block_table: Sequence[BlockIndex]
     start: int
     token_count: int
+    proof: bytes
     is_alive: bool = True
     next_chunk: int = 0
     retries: int = 0
@@ -89,13 +90,14 @@ class Loads:
         block_table: Sequence[BlockIndex],
         start: int,
         token_count: int,
+        proof: bytes,
     ) -> None:
         """origin: where it is, or why it cannot be had."""
         if isinstance(origin, str):
             self.ends[LoadEnd.FAILED] += 1
             self._reports.add(LoadFailed(request_id, origin))
             return
-        load = Load(request_id, origin, block_table, start, token_count)
+        load = Load(request_id, origin, block_table, start, token_count, proof)
         self._out[request_id] = load
         self._readers.setdefault(origin.source, Counter())[origin.request_id] += 1
         self._new.append(load)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from trioserve.connectors.stream.loads import LoadEnd, Loads
 from trioserve.connectors.stream.options import StreamOptions
+from trioserve.connectors.stream.proof import proof_of
 from trioserve.connectors.stream.reports import Reports
 from trioserve.connectors.stream.sends import SendEnd, Sends
 from trioserve.connectors.stream.sources import origin_of
@@ -69,7 +70,8 @@ class StreamPolicy:
         assert request.kv_transfer is not None, f"{request.id}: nothing was matched"
         self._asked.add(request.id)
         origin = origin_of(request.kv_transfer, self.options)
-        self.loads.start(request.id, origin, tuple(block_table), computed_count, token_count)
+        proof = proof_of(request.cache_salt, request.prompt_token_ids[: computed_count + token_count])
+        self.loads.start(request.id, origin, tuple(block_table), computed_count, token_count, proof)
 
     def load_abandoned(self, request_id: RequestId) -> None:
         """Nothing is written from this return on."""
@@ -94,7 +96,7 @@ class StreamPolicy:
         is_wanted = params.do_remote_decode and reason in (FinishReason.STOP, FinishReason.LENGTH)
         if not is_wanted or not block_table or self.address is None:
             return False
-        self.sends.hold(request.id, tuple(block_table), len(tokens))
+        self.sends.hold(request.id, tuple(block_table), tuple(tokens), request.cache_salt)
         return True
 
     def transfer_params(self, request_id: RequestId) -> KVTransferParams | None:

@@ -36,6 +36,7 @@ HEARTBEAT_SECONDS = 2.5  # a quarter of a hold: two may get lost
 TELL_FAILURES_MAX = 3  # in a row; after that a holder learns by its deadlines
 PEER_CONNECTIONS_MAX = 4
 PEERS_MAX = 64
+TOLD_LATER_MAX = 1_000
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ class Reader:
         self._slots = trio.CapacityLimiter(policy.options.reads_max)
         self._peers: dict[Source, Peer] = {}
         self._told_again: dict[Source, trio.Event] = {}  # of those that a task tells what they have to know
+        self._told_later: dict[Source, None] = {}  # those for whom no task was left
 
     # --- one load ---
 
@@ -127,7 +129,7 @@ class Reader:
         came."""
         far.transfer_count += 1
         chunk_bytes = self._policy.options.chunk_bytes
-        ask = Read(load.origin.request_id, load.start, load.token_count, chunk_bytes, load.next_chunk)
+        ask = Read(load.origin.request_id, load.start, load.token_count, load.proof, chunk_bytes, load.next_chunk)
         await far.wire.send([frame(Kind.READ, ask, transfer=far.transfer_count)])
         chunks = Chunks(far.layout, load.start, load.token_count, chunk_bytes)
         while load.next_chunk < len(chunks):
@@ -246,11 +248,13 @@ class Reader:
             again.set()
         elif len(self._told_again) < PEERS_MAX:
             self._told_again[source] = trio.Event()
-            nursery.start_soon(self._tell_on, source)
+            nursery.start_soon(self._tell_on, source, nursery)
+        elif len(self._told_later) < TOLD_LATER_MAX:
+            self._told_later[source] = None
         else:
             self._loads.cannot_tell(source)
 
-    async def _tell_on(self, source: Source) -> None:
+    async def _tell_on(self, source: Source, nursery: trio.Nursery) -> None:
         far: Far | None = None
         failure_count = 0
         try:
@@ -272,16 +276,24 @@ class Reader:
                     if isinstance(error, Refused) or failure_count >= TELL_FAILURES_MAX:
                         self._note(str(source), describe(error))
                         self._loads.cannot_tell(source)
+                        if not self._loads.tells(source):
+                            return  # places for those who tell are few
                     else:
                         seconds = 0.1 * failure_count
                 with trio.move_on_after(seconds):
                     await again.wait()
                 if not tells and not again.is_set():
                     return
+        except Exception:
+            # A fault of ours, and still one holder's alone: it learns by its deadlines.
+            log.exception("kv holder cannot be told source=%s", source)
+            self._loads.cannot_tell(source)
         finally:
             del self._told_again[source]
             if far is not None:
                 far.wire.close()
+            if self._told_later:
+                self.tell_now(self._told_later.popitem()[0], nursery)
 
     async def _tell(self, far: Far, source: Source, tell: Tell) -> None:
         await far.wire.send([frame(Kind.TELL, tell)])

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
+from trioserve.connectors.stream.proof import proof_of
 from trioserve.connectors.stream.reports import Reports
 from trioserve.contracts.ids import BlockIndex, RequestId
 from trioserve.contracts.kv_transfer import HoldKind, Released, StillRead
@@ -33,16 +34,21 @@ class SendEnd(enum.Enum):
 
 
 class Send(msgspec.Struct, eq=False):
-    """Blocks that are held. token_count: positions from 0 on whose KV is in them. was_read: somebody got to the end of
+    """Blocks that are held. tokens: whose KV is in them, from position 0 on. was_read: somebody got to the end of
     what was asked for. stops: of those who read it."""
 
     request_id: RequestId
     block_table: Sequence[BlockIndex]
-    token_count: int
+    tokens: Sequence[int]
+    cache_salt: str | None
     is_alive: bool = True
     was_read: bool = False
     reported_alive_at: float | None = None
     stops: dict[object, Callable[[], None]] = msgspec.field(default_factory=dict)
+
+    @property
+    def token_count(self) -> int:
+        return len(self.tokens)
 
 
 class Sends:
@@ -56,19 +62,24 @@ class Sends:
     def __len__(self) -> int:
         return len(self._held)
 
-    def hold(self, request_id: RequestId, block_table: Sequence[BlockIndex], token_count: int) -> None:
-        self._held[request_id] = Send(request_id, block_table, token_count)
+    def hold(
+        self, request_id: RequestId, block_table: Sequence[BlockIndex], tokens: Sequence[int], cache_salt: str | None
+    ) -> None:
+        self._held[request_id] = Send(request_id, block_table, tokens, cache_salt)
 
     def get(self, request_id: str) -> Send | None:
         return self._held.get(RequestId(request_id))
 
-    def asked(self, request_id: str, token_start: int, token_count: int, now: float) -> Send | str:
-        """A reader wants these positions: the hold, which has given a sign of life, or why not."""
+    def asked(self, request_id: str, token_start: int, token_count: int, proof: bytes, now: float) -> Send | str:
+        """A reader wants these positions: the hold, which has given a sign of life, or why not. proof: that it means
+        the same tokens. O(tokens)."""
         send = self.get(request_id)
         if send is None:
             return f'no block of "{request_id[:200]}" is held: it never was, or it ended before this'
         if token_start < 0 or token_count < 1 or token_start + token_count > send.token_count:
             return f"{token_count} tokens from {token_start} on are asked for, and {send.token_count} are held"
+        if proof != proof_of(send.cache_salt, send.tokens[: token_start + token_count]):
+            return "what is held are the blocks of another prompt, or under another cache_salt"
         self.sign_of_life(send, now)
         return send
 

@@ -11,6 +11,7 @@ from trioserve.contracts.kv_transfer_params import KVTransferParams
 __all__ = ["Origin", "Source", "origin_of"]
 
 TOKENS_MAX = 100_000_000  # no context is longer; a larger number is no number of tokens
+BLOCKS_MAX = 100_000  # of a million tokens in small blocks; to look at them takes some milliseconds
 
 
 class Source(NamedTuple):
@@ -52,6 +53,8 @@ def origin_of(params: KVTransferParams, options: StreamOptions) -> Origin | str:
     if block_size is not None and not 0 < block_size <= TOKENS_MAX:
         return f"its kv_transfer_params say remote_block_size {block_size}"
     blocks = params.remote_block_ids
+    if blocks is not None and len(blocks) > BLOCKS_MAX:
+        return f"its kv_transfer_params name {len(blocks)} blocks: {BLOCKS_MAX} may be named"
     if blocks is not None and any(isinstance(block, tuple) for block in blocks):
         if len(blocks) != 1 or not isinstance(blocks[0], tuple):
             return "its kv_transfer_params have several groups of blocks: this engine has one"

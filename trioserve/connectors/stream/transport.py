@@ -109,6 +109,8 @@ class StreamTransport:
         """Raises Refused where another attempt would end the same way."""
         try:
             stream = await trio.open_tcp_stream(source.host, source.port)
+        except ValueError as error:  # such as a label of a name that is too long
+            raise Refused(f"its host cannot be looked up: {error}") from error
         except OSError as error:
             cause = error.__cause__  # of a name with several addresses, a group of causes
             causes = cause.exceptions if isinstance(cause, BaseExceptionGroup) else (cause,)
@@ -122,6 +124,8 @@ class StreamTransport:
             cause = error.__cause__
             if isinstance(cause, ssl.SSLError) and not isinstance(cause, ssl.SSLEOFError):
                 raise Refused(f"TLS: {cause.reason or cause}") from error
+            if isinstance(error, ValueError):
+                raise Refused(f"TLS: its host is no name for a certificate: {error}") from error
             raise
 
     def _note(self, peer: str, trouble: str) -> None:

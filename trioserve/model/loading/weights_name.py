@@ -15,16 +15,16 @@ DIGEST_BYTES = 8
 
 def weights_name(checkpoint: Checkpoint) -> str:
     """Equal for equal weights in equal files' formats. Shapes alone would not tell a model from its fine-tuned
-    children, so the values of the first and of the last layer are looked at: reading all would take as long as
-    loading does. Quantized files of one model have other values than the plain ones, and another name. Reads some
-    MiB; raises ModelLoadError if that is not possible.
+    children, so all norms are looked at, and the values of the first and of the last layer: reading all would take as
+    long as loading does. Weights that differ in nothing of this have the same name. Quantized files of one model have
+    other values than the plain ones, and another name. Reads some MiB; raises ModelLoadError if that is not possible.
     """
     config = checkpoint.config
     digest = hashlib.blake2b(msgspec.json.encode(config), digest_size=DIGEST_BYTES)
     looked_at = {f"layers.{layer}.v_proj.weight" for layer in (0, config.layer_count - 1)}
     for tensor in checkpoint.tensors():
         digest.update(f"{tensor.name} {tensor.shape} {tensor.block_type or tensor.dtype}\n".encode())
-        if tensor.name in looked_at:
+        if tensor.name in looked_at or len(tensor.shape) == 1:
             values = tensor.read(tensor.dtype) if tensor.read_blocks is None else tensor.read_blocks()
             digest.update(values.tobytes())
     return f"{config.architecture}-{digest.hexdigest()}"
