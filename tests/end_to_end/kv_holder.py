@@ -48,7 +48,7 @@ async def hold(connector_name: str, request_count: int, block_count: int) -> Non
                 seed=0,
                 kv_transfer=KVTransferParams(do_remote_decode=True),
             )
-            assert connector.request_finished(request, blocks, range(token_count), FinishReason.LENGTH)
+            assert connector.request_finished(request, blocks, request.prompt_token_ids, FinishReason.LENGTH)
             print(msgspec.json.encode(connector.transfer_params(request.id)).decode(), flush=True)
         nursery.start_soon(partial(_end_with_input, nursery.cancel_scope))
         while True:
