@@ -286,6 +286,17 @@ def test_a_prefill_server_that_is_killed_is_replaced_by_the_decode_server(start_
     wait_until(lambda: pair.is_clean(pair.decode))
 
 
+def test_a_router_that_is_killed_lets_go_of_what_is_held_for_it(start_server):
+    pair = patient_pair(start_server)
+    pair.decode.process.send_signal(signal.SIGSTOP)
+    pair.ask()
+    wait_until(lambda: pair.blocks(pair.prefill, "held") > 0)
+    pair.router.process.send_signal(signal.SIGKILL)
+    wait_until(lambda: pair.blocks(pair.prefill, "held") == 0)
+    pair.decode.process.send_signal(signal.SIGCONT)
+    wait_until(lambda: pair.blocks(pair.decode, "used") == 0)
+
+
 def test_a_decode_server_that_stands_still_costs_the_deadline(start_server):
     """S08: the blocks are back at their deadline; whoever wakes up later notices, and computes the prompt itself."""
     pair = Pair(start_server, hold_seconds=2.0, health_seconds=600.0)
