@@ -16,6 +16,8 @@ import trio.testing
 import trustme
 
 from trioserve.connectors.stream import loads
+from trioserve.connectors.stream.far import Identity, greet_holder
+from trioserve.connectors.stream.frames import Kind, Tell, frame
 from trioserve.connectors.stream.wire import MayNot, SocketWire
 from trioserve.connectors.tcp import TcpConnector, make_connector
 from trioserve.contracts.errors import StartupError
@@ -358,3 +360,25 @@ async def test_who_tells_nothing_any_more_makes_room_for_others():
         begin(there, here)
         assert isinstance(await here.next_report(), Loaded)
         assert isinstance(await there.next_report(), Released)  # or the deadline of the hold would have to do it
+
+
+async def test_who_asks_without_end_lets_others_run():
+    questions, turns = 100, 0
+    async with engines({}, {}) as (there, _here), trio.open_nursery() as nursery:
+        stream = await trio.open_tcp_stream(*there.connector.address)
+        far = await greet_holder(SocketWire(stream, 5.0), Identity("asker", SMALL_LAYOUT, b""))
+
+        async def take_turns() -> None:
+            nonlocal turns
+            while True:
+                await trio.lowlevel.checkpoint()
+                turns += 1
+
+        nursery.start_soon(take_turns)
+        await far.wire.send([frame(Kind.TELL, Tell(("x",), ())) * questions])
+        turns = 0
+        while there.connector.counts()["heartbeats_received_total"] < questions:
+            await trio.lowlevel.checkpoint()
+        assert turns >= questions - 1, "each answer is a turn of its own"
+        far.wire.close()
+        nursery.cancel_scope.cancel()

@@ -118,3 +118,16 @@ async def test_an_answer_that_is_none_loses_the_endpoint():
     with pytest.raises(BaseExceptionGroup) as raised:
         await server.ask(b"SSH-2.0-OpenSSH_9.2\r\n\r\n")
     assert raised.group_contains(EndpointLost, match='"a" broke off its answer: it begins with')
+
+
+async def test_an_endpoint_that_was_removed_keeps_no_connection_of_a_request_that_ends_later():
+    server = Server()
+
+    async def remove() -> None:
+        await wait_all_tasks_blocked()
+        server.remote.close()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(remove)
+        assert await server.ask(OK) == b"ok"
+    assert not server.remote._idle
