@@ -36,7 +36,7 @@ HEARTBEAT_SECONDS = 2.5  # a quarter of a hold: two may get lost
 TELL_FAILURES_MAX = 3  # in a row; after that a holder learns by its deadlines
 PEER_CONNECTIONS_MAX = 4
 PEERS_MAX = 64
-TOLD_LATER_MAX = 1_000
+TOLD_LATER_MAX = 1_000  # that wait until one of these has been told; beyond, holders learn by their deadlines
 
 log = logging.getLogger(__name__)
 
