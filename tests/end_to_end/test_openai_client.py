@@ -139,7 +139,14 @@ def test_the_request_id_is_echoed(client):
 
 
 def test_closing_a_stream_frees_its_blocks(client, server):
-    stream = client.completions.create(model="smollm2", prompt="Tell me everything", max_tokens=2000, stream=True)
+    stream = client.completions.create(
+        model="smollm2",
+        prompt="Tell me everything",
+        max_tokens=2000,
+        stream=True,
+        temperature=0,
+        extra_body={"ignore_eos": True},
+    )
     for index, _ in enumerate(stream):
         if index == 3:
             break
