@@ -14,7 +14,9 @@ namespace trioserve {
 constexpr int PANEL_BLOCKS = 2;                   // blocks of a piece of work
 constexpr int PANEL = PANEL_BLOCKS * LANES;       // outputs of a piece of work
 constexpr int TILE_ROWS = 8;                      // 16 sums; more rows need more addresses than there are registers
-constexpr int CHUNK_ROWS = 512;                   // rows of a piece of work: they stay in the second cache
+constexpr int64_t CHUNK_NUMBERS = 512 * 576;      // of x in a piece of work: they stay in the second cache
+constexpr int64_t ROWS_TOGETHER = 32;             // pieces end at multiples of them, but the last one
+constexpr int64_t OWN_ROWS_MIN = 128;             // with fewer, threads share rows rather than weights
 constexpr int SUM_ROWS = 128;                     // rows whose sums are finished at a time
 constexpr int PIECES_OF_THREAD = 4;               // so many at least, that one late thread leaves little behind
 constexpr int64_t DEPTH = 384;                    // of K at a time, if tiles share it: the panel stays in the first cache
@@ -133,12 +135,28 @@ inline void configure_tiles() {
     _tile_loadconfig(config);
 }
 
+// What a product brings into the caches meanwhile: at each tile of x `lines` of 64 bytes at each of some places that lie
+// `apart` bytes from each other. Memory gives more to several places than to one.
+struct WeightFetch {
+    static constexpr int PLACES = 4;
+    const char* next;
+    int64_t apart;
+    int lines;
+
+    // All `bytes` at `from`, evenly over so many tiles.
+    static WeightFetch over(const void* from, int64_t bytes, int64_t tiles) {
+        const int64_t lines = bytes / 64 / PLACES;
+        return {static_cast<const char*>(from), bytes / PLACES, int((lines + tiles - 1) / tiles)};
+    }
+    void some() {
+        for (int line = 0; line < lines; line++, next += 64)
+            for (int place = 0; place < PLACES; place++) _mm_prefetch(next + place * apart, _MM_HINT_T1);
+    }
+};
+
 // As add_products; x has rows to read up to the next 16, sums to write.
 inline void add_products_amx(const bf16* x, int64_t x_stride, int rows, const bf16* w, int64_t block_stride, int blocks,
-                             int64_t depth, float* sums, int64_t sums_stride, bool is_first, const bf16* next) {
-    // Each 32 rows fetch their share of the weights that come next.
-    const int lines = next == nullptr ? 0 : (16 * 32 + rows - 1) / std::max(rows, 32);
-    const char* fetch[2] = {reinterpret_cast<const char*>(next), reinterpret_cast<const char*>(next + block_stride)};
+                             int64_t depth, float* sums, int64_t sums_stride, bool is_first, WeightFetch& fetch) {
     const int64_t x_bytes = x_stride * 2, sums_bytes = sums_stride * 4;
     for (int row = 0; row < rows; row += 32) {
         const bool is_tall = rows - row > 16;
@@ -158,10 +176,7 @@ inline void add_products_amx(const bf16* x, int64_t x_stride, int rows, const bf
             const bf16* values = x + row * x_stride;
             const bf16* weights = w + block * block_stride;
             for (int64_t k = 0; k < depth; k += 32) {
-                for (int line = 0; line < lines; line++, fetch[0] += 64, fetch[1] += 64) {
-                    _mm_prefetch(fetch[0], _MM_HINT_T1);
-                    _mm_prefetch(fetch[1], _MM_HINT_T1);
-                }
+                fetch.some();
                 _tile_loadd(4, values + k, x_bytes);
                 _tile_loadd(6, weights + k * LANES, 64);
                 _tile_dpbf16ps(0, 4, 6);
@@ -182,7 +197,8 @@ inline void add_products_amx(const bf16* x, int64_t x_stride, int rows, const bf
         }
     }
 }
-constexpr int AMX_ROWS_MIN = 5;  // below, vdpbf16ps reads the weights as fast as memory gives them
+constexpr int AMX_ROWS_MIN = 5;     // below, vdpbf16ps reads the weights as fast as memory gives them
+constexpr int64_t AMX_DEPTH = 320;  // of K at a time, so that a panel and some rows fit the first cache
 #else
 inline void configure_tiles() {}
 #endif
@@ -195,7 +211,8 @@ inline void add_products(const T* x, int64_t x_stride, int rows, const T* w, int
 #if defined(__AMX_BF16__)
     if constexpr (sizeof(T) == 2) {
         if (rows >= AMX_ROWS_MIN && depth % 32 == 0) {
-            add_products_amx(x, x_stride, rows, w, block_stride, blocks, depth, sums, sums_stride, is_first, next);
+            WeightFetch nothing{};
+            add_products_amx(x, x_stride, rows, w, block_stride, blocks, depth, sums, sums_stride, is_first, nothing);
             return;
         }
     }
@@ -222,39 +239,82 @@ inline void add_products(const T* x, int64_t x_stride, int rows, const T* w, int
     }
 }
 
-// How a product [m, n] is divided into pieces: first by panels, then by rows. Neighbouring pieces share their rows.
+// A piece of a product: some of the rows times one panel.
+struct Piece {
+    int64_t first_row, end_row, panel;
+};
+
+inline int64_t panel_count(int64_t blocks) { return (blocks + PANEL_BLOCKS - 1) / PANEL_BLOCKS; }
+
+// How a product of m rows is divided into pieces: first by panels, then by rows. Neighbouring pieces share their rows. Many
+// rows are divided so that each thread has rows of its own (see Team::take_share).
 struct Pieces {
     int64_t m, panels, chunks;
 
-    Pieces(int64_t m, int64_t n, int threads) : m(m), panels((block_count(n) + PANEL_BLOCKS - 1) / PANEL_BLOCKS) {
+    Pieces(int64_t m, int64_t panels, int64_t k, int threads) : m(m), panels(panels) {
+        const int64_t chunk_rows = std::max<int64_t>(CHUNK_NUMBERS / padded_depth(k), SUM_ROWS);
         const int64_t wanted = std::min<int64_t>((m + SUM_ROWS - 1) / SUM_ROWS, threads * PIECES_OF_THREAD / panels);
-        chunks = std::max((m + CHUNK_ROWS - 1) / CHUNK_ROWS, wanted);
+        chunks = std::max((m + chunk_rows - 1) / chunk_rows, wanted);
+        if (m >= threads * OWN_ROWS_MIN) chunks = rounded_up(chunks, threads);
     }
     int64_t count() const { return panels * chunks; }
-    int64_t panel(int64_t piece) const { return piece % panels; }
-    int64_t first_row(int64_t piece) const { return m * (piece / panels) / chunks / 16 * 16; }
-    int64_t end_row(int64_t piece) const { return piece / panels + 1 == chunks ? m : first_row(piece + panels); }
+    Piece at(int64_t index) const {
+        const int64_t chunk = index / panels;
+        return {row_of(chunk), chunk + 1 == chunks ? m : row_of(chunk + 1), index % panels};
+    }
+
+private:
+    int64_t row_of(int64_t chunk) const { return m * chunk / chunks / ROWS_TOGETHER * ROWS_TOGETHER; }
 };
+
+#if defined(__AMX_BF16__)
+// As compute_piece. The weights behind these are fetched meanwhile.
+template <class Finish>
+inline void compute_piece_amx(const Piece& piece, const bf16* x, const bf16* w, int64_t first_block, int blocks,
+                              int64_t depth, const Finish& finish) {
+    alignas(64) float sums[(SUM_ROWS + 16) * PANEL];
+    const int64_t rows = piece.end_row - piece.first_row, block_stride = depth * LANES, panel = blocks * block_stride;
+    const int64_t parts = rows <= 32 ? 1 : (depth + AMX_DEPTH - 1) / AMX_DEPTH;
+    const bf16* weights = w + first_block * block_stride;
+    WeightFetch fetch = WeightFetch::over(weights + panel, panel * 2, (rows + 31) / 32 * (depth / 32));
+    for (int64_t row = piece.first_row; row < piece.end_row; row += SUM_ROWS) {
+        const int count = int(std::min<int64_t>(SUM_ROWS, piece.end_row - row));
+        for (int64_t part = 0; part < parts; part++) {
+            const int64_t start = depth * part / parts / 32 * 32, end = depth * (part + 1) / parts / 32 * 32;
+            add_products_amx(x + row * depth + start, depth, count, weights + start * LANES, block_stride, blocks,
+                             end - start, sums, PANEL, part == 0, fetch);
+        }
+        finish(row, count, first_block, blocks, sums);
+    }
+}
+#endif
 
 // One piece of y = x W^T: finish(first row, row count, first output block, block count, sums) gets it in parts; the sums'
 // stride is PANEL. x: [m, padded depth], with rows to read up to the next 16.
 template <class T, class Finish>
-inline void compute_piece(const Pieces& pieces, int64_t piece, int threads, const T* x, const T* w, int64_t n, int64_t k,
-                          const Finish& finish) {
+inline void compute_piece(const Piece& piece, const T* x, const T* w, int64_t all_blocks, int64_t k, const Finish& finish) {
     alignas(64) float sums[(SUM_ROWS + 16) * PANEL];
     const int64_t depth = padded_depth(k);
-    const int64_t first_block = pieces.panel(piece) * PANEL_BLOCKS;
-    const int blocks = int(std::min<int64_t>(PANEL_BLOCKS, block_count(n) - first_block));
-    const int64_t block_stride = depth * LANES, end_row = pieces.end_row(piece);
-    for (int64_t row = pieces.first_row(piece); row < end_row; row += SUM_ROWS) {
-        const int rows = int(std::min<int64_t>(SUM_ROWS, end_row - row));
+    const int64_t first_block = piece.panel * PANEL_BLOCKS;
+    const int blocks = int(std::min<int64_t>(PANEL_BLOCKS, all_blocks - first_block));
+#if defined(__AMX_BF16__)
+    if constexpr (sizeof(T) == 2) {
+        if (piece.end_row - piece.first_row >= AMX_ROWS_MIN) {
+            compute_piece_amx(piece, x, w, first_block, blocks, depth, finish);
+            return;
+        }
+    }
+#endif
+    const int64_t block_stride = depth * LANES;
+    for (int64_t row = piece.first_row; row < piece.end_row; row += SUM_ROWS) {
+        const int rows = int(std::min<int64_t>(SUM_ROWS, piece.end_row - row));
         const int64_t depth_max = rows <= TILE_ROWS ? depth : DEPTH;
-        const int64_t ahead = rows <= 4 ? 32 * 64 / int64_t(sizeof(T)) : threads * PANEL_BLOCKS * block_stride;
+        const int64_t ahead = rows <= 4 ? 32 * 64 / int64_t(sizeof(T)) : PANEL_BLOCKS * block_stride;
         for (int64_t start = 0; start < depth; start += depth_max) {
             const T* weights = w + first_block * block_stride + start * LANES;
             add_products(x + row * depth + start, depth, rows, weights, block_stride, blocks,
                          std::min(depth_max, depth - start), sums, PANEL, start == 0,
-                         row == pieces.first_row(piece) ? weights + ahead : nullptr);
+                         row == piece.first_row ? weights + ahead : nullptr);
         }
         finish(row, rows, first_block, blocks, sums);
     }

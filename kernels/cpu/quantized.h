@@ -73,7 +73,6 @@ inline auto with_format(int32_t format, const Use& use) {
 }
 
 inline int64_t record_count(int64_t k) { return padded_depth(k) / RECORD_DEPTH; }
-inline int64_t panel_count(int64_t blocks) { return (blocks + PANEL_BLOCKS - 1) / PANEL_BLOCKS; }
 
 inline int64_t quantized_bytes(int32_t format, int64_t n, int64_t k) {
     return with_format(format, [=](auto f) { return panel_count(block_count(n)) * record_count(k) * decltype(f)::BYTES; });

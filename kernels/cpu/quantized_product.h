@@ -298,22 +298,21 @@ inline int64_t unpacked_bytes(int64_t) { return 0; }
 
 // compute_piece for a quantized weight. unpacked: unpacked_bytes of memory, zeros at first, for such pieces alone.
 template <class Finish>
-inline void compute_quantized_piece(const Pieces& pieces, int64_t piece, int threads, const QuantizedRows& x,
-                                    int32_t format, const uint8_t* w, int64_t n, int64_t k, uint8_t* unpacked,
-                                    const Finish& finish) {
+inline void compute_quantized_piece(const Piece& piece, const QuantizedRows& x, int32_t format, const uint8_t* w,
+                                    int64_t all_blocks, int64_t k, uint8_t* unpacked, const Finish& finish) {
     alignas(64) float sums[(SUM_ROWS + 16) * PANEL];
-    const int64_t records = record_count(k), depth = padded_depth(k), end_row = pieces.end_row(piece);
-    const int64_t first_block = pieces.panel(piece) * PANEL_BLOCKS;
-    const int blocks = int(std::min<int64_t>(PANEL_BLOCKS, block_count(n) - first_block));
-    for (int64_t first = pieces.first_row(piece); first < end_row; first += SUM_ROWS) {
+    const int64_t records = record_count(k), depth = padded_depth(k), end_row = piece.end_row;
+    const int64_t first_block = piece.panel * PANEL_BLOCKS;
+    const int blocks = int(std::min<int64_t>(PANEL_BLOCKS, all_blocks - first_block));
+    for (int64_t first = piece.first_row; first < end_row; first += SUM_ROWS) {
         const int rows = int(std::min<int64_t>(SUM_ROWS, end_row - first));
         with_format(format, [&](auto f) {
             using F = decltype(f);
-            const uint8_t* panel = w + pieces.panel(piece) * records * F::BYTES;
+            const uint8_t* panel = w + piece.panel * records * F::BYTES;
 #if defined(__AMX_INT8__)
             if (F::PARTS == 1 && rows >= AMX_QUANTIZED_ROWS_MIN) {
-                if (first == pieces.first_row(piece))
-                    unpack_panel<F>(panel, records, unpacked, panel + threads * records * F::BYTES);
+                if (first == piece.first_row)
+                    unpack_panel<F>(panel, records, unpacked, panel + records * F::BYTES);
                 for (int row = 0; row < rows; row += 16)
                     quantized_rows_amx<F>(x.values + (first + row) * depth, x.groups + (first + row) * records, records,
                                           panel, unpacked, sums + row * PANEL);
@@ -323,7 +322,7 @@ inline void compute_quantized_piece(const Pieces& pieces, int64_t piece, int thr
             const int tiles = (rows + QUANTIZED_TILE_ROWS - 1) / QUANTIZED_TILE_ROWS;
             for (int index = 0, row = 0; index < tiles; index++) {
                 const int height = (rows - row + tiles - index - 1) / (tiles - index);
-                const uint8_t* fetch = index == 0 ? panel + threads * records * F::BYTES : panel;
+                const uint8_t* fetch = index == 0 ? panel + records * F::BYTES : panel;
                 run_quantized_tile<F>(height, x.values + (first + row) * depth, x.groups + (first + row) * records, records,
                                       panel, sums + row * PANEL, fetch);
                 row += height;

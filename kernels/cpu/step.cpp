@@ -88,7 +88,7 @@ private:
     template <class T, class Finish>
     void product(int thread, const T* x, int64_t rows, const Matrix& weight, const Finish& finish);
     template <class T>
-    void embed(const Model& model, const Step& step, float* hidden);
+    void embed(int thread, const Model& model, const Step& step, float* hidden);
     template <class T>
     const T* norm_rows(int thread, const float* hidden, int64_t rows, int64_t size, const float* weight, float eps,
                        T* shared);
@@ -268,7 +268,7 @@ QuantizedRows Engine::quantize_rows(int thread, const T* x, int64_t rows, int64_
     }
     const QuantizedRows shared = rows_at(quantized_.of<int8_t>(0), rows, k);
     const int64_t pieces = (rows + ROWS_OF_PIECE - 1) / ROWS_OF_PIECE;
-    for (int64_t piece; (piece = team.take()) < pieces;)
+    for (int64_t piece; (piece = team.take_share(thread, pieces)) >= 0;)
         for (int64_t row = piece * ROWS_OF_PIECE; row < std::min(rows, (piece + 1) * ROWS_OF_PIECE); row++)
             quantize_row(x, k, row, shared);
     team.meet();
@@ -282,34 +282,31 @@ void Engine::product(int thread, const T* x, int64_t rows, const Matrix& weight,
     for (const WeightPart& part : weight.parts)
         if (part.block_count > 0 && part.format != DENSE && quantized.values == nullptr)
             quantized = quantize_rows(thread, x, rows, part.inputs);
-    const int threads = team.thread_count();
-    int64_t first_piece = 0, piece = team.take();
-    for (const WeightPart& part : weight.parts) {
-        if (part.block_count == 0) return;
-        const int64_t outputs = part.block_count * LANES;
-        const Pieces pieces(rows, outputs, threads);
+    int64_t panels = 0;
+    for (const WeightPart& part : weight.parts) panels += panel_count(part.block_count);
+    const Pieces pieces(rows, panels, weight.parts[0].inputs, team.thread_count());
+    for (int64_t index; (index = team.take_share(thread, pieces.count())) >= 0;) {
+        Piece piece = pieces.at(index);
+        const WeightPart* part = weight.parts;
+        for (; piece.panel >= panel_count(part->block_count); part++) piece.panel -= panel_count(part->block_count);
         const auto finish_part = [&](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
-            finish(first_row, count, part.first_block + first_block, blocks, sums);
+            finish(first_row, count, part->first_block + first_block, blocks, sums);
         };
-        for (; piece < first_piece + pieces.count(); piece = team.take()) {
-            if (part.format == DENSE)
-                compute_piece(pieces, piece - first_piece, threads, x, static_cast<const T*>(part.data), outputs,
-                              part.inputs, finish_part);
-            else
-                compute_quantized_piece(pieces, piece - first_piece, threads, quantized, part.format,
-                                        static_cast<const uint8_t*>(part.data), outputs, part.inputs,
-                                        own_[thread].unpacked.of<uint8_t>(unpacked_bytes(record_count(part.inputs))),
-                                        finish_part);
-        }
-        first_piece += pieces.count();
+        if (part->format == DENSE)
+            compute_piece(piece, x, static_cast<const T*>(part->data), part->block_count, part->inputs, finish_part);
+        else
+            compute_quantized_piece(piece, quantized, part->format, static_cast<const uint8_t*>(part->data),
+                                    part->block_count, part->inputs,
+                                    own_[thread].unpacked.of<uint8_t>(unpacked_bytes(record_count(part->inputs))),
+                                    finish_part);
     }
 }
 
 template <class T>
-void Engine::embed(const Model& model, const Step& step, float* hidden) {
+void Engine::embed(int thread, const Model& model, const Step& step, float* hidden) {
     const int64_t size = model.hidden_size, half = model.head_dim / 2;
     float* angles = angles_.of<float>(0);
-    for (int64_t row; (row = team.take()) < rows_;) {
+    for (int64_t row; (row = team.take_share(thread, rows_)) >= 0;) {
         const int64_t token = step.token_ids[row];
         float* to = hidden + row * size;
         if (model.embedding != nullptr) {
@@ -345,7 +342,7 @@ const T* Engine::norm_rows(int thread, const float* hidden, int64_t rows, int64_
         return own;
     }
     const int64_t pieces = (rows + ROWS_OF_PIECE - 1) / ROWS_OF_PIECE;
-    for (int64_t piece; (piece = team.take()) < pieces;)
+    for (int64_t piece; (piece = team.take_share(thread, pieces)) >= 0;)
         for (int64_t row = piece * ROWS_OF_PIECE; row < std::min(rows, (piece + 1) * ROWS_OF_PIECE); row++)
             norm_row(hidden + row * size, weight, size, eps, shared + row * stride);
     team.meet();
@@ -546,7 +543,7 @@ bool Engine::compute(const Model& model, const Step& step) {
 
     const auto work = [&](int thread) {
         configure_tiles();
-        embed<T>(model, step, hidden);
+        embed<T>(thread, model, step, hidden);
         team.meet();
         const auto add_to_hidden = [&](const float* bias) {
             return [=](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
@@ -580,7 +577,7 @@ bool Engine::compute(const Model& model, const Step& step) {
                     });
             team.meet();
             if (is_abandoned_) return;
-            for (int64_t row; (row = team.take()) < rows;) turn_and_store(model, layer, qkv, row, queries, pages);
+            for (int64_t row; (row = team.take_share(thread, rows)) >= 0;) turn_and_store(model, layer, qkv, row, queries, pages);
             team.meet();
             attend<T>(thread, shape, plans_.at(layer.window), layer.window, queries, pages, attended);
             team.meet();

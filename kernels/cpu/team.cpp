@@ -51,7 +51,7 @@ void change(std::atomic<uint32_t>& word, uint32_t value, std::atomic<int>& aslee
 
 }  // namespace
 
-Team::Team(int thread_count) : thread_count_(thread_count) {
+Team::Team(int thread_count) : thread_count_(thread_count), shares_(new Share[thread_count]) {
     for (int thread = 1; thread < thread_count; thread++) threads_.emplace_back(&Team::serve, this, thread);
 }
 
@@ -61,9 +61,14 @@ Team::~Team() {
     for (std::thread& thread : threads_) thread.join();
 }
 
+void Team::renew() {
+    next_.store(0);
+    for (int thread = 0; thread < thread_count_; thread++) shares_[thread].taken.store(0);
+}
+
 void Team::run(const std::function<void(int)>& work) {
     work_ = &work;
-    next_.store(0);
+    renew();
     change(job_, job_.load() + 1, asleep_);
     work(0);
     meet();
@@ -82,7 +87,7 @@ void Team::meet() {
     const uint32_t meeting = meeting_.load(std::memory_order_acquire);
     if (arrived_.fetch_add(1) + 1 == thread_count_) {
         arrived_.store(0);
-        next_.store(0);
+        renew();
         change(meeting_, meeting + 1, asleep_);
     } else {
         wait_while(meeting_, meeting, asleep_);

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <thread>
 #include <vector>
 
@@ -22,15 +23,35 @@ public:
     // Runs work(thread) once in every thread and returns when all have returned.
     void run(const std::function<void(int)>& work);
 
-    // For use inside work: waits until every thread is here. Starts a new count for take().
+    // For use inside work: waits until every thread is here. Everything can be taken anew.
     void meet();
 
     // The next piece of work since the last meet(): 0, 1, 2, ... Each number goes to one thread, so that a thread that
     // lost its core to somebody else holds up one piece and not its whole share.
     int64_t take() { return next_.fetch_add(1, std::memory_order_relaxed); }
 
+    // As take, for pieces 0 .. count - 1 that lie in the order of rows; -1: none is left. A thread takes those of its own
+    // part of the rows first, which is the same part whatever the count, so that what it wrote is still in its caches; then
+    // it helps the others.
+    int64_t take_share(int thread, int64_t count) {
+        for (int helped = 0; helped < thread_count_; helped++) {
+            const int owner = (thread + helped) % thread_count_;
+            const int64_t first = count * owner / thread_count_, end = count * (owner + 1) / thread_count_;
+            std::atomic<int64_t>& taken = shares_[owner].taken;
+            if (first + taken.load(std::memory_order_relaxed) >= end) continue;
+            const int64_t piece = first + taken.fetch_add(1, std::memory_order_relaxed);
+            if (piece < end) return piece;
+        }
+        return -1;
+    }
+
 private:
+    struct Share {
+        alignas(64) std::atomic<int64_t> taken{0};
+    };
+
     void serve(int thread);
+    void renew();
 
     const int thread_count_;
     std::vector<std::thread> threads_;
@@ -40,6 +61,7 @@ private:
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<int> asleep_{0};
     alignas(64) std::atomic<int64_t> next_{0};
+    std::unique_ptr<Share[]> shares_;
     bool is_ending_ = false;
 };
 
