@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from random import Random
 
 from trioserve.testing.author import Author
 from trioserve.testing.happen import happen
 from trioserve.testing.history import Event, History, history_of, script_of
-from trioserve.testing.shrink import Attempts, cut, plainer_history
+from trioserve.testing.shrink import plainer_history, shrunk_failure
 from trioserve.testing.simulator import Simulation
 from trioserve.testing.verdict import Failure, Trace, Verdict
 
@@ -33,21 +33,7 @@ def shrunk_core_failure(failure: Failure, *, replays_max: int) -> Failure:
     def replay(history: History) -> Failure | None:
         return _run_history(history, None).failure
 
-    attempts = Attempts(failure, replay, replays_max)
-    history = history_of(failure.script)
-    if not attempts.fails(history):
-        return failure  # it depends on something that is not in the history
-    while True:
-        before = history
-        history = _fewer_events(history, attempts.fails)
-        history = plainer_history(history, attempts.fails)
-        if history == before:
-            return attempts.plainest
-
-
-def _fewer_events(history: History, fails: Callable[[History], bool]) -> History:
-    events = cut(history.events, lambda events: fails(History(history.world, events)))
-    return History(history.world, events)
+    return shrunk_failure(failure, history_of(failure.script), replay, plainer_history, replays_max=replays_max)
 
 
 def _run_history(history: History, trace: Trace | None) -> Verdict:

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from random import Random
-from typing import TypeVar
 
-import msgspec
-
-from trioserve.contracts.errors import StartupError
 from trioserve.testing.happen import happen
 from trioserve.testing.router_author import RouterAuthor
-from trioserve.testing.router_history import RouterEvent, RouterHistory, RouterWorld, history_of, script_of
+from trioserve.testing.router_history import RouterEvent, RouterHistory, history_of, script_of
 from trioserve.testing.router_simulator import RouterSimulation
-from trioserve.testing.shrink import Attempts, cut
+from trioserve.testing.shrink import shrunk_failure, with_defaults
 from trioserve.testing.verdict import Failure, Trace, Verdict
 
 __all__ = ["run_router_script", "run_router_seed", "shrunk_router_failure"]
-
-Part = TypeVar("Part", bound=msgspec.Struct)
 
 
 def run_router_seed(seed: int, event_count: int, *, trace: Trace | None = None) -> Verdict:
@@ -39,50 +33,7 @@ def shrunk_router_failure(failure: Failure, *, replays_max: int) -> Failure:
     def replay(history: RouterHistory) -> Failure | None:
         return _run_history(history, None).failure
 
-    attempts = Attempts(failure, replay, replays_max)
-    history = history_of(failure.script)
-    if not attempts.fails(history):
-        return failure  # it depends on something that is not in the history
-    while True:
-        before = history
-        history = _fewer_events(history, attempts.fails)
-        history = _plainer(history, attempts.fails)
-        if history == before:
-            return attempts.plainest
-
-
-def _fewer_events(history: RouterHistory, fails: Callable[[RouterHistory], bool]) -> RouterHistory:
-    events = cut(history.events, lambda events: fails(RouterHistory(history.world, events)))
-    return RouterHistory(history.world, events)
-
-
-def _plainer(history: RouterHistory, fails: Callable[[RouterHistory], bool]) -> RouterHistory:
-    """The same settings and events, with as many defaults as still fail."""
-    world, events = history.world, list(history.events)
-
-    def world_fails(world: RouterWorld) -> bool:
-        return fails(RouterHistory(world, tuple(events)))
-
-    world = _with_defaults(world, world_fails)
-    for index, event in enumerate(events):
-
-        def event_fails(event: RouterEvent, index: int = index) -> bool:
-            return fails(RouterHistory(world, (*events[:index], event, *events[index + 1 :])))
-
-        events[index] = _with_defaults(event, event_fails)
-    return RouterHistory(world, tuple(events))
-
-
-def _with_defaults(part: Part, fails: Callable[[Part], bool]) -> Part:
-    for field in msgspec.structs.fields(part):
-        if field.default is not msgspec.NODEFAULT and getattr(part, field.name) != field.default:
-            try:
-                plainer = msgspec.structs.replace(part, **{field.name: field.default})
-            except StartupError:
-                continue  # it does not go together with another setting
-            if fails(plainer):
-                part = plainer
-    return part
+    return shrunk_failure(failure, history_of(failure.script), replay, with_defaults, replays_max=replays_max)
 
 
 def _run_history(history: RouterHistory, trace: Trace | None) -> Verdict:

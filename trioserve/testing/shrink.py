@@ -8,14 +8,15 @@ with the same error from the same function.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from trioserve.contracts.errors import StartupError
 from trioserve.testing.history import Abort, Arrive, Event, Fail, History, World
 from trioserve.testing.verdict import Failure
 
-__all__ = ["Attempts", "cut", "plainer_history"]
+__all__ = ["Attempts", "cut", "plainer_history", "shrunk_failure", "with_defaults"]
 
 PLAIN_ARRIVAL = Arrive(id="", prompt=(0,), output=1)
 PLAIN_FIELDS = (
@@ -35,6 +36,8 @@ PLAIN_FIELDS = (
 
 Item = TypeVar("Item")
 Case = TypeVar("Case")
+Struct = TypeVar("Struct", bound=msgspec.Struct)
+Eventful = TypeVar("Eventful", bound=msgspec.Struct)  # has a world and events
 
 
 class Attempts(Generic[Case]):
@@ -72,6 +75,63 @@ def cut(items: tuple[Item, ...], fails: Callable[[tuple[Item, ...]], bool]) -> t
             size //= 2
         elif not was_cut:
             return items
+
+
+def shrunk_failure(
+    failure: Failure,
+    history: Eventful,
+    replay: Callable[[Eventful], Failure | None],
+    plainer: Callable[[Eventful, Callable[[Eventful], bool]], Eventful],
+    *,
+    replays_max: int,
+) -> Failure:
+    """The plainest failure of the same kind that so many replays find, beginning with the history that failed. plainer
+    gets a history and what tells whether one fails, and returns one that does and has as many events."""
+    attempts = Attempts(failure, replay, replays_max)
+    if not attempts.fails(history):
+        return failure  # it depends on something that is not in the history
+    while True:
+        before = history
+        history = _fewer_events(history, attempts.fails)
+        history = plainer(history, attempts.fails)
+        if history == before:
+            return attempts.plainest
+
+
+def _fewer_events(history: Eventful, fails: Callable[[Eventful], bool]) -> Eventful:
+    fewer: Any = history
+    events = cut(fewer.events, lambda events: fails(msgspec.structs.replace(history, events=events)))
+    return msgspec.structs.replace(history, events=events)
+
+
+def with_defaults(history: Eventful, fails: Callable[[Eventful], bool]) -> Eventful:
+    """The same world and events, with as many defaults of their fields as still fail."""
+    whole: Any = history
+    world, events = whole.world, list(whole.events)
+
+    def world_fails(world: msgspec.Struct) -> bool:
+        return fails(msgspec.structs.replace(history, world=world))
+
+    history = msgspec.structs.replace(history, world=_with_defaults(world, world_fails))
+    for index, event in enumerate(events):
+
+        def event_fails(event: msgspec.Struct, index: int = index) -> bool:
+            return fails(msgspec.structs.replace(history, events=(*events[:index], event, *events[index + 1 :])))
+
+        events[index] = _with_defaults(event, event_fails)
+    return msgspec.structs.replace(history, events=tuple(events))
+
+
+def _with_defaults(part: Struct, fails: Callable[[Struct], bool]) -> Struct:
+    for field in msgspec.structs.fields(part):
+        if field.default is not msgspec.NODEFAULT and getattr(part, field.name) != field.default:
+            try:
+                plainer = msgspec.structs.replace(part, **{field.name: field.default})
+            except StartupError:
+                continue  # it does not go together with another setting
+            if fails(plainer):
+                part = plainer
+    return part
 
 
 def plainer_history(history: History, fails: Callable[[History], bool]) -> History:
