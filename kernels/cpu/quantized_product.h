@@ -2,6 +2,9 @@
 //
 // Rows are quantized to 8 bits, with a scale for each 32 numbers. Sums over 32 of K are whole numbers and exact; they are
 // added up in float32, always in the same order: a row's results do not depend on the rows beside it.
+//
+// With AMX, several rows in bfloat16 stay as they are, and weights are rounded to bfloat16, 32 of K at a time, while
+// those before them are multiplied.
 #pragma once
 
 #include "quantized.h"
@@ -201,105 +204,165 @@ inline void run_quantized_tile(int rows, const int8_t* x, const RowGroup* groups
     quantized_tile<F, ROWS>(x, groups, records, panel, sums, fetch);
 }
 
-#if defined(__AMX_INT8__)
-// A tile of rows has the numbers of two records. A tile of weights has those of one record beside zeros, so that each
-// record's whole sums come out alone. They are scaled in the order of quantized_tile, to the same bits.
-constexpr int AMX_QUANTIZED_ROWS_MIN = 65;  // below, vpdpbusd is as fast, since scaling takes as long with both
-constexpr int64_t AMX_RECORDS = 8;          // summed up before they are scaled: the whole sums stay in the first cache
-constexpr int64_t UNIT_BYTES = 4 * LANES;
+#if defined(__AMX_BF16__)
+constexpr int64_t DEQUANTIZED_ROWS_MIN = 5;  // below, quantizing the rows is faster
 
-// Of a panel whose weights all have 8 bits: for each record and block a tile.
-inline int64_t unpacked_bytes(int64_t records) { return rounded_up(records, 2) * PANEL_BLOCKS * 16 * UNIT_BYTES; }
-
-// to: was all zeros; the other half of each tile stays so. fetch: an address from which as much is brought into the caches
-// as is read.
-template <class F>
-inline void unpack_panel(const uint8_t* panel, int64_t records, uint8_t* to, const uint8_t* fetch) {
-    for (int64_t record = 0; record < records; record++, panel += F::BYTES) {
-        for (int64_t byte = 0; byte < F::BYTES; byte += 64, fetch += 64)
-            _mm_prefetch(reinterpret_cast<const char*>(fetch), _MM_HINT_T1);
-        for (int block = 0; block < PANEL_BLOCKS; block++, to += 16 * UNIT_BYTES) {
-            const uint8_t* from = panel + F::VALUES + block * UNIT_BYTES;
-            uint8_t* unit = to + record % 2 * 8 * UNIT_BYTES;
-            for (int index = 0; index < F::BITS; index++, from += PANEL_BLOCKS * UNIT_BYTES, unit += UNIT_BYTES) {
-                const Bytes raw = load_bytes(from);
-                _mm512_storeu_si512(unit, F::BITS == 8 ? raw : low_halves(raw));
-                if (F::BITS == 4) _mm512_storeu_si512(unit += UNIT_BYTES, high_halves(raw));
-            }
-        }
-    }
+template <class T>
+inline bool needs_quantized_rows(int64_t rows) {
+    return sizeof(T) != sizeof(bf16) || rows < DEQUANTIZED_ROWS_MIN;
 }
 
-// As quantized_tile, for 8 rows and the whole sums [records][2][16, 16] of some records; they are added to `sums`.
+// A record's weights in bfloat16, in the order of packed weights. Inlined, the constants stay in registers.
 template <class F>
-inline void scale_sums(const int32_t* whole, const RowGroup* groups, int64_t row_records, int64_t records,
-                       const uint8_t* panel, float* sums, bool is_first) {
+__attribute__((always_inline)) inline void dequantize_record(const uint8_t* record, bf16* to, int64_t block_stride) {
     using Scale = typename F::Scale;
-    constexpr int ROWS = 8;
-    for (int block = 0; block < PANEL_BLOCKS; block++) {
-        Lanes sum[ROWS];
-        for (int row = 0; row < ROWS; row++) sum[row] = is_first ? zero() : load(sums + row * PANEL + block * LANES);
-        for (int64_t record = 0; record < records; record++) {
-            const uint8_t* from = panel + record * F::BYTES;
-            const Lanes scale = load(reinterpret_cast<const Scale*>(from) + block * LANES);
-            const Lanes min = F::HAS_MIN ? load(reinterpret_cast<const Scale*>(from + F::MINS) + block * LANES) : zero();
-            const int32_t* dots = whole + (record * PANEL_BLOCKS + block) * 16 * LANES;
-            for (int row = 0; row < ROWS; row++) {
-                const RowGroup& group = groups[row * row_records + record];
-                Dot<F> dot;
-                dot.start(group, 0);
-                dot.sum = _mm512_add_epi32(dot.sum, _mm512_loadu_si512(dots + row * LANES));
-                sum[row] = fma(dot.value(group), mul(scale, set(group.scale)), sum[row]);
-                if (F::HAS_MIN) sum[row] = fma(min, set(group.scaled_sum), sum[row]);
-            }
+    // A stored value is shuffled into the bits of a power of two: what a lane then has is the sum of both.
+    constexpr int BYTE = F::BITS == 4 ? 2 : 1;
+    constexpr float POWER = F::BITS == 4 ? 128.0f : 32768.0f;
+    constexpr __mmask64 VALUE_BYTES = 0x1111111111111111u << BYTE, LOW_WORDS = 0x3333333333333333u;
+    const __m512i power = _mm512_castps_si512(set(POWER));
+    const __m512i firsts = _mm512_broadcast_i32x4(_mm_setr_epi32(0, 4, 8, 12));
+    const __m512i high_words = _mm512_broadcast_i32x4(_mm_setr_epi32(0x0302, 0x0706, 0x0b0a, 0x0f0e));
+    // The lower half of a float32 is cut off. Before that all are made larger, by 0.35 to 0.7 of the last bit that
+    // stays: by half of it in the mean, while what bfloat16 holds exactly stays what it is.
+    const Lanes raised = set(1.0f + 0.6931472f / 256.0f);
+    const __m512i fifteen_bits = _mm512_set1_epi32(int(0xfffffe00u));  // so that a weight of 0 is 0
+    for (int index = 0; index < PANEL_BLOCKS * F::PARTS; index++) {
+        const int block = index / F::PARTS, part = index % F::PARTS;
+        const Scale* scales = reinterpret_cast<const Scale*>(record) + block * LANES;
+        const __m512i exact = _mm512_castps_si512(mul(load(scales + part * PANEL), raised));
+        const Lanes scale = _mm512_castsi512_ps(_mm512_and_si512(exact, fifteen_bits));
+        const Lanes min = F::HAS_MIN ? mul(load(scales + F::MINS / sizeof(Scale)), raised) : zero();
+        const Lanes start = fma(scale, set(-POWER - F::OFFSET), min);
+        const auto number = [&](__m512i bytes, int n) {
+            const __m512i places = _mm512_slli_epi32(_mm512_add_epi32(firsts, _mm512_set1_epi32(n)), 8 * BYTE);
+            const __m512i value = _mm512_mask_shuffle_epi8(power, VALUE_BYTES, bytes, places);
+            return _mm512_castps_si512(fma(_mm512_castsi512_ps(value), scale, start));
+        };
+        bf16* pair = to + block * block_stride + part * (RECORD_DEPTH / F::PARTS) * LANES;
+        const auto store_unit = [&](__m512i bytes) {
+            for (int n = 0; n < 4; n += 2, pair += 2 * LANES)
+                _mm512_storeu_si512(
+                    pair, _mm512_mask_shuffle_epi8(number(bytes, n + 1), LOW_WORDS, number(bytes, n), high_words));
+        };
+        constexpr int LOADS = F::BITS / F::PARTS;
+        const uint8_t* unit = record + F::VALUES + (part * LOADS * PANEL_BLOCKS + block) * 64;
+#pragma GCC unroll 8
+        for (int n = 0; n < LOADS; n++, unit += PANEL_BLOCKS * 64) {
+            const Bytes raw = load_bytes(unit);
+            store_unit(F::BITS == 8 ? raw : low_halves(raw));
+            if (F::BITS == 4) store_unit(high_halves(raw));
         }
-        for (int row = 0; row < ROWS; row++) store(sums + row * PANEL + block * LANES, sum[row]);
     }
 }
 
-// sums [16, 32] = 16 rows times one panel, which is there in 8 bits, too.
+// sums [rows, 32] (+)= at most 32 rows times some records. While one is multiplied, the next is dequantized. is_kept:
+// all are left in `numbers`; else its beginning is written again and again, and stays in the first cache. fetch: an
+// address from which as much is brought into the caches as is read.
 template <class F>
-inline void quantized_rows_amx(const int8_t* x, const RowGroup* groups, int64_t records, const uint8_t* panel,
-                               const uint8_t* unpacked, float* sums) {
-    alignas(64) int32_t whole[AMX_RECORDS * PANEL_BLOCKS * 16 * LANES];
-    const int64_t x_bytes = records * RECORD_DEPTH;
-    for (int64_t first = 0; first < records; first += AMX_RECORDS) {
-        const int64_t count = std::min(AMX_RECORDS, records - first);
-        for (int64_t record = 0; record < count; record += 2) {
-            constexpr int64_t TILE = 16 * UNIT_BYTES;
-            const uint8_t* weights = unpacked + (first + record) * PANEL_BLOCKS * TILE;
-            int32_t* to = whole + record * PANEL_BLOCKS * 16 * LANES;
-            _tile_loadd(4, x + (first + record) * RECORD_DEPTH, x_bytes);
-            _tile_zero(0);
-            _tile_loadd(5, weights, UNIT_BYTES);
-            _tile_dpbsud(0, 4, 5);
-            _tile_zero(1);
-            _tile_loadd(6, weights + TILE, UNIT_BYTES);
-            _tile_dpbsud(1, 4, 6);
-            _tile_zero(2);
-            _tile_loadd(7, weights + 2 * TILE, UNIT_BYTES);
-            _tile_dpbsud(2, 4, 7);
-            _tile_zero(3);
-            _tile_loadd(5, weights + 3 * TILE, UNIT_BYTES);
-            _tile_dpbsud(3, 4, 5);
-            _tile_stored(0, to, UNIT_BYTES);
-            _tile_stored(1, to + 16 * LANES, UNIT_BYTES);
-            _tile_stored(2, to + 32 * LANES, UNIT_BYTES);
-            _tile_stored(3, to + 48 * LANES, UNIT_BYTES);
+inline void dequantize_and_multiply(const bf16* x, int64_t x_stride, int rows, const uint8_t* from, int64_t records,
+                                    bf16* numbers, int64_t block_stride, bool is_kept, float* sums, bool is_first,
+                                    const uint8_t* fetch) {
+    constexpr int64_t SUMS_BYTES = PANEL * sizeof(float);
+    const bool is_tall = rows > 16;
+    if (is_first) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    } else {
+        _tile_loadd(0, sums, SUMS_BYTES);
+        _tile_loadd(1, sums + LANES, SUMS_BYTES);
+        if (is_tall) _tile_loadd(2, sums + 16 * PANEL, SUMS_BYTES);
+        if (is_tall) _tile_loadd(3, sums + 16 * PANEL + LANES, SUMS_BYTES);
+    }
+    const auto numbers_of = [=](int64_t record) {
+        return numbers + (is_kept ? record : record % 4) * RECORD_DEPTH * LANES;
+    };
+    for (int64_t record = 0; record <= records; record++) {
+        if (record < records) {
+            for (int64_t byte = 0; byte < F::BYTES; byte += 64, fetch += 64)
+                _mm_prefetch(reinterpret_cast<const char*>(fetch), _MM_HINT_T1);
+            dequantize_record<F>(from + record * F::BYTES, numbers_of(record), block_stride);
         }
-        for (int row = 0; row < 16; row += 8)
-            scale_sums<F>(whole + row * LANES, groups + row * records + first, records, count, panel + first * F::BYTES,
-                          sums + row * PANEL, first == 0);
+        if (record == 0) continue;
+        const bf16* values = x + (record - 1) * RECORD_DEPTH;
+        const bf16* weights = numbers_of(record - 1);
+        _tile_loadd(4, values, x_stride * 2);
+        _tile_loadd(6, weights, 64);
+        _tile_loadd(7, weights + block_stride, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (is_tall) {
+            _tile_loadd(5, values + 16 * x_stride, x_stride * 2);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, sums, SUMS_BYTES);
+    _tile_stored(1, sums + LANES, SUMS_BYTES);
+    if (is_tall) _tile_stored(2, sums + 16 * PANEL, SUMS_BYTES);
+    if (is_tall) _tile_stored(3, sums + 16 * PANEL + LANES, SUMS_BYTES);
+}
+
+inline int64_t panel_numbers(int64_t k) { return padded_depth(k) * PANEL; }
+
+// compute_piece for a quantized weight and rows in bfloat16. The first 32 rows are multiplied with what is just being
+// dequantized, the others with what that leaves.
+template <class F, class Finish>
+inline void compute_dequantized_piece(const Piece& piece, const bf16* x, const uint8_t* w, int64_t all_blocks, int64_t k,
+                                      bf16* numbers, const Finish& finish) {
+    constexpr int TALL = 32;
+    alignas(64) float sums[(SUM_ROWS + 16) * PANEL];
+    const int64_t records = record_count(k), depth = padded_depth(k), block_stride = depth * LANES;
+    const int64_t first_block = piece.panel * PANEL_BLOCKS, first_row = piece.first_row, end_row = piece.end_row;
+    const int blocks = int(std::min<int64_t>(PANEL_BLOCKS, all_blocks - first_block));
+    const uint8_t* panel = w + piece.panel * records * F::BYTES;
+    const bool is_kept = end_row - first_row > TALL;
+    const int64_t depth_max = is_kept ? AMX_DEPTH : depth;
+    for (int64_t row = first_row; row < end_row; row += SUM_ROWS) {
+        const int rows = int(std::min<int64_t>(SUM_ROWS, end_row - row));
+        for (int64_t start = 0; start < depth; start += depth_max) {
+            const int64_t part = std::min(depth_max, depth - start);
+            const bf16* values = x + row * depth + start;
+            bf16* weights = numbers + (end_row - first_row > SUM_ROWS ? start * LANES : 0);
+            const int done = row == first_row ? std::min(rows, TALL) : 0;
+            if (done > 0) {
+                const uint8_t* from = panel + start / RECORD_DEPTH * F::BYTES;
+                dequantize_and_multiply<F>(values, depth, done, from, part / RECORD_DEPTH, weights, block_stride,
+                                           is_kept, sums, start == 0, from + records * F::BYTES);
+            }
+            WeightFetch nothing{};
+            if (done < rows)
+                add_products_amx(values + done * depth, depth, rows - done, weights, block_stride, blocks, part,
+                                 sums + done * PANEL, PANEL, start == 0, nothing);
+        }
+        finish(row, rows, first_block, blocks, sums);
     }
 }
 #else
-inline int64_t unpacked_bytes(int64_t) { return 0; }
+template <class T>
+inline bool needs_quantized_rows(int64_t) {
+    return true;
+}
+inline int64_t panel_numbers(int64_t) { return 0; }
 #endif
 
-// compute_piece for a quantized weight. unpacked: unpacked_bytes of memory, zeros at first, for such pieces alone.
-template <class Finish>
-inline void compute_quantized_piece(const Piece& piece, const QuantizedRows& x, int32_t format, const uint8_t* w,
-                                    int64_t all_blocks, int64_t k, uint8_t* unpacked, const Finish& finish) {
+// compute_piece for a quantized weight. quantized: the rows x, if needs_quantized_rows. numbers: panel_numbers of
+// memory.
+template <class T, class Finish>
+inline void compute_quantized_piece(const Piece& piece, const T* x, const QuantizedRows& quantized, int32_t format,
+                                    const uint8_t* w, int64_t all_blocks, int64_t k, T* numbers, const Finish& finish) {
+#if defined(__AMX_BF16__)
+    if constexpr (sizeof(T) == sizeof(bf16)) {
+        if (quantized.values == nullptr) {
+            with_format(format, [&](auto f) {
+                compute_dequantized_piece<decltype(f)>(piece, x, w, all_blocks, k, numbers, finish);
+            });
+            return;
+        }
+    }
+#endif
     alignas(64) float sums[(SUM_ROWS + 16) * PANEL];
     const int64_t records = record_count(k), depth = padded_depth(k), end_row = piece.end_row;
     const int64_t first_block = piece.panel * PANEL_BLOCKS;
@@ -309,22 +372,13 @@ inline void compute_quantized_piece(const Piece& piece, const QuantizedRows& x, 
         with_format(format, [&](auto f) {
             using F = decltype(f);
             const uint8_t* panel = w + piece.panel * records * F::BYTES;
-#if defined(__AMX_INT8__)
-            if (F::PARTS == 1 && rows >= AMX_QUANTIZED_ROWS_MIN) {
-                if (first == piece.first_row)
-                    unpack_panel<F>(panel, records, unpacked, panel + records * F::BYTES);
-                for (int row = 0; row < rows; row += 16)
-                    quantized_rows_amx<F>(x.values + (first + row) * depth, x.groups + (first + row) * records, records,
-                                          panel, unpacked, sums + row * PANEL);
-                return;
-            }
-#endif
             const int tiles = (rows + QUANTIZED_TILE_ROWS - 1) / QUANTIZED_TILE_ROWS;
             for (int index = 0, row = 0; index < tiles; index++) {
                 const int height = (rows - row + tiles - index - 1) / (tiles - index);
                 const uint8_t* fetch = index == 0 ? panel + records * F::BYTES : panel;
-                run_quantized_tile<F>(height, x.values + (first + row) * depth, x.groups + (first + row) * records, records,
-                                      panel, sums + row * PANEL, fetch);
+                run_quantized_tile<F>(height, quantized.values + (first + row) * depth,
+                                      quantized.groups + (first + row) * records, records, panel,
+                                      sums + row * PANEL, fetch);
                 row += height;
             }
         });

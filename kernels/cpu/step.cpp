@@ -77,7 +77,7 @@ public:
 
 private:
     struct Own {  // one thread's
-        Buffer normed, quantized, unpacked, packed, floats, best_values, best_ids, doubts, scores, weights, work, marks;
+        Buffer normed, quantized, dequantized, packed, floats, best_values, best_ids, doubts, scores, weights, work, marks;
     };
 
     void plan_rows(const Model& model, const Step& step);
@@ -280,7 +280,7 @@ template <class T, class Finish>
 void Engine::product(int thread, const T* x, int64_t rows, const Matrix& weight, const Finish& finish) {
     QuantizedRows quantized = {};
     for (const WeightPart& part : weight.parts)
-        if (part.block_count > 0 && part.format != DENSE && quantized.values == nullptr)
+        if (part.block_count > 0 && part.format != DENSE && quantized.values == nullptr && needs_quantized_rows<T>(rows))
             quantized = quantize_rows(thread, x, rows, part.inputs);
     int64_t panels = 0;
     for (const WeightPart& part : weight.parts) panels += panel_count(part.block_count);
@@ -295,10 +295,9 @@ void Engine::product(int thread, const T* x, int64_t rows, const Matrix& weight,
         if (part->format == DENSE)
             compute_piece(piece, x, static_cast<const T*>(part->data), part->block_count, part->inputs, finish_part);
         else
-            compute_quantized_piece(piece, quantized, part->format, static_cast<const uint8_t*>(part->data),
+            compute_quantized_piece(piece, x, quantized, part->format, static_cast<const uint8_t*>(part->data),
                                     part->block_count, part->inputs,
-                                    own_[thread].unpacked.of<uint8_t>(unpacked_bytes(record_count(part->inputs))),
-                                    finish_part);
+                                    own_[thread].dequantized.of<T>(panel_numbers(part->inputs)), finish_part);
     }
 }
 

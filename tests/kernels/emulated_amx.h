@@ -9,7 +9,6 @@
 #include <cstring>
 
 #define __AMX_BF16__ 1
-#define __AMX_INT8__ 1
 // Asking for permission: any call that succeeds.
 #undef SYS_arch_prctl
 #define SYS_arch_prctl SYS_sched_yield
@@ -48,27 +47,13 @@ inline void emulated_multiply(int sums, int a, int b) {
     }
 }
 
-inline void emulated_multiply_bytes(int sums, int a, int b) {
-    for (int row = 0; row < 16; row++) {
-        for (int column = 0; column < 16; column++) {
-            int32_t sum;
-            std::memcpy(&sum, emulated_tiles[sums][row] + 4 * column, 4);
-            for (int k = 0; k < 64; k++)
-                sum += static_cast<signed char>(emulated_tiles[a][row][k]) * emulated_tiles[b][k / 4][4 * column + k % 4];
-            std::memcpy(emulated_tiles[sums][row] + 4 * column, &sum, 4);
-        }
-    }
-}
-
 #undef _tile_loadconfig
 #undef _tile_zero
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_dpbf16ps
-#undef _tile_dpbsud
 #define _tile_loadconfig(config) static_cast<void>(config)
 #define _tile_zero(tile) std::memset(emulated_tiles[tile], 0, sizeof emulated_tiles[tile])
 #define _tile_loadd(tile, from, stride) emulated_load(tile, from, stride)
 #define _tile_stored(tile, to, stride) emulated_store(tile, to, stride)
 #define _tile_dpbf16ps(sums, a, b) emulated_multiply(sums, a, b)
-#define _tile_dpbsud(sums, a, b) emulated_multiply_bytes(sums, a, b)

@@ -3,6 +3,9 @@
 A block's numbers are scale * value, exact in float32, plus a min, where one rounding may differ. A product's sums over
 32 numbers are whole, so against the same quantized rows it differs by the order of float32 sums alone; against the rows
 themselves by at most half a step of each number.
+
+With AMX, 5 rows in bfloat16 and more stay as they are, and each weight is rounded to bfloat16, by at most 0.7 of its
+last bit. Beside the weights so rounded, a product again differs by the order of sums alone.
 """
 
 from __future__ import annotations
@@ -114,13 +117,42 @@ def quantized_rows(x: Bits) -> tuple[Doubles, Doubles]:
     return (whole * scale).reshape(rows, -1)[:, :columns], halves
 
 
-def check_product(x: Bits, values: Floats, product: Floats) -> None:
+DEQUANTIZED_ROWS_MIN = 5
+
+
+def rounds_weights(engine: Engine, rows: int = DEQUANTIZED_ROWS_MIN) -> bool:
+    """Whether products of so many rows in bfloat16 round the weights rather than the rows."""
+    return engine.library.level.startswith("amx") and rows >= DEQUANTIZED_ROWS_MIN
+
+
+def check_product(engine: Engine, x: Bits, values: Floats, product: Floats) -> None:
     weights = values.astype(np.float64)
+    if rounds_weights(engine, len(x)):
+        exact = floats_of(x).astype(np.float64)
+        bound = np.abs(exact) @ (2.0**-7 * np.abs(weights) + rounding_of_starts(values)).T
+        assert (np.abs(product - exact @ weights.T) <= bound + 1e-6).all()
+        return
     rows, half_steps = quantized_rows(x)
     terms = np.abs(rows) @ np.abs(weights).T
     assert (np.abs(product - rows @ weights.T) <= 3e-6 * terms + 1e-6).all()
     bound = half_steps @ np.abs(weights).T
     assert (np.abs(product - floats_of(x).astype(np.float64) @ weights.T) <= 1.001 * bound + 3e-6 * terms + 1e-6).all()
+
+
+def rounding_of_starts(values: Floats) -> Doubles:
+    """Where there are mins: how far a weight may be off before it is rounded to bfloat16. A value is a float32's last
+    8 bits, and so a group's numbers are as exact as 16 bits of its largest."""
+    rows, columns = values.shape
+    padded = np.zeros((rows, -(-columns // 32), 32))
+    padded.reshape(rows, -1)[:, :columns] = np.abs(values)
+    most = 2.0**-12 * padded.max(axis=-1, keepdims=True)
+    return np.broadcast_to(most, padded.shape).reshape(rows, -1)[:, :columns]
+
+
+def rounded_weights(engine: Engine, weight: Weight) -> Floats:
+    """As the engine multiplies them: each times 1, beside nothing but zeros."""
+    ones = bfloat16_bits(np.eye(weight.columns, dtype=np.float32))
+    return np.ascontiguousarray(engine.product(ones, weight.matrix, weight.rows).T)
 
 
 # --- formats ----------------------------------------------------------------------------------------------------------
@@ -177,7 +209,7 @@ def test_products_of_any_number_of_rows(engine: Engine, block_type: str, outputs
     weight = weight_of_blocks(engine.library, block_type, outputs, 512)
     x = random_rows(70, 512)
     for rows in (*range(1, 20), 33, 70):
-        check_product(x[:rows], weight.values, engine.product(x[:rows], weight.matrix, outputs))
+        check_product(engine, x[:rows], weight.values, engine.product(x[:rows], weight.matrix, outputs))
 
 
 @pytest.mark.parametrize(
@@ -188,7 +220,7 @@ def test_products_of_other_shapes(engine: Engine, format: WeightFormat, rows: in
     values = np.random.default_rng(2).normal(0, 0.05, (outputs, inputs)).astype(np.float32)
     weight = weight_of_values(engine.library, format, values)
     x = random_rows(rows, inputs)
-    check_product(x, weight.values, engine.product(x, weight.matrix, outputs))
+    check_product(engine, x, weight.values, engine.product(x, weight.matrix, outputs))
 
 
 @BLOCK_TYPES
@@ -204,16 +236,69 @@ def test_the_largest_numbers_do_not_overflow(engine: Engine, block_type: str) ->
         engine.library.pack_blocks(block_type, blocks, 256, weight.place)
         for sign in (1, -1):
             x = bfloat16_bits(np.full((3, 256), sign, dtype=np.float32))
-            check_product(x, weight.values, engine.product(x, weight.matrix, 32))
+            check_product(engine, x, weight.values, engine.product(x, weight.matrix, 32))
 
 
 def test_a_row_has_the_same_bits_in_any_batch(engine: Engine) -> None:
+    """Of one row and of many; where few rows are quantized and many are not, of any number on either side."""
     for block_type in BLOCK_FORMATS:
-        weight = weight_of_blocks(engine.library, block_type, 40, 256)
-        x = random_rows(65, 256)
+        weight = weight_of_blocks(engine.library, block_type, 40, 512)
+        x = random_rows(300, 512)
         together = engine.product(x, weight.matrix, 40)
-        for row in (0, 1, 30, 64):
-            assert np.array_equal(engine.product(x[row : row + 1], weight.matrix, 40)[0], together[row])
+        for count in (1, 3, 5, 16, 33, 150):
+            if rounds_weights(engine) and count < DEQUANTIZED_ROWS_MIN:
+                continue
+            for row in (0, 1, 30, 150):
+                some = engine.product(x[row : row + count], weight.matrix, 40)
+                assert np.array_equal(some, together[row : row + count])
+        few = engine.product(x[: DEQUANTIZED_ROWS_MIN - 1], weight.matrix, 40)
+        for row in range(DEQUANTIZED_ROWS_MIN - 1):
+            assert np.array_equal(engine.product(x[row : row + 1], weight.matrix, 40)[0], few[row])
+
+
+@pytest.mark.parametrize("outputs", (32, 70))
+@BLOCK_TYPES
+def test_weights_are_rounded_to_the_next_bfloat16(engine: Engine, block_type: str, outputs: int) -> None:
+    """Up as often as down, and what bfloat16 has stays the same."""
+    if not rounds_weights(engine):
+        pytest.skip("rows are quantized at this level")
+    weight = weight_of_blocks(engine.library, block_type, outputs, 512)
+    exact, rounded = weight.values, rounded_weights(engine, weight)
+    assert np.array_equal(rounded, floats_of(bfloat16_bits(rounded)))
+    steps = np.exp2(np.floor(np.log2(np.maximum(np.abs(exact), 1e-30))) - 7)
+    has_min = block_type in SCALES_AT and block_type != "Q6_K"
+    slack = rounding_of_starts(exact) if has_min else 2.0**-14 * np.abs(exact)
+    assert (np.abs(rounded - exact) <= 0.7 * steps + slack).all()
+    assert (rounded[exact == 0] == 0).all() or has_min
+    is_held = (floats_of(bfloat16_bits(exact)) == exact) & (not has_min)
+    assert np.array_equal(rounded[is_held], exact[is_held])
+    is_large = (np.abs(exact) > 64 * slack) & ~is_held
+    assert abs(((np.abs(rounded) - np.abs(exact)) / steps)[is_large].mean()) < 0.02
+
+
+@pytest.mark.parametrize("outputs", (16, 70))
+@BLOCK_TYPES
+def test_products_with_rounded_weights(engine: Engine, block_type: str, outputs: int) -> None:
+    if not rounds_weights(engine):
+        pytest.skip("rows are quantized at this level")
+    weight = weight_of_blocks(engine.library, block_type, outputs, 512)
+    weights = rounded_weights(engine, weight).astype(np.float64)
+    x = random_rows(560, 512)
+    rows = floats_of(x).astype(np.float64)
+    exact, terms = rows @ weights.T, np.abs(rows) @ np.abs(weights).T
+    for count in (*range(5, 20), 31, 32, 33, 47, 48, 49, 64, 127, 128, 129, 144, 161, 256, 513, 560):
+        product = engine.product(x[:count], weight.matrix, outputs)
+        assert (np.abs(product - exact[:count]) <= 2e-6 * terms[:count]).all()
+
+
+@BLOCK_TYPES
+def test_rows_in_float32_are_quantized_at_every_level(engine: Engine, block_type: str) -> None:
+    weight = weight_of_blocks(engine.library, block_type, 40, 256)
+    x = random_rows(9, 256)
+    product = engine.product(floats_of(x), weight.matrix, 40)
+    rows, _ = quantized_rows(x)
+    weights = weight.values.astype(np.float64)
+    assert (np.abs(product - rows @ weights.T) <= 3e-6 * (np.abs(rows) @ np.abs(weights).T) + 1e-6).all()
 
 
 def test_parts_of_different_formats_make_one_matrix(engine: Engine) -> None:
@@ -229,10 +314,10 @@ def test_parts_of_different_formats_make_one_matrix(engine: Engine) -> None:
     for rows in (1, 7, 130):
         x = random_rows(rows, 256)
         product = engine.product(x, matrix, 144)
-        check_product(x, first.values, product[:, :48])
+        check_product(engine, x, first.values, product[:, :48])
         exact, terms = floats_of(x) @ floats_of(dense).T, np.abs(floats_of(x)) @ np.abs(floats_of(dense)).T
         assert (np.abs(product[:, 48:128] - exact) <= 2e-6 * terms).all()
-        check_product(x, second.values, product[:, 128:])
+        check_product(engine, x, second.values, product[:, 128:])
 
 
 def test_matrices_in_turn_blocks(engine: Engine) -> None:
@@ -243,16 +328,38 @@ def test_matrices_in_turn_blocks(engine: Engine) -> None:
     library.pack_blocks("Q4_1", up, 64, weight.place, first_block=1, block_step=2)
     x = random_rows(6, 64)
     product = engine.product(x, weight.matrix, 96).reshape(6, 3, 2, 16)
-    check_product(x, expected_values("Q4_1", gate), product[:, :, 0].reshape(6, 48))
-    check_product(x, expected_values("Q4_1", up), product[:, :, 1].reshape(6, 48))
+    check_product(engine, x, expected_values("Q4_1", gate), product[:, :, 0].reshape(6, 48))
+    check_product(engine, x, expected_values("Q4_1", up), product[:, :, 1].reshape(6, 48))
 
 
 @pytest.mark.parametrize("bad", (float("nan"), float("inf"), -float("inf")))
 def test_a_row_that_is_not_finite_spoils_itself_alone(engine: Engine, bad: float) -> None:
     for block_type in ("Q8_0", "Q4_1"):
         weight = weight_of_blocks(engine.library, block_type, 32, 64)
-        x = random_rows(9, 64)
-        x[4, 50] = bfloat16_bits(np.array([bad], dtype=np.float32))[0]
-        finite = np.isfinite(engine.product(x, weight.matrix, 32))
-        assert finite[[0, 1, 2, 3, 5, 6, 7, 8]].all()
-        assert not finite[4].any()
+        for count in (3, 9, 40, 150):
+            x = random_rows(count, 64)
+            for row in {2, count - 1}:
+                x[:] = random_rows(count, 64)
+                x[row, 50] = bfloat16_bits(np.array([bad], dtype=np.float32))[0]
+                finite = np.isfinite(engine.product(x, weight.matrix, 32))
+                assert finite[np.arange(count) != row].all()
+                assert not finite[row].any()
+
+
+def test_a_weight_that_is_not_finite_spoils_its_output_alone(engine: Engine) -> None:
+    """Also of the products that come after it, in the same memory. Half floats are NaN in many ways."""
+    for block_type in ("Q8_0", "Q4_1"):
+        for scale in (0x7E00, 0xFE00, 0x7FFF, 0xFFFF, 0x7C01, 0x7C00, 0xFC00):
+            blocks = random_blocks(block_type, 40, 512)
+            blocks[7, :2] = blocks[33, :2] = np.array([scale], dtype=np.uint16).view(np.uint8)
+            weight = Weight(engine.library, BLOCK_FORMATS[block_type][1], 40, 512)
+            engine.library.pack_blocks(block_type, blocks, 512, weight.place)
+            clean = weight_of_blocks(engine.library, block_type, 16, 64)
+            for count in (2, 9, 40, 150):
+                x = random_rows(count, 512)
+                x[0, :32] = x[1, :32]
+                finite = np.isfinite(engine.product(x, weight.matrix, 40))
+                is_good = ~np.isin(np.arange(40), (7, 33))
+                assert finite[:, is_good].all()
+                assert not finite[:, ~is_good].any()
+                assert np.isfinite(engine.product(x[:, :64], clean.matrix, 16)).all()
