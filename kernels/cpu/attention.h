@@ -23,8 +23,9 @@ struct Chunk {
     const int32_t* table;
 };
 
-constexpr int SPAN = 64;           // context tokens that a prompt's rows meet at a time
-constexpr int QUERY_ROWS = 96;     // (token, head) rows of a prompt's piece; the packed keys serve them all
+constexpr int SPAN = 64;           // context tokens that rows meet at a time
+constexpr int PACKED_ROWS = 768;   // (token, head) rows of a prompt's piece; the packed keys and values serve them all
+constexpr int PIECE_TOKENS_MIN = 32;
 constexpr int DIRECT_TOKENS_MAX = 3;  // chunks up to this length read keys and values where they lie
 constexpr int SPLIT_TOKENS_MIN = 64;
 constexpr int SHARERS_MIN = 2;        // with fewer rows, packing what they share costs more than reading it again
@@ -50,8 +51,8 @@ inline int64_t first_seen(int64_t position, int64_t window) {
     return window > 0 && position >= window ? position - window + 1 : 0;
 }
 
-inline int64_t prompt_piece_tokens(const AttentionShape& shape) {
-    return std::max<int64_t>(1, QUERY_ROWS / shape.group());
+inline int64_t piece_tokens_max(const AttentionShape& shape) {
+    return std::max<int64_t>(1, PACKED_ROWS / shape.group());
 }
 
 template <class T>
@@ -76,7 +77,8 @@ inline void find_tokens(const T* pages, const AttentionShape& shape, const Chunk
 // --- a prompt's rows: two products with a softmax between them ---------------------------------------------------------
 
 // Keys are the rows of the first product and queries its weight, so that 16 queries lie side by side in vectors: a softmax
-// over tokens then has no sums across lanes. Its weights are the second product's weight, and the values' numbers its rows.
+// over tokens then has no sums across lanes. Its weights are the second product's weight, and the values' numbers its rows;
+// one more row, of ones, gives the sums of the weights.
 
 // What sixteen rows have at `at`, one number of float32 or a pair of bfloat16 each, becomes 16 rows of columns.
 template <class T>
@@ -94,59 +96,106 @@ inline void transpose_tokens(const bf16* const* tokens, int64_t at, Lanes* colum
     transpose(columns);
 }
 
-inline void store_weights(float* to, Lanes even, Lanes odd) {
-    store(to, even);
-    store(to + LANES, odd);
-}
-inline void store_weights(bf16* to, Lanes even, Lanes odd) { store_in_turn(to, even, odd); }
+// 2 ** a as it becomes a weight of values, and two tokens' weights side by side.
+template <class T>
+struct Weights;
 
-// One thread's memory for the (token, head) rows that meet packed keys, QUERY_ROWS or one group.
+template <>
+struct Weights<float> {
+    static constexpr float ONE = 1.0f;
+    static Lanes power(Lanes a) { return power_of_two(a); }
+    static void store_pair(float* to, Lanes even, Lanes odd) {
+        store(to, even);
+        store(to + LANES, odd);
+    }
+};
+
+template <>
+struct Weights<bf16> {
+    static constexpr bf16 ONE = {0x3f80};
+    static Lanes power(Lanes a) { return power_of_two_to_cut(a); }
+    static void store_pair(bf16* to, Lanes even, Lanes odd) { store_cut_in_turn(to, even, odd); }
+};
+
+// The positions that a row sees.
+struct Seen {
+    int64_t begin, end;
+};
+
+// One thread's memory for the (token, head) rows that meet packed keys, PACKED_ROWS or one group; they are computed in
+// strips, side by side.
 template <class T>
 struct PackedScratch {
-    T *keys, *values;                     // [SPAN, query stride] and [D, SPAN]; absent tokens are zeros
-    T *queries, *weights;                 // packed, of [width, query stride] and of [width, SPAN]
-    T* nothing;                           // a token that is absent, a query that is absent
-    float *scores, *sums, *best, *total;  // [SPAN, width], [D, width], [width], [width]
+#if defined(__AMX_BF16__)
+    static constexpr int STRIP_BLOCKS = sizeof(T) == 2 ? 1 : PANEL_BLOCKS;
+#else
+    static constexpr int STRIP_BLOCKS = PANEL_BLOCKS;
+#endif
+    static constexpr int STRIP = STRIP_BLOCKS * LANES;
+
+    T *keys, *values;      // [SPAN, query stride] and [sum rows, SPAN]
+    T *queries, *weights;  // packed, of [width, query stride] and of [STRIP, SPAN]
+    T* nothing;            // a token that is absent, a query that is absent
+    float* scores;         // [SPAN, STRIP]
+    float* sums;           // a strip's [sum rows, STRIP], strip by strip
+    float* best;           // [width], about the largest score so far
+    float *first, *last;   // [width], what a row sees
 
     static int64_t width_max(const AttentionShape& shape) {
-        return rounded_up(prompt_piece_tokens(shape) * shape.group(), LANES);
+        return rounded_up(piece_tokens_max(shape) * shape.group(), STRIP);
     }
+    static int64_t sum_rows(const AttentionShape& shape) { return shape.head_dim + LANES; }
     // In elements of T and of float.
     static int64_t packed_count(const AttentionShape& shape) {
-        return (SPAN + 1) * shape.query_stride() + SPAN * shape.head_dim + width_max(shape) * (SPAN + shape.query_stride());
+        return (SPAN + 1) * shape.query_stride() + SPAN * (sum_rows(shape) + STRIP) +
+               width_max(shape) * shape.query_stride();
     }
-    static int64_t float_count(const AttentionShape& shape) { return width_max(shape) * (SPAN + shape.head_dim + 2); }
+    static int64_t float_count(const AttentionShape& shape) {
+        return STRIP * SPAN + width_max(shape) * (sum_rows(shape) + 3);
+    }
 
     PackedScratch(const AttentionShape& shape, T* packed, float* floats) {
         keys = packed;
         values = keys + SPAN * shape.query_stride();
-        queries = values + SPAN * shape.head_dim;
+        queries = values + SPAN * sum_rows(shape);
         weights = queries + width_max(shape) * shape.query_stride();
-        nothing = weights + width_max(shape) * SPAN;
+        nothing = weights + STRIP * SPAN;
         scores = floats;
-        sums = scores + width_max(shape) * SPAN;
-        best = sums + width_max(shape) * shape.head_dim;
-        total = best + width_max(shape);
+        sums = scores + STRIP * SPAN;
+        best = sums + width_max(shape) * sum_rows(shape);
+        first = best + width_max(shape);
+        last = first + width_max(shape);
     }
 
-    // For `count` rows; query_of(row) is where one's query lies.
-    template <class QueryOf>
-    void begin(const AttentionShape& shape, int64_t count, const QueryOf& query_of) const {
+    float* sums_of(const AttentionShape& shape, int64_t row) const {
+        return sums + row / STRIP * STRIP * sum_rows(shape) + row % STRIP;
+    }
+
+    // For `count` rows; query_of(row) is where one's query lies, seen_of(row) what it sees.
+    template <class QueryOf, class SeenOf>
+    void begin(const AttentionShape& shape, int64_t count, const QueryOf& query_of, const SeenOf& seen_of) const {
         constexpr float NOTHING_SEEN = -1e30f;  // no infinity: two of them have no difference
         constexpr int64_t DEPTH = Unit<T>::DEPTH;
-        const int64_t width = rounded_up(count, LANES), stride = shape.query_stride();
+        const int64_t width = rounded_up(count, STRIP), stride = shape.query_stride();
         std::fill(best, best + width, NOTHING_SEEN);
-        std::fill(total, total + width, 0.0f);
+        for (int64_t row = 0; row < width; row++) {
+            const Seen seen = seen_of(std::min(row, count - 1));
+            first[row] = float(seen.begin);
+            last[row] = float(seen.end - 1);
+        }
         // One model's padding stays; here nobody knows what was computed before.
         std::memset(nothing, 0, sizeof(T) * stride);
-        std::memset(keys, 0, sizeof(T) * SPAN * stride);
-        for (int64_t first = 0; first < width; first += LANES) {
+        if (stride > shape.head_dim) std::memset(keys, 0, sizeof(T) * SPAN * stride);
+        T* ones = values + shape.head_dim * SPAN;
+        std::fill(ones, ones + SPAN, Weights<T>::ONE);
+        std::memset(ones + SPAN, 0, sizeof(T) * SPAN * (LANES - 1));
+        for (int64_t row = 0; row < width; row += LANES) {
             const T* rows[LANES];
-            for (int lane = 0; lane < LANES; lane++) rows[lane] = first + lane < count ? query_of(first + lane) : nothing;
+            for (int lane = 0; lane < LANES; lane++) rows[lane] = row + lane < count ? query_of(row + lane) : nothing;
             for (int64_t d = 0; d < stride; d += LANES * DEPTH) {
                 Lanes columns[LANES];
                 transpose_rows(rows, d, columns);
-                float* to = reinterpret_cast<float*>(queries + first * stride + d * LANES);
+                float* to = reinterpret_cast<float*>(queries + row * stride + d * LANES);
                 for (int index = 0; index < LANES; index++) store(to + index * LANES, columns[index]);
             }
         }
@@ -155,12 +204,12 @@ struct PackedScratch {
     // finish(row, d, Lanes) gets the sums of each row's numbers d .. d + 15; is_share: divided by its total.
     template <class Finish>
     void end(const AttentionShape& shape, int64_t count, bool is_share, const Finish& finish) const {
-        const int64_t width = rounded_up(count, LANES);
-        for (int64_t first = 0; first < width; first += LANES) {
-            const Lanes share = is_share ? div(set(1.0f), load(total + first)) : set(1.0f);
+        for (int64_t first = 0; first < count; first += LANES) {
+            const float* from = sums_of(shape, first);
+            const Lanes share = is_share ? div(set(1.0f), load(from + shape.head_dim * STRIP)) : set(1.0f);
             for (int64_t d = 0; d < shape.head_dim; d += LANES) {
                 Lanes rows[LANES];
-                for (int index = 0; index < LANES; index++) rows[index] = mul(load(sums + (d + index) * width + first), share);
+                for (int index = 0; index < LANES; index++) rows[index] = mul(load(from + (d + index) * STRIP), share);
                 transpose(rows);
                 for (int64_t row = first; row < std::min(first + LANES, count); row++) finish(row, d, rows[row - first]);
             }
@@ -168,89 +217,215 @@ struct PackedScratch {
     }
 };
 
-// Brings tokens first .. end - 1 of a span to where they are multiplied; the others are zeros.
+// Brings tokens first .. end - 1 of a span to where they are multiplied. Other tokens' keys are anything, their values
+// zeros as far as a product may reach.
 template <class T>
 inline void pack_span(const AttentionShape& shape, const T* const* tokens_at, int64_t kv_head, int64_t first, int64_t end,
                       const PackedScratch<T>& scratch) {
     constexpr int64_t STEP = LANES * Unit<T>::DEPTH;
     const int64_t dim = shape.head_dim, key = kv_head * dim, value = key + shape.kv_heads * dim;
-    const T* values_at[SPAN];
-    for (int64_t index = 0; index < SPAN; index++) {
-        const bool is_there = index >= first && index < end;
-        values_at[index] = is_there ? tokens_at[index] + value : scratch.nothing;
-        std::memcpy(scratch.keys + index * shape.query_stride(), is_there ? tokens_at[index] + key : scratch.nothing,
-                    sizeof(T) * dim);
-    }
-    for (int64_t token = 0; token < SPAN; token += STEP)
+    for (int64_t index = first; index < end; index++)
+        std::memcpy(scratch.keys + index * shape.query_stride(), tokens_at[index] + key, sizeof(T) * dim);
+    for (int64_t token = first / 32 * 32; token < rounded_up(end, 32); token += STEP) {
+        const T* values_at[STEP];
+        for (int64_t index = 0; index < STEP; index++) {
+            const bool is_there = token + index >= first && token + index < end;
+            values_at[index] = is_there ? tokens_at[token + index] + value : scratch.nothing;
+        }
         for (int64_t d = 0; d < dim; d += LANES) {
             Lanes columns[LANES];
-            transpose_tokens(values_at + token, d, columns);
+            transpose_tokens(values_at, d, columns);
             for (int index = 0; index < LANES; index++)
                 store(reinterpret_cast<float*>(scratch.values + (d + index) * SPAN + token), columns[index]);
         }
+    }
 }
 
-struct Seen {
-    int64_t begin, end;
+// Of a span's packed tokens, what one strip meets: from .. end - 1, both multiples of 32.
+struct Met {
+    int64_t from, end;
+    bool is_first;
 };
 
-// The scratch's `count` rows meet a packed span with `present` tokens; seen(row) tells which of them a row sees. The
-// weighted values are added up as one softmax over all spans (Milakov, Gimelshein: Online normalizer calculation, arXiv
-// 1805.02867).
-template <class T, class SeenBy>
-inline void meet_span(const AttentionShape& shape, int64_t count, int64_t present, bool is_first,
-                      const PackedScratch<T>& scratch, const SeenBy& seen) {
-    constexpr float INFINITE = std::numeric_limits<float>::infinity(), LOG2_E = 1.44269504f;
-    const int64_t dim = shape.head_dim, stride = shape.query_stride(), width = rounded_up(count, LANES);
-    const int64_t tokens = rounded_up(present, 32);
-    const int blocks = int(width / LANES);
-    const Lanes scale = set(1.0f / std::sqrt(float(dim)));
-    add_products<T>(scratch.keys, stride, int(tokens), scratch.queries, LANES * stride, blocks, stride, scratch.scores, width,
-                    true, nullptr);
-    for (int64_t row = 0; row < count; row += LANES) {
-        float* scores = scratch.scores + row;
-        int32_t begins[LANES], ends[LANES], begin_max = 0, end_min = int32_t(tokens);
-        for (int64_t lane = 0; lane < LANES; lane++) {
-            const Seen bounds = seen(std::min(row + lane, count - 1));
-            begins[lane] = int32_t(bounds.begin);
-            ends[lane] = int32_t(bounds.end);
-            begin_max = std::max(begin_max, begins[lane]);
-            end_min = std::min(end_min, ends[lane]);
+template <class T>
+inline void score_strip(const AttentionShape& shape, int64_t row, const Met& met, const PackedScratch<T>& scratch) {
+    constexpr int STRIP = PackedScratch<T>::STRIP;
+    const int64_t stride = shape.query_stride();
+    add_products<T>(scratch.keys + met.from * stride, stride, int(met.end - met.from), scratch.queries + row * stride,
+                    LANES * stride, PackedScratch<T>::STRIP_BLOCKS, stride, scratch.scores + met.from * STRIP, STRIP, true,
+                    nullptr);
+}
+
+template <class T>
+inline void add_weighted_values(const AttentionShape& shape, int64_t row, const Met& met, const PackedScratch<T>& scratch) {
+    constexpr int STRIP = PackedScratch<T>::STRIP;
+    add_products<T>(scratch.values + met.from, SPAN, int(shape.head_dim + 1), scratch.weights + met.from * LANES,
+                    LANES * SPAN, PackedScratch<T>::STRIP_BLOCKS, met.end - met.from, scratch.sums_of(shape, row),
+                    STRIP, met.is_first, nullptr);
+}
+
+#if defined(__AMX_BF16__)
+// What the compiler does not know: that tiles are read from memory.
+inline void finish_stores() { std::atomic_signal_fence(std::memory_order_seq_cst); }
+
+inline void score_strip(const AttentionShape& shape, int64_t row, const Met& met, const PackedScratch<bf16>& scratch) {
+    const int64_t stride = shape.query_stride(), stride_bytes = stride * 2;
+    const bf16* queries = scratch.queries + row * stride;
+    finish_stores();
+    for (int64_t token = met.from; token < met.end; token += 64) {
+        const bool is_long = met.end - token > 32;
+        const bf16* keys = scratch.keys + token * stride;
+        float* scores = scratch.scores + token * LANES;
+        _tile_zero(0);
+        _tile_zero(1);
+        if (is_long) {
+            _tile_zero(2);
+            _tile_zero(3);
         }
-        for (int32_t token = 0; token < tokens; token++) {
-            if (token >= begin_max && token < end_min) continue;
-            for (int lane = 0; lane < LANES; lane++) {
-                float& score = scores[token * width + lane];
-                score = token >= begins[lane] && token < ends[lane] ? score : -INFINITE;
+        for (int64_t k = 0; k < stride; k += 32) {
+            _tile_loadd(4, queries + k * LANES, 64);
+            _tile_loadd(5, keys + k, stride_bytes);
+            _tile_dpbf16ps(0, 5, 4);
+            _tile_loadd(6, keys + 16 * stride + k, stride_bytes);
+            _tile_dpbf16ps(1, 6, 4);
+            if (is_long) {
+                _tile_loadd(5, keys + 32 * stride + k, stride_bytes);
+                _tile_dpbf16ps(2, 5, 4);
+                _tile_loadd(6, keys + 48 * stride + k, stride_bytes);
+                _tile_dpbf16ps(3, 6, 4);
             }
         }
-        // The first one of max() may be a NaN, and is left out; its row becomes one by its weights.
-        Lanes largest[4] = {set(-INFINITE), set(-INFINITE), set(-INFINITE), set(-INFINITE)};
-        for (int64_t token = 0; token < tokens; token += 4)
-            for (int index = 0; index < 4; index++) largest[index] = max(load(scores + (token + index) * width), largest[index]);
-        const Lanes most = max(max(largest[0], largest[1]), max(largest[2], largest[3]));
-        const Lanes best = load(scratch.best + row), new_best = max(mul(most, scale), best);
-        const Lanes step = mul(scale, set(LOG2_E)), start = mul(new_best, set(-LOG2_E));
-        Lanes even_sum = zero(), odd_sum = zero();
-        for (int64_t token = 0; token < tokens; token += 2) {
-            const Lanes even = power_of_two(fma(load(scores + token * width), step, start));
-            const Lanes odd = power_of_two(fma(load(scores + (token + 1) * width), step, start));
-            even_sum = add(even_sum, even);
-            odd_sum = add(odd_sum, odd);
-            store_weights(scratch.weights + row * SPAN + token * LANES, even, odd);
+        _tile_stored(0, scores, 64);
+        _tile_stored(1, scores + 16 * LANES, 64);
+        if (is_long) {
+            _tile_stored(2, scores + 32 * LANES, 64);
+            _tile_stored(3, scores + 48 * LANES, 64);
         }
-        const Lanes kept = exp(sub(best, new_best));
-        store(scratch.best + row, new_best);
-        store(scratch.total + row, fma(load(scratch.total + row), kept, add(even_sum, odd_sum)));
-        // Most spans bring no new largest scores.
-        if (!is_first && !(max_of(sub(new_best, best)) <= 0.0f))
-            for (int64_t d = 0; d < dim; d++) {
-                float* sums = scratch.sums + d * width + row;
-                store(sums, mul(load(sums), kept));
-            }
     }
-    add_products<T>(scratch.values, SPAN, int(dim), scratch.weights, LANES * SPAN, blocks, tokens, scratch.sums, width,
-                    is_first, nullptr);
+}
+
+inline void add_weighted_values(const AttentionShape& shape, int64_t row, const Met& met,
+                                const PackedScratch<bf16>& scratch) {
+    constexpr int64_t STRIDE_BYTES = SPAN * 2, TILE = 16 * SPAN, SUMS = 16 * LANES;
+    const int64_t tiles = PackedScratch<bf16>::sum_rows(shape) / 16;
+    finish_stores();
+    for (int64_t first = 0; first < tiles; first += 5) {
+        const int64_t count = tiles - first;
+        float* sums = scratch.sums_of(shape, row) + first * SUMS;
+        const bf16* values = scratch.values + first * TILE;
+        if (met.is_first) {
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+            _tile_zero(4);
+        } else {
+            _tile_loadd(0, sums, 64);
+            if (count > 1) _tile_loadd(1, sums + SUMS, 64);
+            if (count > 2) _tile_loadd(2, sums + 2 * SUMS, 64);
+            if (count > 3) _tile_loadd(3, sums + 3 * SUMS, 64);
+            if (count > 4) _tile_loadd(4, sums + 4 * SUMS, 64);
+        }
+        for (int64_t token = met.from; token < met.end; token += 32) {
+            const bf16* part = values + token;
+            _tile_loadd(5, scratch.weights + token * LANES, 64);
+            _tile_loadd(6, part, STRIDE_BYTES);
+            _tile_dpbf16ps(0, 6, 5);
+            if (count > 1) {
+                _tile_loadd(7, part + TILE, STRIDE_BYTES);
+                _tile_dpbf16ps(1, 7, 5);
+            }
+            if (count > 2) {
+                _tile_loadd(6, part + 2 * TILE, STRIDE_BYTES);
+                _tile_dpbf16ps(2, 6, 5);
+            }
+            if (count > 3) {
+                _tile_loadd(7, part + 3 * TILE, STRIDE_BYTES);
+                _tile_dpbf16ps(3, 7, 5);
+            }
+            if (count > 4) {
+                _tile_loadd(6, part + 4 * TILE, STRIDE_BYTES);
+                _tile_dpbf16ps(4, 6, 5);
+            }
+        }
+        _tile_stored(0, sums, 64);
+        if (count > 1) _tile_stored(1, sums + SUMS, 64);
+        if (count > 2) _tile_stored(2, sums + 2 * SUMS, 64);
+        if (count > 3) _tile_stored(3, sums + 3 * SUMS, 64);
+        if (count > 4) _tile_stored(4, sums + 4 * SUMS, 64);
+    }
+}
+#endif
+
+// Sixteen rows' scores become weights.
+template <class T>
+inline void weigh_block(const AttentionShape& shape, int64_t row, int64_t from, int64_t present, const Met& met,
+                        const PackedScratch<T>& scratch) {
+    constexpr float INFINITE = std::numeric_limits<float>::infinity(), LOG2_E = 1.44269504f;
+    constexpr float GROWTH_MAX = 5.0f;  // of a score, before what was added up is scaled anew
+    constexpr int STRIP = PackedScratch<T>::STRIP;
+    float* scores = scratch.scores + row % STRIP;
+    T* weights = scratch.weights + row % STRIP * SPAN;
+    const Lanes scale = set(1.0f / std::sqrt(float(shape.head_dim)));
+    const Lanes first_seen = load(scratch.first + row), last_seen = load(scratch.last + row);
+    const int64_t first_max = int64_t(scratch.first[row + LANES - 1]) - from;
+    const int64_t last_min = int64_t(scratch.last[row]) - from;
+    const int64_t end = std::min(rounded_up(present, 2), met.end);
+    // The first one of max() may be a NaN, and is left out; its row becomes one by its weights.
+    Lanes largest[4] = {set(-INFINITE), set(-INFINITE), set(-INFINITE), set(-INFINITE)};
+    const auto hide = [&](int64_t token, int64_t end) {
+        for (; token < end; token++) {
+            const Lanes position = set(float(from + token));
+            Lanes score = load(scores + token * STRIP);
+            score = where_at_least(position, first_seen, score, set(-INFINITE));
+            score = where_at_least(last_seen, position, score, set(-INFINITE));
+            store(scores + token * STRIP, score);
+            largest[0] = max(score, largest[0]);
+        }
+    };
+    int64_t token = met.from;
+    const int64_t hidden_end = std::min(first_max, end), plain_end = std::min(last_min + 1, end);
+    hide(token, hidden_end);
+    token = std::max(token, hidden_end);
+    for (; token + 4 <= plain_end; token += 4)
+        for (int index = 0; index < 4; index++) largest[index] = max(load(scores + (token + index) * STRIP), largest[index]);
+    hide(token, end);
+    const Lanes most = mul(max(max(largest[0], largest[1]), max(largest[2], largest[3])), scale);
+    const Lanes best = load(scratch.best + row);
+    const Lanes new_best = where_at_least(most, add(best, set(GROWTH_MAX)), most, best);
+    const Lanes step = mul(scale, set(LOG2_E)), start = mul(new_best, set(-LOG2_E));
+    for (token = met.from; token < end; token += 2) {
+        const Lanes even = Weights<T>::power(fma(load(scores + token * STRIP), step, start));
+        const Lanes odd = Weights<T>::power(fma(load(scores + (token + 1) * STRIP), step, start));
+        Weights<T>::store_pair(weights + token * LANES, even, odd);
+    }
+    for (; token < met.end; token += 2) Weights<T>::store_pair(weights + token * LANES, zero(), zero());
+    if (!(max_of(sub(new_best, best)) <= 0.0f)) {
+        store(scratch.best + row, new_best);
+        const Lanes kept = exp(sub(best, new_best));
+        float* sums = scratch.sums_of(shape, row);
+        if (!met.is_first)
+            for (int64_t d = 0; d <= shape.head_dim; d++) store(sums + d * STRIP, mul(load(sums + d * STRIP), kept));
+    }
+}
+
+// The scratch's `count` rows meet a packed span, tokens from .. from + present - 1. The weighted values are added up as one
+// softmax over all spans (Milakov, Gimelshein: Online normalizer calculation, arXiv 1805.02867).
+template <class T>
+inline void meet_span(const AttentionShape& shape, int64_t count, int64_t from, int64_t present,
+                      const PackedScratch<T>& scratch) {
+    constexpr int STRIP = PackedScratch<T>::STRIP;
+    for (int64_t row = 0; row < count; row += STRIP) {
+        // Later rows see neither less at the end nor more at the beginning.
+        const int64_t first = int64_t(scratch.first[row]) - from;
+        const int64_t end = std::min(int64_t(scratch.last[row + STRIP - 1]) + 1 - from, present);
+        if (first >= SPAN || end <= 0) continue;
+        const Met met{std::max<int64_t>(first, 0) / 32 * 32, rounded_up(end, 32), first >= 0};
+        score_strip(shape, row, met, scratch);
+        for (int64_t block = row; block < row + STRIP; block += LANES)
+            weigh_block(shape, block, from, end, met, scratch);
+        add_weighted_values(shape, row, met, scratch);
+    }
 }
 
 // queries: [K][rows][G][query_stride], turned. attended: [rows][attended_stride].
@@ -262,8 +437,12 @@ void attend_prompt(const AttentionShape& shape, const Chunk& chunk, const Attent
     const int64_t count = piece.tokens * group;
     const int64_t first = chunk.start + piece.token, last = first + piece.tokens - 1;
     const T* query = queries + ((piece.kv_head * rows + chunk.first_row + piece.token) * group) * shape.query_stride();
-    scratch.begin(shape, count, [&](int64_t row) { return query + row * shape.query_stride(); });
-    bool is_first = true;
+    scratch.begin(
+        shape, count, [&](int64_t row) { return query + row * shape.query_stride(); },
+        [&](int64_t row) {
+            const int64_t position = first + row / group;
+            return Seen{first_seen(position, window), position + 1};
+        });
     for (int64_t from = first_seen(first, window) / SPAN * SPAN; from <= last; from += SPAN) {
         const int64_t present = std::min<int64_t>(SPAN, last + 1 - from);
         // Behind a window lie pages that may be somebody else's by now.
@@ -271,12 +450,7 @@ void attend_prompt(const AttentionShape& shape, const Chunk& chunk, const Attent
         const T* tokens_at[SPAN];
         find_tokens(pages, shape, chunk, from, present, tokens_at);
         pack_span(shape, tokens_at, piece.kv_head, hidden, present, scratch);
-        meet_span(shape, count, present, is_first, scratch, [&](int64_t row) {
-            const int64_t position = first + row / group;
-            return Seen{std::max<int64_t>(first_seen(position, window) - from, 0),
-                        std::min<int64_t>(position + 1 - from, SPAN)};
-        });
-        is_first = false;
+        meet_span(shape, count, from, present, scratch);
     }
     scratch.end(shape, count, true, [&](int64_t row, int64_t d, Lanes part) {
         store(attended + (chunk.first_row + piece.token + row / group) * attended_stride +
@@ -299,20 +473,24 @@ void attend_shared(const AttentionShape& shape, const Chunk& chunk, const Attent
                    const PartialOf& partial_of) {
     const int64_t group = shape.group(), dim = shape.head_dim;
     const int64_t count = piece.sharer_count * group;
-    scratch.begin(shape, count, [&](int64_t row) {
-        return queries + ((piece.kv_head * rows + sharers[row / group].row) * group + row % group) * shape.query_stride();
-    });
+    scratch.begin(
+        shape, count,
+        [&](int64_t row) {
+            const int64_t sharer = sharers[row / group].row;
+            return queries + ((piece.kv_head * rows + sharer) * group + row % group) * shape.query_stride();
+        },
+        [&](int64_t) { return Seen{piece.from, piece.to}; });
     for (int64_t from = piece.from; from < piece.to; from += SPAN) {
         const int64_t present = std::min<int64_t>(SPAN, piece.to - from);
         const T* tokens_at[SPAN];
         find_tokens(pages, shape, chunk, from, present, tokens_at);
         pack_span(shape, tokens_at, piece.kv_head, 0, present, scratch);
-        meet_span(shape, count, present, from == piece.from, scratch, [=](int64_t) { return Seen{0, present}; });
+        meet_span(shape, count, from, present, scratch);
     }
     for (int64_t row = 0; row < count; row++) {
         float* partial = partial_of(sharers[row / group]) + piece.kv_head * group + row % group;
         partial[0] = scratch.best[row];
-        partial[shape.heads] = scratch.total[row];
+        partial[shape.heads] = scratch.sums_of(shape, row)[dim * PackedScratch<T>::STRIP];
     }
     scratch.end(shape, count, false, [&](int64_t row, int64_t d, Lanes part) {
         const int64_t head = piece.kv_head * group + row % group;

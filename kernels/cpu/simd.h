@@ -100,6 +100,11 @@ inline Lanes cut_below(Lanes a, Lanes limit) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, limit, _CMP_GE_OQ), a);
 }
 
+// Lanes of `a` where `at` is at least `limit`, of `other` elsewhere.
+inline Lanes where_at_least(Lanes at, Lanes limit, Lanes a, Lanes other) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(at, limit, _CMP_GE_OQ), other, a);
+}
+
 // Sixteen sums in float64.
 struct WideLanes {
     __m512d low, high;
@@ -130,6 +135,17 @@ inline Lanes round_whole(Lanes a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO
 inline Lanes raise_exponent(Lanes a, Lanes whole) {
     const __m512i exponents = _mm512_slli_epi32(_mm512_castps_si512(whole), 23);
     return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), exponents));
+}
+
+// How far a is above the whole number next below, and p times 2 to the power of that number; below -126 it need not be
+// exact.
+inline Lanes above_floor(Lanes a) { return _mm512_reduce_ps(a, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
+inline Lanes scale_by_floor(Lanes p, Lanes a) { return _mm512_scalef_ps(p, a); }
+
+// The upper halves of `even` and of `odd` in turn.
+inline void store_cut_in_turn(bf16* to, Lanes even, Lanes odd) {
+    const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(even), 16);
+    _mm512_storeu_si512(to, _mm512_mask_blend_epi16(0xaaaaaaaa, low, _mm512_castps_si512(odd)));
 }
 
 // Lane i of the result is the sum of all lanes of rows[i].
@@ -231,6 +247,24 @@ inline Lanes raise_exponent(Lanes a, Lanes whole) {
     return {half_raised(a.low, whole.low), half_raised(a.high, whole.high)};
 }
 
+inline Lanes floor_kept(Lanes a) {
+    const __m256 least = _mm256_set1_ps(-126.0f);
+    return {_mm256_floor_ps(_mm256_max_ps(least, a.low)), _mm256_floor_ps(_mm256_max_ps(least, a.high))};
+}
+inline Lanes above_floor(Lanes a) { return sub(max(set(-126.0f), a), floor_kept(a)); }
+inline Lanes scale_by_floor(Lanes p, Lanes a) {
+    return raise_exponent(p, add(floor_kept(a), set(12582912.0f)));  // 1.5 * 2 ** 23: the lowest bits are the number
+}
+
+inline void store_cut_in_turn(bf16* to, Lanes even, Lanes odd) {
+    const __m256i upper = _mm256_set1_epi32(int(0xffff0000u));
+    const auto half = [&](__m256 first, __m256 second) {
+        return _mm256_castsi256_ps(_mm256_or_si256(_mm256_srli_epi32(_mm256_castps_si256(first), 16),
+                                                   _mm256_and_si256(_mm256_castps_si256(second), upper)));
+    };
+    store(reinterpret_cast<float*>(to), {half(even.low, odd.low), half(even.high, odd.high)});
+}
+
 inline void transpose_quarter(const __m256* from, __m256* to) {
     __m256 pairs[8], quads[8];
     for (int row = 0; row < 8; row += 2) {
@@ -273,6 +307,11 @@ inline Lanes cut_below(Lanes a, Lanes limit) {
             _mm256_and_ps(a.high, _mm256_cmp_ps(a.high, limit.high, _CMP_GE_OQ))};
 }
 
+inline Lanes where_at_least(Lanes at, Lanes limit, Lanes a, Lanes other) {
+    return {_mm256_blendv_ps(other.low, a.low, _mm256_cmp_ps(at.low, limit.low, _CMP_GE_OQ)),
+            _mm256_blendv_ps(other.high, a.high, _mm256_cmp_ps(at.high, limit.high, _CMP_GE_OQ))};
+}
+
 struct WideLanes {
     __m256d quarters[4];
 };
@@ -309,21 +348,6 @@ inline Lanes sums_of(const Lanes* rows) {
 }
 
 #endif
-
-// Rounded, an even and an odd number in turn.
-inline void store_in_turn(bf16* to, Lanes even, Lanes odd) {
-#if defined(__AVX512BF16__)
-    // The conversion has the even ones in the lower half: word 2 i is word i, and word 2 i + 1 is word 16 + i.
-    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __m512i places = _mm512_add_epi32(_mm512_mullo_epi32(lanes, _mm512_set1_epi32(0x10001)), _mm512_set1_epi32(0x100000));
-    _mm512_storeu_si512(to, _mm512_permutexvar_epi16(places, (__m512i)_mm512_cvtne2ps_pbh(odd, even)));
-#else
-    alignas(64) bf16 lanes[2 * LANES];
-    store(lanes, even);
-    store(lanes + LANES, odd);
-    store(reinterpret_cast<float*>(to), load_in_turn(lanes, lanes + LANES));
-#endif
-}
 
 inline void store(bf16* to, float value) {
     alignas(64) bf16 lanes[LANES];
@@ -362,6 +386,17 @@ inline Lanes power_of_two(Lanes a) {
     p = fma(p, rest, set(6.931469440e-01f));
     p = fma(p, rest, set(1.000000119e+00f));
     return raise_exponent(p, shifted);
+}
+
+// 2 ** a to 8e-5 of it, for a up to 127, and half a unit of bfloat16's last place more: what is left without its lower half
+// is rounded. In a quarter of the operations of exp.
+inline Lanes power_of_two_to_cut(Lanes a) {
+    const Lanes rest = above_floor(a);
+    Lanes p = set(7.802452e-02f);
+    p = fma(p, rest, set(2.260672e-01f));
+    p = fma(p, rest, set(6.958335e-01f));
+    p = fma(p, rest, set(9.999252e-01f + 1.0f / 256));
+    return scale_by_floor(p, a);
 }
 
 }  // namespace trioserve

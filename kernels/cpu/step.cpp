@@ -152,7 +152,7 @@ void Engine::share(const AttentionShape& shape, DecodeRow* first, DecodeRow* end
     const int64_t common = common_pages(*first, end[-1]);
     const int64_t from = pages * shape.page_tokens, to = common * shape.page_tokens;
     if (to - from >= SHARED_TOKENS_MIN) {
-        const int64_t batch = prompt_piece_tokens(shape), batches = (end - first + batch - 1) / batch;
+        const int64_t batch = piece_tokens_max(shape), batches = (end - first + batch - 1) / batch;
         const int64_t wanted = int64_t(team.thread_count()) * PIECES_OF_THREAD / (shape.kv_heads * batches) + 1;
         const int64_t part_tokens = std::max<int64_t>(rounded_up((to - from + wanted - 1) / wanted, SPAN), 2 * SPAN);
         const int32_t parts = int32_t((to - from + part_tokens - 1) / part_tokens);
@@ -197,6 +197,13 @@ AttentionPlan Engine::plan_attention(const AttentionShape& shape, int64_t window
     AttentionPlan plan;
     plan.parts.resize(rows_);
     std::vector<DecodeRow> decodes;
+    int64_t prompt_tokens = 0;
+    for (const Chunk& chunk : chunks_)
+        if (chunk.count > DIRECT_TOKENS_MAX) prompt_tokens += chunk.count;
+    // Large pieces pack less often, smaller ones share the work better.
+    const int64_t pieces = team.thread_count() > 1 ? int64_t(team.thread_count()) * PIECES_OF_THREAD : 1;
+    const int64_t wanted_tokens = std::max<int64_t>(prompt_tokens * shape.kv_heads / pieces, PIECE_TOKENS_MIN);
+    const int64_t size = std::min(piece_tokens_max(shape), rounded_up(wanted_tokens, 16));
     for (size_t index = 0; index < chunks_.size(); index++) {
         const Chunk& chunk = chunks_[index];
         if (chunk.count <= DIRECT_TOKENS_MAX) {
@@ -209,7 +216,6 @@ AttentionPlan Engine::plan_attention(const AttentionShape& shape, int64_t window
             continue;
         }
         // The last tokens see most: they come first, so that the threads end together.
-        const int64_t size = prompt_piece_tokens(shape);
         for (int64_t token = (chunk.count - 1) / size * size; token >= 0; token -= size)
             for (int kv_head = 0; kv_head < shape.kv_heads; kv_head++) {
                 AttentionPiece piece{};

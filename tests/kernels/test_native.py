@@ -140,9 +140,10 @@ def check_attention(
     page_tokens: int = 16,
     window: int | None = None,
     shared: dict[int, tuple[int, int]] | None = None,
+    spread: float = 1.0,
 ) -> None:
     """chunks: (start, count) of each sequence. shared: of some sequences, which earlier one has the same first blocks,
-    and how many. Every slot that no row sees holds NaN."""
+    and how many. spread: of the scores, about. Every slot that no row sees holds NaN."""
     widths = [-(-(start + count) // page_tokens) for start, count in chunks]
     order = torch.randperm(sum(widths) + 3, generator=torch.Generator().manual_seed(5)).tolist()
     tables: list[list[int]] = []
@@ -157,7 +158,7 @@ def check_attention(
             seen[table[position // page_tokens], position % page_tokens] = True
     pages[~seen] = float("nan")
     row_count = sum(count for _, count in chunks)
-    queries = random(row_count, heads * head_dim, dtype=dtype, seed=8)
+    queries = (random(row_count, heads * head_dim, seed=8) * spread).to(dtype)
 
     def array(values: list[int]) -> npt.NDArray[np.int32]:
         return np.array(values, dtype=np.int32)
@@ -223,6 +224,15 @@ def test_attention_in_a_window(engine: Engine, dtype: torch.dtype, window: int) 
 def test_attention_of_other_heads(engine: Engine, dtype: torch.dtype, head_dim: int, heads: int, kv_heads: int) -> None:
     chunks = [(33, 1), (0, 20), (16, 1)]
     check_attention(engine, dtype, chunks=chunks, head_dim=head_dim, heads=heads, kv_heads=kv_heads)
+
+
+@DTYPE_IDS
+@pytest.mark.parametrize("window", (None, 200))
+@pytest.mark.parametrize("spread", (1.0, 8.0))
+def test_attention_of_long_prompts(engine: Engine, dtype: torch.dtype, window: int | None, spread: float) -> None:
+    """Several pieces, and spans that bring much larger scores than those before."""
+    chunks = [(0, 300), (203, 120), (5, 7)]
+    check_attention(engine, dtype, chunks=chunks, heads=9, kv_heads=3, window=window, spread=spread)
 
 
 @pytest.mark.parametrize("page_tokens", (1, 4, 5, 32, 256))
