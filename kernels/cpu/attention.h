@@ -126,12 +126,7 @@ struct Seen {
 // strips, side by side.
 template <class T>
 struct PackedScratch {
-#if defined(__AMX_BF16__)
-    static constexpr int STRIP_BLOCKS = sizeof(T) == 2 ? 1 : PANEL_BLOCKS;
-#else
-    static constexpr int STRIP_BLOCKS = PANEL_BLOCKS;
-#endif
-    static constexpr int STRIP = STRIP_BLOCKS * LANES;
+    static constexpr int STRIP = PANEL_BLOCKS * LANES;
 
     T *keys, *values;      // [SPAN, query stride] and [sum rows, SPAN]
     T *queries, *weights;  // packed, of [width, query stride] and of [STRIP, SPAN]
@@ -247,116 +242,6 @@ struct Met {
     bool is_first;
 };
 
-template <class T>
-inline void score_strip(const AttentionShape& shape, int64_t row, const Met& met, const PackedScratch<T>& scratch) {
-    constexpr int STRIP = PackedScratch<T>::STRIP;
-    const int64_t stride = shape.query_stride();
-    add_products<T>(scratch.keys + met.from * stride, stride, int(met.end - met.from), scratch.queries + row * stride,
-                    LANES * stride, PackedScratch<T>::STRIP_BLOCKS, stride, scratch.scores + met.from * STRIP, STRIP, true,
-                    nullptr);
-}
-
-template <class T>
-inline void add_weighted_values(const AttentionShape& shape, int64_t row, const Met& met, const PackedScratch<T>& scratch) {
-    constexpr int STRIP = PackedScratch<T>::STRIP;
-    add_products<T>(scratch.values + met.from, SPAN, int(shape.head_dim + 1), scratch.weights + met.from * LANES,
-                    LANES * SPAN, PackedScratch<T>::STRIP_BLOCKS, met.end - met.from, scratch.sums_of(shape, row),
-                    STRIP, met.is_first, nullptr);
-}
-
-#if defined(__AMX_BF16__)
-// What the compiler does not know: that tiles are read from memory.
-inline void finish_stores() { std::atomic_signal_fence(std::memory_order_seq_cst); }
-
-inline void score_strip(const AttentionShape& shape, int64_t row, const Met& met, const PackedScratch<bf16>& scratch) {
-    const int64_t stride = shape.query_stride(), stride_bytes = stride * 2;
-    const bf16* queries = scratch.queries + row * stride;
-    finish_stores();
-    for (int64_t token = met.from; token < met.end; token += 64) {
-        const bool is_long = met.end - token > 32;
-        const bf16* keys = scratch.keys + token * stride;
-        float* scores = scratch.scores + token * LANES;
-        _tile_zero(0);
-        _tile_zero(1);
-        if (is_long) {
-            _tile_zero(2);
-            _tile_zero(3);
-        }
-        for (int64_t k = 0; k < stride; k += 32) {
-            _tile_loadd(4, queries + k * LANES, 64);
-            _tile_loadd(5, keys + k, stride_bytes);
-            _tile_dpbf16ps(0, 5, 4);
-            _tile_loadd(6, keys + 16 * stride + k, stride_bytes);
-            _tile_dpbf16ps(1, 6, 4);
-            if (is_long) {
-                _tile_loadd(5, keys + 32 * stride + k, stride_bytes);
-                _tile_dpbf16ps(2, 5, 4);
-                _tile_loadd(6, keys + 48 * stride + k, stride_bytes);
-                _tile_dpbf16ps(3, 6, 4);
-            }
-        }
-        _tile_stored(0, scores, 64);
-        _tile_stored(1, scores + 16 * LANES, 64);
-        if (is_long) {
-            _tile_stored(2, scores + 32 * LANES, 64);
-            _tile_stored(3, scores + 48 * LANES, 64);
-        }
-    }
-}
-
-inline void add_weighted_values(const AttentionShape& shape, int64_t row, const Met& met,
-                                const PackedScratch<bf16>& scratch) {
-    constexpr int64_t STRIDE_BYTES = SPAN * 2, TILE = 16 * SPAN, SUMS = 16 * LANES;
-    const int64_t tiles = PackedScratch<bf16>::sum_rows(shape) / 16;
-    finish_stores();
-    for (int64_t first = 0; first < tiles; first += 5) {
-        const int64_t count = tiles - first;
-        float* sums = scratch.sums_of(shape, row) + first * SUMS;
-        const bf16* values = scratch.values + first * TILE;
-        if (met.is_first) {
-            _tile_zero(0);
-            _tile_zero(1);
-            _tile_zero(2);
-            _tile_zero(3);
-            _tile_zero(4);
-        } else {
-            _tile_loadd(0, sums, 64);
-            if (count > 1) _tile_loadd(1, sums + SUMS, 64);
-            if (count > 2) _tile_loadd(2, sums + 2 * SUMS, 64);
-            if (count > 3) _tile_loadd(3, sums + 3 * SUMS, 64);
-            if (count > 4) _tile_loadd(4, sums + 4 * SUMS, 64);
-        }
-        for (int64_t token = met.from; token < met.end; token += 32) {
-            const bf16* part = values + token;
-            _tile_loadd(5, scratch.weights + token * LANES, 64);
-            _tile_loadd(6, part, STRIDE_BYTES);
-            _tile_dpbf16ps(0, 6, 5);
-            if (count > 1) {
-                _tile_loadd(7, part + TILE, STRIDE_BYTES);
-                _tile_dpbf16ps(1, 7, 5);
-            }
-            if (count > 2) {
-                _tile_loadd(6, part + 2 * TILE, STRIDE_BYTES);
-                _tile_dpbf16ps(2, 6, 5);
-            }
-            if (count > 3) {
-                _tile_loadd(7, part + 3 * TILE, STRIDE_BYTES);
-                _tile_dpbf16ps(3, 7, 5);
-            }
-            if (count > 4) {
-                _tile_loadd(6, part + 4 * TILE, STRIDE_BYTES);
-                _tile_dpbf16ps(4, 6, 5);
-            }
-        }
-        _tile_stored(0, sums, 64);
-        if (count > 1) _tile_stored(1, sums + SUMS, 64);
-        if (count > 2) _tile_stored(2, sums + 2 * SUMS, 64);
-        if (count > 3) _tile_stored(3, sums + 3 * SUMS, 64);
-        if (count > 4) _tile_stored(4, sums + 4 * SUMS, 64);
-    }
-}
-#endif
-
 // Sixteen rows' scores become weights.
 template <class T>
 inline void weigh_block(const AttentionShape& shape, int64_t row, int64_t from, int64_t present, const Met& met,
@@ -409,22 +294,31 @@ inline void weigh_block(const AttentionShape& shape, int64_t row, int64_t from, 
     }
 }
 
+// What the compiler does not know: that tiles are read from memory.
+inline void finish_stores() { std::atomic_signal_fence(std::memory_order_seq_cst); }
+
 // The scratch's `count` rows meet a packed span, tokens from .. from + present - 1. The weighted values are added up as one
 // softmax over all spans (Milakov, Gimelshein: Online normalizer calculation, arXiv 1805.02867).
 template <class T>
 inline void meet_span(const AttentionShape& shape, int64_t count, int64_t from, int64_t present,
                       const PackedScratch<T>& scratch) {
     constexpr int STRIP = PackedScratch<T>::STRIP;
+    const int64_t stride = shape.query_stride();
     for (int64_t row = 0; row < count; row += STRIP) {
         // Later rows see neither less at the end nor more at the beginning.
         const int64_t first = int64_t(scratch.first[row]) - from;
         const int64_t end = std::min(int64_t(scratch.last[row + STRIP - 1]) + 1 - from, present);
         if (first >= SPAN || end <= 0) continue;
         const Met met{std::max<int64_t>(first, 0) / 32 * 32, rounded_up(end, 32), first >= 0};
-        score_strip(shape, row, met, scratch);
+        finish_stores();
+        add_products<T>(scratch.keys + met.from * stride, stride, int(met.end - met.from), scratch.queries + row * stride,
+                        LANES * stride, PANEL_BLOCKS, stride, scratch.scores + met.from * STRIP, STRIP, true, nullptr);
         for (int64_t block = row; block < row + STRIP; block += LANES)
             weigh_block(shape, block, from, end, met, scratch);
-        add_weighted_values(shape, row, met, scratch);
+        finish_stores();
+        add_products<T>(scratch.values + met.from, SPAN, int(shape.head_dim + 1), scratch.weights + met.from * LANES,
+                        LANES * SPAN, PANEL_BLOCKS, met.end - met.from, scratch.sums_of(shape, row), STRIP, met.is_first,
+                        nullptr);
     }
 }
 

@@ -390,6 +390,7 @@ void Engine::turn_and_store(const Model& model, const Layer& layer, const float*
 template <class T>
 void Engine::attend(int thread, const AttentionShape& shape, const AttentionPlan& plan, int64_t window,
                     const T* queries, const T* pages, T* attended) {
+    const TinyAreZero tiny_are_zero;
     const int64_t stride = padded_depth(int64_t(shape.heads) * shape.head_dim);
     const PackedScratch<T> scratch(shape, own_[thread].packed.of<T>(PackedScratch<T>::packed_count(shape)),
                                    own_[thread].floats.of<float>(PackedScratch<T>::float_count(shape)));
