@@ -103,8 +103,7 @@ async def test_streamed_answer_is_given_on_as_it_comes(autojump_clock, nursery):
         await exchange.start(200, [])
         await exchange.send(b"one")
         await go_on.wait()
-        await exchange.send(b"two")
-        await exchange.finish()
+        await exchange.finish(b"two")
 
     host = Host(AsgiApp(handler))
     host.put(b"")

@@ -470,12 +470,34 @@ async def test_pieces_are_chunks_as_h11_makes_them(autojump_clock, front):
     assert received.partition(b"\r\n\r\n")[2] == b"".join(b"%x\r\n%b\r\n" % (len(p), p) for p in pieces) + b"0\r\n\r\n"
 
 
+async def test_the_last_bytes_and_the_end_leave_in_one_write(autojump_clock, front, h11_client):
+    async def handler(exchange):
+        await exchange.start(200, [])
+        await exchange.finish(b"last")
+
+    client = h11_client(front(handler).connect(lockstep_stream_pair))  # a write at a time
+    await client.request()
+    assert bytes(await client.stream.receive_some()).endswith(b"\r\n\r\n")
+    assert bytes(await client.stream.receive_some()) == b"4\r\nlast\r\n0\r\n\r\n"
+    await client.stream.aclose()
+
+
+async def test_head_request_gets_no_last_bytes_either(autojump_clock, front):
+    async def handler(exchange):
+        await exchange.start(200, [])
+        await exchange.finish(b"last")
+
+    client = front(handler).h11()
+    for method, body in (("HEAD", b""), ("GET", b"last")):
+        await client.request(method=method)
+        assert (await client.answer())[2] == body
+
+
 async def test_pieces_for_an_old_client_are_plain_bytes(autojump_clock, front):
     async def handler(exchange):
         await exchange.start(200, [])
         await exchange.send(b"one")
-        await exchange.send(b"two")
-        await exchange.finish()
+        await exchange.finish(b"two")
 
     client = front(handler).h11()
     await client.raw(b"GET / HTTP/1.0\r\nhost: test\r\n\r\n")

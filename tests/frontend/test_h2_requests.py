@@ -329,6 +329,30 @@ async def test_header_that_would_break_the_message_is_an_error_of_the_handler(au
     assert "handler failed" in caplog.text
 
 
+async def test_last_bytes_are_held_as_all_others_are(autojump_clock, front):
+    is_over = False
+
+    async def handler(exchange):
+        nonlocal is_over
+        await exchange.start(200, [])
+        await exchange.finish(bytes(100_000) if exchange.path == "/large" else b"last")
+        is_over = True
+
+    the_front = front(handler, stream_buffer_bytes_max=20_000)
+    client = await the_front.h2(INITIAL_WINDOW_SIZE=5000)
+    small = await client.answer(await client.request())
+    assert (small.body, small.ended) == (b"last", True)
+    assert (await client.answer(await client.request(method="HEAD"))).body == b""
+    is_over = False
+    large = await client.request("/large")
+    await the_front.settle()
+    assert not is_over
+    await client.credit(large, 95_000)
+    await client.credit(0, 95_000)
+    answer = await client.answer(large)
+    assert (len(answer.body), answer.ended, is_over) == (100_000, True, True)
+
+
 async def test_answers_out_of_order_are_errors_of_the_handler(autojump_clock, front):
     async def handler(exchange):
         with pytest.raises(RuntimeError, match="not started"):

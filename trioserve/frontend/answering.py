@@ -57,8 +57,8 @@ class Answering:
         headers = (("cache-control", "no-cache"), ("x-accel-buffering", "no"))
         await self.exchange.start(200, self._head("text/event-stream; charset=utf-8", headers))
 
-    async def finish(self) -> None:
-        await self.exchange.finish()
+    async def finish(self, last: bytes = b"") -> None:
+        await self.exchange.finish(last)
 
     async def fail(self, error: ErrorAnswer) -> bool:
         """Tell the client of an error: as a response, or, in a stream, as its last event. False if it is too late."""
@@ -68,8 +68,7 @@ class Answering:
             await self.answer(error.body(), status=error.status, headers=error.headers)
             return True
         if self._streaming:
-            await self.exchange.send(error_event(error))
-            await self.exchange.finish()
+            await self.exchange.finish(error_event(error))
             return True
         return False
 

@@ -87,9 +87,7 @@ class AsgiExchange(Exchange):
 
     async def respond(self, status: int, headers: HeaderFields, body: bytes) -> None:
         self._start(status, headers, content_length=len(body))
-        if not self.answer.bodiless:
-            await self._hold(body)
-        await self.finish()
+        await self.finish(body)
 
     async def start(self, status: int, headers: HeaderFields) -> None:
         self._start(status, headers, content_length=None)
@@ -101,7 +99,10 @@ class AsgiExchange(Exchange):
             await self._hold(data)
         await trio.lowlevel.checkpoint()
 
-    async def finish(self) -> None:
+    async def finish(self, last: bytes = b"") -> None:
+        self.answer.check_open()
+        if not self.answer.bodiless:
+            await self._hold(last)
         self.answer.finish()
         self._tell()
         await trio.lowlevel.checkpoint()

@@ -67,8 +67,7 @@ async def create_chat_completion(call: Call) -> None:
                 stream.keep_hold()
     # The engine's part is over, and its scope left: a slow client keeps nothing but its own bytes waiting.
     if body.stream:
-        await call.exchange.send(events.end())
-        await call.finish()
+        await call.finish(events.end())
     elif call.status is None:
         await call.answer(_whole(call, body, stream, head, choices))
 
@@ -140,9 +139,12 @@ class _ChatEvents:
         # For events of nothing but text, if the client wants no more.
         self._around_text: dict[int, tuple[bytes, bytes]] = {}
         self._wants_text_only = not (body.logprobs or body.return_token_ids or body.wants_continuous_usage)
+        self._has_one_choice = stream.sampling.n == 1
+        self._last = b""
 
     def of(self, delta: Delta) -> bytes:
-        """The events of one delta; nothing if there is nothing to show yet."""
+        """The events of one delta; nothing if there is nothing to show yet. Those with which the only choice ends are
+        in `end`: one write less, but for an answer that goes on, since its KV is held."""
         around = self._around_text.get(delta.index)
         if around is not None and delta.finish_reason is None:
             return around[0] + one_line_json(delta.text) + around[1] if delta.text else b""
@@ -165,10 +167,14 @@ class _ChatEvents:
                     transfer_field(delta),
                 )
             )
+        if delta.finish_reason is not None and self._has_one_choice and delta.kv_transfer is None:
+            self._last = b"".join(events)
+            return b""
         return b"".join(events)
 
     def end(self) -> bytes:
-        return (self._writer.chunk(b"", usage=usage_of([self._stream])) if self._body.wants_usage else b"") + DONE
+        usage = self._writer.chunk(b"", usage=usage_of([self._stream])) if self._body.wants_usage else b""
+        return self._last + usage + DONE
 
     def _first(self, index: int) -> bytes:
         """The role, and what came before the answer."""

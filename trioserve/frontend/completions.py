@@ -82,8 +82,7 @@ async def create_completion(call: Call) -> None:
                 streams[0].keep_hold()
     # The engine's part is over, and its scopes left: a slow client keeps nothing but its own bytes waiting.
     if body.stream:
-        await call.exchange.send(events.end())
-        await call.finish()
+        await call.finish(events.end())
     elif call.status is None:
         await call.answer(answer.whole(head, choices))
 
@@ -212,9 +211,12 @@ class _CompletionEvents:
         self._wants_text_only = not (
             answer.body.logprobs is not None or answer.body.return_token_ids or answer.body.wants_continuous_usage
         )
+        self._has_one_choice = answer.choice_count * len(answer.streams) == 1
+        self._last = b""
 
     def of(self, stream_index: int, delta: Delta) -> bytes:
-        """The events of one delta; nothing if there is nothing to show yet."""
+        """The events of one delta; nothing if there is nothing to show yet. Those with which the only choice ends are
+        in `end`: one write less, but for an answer that goes on, since its KV is held."""
         index = stream_index * self._answer.choice_count + delta.index
         around = self._around_text.get(index)
         if around is not None and delta.finish_reason is None:
@@ -239,10 +241,14 @@ class _CompletionEvents:
                 finish = encode(delta.finish_reason.value) + b',"stop_reason":' + encode(delta.stop_reason)
             fields = transfer_field(delta)
             events.append(self._chunk(index, delta.text, logprobs, finish + token_ids, fields))
+        if delta.finish_reason is not None and self._has_one_choice and delta.kv_transfer is None:
+            self._last = b"".join(events)
+            return b""
         return b"".join(events)
 
     def end(self) -> bytes:
-        return (self._writer.chunk(b"", usage=self._answer.usage()) if self._body.wants_usage else b"") + DONE
+        usage = self._writer.chunk(b"", usage=self._answer.usage()) if self._body.wants_usage else b""
+        return self._last + usage + DONE
 
     def _first(self, index: int, stream_index: int) -> bytes:
         """The prompt, for those who want it back."""

@@ -115,5 +115,5 @@ class _Amended(Exchange):
     async def send(self, data: bytes) -> None:
         await self._exchange.send(data)
 
-    async def finish(self) -> None:
-        await self._exchange.finish()
+    async def finish(self, last: bytes = b"") -> None:
+        await self._exchange.finish(last)

@@ -84,8 +84,9 @@ class Exchange(abc.ABC):
         """
 
     @abc.abstractmethod
-    async def finish(self) -> None:
-        """End the body. What is still unsent is the connection's care: the handler may return and let go of things."""
+    async def finish(self, last: bytes = b"") -> None:
+        """Add the last bytes to the body and end it, in one write where that is possible. What is still unsent is the
+        connection's care: the handler may return and let go of things."""
 
 
 Handler = Callable[[Exchange], Awaitable[None]]

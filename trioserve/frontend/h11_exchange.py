@@ -119,16 +119,20 @@ class H11Exchange(Exchange):
         self.answer.check_open()
         if data and not self.answer.bodiless:
             if self._is_chunked:
-                await self._owner.write_by_hand(b"%x\r\n%b\r\n" % (len(data), data))
+                await self._owner.write_by_hand(_chunk(data))
             else:
                 await self._owner.write(h11.Data(data=data))
         else:
             await trio.lowlevel.checkpoint()
 
-    async def finish(self) -> None:
+    async def finish(self, last: bytes = b"") -> None:
         self.answer.finish()
+        if self.answer.bodiless:
+            last = b""
         if self._is_by_hand:
-            await self._owner.write_by_hand(b"0\r\n\r\n")
+            await self._owner.write_by_hand((_chunk(last) if last else b"") + b"0\r\n\r\n")
+        elif last:
+            await self._owner.write(h11.Data(data=last), h11.EndOfMessage())
         else:
             await self._owner.write(h11.EndOfMessage())
 
@@ -150,6 +154,10 @@ class H11Exchange(Exchange):
 def _head(status: int, fields: list[tuple[bytes, bytes]]) -> bytes:
     lines = b"".join([b"%b: %b\r\n" % field for field in fields])
     return b"HTTP/1.1 %d %b\r\n%b\r\n" % (status, REASONS.get(status, b""), lines)
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
 
 
 def _response(status: int, fields: list[tuple[bytes, bytes]]) -> h11.Response:

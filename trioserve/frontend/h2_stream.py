@@ -113,13 +113,7 @@ class H2Stream(Exchange):
 
     async def respond(self, status: int, headers: HeaderFields, body: bytes) -> None:
         self._start(status, headers, content_length=len(body), end_stream=not body)
-        if not self.answer.bodiless:
-            if len(body) > self._limits.stream_buffer_bytes_max:
-                await self._send_in_parts(body)
-            else:
-                self._push(body)
-        self._finish()
-        await trio.lowlevel.checkpoint()
+        await self.finish(body)
 
     async def start(self, status: int, headers: HeaderFields) -> None:
         self._start(status, headers, content_length=None, end_stream=False)
@@ -127,19 +121,19 @@ class H2Stream(Exchange):
 
     async def send(self, data: bytes) -> None:
         self.answer.check_open()
-        if not self.answer.bodiless:
-            if self.unsent_bytes + len(data) <= self._limits.stream_buffer_bytes_max:
-                self._push(data)
-            else:
-                await self._send_in_parts(data)
+        await self._hold(data)
         if self.unsent_bytes < TURN_BYTES:
             # A turn for the others after each small event would cost as much as the event.
             await trio.lowlevel.checkpoint_if_cancelled()
         else:
             await trio.lowlevel.checkpoint()
 
-    async def finish(self) -> None:
-        self._finish()
+    async def finish(self, last: bytes = b"") -> None:
+        self.answer.check_open()
+        await self._hold(last)
+        self.answer.finish()
+        if not (self.gone or self.end_sent or self.queued):
+            self._owner.queue(self)
         await trio.lowlevel.checkpoint()
 
     # --- for the connection ---
@@ -201,6 +195,15 @@ class H2Stream(Exchange):
         fields.insert(0, (b":status", b"%d" % status))
         self._owner.send_head(self, fields, end_stream=end_stream or self.answer.bodiless)
 
+    async def _hold(self, data: bytes) -> None:
+        """Waits only where the client is too slow for it."""
+        if self.answer.bodiless:
+            return
+        if self.unsent_bytes + len(data) <= self._limits.stream_buffer_bytes_max:
+            self._push(data)
+        else:
+            await self._send_in_parts(data)
+
     def _push(self, data: bytes) -> None:
         if data and not self.gone:
             self._unsent.append(data)
@@ -217,11 +220,6 @@ class H2Stream(Exchange):
                 position += room
             else:
                 await self._progress()
-
-    def _finish(self) -> None:
-        self.answer.finish()
-        if not (self.gone or self.end_sent or self.queued):
-            self._owner.queue(self)
 
     async def _progress(self) -> None:
         """Wait until the writer took something, or give the stream up."""

@@ -306,5 +306,5 @@ class _Unsent(Exchange):
     async def send(self, data: bytes) -> None:
         await trio.lowlevel.checkpoint_if_cancelled()
 
-    async def finish(self) -> None:
+    async def finish(self, last: bytes = b"") -> None:
         await trio.lowlevel.checkpoint()

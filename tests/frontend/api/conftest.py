@@ -40,6 +40,7 @@ class MemoryExchange(Exchange):
         self.status: int | None = None
         self.answer_headers: dict[str, str] = {}
         self.data = b""
+        self.write_count = 0
         self.finished = False
         self.head_sent = trio.Event()
         self.gate: trio.Event | None = None
@@ -80,8 +81,11 @@ class MemoryExchange(Exchange):
             await self.gate.wait()
         await trio.lowlevel.checkpoint()
         self.data += data
+        self.write_count += 1
 
-    async def finish(self) -> None:
+    async def finish(self, last: bytes = b"") -> None:
+        if last:
+            await self.send(last)
         self.finished = True
         await trio.lowlevel.checkpoint()
 

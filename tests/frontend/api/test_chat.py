@@ -61,6 +61,12 @@ async def test_stream_is_role_then_text_then_finish_then_done(api: Any) -> None:
     assert all("usage" not in event for event in exchange.events()[:-1])
 
 
+async def test_the_end_of_the_only_choice_leaves_with_the_end_of_the_answer(api: Any) -> None:
+    assert (await api.chat(stream=True, stream_options={"include_usage": True})).write_count == 2
+    both_ends = await api.chat(stream=True, n=2)
+    assert both_ends.write_count == 5  # two deltas of each choice, and the end: no choice waits for another one
+
+
 async def test_stream_ends_with_usage_when_asked(api: Any) -> None:
     exchange = await api.chat(stream=True, stream_options={"include_usage": True})
     *before, last = exchange.events()[:-1]

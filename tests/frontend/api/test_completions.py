@@ -58,6 +58,12 @@ async def test_stream_gives_text_then_the_finish_reason_then_done(api: Any) -> N
     assert usage["usage"]["total_tokens"] == 9
 
 
+async def test_the_end_of_the_only_choice_leaves_with_the_end_of_the_answer(api: Any) -> None:
+    assert (await api.complete(stream=True, stream_options={"include_usage": True})).write_count == 2
+    both_ends = await api.complete(stream=True, n=2)
+    assert both_ends.write_count == 5  # two deltas of each choice, and the end: no choice waits for another one
+
+
 @pytest.mark.parametrize(
     "prompt, prompts",
     [
