@@ -6,6 +6,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 
 #include "simd.h"
 
@@ -132,6 +133,7 @@ inline void configure_tiles() {
         config[16 + 2 * index] = 64;
         config[48 + index] = 16;
     }
+    std::atomic_signal_fence(std::memory_order_seq_cst);  // GCC takes only the first bytes for read, and drops the others
     _tile_loadconfig(config);
 }
 
