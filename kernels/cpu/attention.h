@@ -294,9 +294,6 @@ inline void weigh_block(const AttentionShape& shape, int64_t row, int64_t from, 
     }
 }
 
-// What the compiler does not know: that tiles are read from memory.
-inline void finish_stores() { std::atomic_signal_fence(std::memory_order_seq_cst); }
-
 // The scratch's `count` rows meet a packed span, tokens from .. from + present - 1. The weighted values are added up as one
 // softmax over all spans (Milakov, Gimelshein: Online normalizer calculation, arXiv 1805.02867).
 template <class T>
@@ -310,12 +307,10 @@ inline void meet_span(const AttentionShape& shape, int64_t count, int64_t from, 
         const int64_t end = std::min(int64_t(scratch.last[row + STRIP - 1]) + 1 - from, present);
         if (first >= SPAN || end <= 0) continue;
         const Met met{std::max<int64_t>(first, 0) / 32 * 32, rounded_up(end, 32), first >= 0};
-        finish_stores();
         add_products<T>(scratch.keys + met.from * stride, stride, int(met.end - met.from), scratch.queries + row * stride,
                         LANES * stride, PANEL_BLOCKS, stride, scratch.scores + met.from * STRIP, STRIP, true, nullptr);
         for (int64_t block = row; block < row + STRIP; block += LANES)
             weigh_block(shape, block, from, end, met, scratch);
-        finish_stores();
         add_products<T>(scratch.values + met.from, SPAN, int(shape.head_dim + 1), scratch.weights + met.from * LANES,
                         LANES * SPAN, PANEL_BLOCKS, met.end - met.from, scratch.sums_of(shape, row), STRIP, met.is_first,
                         nullptr);
@@ -441,28 +436,81 @@ inline void add_values(const float* weights, int64_t weight_stride, const T* con
 // What a new largest score leaves of the weights so far. Most spans bring none.
 inline float kept_share(float best, float new_best) { return best == new_best ? 1.0f : std::exp(best - new_best); }
 
-// Tokens that will be read soon, and which of their bytes to bring into the caches meanwhile.
-template <class T>
-struct Fetch {
-    const T* tokens[SPAN];
-    int count;
-    int64_t from, to;
+// Brings a thread's next tokens into the second cache, in the order in which they lie in their pages: so memory gives
+// them fastest. It is called often, for a few lines each time, since memory takes only so many at once.
+class Fetch {
+public:
+    // pages, token_bytes: of the layer.
+    Fetch(const AttentionShape& shape, const void* pages, int64_t token_bytes)
+        : page_tokens_(shape.page_tokens), token_bytes_(token_bytes), pages_(static_cast<const char*>(pages)) {}
 
-    // A few at a time, between two computations: memory takes only so many at once.
-    void some(int token) const {
-        for (int index = token; index < std::min(token + LANES, count); index++)
-            for (int64_t byte = from; byte < to; byte += 64) _mm_prefetch(reinterpret_cast<const char*>(tokens[index]) + byte, _MM_HINT_T1);
+    // A piece begins; behind it comes `next`, if it is not null.
+    void begin_piece(const Chunk& chunk, const AttentionPiece& piece, const Chunk* next_chunk,
+                     const AttentionPiece* next) {
+        if (ahead_ <= 0) {
+            now_ = {chunk.table, piece.from, piece.to};
+            at_ = end_;
+            ahead_ = 0;
+        }
+        then_ = next == nullptr ? Range{} : Range{next_chunk->table, next->from, next->to};
     }
+
+    // `tokens` will be read, in which time some() is called `calls` times.
+    void begin_span(int64_t tokens, int64_t calls) {
+        wanted_ = (tokens + TOKENS_AHEAD - ahead_) * token_bytes_ / BYTES;
+        steps_of_call_ = int((wanted_ + calls - 1) / calls);
+        ahead_ -= tokens;
+    }
+
+    void some() {
+        for (int step = 0; step < steps_of_call_ && wanted_ > 0; step++) {
+            if (at_ >= end_ && !begin_page()) return;
+            for (int64_t byte = 0; byte < BYTES; byte += 64) _mm_prefetch(at_ + byte, _MM_HINT_T1);
+            at_ += BYTES;
+            wanted_--;
+        }
+    }
+
+private:
+    static constexpr int64_t TOKENS_AHEAD = 64, BYTES = 256;
+
+    struct Range {
+        const int32_t* table = nullptr;
+        int64_t from = 0, to = 0;
+    };
+
+    bool begin_page() {
+        if (now_.from == now_.to) {
+            if (then_.from == then_.to) return false;
+            now_ = then_;
+            then_ = {};
+        }
+        const int64_t offset = now_.from % page_tokens_;
+        const int64_t tokens = std::min(page_tokens_ - offset, now_.to - now_.from);
+        at_ = pages_ + (now_.table[now_.from / page_tokens_] * page_tokens_ + offset) * token_bytes_;
+        end_ = at_ + tokens * token_bytes_;
+        now_.from += tokens;
+        ahead_ += tokens;
+        return true;
+    }
+
+    int64_t page_tokens_, token_bytes_;
+    const char* pages_;
+    const char *at_ = nullptr, *end_ = nullptr;
+    int64_t wanted_ = 0;
+    int steps_of_call_ = 0;
+    int64_t ahead_ = 0;  // tokens that were begun to be fetched, less those that were read
+    Range now_, then_;
 };
 
 template <class T, int HEADS>
 void attend_heads(const AttentionShape& shape, const T* query, const T* const* tokens_at, int64_t key, int tokens,
-                  float* best, float* total, float* sums, const Fetch<T>& fetch) {
+                  float* best, float* total, float* sums, Fetch& fetch) {
     const int64_t dim = shape.head_dim;
     const float scale = 1.0f / std::sqrt(float(dim));
     alignas(64) float weights[HEADS][SPAN];
     for (int token = 0; token < tokens; token += LANES) {
-        fetch.some(token);
+        fetch.some();
         for (int index = token; index < token + LANES; index++)
             for (int64_t d = 0; d < dim; d += 64 / int64_t(sizeof(T)))
                 _mm_prefetch(reinterpret_cast<const char*>(tokens_at[index] + key + shape.kv_heads * dim + d), _MM_HINT_T0);
@@ -502,84 +550,73 @@ void attend_heads(const AttentionShape& shape, const T* query, const T* const* t
     }
 }
 
-// partial: best [H], total [H], sums [H][D]. next_chunk, next_piece: what this thread will probably do then, or null.
+// partial: best [H], total [H], sums [H][D].
 template <class T>
-void attend_direct(const AttentionShape& shape, const Chunk& chunk, const AttentionPiece& piece, const T* queries, int64_t rows, const T* pages, float* partial, const Chunk* next_chunk,
-                   const AttentionPiece* next_piece) {
+void attend_direct(const AttentionShape& shape, const Chunk& chunk, const AttentionPiece& piece, const T* queries,
+                   int64_t rows, const T* pages, float* partial, Fetch& fetch) {
+    constexpr int64_t HEADS_MAX = 4;
     const int64_t dim = shape.head_dim, group = shape.group(), stride = shape.query_stride();
     const int64_t row = chunk.first_row + piece.token;
-    const int64_t from = piece.from, to = piece.to;
     float* best = partial;
     float* total = best + shape.heads;
     float* sums = total + shape.heads;
     std::fill(best, best + shape.heads, -std::numeric_limits<float>::infinity());
     std::fill(total, total + shape.heads * (1 + dim), 0.0f);
     const T* tokens_at[SPAN];
-    Fetch<T> fetch;
-    const Fetch<T> nothing{{}, 0, 0, 0};
-    for (int64_t begin = from; begin < to; begin += SPAN) {
-        fetch.count = int(std::min<int64_t>(SPAN, to - begin - SPAN));
-        if (fetch.count > 0) {
-            find_tokens(pages, shape, chunk, begin + SPAN, fetch.count, fetch.tokens);
-        } else if (next_piece != nullptr) {
-            fetch.count = int(std::min<int64_t>(SPAN, next_piece->to - next_piece->from));
-            find_tokens(pages, shape, *next_chunk, next_piece->from, fetch.count, fetch.tokens);
-        }
-        const int count = int(std::min<int64_t>(SPAN, to - begin));
+    for (int64_t begin = piece.from; begin < piece.to; begin += SPAN) {
+        const int count = int(std::min<int64_t>(SPAN, piece.to - begin));
+        fetch.begin_span(count, shape.kv_heads * ((group + HEADS_MAX - 1) / HEADS_MAX) * ((count + LANES - 1) / LANES));
         find_tokens(pages, shape, chunk, begin, count, tokens_at);
         // The lanes of the last 16 that have no token read the last one's key; their scores are overwritten.
         for (int index = count; index < SPAN; index++) tokens_at[index] = tokens_at[count - 1];
-        const int64_t token_bytes = shape.token_stride() * int64_t(sizeof(T));
-        for (int kv_head = 0; kv_head < shape.kv_heads; kv_head++) {
-            // Each head's computing hides a share of the fetching.
-            fetch.from = token_bytes * kv_head / shape.kv_heads / 64 * 64;
-            fetch.to = token_bytes * (kv_head + 1) / shape.kv_heads / 64 * 64;
-            for (int64_t in_group = 0; in_group < group;) {
-                const int64_t head = kv_head * group + in_group;
+        for (int64_t kv_head = 0; kv_head < shape.kv_heads; kv_head++) {
+            for (int64_t in_group = 0; in_group < group; in_group += HEADS_MAX) {
+                const int64_t head = kv_head * group + in_group, key = kv_head * dim;
                 const T* query = queries + ((kv_head * rows + row) * group + in_group) * stride;
-                float* head_sums = sums + head * dim;
-                const Fetch<T>& now = in_group == 0 ? fetch : nothing;
-                switch (std::min<int64_t>(group - in_group, 4)) {
-                    case 4:
-                        attend_heads<T, 4>(shape, query, tokens_at, kv_head * dim, count, best + head, total + head, head_sums, now);
-                        break;
-                    case 3:
-                        attend_heads<T, 3>(shape, query, tokens_at, kv_head * dim, count, best + head, total + head, head_sums, now);
-                        break;
-                    case 2:
-                        attend_heads<T, 2>(shape, query, tokens_at, kv_head * dim, count, best + head, total + head, head_sums, now);
-                        break;
-                    default:
-                        attend_heads<T, 1>(shape, query, tokens_at, kv_head * dim, count, best + head, total + head, head_sums, now);
+                const auto attend = [&](auto run) {
+                    run(shape, query, tokens_at, key, count, best + head, total + head, sums + head * dim, fetch);
+                };
+                switch (std::min(group - in_group, HEADS_MAX)) {
+                    case 4: attend(attend_heads<T, 4>); break;
+                    case 3: attend(attend_heads<T, 3>); break;
+                    case 2: attend(attend_heads<T, 2>); break;
+                    default: attend(attend_heads<T, 1>);
                 }
-                in_group += std::min<int64_t>(group - in_group, 4);
             }
         }
     }
 }
 
-// Joins the parts of a row's context; attended: [H * D].
+// Joins the parts of a row's context; attended: [H * D]. What a part has as its largest scores becomes its shares.
 template <class T>
-void join_parts(const AttentionShape& shape, const float* partials, int splits, T* attended) {
+void join_parts(const AttentionShape& shape, float* partials, int splits, T* attended) {
     const int64_t dim = shape.head_dim, stride = partial_count(shape);
-    for (int head = 0; head < shape.heads; head++) {
-        float best = partials[head];
-        for (int split = 1; split < splits; split++) best = std::max(best, partials[split * stride + head]);
-        float total = 0;
+    for (int64_t first = 0; first < shape.heads; first += LANES) {
+        // Lanes of the last heads' vector that have none hold something else, and are not stored.
+        const int64_t heads = std::min<int64_t>(LANES, shape.heads - first);
+        Lanes best = load(partials + first), total = zero();
+        for (int split = 1; split < splits; split++) best = max(best, load(partials + split * stride + first));
+        const auto weight_of = [&](const float* partial) { return exp(sub(load(partial + first), best)); };
         for (int split = 0; split < splits; split++) {
             const float* partial = partials + split * stride;
-            total += partial[shape.heads + head] * std::exp(partial[head] - best);
+            total = fma(load(partial + shape.heads + first), weight_of(partial), total);
         }
+        for (int split = 0; split < splits; split++) {
+            float* partial = partials + split * stride;
+            alignas(64) float shares[LANES];
+            store(shares, div(weight_of(partial), total));
+            std::memcpy(partial + first, shares, sizeof(float) * heads);
+        }
+    }
+    for (int head = 0; head < shape.heads; head++)
         for (int64_t d = 0; d < dim; d += LANES) {
             Lanes sum = zero();
             for (int split = 0; split < splits; split++) {
                 const float* partial = partials + split * stride;
-                const float share = std::exp(partial[head] - best) / total;
-                sum = fma(load(partial + 2 * shape.heads + head * dim + d), set(share), sum);
+                sum = fma(load(partial + 2 * shape.heads + head * dim + d), set(partial[head]), sum);
             }
             store(attended + head * dim + d, sum);
         }
-    }
 }
 
 }  // namespace trioserve

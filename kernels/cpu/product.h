@@ -124,17 +124,22 @@ inline Tile<T> tile_of(int rows) {
 }
 
 #if defined(__AMX_BF16__)
+// The compiler does not know that a tile is loaded from memory, and must not write there later.
+inline void finish_writes() { std::atomic_signal_fence(std::memory_order_seq_cst); }
+
+// As the CPU reads it. Constant, since the compiler does not know that the CPU does.
+struct TileConfiguration {
+    uint8_t palette, start_row, nothing[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+};
+
 // One tile configuration for every product: 16 rows of 64 bytes. oneDNN changes it, so every thread sets it anew when a
 // step begins.
 inline void configure_tiles() {
-    alignas(64) uint8_t config[64] = {};
-    config[0] = 1;
-    for (int index = 0; index < 8; index++) {
-        config[16 + 2 * index] = 64;
-        config[48 + index] = 16;
-    }
-    std::atomic_signal_fence(std::memory_order_seq_cst);  // GCC takes only the first bytes for read, and drops the others
-    _tile_loadconfig(config);
+    alignas(64) static constexpr TileConfiguration CONFIGURATION{
+        1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+    _tile_loadconfig(&CONFIGURATION);
 }
 
 // What a product brings into the caches meanwhile: at each tile of x `lines` of 64 bytes at each of some places that lie
@@ -160,6 +165,7 @@ struct WeightFetch {
 inline void add_products_amx(const bf16* x, int64_t x_stride, int rows, const bf16* w, int64_t block_stride, int blocks,
                              int64_t depth, float* sums, int64_t sums_stride, bool is_first, WeightFetch& fetch) {
     const int64_t x_bytes = x_stride * 2, sums_bytes = sums_stride * 4;
+    finish_writes();
     for (int row = 0; row < rows; row += 32) {
         const bool is_tall = rows - row > 16;
         for (int block = 0; block < blocks; block += 2) {

@@ -286,6 +286,7 @@ inline void dequantize_and_multiply(const bf16* x, int64_t x_stride, int rows, c
             dequantize_record<F>(from + record * F::BYTES, numbers_of(record), block_stride);
         }
         if (record == 0) continue;
+        finish_writes();
         const bf16* values = x + (record - 1) * RECORD_DEPTH;
         const bf16* weights = numbers_of(record - 1);
         _tile_loadd(4, values, x_stride * 2);

@@ -7,7 +7,7 @@
 #include <memory>
 #include <vector>
 
-#include "attention.h"
+#include "attention_amx.h"
 #include "buffer.h"
 #include "quantized_product.h"
 
@@ -77,7 +77,7 @@ public:
 
 private:
     struct Own {  // one thread's
-        Buffer normed, quantized, dequantized, packed, floats, best_values, best_ids, doubts, scores, weights, work, marks;
+        Buffer normed, quantized, dequantized, packed, floats, tiles, best_values, best_ids, doubts, scores, weights, work, marks;
     };
 
     void plan_rows(const Model& model, const Step& step);
@@ -404,27 +404,37 @@ void Engine::attend(int thread, const AttentionShape& shape, const AttentionPlan
         parts_done_[row].store(0);
         join_parts(shape, partial_at(row, 0), plan.parts[row].count, attended + row * stride);
     };
-    for (int64_t index; (index = team.take()) < int64_t(plan.pieces.size());) {
+    const int64_t count = int64_t(plan.pieces.size());
+    int64_t index = team.take();
+    // Pieces that are direct come last.
+    for (; index < count && plan.pieces[index].kind != AttentionPiece::DIRECT; index = team.take()) {
         const AttentionPiece& piece = plan.pieces[index];
         const Chunk& chunk = chunks_[piece.chunk];
         if (piece.kind == AttentionPiece::PROMPT) {
             attend_prompt(shape, chunk, piece, window, queries, rows_, pages, attended, stride, scratch);
-        } else if (piece.kind == AttentionPiece::SHARED) {
-            const Sharer* sharers = plan.sharers.data() + piece.sharers_first;
-            attend_shared(shape, chunk, piece, sharers, queries, rows_, pages, scratch, [&](const Sharer& sharer) {
-                return partial_at(sharer.row, sharer.part + piece.part);
-            });
-            for (int32_t sharer = 0; sharer < piece.sharer_count; sharer++) count_write(sharers[sharer].row);
-        } else {
-            const int64_t row = chunk.first_row + piece.token;
-            const size_t next = size_t(index) + team.thread_count();
-            const bool has_next = next < plan.pieces.size() && plan.pieces[next].kind == AttentionPiece::DIRECT;
-            attend_direct(shape, chunk, piece, queries, rows_, pages, partial_at(row, piece.part),
-                          has_next ? &chunks_[plan.pieces[next].chunk] : nullptr,
-                          has_next ? &plan.pieces[next] : nullptr);
-            count_write(row);
+            continue;
         }
+        const Sharer* sharers = plan.sharers.data() + piece.sharers_first;
+        attend_shared(shape, chunk, piece, sharers, queries, rows_, pages, scratch,
+                      [&](const Sharer& sharer) { return partial_at(sharer.row, sharer.part + piece.part); });
+        for (int32_t sharer = 0; sharer < piece.sharer_count; sharer++) count_write(sharers[sharer].row);
     }
+    if (index >= count) return;
+    configure_row_tiles();
+    Fetch fetch(shape, pages, shape.token_stride() * int64_t(sizeof(T)));
+    for (int64_t next; index < count; index = next) {
+        const AttentionPiece& piece = plan.pieces[index];
+        const Chunk& chunk = chunks_[piece.chunk];
+        next = team.take();  // so early that it can be fetched
+        if (next < count)
+            fetch.begin_piece(chunk, piece, &chunks_[plan.pieces[next].chunk], &plan.pieces[next]);
+        else
+            fetch.begin_piece(chunk, piece, nullptr, nullptr);
+        const int64_t row = chunk.first_row + piece.token;
+        attend_row(shape, chunk, piece, queries, rows_, pages, partial_at(row, piece.part), fetch, own_[thread].tiles);
+        count_write(row);
+    }
+    configure_tiles();
 }
 
 // The head's product: of each row the best id of this thread's pieces, a doubt whether all were finite, and the logits

@@ -235,9 +235,12 @@ def test_attention_of_long_prompts(engine: Engine, dtype: torch.dtype, window: i
     check_attention(engine, dtype, chunks=chunks, heads=9, kv_heads=3, window=window, spread=spread)
 
 
-@pytest.mark.parametrize("page_tokens", (1, 4, 5, 32, 256))
-def test_attention_over_other_pages(engine: Engine, page_tokens: int) -> None:
-    check_attention(engine, torch.float32, chunks=[(70, 1), (0, 37), (3, 9)], page_tokens=page_tokens)
+@DTYPE_IDS
+@pytest.mark.parametrize("page_tokens", (1, 4, 5, 24, 32, 256))
+def test_attention_over_other_pages(engine: Engine, dtype: torch.dtype, page_tokens: int) -> None:
+    chunks = [(70, 1), (0, 37), (3, 9), (300, 1), (127, 2)]
+    check_attention(engine, dtype, chunks=chunks, page_tokens=page_tokens)
+    check_attention(engine, dtype, chunks=chunks, page_tokens=page_tokens, window=90)
 
 
 SHARINGS: dict[str, tuple[list[tuple[int, int]], dict[int, tuple[int, int]]]] = {
@@ -262,11 +265,12 @@ def test_attention_of_sequences_that_share_blocks(engine: Engine, dtype: torch.d
     check_attention(engine, dtype, chunks=chunks, shared=shared, heads=5, kv_heads=1, head_dim=48)
 
 
+@DTYPE_IDS
 @pytest.mark.parametrize("page_tokens", (1, 5, 48))
-def test_shared_blocks_of_other_sizes(engine: Engine, page_tokens: int) -> None:
+def test_shared_blocks_of_other_sizes(engine: Engine, dtype: torch.dtype, page_tokens: int) -> None:
     chunks = [(400 + 7 * index, 1) for index in range(9)]
     shared = {index: (index - 1, (380 - 30 * index) // page_tokens) for index in range(1, 9)}
-    check_attention(engine, torch.float32, chunks=chunks, shared=shared, page_tokens=page_tokens)
+    check_attention(engine, dtype, chunks=chunks, shared=shared, page_tokens=page_tokens)
 
 
 @pytest.mark.parametrize("window", (64, 300, 2000))
@@ -274,6 +278,14 @@ def test_shared_blocks_in_a_window(engine: Engine, window: int) -> None:
     """Rows that have left blocks behind see no shared ones; others in the step may."""
     chunks = [(250, 1), (280, 1), (290, 1), (310, 1), (900, 1)]
     check_attention(engine, torch.float32, chunks=chunks, shared=dict.fromkeys(range(1, 5), (0, 14)), window=window)
+
+
+@DTYPE_IDS
+def test_attention_of_many_decodes(engine: Engine, dtype: torch.dtype) -> None:
+    """More pieces than a thread takes at once, of all lengths within a block of tokens and a span of blocks."""
+    chunks = [(17 * index % 331, 1) for index in range(80)]
+    for heads, kv_heads, head_dim in ((9, 3, 64), (8, 1, 32), (10, 2, 128)):
+        check_attention(engine, dtype, chunks=chunks, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
 
 
 # --- threads --------------------------------------------------------------------------------------------------------

@@ -88,6 +88,27 @@ def test_bfloat16_prefers_what_float32_prefers(
         assert native.step({name: len(prompt)}).token_ids[0] in [token for token, _ in best]
 
 
+@pytest.mark.parametrize("kind", ("mistral", "qwen3"))
+def test_decodes_side_by_side_in_bfloat16_prefer_what_float32_prefers(
+    kind: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
+) -> None:
+    """Two steps of twelve decodes; every chosen token is among the three best of float32."""
+    path = tiny_checkpoint(kind)
+    exact = step_driver.StepDriver(step_driver.load_runner(path))
+    native = drivers(step_driver, path, "bfloat16")["native"]
+    prompts = {f"r{seed}": prompt_of(5 + 4 * seed, seed) for seed in range(12)}
+    for name, prompt in prompts.items():
+        native.add(name, prompt)
+        exact.add(name, prompt, SamplingParams(temperature=0.0, logprobs=3))
+    native.step({name: len(prompt) - 2 for name, prompt in prompts.items()})
+    exact.step({name: len(prompt) - 2 for name, prompt in prompts.items()})
+    for driver in (native, exact):
+        driver.step(dict.fromkeys(prompts, 1))
+    chosen, wanted = (driver.step(dict.fromkeys(prompts, 1)) for driver in (native, exact))
+    for name, token_id in zip(prompts, chosen.token_ids, strict=True):
+        assert token_id in [token for token, _ in wanted.logprobs[name].top]
+
+
 SAMPLINGS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.8),
