@@ -10,6 +10,7 @@ import pytest
 import trio
 
 from trioserve.bench import suite
+from trioserve.bench.run import CannotMeasure
 from trioserve.bench.settings import BenchSettings
 from trioserve.bench.suite import StepCost, decode_bound, main
 from trioserve.bench.suite_settings import ROWS, SuiteSettings
@@ -150,3 +151,27 @@ def test_every_bound_is_of_the_bandwidth_that_the_report_names(short_rows, monke
     report = json.loads(path.read_text())
     assert report["read_bytes_per_second"] == 4e9
     assert report["results"][0]["bound"] == pytest.approx(4.0, rel=1e-3)
+
+
+def test_no_row_finds_the_prompts_of_another_in_a_prefix_cache(monkeypatch):
+    """Nor does a later suite find those of this one, unless it is told to have the same seed."""
+    seeds: list[int] = []
+
+    async def nothing(settings: BenchSettings) -> CannotMeasure:
+        seeds.append(settings.seed)
+        return CannotMeasure("nobody listens", 2)
+
+    monkeypatch.setattr(suite, "measure", nothing)
+    monkeypatch.setattr(suite, "read_bandwidth", lambda: 1e10)
+    urls = {"url": "http://127.0.0.1:9", "peers": ("http://127.0.0.1:10",)}
+
+    def seeds_of(seed: int | None) -> list[int]:
+        seeds.clear()
+        main(SuiteSettings(**urls, rounds=2, seed=seed))
+        assert seeds[::2] == seeds[1::2]  # the servers of a turn are asked the same
+        return seeds[::2]
+
+    drawn = seeds_of(None)
+    assert len(set(drawn)) == len(drawn) == 2 * len(ROWS)
+    assert not set(drawn) & set(seeds_of(None))
+    assert seeds_of(7) == seeds_of(7)

@@ -216,7 +216,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "go on past the model's end token, so that lengths hold (default on)",
         action=argparse.BooleanOptionalAction,
     )
-    flag("seed", "seed of prompts, arrivals and who leaves (default DEFAULT)", type=int)
+    flag("seed", "seed of prompts, arrivals and who leaves (default DEFAULT, with --suite another each time)", type=int)
     flag("warmup_requests", "requests before the measured ones, same prefix (default DEFAULT)", type=int)
     flag("timeout_seconds", "seconds after which a request has failed (default DEFAULT)", type=float)
     flag("api_key", "sent as a bearer token (default none)")

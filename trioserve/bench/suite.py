@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import pathlib
+import random
+import secrets
 import sys
 from collections.abc import Sequence
 from statistics import median
@@ -69,14 +71,16 @@ class SuiteReport(msgspec.Struct, frozen=True, kw_only=True):
 
 def main(settings: SuiteSettings) -> int:
     """Measure, print, and return the exit code as bench does. What was measured before an interruption is printed."""
+    if settings.seed is None:
+        settings = msgspec.structs.replace(settings, seed=secrets.randbelow(2**31))
     bandwidth = read_bandwidth()
     urls = (settings.url, *settings.peers)
     costs = {url: trio.run(_step_cost, url, settings.api_key) for url in urls}
     measured: dict[tuple[str, str], list[BenchReport]] = {}
     exit_code = 0
-    turns = [(row, url) for row in settings.chosen_rows for _ in range(settings.rounds) for url in urls]
-    for row, url in turns:
-        outcome = trio.run(measure, _settings_of(row, url, settings))
+    turns = [(row, number, url) for row in settings.chosen_rows for number in range(settings.rounds) for url in urls]
+    for row, number, url in turns:
+        outcome = trio.run(measure, _settings_of(row, number, url, settings))
         exit_code = exit_code or outcome.exit_code
         if isinstance(outcome, CannotMeasure):
             print(f"trioserve bench: row {row.name}: {outcome.message}", file=sys.stderr)
@@ -167,11 +171,12 @@ def report_json(report: SuiteReport) -> bytes:
     return msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"
 
 
-def _settings_of(row: Row, url: str, settings: SuiteSettings) -> BenchSettings:
+def _settings_of(row: Row, number: int, url: str, settings: SuiteSettings) -> BenchSettings:
+    """number: of the round. Each has prompts of its own, or it would find those of another in the prefix cache."""
     load: dict[str, Any] = {
         **row.load,
         "vocab_size": settings.vocab_size,
-        "seed": settings.seed,
+        "seed": random.Random(f"{settings.seed}/{row.name}/{number}").getrandbits(31),
         "timeout_seconds": settings.timeout_seconds,
         "api_key": settings.api_key,
         "allow_remote": settings.allow_remote,
@@ -224,5 +229,5 @@ def _notes(settings: SuiteSettings) -> list[str]:
     rounds = "" if settings.rounds == 1 else f" Medians of {settings.rounds} rounds, servers in turn."
     return [
         "Greedy, streamed, over HTTP/1.1, the clients on the same cores. The bound is of decoding alone: the bytes "
-        f"that each step must read, at this rate.{rounds}"
+        f"that each step must read, at this rate.{rounds} Seed {settings.seed}."
     ]

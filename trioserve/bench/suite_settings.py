@@ -100,7 +100,8 @@ class SuiteSettings(msgspec.Struct, frozen=True, kw_only=True):
     """One suite. Raises StartupError, one sentence, when a value is out of range.
 
     peers: other servers, measured row by row in turn with the first, so that a noisy machine is noisy for all.
-    rows: names of ROWS; empty is all.
+    rows: names of ROWS; empty is all. seed: None is another one each time, so that no prompt is in a prefix cache since
+    the last suite.
     """
 
     url: str = "http://127.0.0.1:8000"
@@ -108,7 +109,7 @@ class SuiteSettings(msgspec.Struct, frozen=True, kw_only=True):
     rows: tuple[str, ...] = ()
     rounds: int = 1
     vocab_size: int = 32_000
-    seed: int = 0
+    seed: int | None = None
     timeout_seconds: float = 600.0
     api_key: str | None = None
     json_path: str | None = None
@@ -129,6 +130,8 @@ class SuiteSettings(msgspec.Struct, frozen=True, kw_only=True):
                 raise StartupError(f"--rows names {name!r}, there are: {', '.join(names)}")
         check_integer("--rounds", self.rounds, 1, 100)
         check_integer("--vocab-size", self.vocab_size, 2, 2**31 - 1)
+        if self.seed is not None:
+            check_integer("--seed", self.seed, 0, 2**31 - 1)
         check_number("--timeout", self.timeout_seconds, 0.001, 86_400.0)
         check_api_key(self.api_key)
         check_writable(self.json_path)
