@@ -285,7 +285,9 @@ inline void weigh_block(const AttentionShape& shape, int64_t row, int64_t from, 
         Weights<T>::store_pair(weights + token * LANES, even, odd);
     }
     for (; token < met.end; token += 2) Weights<T>::store_pair(weights + token * LANES, zero(), zero());
-    if (!(max_of(sub(new_best, best)) <= 0.0f)) {
+    // Of two infinite scores the difference would be a NaN, and hide what other lanes have.
+    const Lanes has_grown = where_at_least(most, add(best, set(GROWTH_MAX)), set(1.0f), zero());
+    if (max_of(has_grown) > 0.0f) {
         store(scratch.best + row, new_best);
         const Lanes kept = exp(sub(best, new_best));
         float* sums = scratch.sums_of(shape, row);

@@ -171,7 +171,7 @@ inline void weigh_blocks(const float* scores, const TileSpan& span, int heads, i
     const __m128 new_best = _mm_max_ps(_mm_mul_ps(largest_of(largest), _mm_set1_ps(scale)), old_best);
     alignas(64) float starts[LANES], kept[LANES];
     store(starts, mul(_mm512_castps128_ps512(new_best), set(-LOG2_E)));
-    store(kept, power_of_two(mul(_mm512_castps128_ps512(_mm_sub_ps(old_best, new_best)), set(LOG2_E))));
+    store(kept, exp(_mm512_castps128_ps512(_mm_sub_ps(old_best, new_best))));  // 1 where nothing has grown
     _mm_store_ps(best, new_best);
     for (int head = 0; head < heads; head++) {
         const Lanes start = set(starts[head]);

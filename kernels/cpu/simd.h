@@ -131,11 +131,6 @@ inline int store_kept(float* to, Lanes a, Lanes limit) {
 // 2 ** whole * a; whole holds whole numbers.
 inline Lanes scale_by_power(Lanes a, Lanes whole) { return _mm512_scalef_ps(a, whole); }
 inline Lanes round_whole(Lanes a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-// a with the lowest bits of `whole` added to its exponent.
-inline Lanes raise_exponent(Lanes a, Lanes whole) {
-    const __m512i exponents = _mm512_slli_epi32(_mm512_castps_si512(whole), 23);
-    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), exponents));
-}
 
 // How far a is above the whole number next below, and p times 2 to the power of that number; below -126 it need not be
 // exact.
@@ -377,15 +372,14 @@ inline Lanes exp(Lanes a) {
 inline Lanes power_of_two(Lanes a) {
     const Lanes shift = set(12582912.0f);  // 1.5 * 2 ** 23: what is added to it is rounded to a whole number
     a = max(set(-126.0f), a);              // in this order a NaN stays one
-    const Lanes shifted = add(a, shift);
-    const Lanes rest = sub(a, sub(shifted, shift));
+    const Lanes whole = sub(add(a, shift), shift), rest = sub(a, whole);
     Lanes p = set(1.327647129e-03f);
     p = fma(p, rest, set(9.675540961e-03f));
     p = fma(p, rest, set(5.550713092e-02f));
     p = fma(p, rest, set(2.402212024e-01f));
     p = fma(p, rest, set(6.931469440e-01f));
     p = fma(p, rest, set(1.000000119e+00f));
-    return raise_exponent(p, shifted);
+    return scale_by_power(p, whole);
 }
 
 // 2 ** a to 8e-5 of it, for a up to 127, and half a unit of bfloat16's last place more: what is left without its lower half

@@ -63,7 +63,7 @@ Team::~Team() {
 
 void Team::renew() {
     next_.store(0);
-    for (int thread = 0; thread < thread_count_; thread++) shares_[thread].taken.store(0);
+    for (int thread = 0; thread < thread_count_; thread++) shares_[thread].taken.store(0, std::memory_order_relaxed);
 }
 
 void Team::run(const std::function<void(int)>& work) {

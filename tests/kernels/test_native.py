@@ -129,6 +129,46 @@ def expected_attention(
     return torch.stack(rows)
 
 
+def attention_of(
+    engine: Engine,
+    queries: Tensor,
+    pages: Tensor,
+    tables: list[list[int]],
+    chunks: list[tuple[int, int]],
+    *,
+    window: int | None = None,
+) -> Tensor:
+    page_tokens, _, kv_heads, head_dim = pages.shape[1:]
+
+    def array(values: list[int]) -> npt.NDArray[np.int32]:
+        return np.array(values, dtype=np.int32)
+
+    starts, counts = array([start for start, _ in chunks]), array([count for _, count in chunks])
+    firsts = array([sum(map(len, tables[:index])) for index in range(len(tables))])
+    blocks = array([block for table in tables for block in table])
+    layer = LayerStruct(window=window or 0)
+    model = ModelStruct(
+        dtype=DTYPES[name_of(queries.dtype)],
+        layer_count=1,
+        head_count=queries.shape[1] // head_dim,
+        kv_head_count=kv_heads,
+        head_dim=head_dim,
+        page_tokens=page_tokens,
+        layers=ctypes.addressof(layer),
+    )
+    page_addresses = (ctypes.c_void_p * 1)(address(as_array(pages)))
+    step = StepStruct(
+        row_count=len(queries),
+        chunk_count=len(chunks),
+        chunk_starts=address(starts),
+        chunk_counts=address(counts),
+        table_firsts=address(firsts),
+        tables=address(blocks),
+        pages=ctypes.addressof(page_addresses),
+    )
+    return as_tensor(engine.attention(model, step, as_array(queries)))
+
+
 def check_attention(
     engine: Engine,
     dtype: torch.dtype,
@@ -159,34 +199,7 @@ def check_attention(
     pages[~seen] = float("nan")
     row_count = sum(count for _, count in chunks)
     queries = (random(row_count, heads * head_dim, seed=8) * spread).to(dtype)
-
-    def array(values: list[int]) -> npt.NDArray[np.int32]:
-        return np.array(values, dtype=np.int32)
-
-    starts, counts = array([start for start, _ in chunks]), array([count for _, count in chunks])
-    firsts = array([sum(widths[:index]) for index in range(len(widths))])
-    blocks = array([block for table in tables for block in table])
-    layer = LayerStruct(window=window or 0)
-    model = ModelStruct(
-        dtype=DTYPES[name_of(dtype)],
-        layer_count=1,
-        head_count=heads,
-        kv_head_count=kv_heads,
-        head_dim=head_dim,
-        page_tokens=page_tokens,
-        layers=ctypes.addressof(layer),
-    )
-    page_addresses = (ctypes.c_void_p * 1)(address(as_array(pages)))
-    step = StepStruct(
-        row_count=row_count,
-        chunk_count=len(chunks),
-        chunk_starts=address(starts),
-        chunk_counts=address(counts),
-        table_firsts=address(firsts),
-        tables=address(blocks),
-        pages=ctypes.addressof(page_addresses),
-    )
-    attended = as_tensor(engine.attention(model, step, as_array(queries)))
+    attended = attention_of(engine, queries, pages, tables, chunks, window=window)
     expected = expected_attention(queries, pages, tables, chunks, window)
     assert (attended.double() - expected).abs().max() < ATTENTION_TOLERANCES[dtype]
 
@@ -241,6 +254,37 @@ def test_attention_over_other_pages(engine: Engine, dtype: torch.dtype, page_tok
     chunks = [(70, 1), (0, 37), (3, 9), (300, 1), (127, 2)]
     check_attention(engine, dtype, chunks=chunks, page_tokens=page_tokens)
     check_attention(engine, dtype, chunks=chunks, page_tokens=page_tokens, window=90)
+
+
+@DTYPE_IDS
+def test_an_infinite_score_is_one_rows_alone(engine: Engine, dtype: torch.dtype) -> None:
+    """Sixteen sequences share 256 tokens, and lie side by side in a vector: in the second span of tokens one has an
+    infinite score, as in the first, and another one's scores grow."""
+    count, dim = 16, 32
+    pages = random(16 + count, 16, 2, 1, dim, dtype=dtype, seed=3)
+    pages[:, :, 0] = 0
+    pages[:, :, 0, :, 0] = 1
+    pages[4:, :, 0, :, 1] = 10
+    tables = [[*range(16), 16 + index] for index in range(count)]
+    chunks = [(256, 1)] * count
+    for infinite, growing in ((0, 4), (0, 8), (1, 5), (8, 0), (15, 14)):
+        queries = torch.zeros(count, dim, dtype=dtype)
+        queries[infinite, 0] = float("inf")
+        queries[growing, 1] = 10
+        attended = attention_of(engine, queries, pages, tables, chunks).double()
+        expected = expected_attention(queries, pages, tables, chunks, None)
+        others = [row for row in range(count) if row != infinite]
+        assert (attended - expected)[others].abs().max() < ATTENTION_TOLERANCES[dtype]
+        assert not torch.isfinite(attended[infinite]).all()
+
+
+@pytest.mark.parametrize("bits", (0x7FC00000, 0x7FC00001, 0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF))
+@pytest.mark.parametrize("chunk", ((0, 8), (7, 1)), ids=("prompt", "decode"))
+def test_whatever_is_no_number_makes_none(engine: Engine, chunk: tuple[int, int], bits: int) -> None:
+    pages = random(1, 16, 2, 1, 32, seed=0)
+    pages.view(torch.int32)[0, 3, 0, 0, 5] = int(np.uint32(bits).view(np.int32))
+    attended = attention_of(engine, random(chunk[1], 32, seed=2), pages, [[0]], [chunk])
+    assert not torch.isfinite(attended[-1]).any()
 
 
 SHARINGS: dict[str, tuple[list[tuple[int, int]], dict[int, tuple[int, int]]]] = {
