@@ -19,9 +19,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-__all__ = ["LEVELS", "CannotBuild", "build_library", "supported_levels"]
+__all__ = ["LEVELS", "SOURCES", "CannotBuild", "build_library", "find_compiler", "supported_levels"]
 
 SOURCES = Path(__file__).parent / "cpu"
+"""The folder of the C++ files."""
+
 COMMON_FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-shared", "-fPIC", "-pthread")
 COMPILERS = ("g++", "clang++", "c++")
 COMPILE_SECONDS_MAX = 600  # it takes about ten on a quiet machine
@@ -67,7 +69,7 @@ def build_library(
 
     on_compile is called with a sentence before a compiler runs. Raises CannotBuild.
     """
-    compiler = _compiler()
+    compiler = find_compiler()
     flags = (*COMMON_FLAGS, *(_flag(feature) for feature in LEVELS[level]), *more_flags)
     folder = _cache_folder() if cache is None else cache
     library = folder / f"cpu-{level}-{_fingerprint(compiler, flags)}.so"
@@ -94,7 +96,8 @@ def _cache_folder() -> Path:
     return Path(base) / "trioserve"
 
 
-def _compiler() -> str:
+def find_compiler() -> str:
+    """Its path. Raises CannotBuild."""
     wanted = os.environ.get("CXX")
     for name in (wanted,) if wanted else COMPILERS:
         path = shutil.which(name)

@@ -234,6 +234,7 @@ inline Lanes round_whole(Lanes a) {
     return {_mm256_round_ps(a.low, nearest), _mm256_round_ps(a.high, nearest)};
 }
 
+// a with the lowest bits of `whole` added to its exponent.
 inline __m256 half_raised(__m256 a, __m256 whole) {
     const __m256i exponents = _mm256_slli_epi32(_mm256_castps_si256(whole), 23);
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), exponents));

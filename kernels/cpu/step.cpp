@@ -77,7 +77,8 @@ public:
 
 private:
     struct Own {  // one thread's
-        Buffer normed, quantized, dequantized, packed, floats, tiles, best_values, best_ids, doubts, scores, weights, work, marks;
+        Buffer normed, quantized, dequantized, packed, floats, tiles;
+        Buffer best_values, best_ids, doubts, scores, weights, work, marks;
     };
 
     void plan_rows(const Model& model, const Step& step);
@@ -593,7 +594,8 @@ bool Engine::compute(const Model& model, const Step& step) {
                     });
             team.meet();
             if (is_abandoned_) return;
-            for (int64_t row; (row = team.take_share(thread, rows)) >= 0;) turn_and_store(model, layer, qkv, row, queries, pages);
+            for (int64_t row; (row = team.take_share(thread, rows)) >= 0;)
+                turn_and_store(model, layer, qkv, row, queries, pages);
             team.meet();
             attend<T>(thread, shape, plans_.at(layer.window), layer.window, queries, pages, attended);
             team.meet();

@@ -1,0 +1,25 @@
+"""How the threads of a step share its pieces out, seen from C++."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from trioserve_kernels.build import SOURCES, CannotBuild, find_compiler, supported_levels
+
+
+def test_every_piece_is_taken_once_and_by_its_owner_first(tmp_path: Path) -> None:
+    """Also where all threads but one never come to take any: that one helps them."""
+    if not supported_levels():
+        pytest.skip("needs Linux on x86-64 with AVX2")
+    try:
+        compiler = find_compiler()
+    except CannotBuild as error:
+        pytest.skip(str(error))
+    program = tmp_path / "team_check"
+    sources = (Path(__file__).with_name("team_check.cpp"), SOURCES / "team.cpp")
+    subprocess.run([compiler, "-std=c++17", "-O2", "-pthread", "-I", SOURCES, *sources, "-o", program], check=True)
+    checked = subprocess.run([program], capture_output=True, text=True, timeout=60, check=False)
+    assert checked.returncode == 0, checked.stdout
