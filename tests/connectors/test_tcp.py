@@ -375,10 +375,14 @@ async def test_who_asks_without_end_lets_others_run():
                 turns += 1
 
         nursery.start_soon(take_turns)
-        await far.wire.send([frame(Kind.TELL, Tell(("x",), ())) * questions])
-        turns = 0
-        while there.connector.counts()["heartbeats_received_total"] < questions:
+        while not turns:  # a task that has yet to begin would miss the first turns
             await trio.lowlevel.checkpoint()
-        assert turns >= questions - 1, "each answer is a turn of its own"
-        far.wire.close()
-        nursery.cancel_scope.cancel()
+        try:
+            await far.wire.send([frame(Kind.TELL, Tell(("x",), ())) * questions])
+            turns = 0
+            while there.connector.counts()["heartbeats_received_total"] < questions:
+                await trio.lowlevel.checkpoint()
+            assert turns >= questions - 1, "each answer is a turn of its own"
+        finally:
+            far.wire.close()
+            nursery.cancel_scope.cancel()
