@@ -141,7 +141,7 @@ def _compile(compiler: str, flags: tuple[str, ...], library: Path) -> None:
             timeout=COMPILE_SECONDS_MAX,
         )
         if answer.returncode != 0:
-            first = next((line for line in answer.stderr.splitlines() if "error" in line), "no reason given")
+            first = next((line for line in answer.stderr.splitlines() if "error" in line.lower()), "no reason given")
             raise CannotBuild(f"{compiler} failed: {first.strip()[:300]}")
         made.chmod(0o755)
         made.rename(library)

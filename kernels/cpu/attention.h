@@ -319,10 +319,10 @@ inline void meet_span(const AttentionShape& shape, int64_t count, int64_t from, 
     }
 }
 
-// queries: [K][rows][G][query_stride], turned. attended: [rows][attended_stride].
+// queries: [K][rows][G][query_stride], turned.
 template <class T>
 void attend_prompt(const AttentionShape& shape, const Chunk& chunk, const AttentionPiece& piece, int64_t window,
-                   const T* queries, int64_t rows, const T* pages, T* attended, int64_t attended_stride,
+                   const T* queries, int64_t rows, const T* pages, const Rows<T>& attended,
                    const PackedScratch<T>& scratch) {
     const int64_t group = shape.group(), dim = shape.head_dim;
     const int64_t count = piece.tokens * group;
@@ -344,9 +344,7 @@ void attend_prompt(const AttentionShape& shape, const Chunk& chunk, const Attent
         meet_span(shape, count, from, present, scratch);
     }
     scratch.end(shape, count, true, [&](int64_t row, int64_t d, Lanes part) {
-        store(attended + (chunk.first_row + piece.token + row / group) * attended_stride +
-                  (piece.kv_head * group + row % group) * dim + d,
-              part);
+        store(attended.at(chunk.first_row + piece.token + row / group, (piece.kv_head * group + row % group) * dim + d), part);
     });
 }
 
@@ -589,9 +587,9 @@ void attend_direct(const AttentionShape& shape, const Chunk& chunk, const Attent
     }
 }
 
-// Joins the parts of a row's context; attended: [H * D]. What a part has as its largest scores becomes its shares.
+// Joins the parts of a row's context. What a part has as its largest scores becomes its shares.
 template <class T>
-void join_parts(const AttentionShape& shape, float* partials, int splits, T* attended) {
+void join_parts(const AttentionShape& shape, float* partials, int splits, const Rows<T>& attended, int64_t row) {
     const int64_t dim = shape.head_dim, stride = partial_count(shape);
     for (int64_t first = 0; first < shape.heads; first += LANES) {
         // Lanes of the last heads' vector that have none hold something else, and are not stored.
@@ -617,7 +615,7 @@ void join_parts(const AttentionShape& shape, float* partials, int splits, T* att
                 const float* partial = partials + split * stride;
                 sum = fma(load(partial + 2 * shape.heads + head * dim + d), set(partial[head]), sum);
             }
-            store(attended + head * dim + d, sum);
+            store(attended.at(row, head * dim + d), sum);
         }
 }
 

@@ -26,6 +26,46 @@ inline int64_t rounded_up(int64_t value, int64_t unit) { return (value + unit - 
 inline int64_t padded_depth(int64_t k) { return rounded_up(k, 32); }
 inline int64_t block_count(int64_t n) { return (n + LANES - 1) / LANES; }
 
+// The rows of a product, padded to `depth` numbers with zeros. They lie one behind the other; or as tiles of AMX, 16 rows
+// of 32 numbers, behind which come the tiles with the next numbers of these rows.
+template <class T>
+struct Rows {
+    T* numbers;
+    int64_t depth;
+    bool are_tiles;
+
+    operator Rows<const T>() const { return {numbers, depth, are_tiles}; }
+    // 16 numbers lie side by side, for k a multiple of 16.
+    T* at(int64_t row, int64_t k) const {
+        if (!are_tiles) return numbers + row * depth + k;
+        return numbers + (row & -16) * depth + (k & -32) * 16 + (row & 15) * 32 + (k & 31);
+    }
+    // Zeros behind a row's first k numbers, a multiple of 16.
+    void pad(int64_t row, int64_t k) const {
+        for (; k < depth; k += LANES) store(at(row, k), zero());
+    }
+};
+
+#if defined(__AMX_BF16__)
+constexpr int64_t AMX_ROWS_MIN = 5;  // below, others read the weights as fast as memory gives them
+
+template <class T>
+constexpr bool uses_amx(int64_t rows) {
+    return sizeof(T) == sizeof(bf16) && rows >= AMX_ROWS_MIN;
+}
+#else
+template <class T>
+constexpr bool uses_amx(int64_t) {
+    return false;
+}
+#endif
+
+// Rows as a product of so many wants them.
+template <class T>
+inline Rows<T> rows_for_product(T* memory, int64_t count, int64_t k) {
+    return {memory, padded_depth(k), uses_amx<T>(count)};
+}
+
 template <class T>
 struct Unit;
 
@@ -123,6 +163,55 @@ inline Tile<T> tile_of(int rows) {
     return TILES[rows - 1];
 }
 
+// The sums of a product on their way to results: finish(first row, row count, first output block, block count, sums) gets
+// them in parts; the sums' stride is PANEL. Those before wait while new ones are computed, and are finished a few rows at a
+// time between the tiles of AMX, when vectors have nothing else to do.
+template <class Finish>
+class Finishing {
+public:
+    explicit Finishing(const Finish& finish) : finish_(finish) {}
+
+    // Where the next ones go: [up to SUM_ROWS and the 16 next, PANEL].
+    float* sums() { return sums_[next_]; }
+    // They are complete.
+    void add(int64_t first_row, int count, int64_t first_block, int blocks) {
+        end();
+        first_row_ = first_row;
+        count_ = count;
+        first_block_ = first_block;
+        blocks_ = blocks;
+        done_ = 0;
+        next_ = 1 - next_;
+    }
+    // some() will be called so often.
+    void share_out(int64_t calls) {
+        const int parts = (count_ - done_ + ROWS_OF_PART - 1) / ROWS_OF_PART;
+        calls_of_part_ = parts > 0 ? std::max(int(calls) / parts, 1) : int(calls) + 1;
+        calls_left_ = calls_of_part_;
+    }
+    void some() {
+        if (--calls_left_ > 0) return;
+        calls_left_ = calls_of_part_;
+        finish(ROWS_OF_PART);
+    }
+    void end() { finish(SUM_ROWS); }
+
+private:
+    static constexpr int ROWS_OF_PART = 4;
+
+    void finish(int rows_max) {
+        const int rows = std::min(rows_max, count_ - done_);
+        if (rows == 0) return;
+        finish_(first_row_ + done_, rows, first_block_, blocks_, sums_[1 - next_] + done_ * PANEL);
+        done_ += rows;
+    }
+
+    const Finish& finish_;
+    int64_t first_row_ = 0, first_block_ = 0;
+    int count_ = 0, blocks_ = 0, done_ = 0, calls_of_part_ = 0, calls_left_ = 0, next_ = 0;
+    alignas(64) float sums_[2][(SUM_ROWS + 16) * PANEL];
+};
+
 #if defined(__AMX_BF16__)
 // The compiler does not know that a tile is loaded from memory, and must not write there later.
 inline void finish_writes() { std::atomic_signal_fence(std::memory_order_seq_cst); }
@@ -161,10 +250,22 @@ struct WeightFetch {
     }
 };
 
-// As add_products; x has rows to read up to the next 16, sums to write.
+// What is read from the second cache once, and passes by the first; or what stays there.
+enum class Reading { ONCE, AGAIN };
+
+// A macro, since the number of a tile becomes part of an instruction's text.
+#define TRIOSERVE_LOAD_TILE(tile, reading, from, bytes) \
+    if constexpr (reading == Reading::ONCE)             \
+        _tile_stream_loadd(tile, from, bytes);          \
+    else                                                \
+        _tile_loadd(tile, from, bytes)
+
+// As add_products; x has rows to read up to the next 16, sums to write. ARE_TILES: so x lies, see Rows. meanwhile() is
+// called at every 32 of K.
+template <bool ARE_TILES, Reading ROWS, Reading WEIGHTS, class Meanwhile>
 inline void add_products_amx(const bf16* x, int64_t x_stride, int rows, const bf16* w, int64_t block_stride, int blocks,
-                             int64_t depth, float* sums, int64_t sums_stride, bool is_first, WeightFetch& fetch) {
-    const int64_t x_bytes = x_stride * 2, sums_bytes = sums_stride * 4;
+                             int64_t depth, float* sums, int64_t sums_stride, bool is_first, const Meanwhile& meanwhile) {
+    const int64_t x_step = ARE_TILES ? 16 : 1, x_bytes = ARE_TILES ? 64 : x_stride * 2, sums_bytes = sums_stride * 4;
     finish_writes();
     for (int row = 0; row < rows; row += 32) {
         const bool is_tall = rows - row > 16;
@@ -184,16 +285,16 @@ inline void add_products_amx(const bf16* x, int64_t x_stride, int rows, const bf
             const bf16* values = x + row * x_stride;
             const bf16* weights = w + block * block_stride;
             for (int64_t k = 0; k < depth; k += 32) {
-                fetch.some();
-                _tile_loadd(4, values + k, x_bytes);
-                _tile_loadd(6, weights + k * LANES, 64);
+                meanwhile();
+                TRIOSERVE_LOAD_TILE(4, ROWS, values + k * x_step, x_bytes);
+                TRIOSERVE_LOAD_TILE(6, WEIGHTS, weights + k * LANES, 64);
                 _tile_dpbf16ps(0, 4, 6);
                 if (is_wide) {
-                    _tile_loadd(7, weights + block_stride + k * LANES, 64);
+                    TRIOSERVE_LOAD_TILE(7, WEIGHTS, weights + block_stride + k * LANES, 64);
                     _tile_dpbf16ps(1, 4, 7);
                 }
                 if (is_tall) {
-                    _tile_loadd(5, values + 16 * x_stride + k, x_bytes);
+                    TRIOSERVE_LOAD_TILE(5, ROWS, values + 16 * x_stride + k * x_step, x_bytes);
                     _tile_dpbf16ps(2, 5, 6);
                     if (is_wide) _tile_dpbf16ps(3, 5, 7);
                 }
@@ -205,8 +306,9 @@ inline void add_products_amx(const bf16* x, int64_t x_stride, int rows, const bf
         }
     }
 }
-constexpr int AMX_ROWS_MIN = 5;     // below, vdpbf16ps reads the weights as fast as memory gives them
 constexpr int64_t AMX_DEPTH = 320;  // of K at a time, so that a panel and some rows fit the first cache
+constexpr int64_t AMX_DEPTH_OF_MANY = 576;
+constexpr int AMX_SUM_ROWS = 64;
 #else
 inline void configure_tiles() {}
 #endif
@@ -219,8 +321,8 @@ inline void add_products(const T* x, int64_t x_stride, int rows, const T* w, int
 #if defined(__AMX_BF16__)
     if constexpr (sizeof(T) == 2) {
         if (rows >= AMX_ROWS_MIN && depth % 32 == 0) {
-            WeightFetch nothing{};
-            add_products_amx(x, x_stride, rows, w, block_stride, blocks, depth, sums, sums_stride, is_first, nothing);
+            add_products_amx<false, Reading::AGAIN, Reading::AGAIN>(x, x_stride, rows, w, block_stride, blocks, depth, sums,
+                                                                    sums_stride, is_first, [] {});
             return;
         }
     }
@@ -278,53 +380,65 @@ private:
 #if defined(__AMX_BF16__)
 // As compute_piece. The weights behind these are fetched meanwhile.
 template <class Finish>
-inline void compute_piece_amx(const Piece& piece, const bf16* x, const bf16* w, int64_t first_block, int blocks,
-                              int64_t depth, const Finish& finish) {
-    alignas(64) float sums[(SUM_ROWS + 16) * PANEL];
-    const int64_t rows = piece.end_row - piece.first_row, block_stride = depth * LANES, panel = blocks * block_stride;
-    const int64_t parts = rows <= 32 ? 1 : (depth + AMX_DEPTH - 1) / AMX_DEPTH;
+inline void compute_piece_amx(const Piece& piece, const Rows<const bf16>& x, const bf16* w, int64_t first_block, int blocks,
+                              int64_t output_block, Finishing<Finish>& finishing) {
+    const int64_t rows = piece.end_row - piece.first_row, depth = x.depth;
+    const int64_t block_stride = depth * LANES, panel = blocks * block_stride;
+    const int64_t depth_max = rows <= 32 ? depth : rows <= 128 ? AMX_DEPTH : AMX_DEPTH_OF_MANY;
+    const int64_t parts = (depth + depth_max - 1) / depth_max;
     const bf16* weights = w + first_block * block_stride;
     WeightFetch fetch = WeightFetch::over(weights + panel, panel * 2, (rows + 31) / 32 * (depth / 32));
-    for (int64_t row = piece.first_row; row < piece.end_row; row += SUM_ROWS) {
-        const int count = int(std::min<int64_t>(SUM_ROWS, piece.end_row - row));
+    const auto meanwhile = [&] {
+        fetch.some();
+        finishing.some();
+    };
+    const int64_t rows_together = parts > 1 ? AMX_SUM_ROWS : 32;
+    for (int64_t row = piece.first_row; row < piece.end_row; row += rows_together) {
+        const int count = int(std::min(rows_together, piece.end_row - row));
+        finishing.share_out((count + 31) / 32 * (depth / 32));
         for (int64_t part = 0; part < parts; part++) {
             const int64_t start = depth * part / parts / 32 * 32, end = depth * (part + 1) / parts / 32 * 32;
-            add_products_amx(x + row * depth + start, depth, count, weights + start * LANES, block_stride, blocks,
-                             end - start, sums, PANEL, part == 0, fetch);
+            const auto add = [&](auto run) {
+                run(x.at(row, start), depth, count, weights + start * LANES, block_stride, blocks, end - start,
+                    finishing.sums(), PANEL, part == 0, meanwhile);
+            };
+            if (rows <= 32)
+                add(add_products_amx<true, Reading::AGAIN, Reading::ONCE, decltype(meanwhile)>);
+            else
+                add(add_products_amx<true, Reading::ONCE, Reading::AGAIN, decltype(meanwhile)>);
         }
-        finish(row, count, first_block, blocks, sums);
+        finishing.add(row, count, output_block, blocks);
     }
 }
 #endif
 
-// One piece of y = x W^T: finish(first row, row count, first output block, block count, sums) gets it in parts; the sums'
-// stride is PANEL. x: [m, padded depth], with rows to read up to the next 16.
+// One piece of y = x W^T. x: with rows to read up to the next 16. outputs: the block that the first one of w is to
+// `finishing`.
 template <class T, class Finish>
-inline void compute_piece(const Piece& piece, const T* x, const T* w, int64_t all_blocks, int64_t k, const Finish& finish) {
-    alignas(64) float sums[(SUM_ROWS + 16) * PANEL];
-    const int64_t depth = padded_depth(k);
+inline void compute_piece(const Piece& piece, const Rows<const T>& x, const T* w, int64_t all_blocks, int64_t outputs,
+                          Finishing<Finish>& finishing) {
     const int64_t first_block = piece.panel * PANEL_BLOCKS;
     const int blocks = int(std::min<int64_t>(PANEL_BLOCKS, all_blocks - first_block));
 #if defined(__AMX_BF16__)
     if constexpr (sizeof(T) == 2) {
-        if (piece.end_row - piece.first_row >= AMX_ROWS_MIN) {
-            compute_piece_amx(piece, x, w, first_block, blocks, depth, finish);
+        if (x.are_tiles) {
+            compute_piece_amx(piece, x, w, first_block, blocks, outputs + first_block, finishing);
             return;
         }
     }
 #endif
-    const int64_t block_stride = depth * LANES;
+    const int64_t depth = x.depth, block_stride = depth * LANES;
     for (int64_t row = piece.first_row; row < piece.end_row; row += SUM_ROWS) {
         const int rows = int(std::min<int64_t>(SUM_ROWS, piece.end_row - row));
         const int64_t depth_max = rows <= TILE_ROWS ? depth : DEPTH;
         const int64_t ahead = rows <= 4 ? 32 * 64 / int64_t(sizeof(T)) : PANEL_BLOCKS * block_stride;
         for (int64_t start = 0; start < depth; start += depth_max) {
             const T* weights = w + first_block * block_stride + start * LANES;
-            add_products(x + row * depth + start, depth, rows, weights, block_stride, blocks,
-                         std::min(depth_max, depth - start), sums, PANEL, start == 0,
-                         row == piece.first_row ? weights + ahead : nullptr);
+            add_products(x.at(row, start), depth, rows, weights, block_stride, blocks, std::min(depth_max, depth - start),
+                         finishing.sums(), PANEL, start == 0, row == piece.first_row ? weights + ahead : nullptr);
         }
-        finish(row, rows, first_block, blocks, sums);
+        finishing.add(row, rows, outputs + first_block, blocks);
+        finishing.end();
     }
 }
 

@@ -32,12 +32,11 @@ inline QuantizedRows rows_at(const int8_t* memory, int64_t rows, int64_t k) {
     return {memory, reinterpret_cast<const RowGroup*>(memory + rounded_up(rows, 16) * padded_depth(k))};
 }
 
-// x: [rows, padded k].
 template <class T>
-inline void quantize_row(const T* x, int64_t k, int64_t row, const QuantizedRows& to) {
+inline void quantize_row(const Rows<const T>& x, int64_t k, int64_t row, const QuantizedRows& to) {
     constexpr float TINY = 1e-30f;  // below, 127 / most is no number, and nothing is lost
     const int64_t records = record_count(k);
-    const T* from = x + row * padded_depth(k);
+    const T* from = x.at(row, 0);
     int8_t* values = const_cast<int8_t*>(to.values) + row * padded_depth(k);
     RowGroup* groups = const_cast<RowGroup*>(to.groups) + row * records;
     for (int64_t record = 0; record < records; record++, from += RECORD_DEPTH, values += RECORD_DEPTH) {
@@ -205,13 +204,6 @@ inline void run_quantized_tile(int rows, const int8_t* x, const RowGroup* groups
 }
 
 #if defined(__AMX_BF16__)
-constexpr int64_t DEQUANTIZED_ROWS_MIN = 5;  // below, quantizing the rows is faster
-
-template <class T>
-inline bool needs_quantized_rows(int64_t rows) {
-    return sizeof(T) != sizeof(bf16) || rows < DEQUANTIZED_ROWS_MIN;
-}
-
 // A record's weights in bfloat16, in the order of packed weights. Inlined, the constants stay in registers.
 template <class F>
 __attribute__((always_inline)) inline void dequantize_record(const uint8_t* record, bf16* to, int64_t block_stride) {
@@ -256,13 +248,13 @@ __attribute__((always_inline)) inline void dequantize_record(const uint8_t* reco
     }
 }
 
-// sums [rows, 32] (+)= at most 32 rows times some records. While one is multiplied, the next is dequantized. is_kept:
+// sums [rows, 32] (+)= at most 32 rows, as tiles of `depth` numbers a row, times some records. While one is multiplied, the next is dequantized. is_kept:
 // all are left in `numbers`; else its beginning is written again and again, and stays in the first cache. fetch: an
 // address from which as much is brought into the caches as is read.
-template <class F>
-inline void dequantize_and_multiply(const bf16* x, int64_t x_stride, int rows, const uint8_t* from, int64_t records,
+template <class F, class Meanwhile>
+inline void dequantize_and_multiply(const bf16* x, int64_t depth, int rows, const uint8_t* from, int64_t records,
                                     bf16* numbers, int64_t block_stride, bool is_kept, float* sums, bool is_first,
-                                    const uint8_t* fetch) {
+                                    const uint8_t* fetch, const Meanwhile& meanwhile) {
     constexpr int64_t SUMS_BYTES = PANEL * sizeof(float);
     const bool is_tall = rows > 16;
     if (is_first) {
@@ -286,16 +278,17 @@ inline void dequantize_and_multiply(const bf16* x, int64_t x_stride, int rows, c
             dequantize_record<F>(from + record * F::BYTES, numbers_of(record), block_stride);
         }
         if (record == 0) continue;
+        meanwhile();
         finish_writes();
-        const bf16* values = x + (record - 1) * RECORD_DEPTH;
+        const bf16* values = x + (record - 1) * RECORD_DEPTH * 16;
         const bf16* weights = numbers_of(record - 1);
-        _tile_loadd(4, values, x_stride * 2);
+        _tile_loadd(4, values, 64);
         _tile_loadd(6, weights, 64);
         _tile_loadd(7, weights + block_stride, 64);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
         if (is_tall) {
-            _tile_loadd(5, values + 16 * x_stride, x_stride * 2);
+            _tile_loadd(5, values + 16 * depth, 64);
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }
@@ -311,65 +304,63 @@ inline int64_t panel_numbers(int64_t k) { return padded_depth(k) * PANEL; }
 // compute_piece for a quantized weight and rows in bfloat16. The first 32 rows are multiplied with what is just being
 // dequantized, the others with what that leaves.
 template <class F, class Finish>
-inline void compute_dequantized_piece(const Piece& piece, const bf16* x, const uint8_t* w, int64_t all_blocks, int64_t k,
-                                      bf16* numbers, const Finish& finish) {
+inline void compute_dequantized_piece(const Piece& piece, const Rows<const bf16>& x, const uint8_t* w, int64_t all_blocks,
+                                      bf16* numbers, int64_t outputs, Finishing<Finish>& finishing) {
     constexpr int TALL = 32;
-    alignas(64) float sums[(SUM_ROWS + 16) * PANEL];
-    const int64_t records = record_count(k), depth = padded_depth(k), block_stride = depth * LANES;
+    const int64_t depth = x.depth, records = depth / RECORD_DEPTH, block_stride = depth * LANES;
     const int64_t first_block = piece.panel * PANEL_BLOCKS, first_row = piece.first_row, end_row = piece.end_row;
     const int blocks = int(std::min<int64_t>(PANEL_BLOCKS, all_blocks - first_block));
     const uint8_t* panel = w + piece.panel * records * F::BYTES;
     const bool is_kept = end_row - first_row > TALL;
     const int64_t depth_max = is_kept ? AMX_DEPTH : depth;
-    for (int64_t row = first_row; row < end_row; row += SUM_ROWS) {
-        const int rows = int(std::min<int64_t>(SUM_ROWS, end_row - row));
+    const auto meanwhile = [&] { finishing.some(); };
+    for (int64_t row = first_row; row < end_row; row += AMX_SUM_ROWS) {
+        const int rows = int(std::min<int64_t>(AMX_SUM_ROWS, end_row - row));
+        float* sums = finishing.sums();
+        finishing.share_out((rows + 31) / 32 * records);
         for (int64_t start = 0; start < depth; start += depth_max) {
             const int64_t part = std::min(depth_max, depth - start);
-            const bf16* values = x + row * depth + start;
-            bf16* weights = numbers + (end_row - first_row > SUM_ROWS ? start * LANES : 0);
+            const bf16* values = x.at(row, start);
+            bf16* weights = numbers + (end_row - first_row > AMX_SUM_ROWS ? start * LANES : 0);
             const int done = row == first_row ? std::min(rows, TALL) : 0;
             if (done > 0) {
                 const uint8_t* from = panel + start / RECORD_DEPTH * F::BYTES;
                 dequantize_and_multiply<F>(values, depth, done, from, part / RECORD_DEPTH, weights, block_stride,
-                                           is_kept, sums, start == 0, from + records * F::BYTES);
+                                           is_kept, sums, start == 0, from + records * F::BYTES, meanwhile);
             }
-            WeightFetch nothing{};
             if (done < rows)
-                add_products_amx(values + done * depth, depth, rows - done, weights, block_stride, blocks, part,
-                                 sums + done * PANEL, PANEL, start == 0, nothing);
+                add_products_amx<true, Reading::ONCE, Reading::AGAIN>(values + done * depth, depth, rows - done, weights,
+                                                                      block_stride, blocks, part, sums + done * PANEL,
+                                                                      PANEL, start == 0, meanwhile);
         }
-        finish(row, rows, first_block, blocks, sums);
+        finishing.add(row, rows, outputs + first_block, blocks);
     }
 }
 #else
-template <class T>
-inline bool needs_quantized_rows(int64_t) {
-    return true;
-}
 inline int64_t panel_numbers(int64_t) { return 0; }
 #endif
 
-// compute_piece for a quantized weight. quantized: the rows x, if needs_quantized_rows. numbers: panel_numbers of
-// memory.
+// compute_piece for a quantized weight. quantized: the rows x, if they are no tiles. numbers: panel_numbers of memory.
 template <class T, class Finish>
-inline void compute_quantized_piece(const Piece& piece, const T* x, const QuantizedRows& quantized, int32_t format,
-                                    const uint8_t* w, int64_t all_blocks, int64_t k, T* numbers, const Finish& finish) {
+inline void compute_quantized_piece(const Piece& piece, const Rows<const T>& x, const QuantizedRows& quantized,
+                                    int32_t format, const uint8_t* w, int64_t all_blocks, T* numbers, int64_t outputs,
+                                    Finishing<Finish>& finishing) {
 #if defined(__AMX_BF16__)
     if constexpr (sizeof(T) == sizeof(bf16)) {
-        if (quantized.values == nullptr) {
+        if (x.are_tiles) {
             with_format(format, [&](auto f) {
-                compute_dequantized_piece<decltype(f)>(piece, x, w, all_blocks, k, numbers, finish);
+                compute_dequantized_piece<decltype(f)>(piece, x, w, all_blocks, numbers, outputs, finishing);
             });
             return;
         }
     }
 #endif
-    alignas(64) float sums[(SUM_ROWS + 16) * PANEL];
-    const int64_t records = record_count(k), depth = padded_depth(k), end_row = piece.end_row;
+    const int64_t depth = x.depth, records = depth / RECORD_DEPTH, end_row = piece.end_row;
     const int64_t first_block = piece.panel * PANEL_BLOCKS;
     const int blocks = int(std::min<int64_t>(PANEL_BLOCKS, all_blocks - first_block));
     for (int64_t first = piece.first_row; first < end_row; first += SUM_ROWS) {
         const int rows = int(std::min<int64_t>(SUM_ROWS, end_row - first));
+        float* sums = finishing.sums();
         with_format(format, [&](auto f) {
             using F = decltype(f);
             const uint8_t* panel = w + piece.panel * records * F::BYTES;
@@ -383,7 +374,8 @@ inline void compute_quantized_piece(const Piece& piece, const T* x, const Quanti
                 row += height;
             }
         });
-        finish(first, rows, first_block, blocks, sums);
+        finishing.add(first, rows, outputs + first_block, blocks);
+        finishing.end();
     }
 }
 

@@ -37,6 +37,8 @@ inline Lanes sub(Lanes a, Lanes b) { return _mm512_sub_ps(a, b); }
 inline Lanes mul(Lanes a, Lanes b) { return _mm512_mul_ps(a, b); }
 inline Lanes div(Lanes a, Lanes b) { return _mm512_div_ps(a, b); }
 inline Lanes fma(Lanes a, Lanes b, Lanes c) { return _mm512_fmadd_ps(a, b, c); }
+// a / b, to 7e-5 of it.
+inline Lanes div_roughly(Lanes a, Lanes b) { return mul(a, _mm512_rcp14_ps(b)); }
 inline Lanes max(Lanes a, Lanes b) { return _mm512_max_ps(a, b); }
 inline Lanes min(Lanes a, Lanes b) { return _mm512_min_ps(a, b); }
 inline float sum_of(Lanes a) { return _mm512_reduce_add_ps(a); }
@@ -178,6 +180,7 @@ inline Lanes add(Lanes a, Lanes b) { return {_mm256_add_ps(a.low, b.low), _mm256
 inline Lanes sub(Lanes a, Lanes b) { return {_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)}; }
 inline Lanes mul(Lanes a, Lanes b) { return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)}; }
 inline Lanes div(Lanes a, Lanes b) { return {_mm256_div_ps(a.low, b.low), _mm256_div_ps(a.high, b.high)}; }
+inline Lanes div_roughly(Lanes a, Lanes b) { return div(a, b); }
 inline Lanes fma(Lanes a, Lanes b, Lanes c) {
     return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
 }
@@ -383,16 +386,18 @@ inline Lanes power_of_two(Lanes a) {
     return scale_by_power(p, whole);
 }
 
-// 2 ** a to 8e-5 of it, for a up to 127, and half a unit of bfloat16's last place more: what is left without its lower half
-// is rounded. In a quarter of the operations of exp.
-inline Lanes power_of_two_to_cut(Lanes a) {
+// 2 ** a to 8e-5 of it, for a up to 127; `more` is added to its significand. In a quarter of the operations of exp.
+inline Lanes power_of_two_roughly(Lanes a, float more = 0.0f) {
     const Lanes rest = above_floor(a);
     Lanes p = set(7.802452e-02f);
     p = fma(p, rest, set(2.260672e-01f));
     p = fma(p, rest, set(6.958335e-01f));
-    p = fma(p, rest, set(9.999252e-01f + 1.0f / 256));
+    p = fma(p, rest, set(9.999252e-01f + more));
     return scale_by_floor(p, a);
 }
+
+// Half a unit of bfloat16's last place more: what is left without its lower half is rounded.
+inline Lanes power_of_two_to_cut(Lanes a) { return power_of_two_roughly(a, 1.0f / 256); }
 
 // As long as it is there, this thread's results below 2 ** -126 are zeros: others can take a hundred times as long.
 class TinyAreZero {

@@ -18,18 +18,25 @@ namespace {
 constexpr int64_t OWN_NORM_ROWS_MAX = 4;
 constexpr int64_t ROWS_OF_PIECE = 4;
 
-template <class T>
-void norm_row(const float* from, const float* weight, int64_t size, float eps, T* to) {
+// to(n): where numbers n .. n + 15 go.
+template <class To>
+void norm_row(const float* from, const float* weight, int64_t size, float eps, const To& to) {
     Lanes squares = zero();
     for (int64_t n = 0; n < size; n += LANES) {
         const Lanes part = load(from + n);
         squares = fma(part, part, squares);
     }
     const Lanes share = set(1.0f / std::sqrt(sum_of(squares) / float(size) + eps));
-    for (int64_t n = 0; n < size; n += LANES) store(to + n, mul(mul(load(from + n), share), load(weight + n)));
+    for (int64_t n = 0; n < size; n += LANES) store(to(n), mul(mul(load(from + n), share), load(weight + n)));
 }
 
-inline Lanes silu(Lanes gate) { return div(gate, add(set(1.0f), exp(sub(zero(), gate)))); }
+// As exactly as T holds it.
+template <class T>
+inline Lanes silu(Lanes gate) {
+    if constexpr (sizeof(T) == sizeof(float)) return div(gate, add(set(1.0f), exp(sub(zero(), gate))));
+    const Lanes power = min(set(126.0f), mul(gate, set(-1.44269504f)));  // in this order a NaN stays one
+    return div_roughly(gate, add(set(1.0f), power_of_two_roughly(power)));
+}
 
 // The parts of one row's context: where the first one lies, in parts; how many they are; how many pieces write them.
 struct RowParts {
@@ -85,21 +92,21 @@ private:
     AttentionPlan plan_attention(const AttentionShape& shape, int64_t window) const;
     void share(const AttentionShape& shape, DecodeRow* first, DecodeRow* end, int64_t pages, AttentionPlan& plan) const;
     template <class T>
-    QuantizedRows quantize_rows(int thread, const T* x, int64_t rows, int64_t k);
+    QuantizedRows quantize_rows(int thread, const Rows<const T>& x, int64_t rows, int64_t k);
     template <class T, class Finish>
-    void product(int thread, const T* x, int64_t rows, const Matrix& weight, const Finish& finish);
+    void product(int thread, const Rows<const T>& x, int64_t rows, const Matrix& weight, const Finish& finish);
     template <class T>
     void embed(int thread, const Model& model, const Step& step, float* hidden);
     template <class T>
-    const T* norm_rows(int thread, const float* hidden, int64_t rows, int64_t size, const float* weight, float eps,
-                       T* shared);
+    Rows<const T> norm_rows(int thread, const float* hidden, int64_t rows, int64_t size, const float* weight, float eps,
+                            T* shared);
     template <class T>
     void turn_and_store(const Model& model, const Layer& layer, const float* qkv, int64_t row, T* queries, T* pages);
     template <class T>
     void attend(int thread, const AttentionShape& shape, const AttentionPlan& plan, int64_t window, const T* queries,
-                const T* pages, T* attended);
+                const T* pages, const Rows<T>& attended);
     template <class T>
-    void choose(int thread, const Model& model, const T* normed, int64_t rows);
+    void choose(int thread, const Model& model, const Rows<const T>& normed, int64_t rows);
     int32_t best_of(int64_t row);
     bool is_finite(int64_t row);
     void prepare_sampling(int64_t vocab);
@@ -267,7 +274,7 @@ AttentionPlan Engine::plan_attention(const AttentionShape& shape, int64_t window
 }
 
 template <class T>
-QuantizedRows Engine::quantize_rows(int thread, const T* x, int64_t rows, int64_t k) {
+QuantizedRows Engine::quantize_rows(int thread, const Rows<const T>& x, int64_t rows, int64_t k) {
     if (rows <= OWN_NORM_ROWS_MAX) {
         const QuantizedRows own = rows_at(own_[thread].quantized.of<int8_t>(quantized_rows_bytes(rows, k)), rows, k);
         for (int64_t row = 0; row < rows; row++) quantize_row(x, k, row, own);
@@ -282,30 +289,28 @@ QuantizedRows Engine::quantize_rows(int thread, const T* x, int64_t rows, int64_
     return shared;
 }
 
-// x: [rows, padded inputs].
 template <class T, class Finish>
-void Engine::product(int thread, const T* x, int64_t rows, const Matrix& weight, const Finish& finish) {
+void Engine::product(int thread, const Rows<const T>& x, int64_t rows, const Matrix& weight, const Finish& finish) {
     QuantizedRows quantized = {};
     for (const WeightPart& part : weight.parts)
-        if (part.block_count > 0 && part.format != DENSE && quantized.values == nullptr && needs_quantized_rows<T>(rows))
+        if (part.block_count > 0 && part.format != DENSE && quantized.values == nullptr && !x.are_tiles)
             quantized = quantize_rows(thread, x, rows, part.inputs);
     int64_t panels = 0;
     for (const WeightPart& part : weight.parts) panels += panel_count(part.block_count);
     const Pieces pieces(rows, panels, weight.parts[0].inputs, team.thread_count());
+    Finishing<Finish> finishing(finish);
     for (int64_t index; (index = team.take_share(thread, pieces.count())) >= 0;) {
         Piece piece = pieces.at(index);
         const WeightPart* part = weight.parts;
         for (; piece.panel >= panel_count(part->block_count); part++) piece.panel -= panel_count(part->block_count);
-        const auto finish_part = [&](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
-            finish(first_row, count, part->first_block + first_block, blocks, sums);
-        };
         if (part->format == DENSE)
-            compute_piece(piece, x, static_cast<const T*>(part->data), part->block_count, part->inputs, finish_part);
+            compute_piece(piece, x, static_cast<const T*>(part->data), part->block_count, part->first_block, finishing);
         else
             compute_quantized_piece(piece, x, quantized, part->format, static_cast<const uint8_t*>(part->data),
-                                    part->block_count, part->inputs,
-                                    own_[thread].dequantized.of<T>(panel_numbers(part->inputs)), finish_part);
+                                    part->block_count, own_[thread].dequantized.of<T>(panel_numbers(part->inputs)),
+                                    part->first_block, finishing);
     }
+    finishing.end();
 }
 
 template <class T>
@@ -339,20 +344,24 @@ void Engine::embed(int thread, const Model& model, const Step& step, float* hidd
 }
 
 template <class T>
-const T* Engine::norm_rows(int thread, const float* hidden, int64_t rows, int64_t size, const float* weight, float eps,
-                           T* shared) {
-    const int64_t stride = padded_depth(size);
+Rows<const T> Engine::norm_rows(int thread, const float* hidden, int64_t rows, int64_t size, const float* weight, float eps,
+                                T* shared) {
+    const auto norm = [=](int64_t row, const Rows<T>& to) {
+        norm_row(hidden + row * size, weight, size, eps, [=](int64_t n) { return to.at(row, n); });
+        to.pad(row, size);
+    };
     if (rows <= OWN_NORM_ROWS_MAX) {
-        T* own = own_[thread].normed.of<T>(readable(rows) * stride);
-        for (int64_t row = 0; row < rows; row++) norm_row(hidden + row * size, weight, size, eps, own + row * stride);
+        const auto own = rows_for_product(own_[thread].normed.of<T>(readable(rows) * padded_depth(size)), rows, size);
+        for (int64_t row = 0; row < rows; row++) norm(row, own);
         return own;
     }
+    const auto normed = rows_for_product(shared, rows, size);
     const int64_t pieces = (rows + ROWS_OF_PIECE - 1) / ROWS_OF_PIECE;
     for (int64_t piece; (piece = team.take_share(thread, pieces)) >= 0;)
         for (int64_t row = piece * ROWS_OF_PIECE; row < std::min(rows, (piece + 1) * ROWS_OF_PIECE); row++)
-            norm_row(hidden + row * size, weight, size, eps, shared + row * stride);
+            norm(row, normed);
     team.meet();
-    return shared;
+    return normed;
 }
 
 template <class T>
@@ -373,7 +382,7 @@ void Engine::turn_and_store(const Model& model, const Layer& layer, const float*
         const float* norm = is_query ? layer.query_norm : layer.key_norm;
         const float* values = from;
         if (norm != nullptr) {
-            norm_row(from, norm, dim, model.norm_eps, normed);
+            norm_row(from, norm, dim, model.norm_eps, [&](int64_t d) { return normed + d; });
             values = normed;
         }
         for (int64_t pair = 0; pair < half; pair++) {
@@ -390,9 +399,8 @@ void Engine::turn_and_store(const Model& model, const Layer& layer, const float*
 
 template <class T>
 void Engine::attend(int thread, const AttentionShape& shape, const AttentionPlan& plan, int64_t window,
-                    const T* queries, const T* pages, T* attended) {
+                    const T* queries, const T* pages, const Rows<T>& attended) {
     const TinyAreZero tiny_are_zero;
-    const int64_t stride = padded_depth(int64_t(shape.heads) * shape.head_dim);
     const PackedScratch<T> scratch(shape, own_[thread].packed.of<T>(PackedScratch<T>::packed_count(shape)),
                                    own_[thread].floats.of<float>(PackedScratch<T>::float_count(shape)));
     float* partials = partials_.of<float>(0);
@@ -403,7 +411,7 @@ void Engine::attend(int thread, const AttentionShape& shape, const AttentionPlan
     const auto count_write = [&](int64_t row) {
         if (parts_done_[row].fetch_add(1) + 1 != plan.parts[row].writes) return;
         parts_done_[row].store(0);
-        join_parts(shape, partial_at(row, 0), plan.parts[row].count, attended + row * stride);
+        join_parts(shape, partial_at(row, 0), plan.parts[row].count, attended, row);
     };
     const int64_t count = int64_t(plan.pieces.size());
     int64_t index = team.take();
@@ -412,7 +420,7 @@ void Engine::attend(int thread, const AttentionShape& shape, const AttentionPlan
         const AttentionPiece& piece = plan.pieces[index];
         const Chunk& chunk = chunks_[piece.chunk];
         if (piece.kind == AttentionPiece::PROMPT) {
-            attend_prompt(shape, chunk, piece, window, queries, rows_, pages, attended, stride, scratch);
+            attend_prompt(shape, chunk, piece, window, queries, rows_, pages, attended, scratch);
             continue;
         }
         const Sharer* sharers = plan.sharers.data() + piece.sharers_first;
@@ -441,7 +449,7 @@ void Engine::attend(int thread, const AttentionShape& shape, const AttentionPlan
 // The head's product: of each row the best id of this thread's pieces, a doubt whether all were finite, and the logits
 // where they are kept.
 template <class T>
-void Engine::choose(int thread, const Model& model, const T* normed, int64_t rows) {
+void Engine::choose(int thread, const Model& model, const Rows<const T>& normed, int64_t rows) {
     Own& own = own_[thread];
     float* best_values = own.best_values.of<float>(rows);
     int32_t* best_ids = own.best_ids.of<int32_t>(rows);
@@ -542,8 +550,12 @@ bool Engine::compute(const Model& model, const Step& step) {
     T* normed = normed_.of<T>(readable(rows) * padded_depth(hidden_size));
     float* qkv = qkv_.of<float>(rows * qkv_size);
     T* queries = queries_.of<T>((rows * shape.heads + 32) * shape.query_stride());
-    T* attended = attended_.of<T>(readable(rows) * padded_depth(query_size));
-    T* activated = activated_.of<T>(readable(rows) * padded_depth(middle));
+    const auto attended = rows_for_product(attended_.of<T>(readable(rows) * padded_depth(query_size)), rows, query_size);
+    const auto activated = rows_for_product(activated_.of<T>(readable(rows) * padded_depth(middle)), rows, middle);
+    for (int64_t row = 0; row < rows; row++) {
+        attended.pad(row, query_size);
+        activated.pad(row, middle);
+    }
     quantized_.of<int8_t>(quantized_rows_bytes(rows, std::max({hidden_size, query_size, middle})));
     angles_.of<float>(rows * shape.head_dim);
     float* sampled_hidden = sampled_.of<float>(sampled * hidden_size);
@@ -580,7 +592,7 @@ bool Engine::compute(const Model& model, const Step& step) {
             T* pages = static_cast<T*>(step.pages[index]);
             if (thread == 0 && index > 0 && step.is_abandoned != nullptr && index % step.ask_stride == 0)
                 is_abandoned_ = step.is_abandoned() != 0;
-            const T* x = norm_rows(thread, hidden, rows, hidden_size, layer.input_norm, model.norm_eps, normed);
+            Rows<const T> x = norm_rows(thread, hidden, rows, hidden_size, layer.input_norm, model.norm_eps, normed);
             product(thread, x, rows, layer.qkv,
                     [&](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
                         for (int row = 0; row < count; row++) {
@@ -599,7 +611,7 @@ bool Engine::compute(const Model& model, const Step& step) {
             team.meet();
             attend<T>(thread, shape, plans_.at(layer.window), layer.window, queries, pages, attended);
             team.meet();
-            product(thread, static_cast<const T*>(attended), rows, layer.output, add_to_hidden(layer.output_bias));
+            product<T>(thread, attended, rows, layer.output, add_to_hidden(layer.output_bias));
             team.meet();
             x = norm_rows(thread, hidden, rows, hidden_size, layer.post_norm, model.norm_eps, normed);
             product(thread, x, rows, layer.gate_up,
@@ -611,11 +623,11 @@ bool Engine::compute(const Model& model, const Step& step) {
                                 gate = add(gate, load(layer.gate_up_bias + first_block * LANES));
                                 up = add(up, load(layer.gate_up_bias + first_block * LANES + LANES));
                             }
-                            store(activated + (first_row + row) * padded_depth(middle) + n, mul(silu(gate), up));
+                            store(activated.at(first_row + row, n), mul(silu<T>(gate), up));
                         }
                     });
             team.meet();
-            product(thread, static_cast<const T*>(activated), rows, layer.down, add_to_hidden(layer.down_bias));
+            product<T>(thread, activated, rows, layer.down, add_to_hidden(layer.down_bias));
             team.meet();
         }
         if (sampled == 0) return;
@@ -624,7 +636,7 @@ bool Engine::compute(const Model& model, const Step& step) {
                 std::memcpy(sampled_hidden + index * hidden_size, hidden + step.sampled_rows[index] * hidden_size,
                             sizeof(float) * hidden_size);
         team.meet();
-        const T* x = norm_rows(thread, sampled_hidden, sampled, hidden_size, model.norm, model.norm_eps, normed);
+        const Rows<const T> x = norm_rows(thread, sampled_hidden, sampled, hidden_size, model.norm, model.norm_eps, normed);
         choose(thread, model, x, sampled);
         team.meet();
         for (int64_t row; (row = team.take()) < sampled;) {
@@ -684,10 +696,10 @@ template <class T>
 void Engine::compute_attention(const Model& model, const Step& step, const T* queries, T* attended) {
     plan_rows(model, step);
     const AttentionShape shape{model.head_count, model.kv_head_count, model.head_dim, model.page_tokens};
-    const int64_t dim = shape.head_dim, group = shape.group(), size = shape.heads * dim, stride = padded_depth(size);
+    const int64_t dim = shape.head_dim, group = shape.group(), size = shape.heads * dim;
     const int64_t window = model.layers[0].window;
     T* ordered = queries_.of<T>((rows_ * shape.heads + 32) * shape.query_stride());
-    T* padded = attended_.of<T>(readable(rows_) * stride);
+    const auto found = rows_for_product(attended_.of<T>(readable(rows_) * padded_depth(size)), rows_, size);
     // One model keeps its padding; here every call may have another shape.
     std::memset(ordered, 0, sizeof(T) * (rows_ * shape.heads + 32) * shape.query_stride());
     for (int64_t row = 0; row < rows_; row++)
@@ -696,17 +708,22 @@ void Engine::compute_attention(const Model& model, const Step& step, const T* qu
                         queries + row * size + head * dim, sizeof(T) * dim);
     team.run([&](int thread) {
         configure_tiles();
-        attend<T>(thread, shape, plans_.at(window), window, ordered, static_cast<const T*>(step.pages[0]), padded);
+        attend<T>(thread, shape, plans_.at(window), window, ordered, static_cast<const T*>(step.pages[0]), found);
     });
-    for (int64_t row = 0; row < rows_; row++) std::memcpy(attended + row * size, padded + row * stride, sizeof(T) * size);
+    for (int64_t row = 0; row < rows_; row++)
+        for (int64_t n = 0; n < size; n += LANES) std::memcpy(attended + row * size + n, found.at(row, n), sizeof(T) * LANES);
 }
 
 template <class T>
 void Engine::compute_product(const T* x, int64_t m, const Matrix& weight, int64_t n, float* y) {
-    quantized_.of<int8_t>(quantized_rows_bytes(m, weight.parts[0].inputs));
+    const int64_t k = weight.parts[0].inputs, depth = padded_depth(k);
+    quantized_.of<int8_t>(quantized_rows_bytes(m, k));
+    const auto rows = rows_for_product(normed_.of<T>(readable(m) * depth), m, k);
+    for (int64_t row = 0; row < m; row++)
+        for (int64_t n = 0; n < depth; n += LANES) std::memcpy(rows.at(row, n), x + row * depth + n, sizeof(T) * LANES);
     team.run([&](int thread) {
         configure_tiles();
-        product(thread, x, m, weight, [=](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
+        product<T>(thread, rows, m, weight, [=](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
             const int64_t column = first_block * LANES, width = std::min<int64_t>(blocks * LANES, n - column);
             for (int row = 0; row < count; row++)
                 std::memcpy(y + (first_row + row) * n + column, sums + row * PANEL, sizeof(float) * width);

@@ -69,10 +69,12 @@ inline void emulated_multiply(int sums, int a, int b) {
 #undef _tile_loadconfig
 #undef _tile_zero
 #undef _tile_loadd
+#undef _tile_stream_loadd
 #undef _tile_stored
 #undef _tile_dpbf16ps
 #define _tile_loadconfig(config) emulated_configure(config)
 #define _tile_zero(tile) std::memset(emulated_tiles[tile], 0, sizeof emulated_tiles[tile])
 #define _tile_loadd(tile, from, stride) emulated_load(tile, from, stride)
+#define _tile_stream_loadd(tile, from, stride) emulated_load(tile, from, stride)
 #define _tile_stored(tile, to, stride) emulated_store(tile, to, stride)
 #define _tile_dpbf16ps(sums, a, b) emulated_multiply(sums, a, b)
