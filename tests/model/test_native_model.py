@@ -28,7 +28,17 @@ from trioserve.model.runner import ModelRunner
 from trioserve.model.settings import ModelSettings
 from trioserve_kernels.native import NoNativeKernels, load_library
 
-KINDS = ("llama", "llama-tied", "llama-biased", "llama3-rope", "mistral", "qwen2", "qwen2-sliding", "qwen3")
+KINDS = (
+    "llama",
+    "llama-tied",
+    "llama-biased",
+    "llama-padded",
+    "llama3-rope",
+    "mistral",
+    "qwen2",
+    "qwen2-sliding",
+    "qwen3",
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -233,6 +243,34 @@ def test_an_abandoned_step_computes_no_further_layer(
     assert len(asked) == 3
     written = [not np.isnan(pages).all() for pages in runner.storage.pages]
     assert written == [True, True, False, False, False, False, False, False]
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+@pytest.mark.parametrize("counts", ((3, 20), (20, 3)))
+def test_nothing_of_an_earlier_step_is_in_what_rows_are_padded_with(
+    counts: tuple[int, int], dtype: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
+) -> None:
+    """Few rows and many lie in different ways in the same memory. All numbers of the first step are NaN."""
+    checkpoint = open_checkpoint(tiny_checkpoint("llama-padded"))
+
+    def tensors() -> Iterator[StoredTensor]:
+        for tensor in checkpoint.tensors():
+
+            def read(dtype: Dtype, tensor: StoredTensor = tensor) -> Values:
+                values = tensor.read(dtype)
+                values[33] = float("nan") if values.dtype.kind == "f" else 0x7FC0  # bfloat16 as it lies
+                return values
+
+            yield tensor._replace(read=read) if tensor.name == "embed.weight" else tensor
+
+    damaged: Any = SimpleNamespace(config=checkpoint.config, weight_bytes=checkpoint.weight_bytes, tensors=tensors)
+    runner = ModelRunner.load(damaged, ModelSettings(device="cpu", dtype=dtype, block_size=4, cpu_kernels="native"))
+    runner.allocate_kv(16)
+    driver = step_driver.StepDriver(runner)
+    driver.add("bad", [33] * counts[0])
+    driver.add("good", prompt_of(counts[1], 2))
+    assert list(driver.step({"bad": counts[0]}).errors) == ["bad"]
+    assert not driver.step({"good": counts[1]}).errors
 
 
 def test_among_equal_logits_the_lowest_id_is_chosen(

@@ -27,6 +27,7 @@ KINDS = (
     "llama-tied",
     "llama-biased",
     "llama3-rope",
+    "llama-padded",
     "llama-linear-rope",
     "llama-wide",
     "mistral",

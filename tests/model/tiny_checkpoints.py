@@ -75,6 +75,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     # Rows of 256 and 512 are what the K quants need.
     "llama-wide": ("llama", {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}),
+    # Multiples of 16, but not of 32.
+    "llama-padded": (
+        "llama",
+        {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 3, "num_key_value_heads": 1},
+    ),
     "mistral": ("mistral", {"sliding_window": 8, "head_dim": 32}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "qwen2-yarn": ("qwen2", {"rope_parameters": _YARN_ROPE}),
