@@ -6,9 +6,8 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 
-#include "simd.h"
+#include "amx.h"
 
 namespace trioserve {
 
@@ -16,7 +15,7 @@ constexpr int PANEL_BLOCKS = 2;                   // blocks of a piece of work
 constexpr int PANEL = PANEL_BLOCKS * LANES;       // outputs of a piece of work
 constexpr int TILE_ROWS = 8;                      // 16 sums; more rows need more addresses than there are registers
 constexpr int64_t CHUNK_NUMBERS = 512 * 576;      // of x in a piece of work: they stay in the second cache
-constexpr int64_t ROWS_TOGETHER = 32;             // pieces end at multiples of them, but the last one
+constexpr int64_t ROWS_TOGETHER = 32;             // two of AMX's tiles; pieces end at multiples of them, but the last one
 constexpr int64_t OWN_ROWS_MIN = 128;             // with fewer, threads share rows rather than weights
 constexpr int SUM_ROWS = 128;                     // rows whose sums are finished at a time
 constexpr int PIECES_OF_THREAD = 4;               // so many at least, that one late thread leaves little behind
@@ -213,24 +212,6 @@ private:
 };
 
 #if defined(__AMX_BF16__)
-// The compiler does not know that a tile is loaded from memory, and must not write there later.
-inline void finish_writes() { std::atomic_signal_fence(std::memory_order_seq_cst); }
-
-// As the CPU reads it. Constant, since the compiler does not know that the CPU does.
-struct TileConfiguration {
-    uint8_t palette, start_row, nothing[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-};
-
-// One tile configuration for every product: 16 rows of 64 bytes. oneDNN changes it, so every thread sets it anew when a
-// step begins.
-inline void configure_tiles() {
-    alignas(64) static constexpr TileConfiguration CONFIGURATION{
-        1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
-    _tile_loadconfig(&CONFIGURATION);
-}
-
 // What a product brings into the caches meanwhile: at each tile of x `lines` of 64 bytes at each of some places that lie
 // `apart` bytes from each other. Memory gives more to several places than to one.
 struct WeightFetch {
@@ -250,67 +231,9 @@ struct WeightFetch {
     }
 };
 
-// What is read from the second cache once, and passes by the first; or what stays there.
-enum class Reading { ONCE, AGAIN };
-
-// A macro, since the number of a tile becomes part of an instruction's text.
-#define TRIOSERVE_LOAD_TILE(tile, reading, from, bytes) \
-    if constexpr (reading == Reading::ONCE)             \
-        _tile_stream_loadd(tile, from, bytes);          \
-    else                                                \
-        _tile_loadd(tile, from, bytes)
-
-// As add_products; x has rows to read up to the next 16, sums to write. ARE_TILES: so x lies, see Rows. meanwhile() is
-// called at every 32 of K.
-template <bool ARE_TILES, Reading ROWS, Reading WEIGHTS, class Meanwhile>
-inline void add_products_amx(const bf16* x, int64_t x_stride, int rows, const bf16* w, int64_t block_stride, int blocks,
-                             int64_t depth, float* sums, int64_t sums_stride, bool is_first, const Meanwhile& meanwhile) {
-    const int64_t x_step = ARE_TILES ? 16 : 1, x_bytes = ARE_TILES ? 64 : x_stride * 2, sums_bytes = sums_stride * 4;
-    finish_writes();
-    for (int row = 0; row < rows; row += 32) {
-        const bool is_tall = rows - row > 16;
-        for (int block = 0; block < blocks; block += 2) {
-            const bool is_wide = blocks - block > 1;
-            float* to = sums + row * sums_stride + block * LANES;
-            _tile_zero(0);
-            _tile_zero(1);
-            _tile_zero(2);
-            _tile_zero(3);
-            if (!is_first) {
-                _tile_loadd(0, to, sums_bytes);
-                if (is_wide) _tile_loadd(1, to + LANES, sums_bytes);
-                if (is_tall) _tile_loadd(2, to + 16 * sums_stride, sums_bytes);
-                if (is_tall && is_wide) _tile_loadd(3, to + 16 * sums_stride + LANES, sums_bytes);
-            }
-            const bf16* values = x + row * x_stride;
-            const bf16* weights = w + block * block_stride;
-            for (int64_t k = 0; k < depth; k += 32) {
-                meanwhile();
-                TRIOSERVE_LOAD_TILE(4, ROWS, values + k * x_step, x_bytes);
-                TRIOSERVE_LOAD_TILE(6, WEIGHTS, weights + k * LANES, 64);
-                _tile_dpbf16ps(0, 4, 6);
-                if (is_wide) {
-                    TRIOSERVE_LOAD_TILE(7, WEIGHTS, weights + block_stride + k * LANES, 64);
-                    _tile_dpbf16ps(1, 4, 7);
-                }
-                if (is_tall) {
-                    TRIOSERVE_LOAD_TILE(5, ROWS, values + 16 * x_stride + k * x_step, x_bytes);
-                    _tile_dpbf16ps(2, 5, 6);
-                    if (is_wide) _tile_dpbf16ps(3, 5, 7);
-                }
-            }
-            _tile_stored(0, to, sums_bytes);
-            if (is_wide) _tile_stored(1, to + LANES, sums_bytes);
-            if (is_tall) _tile_stored(2, to + 16 * sums_stride, sums_bytes);
-            if (is_tall && is_wide) _tile_stored(3, to + 16 * sums_stride + LANES, sums_bytes);
-        }
-    }
-}
-constexpr int64_t AMX_DEPTH = 320;  // of K at a time, so that a panel and some rows fit the first cache
-constexpr int64_t AMX_DEPTH_OF_MANY = 576;
-constexpr int AMX_SUM_ROWS = 64;
-#else
-inline void configure_tiles() {}
+// Of K at a time, so that what is read again stays in the first cache: where up to 128 rows share a panel, and where more.
+constexpr int64_t AMX_DEPTH = 320, AMX_DEPTH_OF_MANY = 576;
+constexpr int64_t AMX_SUM_ROWS = 64;  // rows whose sums wait for each other, where K is divided
 #endif
 
 // sums [rows, 16 * blocks] (+)= x [rows, depth] times blocks of w. Rows of x and of sums are there up to the next 16.
@@ -378,31 +301,32 @@ private:
 };
 
 #if defined(__AMX_BF16__)
-// As compute_piece. The weights behind these are fetched meanwhile.
+// As compute_piece. The weights behind these are fetched meanwhile, and the sums before these are finished.
 template <class Finish>
 inline void compute_piece_amx(const Piece& piece, const Rows<const bf16>& x, const bf16* w, int64_t first_block, int blocks,
                               int64_t output_block, Finishing<Finish>& finishing) {
     const int64_t rows = piece.end_row - piece.first_row, depth = x.depth;
     const int64_t block_stride = depth * LANES, panel = blocks * block_stride;
-    const int64_t depth_max = rows <= 32 ? depth : rows <= 128 ? AMX_DEPTH : AMX_DEPTH_OF_MANY;
+    const bool is_read_once = rows <= ROWS_TOGETHER;
+    const int64_t depth_max = is_read_once ? depth : rows <= 128 ? AMX_DEPTH : AMX_DEPTH_OF_MANY;
     const int64_t parts = (depth + depth_max - 1) / depth_max;
     const bf16* weights = w + first_block * block_stride;
-    WeightFetch fetch = WeightFetch::over(weights + panel, panel * 2, (rows + 31) / 32 * (depth / 32));
+    WeightFetch fetch = WeightFetch::over(weights + panel, panel * 2, (rows + 31) / ROWS_TOGETHER * (depth / 32));
     const auto meanwhile = [&] {
         fetch.some();
         finishing.some();
     };
-    const int64_t rows_together = parts > 1 ? AMX_SUM_ROWS : 32;
-    for (int64_t row = piece.first_row; row < piece.end_row; row += rows_together) {
-        const int count = int(std::min(rows_together, piece.end_row - row));
-        finishing.share_out((count + 31) / 32 * (depth / 32));
+    const int64_t sum_rows = parts > 1 ? AMX_SUM_ROWS : ROWS_TOGETHER;
+    for (int64_t row = piece.first_row; row < piece.end_row; row += sum_rows) {
+        const int count = int(std::min(sum_rows, piece.end_row - row));
+        finishing.share_out((count + 31) / ROWS_TOGETHER * (depth / 32));
         for (int64_t part = 0; part < parts; part++) {
             const int64_t start = depth * part / parts / 32 * 32, end = depth * (part + 1) / parts / 32 * 32;
             const auto add = [&](auto run) {
                 run(x.at(row, start), depth, count, weights + start * LANES, block_stride, blocks, end - start,
                     finishing.sums(), PANEL, part == 0, meanwhile);
             };
-            if (rows <= 32)
+            if (is_read_once)
                 add(add_products_amx<true, Reading::AGAIN, Reading::ONCE, decltype(meanwhile)>);
             else
                 add(add_products_amx<true, Reading::ONCE, Reading::AGAIN, decltype(meanwhile)>);

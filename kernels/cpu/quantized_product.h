@@ -306,23 +306,22 @@ inline int64_t panel_numbers(int64_t k) { return padded_depth(k) * PANEL; }
 template <class F, class Finish>
 inline void compute_dequantized_piece(const Piece& piece, const Rows<const bf16>& x, const uint8_t* w, int64_t all_blocks,
                                       bf16* numbers, int64_t outputs, Finishing<Finish>& finishing) {
-    constexpr int TALL = 32;
     const int64_t depth = x.depth, records = depth / RECORD_DEPTH, block_stride = depth * LANES;
     const int64_t first_block = piece.panel * PANEL_BLOCKS, first_row = piece.first_row, end_row = piece.end_row;
     const int blocks = int(std::min<int64_t>(PANEL_BLOCKS, all_blocks - first_block));
     const uint8_t* panel = w + piece.panel * records * F::BYTES;
-    const bool is_kept = end_row - first_row > TALL;
+    const bool is_kept = end_row - first_row > ROWS_TOGETHER;
     const int64_t depth_max = is_kept ? AMX_DEPTH : depth;
     const auto meanwhile = [&] { finishing.some(); };
     for (int64_t row = first_row; row < end_row; row += AMX_SUM_ROWS) {
         const int rows = int(std::min<int64_t>(AMX_SUM_ROWS, end_row - row));
         float* sums = finishing.sums();
-        finishing.share_out((rows + 31) / 32 * records);
+        finishing.share_out((rows + 31) / ROWS_TOGETHER * records);
         for (int64_t start = 0; start < depth; start += depth_max) {
             const int64_t part = std::min(depth_max, depth - start);
             const bf16* values = x.at(row, start);
             bf16* weights = numbers + (end_row - first_row > AMX_SUM_ROWS ? start * LANES : 0);
-            const int done = row == first_row ? std::min(rows, TALL) : 0;
+            const int done = row == first_row ? std::min<int>(rows, ROWS_TOGETHER) : 0;
             if (done > 0) {
                 const uint8_t* from = panel + start / RECORD_DEPTH * F::BYTES;
                 dequantize_and_multiply<F>(values, depth, done, from, part / RECORD_DEPTH, weights, block_stride,
