@@ -116,7 +116,7 @@ class LayerStruct(ctypes.Structure):
         *((name, MatrixStruct) for name in ("qkv", "output", "gate_up", "down")),
         *((name, _pointer) for name in ("qkv_bias", "output_bias", "gate_up_bias", "down_bias")),
         *((name, _pointer) for name in ("input_norm", "post_norm", "query_norm", "key_norm")),
-        ("window", ctypes.c_int64),
+        *((name, _int) for name in ("pairs_together", "window")),
     )
 
 

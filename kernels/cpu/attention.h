@@ -55,10 +55,10 @@ inline int64_t piece_tokens_max(const AttentionShape& shape) {
     return std::max<int64_t>(1, PACKED_ROWS / shape.group());
 }
 
-template <class T>
-inline const T* token_of(const T* pages, const AttentionShape& shape, const Chunk& chunk, int64_t position) {
+// Where a token's numbers begin in a layer's pages.
+inline int64_t slot_of(const AttentionShape& shape, const Chunk& chunk, int64_t position) {
     const int64_t page = chunk.table[position / shape.page_tokens];
-    return pages + (page * shape.page_tokens + position % shape.page_tokens) * shape.token_stride();
+    return (page * shape.page_tokens + position % shape.page_tokens) * shape.token_stride();
 }
 
 // Where the tokens at positions from .. from + count - 1 lie, page by page: a division for each would take longer than

@@ -111,7 +111,7 @@ inline TileSpan find_span(const AttentionShape& shape, const bf16* pages, const 
         }
         const int64_t begin = base + block * LANES, end = begin + LANES;
         if (begin >= from && end <= to && shape.page_tokens % LANES == 0) {
-            span.blocks[block] = token_of(pages, shape, chunk, begin);
+            span.blocks[block] = pages + slot_of(shape, chunk, begin);
             continue;
         }
         const bf16* tokens_at[LANES];

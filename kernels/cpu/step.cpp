@@ -101,7 +101,12 @@ private:
     Rows<const T> norm_rows(int thread, const float* hidden, int64_t rows, int64_t size, const float* weight, float eps,
                             T* shared);
     template <class T>
+    T* query_at(const AttentionShape& shape, int64_t row, int64_t head, T* queries) const;
+    template <class T>
     void turn_and_store(const Model& model, const Layer& layer, const float* qkv, int64_t row, T* queries, T* pages);
+    template <class T>
+    void turn_and_store(const Model& model, const Layer& layer, const float* sums, int64_t row, int64_t first_block,
+                        int blocks, T* queries, T* pages);
     template <class T>
     void attend(int thread, const AttentionShape& shape, const AttentionPlan& plan, int64_t window, const T* queries,
                 const T* pages, const Rows<T>& attended);
@@ -116,6 +121,7 @@ private:
     std::vector<Own> own_;
     std::vector<Chunk> chunks_;
     std::vector<int32_t> chunk_of_row_;
+    std::vector<int64_t> slot_of_row_;    // where a row's keys begin in the pages of any layer
     std::vector<float*> logits_of_row_;  // of each sampled row; null: its logits are not kept
     std::map<int64_t, AttentionPlan> plans_;
     std::unique_ptr<std::atomic<int>[]> parts_done_;
@@ -137,6 +143,10 @@ void Engine::plan_rows(const Model& model, const Step& step) {
         chunk_of_row_.insert(chunk_of_row_.end(), step.chunk_counts[index], index);
     }
     const AttentionShape shape{model.head_count, model.kv_head_count, model.head_dim, model.page_tokens};
+    slot_of_row_.resize(rows_);
+    for (const Chunk& chunk : chunks_)
+        for (int64_t token = 0; token < chunk.count; token++)
+            slot_of_row_[chunk.first_row + token] = slot_of(shape, chunk, chunk.start + token);
     plans_.clear();
     int64_t partials = 0;
     for (int32_t layer = 0; layer < model.layer_count; layer++) {
@@ -365,14 +375,19 @@ Rows<const T> Engine::norm_rows(int thread, const float* hidden, int64_t rows, i
 }
 
 template <class T>
+T* Engine::query_at(const AttentionShape& shape, int64_t row, int64_t head, T* queries) const {
+    const int64_t group = shape.group();
+    return queries + ((head / group * rows_ + row) * group + head % group) * shape.query_stride();
+}
+
+template <class T>
 void Engine::turn_and_store(const Model& model, const Layer& layer, const float* qkv, int64_t row, T* queries,
                             T* pages) {
     const AttentionShape shape{model.head_count, model.kv_head_count, model.head_dim, model.page_tokens};
-    const int64_t dim = shape.head_dim, half = dim / 2, group = shape.group();
+    const int64_t dim = shape.head_dim, half = dim / 2;
     const float* cosines = angles_.of<float>(0) + row * dim;
     const float* sines = cosines + half;
-    const Chunk& chunk = chunks_[chunk_of_row_[row]];
-    T* slot = const_cast<T*>(token_of<T>(pages, shape, chunk, chunk.start + row - chunk.first_row));
+    T* slot = pages + slot_of_row_[row];
     const float* from = qkv + row * (shape.heads + 2 * shape.kv_heads) * dim;
     constexpr int64_t DIM_MAX = 512;
     alignas(64) float normed[DIM_MAX];
@@ -389,12 +404,35 @@ void Engine::turn_and_store(const Model& model, const Layer& layer, const float*
             turned[pair] = values[pair] * cosines[pair] - values[half + pair] * sines[pair];
             turned[half + pair] = values[half + pair] * cosines[pair] + values[pair] * sines[pair];
         }
-        T* to = is_query ? queries + ((head / group * rows_ + row) * group + head % group) * shape.query_stride()
-                         : slot + (head - shape.heads) * dim;
+        T* to = is_query ? query_at(shape, row, head, queries) : slot + (head - shape.heads) * dim;
         for (int64_t d = 0; d < dim; d += LANES) store(to + d, load(turned + d));
     }
     T* values = slot + shape.kv_heads * dim;
     for (int64_t d = 0; d < shape.kv_heads * dim; d += LANES) store(values + d, load(from + d));
+}
+
+// As soon as a row's sums of one panel are there: 16 pairs of a head with pairs_together, or up to 32 numbers of values.
+template <class T>
+void Engine::turn_and_store(const Model& model, const Layer& layer, const float* sums, int64_t row, int64_t first_block,
+                            int blocks, T* queries, T* pages) {
+    const AttentionShape shape{model.head_count, model.kv_head_count, model.head_dim, model.page_tokens};
+    const int64_t dim = shape.head_dim, half = dim / 2, first = first_block * LANES, head = first / dim;
+    const auto sum_of_block = [=](int block) {
+        const Lanes sum = load(sums + block * LANES);
+        return layer.qkv_bias == nullptr ? sum : add(sum, load(layer.qkv_bias + first + block * LANES));
+    };
+    T* slot = pages + slot_of_row_[row];
+    if (head < shape.heads + shape.kv_heads) {
+        const int64_t pair = first % dim / 2;
+        const float* cosines = angles_.of<float>(0) + row * dim + pair;
+        const Lanes a = sum_of_block(0), b = sum_of_block(1), cosine = load(cosines), sine = load(cosines + half);
+        T* to = (head < shape.heads ? query_at(shape, row, head, queries) : slot + (head - shape.heads) * dim) + pair;
+        store(to, sub(mul(a, cosine), mul(b, sine)));
+        store(to + half, fma(b, cosine, mul(a, sine)));
+    } else {
+        for (int block = 0; block < blocks; block++)
+            store(slot + first - shape.heads * dim + block * LANES, sum_of_block(block));
+    }
 }
 
 template <class T>
@@ -593,22 +631,31 @@ bool Engine::compute(const Model& model, const Step& step) {
             if (thread == 0 && index > 0 && step.is_abandoned != nullptr && index % step.ask_stride == 0)
                 is_abandoned_ = step.is_abandoned() != 0;
             Rows<const T> x = norm_rows(thread, hidden, rows, hidden_size, layer.input_norm, model.norm_eps, normed);
-            product(thread, x, rows, layer.qkv,
-                    [&](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
-                        for (int row = 0; row < count; row++) {
-                            for (int block = 0; block < blocks; block++) {
-                                const int64_t n = (first_block + block) * LANES;
-                                Lanes value = load(sums + row * PANEL + block * LANES);
-                                if (layer.qkv_bias != nullptr) value = add(value, load(layer.qkv_bias + n));
-                                store(qkv + (first_row + row) * qkv_size + n, value);
+            if (layer.pairs_together) {
+                product(thread, x, rows, layer.qkv,
+                        [&](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
+                            for (int row = 0; row < count; row++)
+                                turn_and_store(model, layer, sums + row * PANEL, first_row + row, first_block, blocks,
+                                               queries, pages);
+                        });
+            } else {
+                product(thread, x, rows, layer.qkv,
+                        [&](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
+                            for (int row = 0; row < count; row++) {
+                                for (int block = 0; block < blocks; block++) {
+                                    const int64_t n = (first_block + block) * LANES;
+                                    Lanes value = load(sums + row * PANEL + block * LANES);
+                                    if (layer.qkv_bias != nullptr) value = add(value, load(layer.qkv_bias + n));
+                                    store(qkv + (first_row + row) * qkv_size + n, value);
+                                }
                             }
-                        }
-                    });
+                        });
+                team.meet();
+                for (int64_t row; (row = team.take_share(thread, rows)) >= 0;)
+                    turn_and_store(model, layer, qkv, row, queries, pages);
+            }
             team.meet();
             if (is_abandoned_) return;
-            for (int64_t row; (row = team.take_share(thread, rows)) >= 0;)
-                turn_and_store(model, layer, qkv, row, queries, pages);
-            team.meet();
             attend<T>(thread, shape, plans_.at(layer.window), layer.window, queries, pages, attended);
             team.meet();
             product<T>(thread, attended, rows, layer.output, add_to_hidden(layer.output_bias));

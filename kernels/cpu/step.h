@@ -23,12 +23,14 @@ struct Matrix {
 };
 
 // Weights are packed (see product.h and quantized.h); biases, norms: float32; absent ones are null. gate_up has blocks of 16 gate
-// outputs and 16 up outputs in turn, its bias, too. window: 0 sees everything.
+// outputs and 16 up outputs in turn, its bias, too. With pairs_together the heads of queries and keys have 16 of their first
+// half and 16 of their second half in turn, their bias, too: what is turned together is computed together. window: 0 sees
+// everything.
 struct Layer {
     Matrix qkv, output, gate_up, down;
     const float *qkv_bias, *output_bias, *gate_up_bias, *down_bias;
     const float *input_norm, *post_norm, *query_norm, *key_norm;
-    int64_t window;
+    int32_t pairs_together, window;
 };
 
 struct Model {

@@ -32,6 +32,7 @@ KINDS = (
     "llama",
     "llama-tied",
     "llama-biased",
+    "llama-biased-64",
     "llama-padded",
     "llama3-rope",
     "mistral",

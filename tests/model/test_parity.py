@@ -26,6 +26,7 @@ KINDS = (
     "llama",
     "llama-tied",
     "llama-biased",
+    "llama-biased-64",
     "llama3-rope",
     "llama-padded",
     "llama-linear-rope",

@@ -68,6 +68,16 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "llama-biased": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-biased-64": (
+        "llama",
+        {
+            "attention_bias": True,
+            "hidden_size": 96,
+            "head_dim": 64,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+        },
+    ),
     "llama3-rope": ("llama", {"rope_parameters": _LLAMA3_ROPE}),
     "llama-linear-rope": (
         "llama",

@@ -21,7 +21,7 @@ from trioserve.model.kv_storage import KVStorage
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.native_sampling import NativeSamplings, token_logprob
 from trioserve.model.number_formats import Dtype, Float32Array, Values, convert
-from trioserve.model.packed_weights import HEAD, PackedWeights
+from trioserve.model.packed_weights import HEAD, PackedWeights, has_pairs_together, pairs_together
 from trioserve.model.quantization import Quantization
 from trioserve.model.rotary import rotary_frequencies
 from trioserve.model.samples import PROMPT_LOGPROB_ROWS, ComputedStep, prompt_followers, sampled_rows
@@ -230,17 +230,23 @@ class _Layer:
         self.down_bias = _singles(hidden) if config.mlp_bias else None
 
     def struct(self, window: int | None, matrices: dict[str, MatrixStruct]) -> LayerStruct:
-        names = {field[0] for field in LayerStruct._fields_} - {"window", *MATRICES}
+        names = {field[0] for field in LayerStruct._fields_} - {"pairs_together", "window", *MATRICES}
         tensors = {name: getattr(self, name) for name in names}
         addresses = {name: None if tensor is None else address(tensor) for name, tensor in tensors.items()}
-        return LayerStruct(**matrices, **addresses, window=window or 0)
+        together = int(has_pairs_together(self._config))
+        return LayerStruct(**matrices, **addresses, pairs_together=together, window=window or 0)
+
+    def _of_heads(self, bias: Float32Array | None) -> Float32Array | None:
+        if bias is None or not has_pairs_together(self._config):
+            return bias
+        return pairs_together(bias, self._config.head_dim)
 
     def slots(self, name: str) -> Iterator[Slot]:
         config = self._config
         heads, keys = config.head_count * config.head_dim, config.kv_head_count * config.head_dim
         for projection, bias in (
-            ("q_proj", _part(self.qkv_bias, 0, heads)),
-            ("k_proj", _part(self.qkv_bias, heads, keys)),
+            ("q_proj", self._of_heads(_part(self.qkv_bias, 0, heads))),
+            ("k_proj", self._of_heads(_part(self.qkv_bias, heads, keys))),
             ("v_proj", _part(self.qkv_bias, heads + keys, keys)),
             ("o_proj", self.output_bias),
             ("gate_proj", _every_other_block(self.gate_up_bias, 0)),

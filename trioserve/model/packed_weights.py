@@ -5,7 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
 
 from trioserve.model.loading.stored_tensor import Bytes
 from trioserve.model.model_config import ModelConfig
@@ -14,6 +17,7 @@ from trioserve.model.quantization import Quantization, weight_format
 from trioserve.model.weights import Slot
 from trioserve_kernels.native import (
     BLOCK_FORMATS,
+    BLOCK_OUTPUTS,
     Library,
     MatrixStruct,
     WeightFormat,
@@ -21,19 +25,34 @@ from trioserve_kernels.native import (
     matrix_of,
 )
 
-__all__ = ["HEAD", "PackedWeights"]
+__all__ = ["HEAD", "PackedWeights", "has_pairs_together", "pairs_together"]
 
 HEAD = "head"
 
 
+def has_pairs_together(config: ModelConfig) -> bool:
+    """Whether queries and keys can be turned as soon as some of a head's numbers are there."""
+    return config.head_dim % (2 * BLOCK_OUTPUTS) == 0 and not config.qk_norm
+
+
+def pairs_together(heads: npt.NDArray[Any], dim: int) -> npt.NDArray[Any]:
+    """[heads * dim, ...] with 16 of a head's first half and 16 of its second in turn, seen in a checkpoint's order:
+    [heads, 2, dim / 32, 16, ...]."""
+    return heads.reshape(-1, dim // (2 * BLOCK_OUTPUTS), 2, BLOCK_OUTPUTS, *heads.shape[1:]).swapaxes(1, 2)
+
+
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One or more matrices of the checkpoint, of the same shape, whose blocks of 16 outputs lie in turn."""
+    """One or more matrices of the checkpoint, of the same shape, whose blocks of 16 outputs lie in turn.
+
+    pairs_of: the size of heads whose halves lie in turn, see pairs_together; 0: there are none.
+    """
 
     names: tuple[str, ...]
     rows: int
     columns: int
     format: WeightFormat
+    pairs_of: int = 0
 
     @property
     def outputs(self) -> int:
@@ -84,14 +103,23 @@ class PackedWeights:
 
     def _slot(self, name: str, part: _Part, place: int, first_block: int) -> Slot:
         def pack(weight: Values) -> None:
-            library.pack(weight, place, first_block=first_block, block_step=step)
+            library.pack(ordered(weight), place, first_block=first_block, block_step=step)
 
         def quantize(weight: Values) -> None:
-            values = cast(Float32Array, weight)
+            values = cast(Float32Array, ordered(weight))
             library.pack_values(part.format, values, place, first_block=first_block, block_step=step)
 
         def take(block_type: str, blocks: Bytes) -> None:
-            library.pack_blocks(block_type, blocks, part.columns, place, first_block=first_block, block_step=step)
+            rows = ordered(blocks)
+            library.pack_blocks(block_type, rows, part.columns, place, first_block=first_block, block_step=step)
+
+        def ordered(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+            if not part.pairs_of:
+                return rows
+            together = np.empty_like(rows)
+            view = pairs_together(together, part.pairs_of)
+            view[:] = rows.reshape(view.shape)
+            return together
 
         step = len(part.names)
         library, shape = self._library, (part.rows, part.columns)
@@ -106,19 +134,20 @@ class PackedWeights:
 def _matrices(config: ModelConfig, format_of: Callable[[str], WeightFormat]) -> dict[str, tuple[_Part, ...]]:
     """The parts of each, by the matrix's name."""
 
-    def part(rows: int, columns: int, *names: str) -> _Part:
+    def part(rows: int, columns: int, *names: str, pairs_of: int = 0) -> _Part:
         formats = {format_of(name) for name in names}
         # What lies in turn has one format: where a file mixes two, neither.
-        return _Part(names, rows, columns, formats.pop() if len(formats) == 1 else WeightFormat.DENSE)
+        return _Part(names, rows, columns, formats.pop() if len(formats) == 1 else WeightFormat.DENSE, pairs_of)
 
     heads, keys = config.head_count * config.head_dim, config.kv_head_count * config.head_dim
     hidden, middle = config.hidden_size, config.intermediate_size
+    pairs_of = config.head_dim if has_pairs_together(config) else 0
     matrices: dict[str, tuple[_Part, ...]] = {}
     for index in range(config.layer_count):
         layer = f"layers.{index}"
         matrices[f"{layer}.qkv"] = (
-            part(heads, hidden, f"{layer}.q_proj.weight"),
-            part(keys, hidden, f"{layer}.k_proj.weight"),
+            part(heads, hidden, f"{layer}.q_proj.weight", pairs_of=pairs_of),
+            part(keys, hidden, f"{layer}.k_proj.weight", pairs_of=pairs_of),
             part(keys, hidden, f"{layer}.v_proj.weight"),
         )
         matrices[f"{layer}.output"] = (part(hidden, heads, f"{layer}.o_proj.weight"),)

@@ -1,0 +1,89 @@
+// AMX: tiles of 16 rows of 64 bytes, and products of them.
+#pragma once
+
+#include <atomic>
+
+#include "simd.h"
+
+namespace trioserve {
+
+#if defined(__AMX_BF16__)
+// The compiler does not know that a tile is loaded from memory, and must not write there later.
+inline void finish_writes() { std::atomic_signal_fence(std::memory_order_seq_cst); }
+
+// As the CPU reads it. Constant, since the compiler does not know that the CPU does.
+struct TileConfiguration {
+    uint8_t palette, start_row, nothing[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+};
+
+// One tile configuration for every product: 16 rows of 64 bytes. oneDNN changes it, so every thread sets it anew when a
+// step begins.
+inline void configure_tiles() {
+    alignas(64) static constexpr TileConfiguration CONFIGURATION{
+        1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+    _tile_loadconfig(&CONFIGURATION);
+}
+
+// What is read from the second cache once, and passes by the first; or what stays there.
+enum class Reading { ONCE, AGAIN };
+
+// A macro, since the number of a tile becomes part of an instruction's text.
+#define TRIOSERVE_LOAD_TILE(tile, reading, from, bytes) \
+    if constexpr (reading == Reading::ONCE)             \
+        _tile_stream_loadd(tile, from, bytes);          \
+    else                                                \
+        _tile_loadd(tile, from, bytes)
+
+// As add_products; x has rows to read up to the next 16, sums to write. ARE_TILES: so x lies, see Rows. meanwhile() is
+// called at every 32 of K.
+template <bool ARE_TILES, Reading ROWS, Reading WEIGHTS, class Meanwhile>
+inline void add_products_amx(const bf16* x, int64_t x_stride, int rows, const bf16* w, int64_t block_stride, int blocks,
+                             int64_t depth, float* sums, int64_t sums_stride, bool is_first, const Meanwhile& meanwhile) {
+    const int64_t x_step = ARE_TILES ? 16 : 1, x_bytes = ARE_TILES ? 64 : x_stride * 2, sums_bytes = sums_stride * 4;
+    finish_writes();
+    for (int row = 0; row < rows; row += 32) {
+        const bool is_tall = rows - row > 16;
+        for (int block = 0; block < blocks; block += 2) {
+            const bool is_wide = blocks - block > 1;
+            float* to = sums + row * sums_stride + block * LANES;
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+            if (!is_first) {
+                _tile_loadd(0, to, sums_bytes);
+                if (is_wide) _tile_loadd(1, to + LANES, sums_bytes);
+                if (is_tall) _tile_loadd(2, to + 16 * sums_stride, sums_bytes);
+                if (is_tall && is_wide) _tile_loadd(3, to + 16 * sums_stride + LANES, sums_bytes);
+            }
+            const bf16* values = x + row * x_stride;
+            const bf16* weights = w + block * block_stride;
+            for (int64_t k = 0; k < depth; k += 32) {
+                meanwhile();
+                TRIOSERVE_LOAD_TILE(4, ROWS, values + k * x_step, x_bytes);
+                TRIOSERVE_LOAD_TILE(6, WEIGHTS, weights + k * LANES, 64);
+                _tile_dpbf16ps(0, 4, 6);
+                if (is_wide) {
+                    TRIOSERVE_LOAD_TILE(7, WEIGHTS, weights + block_stride + k * LANES, 64);
+                    _tile_dpbf16ps(1, 4, 7);
+                }
+                if (is_tall) {
+                    TRIOSERVE_LOAD_TILE(5, ROWS, values + 16 * x_stride + k * x_step, x_bytes);
+                    _tile_dpbf16ps(2, 5, 6);
+                    if (is_wide) _tile_dpbf16ps(3, 5, 7);
+                }
+            }
+            _tile_stored(0, to, sums_bytes);
+            if (is_wide) _tile_stored(1, to + LANES, sums_bytes);
+            if (is_tall) _tile_stored(2, to + 16 * sums_stride, sums_bytes);
+            if (is_tall && is_wide) _tile_stored(3, to + 16 * sums_stride + LANES, sums_bytes);
+        }
+    }
+}
+#else
+inline void configure_tiles() {}
+#endif
+
+}  // namespace trioserve
