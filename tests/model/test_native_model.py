@@ -243,7 +243,9 @@ def test_an_abandoned_step_computes_no_further_layer(
     assert runner.execute(StepPlan(0, (driver.chunk("a", 80),), 80), abandoned_before_the_third_layer) is None
     assert len(asked) == 3
     written = [not np.isnan(pages).all() for pages in runner.storage.pages]
-    assert written == [True, True, False, False, False, False, False, False]
+    # The threads meet after the third layer's first product, which may have stored its keys and values by then.
+    assert written[:2] == [True, True]
+    assert written[3:] == [False] * 5
 
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
