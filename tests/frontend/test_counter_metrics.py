@@ -37,6 +37,7 @@ async def test_counters_are_shown_at_every_scrape(autojump_clock, front):
     stalled = await client.request(body=b"12345678")
     refused = await client.request()
     assert (await client.answer(refused)).reset_code is not None
+    await the_front.settle()
     assert value(metrics, "connections_open") == 2
     assert value(metrics, "clients_slow") == 1
     assert 4000 < value(metrics, "answer_bytes_held") <= 5000

@@ -120,10 +120,10 @@ async def test_a_fault_while_flushing_ends_that_connection_alone(nursery, h2_cli
 
     data_frame = H2Protocol.data_frame
 
-    def fail_for_bad(self, stream_id: int, data: bytes) -> bytes:
+    def fail_for_bad(self, stream_id: int, data: bytes, *, end_stream: bool) -> bytes:
         if data == b"bad":
             raise ZeroDivisionError
-        return data_frame(self, stream_id, data)
+        return data_frame(self, stream_id, data, end_stream=end_stream)
 
     monkeypatch.setattr(H2Protocol, "data_frame", fail_for_bad)
     server, port = await served(nursery, handler)

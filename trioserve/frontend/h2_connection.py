@@ -122,8 +122,12 @@ class H2Connection:
 
     def send_head(self, stream: H2Stream, fields: list[tuple[bytes, bytes]], *, end_stream: bool) -> None:
         if not stream.gone:
-            self._protocol.send_headers(stream.id, fields, end_stream=end_stream)
+            self._outbox.collect(self._protocol.head_frames(stream.id, fields, end_stream=end_stream))
             stream.end_sent = end_stream
+
+    def go_on(self, stream: H2Stream) -> None:
+        if not stream.gone:
+            self._protocol.send_headers(stream.id, [(b":status", b"100")])
             self._more_to_write()
 
     def queue(self, stream: H2Stream) -> None:

@@ -16,12 +16,26 @@ from trioserve.frontend.counters import ConnectionRefusal
 from trioserve.frontend.limits import FrontendLimits
 from trioserve.frontend.rate_bucket import RateBucket
 
-__all__ = ["FRAME_BYTES_MAX", "Flood", "FrameGate", "PREFACE", "goaway_frame"]
+__all__ = [
+    "CONTINUATION",
+    "DATA",
+    "END_HEADERS",
+    "END_STREAM",
+    "FRAME_BYTES_MAX",
+    "HEADERS",
+    "PREFACE",
+    "SETTINGS",
+    "Flood",
+    "FrameGate",
+    "frame",
+    "goaway_frame",
+]
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"  # RFC 9113, 3.4
 FRAME_BYTES_MAX = 16384  # SETTINGS_MAX_FRAME_SIZE's default; larger frames would only add latency for other streams
 
-HEAD_BYTES = 9
+HEAD = struct.Struct(">HBBBL")  # of a frame: length, kind, flags, stream (RFC 9113, 4.1)
+HEAD_BYTES = HEAD.size
 KIND_AT = 3
 CRUMB_BYTES_MAX = 128  # DATA that small costs as much as a full frame, and a body of a few of them is no hardship
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
@@ -39,9 +53,14 @@ class Flood(h2.exceptions.ProtocolError):
         self.reason = reason
 
 
+def frame(kind: int, flags: int, stream_id: int, payload: bytes) -> bytes:
+    byte_count = len(payload)
+    return HEAD.pack(byte_count >> 8, byte_count & 0xFF, kind, flags, stream_id) + payload
+
+
 def goaway_frame(last_stream_id: int, error_code: int) -> bytes:
     """A GOAWAY (RFC 9113, 6.8) behind h2's back, which would refuse to go on with the open streams after its own."""
-    return (8).to_bytes(3, "big") + bytes((GOAWAY, 0)) + struct.pack(">III", 0, last_stream_id, error_code)
+    return frame(GOAWAY, 0, 0, struct.pack(">II", last_stream_id, error_code))
 
 
 class FrameGate:

@@ -74,11 +74,7 @@ class H2Outbox:
                 data = stream.take_unsent(room)
             ready.popleft()
             ends = stream.answer.finished and not stream.unsent_bytes
-            if ends:
-                protocol.send_data(stream.id, data, end_stream=True)
-                framed += protocol.data_to_send()
-            else:
-                framed += protocol.data_frame(stream.id, data)
+            framed += protocol.data_frame(stream.id, data, end_stream=ends)
             self._gate.data_frame_sent()
             left -= len(data)
             if stream.unsent_bytes:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import struct
-
 import h2.config
 import h2.connection
 import h2.events
+from h2.connection import ConnectionInputs
 from h2.settings import SettingCodes, Settings
+from h2.stream import StreamInputs
 
 from trioserve.frontend.h2_fields import FieldEncoder
+from trioserve.frontend.h2_frames import CONTINUATION, DATA, END_HEADERS, END_STREAM, HEADERS, frame
 from trioserve.frontend.headers import Headers
 from trioserve.frontend.limits import FrontendLimits
 from trioserve.frontend.message_head import RequestHead, split_target
 
 __all__ = ["H2Protocol", "initiated_protocol", "request_head"]
 
-DATA_HEAD = struct.Struct(">HBBBL")  # length, DATA, no flags, stream (RFC 9113, 4.1)
 CONNECTION_WINDOW_BYTES = 1024 * 1024  # bytes on their way to us; what is held of them, the streams' windows bound
 
 
@@ -27,34 +27,53 @@ class H2Protocol(h2.connection.H2Connection):
         """What local_flow_control_window says of a stream whose head was sent."""
         return min(self.outbound_flow_control_window, self.streams[stream_id].outbound_flow_control_window)
 
-    def data_frame(self, stream_id: int, data: bytes) -> bytes:
+    def head_frames(self, stream_id: int, fields: list[tuple[bytes, bytes]], *, end_stream: bool) -> bytes:
+        """What send_headers makes of the final head of an answer: the state machines are asked, and the frames are made
+        by hand. The caller sends it after whatever data_to_send has."""
+        self.state_machine.process_input(ConnectionInputs.SEND_HEADERS)
+        stream = self.streams[stream_id].state_machine
+        stream.process_input(StreamInputs.SEND_HEADERS)
+        block = self.encoder.encode(fields)
+        if end_stream:
+            stream.process_input(StreamInputs.SEND_END_STREAM)
+        kind, flags = HEADERS, END_STREAM if end_stream else 0
+        frames = bytearray()
+        size_max = self.max_outbound_frame_size
+        while len(block) > size_max:
+            frames += frame(kind, flags, stream_id, block[:size_max])
+            kind, flags, block = CONTINUATION, 0, block[size_max:]
+        return bytes(frames) + frame(kind, flags | END_HEADERS, stream_id, block)
+
+    def data_frame(self, stream_id: int, data: bytes, *, end_stream: bool = False) -> bytes:
         """What send_data(stream_id, data) makes, without the way through h2's state machines, which DATA that does not
         end its stream leaves as they are: that way is most of what an event costs. The caller keeps to the windows and
         the frame size, sends it after whatever data_to_send has, and only on a stream whose head was sent.
         """
+        stream = self.streams[stream_id]
+        if end_stream:
+            stream.state_machine.process_input(StreamInputs.SEND_END_STREAM)
         byte_count = len(data)
-        self.streams[stream_id].outbound_flow_control_window -= byte_count
+        stream.outbound_flow_control_window -= byte_count
         self.outbound_flow_control_window -= byte_count
-        return DATA_HEAD.pack(byte_count >> 8, byte_count & 0xFF, 0, 0, stream_id) + data
+        return frame(DATA, END_STREAM if end_stream else 0, stream_id, data)
 
 
 def initiated_protocol(limits: FrontendLimits) -> H2Protocol:
     """h2's connection with our settings, ready to be sent."""
-    protocol = H2Protocol(
-        h2.config.H2Configuration(
-            client_side=False,
-            header_encoding=None,
-            validate_outbound_headers=False,  # done by encode_fields, for every protocol
-            normalize_outbound_headers=False,
-        )
+    config = h2.config.H2Configuration(
+        client_side=False,
+        header_encoding=None,
+        validate_outbound_headers=False,  # done by encode_fields, for every protocol
+        normalize_outbound_headers=False,
     )
+    protocol = H2Protocol(config)
     protocol.encoder = FieldEncoder()  # type: ignore[assignment]
+    protocol.decoder.max_header_list_size = limits.head_bytes_max
     settings: dict[SettingCodes, int] = {
         SettingCodes.MAX_CONCURRENT_STREAMS: limits.streams_max,
         SettingCodes.MAX_HEADER_LIST_SIZE: limits.head_bytes_max,
     }
     protocol.local_settings = Settings(client=False, initial_values=settings)
-    protocol.decoder.max_header_list_size = limits.head_bytes_max
     protocol.initiate_connection()
     # h2 ends a connection that opens too many streams. We refuse the stream alone (RFC 9113, 5.1.2), so h2 has to let
     # them pass.

@@ -29,6 +29,9 @@ class StreamOwner(Protocol):
 
     def send_head(self, stream: H2Stream, fields: list[tuple[bytes, bytes]], *, end_stream: bool) -> None: ...
 
+    def go_on(self, stream: H2Stream) -> None:
+        """The client waits to be told before it sends the body."""
+
     def queue(self, stream: H2Stream) -> None:
         """The stream has something to send."""
 
@@ -89,7 +92,7 @@ class H2Stream(Exchange):
         self.answer.check_body_readable()
         self.share.check_announced(self.headers)
         if not self.request_ended and (self.headers.get("expect") or "").lower() == "100-continue":
-            self._owner.send_head(self, [(b":status", b"100")], end_stream=False)
+            self._owner.go_on(self)
         pace = BodyPace(self._limits, now=trio.current_time())
         with trio.CancelScope(deadline=pace.deadline) as patience:
             uncredited_bytes = 0
