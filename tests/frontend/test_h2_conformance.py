@@ -110,6 +110,7 @@ CONNECTION_ERRORS = {
     "6.10 CONTINUATION on stream 0": (b"", raw(CONTINUATION, b"\x82", flags=4), Code.PROTOCOL_ERROR),
     "8.1 trailers that do not end the stream": (OPEN, head(("x-trailer", "1"), flags=END_HEADERS), Code.PROTOCOL_ERROR),
     "8.1 pseudo-header in trailers": (OPEN, head((":path", "/")), Code.PROTOCOL_ERROR),
+    "8.1 a request for trailers": (OPEN, head(*REQUEST), Code.PROTOCOL_ERROR),
     "8.1.1 body longer than content-length": (
         head(*REQUEST, ("content-length", "1"), flags=4),
         raw(DATA, b"ab", flags=1, stream=1),

@@ -207,6 +207,8 @@ class H2Connection:
             self._count_reset(now)
         elif isinstance(event, h2.events.RemoteSettingsChanged):
             self._window_opened(0)
+        elif isinstance(event, h2.events.TrailersReceived) and event.headers and event.headers[0][0].startswith(b":"):
+            raise h2.exceptions.ProtocolError("a request's head came for trailers")  # FieldDecoder took it for a head
 
     def _open_stream(self, event: h2.events.RequestReceived, now: float) -> None:
         refusal = self._stream_refusal()

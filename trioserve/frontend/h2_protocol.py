@@ -9,7 +9,7 @@ from h2.connection import ConnectionInputs
 from h2.settings import SettingCodes, Settings
 from h2.stream import StreamInputs
 
-from trioserve.frontend.h2_fields import FieldEncoder
+from trioserve.frontend.h2_fields import FieldDecoder, FieldEncoder
 from trioserve.frontend.h2_frames import CONTINUATION, DATA, END_HEADERS, END_STREAM, HEADERS, frame
 from trioserve.frontend.headers import Headers
 from trioserve.frontend.limits import FrontendLimits
@@ -68,7 +68,7 @@ def initiated_protocol(limits: FrontendLimits) -> H2Protocol:
     )
     protocol = H2Protocol(config)
     protocol.encoder = FieldEncoder()  # type: ignore[assignment]
-    protocol.decoder.max_header_list_size = limits.head_bytes_max
+    protocol.decoder = FieldDecoder(config, list_bytes_max=limits.head_bytes_max)
     settings: dict[SettingCodes, int] = {
         SettingCodes.MAX_CONCURRENT_STREAMS: limits.streams_max,
         SettingCodes.MAX_HEADER_LIST_SIZE: limits.head_bytes_max,
