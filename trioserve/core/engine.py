@@ -15,7 +15,7 @@ waiting for a connector does. Whoever drives the core calls expire() when next_d
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Iterable
 
 from trioserve.contracts.block_hash import hash_block
 from trioserve.contracts.errors import ContextTooLong, InvalidRequest
@@ -135,19 +135,19 @@ class EngineCore:
         """What to compute next; None when there is nothing to do, or whoever lives waits for the connector. The plan
         must come back to update_from_output before this is called again."""
         assert not self.flights, "a step is in flight"
-        chunks, admitted, preempted = self.scheduler.fill_step(now)
+        chunks, lives, admitted, preempted = self.scheduler.fill_step(now)
         if not chunks:
             assert not self.scheduler.running, "requests run but nothing can be computed"
             return None
         plan = StepPlan(
             self._steps_total,
             tuple(chunks),
-            sum(chunk.count for chunk in chunks)
+            sum([chunk.count for chunk in chunks])
             + (sum(len(chunk.draft) for chunk in chunks) if self.settings.draft_tokens_max else 0),
             tuple(admitted),
             tuple(preempted),
         )
-        self._begin(plan)
+        self._begin(plan, lives)
         return plan
 
     def schedule_ahead(self, now: float) -> StepPlan | None:
@@ -158,12 +158,12 @@ class EngineCore:
         assert self.settings.overlap_steps, "steps do not overlap here"
         assert self.settings.draft_tokens_max == 0, "nobody knows yet which guesses are right"
         assert 1 <= len(self.flights) < STEPS_IN_FLIGHT_MAX, f"{len(self.flights)} steps are in flight"
-        chunks, admitted = self.scheduler.fill_step_ahead(self.flights.last, now)
+        chunks, lives, admitted = self.scheduler.fill_step_ahead(self.flights.last, now)
         if not chunks:
             return None
         token_count = sum(chunk.count for chunk in chunks)
         plan = StepPlan(self._steps_total, tuple(chunks), token_count, tuple(admitted), is_ahead=True)
-        self._begin(plan)
+        self._begin(plan, lives)
         return plan
 
     def is_abandoned(self, plan: StepPlan) -> bool:
@@ -193,13 +193,13 @@ class EngineCore:
         staying: list[tuple[ScheduledChunk, LiveRequest, int | None]] = []
         publishes, block_size = self.settings.enable_prefix_caching, self.settings.block_size
         chunks, token_ids = plan.chunks, result.token_ids
-        lacking: Container[RequestId] = result.errors
+        lacking: Collection[RequestId] = result.errors
         if plan.is_ahead:
             chunks, token_ids = without_ended(plan, result, lives)
             lacking = {*result.errors, *lacking_ids(chunks, lives)}
         for chunk, live, token_id in zip(chunks, lives, token_ids, strict=True):
             live.steps_in_flight -= 1
-            if chunk.request.id not in lacking:
+            if not lacking or chunk.request.id not in lacking:
                 # Computed is computed: the full blocks of a request that leaves now are as good as anybody's.
                 live.computed_count += chunk.count
                 if publishes and live.computed_count >= (live.chain.block_count + 1) * block_size:
@@ -270,17 +270,18 @@ class EngineCore:
         events: list[EngineEvent],
     ) -> None:
         request_id = live.request.id
-        error = result.errors.get(request_id)
-        if error is not None:
-            events.append(self._finish(live, FinishReason.ERROR, now, message=error))
-            return
+        if result.errors:
+            error = result.errors.get(request_id)
+            if error is not None:
+                events.append(self._finish(live, FinishReason.ERROR, now, message=error))
+                return
         if live.request.sampling.prompt_logprobs is not None:
             self._pass_on_prompt_logprobs(chunk, live, result, events)
         if not chunk.samples:
             return
         assert token_id is not None, f"{request_id}: the chunk samples, but no token came"
         live.tokens.append(token_id)
-        logprob = result.logprobs.get(request_id)
+        logprob = result.logprobs.get(request_id) if result.logprobs else None
         token_ids: tuple[int, ...] = (token_id,)
         logprobs: tuple[TokenLogprob, ...] | None = None if logprob is None else (logprob,)
         reason = finish_reason_of(live)
@@ -334,13 +335,9 @@ class EngineCore:
             live.prompt_logprobs_count += len(new)
             events.append(PromptLogprobs(live.request.id, tuple(new)))
 
-    def _begin(self, plan: StepPlan) -> None:
-        running = self.scheduler.running
-        lives = []
-        for chunk in plan.chunks:
-            live = running[chunk.request.id]
+    def _begin(self, plan: StepPlan, lives: list[LiveRequest]) -> None:
+        for live in lives:
             live.steps_in_flight += 1
-            lives.append(live)
         self.flights.begin(plan, lives)
         self._steps_total += 1
 

@@ -55,9 +55,9 @@ class Scheduler:
     def blocks_for(self, token_count: int) -> int:
         return -(-token_count // self._settings.block_size)
 
-    def fill_step(self, now: float) -> tuple[list[ScheduledChunk], list[RequestId], list[RequestId]]:
-        """Returns the chunks of the next step and who was admitted and preempted for it. No chunks: nothing to do, or
-        whoever lives waits for a connector."""
+    def fill_step(self, now: float) -> tuple[list[ScheduledChunk], list[LiveRequest], list[RequestId], list[RequestId]]:
+        """Returns the chunks of the next step, whose they are, and who was admitted and preempted for it. No chunks:
+        nothing to do, or whoever lives waits for a connector."""
         planned: dict[RequestId, int] = {}  # token count of each chunk
         budget = self._settings.step_tokens_max
         block_size = self._settings.block_size
@@ -83,19 +83,21 @@ class Scheduler:
         if not preempted or not planned:
             admitted = self._admit(planned, budget, now)
         chunks = []
-        for request_id, count in planned.items():
-            live = self.running[request_id]
+        lives = [self.running[request_id] for request_id in planned]
+        for live, count in zip(lives, planned.values(), strict=True):
             start, tokens = live.computed_count, live.tokens
             samples = start + count == len(tokens)
             chunks.append(ScheduledChunk(live.request, tokens, start, count, live.blocks, samples))
         if self._settings.draft_tokens_max and not self._somebody_waits():
             self._add_drafts(chunks)
-        return chunks, admitted, [live.request.id for live in preempted]
+        return chunks, lives, admitted, [live.request.id for live in preempted]
 
-    def fill_step_ahead(self, in_flight: StepPlan, now: float) -> tuple[list[ScheduledChunk], list[RequestId]]:
-        """The chunks of the step behind the one in flight, as if every request of that one went on, and who was
-        admitted. No chunks: nothing to do, or somebody would have to lose its blocks for it, and they are being read.
-        """
+    def fill_step_ahead(
+        self, in_flight: StepPlan, now: float
+    ) -> tuple[list[ScheduledChunk], list[LiveRequest], list[RequestId]]:
+        """The chunks of the step behind the one in flight, as if every request of that one went on, whose they are, and
+        who was admitted. No chunks: nothing to do, or somebody would have to lose its blocks for it, and they are being
+        read."""
         block_size = self._settings.block_size
         ends = {chunk.request.id: chunk.start + chunk.count for chunk in in_flight.chunks}
         planned: dict[RequestId, int] = {}
@@ -110,7 +112,7 @@ class Scheduler:
             budget -= count
             planned[live.request.id] = count
         if needed > self._pool.available_count:
-            return [], []
+            return [], [], []
         for request_id, count in planned.items():
             live = self.running[request_id]
             end = ends.get(request_id, live.computed_count) + count
@@ -119,8 +121,8 @@ class Scheduler:
                 self._extend(live, end)
         admitted = self._admit(planned, budget, now, in_flight)
         chunks = []
-        for request_id, count in planned.items():
-            live = self.running[request_id]
+        lives = [self.running[request_id] for request_id in planned]
+        for live, (request_id, count) in zip(lives, planned.items(), strict=True):
             start, known_count = ends.get(request_id, live.computed_count), len(live.tokens)
             chunks.append(
                 ScheduledChunk(
@@ -133,7 +135,7 @@ class Scheduler:
                     awaits_token=start == known_count,
                 )
             )
-        return chunks, admitted
+        return chunks, lives, admitted
 
     def leave_seat(self, live: LiveRequest) -> None:
         """A request that has ended runs no longer; it keeps its blocks."""

@@ -122,9 +122,11 @@ class Delivery:
         for choice in unfinished:
             held_back = None
             if not choice.is_mute:
-                held_back = self._output(
-                    choice, None, RequestFinished(request_id=choice.sequence_id, reason=reason, phase=Phase.DECODE)
-                )
+                finished = RequestFinished(request_id=choice.sequence_id, reason=reason, phase=Phase.DECODE)
+                try:
+                    held_back = choice.output.feed((), None, finished)
+                except Exception as error:
+                    held_back = _text_failed(choice, (), error)
             stream.push_end(choice, reason, message, stop_reason=stop_reason, held_back=held_back)
 
     def note_left_line(self, count: int) -> None:
@@ -151,17 +153,23 @@ class Delivery:
         now = trio.current_time()
         self._step_count += 1
         self._metrics.step_seconds.observe(step_seconds)
-        tokens: dict[RequestId, TokensReady] = {}
+        choices = self._choices
+        ready: TokensReady | None = None  # not fed yet: its request's end may come next
         for event in events:
             if isinstance(event, TokensReady):
-                tokens[event.request_id] = event
+                if ready is not None:
+                    self._feed(choices[ready.request_id], ready, None, now)
+                ready = event
             elif isinstance(event, RequestFinished):
-                self._on_finished(event, tokens.pop(event.request_id, None), now)
+                if ready is not None and ready.request_id != event.request_id:
+                    self._feed(choices[ready.request_id], ready, None, now)
+                    ready = None
+                self._on_finished(event, ready, now)
+                ready = None
             else:
                 self._on_prompt_logprobs(event)
-        choices = self._choices
-        for sequence_id, ready in tokens.items():
-            self._feed(choices[sequence_id], ready, None, now)
+        if ready is not None:
+            self._feed(choices[ready.request_id], ready, None, now)
         self._show_counts(now)
 
     def on_ended(self, events: list[EngineEvent]) -> None:
@@ -204,11 +212,23 @@ class Delivery:
             kv_transfer = None if finished is None else finished.kv_transfer
             stream.push_end(choice, FinishReason.LENGTH, kv_transfer=kv_transfer)
             return FinishReason.LENGTH
-        count_before = choice.output.token_count
-        delta = self._output(choice, ready, finished)
+        output = choice.output
+        count_before = output.token_count
+        token_ids, logprobs = ((), None) if ready is None else (ready.token_ids, ready.logprobs)
+        try:
+            delta = output.feed(token_ids, logprobs, finished)
+        except Exception as error:
+            delta = _text_failed(choice, token_ids, error)
         # Of several tokens, those behind a stop string are dropped: they are nobody's.
-        token_count = choice.output.token_count - count_before
-        self._count_tokens(choice, token_count, now)
+        token_count = output.token_count - count_before
+        if token_count == 1 and choice.first_token_at is not None:
+            # What nearly every token is: it is counted with those that follow one of the same moment.
+            followed = choice.last_token_at
+            self._followed_counts[followed] = self._followed_counts.get(followed, 0) + 1
+            self._token_count += 1
+            choice.last_token_at = now
+        else:
+            self._count_tokens(choice, token_count, now)
         stream.completion_token_count += token_count
         if delta is None:
             return None
@@ -227,21 +247,6 @@ class Delivery:
         stream.push(delta)
         return delta.finish_reason
 
-    def _output(self, choice: Choice, ready: TokensReady | None, finished: RequestFinished | None) -> Delta | None:
-        token_ids = () if ready is None else ready.token_ids
-        try:
-            return choice.output.feed(token_ids, None if ready is None else ready.logprobs, finished)
-        except Exception as error:
-            # The fault of one request's text stays with that request.
-            logger.exception("text of a request failed request=%s", choice.stream.id)
-            return Delta(
-                index=choice.index,
-                text="",
-                token_ids=token_ids,
-                finish_reason=FinishReason.ERROR,
-                message=f"the answer could not be turned into text: {error}",
-            )
-
     def _count_tokens(self, choice: Choice, count: int, now: float) -> None:
         if count == 0:
             return
@@ -251,12 +256,8 @@ class Delivery:
             choice.stream.note_first_token()
             self._metrics.time_to_first_token_seconds.observe(now - choice.stream.entered_at)
         else:
-            before = choice.last_token_at
-            if count == 1:
-                self._followed_counts[before] = self._followed_counts.get(before, 0) + 1
-            else:
-                # Tokens that come together share the time since the last ones, so that its mean is that of a token.
-                self._metrics.inter_token_latency_seconds.observe((now - before) / count, count)
+            # Tokens that come together share the time since the last ones, so that its mean is that of a token.
+            self._metrics.inter_token_latency_seconds.observe((now - choice.last_token_at) / count, count)
         choice.last_token_at = now
 
     def _show_counts(self, now: float) -> None:
@@ -308,3 +309,15 @@ class Delivery:
         self._metrics.aborts_total.labels(phase).inc()
         self._metrics.cancel_to_free_seconds.labels(phase).observe(now - cancelled.at)
         self._metrics.cancel_to_free_steps.labels(phase).observe(self._step_count - cancelled.step_count)
+
+
+def _text_failed(choice: Choice, token_ids: tuple[int, ...], error: Exception) -> Delta:
+    """The fault of one request's text stays with that request. To be called where it is handled."""
+    logger.exception("text of a request failed request=%s", choice.stream.id)
+    return Delta(
+        index=choice.index,
+        text="",
+        token_ids=token_ids,
+        finish_reason=FinishReason.ERROR,
+        message=f"the answer could not be turned into text: {error}",
+    )

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 import trio
+from trio.lowlevel import current_task, reschedule
 
 from trioserve.contracts.deadlines import Deadline, Deadlines
 from trioserve.contracts.errors import AlreadyEnded
@@ -158,7 +159,7 @@ class RequestStream:
 
     async def _wait(self) -> None:
         """Until something was pushed. An event for each token would cost more than all else here."""
-        task = trio.lowlevel.current_task()
+        task = current_task()
         self._waiting.append(task)
 
         def stop_waiting(_raise_cancel: object) -> trio.lowlevel.Abort:
@@ -236,8 +237,7 @@ class RequestStream:
         if delta.finish_reason is not None:
             self._unfinished_count -= 1
             self._begun.set()
-        if self._waiting:
-            self._wake_readers()
+        self._wake_readers()
 
     def push_end(
         self,
@@ -280,6 +280,5 @@ class RequestStream:
         self._wake_readers()
 
     def _wake_readers(self) -> None:
-        for task in self._waiting:
-            trio.lowlevel.reschedule(task, WOKEN)
-        self._waiting.clear()
+        while self._waiting:
+            reschedule(self._waiting.pop(), WOKEN)
