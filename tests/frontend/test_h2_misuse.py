@@ -8,6 +8,9 @@ import trio
 from h2.errors import ErrorCodes
 from trio.testing import lockstep_stream_pair
 
+from trioserve.frontend.h2_frames import Flood, FrameGate
+from trioserve.frontend.limits import FrontendLimits
+
 
 async def answer_ok(exchange):
     await exchange.respond(200, [], b"ok")
@@ -187,6 +190,16 @@ async def test_control_frame_flood_ends_the_connection(autojump_clock, front, wa
     await the_front.settle()
     assert (handler.running, the_front.connection_count) == (0, 0)
     assert the_front.server.counters().connections_refused_total["control_frames"] == 1
+
+
+def test_each_frame_of_an_answer_allows_two_control_frames_once():
+    gate = FrameGate(FrontendLimits(control_frames_burst_max=10, control_frames_per_second_max=1), now=0.0)
+    ping = frames.PingFrame(0).serialize()
+    gate.pass_on(frames.SettingsFrame(0).serialize() + 9 * ping, now=0.0)
+    gate.data_frames_sent += 3
+    gate.pass_on(6 * ping, now=0.0)
+    with pytest.raises(Flood):
+        gate.pass_on(ping, now=0.0)
 
 
 @pytest.mark.parametrize("size", [0, 1])

@@ -109,6 +109,19 @@ async def test_many_streams_at_once_do_not_mix(autojump_clock, front):
         assert (answer.headers["x-path"], answer.body) == (f"/{number}", b"POST%d" % number)
 
 
+async def test_a_credit_is_told_though_nothing_more_comes(autojump_clock, front):
+    client = await front(echo).h2()
+    stream_id = await client.request(end=False)
+    await client.data(stream_id, bytes(16384), end=False)
+
+    def credited() -> int:
+        updates = [f for f in client.frames if isinstance(f, frames.WindowUpdateFrame) and f.stream_id == stream_id]
+        return sum(frame.window_increment for frame in updates)
+
+    with trio.fail_after(5):
+        await client.until(lambda: credited() == 16384)
+
+
 async def test_long_body_is_credited_as_it_is_read(autojump_clock, front):
     client = await front(echo).h2()
     body = bytes(range(256)) * 1024

@@ -128,7 +128,7 @@ class H2Connection:
     def go_on(self, stream: H2Stream) -> None:
         if not stream.gone:
             self._protocol.send_headers(stream.id, [(b":status", b"100")])
-            self._more_to_write()
+            self._outbox.collect()
 
     def queue(self, stream: H2Stream) -> None:
         self._outbox.queue(stream)
@@ -136,7 +136,7 @@ class H2Connection:
     def credit(self, stream: H2Stream, byte_count: int) -> None:
         if not stream.request_ended:
             self._protocol.increment_flow_control_window(byte_count, stream.id)
-            self._more_to_write()
+            self._outbox.collect()
 
     def give_up(self, stream: H2Stream) -> None:
         if not stream.gone:
@@ -316,7 +316,7 @@ class H2Connection:
             # h2 refuses after a protocol error, when the GOAWAY speaks for all streams.
             with contextlib.suppress(h2.exceptions.ProtocolError):
                 self._protocol.reset_stream(stream.id, code)
-            self._more_to_write()
+            self._outbox.collect()
             stream.leave()
 
     # --- writing ---

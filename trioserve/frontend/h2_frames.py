@@ -66,11 +66,13 @@ def goaway_frame(last_stream_id: int, error_code: int) -> bytes:
 class FrameGate:
     """Cuts what the client sends (after the preface) into whole frames and lets pass what h2 should see.
 
-    goaway_received: the client opens no more streams.
+    goaway_received: the client opens no more streams. data_frames_sent: ours, since the client's last control frame; it
+    may answer each with two window updates, the stream's and the connection's.
     """
 
     def __init__(self, limits: FrontendLimits, *, now: float) -> None:
         self.goaway_received = False
+        self.data_frames_sent = 0
         self._header_block_since: float | None = None
         self._frame_since = now  # when the incomplete frame that is held began to arrive
         self._settings_came = False
@@ -87,10 +89,6 @@ class FrameGate:
         if self._header_block_since is None and len(self._held) > KIND_AT and self._held[KIND_AT] == HEADERS:
             return self._frame_since
         return self._header_block_since
-
-    def data_frame_sent(self) -> None:
-        """A client may answer each of our DATA frames with two window updates: the stream's and the connection's."""
-        self._control_frames.give(2)
 
     def pass_on(self, received: bytes | bytearray, now: float) -> bytes:
         """Take what arrived, return the whole frames for h2. Holds at most one incomplete frame.
@@ -163,5 +161,7 @@ class FrameGate:
             self._header_block_since = self._frame_since
 
     def _count_control_frame(self, now: float) -> None:
+        self._control_frames.give(2 * self.data_frames_sent)
+        self.data_frames_sent = 0
         if not self._control_frames.take(now):
             raise Flood("too many control frames", ConnectionRefusal.CONTROL_FRAMES)

@@ -34,7 +34,7 @@ class H2Outbox:
         self._on_more()
 
     def collect(self, extra: bytes = b"") -> None:
-        """Take what h2 wants to be sent, and then `extra`."""
+        """Take what h2 wants to be sent, and then `extra`. To be called after whatever may make h2 want it."""
         self._framed += self._protocol.data_to_send()
         self._framed += extra
         self._on_more()
@@ -51,11 +51,11 @@ class H2Outbox:
         Returns whether more could be framed at once.
         """
         protocol = self._protocol
+        gate = self._gate
         ready = self._ready
         left = byte_count_max
         window_closed = False
         framed = self._framed
-        framed += protocol.data_to_send()
         while ready and left > 0:
             stream = ready[0]
             if stream.gone:
@@ -75,7 +75,7 @@ class H2Outbox:
             ready.popleft()
             ends = stream.answer.finished and not stream.unsent_bytes
             framed += protocol.data_frame(stream.id, data, end_stream=ends)
-            self._gate.data_frame_sent()
+            gate.data_frames_sent += 1
             left -= len(data)
             if stream.unsent_bytes:
                 ready.append(stream)
