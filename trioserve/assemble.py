@@ -145,6 +145,7 @@ async def open_configured_engine(
                     default_sampling=_default_sampling(checkpoint),
                     connector=connector,
                     role=None if transfers is None else transfers.shown_role,
+                    readers_first=runner.device == "cpu",
                 )
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(engine.keep_deadlines)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from typing import Any
 
+import pytest
 import trio
 
 from trioserve.contracts.events import EngineEvent, FinishReason
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.contracts.step import StepPlan
+from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
 from trioserve.runtime.engine_loop import EngineLoop
@@ -38,15 +40,16 @@ class Stage:
             CoreSettings(block_count=16, block_size=4, context_tokens_max=64, **settings), connector=self.connector
         )
         self.events: list[tuple[float, EngineEvent]] = []
-        self.loop = EngineLoop(self.core, ControlledSteps(executor), self)
+        self.steps = ControlledSteps(executor)
+        self.loop = EngineLoop(self.core, self.steps, self)
 
-    def add(self, prompt_count: int = 12) -> None:
+    def add(self, prompt_count: int = 12, output_tokens: int = 1) -> None:
         self.core.add(
             EngineRequest(
                 id=A,
                 prompt_token_ids=tuple(range(prompt_count)),
                 sampling=SamplingParams(temperature=0.0),
-                output_tokens_max=1,
+                output_tokens_max=output_tokens,
                 stop_token_ids=frozenset(),
                 seed=0,
             )
@@ -132,3 +135,50 @@ async def test_a_hold_that_nobody_releases_ends_while_nothing_else_happens(autoj
         assert stage.core.stats().blocks_held == 2
         await trio.sleep(0.3)
         assert stage.core.stats().blocks_held == 0
+
+
+class WrittenStage(Stage):
+    """Whose events pass through two tasks, a reader and a flusher, before they are written."""
+
+    def __init__(self, *, readers_first: bool) -> None:
+        super().__init__()
+        self.core = EngineCore(CoreSettings(block_count=16, block_size=4, context_tokens_max=64))  # nothing is loaded
+        self.written_before_steps: list[int] = []
+        self.written = 0
+        self.to_reader, self.reader = trio.open_memory_channel[None](16)
+        self.to_flusher, self.flusher = trio.open_memory_channel[None](16)
+        self.loop = EngineLoop(self.core, self, self, readers_first=readers_first)
+
+    async def run_reader(self) -> None:
+        async for _ in self.reader:
+            self.to_flusher.send_nowait(None)
+
+    async def run_flusher(self) -> None:
+        async for _ in self.flusher:
+            self.written += 1
+
+    def on_events(self, events: list[EngineEvent], step_seconds: float) -> None:
+        super().on_events(events, step_seconds)
+        self.to_reader.send_nowait(None)
+
+    # --- as a StepRunner ---
+
+    def run_step(self, plan: StepPlan, is_abandoned: IsAbandoned) -> Coroutine[Any, Any, StepResult | None]:
+        self.written_before_steps.append(self.written)
+        return self.steps.run_step(plan, is_abandoned)
+
+
+@pytest.mark.parametrize("readers_first", (True, False))
+async def test_readers_come_before_the_next_step_or_while_it_runs(readers_first: bool, autojump_clock):
+    stage = WrittenStage(readers_first=readers_first)
+    async with running(stage), trio.open_nursery() as nursery:
+        nursery.start_soon(stage.run_reader)
+        nursery.start_soon(stage.run_flusher)
+        stage.add(prompt_count=4, output_tokens=5)
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
+    assert stage.written == 5
+    if readers_first:
+        assert stage.written_before_steps == [0, 1, 2, 3, 4]
+    else:
+        assert stage.written_before_steps[:2] == [0, 0]

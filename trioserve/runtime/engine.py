@@ -87,7 +87,7 @@ class Engine:
 
     new_request_id: for requests whose caller gives none. kv_events: what came and went in the prefix cache; None where
     nobody is told. connector: the core's; it runs as long as this does. role: what routers are told; None where KV
-    neither comes from other engines nor goes to them.
+    neither comes from other engines nor goes to them. readers_first: see EngineLoop.
     """
 
     def __init__(
@@ -104,6 +104,7 @@ class Engine:
         new_request_id: Callable[[], str] = _new_request_id,
         connector: RunningConnector | None = None,
         role: EngineRole | None = None,
+        readers_first: bool = False,
     ) -> None:
         self.model = model
         self.role = role
@@ -117,7 +118,7 @@ class Engine:
         self._connector = connector
         self._kept_holds = KeptHolds()
         self._delivery = Delivery(core, metrics, wake=self.wake)
-        self._loop = EngineLoop(core, steps, self._delivery)
+        self._loop = EngineLoop(core, steps, self._delivery, readers_first=readers_first)
         self._prompts = PromptEncoder(
             tokenizer, text_thread, vocab_size=model.vocab_size, context_tokens_max=model.context_tokens_max
         )

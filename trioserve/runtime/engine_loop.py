@@ -23,6 +23,8 @@ from trioserve.runtime.worker_thread import WorkerThread
 
 __all__ = ["EngineLoop", "StepRunner", "ThreadedExecutor"]
 
+READER_TURNS = 3  # readers make what they say of their tokens, the flusher writes it, and clients have it
+
 
 class StepRunner(Protocol):
     """An executor as seen from the event loop."""
@@ -57,7 +59,12 @@ class ThreadedExecutor:
 
 
 class EngineLoop:
-    def __init__(self, core: EngineCore, steps: StepRunner, delivery: Delivery) -> None:
+    """readers_first: what a step brought is written before the next one begins. For steps that take the event loop's
+    own core: what readers did meanwhile, one of a step's threads would lose, and the others wait for it. Overlapped
+    steps have no such moment."""
+
+    def __init__(self, core: EngineCore, steps: StepRunner, delivery: Delivery, *, readers_first: bool = False) -> None:
+        self._reader_turns = READER_TURNS if readers_first else 0
         self._core = core
         self._steps = steps
         self._delivery = delivery
@@ -104,3 +111,5 @@ class EngineLoop:
             else:
                 events = self._core.update_from_output(plan, result, trio.current_time())
             self._delivery.on_events(events, trio.current_time() - started_at)
+            for _ in range(self._reader_turns):
+                await trio.lowlevel.checkpoint()
