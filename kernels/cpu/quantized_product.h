@@ -251,10 +251,10 @@ __attribute__((always_inline)) inline void dequantize_record(const uint8_t* reco
 // sums [rows, 32] (+)= at most 32 rows, as tiles of `depth` numbers a row, times some records. While one is multiplied, the next is dequantized. is_kept:
 // all are left in `numbers`; else its beginning is written again and again, and stays in the first cache. fetch: an
 // address from which as much is brought into the caches as is read.
-template <class F, class Meanwhile>
+template <class F>
 inline void dequantize_and_multiply(const bf16* x, int64_t depth, int rows, const uint8_t* from, int64_t records,
                                     bf16* numbers, int64_t block_stride, bool is_kept, float* sums, bool is_first,
-                                    const uint8_t* fetch, const Meanwhile& meanwhile) {
+                                    const uint8_t* fetch) {
     constexpr int64_t SUMS_BYTES = PANEL * sizeof(float);
     const bool is_tall = rows > 16;
     if (is_first) {
@@ -278,7 +278,6 @@ inline void dequantize_and_multiply(const bf16* x, int64_t depth, int rows, cons
             dequantize_record<F>(from + record * F::BYTES, numbers_of(record), block_stride);
         }
         if (record == 0) continue;
-        meanwhile();
         finish_writes();
         const bf16* values = x + (record - 1) * RECORD_DEPTH * 16;
         const bf16* weights = numbers_of(record - 1);
@@ -316,16 +315,16 @@ inline void compute_dequantized_piece(const Piece& piece, const Rows<const bf16>
     for (int64_t row = first_row; row < end_row; row += AMX_SUM_ROWS) {
         const int rows = int(std::min<int64_t>(AMX_SUM_ROWS, end_row - row));
         float* sums = finishing.sums();
-        finishing.share_out((rows + 31) / ROWS_TOGETHER * records);
+        const int done = row == first_row ? std::min<int>(rows, ROWS_TOGETHER) : 0;
+        finishing.share_out((rows - done + 31) / ROWS_TOGETHER * records);
         for (int64_t start = 0; start < depth; start += depth_max) {
             const int64_t part = std::min(depth_max, depth - start);
             const bf16* values = x.at(row, start);
             bf16* weights = numbers + (end_row - first_row > AMX_SUM_ROWS ? start * LANES : 0);
-            const int done = row == first_row ? std::min<int>(rows, ROWS_TOGETHER) : 0;
             if (done > 0) {
                 const uint8_t* from = panel + start / RECORD_DEPTH * F::BYTES;
                 dequantize_and_multiply<F>(values, depth, done, from, part / RECORD_DEPTH, weights, block_stride,
-                                           is_kept, sums, start == 0, from + records * F::BYTES, meanwhile);
+                                           is_kept, sums, start == 0, from + records * F::BYTES);
             }
             if (done < rows)
                 add_products_amx<true, Reading::ONCE, Reading::AGAIN>(values + done * depth, depth, rows - done, weights,
