@@ -417,7 +417,7 @@ void Engine::turn_and_store(const Model& model, const Layer& layer, const float*
                             int blocks, T* queries, T* pages) {
     const AttentionShape shape{model.head_count, model.kv_head_count, model.head_dim, model.page_tokens};
     const int64_t dim = shape.head_dim, half = dim / 2, first = first_block * LANES, head = first / dim;
-    const auto sum_of_block = [=](int block) {
+    const auto sum_of_block = [&](int block) {
         const Lanes sum = load(sums + block * LANES);
         return layer.qkv_bias == nullptr ? sum : add(sum, load(layer.qkv_bias + first + block * LANES));
     };

@@ -18,9 +18,8 @@ from hpack.table import HeaderTable
 __all__ = ["FieldDecoder", "FieldEncoder", "is_ordinary"]
 
 INDEXED, NAMED, NO_TABLE = 0x80, 0x00, 0x20  # what the first bits of a byte say: 6.1, 6.2.2, 6.3
-REMEMBERED_BYTES_MAX = (
-    1024  # of a block; a client's usual one is a few hundred bytes, and fewer once it is in the table
-)
+# Of a block; a client's usual one is a few hundred bytes, and fewer once it is in the table.
+REMEMBERED_BYTES_MAX = 1024
 _WHOLE = {field: index for index, field in enumerate(HeaderTable.STATIC_TABLE, start=1)}
 _NAMES: dict[bytes, int] = {}
 for _index, (_name, _value) in enumerate(HeaderTable.STATIC_TABLE, start=1):
