@@ -61,6 +61,23 @@ def drivers(step_driver: ModuleType, path: Path, dtype: str = "float32", **optio
     }
 
 
+def with_changed(path: Path, name: str, change: Callable[[Values], None]) -> Any:
+    """A checkpoint in which one tensor's values are changed when they are read."""
+    checkpoint = open_checkpoint(path)
+
+    def tensors() -> Iterator[StoredTensor]:
+        for tensor in checkpoint.tensors():
+
+            def read(dtype: Dtype, tensor: StoredTensor = tensor) -> Values:
+                values = tensor.read(dtype)
+                change(values)
+                return values
+
+            yield tensor._replace(read=read) if tensor.name == name else tensor
+
+    return SimpleNamespace(config=checkpoint.config, weight_bytes=checkpoint.weight_bytes, tensors=tensors)
+
+
 def logprobs_of(driver: Any, prompt: list[int], counts: list[int]) -> torch.Tensor:
     """Of each prompt token after the first, in chunks of these counts, with the best 20 beside it."""
     driver.add("p", prompt, SamplingParams(temperature=0.0, prompt_logprobs=20))
@@ -254,19 +271,11 @@ def test_nothing_of_an_earlier_step_is_in_what_rows_are_padded_with(
     counts: tuple[int, int], dtype: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
     """Few rows and many lie in different ways in the same memory. All numbers of the first step are NaN."""
-    checkpoint = open_checkpoint(tiny_checkpoint("llama-padded"))
 
-    def tensors() -> Iterator[StoredTensor]:
-        for tensor in checkpoint.tensors():
+    def spoil(values: Values) -> None:
+        values[33] = float("nan") if values.dtype.kind == "f" else 0x7FC0  # bfloat16 as it lies
 
-            def read(dtype: Dtype, tensor: StoredTensor = tensor) -> Values:
-                values = tensor.read(dtype)
-                values[33] = float("nan") if values.dtype.kind == "f" else 0x7FC0  # bfloat16 as it lies
-                return values
-
-            yield tensor._replace(read=read) if tensor.name == "embed.weight" else tensor
-
-    damaged: Any = SimpleNamespace(config=checkpoint.config, weight_bytes=checkpoint.weight_bytes, tensors=tensors)
+    damaged = with_changed(tiny_checkpoint("llama-padded"), "embed.weight", spoil)
     runner = ModelRunner.load(damaged, ModelSettings(device="cpu", dtype=dtype, block_size=4, cpu_kernels="native"))
     runner.allocate_kv(16)
     driver = step_driver.StepDriver(runner)
@@ -280,21 +289,12 @@ def test_among_equal_logits_the_lowest_id_is_chosen(
     tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
     """Ids 40 to 319 have the same largest logit, over all the pieces that threads take."""
-    checkpoint = open_checkpoint(tiny_checkpoint("llama"))
 
-    def tensors() -> Iterator[StoredTensor]:
-        for tensor in checkpoint.tensors():
+    def make_equal(values: Values) -> None:
+        values[:40] = 0.0
+        values[40:] = values[40]
 
-            def read(dtype: Dtype, tensor: StoredTensor = tensor) -> Values:
-                values = tensor.read(dtype)
-                if tensor.name == "lm_head.weight":
-                    values[:40] = 0.0
-                    values[40:] = values[40]
-                return values
-
-            yield tensor._replace(read=read)
-
-    same = SimpleNamespace(config=checkpoint.config, weight_bytes=checkpoint.weight_bytes, tensors=tensors)
+    same = with_changed(tiny_checkpoint("llama"), "lm_head.weight", make_equal)
     settings = ModelSettings(device="cpu", block_size=4, kv_cache_bytes=2**20, cpu_kernels="native")
     runner = ModelRunner.load(same, settings)
     runner.allocate_kv(200)
