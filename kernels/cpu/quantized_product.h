@@ -248,9 +248,9 @@ __attribute__((always_inline)) inline void dequantize_record(const uint8_t* reco
     }
 }
 
-// sums [rows, 32] (+)= at most 32 rows, as tiles of `depth` numbers a row, times some records. While one is multiplied, the next is dequantized. is_kept:
-// all are left in `numbers`; else its beginning is written again and again, and stays in the first cache. fetch: an
-// address from which as much is brought into the caches as is read.
+// sums [rows, 32] (+)= at most 32 rows, tiles with `depth` numbers a row, times some records. While one is multiplied, the
+// next is dequantized. is_kept: all are left in `numbers`; else its beginning is written again and again, and stays in the
+// first cache. fetch: an address from which as much is brought into the caches as is read.
 template <class F>
 inline void dequantize_and_multiply(const bf16* x, int64_t depth, int rows, const uint8_t* from, int64_t records,
                                     bf16* numbers, int64_t block_stride, bool is_kept, float* sums, bool is_first,

@@ -117,12 +117,12 @@ def quantized_rows(x: Bits) -> tuple[Doubles, Doubles]:
     return (whole * scale).reshape(rows, -1)[:, :columns], halves
 
 
-DEQUANTIZED_ROWS_MIN = 5
+AMX_ROWS_MIN = 5
 
 
-def rounds_weights(engine: Engine, rows: int = DEQUANTIZED_ROWS_MIN) -> bool:
+def rounds_weights(engine: Engine, rows: int = AMX_ROWS_MIN) -> bool:
     """Whether products of so many rows in bfloat16 round the weights rather than the rows."""
-    return engine.library.level.startswith("amx") and rows >= DEQUANTIZED_ROWS_MIN
+    return engine.library.level.startswith("amx") and rows >= AMX_ROWS_MIN
 
 
 def check_product(engine: Engine, x: Bits, values: Floats, product: Floats) -> None:
@@ -246,13 +246,13 @@ def test_a_row_has_the_same_bits_in_any_batch(engine: Engine) -> None:
         x = random_rows(300, 512)
         together = engine.product(x, weight.matrix, 40)
         for count in (1, 3, 5, 16, 33, 150):
-            if rounds_weights(engine) and count < DEQUANTIZED_ROWS_MIN:
+            if rounds_weights(engine) and count < AMX_ROWS_MIN:
                 continue
             for row in (0, 1, 30, 150):
                 some = engine.product(x[row : row + count], weight.matrix, 40)
                 assert np.array_equal(some, together[row : row + count])
-        few = engine.product(x[: DEQUANTIZED_ROWS_MIN - 1], weight.matrix, 40)
-        for row in range(DEQUANTIZED_ROWS_MIN - 1):
+        few = engine.product(x[: AMX_ROWS_MIN - 1], weight.matrix, 40)
+        for row in range(AMX_ROWS_MIN - 1):
             assert np.array_equal(engine.product(x[row : row + 1], weight.matrix, 40)[0], few[row])
 
 

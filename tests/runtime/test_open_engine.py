@@ -123,6 +123,21 @@ async def test_an_engine_computes_in_its_threads_and_is_closed_once(runner_class
     assert not engine.ready
 
 
+@pytest.mark.parametrize("device", ("cpu", "cuda"))
+async def test_readers_come_first_where_steps_take_their_core(device, runner_class, monkeypatch):
+    asked: list[bool] = []
+
+    class Noted(assemble.Engine):
+        def __init__(self, *, readers_first: bool, **rest) -> None:
+            asked.append(readers_first)
+            super().__init__(readers_first=readers_first, **rest)
+
+    monkeypatch.setattr(assemble, "Engine", Noted)
+    monkeypatch.setattr(runner_class, "device", device)
+    async with assemble.open_engine("m"):
+        assert asked == [device == "cpu"]
+
+
 async def test_steps_are_prepared_for_what_may_run(runner_class):
     async with assemble.open_engine("m", max_num_seqs=5, max_model_len=40):
         assert runner_class.settings.running_requests_max == 5

@@ -23,7 +23,7 @@ from trioserve.runtime.worker_thread import WorkerThread
 
 __all__ = ["EngineLoop", "StepRunner", "ThreadedExecutor"]
 
-READER_TURNS = 3  # readers make what they say of their tokens, the flusher writes it, and clients have it
+READER_TURNS = 3  # in one readers answer, in the next the flusher writes; within a turn no order is promised
 
 
 class StepRunner(Protocol):
