@@ -176,6 +176,7 @@ class Library:
         self.allocate = _declared(functions.trioserve_allocate, _pointer, ctypes.c_int64)
         self.release = _declared(functions.trioserve_release, None, _pointer, ctypes.c_int64)
         self._use_large_pages = _declared(functions.trioserve_use_large_pages, None, _pointer, ctypes.c_int64)
+        self.claim = _declared(functions.trioserve_claim, _int, _pointer, ctypes.c_int64)
         self._packed_count = _declared(functions.trioserve_packed_count, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
         self._pack = _declared(
             functions.trioserve_pack, None, _int, _pointer, *[ctypes.c_int64] * 2, _pointer, *[ctypes.c_int64] * 2

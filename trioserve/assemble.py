@@ -146,6 +146,7 @@ async def open_configured_engine(
                     connector=connector,
                     role=None if transfers is None else transfers.shown_role,
                     readers_first=runner.device == "cpu",
+                    when_idle=lambda: compute.run(runner.claim_memory),
                 )
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(engine.keep_deadlines)

@@ -29,6 +29,13 @@ void pack(const T* from, int64_t n, int64_t k, Number* to, int64_t first_block, 
     }
 }
 
+// Of the pages that lie wholly in this memory.
+int advise(void* memory, int64_t bytes, int advice) {
+    constexpr uintptr_t PAGE = 4096;
+    const uintptr_t first = (uintptr_t(memory) + PAGE - 1) / PAGE * PAGE, end = (uintptr_t(memory) + bytes) / PAGE * PAGE;
+    return end > first ? madvise(reinterpret_cast<void*>(first), end - first, advice) : 0;
+}
+
 }  // namespace
 
 extern "C" {
@@ -44,10 +51,13 @@ int32_t trioserve_prepare() {
 }
 
 // For memory that nobody has written yet; where it is refused nothing changes.
-void trioserve_use_large_pages(void* memory, int64_t bytes) {
-    constexpr uintptr_t PAGE = 4096;
-    const uintptr_t first = (uintptr_t(memory) + PAGE - 1) / PAGE * PAGE, end = (uintptr_t(memory) + bytes) / PAGE * PAGE;
-    if (end > first) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
+void trioserve_use_large_pages(void* memory, int64_t bytes) { advise(memory, bytes, MADV_HUGEPAGE); }
+
+// Has the system give the memory now that it would give when it is first written; what was written stays. 0: the system
+// cannot, or has none left.
+int32_t trioserve_claim(void* memory, int64_t bytes) {
+    constexpr int POPULATE_WRITE = 23;  // Linux 5.14; older headers do not name it
+    return advise(memory, bytes, POPULATE_WRITE) == 0;
 }
 
 Engine* trioserve_make_engine(int32_t thread_count) {

@@ -7,7 +7,7 @@ places: each is within a few hundredths of the float32 model, so that is what bo
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -22,11 +22,11 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import StepPlan
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.stored_tensor import StoredTensor
-from trioserve.model.native_model import NativeModel, why_not_native
+from trioserve.model.native_model import CLAIMED_BYTES, NativeModel, why_not_native
 from trioserve.model.number_formats import Dtype, Values
 from trioserve.model.runner import ModelRunner
 from trioserve.model.settings import ModelSettings
-from trioserve_kernels.native import NoNativeKernels, load_library
+from trioserve_kernels.native import NoNativeKernels, address, load_library
 
 KINDS = (
     "llama",
@@ -312,6 +312,44 @@ def test_among_equal_logits_the_lowest_id_is_chosen(
 def load(path: Path, **options: Any) -> ModelRunner:
     settings = ModelSettings(**{"device": "cpu", "dtype": "float32", "kv_cache_bytes": 2**20, **options})
     return ModelRunner.load(open_checkpoint(path), settings)
+
+
+def resident_shares(arrays: Iterable[Values]) -> list[float]:
+    """How much of each array's memory the system has given."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    with open("/proc/self/pagemap", "rb") as pagemap:
+        shares = []
+        for array in arrays:
+            first, end = address(array) // page, (address(array) + array.nbytes) // page
+            pagemap.seek(first * 8)
+            shares.append(float(np.mean(np.frombuffer(pagemap.read((end - first) * 8), dtype=np.uint64) >> 63)))
+    return shares
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/pagemap"), reason="nothing tells what is resident")
+def test_the_memory_of_the_kv_cache_is_claimed_ahead_in_the_order_of_blocks(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    runner = load(tiny_checkpoint("llama"), kv_cache_bytes=32 << 20)
+    try:
+        runner.allocate_kv(runner.block_count)
+        assert runner.storage is not None
+        pages = runner.storage.pages
+        assert all(buffer.nbytes > 2 * CLAIMED_BYTES for buffer in pages)
+        for buffer in pages:
+            buffer[0] = 1.5
+        assert max(resident_shares(pages)) < 0.5
+        for _ in pages:
+            if not runner.claim_memory():
+                pytest.skip("this system gives no memory ahead")
+        assert min(resident_shares(buffer.reshape(-1)[: CLAIMED_BYTES // 4] for buffer in pages)) == 1
+        assert max(resident_shares(pages)) < 0.9
+        while runner.claim_memory():
+            pass
+        assert min(resident_shares(pages)) == 1
+        assert all((buffer[0] == 1.5).all() for buffer in pages)
+    finally:
+        runner.close()
 
 
 def test_the_start_says_what_computes(

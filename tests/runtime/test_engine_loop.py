@@ -137,6 +137,63 @@ async def test_a_hold_that_nobody_releases_ends_while_nothing_else_happens(autoj
         assert stage.core.stats().blocks_held == 0
 
 
+class IdleStage(Stage):
+    """With three things to do while it is idle, of which each ends when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = EngineCore(CoreSettings(block_count=16, block_size=4, context_tokens_max=64))  # nothing is loaded
+        self.began = 0
+        self.may_end = trio.Semaphore(0)
+        self.loop = EngineLoop(self.core, self.steps, self, when_idle=self.do)
+
+    async def do(self) -> bool:
+        self.began += 1
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + 3600):
+            await self.may_end.acquire()
+        return self.began < 3
+
+
+async def test_what_is_done_when_idle_is_done_one_by_one_and_never_beside_a_step(autojump_clock):
+    stage = IdleStage()
+    async with running(stage):
+        assert stage.began == 1
+        stage.steps.hold()
+        stage.add(prompt_count=4, output_tokens=2)
+        await trio.testing.wait_all_tasks_blocked()
+        assert not stage.steps.is_held  # what was begun is ended first
+        stage.may_end.release()
+        await trio.testing.wait_all_tasks_blocked()
+        assert stage.steps.is_held
+        assert stage.began == 1  # and a step comes before the next thing
+        stage.steps.release()
+        await trio.testing.wait_all_tasks_blocked()
+        assert stage.steps.step_count == 2
+        assert stage.began == 2
+        for _ in range(3):
+            stage.may_end.release()
+        await trio.testing.wait_all_tasks_blocked()
+        assert stage.began == 3  # which said that nothing is left
+        stage.add(prompt_count=4)
+        await trio.testing.wait_all_tasks_blocked()
+        assert stage.began == 3
+
+
+async def test_leaving_waits_for_what_is_done_when_idle(autojump_clock):
+    stage = IdleStage()
+
+    async def release_later() -> None:
+        await trio.sleep(5)
+        stage.may_end.release()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(release_later)
+        async with running(stage) as began_at:
+            pass
+        assert trio.current_time() == began_at + 5
+    assert stage.began == 1
+
+
 class WrittenStage(Stage):
     """Whose events pass through two tasks, a reader and a flusher, before they are written."""
 

@@ -28,7 +28,8 @@ Report = Callable[[int, int], None]
 
 
 class FakeRunner(FakeExecutor):
-    """A model runner without torch. at: what to do at "load" (given the report of progress), "allocate" or "warm"."""
+    """A model runner without torch. at: what to do at "load" (given the report of progress), "allocate", "warm" or
+    "claim"."""
 
     device = "cpu"
     dtype = "float32"
@@ -43,6 +44,7 @@ class FakeRunner(FakeExecutor):
         super().__init__(block_count=64, block_size=16)
         self.closed_in: list[str] = []
         self.kv_names: list[str] = []
+        self.claims_left = 3
         self.made.append(self)
 
     @classmethod
@@ -61,6 +63,12 @@ class FakeRunner(FakeExecutor):
 
     def warm_up(self) -> None:
         self.do("warm")
+
+    def claim_memory(self) -> bool:
+        assert not self.closed_in
+        self.do("claim")
+        self.claims_left -= 1
+        return self.claims_left > 0
 
     def kv_pages(self, model_name: str) -> KVPages:
         self.kv_names.append(model_name)
@@ -136,6 +144,40 @@ async def test_readers_come_first_where_steps_take_their_core(device, runner_cla
     monkeypatch.setattr(runner_class, "device", device)
     async with assemble.open_engine("m"):
         assert asked == [device == "cpu"]
+
+
+async def test_an_engine_that_is_left_while_memory_is_claimed_waits_for_that(runner_class):
+    token = trio.lowlevel.current_trio_token()
+    begun, may_end = trio.Event(), threading.Event()
+
+    def claim() -> None:
+        token.run_sync_soon(begun.set)
+        wait_or_fail(may_end)
+
+    runner_class.at["claim"] = claim
+    async with assemble.open_engine("m"):
+        await begun.wait()
+        timer = threading.Timer(0.01, may_end.set)
+        timer.start()
+    check_closed(runner_class)
+    assert runner_class.made[0].claims_left == 2
+    timer.join()
+
+
+async def test_an_idle_engine_claims_memory_until_nothing_is_left(runner_class):
+    token = trio.lowlevel.current_trio_token()
+    all_claimed = trio.Event()
+
+    def claim() -> None:
+        if runner_class.made[0].claims_left == 1:
+            token.run_sync_soon(all_claimed.set)
+
+    runner_class.at["claim"] = claim
+    async with assemble.open_engine("m") as engine:
+        await all_claimed.wait()
+        async with engine.generate("prompt", SamplingParams(max_tokens=5, ignore_eos=True)) as stream:
+            assert sum([len(delta.token_ids) async for delta in stream]) == 5
+    assert runner_class.made[0].claims_left == 0
 
 
 async def test_steps_are_prepared_for_what_may_run(runner_class):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -48,6 +49,7 @@ MATRICES = ("qkv", "output", "gate_up", "down")  # of LayerStruct
 # step of few rows is over soon: it asks a few times. In one of many rows a layer takes longer than the asking.
 ASKS_OF_SHORT_STEP = 4
 SHORT_STEP_ROWS = 64
+CLAIMED_BYTES = 1 << 21  # one large page, which takes 0.2 ms, or 6 where a virtual machine has to ask its host for it
 
 
 def why_not_native(config: ModelConfig, dtype: Dtype) -> str | None:
@@ -85,6 +87,7 @@ class NativeModel:
         self._library = library
         self._block_size = block_size
         self._storage: KVStorage[Values] | None = None
+        self._unclaimed: Iterator[tuple[int, int]] = iter(())  # address and bytes of pieces of the KV cache's memory
         self._page_addresses = (ctypes.c_void_p * config.layer_count)()
         self._weights = PackedWeights(config, library, dtype, quantization, block_types)
         self.step_weight_bytes: int = self._weights.byte_count
@@ -147,6 +150,10 @@ class NativeModel:
         self._storage = KVStorage(self.config, block_count=block_count, block_size=self._block_size, make=make)
         for index, pages in enumerate(self._storage.pages):
             self._page_addresses[index] = address(pages)
+        self._unclaimed = _pieces(self._storage.pages)
+
+    def claim_memory(self) -> bool:
+        return any(self._library.claim(start, size) for start, size in itertools.islice(self._unclaimed, 1))
 
     def warm_up(self) -> None:
         """Nothing is left to be prepared: weights are packed as they are read."""
@@ -212,6 +219,14 @@ class NativeModel:
             engine.close()
             self._weights.close()
         self._layers, self._storage, self._embedding = [], None, None
+        self._unclaimed = iter(())
+
+
+def _pieces(pages: Sequence[Values]) -> Iterator[tuple[int, int]]:
+    """In the order in which blocks are first used: the beginning of every layer's memory, then what comes behind it."""
+    for start in range(0, pages[0].nbytes, CLAIMED_BYTES):
+        for buffer in pages:
+            yield address(buffer) + start, min(CLAIMED_BYTES, buffer.nbytes - start)
 
 
 class _Layer:

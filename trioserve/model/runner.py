@@ -123,11 +123,18 @@ class ModelRunner:
         return make_kv_pages(layout, self.storage, self.device)
 
     def allocate_kv(self, block_count: int) -> None:
-        """Make the KV cache; what an earlier one held is gone. Memory is claimed as blocks are first written."""
+        """Make the KV cache; what an earlier one held is gone. Its memory is claimed as blocks are first written,
+        or ahead of that by claim_memory."""
         assert self._model is not None, "allocate_kv after close"
         assert block_count >= 1
         self.block_count = block_count
         self._model.allocate_kv(block_count)
+
+    def claim_memory(self) -> bool:
+        """Claim a small piece of the KV cache's memory ahead of its use; for moments in which there is nothing to
+        compute. False: nothing is left to be claimed."""
+        assert self._model is not None, "claim_memory after close"
+        return self._model.claim_memory()
 
     def warm_up(self) -> None:
         """Have the model prepare what it can, and compute a few steps of the common shapes, so that libraries choose

@@ -56,6 +56,11 @@ class StepModel(Protocol):
         """Make the KV cache; what an earlier one held is gone."""
         ...
 
+    def claim_memory(self) -> bool:
+        """Have the system give a small piece of the KV cache's memory ahead of its use, which takes at most some
+        milliseconds. False: nothing is left to be claimed."""
+        ...
+
     def warm_up(self) -> None:
         """Prepare ahead what the first steps would have to wait for. No block is written."""
         ...

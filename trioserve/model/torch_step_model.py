@@ -111,6 +111,9 @@ class TorchStepModel:
                     record=CudaGraphRecorder() if self.device == "cuda" else None,
                 )
 
+    def claim_memory(self) -> bool:
+        return False
+
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Capture CUDA graphs of the decode steps, where there are any."""

@@ -39,7 +39,7 @@ from trioserve.runtime.deadline_keeper import Alarm, DeadlineKeeper
 from trioserve.runtime.delivery import Delivery
 from trioserve.runtime.dispatch import Turn
 from trioserve.runtime.ended_ids import EndedIds
-from trioserve.runtime.engine_loop import EngineLoop, StepRunner
+from trioserve.runtime.engine_loop import EngineLoop, StepRunner, WhenIdle
 from trioserve.runtime.errors_unwrapped import errors_unwrapped
 from trioserve.runtime.kept_holds import KeptHolds
 from trioserve.runtime.kv_events import KvEvents
@@ -87,7 +87,7 @@ class Engine:
 
     new_request_id: for requests whose caller gives none. kv_events: what came and went in the prefix cache; None where
     nobody is told. connector: the core's; it runs as long as this does. role: what routers are told; None where KV
-    neither comes from other engines nor goes to them. readers_first: see EngineLoop.
+    neither comes from other engines nor goes to them. readers_first and when_idle: see EngineLoop.
     """
 
     def __init__(
@@ -105,6 +105,7 @@ class Engine:
         connector: RunningConnector | None = None,
         role: EngineRole | None = None,
         readers_first: bool = False,
+        when_idle: WhenIdle | None = None,
     ) -> None:
         self.model = model
         self.role = role
@@ -118,7 +119,7 @@ class Engine:
         self._connector = connector
         self._kept_holds = KeptHolds()
         self._delivery = Delivery(core, metrics, wake=self.wake)
-        self._loop = EngineLoop(core, steps, self._delivery, readers_first=readers_first)
+        self._loop = EngineLoop(core, steps, self._delivery, readers_first=readers_first, when_idle=when_idle)
         self._prompts = PromptEncoder(
             tokenizer, text_thread, vocab_size=model.vocab_size, context_tokens_max=model.context_tokens_max
         )

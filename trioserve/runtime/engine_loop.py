@@ -21,9 +21,12 @@ from trioserve.runtime.delivery import Delivery
 from trioserve.runtime.overlapped_step import OverlappedSteps
 from trioserve.runtime.worker_thread import WorkerThread
 
-__all__ = ["EngineLoop", "StepRunner", "ThreadedExecutor"]
+__all__ = ["EngineLoop", "StepRunner", "ThreadedExecutor", "WhenIdle"]
 
 READER_TURNS = 3  # in one readers answer, in the next the flusher writes; within a turn no order is promised
+
+
+WhenIdle = Callable[[], Coroutine[Any, Any, bool]]
 
 
 class StepRunner(Protocol):
@@ -61,9 +64,20 @@ class ThreadedExecutor:
 class EngineLoop:
     """readers_first: what a step brought is written before the next one begins. For steps that take the event loop's
     own core: what readers did meanwhile, one of a step's threads would lose, and the others wait for it. Overlapped
-    steps have no such moment."""
+    steps have no such moment.
+    when_idle: done again and again while there is nothing to compute, until it says that nothing is left to do. What
+    comes meanwhile waits for it, so each time is to be short."""
 
-    def __init__(self, core: EngineCore, steps: StepRunner, delivery: Delivery, *, readers_first: bool = False) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        steps: StepRunner,
+        delivery: Delivery,
+        *,
+        readers_first: bool = False,
+        when_idle: WhenIdle | None = None,
+    ) -> None:
+        self._when_idle = when_idle
         self._reader_turns = READER_TURNS if readers_first else 0
         self._core = core
         self._steps = steps
@@ -94,6 +108,10 @@ class EngineLoop:
             if plan is None:
                 if self._is_woken:  # by the connector, just when the core asked it: there is more to ask
                     await trio.lowlevel.checkpoint()
+                    continue
+                if self._when_idle is not None:
+                    if not await self._when_idle():
+                        self._when_idle = None
                     continue
                 self._work_arrived = trio.Event()
                 deadline = self._core.next_deadline()
