@@ -74,8 +74,8 @@ ROOMS = {
     ),
     "bench": Room(
         rooms=words("contracts"),
-        packages=words("trio h2 h11 hpack numpy"),
-        only_in={"numpy": words("bandwidth.py")},
+        packages=words("trio h2 h11 httptools hpack numpy"),
+        only_in={"httptools": words("http1.py"), "numpy": words("bandwidth.py")},
         without=words("asyncio"),
     ),
     "testing": Room(

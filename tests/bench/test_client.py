@@ -420,6 +420,68 @@ async def test_a_server_of_another_protocol_is_told_apart(autojump_clock, http, 
     assert failure.kind is FailureKind.PROTOCOL
 
 
+@pytest.mark.parametrize(
+    "answer, data, failure_kind, connections",
+    [
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nabc", b"abc", None, 1),
+        (b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 3\r\n\r\nabc", b"abc", None, 2),
+        (b"HTTP/1.1 200 OK\r\n\r\nabc", b"abc", None, 2),
+        (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nabc", b"abc", None, 1),
+        (b"HTTP/1.1 103 Early Hints\r\nlink: </a>\r\n\r\nHTTP/1.1 200 OK\r\n\r\nabc", b"abc", None, 2),
+        (b"HTTP/1.1 204 No Content\r\n\r\n", b"", None, 1),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nabc", b"abc", FailureKind.DISCONNECT, 2),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n", b"abc", FailureKind.DISCONNECT, 2),
+    ],
+)
+async def test_the_end_of_an_answer_over_http1(autojump_clock, answer, data, failure_kind, connections):
+    opened = []
+
+    async def open_stream():
+        client, server = trio.testing.memory_stream_pair()
+        opened.append(server)
+        nursery.start_soon(serve, server)
+        return client
+
+    async def serve(server):
+        async for asked in server:
+            if asked.endswith(b"{}"):
+                for byte in answer:
+                    await server.send_all(bytes([byte]))
+                if connections == 2:
+                    await server.send_eof()
+
+    async with trio.open_nursery() as nursery, open_client(1, open_stream) as client:
+        for _ in range(2):
+            ear = Ear()
+            failure = await post(client, ear, b"{}")
+            assert (failure and failure.kind) is failure_kind
+            assert ear.data == data
+            assert ear.status == int(answer.split(b"HTTP/1.1 ")[-1][:3])
+        assert len(opened) == connections
+
+
+async def test_a_connection_on_which_a_request_is_unfinished_is_not_used_again(autojump_clock):
+    ends = []
+
+    async def open_stream():
+        client, server = trio.testing.memory_stream_pair()
+        ends.append(server)
+        await server.send_all(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+        return client
+
+    async with open_client(1, open_stream) as client:
+        for _ in range(2):
+            assert await client.request("POST", "/p", b"{} ", Ear(), withheld_bytes=1) is None
+    assert len(ends) == 2
+
+
+async def test_a_second_answer_to_one_request_is_a_fault_of_the_server(autojump_clock):
+    failure = await speak_to(1, b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n" * 2)
+    assert failure is not None
+    assert failure.kind is FailureKind.PROTOCOL
+    assert "second answer" in failure.message
+
+
 async def test_an_http1_server_asked_for_http2_is_told_apart(autojump_clock):
     failure = await speak_to(2, b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n")
     assert failure is not None
