@@ -10,7 +10,8 @@ import ctypes
 import enum
 import math
 import os
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -391,6 +392,16 @@ def empty_array(shape: tuple[int, ...], dtype: str) -> Array:
 def address(array: Array) -> int:
     assert array.flags.c_contiguous
     return int(array.ctypes.data)
+
+
+def int32_array(values: Iterable[int]) -> array[int]:
+    """For the few numbers of one call: the address of such an array is found in a twentieth of the time of numpy's."""
+    return array("i", values)
+
+
+def start_of(numbers: array[Any]) -> int:
+    start, _ = numbers.buffer_info()
+    return start
 
 
 def _dtype_number(array: Array) -> int:

@@ -13,10 +13,9 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from trioserve.contracts.events import TokenLogprob
-from trioserve.contracts.step import IsAbandoned, ScheduledChunk
+from trioserve.contracts.step import IsAbandoned, ScheduledChunk, never_abandoned
 from trioserve.model.device import DeviceType
 from trioserve.model.kv_storage import KVStorage
 from trioserve.model.model_config import ModelConfig
@@ -40,6 +39,8 @@ from trioserve_kernels.native import (
     StepStruct,
     address,
     empty_array,
+    int32_array,
+    start_of,
 )
 
 __all__ = ["NativeModel", "why_not_native"]
@@ -120,6 +121,7 @@ class NativeModel:
             head=self._weights.matrix(HEAD),
             norm=address(self._norm),
         )
+        self._asking = _Asking()
         self._engine: Engine | None = Engine(library, thread_count)
 
     @property
@@ -165,37 +167,38 @@ class NativeModel:
             return None
         arrays = _StepArrays(chunks, self._block_size)
         samplings = NativeSamplings(sampled_rows(chunks), self.config.vocab_size)
-        needs_hidden = any(chunk.request.sampling.prompt_logprobs is not None for chunk in chunks)
-        hidden = np.empty((arrays.row_count if needs_hidden else 0, self.config.hidden_size), dtype=np.float32)
-        asking = _Asking(is_abandoned)
+        with_logprobs = [
+            place for place, chunk in enumerate(chunks) if chunk.request.sampling.prompt_logprobs is not None
+        ]
+        hidden = np.empty((arrays.row_count if with_logprobs else 0, self.config.hidden_size), dtype=np.float32)
         layers = self.config.layer_count
         step = StepStruct(
             row_count=arrays.row_count,
             chunk_count=len(chunks),
             sampled_count=len(arrays.sampled_rows),
             ask_stride=1 if arrays.row_count >= SHORT_STEP_ROWS else max(1, layers // ASKS_OF_SHORT_STEP),
-            token_ids=address(arrays.token_ids),
-            chunk_starts=address(arrays.chunk_starts),
-            chunk_counts=address(arrays.chunk_counts),
-            table_firsts=address(arrays.table_firsts),
-            tables=address(arrays.tables),
+            token_ids=start_of(arrays.token_ids),
+            chunk_starts=start_of(arrays.chunk_starts),
+            chunk_counts=start_of(arrays.chunk_counts),
+            table_firsts=start_of(arrays.table_firsts),
+            tables=start_of(arrays.tables),
             pages=ctypes.addressof(self._page_addresses),
-            sampled_rows=address(arrays.sampled_rows),
-            hidden=address(hidden) if needs_hidden else None,
-            is_abandoned=ctypes.cast(asking.callback, ctypes.c_void_p),
+            sampled_rows=start_of(arrays.sampled_rows),
+            hidden=address(hidden) if with_logprobs else None,
+            is_abandoned=self._asking.pointer,
         )
         samplings.put_into(step)
+        self._asking.begin(is_abandoned)
         finished = self._engine.step(self._struct, step)
-        if asking.error is not None:
-            raise asking.error
+        self._asking.end()
         if not finished:
             return None
         return ComputedStep(
             samplings.samples() if len(arrays.sampled_rows) else None,
             {
-                place: self._prompt_logprobs(hidden[row : row + chunk.count], chunk)
-                for place, (chunk, row) in enumerate(zip(chunks, arrays.first_rows, strict=True))
-                if chunk.request.sampling.prompt_logprobs is not None
+                place: self._prompt_logprobs(hidden[row : row + chunks[place].count], chunks[place])
+                for place in with_logprobs
+                for row in (arrays.first_rows[place],)
             },
         )
 
@@ -205,7 +208,7 @@ class NativeModel:
         top = min(chunk.request.sampling.prompt_logprobs or 0, self.config.vocab_size)
         entries: list[TokenLogprob] = []
         for first in range(0, len(followers), PROMPT_LOGPROB_ROWS):
-            targets = _array(followers[first : first + PROMPT_LOGPROB_ROWS])
+            targets = np.array(followers[first : first + PROMPT_LOGPROB_ROWS], dtype=np.int32)
             found = self._engine.logprobs(self._struct, hidden[first : first + len(targets)], targets, top)
             if found is None:
                 return None
@@ -314,29 +317,35 @@ class _StepArrays:
             if chunk.samples:
                 rows.extend(range(len(token_ids) - 1 - len(chunk.draft), len(token_ids)))
         self.row_count = len(token_ids)
-        self.token_ids = _array(token_ids)
-        self.tables = _array(tables)
-        self.table_firsts = _array(table_firsts)
-        self.chunk_starts = _array([chunk.start for chunk in chunks])
-        self.chunk_counts = _array([chunk.row_count for chunk in chunks])
-        self.sampled_rows = _array(rows)
+        self.token_ids = int32_array(token_ids)
+        self.tables = int32_array(tables)
+        self.table_firsts = int32_array(table_firsts)
+        self.chunk_starts = int32_array([chunk.start for chunk in chunks])
+        self.chunk_counts = int32_array([chunk.row_count for chunk in chunks])
+        self.sampled_rows = int32_array(rows)
 
 
 class _Asking:
-    """is_abandoned as a C function. What it raises ends the step and is kept for the caller: C cannot carry it."""
+    """is_abandoned, each step its own, as a C function. What it raises ends the step, and rises from end(): C cannot
+    carry it."""
 
-    def __init__(self, is_abandoned: IsAbandoned) -> None:
-        self.error: BaseException | None = None
+    def __init__(self) -> None:
+        self._is_abandoned = never_abandoned
+        self._error: BaseException | None = None
+        self._callback = IsAbandonedCallback(self._ask)
+        self.pointer = ctypes.cast(self._callback, ctypes.c_void_p)
+
+    def begin(self, is_abandoned: IsAbandoned) -> None:
         self._is_abandoned = is_abandoned
-        self.callback = IsAbandonedCallback(self._ask)
+
+    def end(self) -> None:
+        error, self._error, self._is_abandoned = self._error, None, never_abandoned
+        if error is not None:
+            raise error
 
     def _ask(self) -> int:
         try:
             return int(self._is_abandoned())
         except BaseException as error:
-            self.error = error
+            self._error = error
             return 1
-
-
-def _array(values: Sequence[int]) -> npt.NDArray[np.int32]:
-    return np.array(values, dtype=np.int32)

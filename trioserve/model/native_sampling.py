@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
-
-import numpy as np
 
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.step import ScheduledChunk
 from trioserve.model.samples import NOT_FINITE, NOTHING_LEFT, Samples, counts_output, hides_end_tokens, is_plain
-from trioserve_kernels.native import FLAW_NOT_FINITE, NO_FLAW, SamplingStruct, StepStruct, address
+from trioserve_kernels.native import FLAW_NOT_FINITE, NO_FLAW, SamplingStruct, StepStruct, int32_array, start_of
 
 __all__ = ["NativeSamplings", "token_logprob"]
 
@@ -22,25 +21,26 @@ class NativeSamplings:
         self._ids: list[int] = []
         self._biases: list[float] = []
         self._structs = (SamplingStruct * len(chunks))()
+        self._top_counts: dict[int, int] = {}
         for row, chunk in enumerate(chunks):
             if not is_plain(chunk):
-                self._structs[row] = self._struct(chunk, vocab_size)
-        with_logprobs = [row for row, chunk in enumerate(chunks) if chunk.request.sampling.logprobs is not None]
-        self._top_counts = {row: self._structs[row].top_count for row in with_logprobs}
-        top_count_max = max(self._top_counts.values(), default=0)
-        self._id_array, self._bias_array = np.array(self._ids, dtype=np.int32), np.array(self._biases, dtype=np.float32)
-        self._next_ids = np.empty(len(chunks), dtype=np.int32)
-        self._flaws = np.empty(len(chunks), dtype=np.int32)
-        self._logprobs = np.empty((len(chunks), 1 + top_count_max), dtype=np.float32)
-        self._top_ids = np.empty((len(chunks), top_count_max), dtype=np.int32)
+                struct = self._structs[row] = self._struct(chunk, vocab_size)
+                if struct.wants_logprobs:
+                    self._top_counts[row] = struct.top_count
+        self._top_count_max = max(self._top_counts.values(), default=0)
+        self._id_array, self._bias_array = int32_array(self._ids), array("f", self._biases)
+        self._next_ids = int32_array((0,)) * len(chunks)
+        self._flaws = int32_array((0,)) * len(chunks)
+        self._logprobs = array("f", (0,)) * (len(chunks) * (1 + self._top_count_max))
+        self._top_ids = int32_array((0,)) * (len(chunks) * self._top_count_max)
 
     def put_into(self, step: StepStruct) -> None:
         """The addresses; they are good as long as this lives."""
         step.samplings = ctypes.addressof(self._structs)
-        step.sampling_ids, step.sampling_biases = address(self._id_array), address(self._bias_array)
-        step.next_ids, step.flaws = address(self._next_ids), address(self._flaws)
-        step.logprobs, step.top_ids = address(self._logprobs), address(self._top_ids)
-        step.top_count_max = self._top_ids.shape[1]
+        step.sampling_ids, step.sampling_biases = start_of(self._id_array), start_of(self._bias_array)
+        step.next_ids, step.flaws = start_of(self._next_ids), start_of(self._flaws)
+        step.logprobs, step.top_ids = start_of(self._logprobs), start_of(self._top_ids)
+        step.top_count_max = self._top_count_max
 
     def samples(self) -> Samples:
         """What the kernels chose."""
@@ -50,12 +50,14 @@ class NativeSamplings:
             for row, flaw in enumerate(flaws)
             if flaw != NO_FLAW
         }
-        logprobs = {
-            row: token_logprob(token_ids[row], self._logprobs[row].tolist(), self._top_ids[row, :top_count].tolist())
-            for row, top_count in self._top_counts.items()
-            if row not in errors
-        }
+        logprobs = {row: self._logprob(row, token_ids[row]) for row in self._top_counts if row not in errors}
         return Samples([None if row in errors else token for row, token in enumerate(token_ids)], logprobs, errors)
+
+    def _logprob(self, row: int, token_id: int) -> TokenLogprob:
+        first, top_first = row * (1 + self._top_count_max), row * self._top_count_max
+        logprobs = self._logprobs[first : first + 1 + self._top_count_max]
+        top_ids = self._top_ids[top_first : top_first + self._top_counts[row]]
+        return token_logprob(token_id, logprobs.tolist(), top_ids.tolist())
 
     def _struct(self, chunk: ScheduledChunk, vocab_size: int) -> SamplingStruct:
         request, sampling = chunk.request, chunk.request.sampling
