@@ -7,6 +7,7 @@ places: each is within a few hundredths of the float32 model, so that is what bo
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -20,6 +21,8 @@ import torch
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import StepPlan
+from trioserve.model import native_model
+from trioserve.model.kv_storage import KVStorage
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.stored_tensor import StoredTensor
 from trioserve.model.native_model import CLAIMED_BYTES, NativeModel, why_not_native
@@ -348,6 +351,26 @@ def test_the_memory_of_the_kv_cache_is_claimed_ahead_in_the_order_of_blocks(
             pass
         assert min(resident_shares(pages)) == 1
         assert all((buffer[0] == 1.5).all() for buffer in pages)
+    finally:
+        runner.close()
+
+
+def test_a_kv_cache_is_gone_before_the_next_one_is_made(
+    tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = load(tiny_checkpoint("llama"))
+    try:
+        runner.allocate_kv(8)
+        runner.claim_memory()
+        assert runner.storage is not None
+        earlier = weakref.ref(runner.storage.pages[0])
+
+        def make_later(*arguments: Any, **options: Any) -> KVStorage[Any]:
+            assert earlier() is None
+            return KVStorage(*arguments, **options)
+
+        monkeypatch.setattr(native_model, "KVStorage", make_later)
+        runner.allocate_kv(8)
     finally:
         runner.close()
 

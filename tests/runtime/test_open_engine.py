@@ -156,7 +156,8 @@ async def test_an_engine_that_is_left_while_memory_is_claimed_waits_for_that(run
 
     runner_class.at["claim"] = claim
     async with assemble.open_engine("m"):
-        await begun.wait()
+        with trio.fail_after(10):
+            await begun.wait()
         timer = threading.Timer(0.01, may_end.set)
         timer.start()
     check_closed(runner_class)
@@ -174,7 +175,8 @@ async def test_an_idle_engine_claims_memory_until_nothing_is_left(runner_class):
 
     runner_class.at["claim"] = claim
     async with assemble.open_engine("m") as engine:
-        await all_claimed.wait()
+        with trio.fail_after(10):
+            await all_claimed.wait()
         async with engine.generate("prompt", SamplingParams(max_tokens=5, ignore_eos=True)) as stream:
             assert sum([len(delta.token_ids) async for delta in stream]) == 5
     assert runner_class.made[0].claims_left == 0

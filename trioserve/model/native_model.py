@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -148,14 +147,15 @@ class NativeModel:
             self._library.use_large_pages(pages)
             return pages
 
-        self._storage = None  # before the new one is made: two might not fit
+        self._storage, self._unclaimed = None, iter(())  # before the new one is made: two might not fit
         self._storage = KVStorage(self.config, block_count=block_count, block_size=self._block_size, make=make)
         for index, pages in enumerate(self._storage.pages):
             self._page_addresses[index] = address(pages)
         self._unclaimed = _pieces(self._storage.pages)
 
     def claim_memory(self) -> bool:
-        return any(self._library.claim(start, size) for start, size in itertools.islice(self._unclaimed, 1))
+        piece = next(self._unclaimed, None)
+        return piece is not None and bool(self._library.claim(*piece))
 
     def warm_up(self) -> None:
         """Nothing is left to be prepared: weights are packed as they are read."""
@@ -196,9 +196,8 @@ class NativeModel:
         return ComputedStep(
             samplings.samples() if len(arrays.sampled_rows) else None,
             {
-                place: self._prompt_logprobs(hidden[row : row + chunks[place].count], chunks[place])
+                place: self._prompt_logprobs(hidden[arrays.first_rows[place] :][: chunks[place].count], chunks[place])
                 for place in with_logprobs
-                for row in (arrays.first_rows[place],)
             },
         )
 
@@ -221,8 +220,7 @@ class NativeModel:
         if engine is not None:
             engine.close()
             self._weights.close()
-        self._layers, self._storage, self._embedding = [], None, None
-        self._unclaimed = iter(())
+        self._layers, self._storage, self._embedding, self._unclaimed = [], None, None, iter(())
 
 
 def _pieces(pages: Sequence[Values]) -> Iterator[tuple[int, int]]:
