@@ -333,12 +333,12 @@ def resident_shares(arrays: Iterable[Values]) -> list[float]:
 def test_the_memory_of_the_kv_cache_is_claimed_ahead_in_the_order_of_blocks(
     tiny_checkpoint: Callable[..., Path],
 ) -> None:
-    runner = load(tiny_checkpoint("llama"), kv_cache_bytes=32 << 20)
+    runner = load(tiny_checkpoint("llama"), kv_cache_bytes=160 << 20)
     try:
         runner.allocate_kv(runner.block_count)
         assert runner.storage is not None
         pages = runner.storage.pages
-        assert all(buffer.nbytes > 2 * CLAIMED_BYTES for buffer in pages)
+        assert all(buffer.nbytes > 32 << 20 for buffer in pages)  # malloc has no used memory for as many
         for buffer in pages:
             buffer[0] = 1.5
         assert max(resident_shares(pages)) < 0.5
