@@ -33,7 +33,7 @@ _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
 _AVX512_VNNI = (*_AVX512, "avx512_vnni")
 _AVX512_BF16 = (*_AVX512_VNNI, "avx512_bf16")  # every CPU that has these has those
 LEVELS: dict[str, tuple[str, ...]] = {
-    "amx": (*_AVX512_BF16, "amx_tile", "amx_bf16"),
+    "amx": (*_AVX512_BF16, "avx512vbmi", "amx_tile", "amx_bf16"),
     "avx512_bf16": _AVX512_BF16,
     "avx512_vnni": _AVX512_VNNI,
     "avx512": _AVX512,

@@ -139,6 +139,11 @@ inline Lanes round_whole(Lanes a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO
 inline Lanes above_floor(Lanes a) { return _mm512_reduce_ps(a, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
 inline Lanes scale_by_floor(Lanes p, Lanes a) { return _mm512_scalef_ps(p, a); }
 
+// What bfloat16 can hold of it, nearer to 0.
+inline Lanes cut(Lanes a) {
+    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(int(0xffff0000u))));
+}
+
 // The upper halves of `even` and of `odd` in turn.
 inline void store_cut_in_turn(bf16* to, Lanes even, Lanes odd) {
     const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(even), 16);
@@ -253,6 +258,11 @@ inline Lanes floor_kept(Lanes a) {
 inline Lanes above_floor(Lanes a) { return sub(max(set(-126.0f), a), floor_kept(a)); }
 inline Lanes scale_by_floor(Lanes p, Lanes a) {
     return raise_exponent(p, add(floor_kept(a), set(12582912.0f)));  // 1.5 * 2 ** 23: the lowest bits are the number
+}
+
+inline Lanes cut(Lanes a) {
+    const __m256 upper = _mm256_castsi256_ps(_mm256_set1_epi32(int(0xffff0000u)));
+    return {_mm256_and_ps(a.low, upper), _mm256_and_ps(a.high, upper)};
 }
 
 inline void store_cut_in_turn(bf16* to, Lanes even, Lanes odd) {

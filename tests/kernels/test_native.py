@@ -249,6 +249,49 @@ def test_attention_of_long_prompts(engine: Engine, dtype: torch.dtype, window: i
 
 
 @DTYPE_IDS
+@pytest.mark.parametrize("head_dim, window", ((64, None), (80, 600), (128, 70)))
+def test_attention_of_prompts_longer_than_what_is_packed_at_once(
+    engine: Engine, dtype: torch.dtype, window: int | None, head_dim: int
+) -> None:
+    chunks = [(0, 650), (1000, 40), (490, 70)]
+    check_attention(engine, dtype, chunks=chunks, heads=4, kv_heads=2, head_dim=head_dim, window=window)
+    check_attention(engine, dtype, chunks=chunks, heads=1, kv_heads=1, head_dim=head_dim, window=window, spread=8)
+
+
+@DTYPE_IDS
+@pytest.mark.parametrize("growth", (4, 6, 9, 11, 80, 95, 200, 280, 400, 700, 1e5))
+def test_a_score_may_be_far_above_all_before(engine: Engine, dtype: torch.dtype, growth: float) -> None:
+    """Tokens 70, 135 and 270 have each a score that is so much larger than any before, for the even rows."""
+    dim = 32
+    pages = random(25, 16, 2, 1, dim, dtype=dtype, seed=3)
+    pages[:, :, 0, :, 0] = 0
+    for times, token in enumerate((70, 135, 270), 1):
+        pages[token // 16, token % 16, 0, 0, 0] = times * growth * dim**0.5 / 16
+    queries = random(400, dim, dtype=dtype, seed=4)
+    queries[::2, 0] = 16
+    attended = attention_of(engine, queries, pages, [list(range(25))], [(0, 400)])
+    expected = expected_attention(queries, pages, [list(range(25))], [(0, 400)], None)
+    assert (attended.double() - expected).abs().max() < ATTENTION_TOLERANCES[dtype]
+
+
+@DTYPE_IDS
+@pytest.mark.parametrize("value", (float("nan"), float("inf"), -float("inf")))
+def test_a_prompts_key_that_is_no_number_is_that_of_those_who_see_it(
+    engine: Engine, dtype: torch.dtype, value: float
+) -> None:
+    pages = random(13, 16, 2, 1, 32, dtype=dtype, seed=3)
+    pages[6, 4, 0, 0, 7] = value
+    queries = random(200, 32, dtype=dtype, seed=4)
+    table = [list(range(13))]
+    attended = attention_of(engine, queries, pages, table, [(0, 200)])
+    expected = expected_attention(queries, pages, table, [(0, 200)], None)
+    assert (attended.double() - expected)[:100].abs().max() < ATTENTION_TOLERANCES[dtype]
+    # A score of minus infinity is a weight of 0.
+    has_ended = ~torch.isfinite(attended[100:]).any(dim=1)
+    assert torch.equal(has_ended, ~torch.isfinite(expected[100:]).any(dim=1))
+
+
+@DTYPE_IDS
 @pytest.mark.parametrize("page_tokens", (1, 4, 5, 24, 32, 256))
 def test_attention_over_other_pages(engine: Engine, dtype: torch.dtype, page_tokens: int) -> None:
     chunks = [(70, 1), (0, 37), (3, 9), (300, 1), (127, 2)]
