@@ -14,7 +14,11 @@ namespace trioserve {
 constexpr int PANEL_BLOCKS = 2;                   // blocks of a piece of work
 constexpr int PANEL = PANEL_BLOCKS * LANES;       // outputs of a piece of work
 constexpr int TILE_ROWS = 8;                      // 16 sums; more rows need more addresses than there are registers
-constexpr int64_t CHUNK_NUMBERS = 512 * 576;      // of x in a piece of work: they stay in the second cache
+#if defined(__AMX_BF16__)
+constexpr int64_t CHUNK_NUMBERS = 512 * 768;      // of x in a piece of work: they stay in the second cache
+#else
+constexpr int64_t CHUNK_NUMBERS = 512 * 576;
+#endif
 constexpr int64_t ROWS_TOGETHER = 32;             // two of AMX's tiles; pieces end at multiples of them, but the last one
 constexpr int64_t OWN_ROWS_MIN = 128;             // with fewer, threads share rows rather than weights
 constexpr int SUM_ROWS = 128;                     // rows whose sums are finished at a time
@@ -233,7 +237,7 @@ struct WeightFetch {
 
 // Of K at a time, so that what is read again stays in the first cache: where up to 128 rows share a panel, and where more.
 constexpr int64_t AMX_DEPTH = 320, AMX_DEPTH_OF_MANY = 576;
-constexpr int64_t AMX_SUM_ROWS = 64;  // rows whose sums wait for each other, where K is divided
+constexpr int64_t AMX_SUM_ROWS = SUM_ROWS;  // whose sums wait for each other, where K is divided
 #endif
 
 // sums [rows, 16 * blocks] (+)= x [rows, depth] times blocks of w. Rows of x and of sums are there up to the next 16.

@@ -618,6 +618,7 @@ bool Engine::compute(const Model& model, const Step& step) {
                     for (int block = 0; block < blocks; block++) {
                         const int64_t n = (first_block + block) * LANES;
                         float* to = hidden + (first_row + row) * hidden_size + n;
+                        _mm_prefetch(to + 4 * hidden_size, _MM_HINT_T0);  // what comes with the next rows
                         Lanes value = load(sums + row * PANEL + block * LANES);
                         if (bias != nullptr) value = add(value, load(bias + n));
                         store(to, add(load(to), value));
