@@ -125,6 +125,8 @@ async def open_configured_engine(
                 metrics = Metrics(served_names[0])
                 metrics.step_weight_bytes.set(runner.step_weight_bytes)
                 metrics.token_kv_bytes.set(runner.kv_cache_bytes / (runner.block_count * runner.block_size))
+                metrics.token_flops.set(runner.token_flops)
+                metrics.attended_token_flops.set(runner.attended_token_flops)
                 engine = Engine(
                     model=ModelDescription(
                         served_names=served_names,

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import threading
 
 import pytest
 import trio
 
 from trioserve.bench import suite
+from trioserve.bench.bandwidth import read_bandwidth
 from trioserve.bench.run import CannotMeasure
 from trioserve.bench.settings import BenchSettings
-from trioserve.bench.suite import StepCost, decode_bound, main
+from trioserve.bench.product_rate import product_rate
+from trioserve.bench.suite import Cost, decode_bound, main, row_bound
 from trioserve.bench.suite_settings import ROWS, SuiteSettings
 from trioserve.contracts.errors import StartupError
 from trioserve.frontend.routes import App
@@ -47,6 +50,16 @@ def served(**metrics: float):
         thread.join(60)
 
 
+@pytest.fixture(autouse=True)
+def measured_rates(monkeypatch):
+    """Of this machine; measuring them takes seconds."""
+    monkeypatch.setattr(suite, "read_bandwidth", lambda: 1e10)
+    monkeypatch.setattr(suite, "product_rate", lambda: 1e12)
+
+
+MODEL = {"step_weight_bytes": 1e9, "token_kv_bytes": 1000.0, "token_flops": 1e9, "attended_token_flops": 1e5}
+
+
 @pytest.fixture
 def short_rows(monkeypatch):
     """The same rows, with few requests and tokens."""
@@ -70,7 +83,7 @@ def short_rows(monkeypatch):
 
 
 def test_every_row_is_measured_at_every_server(short_rows, tmp_path, capsys):
-    with served(step_weight_bytes=1e9, token_kv_bytes=1000.0) as first, served() as second:
+    with served(**MODEL) as first, served() as second:
         settings = SuiteSettings(
             url=first,
             peers=(second,),
@@ -87,7 +100,8 @@ def test_every_row_is_measured_at_every_server(short_rows, tmp_path, capsys):
     for one in report["results"]:
         assert one["figure"] > 0
         assert one["failed_requests"] == 0
-        assert (one["bound"] is not None) == (one["row"] in "abc" and one["url"] == first)
+        assert (one["bound"] is not None) == (one["url"] == first)
+        assert (one["decode_bound"] is not None) == (one["row"] in "abc" and one["url"] == first)
         assert one["unit"] == ("requests/s" if one["row"].startswith("o") else "tokens/s")
     table = (tmp_path / "suite.md").read_text()
     assert capsys.readouterr().out == table
@@ -96,7 +110,6 @@ def test_every_row_is_measured_at_every_server(short_rows, tmp_path, capsys):
 
 
 def test_a_server_that_is_not_there_is_told_and_leaves_its_cells_empty(short_rows, capsys, monkeypatch):
-    monkeypatch.setattr(suite, "read_bandwidth", lambda: 1e10)
     with served() as url:
         nobody = "http://127.0.0.1:9"
         assert main(SuiteSettings(url=url, peers=(nobody,), rows=("a",), vocab_size=256)) == 2
@@ -105,10 +118,56 @@ def test_a_server_that_is_not_there_is_told_and_leaves_its_cells_empty(short_row
     assert "| - | - |" in shown.out
 
 
-def test_the_bound_is_what_a_step_reads():
-    row = next(row for row in ROWS if row.name == "b")
+COST = Cost(100_000.0, 10.0, 1_000.0, 2.0)
+
+
+def row_named(name):
+    return next(row for row in ROWS if row.name == name)
+
+
+def test_the_bound_of_decoding_is_what_a_step_reads():
     # 16 sequences with 192 tokens of context each: 3,072 * 10 bytes beside the weights.
-    assert decode_bound(row, StepCost(100_000.0, 10.0), 1e6) == pytest.approx(16 / ((100_000 + 30_720) / 1e6))
+    assert decode_bound(row_named("b"), COST, 1e6) == pytest.approx(16 / 0.130_720)
+
+
+def test_the_bound_of_a_row_has_its_prompts_too():
+    # 16 prompts of 128 tokens, which see 64.5 tokens on average, at a million operations a second; then 127 steps.
+    prompts = 16 * 128 * (1_000 + 64.5 * 2) / 1e6
+    assert row_bound(row_named("b"), COST, 1e6, 1e6) == pytest.approx(16 * 128 / (prompts + 127 * 0.130_720))
+
+
+def test_a_shared_prefix_is_computed_before_and_read_once():
+    prompts = 16 * 20 * (1_000 + 1_010.5 * 2) / 1e6
+    step = (100_000 + (1_000 + 16 * (20 + 16)) * 10) / 1e6
+    assert row_bound(row_named("e"), COST, 1e6, 1e6) == pytest.approx(16 * 32 / (prompts + 31 * step))
+
+
+def test_answers_that_are_left_count_as_what_is_read_of_them():
+    prompts = 16 * 128 * (1_000 + 64.5 * 2) / 1e6
+    step = (100_000 + 16 * (128 + 34) * 10) / 1e6
+    assert row_bound(row_named("f"), COST, 1e6, 1e6) == pytest.approx(16 * 68 / (prompts + 67 * step))
+
+
+@pytest.mark.parametrize(
+    ("name", "flops", "seconds"), [("o1", 1e6, 0.1), ("o32", 1e9, 0.1), ("o32", 1e6, 0.32 + 0.003_52)]
+)
+def test_a_short_prompt_takes_as_long_as_reading_the_weights(name, flops, seconds):
+    row = row_named(name)
+    assert row_bound(row, COST, 1e6, flops) == pytest.approx(row.load["concurrency"] / seconds)
+
+
+def test_a_server_that_tells_only_half_has_no_bound(short_rows, tmp_path):
+    path = tmp_path / "suite.json"
+    with served(step_weight_bytes=1e9, token_kv_bytes=1000.0) as url:
+        assert main(SuiteSettings(url=url, rows=("a",), vocab_size=256, json_path=str(path))) == 0
+    assert [(one["bound"], one["decode_bound"]) for one in json.loads(path.read_text())["results"]] == [(None, None)]
+
+
+def test_where_nobody_multiplies_there_is_the_bound_of_decoding(short_rows, monkeypatch, capsys):
+    monkeypatch.setattr(suite, "product_rate", lambda: None)
+    with served(**MODEL) as url:
+        assert main(SuiteSettings(url=url, rows=("a",), vocab_size=256)) == 0
+    assert "tokens/s | - | " in capsys.readouterr().out
 
 
 def test_every_row_is_a_load_that_bench_takes():
@@ -122,8 +181,16 @@ def test_a_row_that_is_not_there_is_refused():
         SuiteSettings(rows=("a", "z"))
 
 
-def test_memory_is_read_at_some_rate():
-    assert suite.read_bandwidth() > 1e8
+def test_memory_is_read_and_matrices_are_multiplied_at_some_rate():
+    assert read_bandwidth() > 1e8
+    rate = product_rate()
+    assert rate is not None
+    assert rate > 1e9
+
+
+def test_without_torch_there_is_no_rate(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    assert product_rate() is None
 
 
 def test_an_interruption_ends_the_whole_suite_and_shows_what_there_is(short_rows, capsys, monkeypatch):
@@ -135,7 +202,6 @@ def test_an_interruption_ends_the_whole_suite_and_shows_what_there_is(short_rows
         return outcome if len(calls) < 3 else type(outcome)(outcome.report, 130)
 
     monkeypatch.setattr(suite, "measure", interrupted_at_the_third)
-    monkeypatch.setattr(suite, "read_bandwidth", lambda: 1e10)
     with served() as first, served() as second:
         assert main(SuiteSettings(url=first, peers=(second,), vocab_size=256)) == 130
         assert calls == [first, second, first]
@@ -146,11 +212,11 @@ def test_every_bound_is_of_the_bandwidth_that_the_report_names(short_rows, monke
     speeds = iter((1e9, 4e9))
     monkeypatch.setattr(suite, "read_bandwidth", lambda: next(speeds))
     path = tmp_path / "suite.json"
-    with served(step_weight_bytes=1e9, token_kv_bytes=0.001) as url:
+    with served(**{**MODEL, "token_kv_bytes": 0.001}) as url:
         assert main(SuiteSettings(url=url, rows=("a",), vocab_size=256, json_path=str(path))) == 0
     report = json.loads(path.read_text())
     assert report["read_bytes_per_second"] == 4e9
-    assert report["results"][0]["bound"] == pytest.approx(4.0, rel=1e-3)
+    assert report["results"][0]["decode_bound"] == pytest.approx(4.0, rel=1e-3)
 
 
 def test_no_row_finds_the_prompts_of_another_in_a_prefix_cache(monkeypatch):
@@ -162,7 +228,6 @@ def test_no_row_finds_the_prompts_of_another_in_a_prefix_cache(monkeypatch):
         return CannotMeasure("nobody listens", 2)
 
     monkeypatch.setattr(suite, "measure", nothing)
-    monkeypatch.setattr(suite, "read_bandwidth", lambda: 1e10)
     urls = {"url": "http://127.0.0.1:9", "peers": ("http://127.0.0.1:10",)}
 
     def seeds_of(seed: int | None) -> list[int]:

@@ -35,6 +35,8 @@ class FakeRunner(FakeExecutor):
     dtype = "float32"
     kv_cache_bytes = 1
     step_weight_bytes = 1
+    token_flops = 1
+    attended_token_flops = 1
     computed_by = "nothing"
     at: ClassVar[dict[str, Callable[..., None]]] = {}
     made: ClassVar[list[FakeRunner]] = []

@@ -17,6 +17,7 @@ import trio
 from trioserve.bench.bandwidth import read_bandwidth
 from trioserve.bench.client import Failure, stream_opener
 from trioserve.bench.http1 import Http1Client
+from trioserve.bench.product_rate import product_rate
 from trioserve.bench.report import BenchReport, Figures, Machine
 from trioserve.bench.run import (
     EXIT_INTERRUPTED,
@@ -30,21 +31,24 @@ from trioserve.bench.scrape import Scrape
 from trioserve.bench.settings import BenchSettings, Target
 from trioserve.bench.suite_settings import Row, SuiteSettings
 
-__all__ = ["RowResult", "StepCost", "SuiteReport", "decode_bound", "main", "markdown", "report_json"]
+__all__ = ["Cost", "RowResult", "SuiteReport", "decode_bound", "main", "markdown", "report_json", "row_bound"]
 
 
-class StepCost(msgspec.Struct, frozen=True):
-    """Bytes that a decode step has to read: all weights once, and the keys and values of every token of context."""
+class Cost(msgspec.Struct, frozen=True):
+    """What a model takes. Bytes that a decode step has to read: all weights once, and the keys and values of every token
+    of context. Floating-point operations of a prompt's token, and of each token that it sees."""
 
     weight_bytes: float
     token_kv_bytes: float
+    token_flops: float
+    attended_token_flops: float
 
 
 class RowResult(msgspec.Struct, frozen=True, kw_only=True):
     """One row at one server. figure: output tokens/s, or requests/s where the row counts those; the median of rounds.
 
-    bound: what reading memory allows, in the same unit; None where it says nothing or the server does not tell what it
-    reads. Times are medians of the rounds' percentiles, in milliseconds.
+    bound, decode_bound: see row_bound and decode_bound, in the same unit; None where they say nothing or the server does
+    not tell what its model takes. Times are medians of the rounds' percentiles, in milliseconds.
     """
 
     row: str
@@ -57,6 +61,7 @@ class RowResult(msgspec.Struct, frozen=True, kw_only=True):
     itl_p99_ms: float | None
     failed_requests: int
     bound: float | None
+    decode_bound: float | None
     rounds: list[Figures]
 
 
@@ -65,6 +70,7 @@ class SuiteReport(msgspec.Struct, frozen=True, kw_only=True):
     date: str
     machine: Machine
     read_bytes_per_second: float
+    product_flops_per_second: float | None
     results: list[RowResult]
     notes: list[str]
 
@@ -73,9 +79,9 @@ def main(settings: SuiteSettings) -> int:
     """Measure, print, and return the exit code as bench does. What was measured before an interruption is printed."""
     if settings.seed is None:
         settings = msgspec.structs.replace(settings, seed=secrets.randbelow(2**31))
-    bandwidth = read_bandwidth()
+    bandwidth, products = read_bandwidth(), product_rate()
     urls = (settings.url, *settings.peers)
-    costs = {url: trio.run(_step_cost, url, settings.api_key) for url in urls}
+    costs = {url: trio.run(_cost, url, settings.api_key) for url in urls}
     measured: dict[tuple[str, str], list[BenchReport]] = {}
     exit_code = 0
     turns = [(row, number, url) for row in settings.chosen_rows for number in range(settings.rounds) for url in urls]
@@ -92,7 +98,7 @@ def main(settings: SuiteSettings) -> int:
             break
     bandwidth = max(bandwidth, read_bandwidth())  # of the quieter moment, for every bound
     results = [
-        _result(row, url, measured[row.name, url], costs[url], bandwidth)
+        _result(row, url, measured[row.name, url], costs[url], bandwidth, products)
         for row in settings.chosen_rows
         for url in urls
         if (row.name, url) in measured
@@ -104,6 +110,7 @@ def main(settings: SuiteSettings) -> int:
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         machine=Machine.here(),
         read_bytes_per_second=bandwidth,
+        product_flops_per_second=products,
         results=results,
         notes=_notes(settings),
     )
@@ -118,20 +125,45 @@ def main(settings: SuiteSettings) -> int:
     return exit_code
 
 
-def decode_bound(row: Row, cost: StepCost, bytes_per_second: float) -> float:
-    """Output tokens/s if every step took as long as reading the weights and the keys and values of its context, on
-    average half of the answer beside the whole prompt, and nothing else took time."""
+def decode_bound(row: Row, cost: Cost, bytes_per_second: float) -> float:
+    """Output tokens/s if every step took as long as reading what it has to, and nothing else took time."""
     settings = BenchSettings(**row.load)
-    context = settings.prompt_tokens + settings.output_tokens / 2
-    step_bytes = cost.weight_bytes + settings.concurrency * context * cost.token_kv_bytes
-    return settings.concurrency * bytes_per_second / step_bytes
+    return settings.concurrency / _step_seconds(settings, cost, bytes_per_second)
+
+
+def row_bound(row: Row, cost: Cost, bytes_per_second: float, flops_per_second: float) -> float:
+    """Output tokens/s, or requests/s where the row counts those, if the prompts of as many requests as run at a time were
+    computed at this rate, or as fast as the weights can be read, each step after the one that gives the first tokens took
+    as long as reading what it has to, and nothing else took time. A prefix that all share is computed before."""
+    settings = BenchSettings(**row.load)
+    new, seen = settings.prompt_tokens - settings.prefix_tokens, settings.prefix_tokens
+    prompt_flops = new * cost.token_flops + new * (seen + (new + 1) / 2) * cost.attended_token_flops
+    prompts = max(settings.concurrency * prompt_flops / flops_per_second, cost.weight_bytes / bytes_per_second)
+    tokens = _tokens_of_answer(settings)
+    seconds = prompts + (tokens - 1) * _step_seconds(settings, cost, bytes_per_second)
+    return settings.concurrency * (1 if row.counts_requests else tokens) / seconds
+
+
+def _tokens_of_answer(settings: BenchSettings) -> float:
+    """On average, with those that are not read to their end."""
+    left = settings.abort_fraction
+    return (1 - left) * settings.output_tokens + left * min(settings.abort_after_tokens, settings.output_tokens)
+
+
+def _step_seconds(settings: BenchSettings, cost: Cost, bytes_per_second: float) -> float:
+    """Reading the weights and the keys and values of the context: on average half of the answer behind the prompt; what
+    all share is there once."""
+    own = settings.prompt_tokens - settings.prefix_tokens + _tokens_of_answer(settings) / 2
+    context = settings.prefix_tokens + settings.concurrency * own
+    return (cost.weight_bytes + context * cost.token_kv_bytes) / bytes_per_second
 
 
 def markdown(report: SuiteReport) -> str:
     """One line a row; the first server's figures, each peer's, and how many times the peer's the first one's is."""
     urls = [report.settings.url, *report.settings.peers]
     found = {(result.row, result.url): result for result in report.results}
-    titles = ["row", "load", report.settings.label or urls[0], "of the bound", "TTFT p50", "ITL p50", "ITL p99"]
+    titles = ["row", "load", report.settings.label or urls[0], "of the bound", "of decoding alone"]
+    titles += ["TTFT p50", "ITL p50", "ITL p99"]
     for url in urls[1:]:
         titles += [url, "ratio"]
     lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
@@ -139,11 +171,14 @@ def markdown(report: SuiteReport) -> str:
         mine = found.get((row.name, urls[0]))
         cells = [row.name, row.meaning]
         if mine is None:
-            cells += ["-"] * 5
+            cells += ["-"] * 6
         else:
             cells += [
                 f"{mine.figure:,.1f} {mine.unit}",
-                "-" if mine.bound is None else f"{mine.figure / mine.bound:.0%} of {mine.bound:,.0f}",
+                *(
+                    "-" if bound is None else f"{mine.figure / bound:.0%} of {bound:,.0f}"
+                    for bound in (mine.bound, mine.decode_bound)
+                ),
                 *(
                     "-" if value is None else f"{value:.1f} ms"
                     for value in (mine.ttft_p50_ms, mine.itl_p50_ms, mine.itl_p99_ms)
@@ -154,11 +189,12 @@ def markdown(report: SuiteReport) -> str:
             cells.append("-" if theirs is None else f"{theirs.figure:,.1f}")
             cells.append("-" if theirs is None or mine is None else f"{mine.figure / theirs.figure:.2f}x")
         lines.append("| " + " | ".join(cells) + " |")
-    machine = report.machine
+    machine, products = report.machine, report.product_flops_per_second
+    multiplies = "" if products is None else f", torch multiplies matrices at {products / 1e12:.2f} TFLOP/s"
     lines += [
         "",
         f"{machine.cpu}, {machine.cores} cores, Python {machine.python}, {report.date}; memory is read at "
-        f"{report.read_bytes_per_second / 1e9:.1f} GB/s.",
+        f"{report.read_bytes_per_second / 1e9:.1f} GB/s{multiplies}.",
         *report.notes,
     ]
     return "\n".join(lines) + "\n"
@@ -184,7 +220,9 @@ def _settings_of(row: Row, number: int, url: str, settings: SuiteSettings) -> Be
     return BenchSettings(url=url, **load)
 
 
-def _result(row: Row, url: str, reports: list[BenchReport], cost: StepCost | None, bandwidth: float) -> RowResult:
+def _result(
+    row: Row, url: str, reports: list[BenchReport], cost: Cost | None, bandwidth: float, products: float | None
+) -> RowResult:
     rounds = [report.figures for report in reports]
 
     def middle(values: Sequence[float | None]) -> float | None:
@@ -204,12 +242,13 @@ def _result(row: Row, url: str, reports: list[BenchReport], cost: StepCost | Non
         itl_p50_ms=middle([None if one.itl_ms is None else one.itl_ms.p50 for one in rounds]),
         itl_p99_ms=middle([None if one.itl_ms is None else one.itl_ms.p99 for one in rounds]),
         failed_requests=sum(one.failed_requests for one in rounds),
-        bound=decode_bound(row, cost, bandwidth) if cost is not None and row.is_decode else None,
+        bound=row_bound(row, cost, bandwidth, products) if cost is not None and products is not None else None,
+        decode_bound=decode_bound(row, cost, bandwidth) if cost is not None and row.is_decode else None,
         rounds=rounds,
     )
 
 
-async def _step_cost(url: str, api_key: str | None) -> StepCost | None:
+async def _cost(url: str, api_key: str | None) -> Cost | None:
     """What the server says of itself; None if it says nothing, as others than trioserve do."""
     target = Target.from_url(url)
     client = Http1Client(stream_opener(target, 1), [("host", target.authority), *common_headers(api_key)])
@@ -221,13 +260,15 @@ async def _step_cost(url: str, api_key: str | None) -> StepCost | None:
     if failure is not None or answer.status != 200:
         return None
     scrape = Scrape(answer.text())
-    weights, token = scrape.total("trioserve:step_weight_bytes"), scrape.total("trioserve:token_kv_bytes")
-    return None if not weights or token is None else StepCost(weights, token)
+    names = ("step_weight_bytes", "token_kv_bytes", "token_flops", "attended_token_flops")
+    told = [scrape.total(f"trioserve:{name}") or 0.0 for name in names]
+    return Cost(*told) if all(told) else None
 
 
 def _notes(settings: SuiteSettings) -> list[str]:
     rounds = "" if settings.rounds == 1 else f" Medians of {settings.rounds} rounds, servers in turn."
     return [
-        "Greedy, streamed, over HTTP/1.1, the clients on the same cores. The bound is of decoding alone: the bytes "
-        f"that each step must read, at this rate.{rounds} Seed {settings.seed}."
+        "Greedy, streamed, over HTTP/1.1, the clients on the same cores. The bound: prompts at the rate of torch's "
+        "products, and every other step as fast as what it must read can be read; of decoding alone: such steps and "
+        f"nothing else.{rounds} Seed {settings.seed}."
     ]

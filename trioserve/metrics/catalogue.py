@@ -241,6 +241,18 @@ CATALOGUE: tuple[Metric, ...] = (
         meaning="What the keys and values of one token take, in all layers.",
     ),
     Metric(
+        name="token_flops",
+        kind="gauge",
+        unit="flops",
+        meaning="What the layers' matrix products of one token take.",
+    ),
+    Metric(
+        name="attended_token_flops",
+        kind="gauge",
+        unit="flops",
+        meaning="What attention takes for one token that another one sees, in all layers.",
+    ),
+    Metric(
         name="tasks",
         kind="gauge",
         unit="tasks",

@@ -50,6 +50,8 @@ class Metrics:
     live_requests: Gauge
     step_weight_bytes: Gauge
     token_kv_bytes: Gauge
+    token_flops: Gauge
+    attended_token_flops: Gauge
     tasks: Gauge
     step_seconds: PlainHistogram
     kv_blocks: Gauge

@@ -15,6 +15,7 @@ from trioserve.model.settings import ModelSettings
 
 __all__ = [
     "DeviceType",
+    "attended_token_flops",
     "default_thread_count",
     "free_host_bytes",
     "kv_block_bytes",
@@ -22,6 +23,7 @@ __all__ = [
     "pick_device",
     "pick_dtype",
     "step_weight_bytes",
+    "token_flops",
     "torch_now",
 ]
 
@@ -98,9 +100,22 @@ def kv_block_bytes(config: ModelConfig, block_size: int, dtype: Dtype) -> int:
 
 def step_weight_bytes(config: ModelConfig, dtype: Dtype) -> int:
     """What a decode step has to read of the weights: all but an embedding table that is not the output layer, too."""
+    return (_layer_weights(config) + config.vocab_size * config.hidden_size) * VALUE_BYTES[dtype]
+
+
+def token_flops(config: ModelConfig) -> int:
+    """What the layers' matrix products of one token take, a multiplication and an addition counting as two."""
+    return 2 * _layer_weights(config)
+
+
+def attended_token_flops(config: ModelConfig) -> int:
+    """What attention takes for one token that another one sees, in all layers: its score, and its part of the sum."""
+    return 4 * config.layer_count * config.head_count * config.head_dim
+
+
+def _layer_weights(config: ModelConfig) -> int:
     attention = config.hidden_size * config.head_dim * (2 * config.head_count + 2 * config.kv_head_count)
-    mlp = 3 * config.hidden_size * config.intermediate_size
-    return (config.layer_count * (attention + mlp) + config.vocab_size * config.hidden_size) * VALUE_BYTES[dtype]
+    return config.layer_count * (attention + 3 * config.hidden_size * config.intermediate_size)
 
 
 def kv_block_count(config: ModelConfig, settings: ModelSettings, device: DeviceType, dtype: Dtype) -> int:

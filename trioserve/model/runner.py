@@ -17,11 +17,13 @@ from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, Step
 from trioserve.model.awaited_token import AwaitedTokens
 from trioserve.model.device import (
     DeviceType,
+    attended_token_flops,
     default_thread_count,
     kv_block_bytes,
     kv_block_count,
     pick_device,
     pick_dtype,
+    token_flops,
     torch_now,
 )
 from trioserve.model.kv_pages import make_kv_pages
@@ -103,6 +105,16 @@ class ModelRunner:
         """What a decode step has to read of the weights, however few tokens it has."""
         assert self._model is not None, "step_weight_bytes after close"
         return self._model.step_weight_bytes
+
+    @property
+    def token_flops(self) -> int:
+        """What the layers' matrix products of one token take."""
+        return token_flops(self.config)
+
+    @property
+    def attended_token_flops(self) -> int:
+        """What attention takes for one token that another one sees, in all layers."""
+        return attended_token_flops(self.config)
 
     @property
     def storage(self) -> KVStorage[Any] | None:
