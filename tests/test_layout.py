@@ -74,8 +74,12 @@ ROOMS = {
     ),
     "bench": Room(
         rooms=words("contracts"),
-        packages=words("trio h2 h11 httptools hpack numpy"),
-        only_in={"httptools": words("http1.py"), "numpy": words("bandwidth.py")},
+        packages=words("trio h2 h11 httptools hpack numpy torch"),
+        only_in={
+            "httptools": words("http1.py"),
+            "numpy": words("bandwidth.py"),
+            "torch": words("product_rate.py"),
+        },
         without=words("asyncio"),
     ),
     "testing": Room(

@@ -12,9 +12,9 @@ import trio
 
 from trioserve.bench import suite
 from trioserve.bench.bandwidth import read_bandwidth
+from trioserve.bench.product_rate import product_rate
 from trioserve.bench.run import CannotMeasure
 from trioserve.bench.settings import BenchSettings
-from trioserve.bench.product_rate import product_rate
 from trioserve.bench.suite import Cost, decode_bound, main, row_bound
 from trioserve.bench.suite_settings import ROWS, SuiteSettings
 from trioserve.contracts.errors import StartupError

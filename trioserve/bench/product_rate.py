@@ -1,4 +1,4 @@
-"""How fast this machine multiplies matrices: what the prompts of a load, which are that above all, are compared with."""
+"""How fast this machine multiplies matrices, which is most of what a prompt takes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ PROCESS_SECONDS_MAX = 120.0
 
 
 def product_rate() -> float | None:
-    """Floating-point operations a second of torch's matrix products on all cores, the best of some shapes, in bfloat16 or
-    float32. Some seconds; None, if torch cannot be had.
+    """Floating-point operations a second of torch's matrix products on all cores, the best of some shapes, in bfloat16
+    or float32. Some seconds; None, if torch cannot be had.
 
     It runs in a process of its own: torch and its threads are not to stay where clients are measured.
     """

@@ -35,8 +35,8 @@ __all__ = ["Cost", "RowResult", "SuiteReport", "decode_bound", "main", "markdown
 
 
 class Cost(msgspec.Struct, frozen=True):
-    """What a model takes. Bytes that a decode step has to read: all weights once, and the keys and values of every token
-    of context. Floating-point operations of a prompt's token, and of each token that it sees."""
+    """What a model takes. Bytes that a decode step has to read: all weights once, and the keys and values of every
+    token of context. Floating-point operations of a prompt's token, and of each token that it sees."""
 
     weight_bytes: float
     token_kv_bytes: float
@@ -47,8 +47,8 @@ class Cost(msgspec.Struct, frozen=True):
 class RowResult(msgspec.Struct, frozen=True, kw_only=True):
     """One row at one server. figure: output tokens/s, or requests/s where the row counts those; the median of rounds.
 
-    bound, decode_bound: see row_bound and decode_bound, in the same unit; None where they say nothing or the server does
-    not tell what its model takes. Times are medians of the rounds' percentiles, in milliseconds.
+    bound, decode_bound: see row_bound and decode_bound, in the same unit; None where they say nothing or the server
+    does not tell what its model takes. Times are medians of the rounds' percentiles, in milliseconds.
     """
 
     row: str
@@ -132,9 +132,10 @@ def decode_bound(row: Row, cost: Cost, bytes_per_second: float) -> float:
 
 
 def row_bound(row: Row, cost: Cost, bytes_per_second: float, flops_per_second: float) -> float:
-    """Output tokens/s, or requests/s where the row counts those, if the prompts of as many requests as run at a time were
-    computed at this rate, or as fast as the weights can be read, each step after the one that gives the first tokens took
-    as long as reading what it has to, and nothing else took time. A prefix that all share is computed before."""
+    """Output tokens/s, or requests/s where the row counts those, if nothing took time but this: the prompts of as many
+    requests as run at a time, computed at this rate or as fast as the weights can be read, and then a step for each
+    token behind the first ones, which takes as long as reading what it has to. A prefix that all share is computed
+    before."""
     settings = BenchSettings(**row.load)
     new, seen = settings.prompt_tokens - settings.prefix_tokens, settings.prefix_tokens
     prompt_flops = new * cost.token_flops + new * (seen + (new + 1) / 2) * cost.attended_token_flops
