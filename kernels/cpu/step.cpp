@@ -105,8 +105,8 @@ private:
     template <class T>
     void turn_and_store(const Model& model, const Layer& layer, const float* qkv, int64_t row, T* queries, T* pages);
     template <class T>
-    void turn_and_store(const Model& model, const Layer& layer, const float* sums, int64_t row, int64_t first_block,
-                        int blocks, T* queries, T* pages);
+    void turn_and_store(const Model& model, const Layer& layer, const float* sums, int64_t first_row, int count,
+                        int64_t first_block, int blocks, T* queries, T* pages);
     template <class T>
     void attend(int thread, const AttentionShape& shape, const AttentionPlan& plan, int64_t window, const T* queries,
                 const T* pages, const Rows<T>& attended);
@@ -411,27 +411,33 @@ void Engine::turn_and_store(const Model& model, const Layer& layer, const float*
     for (int64_t d = 0; d < shape.kv_heads * dim; d += LANES) store(values + d, load(from + d));
 }
 
-// As soon as a row's sums of one panel are there: 16 pairs of a head with pairs_together, or up to 32 numbers of values.
+// As soon as some rows' sums of one panel are there: 16 pairs of a head with pairs_together, or up to 32 numbers of values.
 template <class T>
-void Engine::turn_and_store(const Model& model, const Layer& layer, const float* sums, int64_t row, int64_t first_block,
-                            int blocks, T* queries, T* pages) {
+void Engine::turn_and_store(const Model& model, const Layer& layer, const float* sums, int64_t first_row, int count,
+                            int64_t first_block, int blocks, T* queries, T* pages) {
     const AttentionShape shape{model.head_count, model.kv_head_count, model.head_dim, model.page_tokens};
     const int64_t dim = shape.head_dim, half = dim / 2, first = first_block * LANES, head = first / dim;
-    const auto sum_of_block = [&](int block) {
-        const Lanes sum = load(sums + block * LANES);
+    const auto sum_of_block = [&](int row, int block) {
+        const Lanes sum = load(sums + row * PANEL + block * LANES);
         return layer.qkv_bias == nullptr ? sum : add(sum, load(layer.qkv_bias + first + block * LANES));
     };
-    T* slot = pages + slot_of_row_[row];
-    if (head < shape.heads + shape.kv_heads) {
-        const int64_t pair = first % dim / 2;
-        const float* cosines = angles_.of<float>(0) + row * dim + pair;
-        const Lanes a = sum_of_block(0), b = sum_of_block(1), cosine = load(cosines), sine = load(cosines + half);
-        T* to = (head < shape.heads ? query_at(shape, row, head, queries) : slot + (head - shape.heads) * dim) + pair;
+    const int64_t* slots = slot_of_row_.data() + first_row;
+    if (head >= shape.heads + shape.kv_heads) {
+        for (int row = 0; row < count; row++)
+            for (int block = 0; block < blocks; block++)
+                store(pages + slots[row] + first - shape.heads * dim + block * LANES, sum_of_block(row, block));
+        return;
+    }
+    const int64_t pair = first % dim / 2;
+    const float* cosines = angles_.of<float>(0) + first_row * dim + pair;
+    const bool is_query = head < shape.heads;
+    T* query = is_query ? query_at(shape, first_row, head, queries) + pair : nullptr;
+    const int64_t query_step = shape.group() * shape.query_stride();
+    for (int row = 0; row < count; row++, cosines += dim) {
+        const Lanes a = sum_of_block(row, 0), b = sum_of_block(row, 1), cosine = load(cosines), sine = load(cosines + half);
+        T* to = is_query ? query + row * query_step : pages + slots[row] + (head - shape.heads) * dim + pair;
         store(to, sub(mul(a, cosine), mul(b, sine)));
         store(to + half, fma(b, cosine, mul(a, sine)));
-    } else {
-        for (int block = 0; block < blocks; block++)
-            store(slot + first - shape.heads * dim + block * LANES, sum_of_block(block));
     }
 }
 
@@ -635,9 +641,7 @@ bool Engine::compute(const Model& model, const Step& step) {
             if (layer.pairs_together) {
                 product(thread, x, rows, layer.qkv,
                         [&](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
-                            for (int row = 0; row < count; row++)
-                                turn_and_store(model, layer, sums + row * PANEL, first_row + row, first_block, blocks,
-                                               queries, pages);
+                            turn_and_store(model, layer, sums, first_row, count, first_block, blocks, queries, pages);
                         });
             } else {
                 product(thread, x, rows, layer.qkv,
