@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "attention_amx.h"
+#include "attention_packed.h"
 #include "buffer.h"
 #include "quantized_product.h"
 

@@ -1,0 +1,598 @@
+// Attention with keys and values packed for many rows: those of a prompt, and decodes that share blocks.
+#pragma once
+
+#include <atomic>
+#include <cmath>
+#include <limits>
+
+#include "attention.h"
+
+namespace trioserve {
+
+// (token, head) rows of a prompt's piece; the packed keys and values serve them all
+#if defined(__AMX_BF16__)
+constexpr int PACKED_ROWS = 1536;
+#else
+constexpr int PACKED_ROWS = 768;
+#endif
+
+inline int64_t piece_tokens_max(const AttentionShape& shape) {
+    return std::max<int64_t>(1, PACKED_ROWS / shape.group());
+}
+
+// --- a prompt's rows: two products with a softmax between them ---------------------------------------------------------
+
+// Keys are the rows of the first product and queries its weight, so that 16 queries lie side by side in vectors: a softmax
+// over tokens then has no sums across lanes. Its weights are the second product's weight, and the values' numbers its rows.
+
+// What sixteen rows have at `at`, one number of float32 or a pair of bfloat16 each, becomes 16 rows of columns.
+template <class T>
+inline void transpose_rows(const T* const* rows, int64_t at, Lanes* columns) {
+    for (int row = 0; row < LANES; row++) columns[row] = load(reinterpret_cast<const float*>(rows[row] + at));
+    transpose(columns);
+}
+
+// The same for the numbers of the tokens of one vector: columns[i] has number `at + i` of 16 tokens, or of 32.
+inline void transpose_tokens(const float* const* tokens, int64_t at, Lanes* columns) {
+    transpose_rows(tokens, at, columns);
+}
+inline void transpose_tokens(const bf16* const* tokens, int64_t at, Lanes* columns) {
+    for (int pair = 0; pair < LANES; pair++) columns[pair] = load_in_turn(tokens[2 * pair] + at, tokens[2 * pair + 1] + at);
+    transpose(columns);
+}
+
+constexpr float LOG2_E = 1.44269504f;
+
+// How the scores of sixteen rows become weights of values: 2 ** ((score * scale - best) * LOG2_E), those of two tokens side
+// by side. total(): of all that were written; a NaN, if a score was no number.
+template <class T>
+class Weighing {
+public:
+    static constexpr bool NEEDS_BEST = true;          // else is_good() says whether `best` was good enough
+    static Lanes base(Lanes score) { return score; }  // what `best` may be, about as large
+
+    Weighing(Lanes scale, Lanes best) : step_(mul(scale, set(LOG2_E))), start_(mul(best, set(-LOG2_E))) {}
+    void write(T* to, Lanes even, Lanes odd) {
+        even = fma(even, step_, start_);
+        odd = fma(odd, step_, start_);
+        if constexpr (sizeof(T) == sizeof(float)) {
+            store(to, even = power_of_two(even));
+            store(to + LANES, odd = power_of_two(odd));
+        } else {
+            store_cut_in_turn(to, even = cut(power_of_two_to_cut(even)), odd = cut(power_of_two_to_cut(odd)));
+        }
+        total_ = add(total_, add(even, odd));
+    }
+    Lanes total() const { return total_; }
+    bool is_good() const { return true; }
+
+private:
+    Lanes step_, start_;
+    Lanes total_ = zero();
+};
+
+#if defined(__AVX512VBMI__) && defined(__AVX512BF16__)
+// Logarithms as numbers of fixed point, 7 bits behind the point, and bfloat16 have the same bits but for what 2 ** a - 1 is
+// less than a between whole numbers: a table has it, in units of 1 / 128. (As N. Schraudolph, A fast, compact approximation
+// of the exponential function, Neural Computation 11, 1999, without a table.) It takes a third of the multiplications and
+// comparisons of floats, of which AMX leaves one a cycle. The weights are off by 0.24 %, where rounding takes 0.16.
+template <>
+class Weighing<bf16> {
+public:
+    static constexpr bool NEEDS_BEST = false;
+    // The logarithm of a power of 2: so a weight's digits are the same whatever is subtracted.
+    static Lanes base(Lanes score) { return mul(round_whole(mul(score, set(LOG2_E))), set(1.0f / LOG2_E)); }
+
+    Weighing(Lanes scale, Lanes best)
+        : step_(mul(scale, set(UNITS))), start_(fma(best, set(-UNITS), set(ZERO + 127 * 128))) {}
+    void write(bf16* to, Lanes even, Lanes odd) {
+        even = max(set(ZERO), fma(even, step_, start_));  // in this order a NaN stays one
+        odd = max(set(ZERO), fma(odd, step_, start_));
+        const __m512i even_bits = _mm512_castps_si512(even), odd_bits = _mm512_castps_si512(odd);
+        bits_ = _mm512_ternarylogic_epi32(bits_, even_bits, odd_bits, 0xfe);  // or
+        const __m512i to_upper_halves = _mm512_set4_epi32(0x0d0c'0000, 0x0908'0000, 0x0504'0000, 0x0100'0000);
+        const __m512i logarithms = _mm512_mask_shuffle_epi8(even_bits, 0xcccccccccccccccc, odd_bits, to_upper_halves);
+        const __m512i places = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(0x0031'0021'0011'0001), logarithms);
+        const __m512i less = _mm512_maskz_permutexvar_epi8(0x5555555555555555, places, _mm512_load_si512(LESS));
+        const __m512i weights = _mm512_sub_epi16(logarithms, less);
+        _mm512_storeu_si512(to, weights);
+        total_ = _mm512_dpbf16_ps(total_, (__m512bh)weights, (__m512bh)_mm512_set1_epi16(0x3f80));
+    }
+    Lanes total() const {
+        return _mm512_mask_blend_ps(strange(), total_, set(std::numeric_limits<float>::quiet_NaN()));
+    }
+    bool is_good() const { return (strange() | _mm512_cmp_ps_mask(total_, set(TOTAL_MAX), _CMP_NLE_UQ)) == 0; }
+
+private:
+    static constexpr float UNITS = 128 * LOG2_E;
+    static constexpr float ZERO = 8388608.0f;  // 2 ** 23: what is added to it lies in its lower bits, as a whole number
+    static constexpr float TOTAL_MAX = 1e4f;   // far from all that float32 or the bits of a weight cannot hold
+    // By the upper 6 bits of the fraction.
+    alignas(64) static constexpr uint8_t LESS[64] = {
+        0, 1, 1, 2, 2, 3, 4, 4, 5, 5, 5, 6, 6, 7, 7, 8, 8, 8, 9, 9, 9, 9, 10, 10, 10, 10, 10, 11, 11, 11,
+        11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 10, 10, 10, 10, 10, 9, 9, 9, 8, 8, 8, 7, 7, 6, 6, 5, 5,
+        4, 3, 3, 2, 1, 1};
+
+    // Where something else than ZERO and 15 bits was written: a score that is no number, or 90 and more above `best`.
+    __mmask16 strange() const { return _mm512_test_epi32_mask(bits_, _mm512_set1_epi32(~0x4b007fff)); }
+
+    Lanes step_, start_;
+    Lanes total_ = zero();
+    __m512i bits_ = _mm512_setzero_si512();
+};
+#endif
+
+constexpr float NOTHING_SEEN = -1e30f;  // as the largest score; no infinity: two of them have no difference
+
+#if defined(__AMX_BF16__)
+template <class T>
+constexpr bool IN_TILES = sizeof(T) == sizeof(bf16);
+#else
+template <class T>
+constexpr bool IN_TILES = false;
+#endif
+
+// One thread's memory for the (token, head) rows that meet packed keys, PACKED_ROWS or one group; they are computed in
+// strips, side by side.
+template <class T>
+struct PackedScratch {
+    static constexpr int STRIP = IN_TILES<T> ? LANES : PANEL_BLOCKS * LANES;
+    static constexpr int TOKENS = IN_TILES<T> ? 512 : SPAN;  // packed at a time, at most
+
+    // For so many rows: few meet tokens that are in the first cache still.
+    static int64_t tokens_for(int64_t rows) { return rows < 96 ? SPAN : TOKENS; }
+
+    T *keys, *values;      // [TOKENS, query stride] and, 32 tokens at a time or a span, [D, tokens]
+    T *queries, *weights;  // packed, of [width, query stride] and of [STRIP, TOKENS]
+    T* nothing;            // a token that is absent, a query that is absent
+    float* scores;         // [2][SPAN, STRIP]
+    float* sums;           // a strip's [D, STRIP], strip by strip
+    float* totals;         // [width], of weights
+    float* best;           // [width], about the largest score so far
+    float *first, *last;   // [width], what a row sees
+
+    static int64_t width_max(const AttentionShape& shape) {
+        return rounded_up(piece_tokens_max(shape) * shape.group(), STRIP);
+    }
+    // In elements of T and of float.
+    static int64_t packed_count(const AttentionShape& shape) {
+        return (TOKENS + 1) * shape.query_stride() + TOKENS * (shape.head_dim + STRIP) +
+               width_max(shape) * shape.query_stride();
+    }
+    static int64_t float_count(const AttentionShape& shape) {
+        return 2 * STRIP * SPAN + width_max(shape) * (shape.head_dim + 4);
+    }
+
+    PackedScratch(const AttentionShape& shape, T* packed, float* floats) {
+        keys = packed;
+        values = keys + TOKENS * shape.query_stride();
+        queries = values + TOKENS * shape.head_dim;
+        weights = queries + width_max(shape) * shape.query_stride();
+        nothing = weights + STRIP * TOKENS;
+        scores = floats;
+        sums = scores + 2 * STRIP * SPAN;
+        totals = sums + width_max(shape) * shape.head_dim;
+        best = totals + width_max(shape);
+        first = best + width_max(shape);
+        last = first + width_max(shape);
+    }
+
+    // 16 numbers of a key, or 32.
+    T* key_at(const AttentionShape& shape, int64_t token, int64_t d) const {
+        if constexpr (IN_TILES<T>)
+            return keys + token / 32 * 32 * shape.query_stride() + d / 32 * 32 * 32 + token % 32 * 32 + d % 32;
+        return keys + token * shape.query_stride() + d;
+    }
+    // Number d of 16 tokens' values, or of 32.
+    T* values_at(const AttentionShape& shape, int64_t token, int64_t d) const {
+        if constexpr (IN_TILES<T>) return values + (token / 32 * shape.head_dim + d) * 32;
+        return values + d * SPAN + token;
+    }
+    float* sums_of(const AttentionShape& shape, int64_t row) const {
+        return sums + row / STRIP * STRIP * shape.head_dim + row % STRIP;
+    }
+
+    // For `count` rows; query_of(row) is where one's query lies, seen_of(row) what it sees.
+    template <class QueryOf, class SeenOf>
+    void begin(const AttentionShape& shape, int64_t count, const QueryOf& query_of, const SeenOf& seen_of) const {
+        constexpr int64_t DEPTH = Unit<T>::DEPTH;
+        const int64_t width = rounded_up(count, STRIP), stride = shape.query_stride();
+        std::fill(best, best + width, NOTHING_SEEN);
+        std::fill(totals, totals + width, 0.0f);
+        for (int64_t row = 0; row < width; row++) {
+            const Seen seen = seen_of(std::min(row, count - 1));
+            first[row] = float(seen.begin);
+            last[row] = float(seen.end - 1);
+        }
+        // One model's padding stays; here nobody knows what was computed before.
+        std::memset(nothing, 0, sizeof(T) * stride);
+        if (stride > shape.head_dim) std::memset(keys, 0, sizeof(T) * TOKENS * stride);
+        for (int64_t row = 0; row < width; row += LANES) {
+            const T* rows[LANES];
+            for (int lane = 0; lane < LANES; lane++) rows[lane] = row + lane < count ? query_of(row + lane) : nothing;
+            for (int64_t d = 0; d < stride; d += LANES * DEPTH) {
+                Lanes columns[LANES];
+                transpose_rows(rows, d, columns);
+                float* to = reinterpret_cast<float*>(queries + row * stride + d * LANES);
+                for (int index = 0; index < LANES; index++) store(to + index * LANES, columns[index]);
+            }
+        }
+    }
+
+    // finish(row, d, Lanes) gets the sums of each row's numbers d .. d + 15; is_share: divided by its total.
+    template <class Finish>
+    void end(const AttentionShape& shape, int64_t count, bool is_share, const Finish& finish) const {
+        for (int64_t first = 0; first < count; first += LANES) {
+            const float* from = sums_of(shape, first);
+            const Lanes share = is_share ? div(set(1.0f), load(totals + first)) : set(1.0f);
+            for (int64_t d = 0; d < shape.head_dim; d += LANES) {
+                Lanes rows[LANES];
+                for (int index = 0; index < LANES; index++) rows[index] = mul(load(from + (d + index) * STRIP), share);
+                transpose(rows);
+                for (int64_t row = first; row < std::min(first + LANES, count); row++) finish(row, d, rows[row - first]);
+            }
+        }
+    }
+};
+
+// Brings tokens first .. end - 1 to where they are multiplied. Other tokens' keys are anything, their values
+// zeros as far as a product may reach.
+template <class T>
+inline void pack_tokens(const AttentionShape& shape, const T* const* tokens_at, int64_t kv_head, int64_t first,
+                        int64_t end, const PackedScratch<T>& scratch) {
+    constexpr int64_t STEP = LANES * Unit<T>::DEPTH;
+    const int64_t dim = shape.head_dim, key = kv_head * dim, value = key + shape.kv_heads * dim;
+    for (int64_t index = first; index < end; index++)
+        for (int64_t d = 0; d < dim; d += LANES)
+            std::memcpy(scratch.key_at(shape, index, d), tokens_at[index] + key + d, sizeof(T) * LANES);
+    for (int64_t token = first / 32 * 32; token < rounded_up(end, 32); token += STEP) {
+        const T* values_at[STEP];
+        for (int64_t index = 0; index < STEP; index++) {
+            const bool is_there = token + index >= first && token + index < end;
+            values_at[index] = is_there ? tokens_at[token + index] + value : scratch.nothing;
+        }
+        for (int64_t d = 0; d < dim; d += LANES) {
+            Lanes columns[LANES];
+            transpose_tokens(values_at, d, columns);
+            for (int index = 0; index < LANES; index++)
+                store(reinterpret_cast<float*>(scratch.values_at(shape, token, d + index)), columns[index]);
+        }
+    }
+}
+
+// Of a span's packed tokens, what one strip meets: from .. end - 1, both multiples of 32.
+struct Met {
+    int64_t from, end;
+};
+
+// Sixteen rows' scores of a span become weights. grow() is called before sums are scaled anew, and says whether there are
+// any; it is called by the constructor and by end() alone.
+template <class T, class Grow>
+class SpanWeights {
+public:
+    // The span begins at position `from`.
+    SpanWeights(const AttentionShape& shape, int64_t row, int64_t from, int64_t present, const Met& met,
+                const PackedScratch<T>& scratch, float* scores, T* weights, const Grow& grow)
+        : shape_(shape), scratch_(scratch), row_(row), from_(from), met_(met),
+          end_(std::min(rounded_up(present, 2), met.end)), scores_(scores), weights_(weights), grow_(grow),
+          scale_(set(1.0f / std::sqrt(float(shape.head_dim)))), weighing_(scale_, load(scratch.best + row)), at_(met.from) {
+        const bool all_see_all = first_of_all() <= met.from && last_of_all() + 1 >= end_;
+        if (!all_see_all || scratch.best[row] == NOTHING_SEEN || Weighing<T>::NEEDS_BEST) find_best();
+    }
+
+    // So many pairs of tokens.
+    void some(int pairs) {
+        for (; pairs > 0 && at_ < end_; pairs--, at_ += 2)
+            weighing_.write(weights_ + at_ * LANES, load(scores_ + at_ * STRIP), load(scores_ + (at_ + 1) * STRIP));
+    }
+    void end() {
+        some(SPAN / 2);
+        if (!has_best_ && !weighing_.is_good()) {
+            find_best();
+            some(SPAN / 2);
+        }
+        if (at_ < met_.end) std::memset(weights_ + at_ * LANES, 0, sizeof(T) * LANES * (met_.end - at_));
+        float* totals = scratch_.totals + row_;
+        store(totals, add(load(totals), weighing_.total()));
+    }
+
+private:
+    static constexpr int STRIP = PackedScratch<T>::STRIP;
+    static constexpr float GROWTH_MAX = 5.0f;  // of a score, before what was added up is scaled anew
+
+    // Of the span's tokens, which all rows see.
+    int64_t first_of_all() const { return int64_t(scratch_.first[row_ + LANES - 1]) - from_; }
+    int64_t last_of_all() const { return int64_t(scratch_.last[row_]) - from_; }
+
+    // Hides what is not seen, and begins with what is to be subtracted from now on.
+    void find_best() {
+        constexpr float INFINITE = std::numeric_limits<float>::infinity();
+        const Lanes first_seen = load(scratch_.first + row_), last_seen = load(scratch_.last + row_);
+        // The first one of max() may be a NaN, and is left out; its row becomes one by its weights.
+        Lanes largest[4] = {set(-INFINITE), set(-INFINITE), set(-INFINITE), set(-INFINITE)};
+        const auto hide = [&](int64_t token, int64_t end) {
+            for (; token < end; token++) {
+                const Lanes position = set(float(from_ + token));
+                Lanes score = load(scores_ + token * STRIP);
+                score = where_at_least(position, first_seen, score, set(-INFINITE));
+                score = where_at_least(last_seen, position, score, set(-INFINITE));
+                store(scores_ + token * STRIP, score);
+                largest[0] = max(score, largest[0]);
+            }
+        };
+        int64_t token = met_.from;
+        const int64_t hidden_end = std::min(first_of_all(), end_), plain_end = std::min(last_of_all() + 1, end_);
+        hide(token, hidden_end);
+        token = std::max(token, hidden_end);
+        for (; token + 4 <= plain_end; token += 4)
+            for (int index = 0; index < 4; index++)
+                largest[index] = max(load(scores_ + (token + index) * STRIP), largest[index]);
+        hide(token, end_);
+        const Lanes all = max(max(largest[0], largest[1]), max(largest[2], largest[3]));
+        Lanes best = load(scratch_.best + row_);
+        const Lanes limit = add(best, set(GROWTH_MAX)), most = Weighing<T>::base(mul(all, scale_));
+        // Of two infinite scores the difference would be a NaN, and hide what other lanes have.
+        if (max_of(where_at_least(most, limit, set(1.0f), zero())) > 0.0f) {
+            const Lanes new_best = where_at_least(most, limit, most, best), kept = exp(sub(best, new_best));
+            best = new_best;
+            store(scratch_.best + row_, best);
+            float* totals = scratch_.totals + row_;
+            store(totals, mul(load(totals), kept));
+            if (grow_()) {
+                float* sums = scratch_.sums_of(shape_, row_);
+                for (int64_t d = 0; d < shape_.head_dim; d++) store(sums + d * STRIP, mul(load(sums + d * STRIP), kept));
+            }
+        }
+        has_best_ = true;
+        at_ = met_.from;
+        weighing_ = Weighing<T>(scale_, best);
+    }
+
+    const AttentionShape& shape_;
+    const PackedScratch<T>& scratch_;
+    const int64_t row_, from_;
+    const Met met_;
+    const int64_t end_;
+    float* const scores_;
+    T* const weights_;
+    const Grow& grow_;
+    const Lanes scale_;
+    Weighing<T> weighing_;
+    int64_t at_;
+    bool has_best_ = false;
+};
+
+#if defined(__AMX_BF16__)
+// Scores of 16 * BLOCKS keys and 16 queries: [keys, 16]. meanwhile() is called after every product of tiles.
+template <int BLOCKS, class Meanwhile>
+inline void score_tiles(const bf16* keys, const bf16* queries, int64_t stride, float* scores, const Meanwhile& meanwhile) {
+    _tile_zero(0);
+    _tile_zero(1);
+    if (BLOCKS == 4) _tile_zero(2);
+    if (BLOCKS == 4) _tile_zero(3);
+    for (int64_t d = 0; d < stride; d += 32, queries += 32 * LANES, keys += 32 * 32) {
+        _tile_loadd(6, queries, 64);
+        _tile_stream_loadd(4, keys, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        meanwhile();
+        _tile_stream_loadd(5, keys + 16 * 32, 64);
+        _tile_dpbf16ps(1, 5, 6);
+        meanwhile();
+        if (BLOCKS == 4) {
+            _tile_stream_loadd(4, keys + 32 * stride, 64);
+            _tile_dpbf16ps(2, 4, 6);
+            meanwhile();
+            _tile_stream_loadd(5, keys + 32 * stride + 16 * 32, 64);
+            _tile_dpbf16ps(3, 5, 6);
+            meanwhile();
+        }
+    }
+    _tile_stored(0, scores, 64);
+    _tile_stored(1, scores + 16 * LANES, 64);
+    if (BLOCKS == 4) _tile_stored(2, scores + 32 * LANES, 64);
+    if (BLOCKS == 4) _tile_stored(3, scores + 48 * LANES, 64);
+}
+
+// sums [16 * TILES, 16] (+)= 16 * TILES numbers of the values of 32 * steps tokens, times weights. value_step: from 32
+// tokens' to the next ones'.
+template <int TILES>
+inline void add_value_tiles(const bf16* values, int64_t value_step, const bf16* weights, int64_t steps, float* sums,
+                            bool is_first) {
+    if (is_first) {
+        _tile_zero(0);
+        if (TILES > 1) _tile_zero(1);
+        if (TILES > 2) _tile_zero(2);
+        if (TILES > 3) _tile_zero(3);
+    } else {
+        _tile_loadd(0, sums, 64);
+        if (TILES > 1) _tile_loadd(1, sums + 16 * LANES, 64);
+        if (TILES > 2) _tile_loadd(2, sums + 32 * LANES, 64);
+        if (TILES > 3) _tile_loadd(3, sums + 48 * LANES, 64);
+    }
+    for (; steps > 0; steps--, values += value_step, weights += 32 * LANES) {
+        _tile_loadd(6, weights, 64);
+        _tile_stream_loadd(4, values, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        if (TILES > 1) {
+            _tile_stream_loadd(5, values + 16 * 32, 64);
+            _tile_dpbf16ps(1, 5, 6);
+        }
+        if (TILES > 2) {
+            _tile_stream_loadd(4, values + 32 * 32, 64);
+            _tile_dpbf16ps(2, 4, 6);
+        }
+        if (TILES > 3) {
+            _tile_stream_loadd(5, values + 48 * 32, 64);
+            _tile_dpbf16ps(3, 5, 6);
+        }
+    }
+    _tile_stored(0, sums, 64);
+    if (TILES > 1) _tile_stored(1, sums + 16 * LANES, 64);
+    if (TILES > 2) _tile_stored(2, sums + 32 * LANES, 64);
+    if (TILES > 3) _tile_stored(3, sums + 48 * LANES, 64);
+}
+
+// A strip of 16 rows meets the packed tokens: their scores and weights a span at a time, and then the values of all of them,
+// whose sums stay in tiles.
+inline void meet_strip(const AttentionShape& shape, int64_t row, int64_t from, int64_t present,
+                       const PackedScratch<bf16>& scratch) {
+    const int64_t stride = shape.query_stride();
+    const int64_t first = int64_t(scratch.first[row]) - from;
+    const int64_t end = std::min(int64_t(scratch.last[row + LANES - 1]) + 1 - from, present);
+    if (first >= end || end <= 0) return;
+    const int64_t begin = std::max<int64_t>(first, 0) / 32 * 32;
+    bool is_first = first >= 0;
+    int64_t met_from = begin;  // weights from here on wait for their values
+    const auto add_values = [&](int64_t met_end) {
+        const int64_t steps = (met_end - met_from) / 32;
+        if (steps == 0) return;
+        finish_writes();
+        for (int64_t d = 0; d < shape.head_dim; d += 4 * LANES) {
+            const auto add = [&](auto run) {
+                run(scratch.values_at(shape, met_from, d), 32 * shape.head_dim, scratch.weights + met_from * LANES, steps,
+                    scratch.sums_of(shape, row) + d * LANES, is_first);
+            };
+            switch (std::min<int64_t>((shape.head_dim - d) / LANES, 4)) {
+                case 4: add(add_value_tiles<4>); break;
+                case 3: add(add_value_tiles<3>); break;
+                case 2: add(add_value_tiles<2>); break;
+                default: add(add_value_tiles<1>);
+            }
+        }
+        finish_writes();
+        is_first = false;
+        met_from = met_end;
+    };
+    const auto met_of = [&](int64_t span) {
+        return Met{std::max<int64_t>(begin - span, 0), std::min<int64_t>(rounded_up(end - span, 32), SPAN)};
+    };
+    const auto scores_of = [&](int64_t span) { return scratch.scores + span / SPAN % 2 * SPAN * LANES; };
+    const auto score = [&](int64_t span, const auto& meanwhile) {
+        const Met met = met_of(span);
+        const bf16* keys = scratch.keys + (span + met.from) * stride;
+        float* scores = scores_of(span) + met.from * LANES;
+        finish_writes();
+        if (met.end - met.from == SPAN)
+            score_tiles<4>(keys, scratch.queries + row * stride, stride, scores, meanwhile);
+        else
+            score_tiles<2>(keys, scratch.queries + row * stride, stride, scores, meanwhile);
+        finish_writes();
+    };
+    // While a span's scores are computed, those of the one before become weights.
+    const int pairs = int(std::max<int64_t>(SPAN / 2 / (SPAN / LANES * (stride / 32)), 1));
+    const int64_t first_span = begin / SPAN * SPAN;
+    score(first_span, [] {});
+    for (int64_t span = first_span; span < end; span += SPAN) {
+        const Met met = met_of(span);
+        const auto grow = [&] {
+            add_values(span + met.from);
+            return !is_first;
+        };
+        SpanWeights<bf16, decltype(grow)> weights(shape, row, from + span, end - span, met, scratch, scores_of(span),
+                                                  scratch.weights + span * LANES, grow);
+        if (span + SPAN < end) score(span + SPAN, [&] { weights.some(pairs); });
+        weights.end();
+    }
+    add_values(rounded_up(end, 32));
+}
+#endif
+
+// The scratch's `count` rows meet packed tokens, from .. from + present - 1. The weighted values are added up as one
+// softmax over all spans (Milakov, Gimelshein: Online normalizer calculation, arXiv 1805.02867).
+template <class T>
+inline void meet_tokens(const AttentionShape& shape, int64_t count, int64_t from, int64_t present,
+                        const PackedScratch<T>& scratch) {
+    constexpr int STRIP = PackedScratch<T>::STRIP;
+    const int64_t stride = shape.query_stride();
+    for (int64_t row = 0; row < count; row += STRIP) {
+#if defined(__AMX_BF16__)
+        if constexpr (IN_TILES<T>) {
+            meet_strip(shape, row, from, present, scratch);
+            continue;
+        }
+#endif
+        // Later rows see neither less at the end nor more at the beginning.
+        const int64_t first = int64_t(scratch.first[row]) - from;
+        const int64_t end = std::min(int64_t(scratch.last[row + STRIP - 1]) + 1 - from, present);
+        if (first >= SPAN || end <= 0) continue;
+        const bool is_first = first >= 0;
+        const auto grow = [=] { return !is_first; };
+        const Met met{std::max<int64_t>(first, 0) / 32 * 32, rounded_up(end, 32)};
+        add_products<T>(scratch.keys + met.from * stride, stride, int(met.end - met.from), scratch.queries + row * stride,
+                        LANES * stride, PANEL_BLOCKS, stride, scratch.scores + met.from * STRIP, STRIP, true, nullptr);
+        for (int64_t block = 0; block < STRIP; block += LANES)
+            SpanWeights<T, decltype(grow)>(shape, row + block, from, end, met, scratch, scratch.scores + block,
+                                           scratch.weights + block * SPAN, grow)
+                .end();
+        add_products<T>(scratch.values + met.from, SPAN, int(shape.head_dim), scratch.weights + met.from * LANES,
+                        LANES * SPAN, PANEL_BLOCKS, met.end - met.from, scratch.sums_of(shape, row), STRIP, is_first,
+                        nullptr);
+    }
+}
+
+// queries: [K][rows][G][query_stride], turned.
+template <class T>
+void attend_prompt(const AttentionShape& shape, const Chunk& chunk, const AttentionPiece& piece, int64_t window,
+                   const T* queries, int64_t rows, const T* pages, const Rows<T>& attended,
+                   const PackedScratch<T>& scratch) {
+    const int64_t group = shape.group(), dim = shape.head_dim;
+    const int64_t count = piece.tokens * group;
+    const int64_t first = chunk.start + piece.token, last = first + piece.tokens - 1;
+    const T* query = queries + ((piece.kv_head * rows + chunk.first_row + piece.token) * group) * shape.query_stride();
+    scratch.begin(
+        shape, count, [&](int64_t row) { return query + row * shape.query_stride(); },
+        [&](int64_t row) {
+            const int64_t position = first + row / group;
+            return Seen{first_seen(position, window), position + 1};
+        });
+    const int64_t together = PackedScratch<T>::tokens_for(count);
+    for (int64_t from = first_seen(first, window) / together * together; from <= last; from += together) {
+        const int64_t present = std::min(together, last + 1 - from);
+        // Behind a window lie pages that may be somebody else's by now.
+        const int64_t hidden = std::max<int64_t>(first_seen(first, window) - from, 0);
+        const T* tokens_at[PackedScratch<T>::TOKENS];
+        find_tokens(pages, shape, chunk, from, present, tokens_at);
+        pack_tokens(shape, tokens_at, piece.kv_head, hidden, present, scratch);
+        meet_tokens(shape, count, from, present, scratch);
+    }
+    scratch.end(shape, count, true, [&](int64_t row, int64_t d, Lanes part) {
+        store(attended.at(chunk.first_row + piece.token + row / group, (piece.kv_head * group + row % group) * dim + d), part);
+    });
+}
+
+// --- decodes that share the beginning of their contexts: each span is packed once for all of them -----------------------
+
+// Blocks are found through `chunk`, the first sharer's. partial_of(sharer) is where its part goes.
+template <class T, class PartialOf>
+void attend_shared(const AttentionShape& shape, const Chunk& chunk, const AttentionPiece& piece, const Sharer* sharers,
+                   const T* queries, int64_t rows, const T* pages, const PackedScratch<T>& scratch,
+                   const PartialOf& partial_of) {
+    const int64_t group = shape.group(), dim = shape.head_dim;
+    const int64_t count = piece.sharer_count * group;
+    scratch.begin(
+        shape, count,
+        [&](int64_t row) {
+            const int64_t sharer = sharers[row / group].row;
+            return queries + ((piece.kv_head * rows + sharer) * group + row % group) * shape.query_stride();
+        },
+        [&](int64_t) { return Seen{piece.from, piece.to}; });
+    const int64_t together = PackedScratch<T>::tokens_for(count);
+    for (int64_t from = piece.from; from < piece.to; from += together) {
+        const int64_t present = std::min(together, piece.to - from);
+        const T* tokens_at[PackedScratch<T>::TOKENS];
+        find_tokens(pages, shape, chunk, from, present, tokens_at);
+        pack_tokens(shape, tokens_at, piece.kv_head, 0, present, scratch);
+        meet_tokens(shape, count, from, present, scratch);
+    }
+    for (int64_t row = 0; row < count; row++) {
+        float* partial = partial_of(sharers[row / group]) + piece.kv_head * group + row % group;
+        partial[0] = scratch.best[row];
+        partial[shape.heads] = scratch.totals[row];
+    }
+    scratch.end(shape, count, false, [&](int64_t row, int64_t d, Lanes part) {
+        const int64_t head = piece.kv_head * group + row % group;
+        store(partial_of(sharers[row / group]) + 2 * shape.heads + head * dim + d, part);
+    });
+}
+
+}  // namespace trioserve
