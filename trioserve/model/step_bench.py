@@ -10,7 +10,7 @@ speed at which as many threads read memory, measured in the same rounds.
 
 With --quantization, the native kernels compute once with each of these, in the place of plain torch.
 With --against, the native kernels of another checkout of this project take the place of plain torch; they compute in a
-process of their own.
+process of their own, with the first of --quantization.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def main() -> int:
     for wish, native in zip(wishes, natives, strict=True):
         contestants["native" if wish == "auto" else f"native {wish}"] = native
     if arguments.against:
-        contestants["against"] = _Other(arguments.against, arguments.model, arguments.threads)
+        contestants["against"] = _Other(arguments.against, arguments.model, arguments.threads, wishes[0])
     elif len(wishes) == 1:
         contestants["torch"] = _Local("torch", arguments.model, arguments.threads)
     try:
@@ -194,11 +194,12 @@ class _Local:
 class _Other:
     """The native kernels of another checkout, in a process of its own, which runs this very file."""
 
-    def __init__(self, checkout: Path, model: str, threads: int | None) -> None:
+    def __init__(self, checkout: Path, model: str, threads: int | None, quantization: QuantizationName) -> None:
         self._folder = tempfile.TemporaryDirectory()
         (Path(self._folder.name) / "trioserve_kernels").symlink_to((checkout / "kernels").resolve())
         path = os.pathsep.join((str(checkout.resolve()), self._folder.name))
         more = [] if threads is None else ["--threads", str(threads)]
+        more += [] if quantization == "auto" else ["--quantization", quantization]
         self._process = subprocess.Popen(
             [sys.executable, "-P", __file__, "--answering", "--model", model, *more],
             env={**os.environ, "PYTHONPATH": path},
