@@ -50,6 +50,7 @@ class Weighing {
 public:
     static constexpr bool NEEDS_BEST = true;          // else is_good() says whether `best` was good enough
     static Lanes base(Lanes score) { return score; }  // what `best` may be, about as large
+    static Lanes kept(Lanes growth) { return exp(sub(zero(), growth)); }  // of weights, when `best` grows so much
 
     Weighing(Lanes scale, Lanes best) : step_(mul(scale, set(LOG2_E))), start_(mul(best, set(-LOG2_E))) {}
     void write(T* to, Lanes even, Lanes odd) {
@@ -80,8 +81,9 @@ template <>
 class Weighing<bf16> {
 public:
     static constexpr bool NEEDS_BEST = false;
-    // The logarithm of a power of 2: so a weight's digits are the same whatever is subtracted.
+    // The logarithm of a power of 2: so the digits of weights and sums are the same whatever is subtracted.
     static Lanes base(Lanes score) { return mul(round_whole(mul(score, set(LOG2_E))), set(1.0f / LOG2_E)); }
+    static Lanes kept(Lanes growth) { return scale_by_power(set(1.0f), round_whole(mul(growth, set(-LOG2_E)))); }
 
     Weighing(Lanes scale, Lanes best)
         : step_(mul(scale, set(UNITS))), start_(fma(best, set(-UNITS), set(ZERO + 127 * 128))) {}
@@ -333,7 +335,7 @@ private:
         const Lanes limit = add(best, set(GROWTH_MAX)), most = Weighing<T>::base(mul(all, scale_));
         // Of two infinite scores the difference would be a NaN, and hide what other lanes have.
         if (max_of(where_at_least(most, limit, set(1.0f), zero())) > 0.0f) {
-            const Lanes new_best = where_at_least(most, limit, most, best), kept = exp(sub(best, new_best));
+            const Lanes new_best = where_at_least(most, limit, most, best), kept = Weighing<T>::kept(sub(new_best, best));
             best = new_best;
             store(scratch_.best + row_, best);
             float* totals = scratch_.totals + row_;

@@ -12,13 +12,15 @@ from trioserve_kernels.native import Engine, Library, NoNativeKernels
 
 LEVELS = supported_levels()
 EMULATED_AMX = "amx, emulated"
+CPUINFO = Path("/proc/cpuinfo")
 
 
 def library_of(level: str) -> Library:
     try:
         if level == EMULATED_AMX:
             header = Path(__file__).with_name("emulated_amx.h")
-            return Library(build_library("avx512_bf16", more_flags=("-include", str(header))), level)
+            vbmi = ("-mavx512vbmi",) if "avx512vbmi" in CPUINFO.read_text() else ()  # CPUs with AMX have it
+            return Library(build_library("avx512_bf16", more_flags=("-include", str(header), *vbmi)), level)
         return Library(build_library(level), level)
     except NoNativeKernels as error:
         pytest.skip(str(error))

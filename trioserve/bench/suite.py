@@ -147,14 +147,20 @@ def row_bound(row: Row, cost: Cost, bytes_per_second: float, flops_per_second: f
 
 def _tokens_of_answer(settings: BenchSettings) -> float:
     """On average, with those that are not read to their end."""
+    return sum(share * tokens for share, tokens in _answers(settings))
+
+
+def _answers(settings: BenchSettings) -> tuple[tuple[float, int], ...]:
+    """Which share of the answers has how many tokens."""
     left = settings.abort_fraction
-    return (1 - left) * settings.output_tokens + left * min(settings.abort_after_tokens, settings.output_tokens)
+    return (1 - left, settings.output_tokens), (left, min(settings.abort_after_tokens, settings.output_tokens))
 
 
 def _step_seconds(settings: BenchSettings, cost: Cost, bytes_per_second: float) -> float:
-    """Reading the weights and the keys and values of the context: on average half of the answer behind the prompt; what
-    all share is there once."""
-    own = settings.prompt_tokens - settings.prefix_tokens + _tokens_of_answer(settings) / 2
+    """Reading the weights and the keys and values of the context: behind the prompt half of the answer, on average over
+    the steps, of which a longer answer has more; what all share is there once."""
+    answered = sum(share * tokens * tokens / 2 for share, tokens in _answers(settings)) / _tokens_of_answer(settings)
+    own = settings.prompt_tokens - settings.prefix_tokens + answered
     context = settings.prefix_tokens + settings.concurrency * own
     return (cost.weight_bytes + context * cost.token_kv_bytes) / bytes_per_second
 
