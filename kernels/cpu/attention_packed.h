@@ -1,7 +1,6 @@
 // Attention with keys and values packed for many rows: those of a prompt, and decodes that share blocks.
 #pragma once
 
-#include <atomic>
 #include <cmath>
 #include <limits>
 

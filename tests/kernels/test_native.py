@@ -296,18 +296,18 @@ def test_a_prompts_key_that_is_no_number_is_that_of_those_who_see_it(
 def test_a_rows_bits_do_not_depend_on_how_its_neighbours_scores_grow(engine: Engine, growth: float) -> None:
     if not engine.library.level.startswith("amx"):
         pytest.skip("weights are powers of 2 of fixed point with AMX alone")
-    dim = 32
-    pages = random(13, 16, 2, 1, dim, dtype=torch.bfloat16, seed=3)
+    dim, heads, rows = 32, 8, 400
+    pages = random(25, 16, 2, heads, dim, dtype=torch.bfloat16, seed=3)
     pages[:, :, 0, :, :2] = 0
-    pages[5, 3, 0, 0, 0] = 1  # where the even rows' scores grow, and the odd ones' a little
-    pages[9, 7, 0, 0, 1] = 1
-    queries = random(200, dim, dtype=torch.bfloat16, seed=4)
-    queries[:, 0] = 6.5 * dim**0.5
-    quiet, loud = queries.clone(), queries.clone()
-    loud[::2, :2] = growth * dim**0.5
-    table = [list(range(13))]
-    among_quiet = attention_of(engine, quiet, pages, table, [(0, 200)])
-    among_loud = attention_of(engine, loud, pages, table, [(0, 200)])
+    pages[5, 3, 0, :, 0] = 1  # where all rows' scores grow: so little for the odd ones that they alone change nothing
+    pages[9, 7, 0, :, 1] = 1
+    queries = random(rows, heads, dim, dtype=torch.bfloat16, seed=4)
+    queries[:, :, 0] = torch.linspace(5.2, 9.0, rows)[:, None] * dim**0.5
+    loud = queries.clone()
+    loud[::2, :, :2] = growth * dim**0.5
+    table = [list(range(25))]
+    among_quiet = attention_of(engine, queries.flatten(1), pages, table, [(0, rows)])
+    among_loud = attention_of(engine, loud.flatten(1), pages, table, [(0, rows)])
     assert torch.equal(among_quiet[1::2], among_loud[1::2])
 
 

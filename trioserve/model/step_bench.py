@@ -129,7 +129,7 @@ def main() -> int:
                 shown_bounds = ", ".join(f"{1e3 * bound:.1f}" for bound in bounds)
                 print(f"{case}: {shown}  bound {shown_bounds} (read {reading})", flush=True)
             else:
-                flops = 2e-12 * _layer_count(runner) * case.context
+                flops = 1e-12 * runner.token_flops * case.context
                 speeds = ", ".join(f"{name} {flops / min(seconds):.2f}" for name, seconds in times.items())
                 print(f"{case}: {shown}  TFLOP/s of the layers' products: {speeds}", flush=True)
     finally:
@@ -304,13 +304,6 @@ def _plan(runner: ModelRunner, case: Case, sequences: Sequence[int], start: int)
         table = [*range(shared), *range(first, first + own)]
         chunks.append(ScheduledChunk(request, prompt, start, case.context - start, table, True))
     return StepPlan(0, tuple(chunks), len(chunks) * (case.context - start))
-
-
-def _layer_count(runner: ModelRunner) -> int:
-    """Weights of all layers' matrices."""
-    config = runner.config
-    heads = (2 * config.head_count + 2 * config.kv_head_count) * config.head_dim
-    return config.layer_count * config.hidden_size * (heads + 3 * config.intermediate_size)
 
 
 def _shown(seconds: list[float]) -> str:
