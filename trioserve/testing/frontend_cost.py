@@ -27,7 +27,7 @@ from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 __all__ = ["FrontendCost", "event_cost", "request_cost", "run_frontend_cost"]
 
 SHAPES = ((1, 64, 2), (64, 1, 2), (64, 1, 1))  # connections, streams on each, HTTP version
-TOKENS = 200
+TOKENS = (100, 1_100)  # of the shorter and of the longer answer, an event for each
 STEP_SECONDS = 0.002  # between two tokens of a stream; less than a model takes, and enough for all to be sent
 SMALL_REQUESTS = 4_000
 ROUNDS = 5
@@ -38,6 +38,7 @@ class FrontendCost(msgspec.Struct, frozen=True, kw_only=True):
     """One figure: microseconds of CPU time in the server for each event or request, the median of several rounds.
 
     engine_us: what the engine's part was, and is not in median_us.
+    answer_us: what an answer costs besides its events, the opening of its share of a connection included.
     """
 
     what: str
@@ -48,6 +49,7 @@ class FrontendCost(msgspec.Struct, frozen=True, kw_only=True):
     low_us: float
     high_us: float
     engine_us: float = 0.0
+    answer_us: float = 0.0
 
 
 class _NothingComputed:
@@ -58,21 +60,46 @@ class _NothingComputed:
 
 
 def event_cost(
-    connection_count: int, stream_count: int, http: int, *, tokens: int = TOKENS, rounds: int = ROUNDS
+    connection_count: int,
+    stream_count: int,
+    http: int,
+    *,
+    tokens: tuple[int, int] = TOKENS,
+    rounds: int = ROUNDS,
 ) -> FrontendCost:
     """Of one event among connection_count * stream_count answers that stream at a time."""
-    request_count = connection_count * stream_count
-    body = {"prompt": "hello", "max_tokens": tokens, "ignore_eos": True, "stream": True, "temperature": 0}
-    engine_us: list[float] = []
+    answer_count = connection_count * stream_count
+    short, long = tokens
     event_us: list[float] = []
-    for _ in range(rounds):
-        alone = trio.run(_read_without_http, request_count, tokens) / (request_count * tokens)
+    engine_us: list[float] = []
+    answer_us: list[float] = []
+
+    def served(token_count: int) -> tuple[float, float]:
+        """Microseconds and events of an answer."""
+        body = {"prompt": "hello", "max_tokens": token_count, "ignore_eos": True, "stream": True, "temperature": 0}
         seconds, events = trio.run(
-            _serve, connection_count, stream_count, http, json.dumps(body), 1, request_count, tokens
+            _serve, connection_count, stream_count, http, json.dumps(body), 1, answer_count, token_count
         )
-        engine_us.append(alone * 1e6)
-        event_us.append(seconds / events * 1e6 - alone * 1e6)
-    return _cost("event", connection_count, stream_count, http, event_us, median(engine_us))
+        return seconds / answer_count * 1e6, events / answer_count  # one delta may hold several tokens
+
+    def read_alone(token_count: int) -> float:
+        return trio.run(_read_without_http, answer_count, token_count) / answer_count * 1e6
+
+    for _ in range(rounds):
+        alone_short, alone_long = read_alone(short), read_alone(long)
+        (short_us, short_events), (long_us, long_events) = served(short), served(long)
+        engine_us.append((alone_long - alone_short) / (long - short))
+        event_us.append((long_us - short_us) / (long_events - short_events) - engine_us[-1])
+        answer_us.append(short_us - alone_short - short_events * event_us[-1])
+    return _cost(
+        "event",
+        connection_count,
+        stream_count,
+        http,
+        event_us,
+        engine_us=median(engine_us),
+        answer_us=median(answer_us),
+    )
 
 
 def request_cost(http: int, *, requests: int = SMALL_REQUESTS, rounds: int = ROUNDS) -> FrontendCost:
@@ -81,10 +108,19 @@ def request_cost(http: int, *, requests: int = SMALL_REQUESTS, rounds: int = ROU
     for _ in range(rounds):
         seconds, _events = trio.run(_serve, 32, 1, http, "", requests // 32, 1, 1)
         samples.append(seconds / (requests // 32 * 32) * 1e6)
-    return _cost("small request", 32, 1, http, samples, 0.0)
+    return _cost("small request", 32, 1, http, samples)
 
 
-def _cost(what: str, connections: int, streams: int, http: int, samples: list[float], engine_us: float) -> FrontendCost:
+def _cost(
+    what: str,
+    connections: int,
+    streams: int,
+    http: int,
+    samples: list[float],
+    *,
+    engine_us: float = 0.0,
+    answer_us: float = 0.0,
+) -> FrontendCost:
     return FrontendCost(
         what=what,
         connection_count=connections,
@@ -94,6 +130,7 @@ def _cost(what: str, connections: int, streams: int, http: int, samples: list[fl
         low_us=min(samples),
         high_us=max(samples),
         engine_us=engine_us,
+        answer_us=answer_us,
     )
 
 
@@ -158,9 +195,10 @@ async def _serve(
 
 
 def run_frontend_cost(*, rounds: int = ROUNDS) -> int:
-    """Measure, print a table as it grows, and then everything as one line of JSON. About a minute as it stands."""
+    """Measure, print a table as it grows, and then everything as one line of JSON. Some two minutes as it stands."""
     print(
         f"{'':<16}{'connections':>12}{'streams':>9}{'HTTP':>6}{'median us':>11}{'low':>9}{'high':>9}{'engine us':>11}"
+        f"{'answer us':>11}"
     )
     costs = []
     for shape in SHAPES:
@@ -177,7 +215,8 @@ def run_frontend_cost(*, rounds: int = ROUNDS) -> int:
 def _print_row(cost: FrontendCost) -> None:
     print(
         f"{cost.what:<16}{cost.connection_count:>12}{cost.stream_count:>9}{cost.http:>6}{cost.median_us:>11.1f}"
-        f"{cost.low_us:>9.1f}{cost.high_us:>9.1f}{cost.engine_us:>11.1f}",
+        f"{cost.low_us:>9.1f}{cost.high_us:>9.1f}{cost.engine_us:>11.1f}"
+        f"{cost.answer_us:>11.1f}",
         flush=True,
     )
 
