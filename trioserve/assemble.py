@@ -137,7 +137,9 @@ async def open_configured_engine(
                         created_at=int(time.time()),
                     ),
                     core=core,
-                    steps=ThreadedExecutor(runner, compute),
+                    steps=ThreadedExecutor(
+                        runner, compute, takes_cpu=runner.takes_every_cpu and not core.settings.overlap_steps
+                    ),
                     tokenizer=tokenizer,
                     text_thread=text,
                     metrics=metrics,

@@ -36,11 +36,17 @@ enum class Reading { ONCE, AGAIN };
     else                                                \
         _tile_loadd(tile, from, bytes)
 
-// As add_products; x has rows to read up to the next 16, sums to write. ARE_TILES: so x lies, see Rows. meanwhile() is
-// called at every 32 of K.
-template <bool ARE_TILES, Reading ROWS, Reading WEIGHTS, class Meanwhile>
+// How often memory is asked for something at every 32 of K: rows that read a weight once wait for memory, and what is
+// asked at once, their tiles wait for; where more rows share it, tiles wait for each other.
+constexpr int fetches(Reading weights) { return weights == Reading::ONCE ? 4 : 1; }
+
+// As add_products; x has rows to read up to the next 16, sums to write. ARE_TILES: so x lies, see Rows. At every 32 of K
+// meanwhile() is called, and fetch() fetches(WEIGHTS) times.
+template <bool ARE_TILES, Reading ROWS, Reading WEIGHTS, class Fetch, class Meanwhile>
 inline void add_products_amx(const bf16* x, int64_t x_stride, int rows, const bf16* w, int64_t block_stride, int blocks,
-                             int64_t depth, float* sums, int64_t sums_stride, bool is_first, const Meanwhile& meanwhile) {
+                             int64_t depth, float* sums, int64_t sums_stride, bool is_first, const Fetch& fetch,
+                             const Meanwhile& meanwhile) {
+    constexpr int FETCHES = fetches(WEIGHTS);
     const int64_t x_step = ARE_TILES ? 16 : 1, x_bytes = ARE_TILES ? 64 : x_stride * 2, sums_bytes = sums_stride * 4;
     finish_writes();
     for (int row = 0; row < rows; row += 32) {
@@ -61,14 +67,18 @@ inline void add_products_amx(const bf16* x, int64_t x_stride, int rows, const bf
             const bf16* values = x + row * x_stride;
             const bf16* weights = w + block * block_stride;
             for (int64_t k = 0; k < depth; k += 32) {
+                fetch();
                 meanwhile();
                 TRIOSERVE_LOAD_TILE(4, ROWS, values + k * x_step, x_bytes);
                 TRIOSERVE_LOAD_TILE(6, WEIGHTS, weights + k * LANES, 64);
+                if constexpr (FETCHES > 1) fetch();
                 _tile_dpbf16ps(0, 4, 6);
+                if constexpr (FETCHES > 1) fetch();
                 if (is_wide) {
                     TRIOSERVE_LOAD_TILE(7, WEIGHTS, weights + block_stride + k * LANES, 64);
                     _tile_dpbf16ps(1, 4, 7);
                 }
+                if constexpr (FETCHES > 1) fetch();
                 if (is_tall) {
                     TRIOSERVE_LOAD_TILE(5, ROWS, values + 16 * x_stride + k * x_step, x_bytes);
                     _tile_dpbf16ps(2, 5, 6);

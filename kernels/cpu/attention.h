@@ -132,9 +132,10 @@ inline float kept_share(float best, float new_best) { return best == new_best ? 
 // them fastest. It is called often, for a few lines each time, since memory takes only so many at once.
 class Fetch {
 public:
-    // pages, token_bytes: of the layer.
-    Fetch(const AttentionShape& shape, const void* pages, int64_t token_bytes)
-        : page_tokens_(shape.page_tokens), token_bytes_(token_bytes), pages_(static_cast<const char*>(pages)) {}
+    // pages, token_bytes: of the layer. after: what is read behind the last token, or null.
+    Fetch(const AttentionShape& shape, const void* pages, int64_t token_bytes, const void* after)
+        : page_tokens_(shape.page_tokens), token_bytes_(token_bytes), pages_(static_cast<const char*>(pages)),
+          after_(static_cast<const char*>(after)) {}
 
     // A piece begins; behind it comes `next`, if it is not null.
     void begin_piece(const Chunk& chunk, const AttentionPiece& piece, const Chunk* next_chunk,
@@ -164,7 +165,7 @@ public:
     }
 
 private:
-    static constexpr int64_t TOKENS_AHEAD = 64, BYTES = 256;
+    static constexpr int64_t TOKENS_AHEAD = 64, BYTES = 256, BYTES_AFTER = 32768;
 
     struct Range {
         const int32_t* table = nullptr;
@@ -173,7 +174,7 @@ private:
 
     bool begin_page() {
         if (now_.from == now_.to) {
-            if (then_.from == then_.to) return false;
+            if (then_.from == then_.to) return begin_after();
             now_ = then_;
             then_ = {};
         }
@@ -186,8 +187,16 @@ private:
         return true;
     }
 
+    bool begin_after() {
+        if (after_ == nullptr) return false;
+        at_ = after_;
+        end_ = after_ + BYTES_AFTER;
+        after_ = nullptr;
+        return true;
+    }
+
     int64_t page_tokens_, token_bytes_;
-    const char* pages_;
+    const char *pages_, *after_;
     const char *at_ = nullptr, *end_ = nullptr;
     int64_t wanted_ = 0;
     int steps_of_call_ = 0;

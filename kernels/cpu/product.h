@@ -216,18 +216,18 @@ private:
 };
 
 #if defined(__AMX_BF16__)
-// What a product brings into the caches meanwhile: at each tile of x `lines` of 64 bytes at each of some places that lie
-// `apart` bytes from each other. Memory gives more to several places than to one.
+// What a product brings into the caches meanwhile: at each call `lines` of 64 bytes at each of some places that lie `apart`
+// bytes from each other. Memory gives more to several places than to one.
 struct WeightFetch {
     static constexpr int PLACES = 4;
     const char* next;
     int64_t apart;
     int lines;
 
-    // All `bytes` at `from`, evenly over so many tiles.
-    static WeightFetch over(const void* from, int64_t bytes, int64_t tiles) {
+    // All `bytes` at `from`, evenly over so many calls.
+    static WeightFetch over(const void* from, int64_t bytes, int64_t calls) {
         const int64_t lines = bytes / 64 / PLACES;
-        return {static_cast<const char*>(from), bytes / PLACES, int((lines + tiles - 1) / tiles)};
+        return {static_cast<const char*>(from), bytes / PLACES, int((lines + calls - 1) / calls)};
     }
     void some() {
         for (int line = 0; line < lines; line++, next += 64)
@@ -249,7 +249,7 @@ inline void add_products(const T* x, int64_t x_stride, int rows, const T* w, int
     if constexpr (sizeof(T) == 2) {
         if (rows >= AMX_ROWS_MIN && depth % 32 == 0) {
             add_products_amx<false, Reading::AGAIN, Reading::AGAIN>(x, x_stride, rows, w, block_stride, blocks, depth, sums,
-                                                                    sums_stride, is_first, [] {});
+                                                                    sums_stride, is_first, [] {}, [] {});
             return;
         }
     }
@@ -305,21 +305,23 @@ private:
 };
 
 #if defined(__AMX_BF16__)
-// As compute_piece. The weights behind these are fetched meanwhile, and the sums before these are finished.
+// As compute_piece. The sums before these are finished meanwhile.
 template <class Finish>
 inline void compute_piece_amx(const Piece& piece, const Rows<const bf16>& x, const bf16* w, int64_t first_block, int blocks,
-                              int64_t output_block, Finishing<Finish>& finishing) {
+                              int64_t output_block, const void* next, Finishing<Finish>& finishing) {
     const int64_t rows = piece.end_row - piece.first_row, depth = x.depth;
     const int64_t block_stride = depth * LANES, panel = blocks * block_stride;
     const bool is_read_once = rows <= ROWS_TOGETHER;
     const int64_t depth_max = is_read_once ? depth : rows <= 128 ? AMX_DEPTH : AMX_DEPTH_OF_MANY;
     const int64_t parts = (depth + depth_max - 1) / depth_max;
     const bf16* weights = w + first_block * block_stride;
-    WeightFetch fetch = WeightFetch::over(weights + panel, panel * 2, (rows + 31) / ROWS_TOGETHER * (depth / 32));
-    const auto meanwhile = [&] {
-        fetch.some();
-        finishing.some();
-    };
+    const int64_t tiles = (rows + 31) / ROWS_TOGETHER * (depth / 32);
+    WeightFetch fetch = WeightFetch::over(
+        next, panel * 2, tiles * fetches(is_read_once ? Reading::ONCE : Reading::AGAIN));
+    const auto fetch_some = [&] { fetch.some(); };
+    const auto finish_some = [&] { finishing.some(); };
+    using FetchSome = decltype(fetch_some);
+    using FinishSome = decltype(finish_some);
     const int64_t sum_rows = parts > 1 ? AMX_SUM_ROWS : ROWS_TOGETHER;
     for (int64_t row = piece.first_row; row < piece.end_row; row += sum_rows) {
         const int count = int(std::min(sum_rows, piece.end_row - row));
@@ -328,12 +330,12 @@ inline void compute_piece_amx(const Piece& piece, const Rows<const bf16>& x, con
             const int64_t start = depth * part / parts / 32 * 32, end = depth * (part + 1) / parts / 32 * 32;
             const auto add = [&](auto run) {
                 run(x.at(row, start), depth, count, weights + start * LANES, block_stride, blocks, end - start,
-                    finishing.sums(), PANEL, part == 0, meanwhile);
+                    finishing.sums(), PANEL, part == 0, fetch_some, finish_some);
             };
             if (is_read_once)
-                add(add_products_amx<true, Reading::AGAIN, Reading::ONCE, decltype(meanwhile)>);
+                add(add_products_amx<true, Reading::AGAIN, Reading::ONCE, FetchSome, FinishSome>);
             else
-                add(add_products_amx<true, Reading::ONCE, Reading::AGAIN, decltype(meanwhile)>);
+                add(add_products_amx<true, Reading::ONCE, Reading::AGAIN, FetchSome, FinishSome>);
         }
         finishing.add(row, count, output_block, blocks);
     }
@@ -341,16 +343,16 @@ inline void compute_piece_amx(const Piece& piece, const Rows<const bf16>& x, con
 #endif
 
 // One piece of y = x W^T. x: with rows to read up to the next 16. outputs: the block that the first one of w is to
-// `finishing`.
+// `finishing`. next: what this thread reads after this panel; as much as this is brought into the caches meanwhile.
 template <class T, class Finish>
 inline void compute_piece(const Piece& piece, const Rows<const T>& x, const T* w, int64_t all_blocks, int64_t outputs,
-                          Finishing<Finish>& finishing) {
+                          const void* next, Finishing<Finish>& finishing) {
     const int64_t first_block = piece.panel * PANEL_BLOCKS;
     const int blocks = int(std::min<int64_t>(PANEL_BLOCKS, all_blocks - first_block));
 #if defined(__AMX_BF16__)
     if constexpr (sizeof(T) == 2) {
         if (x.are_tiles) {
-            compute_piece_amx(piece, x, w, first_block, blocks, outputs + first_block, finishing);
+            compute_piece_amx(piece, x, w, first_block, blocks, outputs + first_block, next, finishing);
             return;
         }
     }
@@ -359,11 +361,13 @@ inline void compute_piece(const Piece& piece, const Rows<const T>& x, const T* w
     for (int64_t row = piece.first_row; row < piece.end_row; row += SUM_ROWS) {
         const int rows = int(std::min<int64_t>(SUM_ROWS, piece.end_row - row));
         const int64_t depth_max = rows <= TILE_ROWS ? depth : DEPTH;
-        const int64_t ahead = rows <= 4 ? 32 * 64 / int64_t(sizeof(T)) : PANEL_BLOCKS * block_stride;
         for (int64_t start = 0; start < depth; start += depth_max) {
             const T* weights = w + first_block * block_stride + start * LANES;
+            // Few rows take the weights as fast as they come: what is fetched is read at once.
+            const T* fetched = rows <= 4 ? weights + 32 * 64 / int64_t(sizeof(T))
+                                         : static_cast<const T*>(next) + start * LANES;
             add_products(x.at(row, start), depth, rows, weights, block_stride, blocks, std::min(depth_max, depth - start),
-                         finishing.sums(), PANEL, start == 0, row == piece.first_row ? weights + ahead : nullptr);
+                         finishing.sums(), PANEL, start == 0, row == piece.first_row ? fetched : nullptr);
         }
         finishing.add(row, rows, outputs + first_block, blocks);
         finishing.end();

@@ -304,7 +304,8 @@ inline int64_t panel_numbers(int64_t k) { return padded_depth(k) * PANEL; }
 // dequantized, the others with what that leaves.
 template <class F, class Finish>
 inline void compute_dequantized_piece(const Piece& piece, const Rows<const bf16>& x, const uint8_t* w, int64_t all_blocks,
-                                      bf16* numbers, int64_t outputs, Finishing<Finish>& finishing) {
+                                      bf16* numbers, int64_t outputs, const uint8_t* next,
+                                      Finishing<Finish>& finishing) {
     const int64_t depth = x.depth, records = depth / RECORD_DEPTH, block_stride = depth * LANES;
     const int64_t first_block = piece.panel * PANEL_BLOCKS, first_row = piece.first_row, end_row = piece.end_row;
     const int blocks = int(std::min<int64_t>(PANEL_BLOCKS, all_blocks - first_block));
@@ -322,14 +323,14 @@ inline void compute_dequantized_piece(const Piece& piece, const Rows<const bf16>
             const bf16* values = x.at(row, start);
             bf16* weights = numbers + (end_row - first_row > AMX_SUM_ROWS ? start * LANES : 0);
             if (done > 0) {
-                const uint8_t* from = panel + start / RECORD_DEPTH * F::BYTES;
-                dequantize_and_multiply<F>(values, depth, done, from, part / RECORD_DEPTH, weights, block_stride,
-                                           is_kept, sums, start == 0, from + records * F::BYTES);
+                const int64_t start_byte = start / RECORD_DEPTH * F::BYTES;
+                dequantize_and_multiply<F>(values, depth, done, panel + start_byte, part / RECORD_DEPTH, weights,
+                                           block_stride, is_kept, sums, start == 0, next + start_byte);
             }
             if (done < rows)
                 add_products_amx<true, Reading::ONCE, Reading::AGAIN>(values + done * depth, depth, rows - done, weights,
                                                                       block_stride, blocks, part, sums + done * PANEL,
-                                                                      PANEL, start == 0, meanwhile);
+                                                                      PANEL, start == 0, [] {}, meanwhile);
         }
         finishing.add(row, rows, outputs + first_block, blocks);
     }
@@ -342,12 +343,12 @@ inline int64_t panel_numbers(int64_t) { return 0; }
 template <class T, class Finish>
 inline void compute_quantized_piece(const Piece& piece, const Rows<const T>& x, const QuantizedRows& quantized,
                                     int32_t format, const uint8_t* w, int64_t all_blocks, T* numbers, int64_t outputs,
-                                    Finishing<Finish>& finishing) {
+                                    const uint8_t* next, Finishing<Finish>& finishing) {
 #if defined(__AMX_BF16__)
     if constexpr (sizeof(T) == sizeof(bf16)) {
         if (x.are_tiles) {
             with_format(format, [&](auto f) {
-                compute_dequantized_piece<decltype(f)>(piece, x, w, all_blocks, numbers, outputs, finishing);
+                compute_dequantized_piece<decltype(f)>(piece, x, w, all_blocks, numbers, outputs, next, finishing);
             });
             return;
         }
@@ -365,7 +366,7 @@ inline void compute_quantized_piece(const Piece& piece, const Rows<const T>& x, 
             const int tiles = (rows + QUANTIZED_TILE_ROWS - 1) / QUANTIZED_TILE_ROWS;
             for (int index = 0, row = 0; index < tiles; index++) {
                 const int height = (rows - row + tiles - index - 1) / (tiles - index);
-                const uint8_t* fetch = index == 0 ? panel + records * F::BYTES : panel;
+                const uint8_t* fetch = index == 0 ? next : panel;
                 run_quantized_tile<F>(height, quantized.values + (first + row) * depth,
                                       quantized.groups + (first + row) * records, records, panel,
                                       sums + row * PANEL, fetch);

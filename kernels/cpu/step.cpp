@@ -95,7 +95,10 @@ private:
     template <class T>
     QuantizedRows quantize_rows(int thread, const Rows<const T>& x, int64_t rows, int64_t k);
     template <class T, class Finish>
-    void product(int thread, const Rows<const T>& x, int64_t rows, const Matrix& weight, const Finish& finish);
+    void product(int thread, const Rows<const T>& x, int64_t rows, const Matrix& weight, const void* next,
+                 const Finish& finish);
+    template <class T>
+    const uint8_t* first_read(int thread, const Matrix& weight, int64_t rows) const;
     template <class T>
     void embed(int thread, const Model& model, const Step& step, float* hidden);
     template <class T>
@@ -110,7 +113,7 @@ private:
                         int64_t first_block, int blocks, T* queries, T* pages);
     template <class T>
     void attend(int thread, const AttentionShape& shape, const AttentionPlan& plan, int64_t window, const T* queries,
-                const T* pages, const Rows<T>& attended);
+                const T* pages, const Rows<T>& attended, const void* after);
     template <class T>
     void choose(int thread, const Model& model, const Rows<const T>& normed, int64_t rows);
     int32_t best_of(int64_t row);
@@ -300,26 +303,61 @@ QuantizedRows Engine::quantize_rows(int thread, const Rows<const T>& x, int64_t 
     return shared;
 }
 
+// Where a panel lies that a thread reads.
+struct PanelPlace {
+    const WeightPart* part;
+    int64_t panel;  // of the part
+
+    PanelPlace(const Matrix& weight, int64_t panel) : part(weight.parts), panel(panel) {
+        for (; this->panel >= panel_count(part->block_count); part++) this->panel -= panel_count(part->block_count);
+    }
+    template <class T>
+    const uint8_t* data() const {
+        const int64_t bytes = part->format == DENSE ? padded_depth(part->inputs) * PANEL * int64_t(sizeof(T))
+                                                    : quantized_bytes(part->format, PANEL, part->inputs);
+        return static_cast<const uint8_t*>(part->data) + panel * bytes;
+    }
+};
+
+static Pieces pieces_of(const Matrix& weight, int64_t rows, int threads) {
+    int64_t panels = 0;
+    for (const WeightPart& part : weight.parts) panels += panel_count(part.block_count);
+    return Pieces(rows, panels, weight.parts[0].inputs, threads);
+}
+
+// What a thread reads first of a weight.
+template <class T>
+const uint8_t* Engine::first_read(int thread, const Matrix& weight, int64_t rows) const {
+    const Pieces pieces = pieces_of(weight, rows, team.thread_count());
+    return PanelPlace(weight, pieces.at(team.share_of(thread, pieces.count())).panel).template data<T>();
+}
+
+// next: what the thread reads after the product.
 template <class T, class Finish>
-void Engine::product(int thread, const Rows<const T>& x, int64_t rows, const Matrix& weight, const Finish& finish) {
+void Engine::product(int thread, const Rows<const T>& x, int64_t rows, const Matrix& weight, const void* next,
+                     const Finish& finish) {
     QuantizedRows quantized = {};
     for (const WeightPart& part : weight.parts)
         if (part.block_count > 0 && part.format != DENSE && quantized.values == nullptr && !x.are_tiles)
             quantized = quantize_rows(thread, x, rows, part.inputs);
-    int64_t panels = 0;
-    for (const WeightPart& part : weight.parts) panels += panel_count(part.block_count);
-    const Pieces pieces(rows, panels, weight.parts[0].inputs, team.thread_count());
+    const Pieces pieces = pieces_of(weight, rows, team.thread_count());
+    const int64_t last = team.share_of(thread + 1, pieces.count()) - 1;
     Finishing<Finish> finishing(finish);
     for (int64_t index; (index = team.take_share(thread, pieces.count())) >= 0;) {
         Piece piece = pieces.at(index);
-        const WeightPart* part = weight.parts;
-        for (; piece.panel >= panel_count(part->block_count); part++) piece.panel -= panel_count(part->block_count);
+        const PanelPlace place(weight, piece.panel);
+        const WeightPart* part = place.part;
+        piece.panel = place.panel;
+        const uint8_t* after = next != nullptr ? static_cast<const uint8_t*>(next) : place.data<T>();
+        // A thread that helps others does not know what it will find.
+        if (index < last) after = PanelPlace(weight, pieces.at(index + 1).panel).template data<T>();
         if (part->format == DENSE)
-            compute_piece(piece, x, static_cast<const T*>(part->data), part->block_count, part->first_block, finishing);
+            compute_piece(piece, x, static_cast<const T*>(part->data), part->block_count, part->first_block, after,
+                          finishing);
         else
             compute_quantized_piece(piece, x, quantized, part->format, static_cast<const uint8_t*>(part->data),
                                     part->block_count, own_[thread].dequantized.of<T>(panel_numbers(part->inputs)),
-                                    part->first_block, finishing);
+                                    part->first_block, after, finishing);
     }
     finishing.end();
 }
@@ -442,9 +480,10 @@ void Engine::turn_and_store(const Model& model, const Layer& layer, const float*
     }
 }
 
+// after: what the thread reads after this.
 template <class T>
 void Engine::attend(int thread, const AttentionShape& shape, const AttentionPlan& plan, int64_t window,
-                    const T* queries, const T* pages, const Rows<T>& attended) {
+                    const T* queries, const T* pages, const Rows<T>& attended, const void* after) {
     const TinyAreZero tiny_are_zero;
     const PackedScratch<T> scratch(shape, own_[thread].packed.of<T>(PackedScratch<T>::packed_count(shape)),
                                    own_[thread].floats.of<float>(PackedScratch<T>::float_count(shape)));
@@ -475,7 +514,7 @@ void Engine::attend(int thread, const AttentionShape& shape, const AttentionPlan
     }
     if (index >= count) return;
     configure_row_tiles();
-    Fetch fetch(shape, pages, shape.token_stride() * int64_t(sizeof(T)));
+    Fetch fetch(shape, pages, shape.token_stride() * int64_t(sizeof(T)), after);
     for (int64_t next; index < count; index = next) {
         const AttentionPiece& piece = plan.pieces[index];
         const Chunk& chunk = chunks_[piece.chunk];
@@ -503,7 +542,7 @@ void Engine::choose(int thread, const Model& model, const Rows<const T>& normed,
     std::fill(best_ids, best_ids + rows, std::numeric_limits<int32_t>::max());
     std::fill(doubts, doubts + rows * LANES, 0.0f);
     const int64_t vocab = model.vocab_size;
-    product(thread, normed, rows, model.head,
+    product(thread, normed, rows, model.head, nullptr,
             [&](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
                 const int64_t first_id = first_block * LANES;
                 const int ids = int(std::min<int64_t>(blocks * LANES, vocab - first_id));
@@ -640,12 +679,12 @@ bool Engine::compute(const Model& model, const Step& step) {
                 is_abandoned_ = step.is_abandoned() != 0;
             Rows<const T> x = norm_rows(thread, hidden, rows, hidden_size, layer.input_norm, model.norm_eps, normed);
             if (layer.pairs_together) {
-                product(thread, x, rows, layer.qkv,
+                product(thread, x, rows, layer.qkv, nullptr,
                         [&](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
                             turn_and_store(model, layer, sums, first_row, count, first_block, blocks, queries, pages);
                         });
             } else {
-                product(thread, x, rows, layer.qkv,
+                product(thread, x, rows, layer.qkv, nullptr,
                         [&](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
                             for (int row = 0; row < count; row++) {
                                 for (int block = 0; block < blocks; block++) {
@@ -662,12 +701,14 @@ bool Engine::compute(const Model& model, const Step& step) {
             }
             team.meet();
             if (is_abandoned_) return;
-            attend<T>(thread, shape, plans_.at(layer.window), layer.window, queries, pages, attended);
+            attend<T>(thread, shape, plans_.at(layer.window), layer.window, queries, pages, attended,
+                      first_read<T>(thread, layer.output, rows));
             team.meet();
-            product<T>(thread, attended, rows, layer.output, add_to_hidden(layer.output_bias));
+            product<T>(thread, attended, rows, layer.output, first_read<T>(thread, layer.gate_up, rows),
+                       add_to_hidden(layer.output_bias));
             team.meet();
             x = norm_rows(thread, hidden, rows, hidden_size, layer.post_norm, model.norm_eps, normed);
-            product(thread, x, rows, layer.gate_up,
+            product(thread, x, rows, layer.gate_up, first_read<T>(thread, layer.down, rows),
                     [&](int64_t first_row, int count, int64_t first_block, int, float* sums) {
                         const int64_t n = first_block / 2 * LANES;
                         for (int row = 0; row < count; row++) {
@@ -680,7 +721,12 @@ bool Engine::compute(const Model& model, const Step& step) {
                         }
                     });
             team.meet();
-            product<T>(thread, activated, rows, layer.down, add_to_hidden(layer.down_bias));
+            const uint8_t* next = nullptr;
+            if (index + 1 < model.layer_count)
+                next = first_read<T>(thread, model.layers[index + 1].qkv, rows);
+            else if (sampled > 0)
+                next = first_read<T>(thread, model.head, sampled);
+            product<T>(thread, activated, rows, layer.down, next, add_to_hidden(layer.down_bias));
             team.meet();
         }
         if (sampled == 0) return;
@@ -761,7 +807,7 @@ void Engine::compute_attention(const Model& model, const Step& step, const T* qu
                         queries + row * size + head * dim, sizeof(T) * dim);
     team.run([&](int thread) {
         configure_tiles();
-        attend<T>(thread, shape, plans_.at(window), window, ordered, static_cast<const T*>(step.pages[0]), found);
+        attend<T>(thread, shape, plans_.at(window), window, ordered, static_cast<const T*>(step.pages[0]), found, nullptr);
     });
     for (int64_t row = 0; row < rows_; row++)
         for (int64_t n = 0; n < size; n += LANES) std::memcpy(attended + row * size + n, found.at(row, n), sizeof(T) * LANES);
@@ -776,7 +822,7 @@ void Engine::compute_product(const T* x, int64_t m, const Matrix& weight, int64_
         for (int64_t n = 0; n < depth; n += LANES) std::memcpy(rows.at(row, n), x + row * depth + n, sizeof(T) * LANES);
     team.run([&](int thread) {
         configure_tiles();
-        product<T>(thread, rows, m, weight, [=](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
+        product<T>(thread, rows, m, weight, nullptr, [=](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
             const int64_t column = first_block * LANES, width = std::min<int64_t>(blocks * LANES, n - column);
             for (int row = 0; row < count; row++)
                 std::memcpy(y + (first_row + row) * n + column, sums + row * PANEL, sizeof(float) * width);

@@ -2,6 +2,8 @@
 
 #include <immintrin.h>
 #include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -35,6 +37,7 @@ void wait_while(std::atomic<uint32_t>& word, uint32_t value, std::atomic<int>& a
             if (spin > SPINS_MIN) spins_max = SPINS_MAX;
             return;
         }
+
         _mm_pause();
     }
     spins_max = std::max(spins_max / 2, SPINS_MIN);
@@ -49,9 +52,23 @@ void change(std::atomic<uint32_t>& word, uint32_t value, std::atomic<int>& aslee
     if (asleep.load() > 0) wake_all(word);
 }
 
+bool set_cpus(pthread_t thread, const int* cpus, size_t count) {
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    for (size_t index = 0; index < count; index++) CPU_SET(cpus[index], &set);
+    return pthread_setaffinity_np(thread, sizeof set, &set) == 0;
+}
+
 }  // namespace
 
-Team::Team(int thread_count) : thread_count_(thread_count), shares_(new Share[thread_count]) {
+Team::Team(int thread_count)
+    : thread_count_(thread_count), cpu_of_(new std::atomic<int>[thread_count]), shares_(new Share[thread_count]) {
+    cpu_set_t allowed;
+    if (thread_count > 1 && sched_getaffinity(0, sizeof allowed, &allowed) == 0 && CPU_COUNT(&allowed) == thread_count)
+        for (int cpu = 0; cpu < CPU_SETSIZE; cpu++)
+            if (CPU_ISSET(cpu, &allowed)) cpus_.push_back(cpu);
+    is_placing_ = !cpus_.empty();
+    for (int thread = 0; thread < thread_count; thread++) cpu_of_[thread] = -1;
     for (int thread = 1; thread < thread_count; thread++) threads_.emplace_back(&Team::serve, this, thread);
 }
 
@@ -66,9 +83,22 @@ void Team::renew() {
     for (int thread = 0; thread < thread_count_; thread++) shares_[thread].taken.store(0, std::memory_order_relaxed);
 }
 
+// Every other thread will wake on a CPU of its own: on its last one, if nobody has taken that.
+void Team::place() {
+    std::vector<int> taken{sched_getcpu()};
+    const auto is_free = [&](int cpu) { return std::find(taken.begin(), taken.end(), cpu) == taken.end(); };
+    for (int thread = 1; thread < thread_count_ && is_placing_; thread++) {
+        int cpu = cpu_of_[thread].load(std::memory_order_relaxed);
+        if (cpu < 0 || !is_free(cpu)) cpu = *std::find_if(cpus_.begin(), cpus_.end(), is_free);
+        taken.push_back(cpu);
+        is_placing_ = set_cpus(threads_[thread - 1].native_handle(), &cpu, 1);
+    }
+}
+
 void Team::run(const std::function<void(int)>& work) {
     work_ = &work;
     renew();
+    place();
     change(job_, job_.load() + 1, asleep_);
     work(0);
     meet();
@@ -78,7 +108,9 @@ void Team::serve(int thread) {
     for (uint32_t job = 0;; job++) {
         wait_while(job_, job, asleep_);
         if (is_ending_) return;
+        if (!cpus_.empty()) set_cpus(pthread_self(), cpus_.data(), cpus_.size());
         (*work_)(thread);
+        cpu_of_[thread].store(sched_getcpu(), std::memory_order_relaxed);
         meet();
     }
 }

@@ -1,5 +1,8 @@
-// The threads that compute a step together, and how they wait for each other. The caller is thread 0 of the team. They
-// are not pinned: on quiet cores that gains nothing, and beside a busy one it keeps a thread waiting there.
+// The threads that compute a step together, and how they wait for each other. The caller is thread 0 of the team.
+//
+// Where they are as many as the CPUs that we may use, each begins a step on one of its own: beside other programs the
+// system wakes a thread where the one that wakes it runs, and two that share a CPU and wait for each other stay there for
+// milliseconds, however idle the others are. They are not pinned: that would keep a thread waiting behind somebody else.
 #pragma once
 
 #include <atomic>
@@ -30,13 +33,16 @@ public:
     // lost its core to somebody else holds up one piece and not its whole share.
     int64_t take() { return next_.fetch_add(1, std::memory_order_relaxed); }
 
+    // Where a thread's own part of `count` pieces begins, and that of the thread before it ends.
+    int64_t share_of(int thread, int64_t count) const { return count * thread / thread_count_; }
+
     // As take, for pieces 0 .. count - 1 that lie in the order of rows; -1: none is left. A thread takes those of its own
     // part of the rows first, which is the same part whatever the count, so that what it wrote is still in its caches; then
     // it helps the others.
     int64_t take_share(int thread, int64_t count) {
         for (int helped = 0; helped < thread_count_; helped++) {
             const int owner = (thread + helped) % thread_count_;
-            const int64_t first = count * owner / thread_count_, end = count * (owner + 1) / thread_count_;
+            const int64_t first = share_of(owner, count), end = share_of(owner + 1, count);
             std::atomic<int64_t>& taken = shares_[owner].taken;
             if (first + taken.load(std::memory_order_relaxed) >= end) continue;
             const int64_t piece = first + taken.fetch_add(1, std::memory_order_relaxed);
@@ -52,9 +58,13 @@ private:
 
     void serve(int thread);
     void renew();
+    void place();
 
     const int thread_count_;
     std::vector<std::thread> threads_;
+    std::vector<int> cpus_;                       // that we may use, if they are as many as the threads
+    std::unique_ptr<std::atomic<int>[]> cpu_of_;  // where each thread ended its last step
+    bool is_placing_ = false;                     // until the system does not let us
     const std::function<void(int)>* work_ = nullptr;
     alignas(64) std::atomic<uint32_t> job_{0};       // counts calls of run
     alignas(64) std::atomic<uint32_t> meeting_{0};   // counts meetings that are over

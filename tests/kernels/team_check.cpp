@@ -1,4 +1,7 @@
-// Ends with 0 if every piece that a team shares out is taken once, whoever takes part, and its owner takes it first.
+// Ends with 0 if every piece that a team shares out is taken once, whoever takes part, and its owner takes it first; and if
+// every thread may run on every CPU while it works.
+#include <sched.h>
+
 #include <cstdio>
 #include <cstdlib>
 
@@ -35,9 +38,30 @@ void share_out(trioserve::Team& team, int alone, int64_t count) {
     for (const std::atomic<int>& times : taken) check(times == 1, "a piece is not taken once", threads, count);
 }
 
+// A team of as many threads as there are CPUs begins each of them on one of its own, wherever the caller is.
+void stay_free() {
+    cpu_set_t all;
+    check(sched_getaffinity(0, sizeof all, &all) == 0, "no CPUs are told", 0, 0);
+    const int threads = CPU_COUNT(&all);
+    trioserve::Team team(threads);
+    for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
+        if (!CPU_ISSET(cpu, &all)) continue;
+        cpu_set_t one;
+        CPU_ZERO(&one);
+        CPU_SET(cpu, &one);
+        check(sched_setaffinity(0, sizeof one, &one) == 0, "the caller cannot move", threads, 0);
+        std::vector<cpu_set_t> seen(threads);
+        team.run([&](int thread) { sched_getaffinity(0, sizeof seen[thread], &seen[thread]); });
+        for (int thread = 1; thread < threads; thread++)
+            check(CPU_EQUAL(&seen[thread], &all), "a thread is pinned", threads, 0);
+        sched_setaffinity(0, sizeof all, &all);
+    }
+}
+
 }  // namespace
 
 int main() {
+    stay_free();
     for (int threads = 1; threads <= 5; threads++) {
         trioserve::Team team(threads);
         for (int64_t count : {0, 1, 2, 3, 7, 100})

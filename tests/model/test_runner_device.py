@@ -18,6 +18,7 @@ from trioserve.model.device import (
     kv_block_count,
     pick_device,
     pick_dtype,
+    takes_every_cpu,
 )
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.settings import ModelSettings
@@ -120,6 +121,15 @@ def test_threads_are_as_many_as_cores_unless_the_environment_says_otherwise(
     for said, count in (("4", 4), ("2,1", 2), ("0", 3), ("many", 3)):
         monkeypatch.setenv("OMP_NUM_THREADS", said)
         assert default_thread_count(tmp_path) == count
+
+
+def test_a_step_takes_every_cpu_where_it_has_as_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _process: {0, 1, 2, 3})
+    for threads, takes_every in ((3, False), (4, True), (5, True)):
+        assert takes_every_cpu(ModelSettings(threads=threads), "cpu") is takes_every
+        monkeypatch.setenv("OMP_NUM_THREADS", str(threads))
+        assert takes_every_cpu(ModelSettings(), "cpu") is takes_every
+    assert not takes_every_cpu(ModelSettings(threads=4), "cuda")
 
 
 def test_auto_takes_the_checkpoints_format_but_not_float16_on_a_cpu() -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import gc
+import os
+import sys
 import threading
 import weakref
 
 import pytest
 import trio
 
+from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult, never_abandoned
+from trioserve.runtime.callers_cpu import CallersCpu
+from trioserve.runtime.engine_loop import ThreadedExecutor
 from trioserve.runtime.worker_thread import WorkerThread
 
 
@@ -134,3 +139,60 @@ async def test_an_error_of_what_was_begun_is_raised_where_it_is_awaited():
         await thread.run(lambda: None)
         with pytest.raises(ZeroDivisionError):
             await answer
+
+
+class NothingComputed:
+    def execute(self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned) -> StepResult | None:
+        return None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a thread's CPU be chosen")
+async def test_a_job_begins_on_its_callers_cpu_and_may_leave_it(monkeypatch):
+    allowed = os.sched_getaffinity(0)
+    wishes: list[tuple[int, set[int]]] = []
+    set_affinity = os.sched_setaffinity
+
+    def noted(thread_id: int, cpus: set[int]) -> None:
+        wishes.append((thread_id, set(cpus)))
+        set_affinity(thread_id, cpus)
+
+    cpu = min(allowed)
+    async with WorkerThread("test") as thread:
+        worker = await thread.run(threading.get_native_id)
+        set_affinity(0, {cpu})  # this is where the caller is
+        try:
+            monkeypatch.setattr(os, "sched_setaffinity", noted)
+            assert await thread.begin(os.sched_getaffinity, 0) != set()
+            assert wishes == []
+            assert await thread.begin(os.sched_getaffinity, 0, here=True) == allowed
+            assert wishes == [(worker, {cpu}), (0, allowed)]
+            await ThreadedExecutor(NothingComputed(), thread, takes_cpu=True).run_step(
+                StepPlan(0, (), 0), never_abandoned
+            )
+            assert wishes[2:] == wishes[:2]
+            await ThreadedExecutor(NothingComputed(), thread).run_step(StepPlan(0, (), 0), never_abandoned)
+            assert len(wishes) == 4
+        finally:
+            set_affinity(0, allowed)
+
+
+async def test_a_system_that_does_not_let_us_choose_a_cpu_is_asked_once(monkeypatch):
+    asked = []
+
+    def refuse(thread_id: int, cpus: set[int]) -> None:
+        asked.append(thread_id)
+        raise PermissionError
+
+    async with WorkerThread("test") as thread:
+        monkeypatch.setattr(os, "sched_setaffinity", refuse, raising=False)
+        assert await thread.begin(lambda: "done", here=True) == "done"
+        calls = [thread_id for thread_id in asked if thread_id]
+        assert await thread.begin(lambda: "done", here=True) == "done"
+        assert [thread_id for thread_id in asked if thread_id] == calls
+
+
+async def test_a_thread_that_cannot_be_asked_for_its_cpu_stays_where_it_is(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "elsewhere")
+    callers_cpu = CallersCpu()
+    monkeypatch.setattr(os, "sched_setaffinity", pytest.fail, raising=False)
+    callers_cpu.offer(1)

@@ -22,6 +22,7 @@ __all__ = [
     "kv_block_count",
     "pick_device",
     "pick_dtype",
+    "takes_every_cpu",
     "step_weight_bytes",
     "token_flops",
     "torch_now",
@@ -71,6 +72,13 @@ def default_thread_count(root: Path = Path("/")) -> int:
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     return len({_core_of(cpu, root) for cpu in os.sched_getaffinity(0)})
+
+
+def takes_every_cpu(settings: ModelSettings, device: DeviceType) -> bool:
+    """Whether a step leaves no CPU of this process to anybody else, not even the second half of a core."""
+    if device != "cpu" or not hasattr(os, "sched_getaffinity"):
+        return False
+    return (settings.threads or default_thread_count()) >= len(os.sched_getaffinity(0))
 
 
 def _core_of(cpu: int, root: Path) -> str:

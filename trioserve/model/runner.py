@@ -23,6 +23,7 @@ from trioserve.model.device import (
     kv_block_count,
     pick_device,
     pick_dtype,
+    takes_every_cpu,
     token_flops,
     torch_now,
 )
@@ -61,6 +62,8 @@ class ModelRunner:
         self.block_size = settings.block_size
         self.block_count = kv_block_count(model.config, settings, model.device, model.dtype)
         """Blocks of the KV cache; before allocate_kv, how many fit."""
+        self.takes_every_cpu = takes_every_cpu(settings, model.device)
+        """A step leaves no CPU to anybody else."""
         self._awaited = AwaitedTokens()
 
     @classmethod

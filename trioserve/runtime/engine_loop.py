@@ -41,15 +41,17 @@ class StepRunner(Protocol):
 
 
 class ThreadedExecutor:
-    """Runs an executor's steps in the compute thread."""
+    """Runs an executor's steps in the compute thread. takes_cpu: a step begins on the event loop's CPU. For steps
+    that take every CPU, and do not overlap."""
 
-    def __init__(self, executor: Executor, thread: WorkerThread) -> None:
+    def __init__(self, executor: Executor, thread: WorkerThread, *, takes_cpu: bool = False) -> None:
         self._executor = executor
         self._thread = thread
+        self._takes_cpu = takes_cpu
         self._is_broken = False
 
     def run_step(self, plan: StepPlan, is_abandoned: IsAbandoned) -> Coroutine[Any, Any, StepResult | None]:
-        return self._thread.begin(self._execute, plan, is_abandoned)
+        return self._thread.begin(self._execute, plan, is_abandoned, here=self._takes_cpu)
 
     def _execute(self, plan: StepPlan, is_abandoned: IsAbandoned) -> StepResult | None:
         if self._is_broken:

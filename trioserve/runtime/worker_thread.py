@@ -16,6 +16,7 @@ import outcome
 import trio
 
 from trioserve.contracts.errors import AlreadyEnded
+from trioserve.runtime.callers_cpu import CallersCpu
 
 __all__ = ["WorkerThread"]
 
@@ -23,7 +24,7 @@ T = TypeVar("T")
 
 
 class _Job:
-    __slots__ = ("answer", "arguments", "function", "is_cancelled", "task")
+    __slots__ = ("answer", "arguments", "function", "is_cancelled", "is_here", "task")
 
     def __init__(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], task: trio.lowlevel.Task | None
@@ -33,6 +34,7 @@ class _Job:
         self.task = task  # that waits; None: nobody does yet
         self.answer: outcome.Outcome[Any] | None = None  # that came before anybody waited
         self.is_cancelled = False
+        self.is_here = False  # it begins on its caller's CPU
 
 
 class WorkerThread:
@@ -46,6 +48,7 @@ class WorkerThread:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"trioserve-{name}", daemon=True)
         self._is_left = False
+        self._callers_cpu = CallersCpu()
 
     async def __aenter__(self) -> WorkerThread:
         self._token = trio.lowlevel.current_trio_token()
@@ -75,11 +78,18 @@ class WorkerThread:
 
         return await self._run(function, arguments, stay)
 
-    def begin(self, function: Callable[..., T], *arguments: Any) -> Coroutine[Any, Any, T]:
+    def begin(self, function: Callable[..., T], *arguments: Any, here: bool = False) -> Coroutine[Any, Any, T]:
         """Have it called in the thread, after what was asked before. To be awaited, once, by one task: that waits for
-        the answer as `run` does, also when cancelled."""
+        the answer as `run` does, also when cancelled.
+
+        here: the job begins on the caller's CPU. For a thread that has nothing to do, and a caller who has nothing
+        left to do but wait."""
         self._check_open()
         job = _Job(function, arguments, None)
+        if here:
+            assert self._thread.native_id is not None, "a job for a thread that was not started"
+            job.is_here = True
+            self._callers_cpu.offer(self._thread.native_id)
         self._jobs.put(job)
         return self._answer_of(job)
 
@@ -119,6 +129,8 @@ class WorkerThread:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
+            if job.is_here:
+                self._callers_cpu.free()
             if not job.is_cancelled:
                 answer = outcome.capture(job.function, *job.arguments)
                 self._token.run_sync_soon(_hand_back, job, answer)
