@@ -37,7 +37,6 @@ void wait_while(std::atomic<uint32_t>& word, uint32_t value, std::atomic<int>& a
             if (spin > SPINS_MIN) spins_max = SPINS_MAX;
             return;
         }
-
         _mm_pause();
     }
     spins_max = std::max(spins_max / 2, SPINS_MIN);
