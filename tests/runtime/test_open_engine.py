@@ -37,6 +37,7 @@ class FakeRunner(FakeExecutor):
     step_weight_bytes = 1
     token_flops = 1
     attended_token_flops = 1
+    takes_every_cpu = False
     computed_by = "nothing"
     at: ClassVar[dict[str, Callable[..., None]]] = {}
     made: ClassVar[list[FakeRunner]] = []
@@ -146,6 +147,24 @@ async def test_readers_come_first_where_steps_take_their_core(device, runner_cla
     monkeypatch.setattr(runner_class, "device", device)
     async with assemble.open_engine("m"):
         assert asked == [device == "cpu"]
+
+
+@pytest.mark.parametrize("takes_every_cpu", (False, True))
+@pytest.mark.parametrize("overlap_steps", (False, True))
+async def test_steps_that_take_every_cpu_and_do_not_overlap_begin_on_the_loops_own(
+    overlap_steps, takes_every_cpu, runner_class, monkeypatch
+):
+    asked: list[bool] = []
+
+    class Noted(assemble.ThreadedExecutor):
+        def __init__(self, *arguments, takes_cpu: bool) -> None:
+            asked.append(takes_cpu)
+            super().__init__(*arguments, takes_cpu=takes_cpu)
+
+    monkeypatch.setattr(assemble, "ThreadedExecutor", Noted)
+    monkeypatch.setattr(runner_class, "takes_every_cpu", takes_every_cpu)
+    async with assemble.open_engine("m", overlap_steps=overlap_steps):
+        assert asked == [takes_every_cpu and not overlap_steps]
 
 
 async def test_an_engine_that_is_left_while_memory_is_claimed_waits_for_that(runner_class):
