@@ -136,10 +136,10 @@ inline void score_blocks(const float* queries, const TileSpan& span, int64_t str
         for (int64_t d = 0; d < dim; d += 32) {
             _tile_loadd(2, queries + d / 32 * NARROW_TILE, 16);
             fetch.some();
-            _tile_loadd(3, span.blocks[block] + key + d, bytes);
+            _tile_stream_loadd(3, span.blocks[block] + key + d, bytes);
+            _tile_stream_loadd(4, span.blocks[block + 1] + key + d, bytes);
             _tile_dpbf16ps(0, 3, 2);
             fetch.some();
-            _tile_loadd(4, span.blocks[block + 1] + key + d, bytes);
             _tile_dpbf16ps(1, 4, 2);
         }
         _tile_stored(0, scores + block * NARROW_TILE, 16);
@@ -215,11 +215,11 @@ inline void add_blocks(const float* weights, const TileSpan& span, int64_t strid
             const bf16* values = span.blocks[block] + value + d;
             _tile_loadd(5, weights + block * FLAT_TILE, 64);
             fetch.some();
-            _tile_loadd(3, values, bytes);
+            _tile_stream_loadd(3, values, bytes);
+            if (is_wide) _tile_stream_loadd(4, values + 32, bytes);
             _tile_dpbf16ps(6, 5, 3);
             if (is_wide) {
                 fetch.some();
-                _tile_loadd(4, values + 32, bytes);
                 _tile_dpbf16ps(7, 5, 4);
             }
         }

@@ -22,6 +22,7 @@ constexpr int64_t CHUNK_NUMBERS = 512 * 576;
 constexpr int64_t ROWS_TOGETHER = 32;             // two of AMX's tiles; pieces end at multiples of them, but the last one
 constexpr int64_t OWN_ROWS_MIN = 128;             // with fewer, threads share rows rather than weights
 constexpr int SUM_ROWS = 128;                     // rows whose sums are finished at a time
+constexpr int64_t MANY_NUMBERS_MIN = 1 << 19;     // of a weight, for each thread
 constexpr int PIECES_OF_THREAD = 4;               // so many at least, that one late thread leaves little behind
 constexpr int64_t DEPTH = 384;                    // of K at a time, if tiles share it: the panel stays in the first cache
 
@@ -216,22 +217,33 @@ private:
 };
 
 #if defined(__AMX_BF16__)
-// What a product brings into the caches meanwhile: at each call `lines` of 64 bytes at each of some places that lie `apart`
-// bytes from each other. Memory gives more to several places than to one.
+// What a product brings into the caches meanwhile: at each call `lines` of 64 bytes at each of `places` that lie `apart`
+// bytes from each other. From one place memory gives most, but only after some hundred KB in a row, and only if it is not
+// asked faster than it answers; else from four.
 struct WeightFetch {
-    static constexpr int PLACES = 4;
     const char* next;
     int64_t apart;
-    int lines;
+    int places, lines;
 
     // All `bytes` at `from`, evenly over so many calls.
-    static WeightFetch over(const void* from, int64_t bytes, int64_t calls) {
-        const int64_t lines = bytes / 64 / PLACES;
-        return {static_cast<const char*>(from), bytes / PLACES, int((lines + calls - 1) / calls)};
+    static WeightFetch over(const void* from, int64_t bytes, int places, int64_t calls) {
+        const int64_t lines = bytes / 64 / places;
+        return {static_cast<const char*>(from), bytes / places, places, int((lines + calls - 1) / calls)};
     }
     void some() {
+        if (places == 1) {
+            for (int line = 0; line < lines; line++, next = known_later(next + 64)) _mm_prefetch(next, _MM_HINT_T1);
+            return;
+        }
         for (int line = 0; line < lines; line++, next += 64)
-            for (int place = 0; place < PLACES; place++) _mm_prefetch(next + place * apart, _MM_HINT_T1);
+            for (int place = 0; place < places; place++) _mm_prefetch(next + place * apart, _MM_HINT_T1);
+    }
+
+private:
+    // An address, some cycles later.
+    static const char* known_later(const char* address) {
+        asm volatile("imul $1, %0, %0\n\timul $1, %0, %0" : "+r"(address));
+        return address;
     }
 };
 
@@ -276,9 +288,10 @@ inline void add_products(const T* x, int64_t x_stride, int rows, const T* w, int
     }
 }
 
-// A piece of a product: some of the rows times one panel.
+// A piece of a product: some of the rows times one panel. is_of_many: its thread reads much of this weight.
 struct Piece {
     int64_t first_row, end_row, panel;
+    bool is_of_many;
 };
 
 inline int64_t panel_count(int64_t blocks) { return (blocks + PANEL_BLOCKS - 1) / PANEL_BLOCKS; }
@@ -293,14 +306,17 @@ struct Pieces {
         const int64_t wanted = std::min<int64_t>((m + SUM_ROWS - 1) / SUM_ROWS, threads * PIECES_OF_THREAD / panels);
         chunks = std::max((m + chunk_rows - 1) / chunk_rows, wanted);
         if (m >= threads * OWN_ROWS_MIN) chunks = rounded_up(chunks, threads);
+        are_many = panels * PANEL * padded_depth(k) >= threads * MANY_NUMBERS_MIN;
     }
     int64_t count() const { return panels * chunks; }
     Piece at(int64_t index) const {
         const int64_t chunk = index / panels;
-        return {row_of(chunk), chunk + 1 == chunks ? m : row_of(chunk + 1), index % panels};
+        return {row_of(chunk), chunk + 1 == chunks ? m : row_of(chunk + 1), index % panels, are_many};
     }
 
 private:
+    bool are_many;
+
     int64_t row_of(int64_t chunk) const { return m * chunk / chunks / ROWS_TOGETHER * ROWS_TOGETHER; }
 };
 
@@ -316,8 +332,8 @@ inline void compute_piece_amx(const Piece& piece, const Rows<const bf16>& x, con
     const int64_t parts = (depth + depth_max - 1) / depth_max;
     const bf16* weights = w + first_block * block_stride;
     const int64_t tiles = (rows + 31) / ROWS_TOGETHER * (depth / 32);
-    WeightFetch fetch = WeightFetch::over(
-        next, panel * 2, tiles * fetches(is_read_once ? Reading::ONCE : Reading::AGAIN));
+    WeightFetch fetch = WeightFetch::over(next, panel * 2, rows <= 16 && piece.is_of_many ? 1 : 4,
+                                          tiles * fetches(is_read_once ? Reading::ONCE : Reading::AGAIN));
     const auto fetch_some = [&] { fetch.some(); };
     const auto finish_some = [&] { finishing.some(); };
     using FetchSome = decltype(fetch_some);

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 import ssl
 
 import h2.config
@@ -14,7 +16,7 @@ import trio
 import trio.testing
 import trustme
 
-from trioserve.bench.client import Client, FailureKind, stream_opener
+from trioserve.bench.client import Client, FailureKind, receive, stream_opener
 from trioserve.bench.http1 import Http1Client
 from trioserve.bench.http2 import Http2Client
 from trioserve.bench.settings import Target
@@ -590,6 +592,53 @@ def tls_context(authority, protocol):
     authority.issue_cert("127.0.0.1").configure_cert(context)
     context.set_alpn_protocols([protocol])
     return context
+
+
+@contextlib.asynccontextmanager
+async def socket_pair():
+    """A stream and the socket at its other end."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        async with trio.SocketStream(trio.socket.from_stdlib_socket(ours)) as stream:
+            yield stream, theirs
+
+
+async def test_what_a_socket_has_is_received_and_what_it_does_not_have_is_waited_for(monkeypatch):
+    reads: list[bytes] = []
+
+    def read(fd, byte_count):
+        if not reads:
+            reads.append(b"")
+            raise BlockingIOError  # somebody else was faster, or the kernel thought better of it
+        reads.append(os_read(fd, byte_count))
+        return reads[-1]
+
+    os_read = os.read
+    monkeypatch.setattr(os, "read", read)
+    async with socket_pair() as (stream, theirs), trio.open_nursery() as nursery:
+        theirs.send(b"here")
+        assert await receive(stream) == b"here"
+        got: list[bytes] = []
+
+        async def wait():
+            got.append(await receive(stream))
+
+        nursery.start_soon(wait)
+        await trio.testing.wait_all_tasks_blocked()
+        assert got == [] and reads == [b"", b"here"], "the kernel was asked before there was anything"
+        theirs.send(b"later")
+        await trio.testing.wait_all_tasks_blocked()
+        assert got == [b"later"]
+        theirs.close()
+        assert await receive(stream) == b""
+
+
+async def test_receiving_from_a_broken_connection_says_so():
+    async with socket_pair() as (stream, theirs):
+        await stream.send_all(b"never read")
+        theirs.close()
+        with pytest.raises(trio.BrokenResourceError):
+            await receive(stream)
 
 
 @contextlib.asynccontextmanager

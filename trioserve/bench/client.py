@@ -7,6 +7,7 @@ no task switch and no queue lies between the wire and the clock. What the bytes 
 from __future__ import annotations
 
 import enum
+import os
 import ssl
 from collections.abc import Awaitable, Callable
 from typing import Protocol
@@ -26,6 +27,7 @@ __all__ = [
     "OpenStream",
     "disconnected",
     "opened",
+    "receive",
     "stream_opener",
 ]
 
@@ -120,6 +122,21 @@ async def opened(open_stream: OpenStream) -> trio.abc.Stream | Failure:
         return Failure(FailureKind.CONNECT, f"no connection within {CONNECT_SECONDS_MAX:g} s")
     except OSError as error:
         return Failure(FailureKind.CONNECT, f"{error}{_attempt_reasons(error.__cause__)}")
+
+
+async def receive(stream: trio.abc.Stream) -> bytes:
+    """As receive_some. The kernel is asked when something has come, not before to be told that nothing has: that is a
+    fifth of what a token costs a load generator, and what it uses a server beside it lacks."""
+    if not isinstance(stream, trio.SocketStream):
+        return bytes(await stream.receive_some(RECEIVE_BYTES))
+    while True:
+        await trio.lowlevel.wait_readable(stream.socket)
+        try:
+            return os.read(stream.socket.fileno(), RECEIVE_BYTES)
+        except BlockingIOError:
+            continue
+        except OSError as error:
+            raise trio.BrokenResourceError(f"the connection is broken: {error}") from error
 
 
 def _attempt_reasons(cause: BaseException | None) -> str:

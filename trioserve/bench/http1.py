@@ -10,7 +10,7 @@ import h11
 import httptools
 import trio
 
-from trioserve.bench.client import RECEIVE_BYTES, Failure, FailureKind, Listener, OpenStream, disconnected, opened
+from trioserve.bench.client import Failure, FailureKind, Listener, OpenStream, disconnected, opened, receive
 
 __all__ = ["Http1Client"]
 
@@ -122,7 +122,7 @@ class _Http1Connection:
         heard = False
         while True:
             try:
-                data = await self.stream.receive_some(RECEIVE_BYTES)
+                data = await receive(self.stream)
             except trio.BrokenResourceError:
                 return disconnected(FailureKind.DISCONNECT if heard else silent_end)
             if not data:

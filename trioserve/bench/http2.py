@@ -14,13 +14,13 @@ import trio
 
 from trioserve.bench.client import (
     CONNECT_SECONDS_MAX,
-    RECEIVE_BYTES,
     Failure,
     FailureKind,
     Listener,
     OpenStream,
     disconnected,
     opened,
+    receive,
 )
 
 __all__ = ["FrameSplitter", "Http2Client"]
@@ -205,14 +205,14 @@ class _Http2Connection:
     async def _read(self) -> Failure:
         while True:
             try:
-                data = await self._stream.receive_some(RECEIVE_BYTES)
+                data = await receive(self._stream)
             except trio.BrokenResourceError:
                 return self._end
             now_seconds = trio.current_time()
             if not data:
                 return self._end
             try:
-                for event in self._h2.receive_data(self._frames.feed(bytes(data))):
+                for event in self._h2.receive_data(self._frames.feed(data)):
                     self._handle(event, now_seconds)
             except h2.exceptions.ProtocolError as error:
                 return Failure(FailureKind.PROTOCOL, f"the server does not speak proper HTTP/2: {error}")
