@@ -114,7 +114,11 @@ def kv_aware_fleet(start_server):
     servers = {id: start_server("--max-num-seqs", "2", "--threads", "1", "--kv-events") for id in "ab"}
     endpoints = [f"--endpoint={id}={server.url}" for id, server in servers.items()]
     router = start_server(*endpoints, "--policy", "kv_aware", "--tokenizer", "smollm2", command="route")
-    wait_until(lambda: all(each["resident_blocks"] is not None for each in get(f"{router.url}/endpoints")["data"]))
+
+    def is_known(endpoint: dict) -> bool:
+        return bool(endpoint["models"]) and endpoint["resident_blocks"] is not None
+
+    wait_until(lambda: all(map(is_known, get(f"{router.url}/endpoints")["data"])))
     return servers, router
 
 
