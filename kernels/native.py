@@ -28,7 +28,6 @@ __all__ = [
     "FLAW_NOT_FINITE",
     "NO_FLAW",
     "Engine",
-    "IsAbandonedCallback",
     "LayerStruct",
     "Library",
     "MatrixStruct",
@@ -50,8 +49,6 @@ FINISHED, ABANDONED = 0, 1
 BLOCK_OUTPUTS = 16  # of a block of a packed weight
 CACHE_LINE_BYTES = 64
 HEAD_DIM_MAX = 512  # of the buffers in which one head is turned
-
-IsAbandonedCallback = ctypes.CFUNCTYPE(ctypes.c_int32)
 
 Array = npt.NDArray[Any]
 Float32Array = npt.NDArray[np.float32]
@@ -153,11 +150,11 @@ class StepStruct(ctypes.Structure):
     """Step of cpu/step.h."""
 
     _fields_ = (
-        *((name, _int) for name in ("row_count", "chunk_count", "sampled_count", "ask_stride", "top_count_max")),
+        *((name, _int) for name in ("row_count", "chunk_count", "sampled_count", "top_count_max")),
         *((name, _pointer) for name in ("token_ids", "chunk_starts", "chunk_counts", "table_firsts", "tables")),
         *((name, _pointer) for name in ("pages", "sampled_rows", "samplings", "sampling_ids", "sampling_biases")),
         *((name, _pointer) for name in ("next_ids", "flaws", "logprobs", "top_ids", "hidden")),
-        ("is_abandoned", _pointer),
+        ("waited_for", _pointer),
     )
 
 

@@ -675,8 +675,8 @@ bool Engine::compute(const Model& model, const Step& step) {
         for (int32_t index = 0; index < model.layer_count; index++) {
             const Layer& layer = model.layers[index];
             T* pages = static_cast<T*>(step.pages[index]);
-            if (thread == 0 && index > 0 && step.is_abandoned != nullptr && index % step.ask_stride == 0)
-                is_abandoned_ = step.is_abandoned() != 0;
+            if (thread == 0 && step.waited_for != nullptr)
+                is_abandoned_ = __atomic_load_n(step.waited_for, __ATOMIC_RELAXED) == 0;
             Rows<const T> x = norm_rows(thread, hidden, rows, hidden_size, layer.input_norm, model.norm_eps, normed);
             if (layer.pairs_together) {
                 product(thread, x, rows, layer.qkv, nullptr,

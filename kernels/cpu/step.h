@@ -46,7 +46,7 @@ struct Model {
 
 // All counts int32. tables: block tables one behind the other; chunk i's begins at table_firsts[i].
 struct Step {
-    int32_t row_count, chunk_count, sampled_count, ask_stride;
+    int32_t row_count, chunk_count, sampled_count;
     int32_t top_count_max;  // of all samplings that want logprobs
     const int32_t* token_ids;     // [rows]
     const int32_t* chunk_starts;  // [chunks], position of the first token
@@ -63,7 +63,7 @@ struct Step {
     float* logprobs;               // [sampled][1 + top_count_max]: the next token's, then the most probable ones'
     int32_t* top_ids;              // [sampled][top_count_max]
     float* hidden;                 // [rows, hidden_size] after the last layer, or null
-    int32_t (*is_abandoned)();     // asked before every ask_stride-th layer but the first; or null
+    const int32_t* waited_for;     // 0, from any moment on: the step is abandoned; or null
 };
 
 class Engine;

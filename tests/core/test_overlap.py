@@ -36,7 +36,7 @@ class Steps:
 
     def compute(self, plan: StepPlan, *, fail: Iterable[str] = ()) -> StepResult | None:
         self.driver.executor.errors.update({RequestId(name): f"{name} is broken" for name in fail})
-        return self.driver.executor.execute(plan, lambda: self.core.is_abandoned(plan))
+        return self.driver.executor.execute(plan, self.core.abandonment(plan))
 
     def take(self, plan: StepPlan, result: StepResult | None) -> list[EngineEvent]:
         return self.driver.take_result(plan, result)

@@ -125,7 +125,7 @@ def answers(runner: ModelRunner, *, overlap_steps: bool, seed: int = 0) -> dict[
             flights += [] if plan is None else [(plan, [])]
         for plan, results in flights[: rng.randint(1, 2)]:
             if not results:
-                results.append(runner.execute(plan, lambda plan=plan: core.is_abandoned(plan)))
+                results.append(runner.execute(plan, core.abandonment(plan)))
         plan, (result,) = flights.pop(0)
         events = core.drop_plan(plan, 0.0) if result is None else core.update_from_output(plan, result, 0.0)
         for event in events:

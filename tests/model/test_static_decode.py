@@ -19,7 +19,7 @@ import torch
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.contracts.step import ScheduledChunk, StepPlan
+from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan
 from trioserve.model import static_decode, torch_step_model
 from trioserve.model.drawing import draw_word, signed
 from trioserve.model.loading.checkpoint import open_checkpoint
@@ -226,7 +226,7 @@ def test_an_abandoned_step_is_not_begun(
     driver.add("a", [5, 6, 7])
     driver.step({"a": 3})
     plan = StepPlan(1, (driver.chunk("a", 1),), 1)
-    assert runner.execute(plan, lambda: True) is None
+    assert runner.execute(plan, IsAbandoned(0)) is None
     assert static_sizes == []
     assert runner.execute(plan) is not None
     assert static_sizes == [1]

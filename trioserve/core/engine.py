@@ -34,7 +34,7 @@ from trioserve.contracts.kv_transfer import KVConnector, TransferEvent
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN, EngineRequest
 from trioserve.contracts.stats import EngineStats
-from trioserve.contracts.step import ScheduledChunk, StepPlan, StepResult
+from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult
 from trioserve.core.flight import STEPS_IN_FLIGHT_MAX, StepsInFlight, lacking_ids, without_ended
 from trioserve.core.kv_blocks import BlockPool
 from trioserve.core.prefix_cache import HashBlock, PrefixCache
@@ -167,9 +167,12 @@ class EngineCore:
         return plan
 
     def is_abandoned(self, plan: StepPlan) -> bool:
-        """Whether the plan is in flight and every request in it was aborted, or has ended. May be asked from any
-        thread."""
+        """Whether the plan is in flight and every request in it was aborted, or has ended."""
         return self.flights.is_abandoned(plan)
+
+    def abandonment(self, plan: StepPlan) -> IsAbandoned:
+        """The same, for whoever computes the plan, which is in flight."""
+        return self.flights.abandonment(plan)
 
     def drop_plan(self, plan: StepPlan, now: float) -> list[EngineEvent]:
         """The step of an abandoned plan ended without a result: let its requests go. Nothing of it is published, since

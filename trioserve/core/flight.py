@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import RequestId
-from trioserve.contracts.step import ScheduledChunk, StepPlan, StepResult
+from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult
 from trioserve.core.request_state import LiveRequest
 
 __all__ = ["STEPS_IN_FLIGHT_MAX", "StepsInFlight", "lacking_ids", "without_ended"]
@@ -28,15 +28,15 @@ STEPS_IN_FLIGHT_MAX = 2  # a third would be planned on two tokens that nobody kn
 
 
 class _Flight:
-    """A plan that is out. lives: its requests, in the plan's order. waited_for_count: of these, how many have neither
-    been aborted nor ended."""
+    """A plan that is out. lives: its requests, in the plan's order. Those are waited for that have neither been aborted
+    nor ended."""
 
-    __slots__ = ("_ids", "lives", "plan", "waited_for_count")
+    __slots__ = ("_ids", "is_abandoned", "lives", "plan")
 
     def __init__(self, plan: StepPlan, lives: list[LiveRequest]) -> None:
         self.plan = plan
         self.lives = lives
-        self.waited_for_count = len(lives)
+        self.is_abandoned = IsAbandoned(len(lives))
         self._ids: frozenset[RequestId] | None = None
 
     def has(self, live: LiveRequest) -> bool:
@@ -75,16 +75,20 @@ class StepsInFlight:
         return flight.lives
 
     def is_abandoned(self, plan: StepPlan) -> bool:
-        """Whether the plan is out, and nobody waits for it. May be asked from any thread."""
+        """Whether the plan is out, and nobody waits for it."""
         flight = self._flights.get(plan.step_index)
-        return flight is not None and flight.waited_for_count == 0
+        return flight is not None and flight.is_abandoned()
+
+    def abandonment(self, plan: StepPlan) -> IsAbandoned:
+        """Of a plan that is out."""
+        return self._flights[plan.step_index].is_abandoned
 
     def leave(self, live: LiveRequest) -> None:
         """Nobody waits for this request any more, in whichever steps it is."""
         is_in_all = live.steps_in_flight == len(self._flights)
         for flight in self._flights.values():
             if is_in_all or flight.has(live):
-                flight.waited_for_count -= 1
+                flight.is_abandoned.waited_for[0] -= 1
 
     def end_early(self, live: LiveRequest, reason: FinishReason) -> None:
         """It has ended, and the step in flight has it, too: what that one brings of it is surplus."""

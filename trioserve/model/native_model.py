@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from trioserve.contracts.events import TokenLogprob
-from trioserve.contracts.step import IsAbandoned, ScheduledChunk, never_abandoned
+from trioserve.contracts.step import IsAbandoned, ScheduledChunk
 from trioserve.model.device import DeviceType
 from trioserve.model.kv_storage import KVStorage
 from trioserve.model.model_config import ModelConfig
@@ -30,7 +30,6 @@ from trioserve_kernels.native import (
     DTYPES,
     HEAD_DIM_MAX,
     Engine,
-    IsAbandonedCallback,
     LayerStruct,
     Library,
     MatrixStruct,
@@ -45,10 +44,6 @@ from trioserve_kernels.native import (
 __all__ = ["NativeModel", "why_not_native"]
 
 MATRICES = ("qkv", "output", "gate_up", "down")  # of LayerStruct
-# Asking whether a step is abandoned takes the GIL, and beside a busy event loop that can take as long as a layer. A
-# step of few rows is over soon: it asks a few times. In one of many rows a layer takes longer than the asking.
-ASKS_OF_SHORT_STEP = 4
-SHORT_STEP_ROWS = 64
 CLAIMED_BYTES = 1 << 21  # one large page, which takes 0.2 ms, or 6 where a virtual machine has to ask its host for it
 
 
@@ -120,7 +115,6 @@ class NativeModel:
             head=self._weights.matrix(HEAD),
             norm=address(self._norm),
         )
-        self._asking = _Asking()
         self._engine: Engine | None = Engine(library, thread_count)
 
     @property
@@ -171,12 +165,10 @@ class NativeModel:
             place for place, chunk in enumerate(chunks) if chunk.request.sampling.prompt_logprobs is not None
         ]
         hidden = np.empty((arrays.row_count if with_logprobs else 0, self.config.hidden_size), dtype=np.float32)
-        layers = self.config.layer_count
         step = StepStruct(
             row_count=arrays.row_count,
             chunk_count=len(chunks),
             sampled_count=len(arrays.sampled_rows),
-            ask_stride=1 if arrays.row_count >= SHORT_STEP_ROWS else max(1, layers // ASKS_OF_SHORT_STEP),
             token_ids=start_of(arrays.token_ids),
             chunk_starts=start_of(arrays.chunk_starts),
             chunk_counts=start_of(arrays.chunk_counts),
@@ -185,13 +177,10 @@ class NativeModel:
             pages=ctypes.addressof(self._page_addresses),
             sampled_rows=start_of(arrays.sampled_rows),
             hidden=address(hidden) if with_logprobs else None,
-            is_abandoned=self._asking.pointer,
+            waited_for=is_abandoned.address,
         )
         samplings.put_into(step)
-        self._asking.begin(is_abandoned)
-        finished = self._engine.step(self._struct, step)
-        self._asking.end()
-        if not finished:
+        if not self._engine.step(self._struct, step):
             return None
         return ComputedStep(
             samplings.samples() if len(arrays.sampled_rows) else None,
@@ -321,29 +310,3 @@ class _StepArrays:
         self.chunk_starts = int32_array([chunk.start for chunk in chunks])
         self.chunk_counts = int32_array([chunk.row_count for chunk in chunks])
         self.sampled_rows = int32_array(rows)
-
-
-class _Asking:
-    """is_abandoned, each step its own, as a C function. What it raises ends the step, and rises from end(): C cannot
-    carry it."""
-
-    def __init__(self) -> None:
-        self._is_abandoned = never_abandoned
-        self._error: BaseException | None = None
-        self._callback = IsAbandonedCallback(self._ask)
-        self.pointer = ctypes.cast(self._callback, ctypes.c_void_p)
-
-    def begin(self, is_abandoned: IsAbandoned) -> None:
-        self._is_abandoned = is_abandoned
-
-    def end(self) -> None:
-        error, self._error, self._is_abandoned = self._error, None, never_abandoned
-        if error is not None:
-            raise error
-
-    def _ask(self) -> int:
-        try:
-            return int(self._is_abandoned())
-        except BaseException as error:
-            self._error = error
-            return 1

@@ -7,7 +7,6 @@ from one step to the next is overlapped_step's.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol
@@ -125,7 +124,7 @@ class EngineLoop:
                 await self._overlapped.run(plan)
                 continue
             started_at = trio.current_time()
-            result = await self._steps.run_step(plan, functools.partial(self._core.is_abandoned, plan))
+            result = await self._steps.run_step(plan, self._core.abandonment(plan))
             if result is None:
                 events = self._core.drop_plan(plan, trio.current_time())
             else:

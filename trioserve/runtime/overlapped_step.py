@@ -8,7 +8,6 @@ is said in core/flight.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -62,7 +61,7 @@ class OverlappedSteps:
             raise
 
     def _hand_over(self, plan: StepPlan) -> _Handed:
-        return _Handed(plan, self._run_step(plan, functools.partial(self._core.is_abandoned, plan)))
+        return _Handed(plan, self._run_step(plan, self._core.abandonment(plan)))
 
     def _hand_over_behind(self) -> list[_Handed]:
         now = trio.current_time()

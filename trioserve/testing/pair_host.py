@@ -139,7 +139,7 @@ class PairHost:
             self.flight = self.core.schedule(now)
             return self.flight
         plan, self.flight = self.flight, None
-        result = self.executor.execute(plan, lambda: self.core.is_abandoned(plan))
+        result = self.executor.execute(plan, self.core.abandonment(plan))
         if result is None:
             self._pass_on(self.core.drop_plan(plan, now))
         else:

@@ -261,7 +261,7 @@ class Simulation:
         stories = [self.stories[chunk.request.id] for chunk in plan.chunks]
         is_awaited = any(story.aborted_for is None and story.finished is None for story in stories)
         assert self.core.is_abandoned(plan) != is_awaited, f"somebody waits for step {plan.step_index}: {is_awaited}"
-        flight.result = self.executor.execute(plan, lambda: self.core.is_abandoned(plan))
+        flight.result = self.executor.execute(plan, self.core.abandonment(plan))
         flight.is_computed = True
 
     def _next_to_compute(self) -> Flight | None:
