@@ -6,6 +6,8 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
+from trioserve.testing.memory_router import SELDOM_SECONDS
+
 CHAT = "/v1/completions"
 
 
@@ -46,6 +48,24 @@ async def test_an_unknown_model_is_refused_with_those_that_are_served(open_setup
         answer = await setup.client().post(CHAT, body(model="other"))
         assert answer.status == 404
         assert "served are: fake, nice" in (await answer.json())["error"]["message"]
+
+
+async def test_a_request_without_a_model_comes_too_early_while_no_endpoint_has_told_one(open_setup, autojump_clock):
+    nameless = {"prompt": "hello", "max_tokens": 5}
+    async with open_setup("a") as setup:
+        client = setup.client()
+        setup.unreachable.add("a")
+        setup.router.fleet.drain("a")
+        await wait_all_tasks_blocked()
+        assert (await client.post(CHAT, nameless)).status == 404  # there is no endpoint at all
+        assert (await client.post("/endpoints", {"url": "http://a", "id": "a"})).status == 201
+        early = await client.post(CHAT, nameless)
+        assert (early.status, early.headers["x-trioserve-reason"]) == (503, "no_endpoint")
+        assert early.headers["retry-after"] == "1"
+        setup.unreachable.clear()
+        await trio.sleep(2 * SELDOM_SECONDS)
+        assert (await setup.client().post(CHAT, nameless)).status == 200
+        await setup.assert_all_free()
 
 
 async def test_an_alias_reaches_the_endpoint_under_its_own_name(open_setup):

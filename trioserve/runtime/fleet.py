@@ -9,7 +9,7 @@ import msgspec
 import trio
 
 from trioserve.contracts.endpoint import EndpointId
-from trioserve.contracts.errors import StartupError, UnknownModel
+from trioserve.contracts.errors import NoEndpoint, StartupError, UnknownModel
 from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.runtime.dispatch import Dispatch
 from trioserve.runtime.endpoint_watch import WatchSettings, watch_endpoint
@@ -193,9 +193,16 @@ class Fleet:
         return sorted(served | {alias for alias, model in self.aliases.items() if model in served})
 
     def real_model(self, asked: str | None) -> str:
-        """The name that endpoints go by. None is the only model that there is. Raises UnknownModel."""
+        """The name that endpoints go by. None is the only model that there is. Raises UnknownModel, and NoEndpoint for
+        None as long as no endpoint has told what it serves."""
         served = {model for state in self.dispatch.core.endpoints.values() for model in state.models}
         if asked is None:
+            if not served and self._is_any_unknown():
+                raise NoEndpoint(
+                    "the request names no model, and no endpoint has told yet what it serves: try again in 1 s",
+                    reason="no_endpoint",
+                    retry_after_seconds=1,
+                )
             if len(served) != 1:
                 raise UnknownModel(
                     f"the request names no model, and {len(served)} are served here: name one of "
