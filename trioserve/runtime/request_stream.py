@@ -237,7 +237,9 @@ class RequestStream:
         if delta.finish_reason is not None:
             self._unfinished_count -= 1
             self._begun.set()
-        self._wake_readers()
+        waiting = self._waiting
+        while waiting:  # _wake_readers, without the call: this is done for every token
+            reschedule(waiting.pop(), WOKEN)
 
     def push_end(
         self,
