@@ -4,10 +4,12 @@
 # make test    sets everything up, checks style and types, and runs the tests
 #
 # make serve ARGS="--port 8123 --max-num-seqs 16" passes flags on.
+# make pytest ARGS="tests/core" TEST_PROCESSES=0 runs some tests in one process.
 # make disagg ARGS="--port 8123" passes flags to the router; ROLE_ARGS="--model NAME" to both servers.
 
 PYTHON ?= python3
 ARGS ?=
+TEST_PROCESSES ?= 2
 ROLE_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
@@ -48,7 +50,7 @@ lint: setup
 	$(BIN)/mypy trioserve kernels
 
 pytest: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile $(ARGS)
 
 clean:
 	rm -rf $(VENV) .typing build dist *.egg-info .mypy_cache .ruff_cache .hypothesis
