@@ -1,4 +1,4 @@
-"""Two servers without weights and a router before them, all in memory."""
+"""A router before two servers without weights, or before pretended endpoints, all in memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from trioserve.testing.memory_router import MemoryRouter, open_memory_router
 from trioserve.testing.memory_server import MemoryServer, open_memory_server
+from trioserve.testing.pretended_pair import open_pretended_pair
 
 
 class Setup:
@@ -54,3 +55,8 @@ def open_setup() -> Callable[..., Any]:
             yield setup
 
     return opened
+
+
+@pytest.fixture
+def open_pair() -> Callable[..., Any]:
+    return open_pretended_pair

@@ -3,7 +3,7 @@ what the client gets, and that nothing is left anywhere, whoever leaves or fails
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -12,8 +12,8 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from trioserve.contracts.endpoint import EndpointId, PairOutcome
-from trioserve.testing.memory_router import MemoryRouter, open_memory_router
-from trioserve.testing.pretended_endpoint import Ask, PretendedEndpoint
+from trioserve.testing.pretended_endpoint import Ask
+from trioserve.testing.pretended_pair import Pair
 
 TEXT = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -27,63 +27,6 @@ ANSWER = {
 
 def body(**fields: object) -> dict[str, object]:
     return {"model": "fake", "prompt": PROMPT, "max_tokens": 5, **fields}
-
-
-class Pair:
-    """A router, and pretended endpoints by id: those whose id begins with p are for prompts, with d for answers, with b
-    for both; w says nothing."""
-
-    def __init__(self, router: MemoryRouter, endpoints: dict[str, PretendedEndpoint]) -> None:
-        self.router = router
-        self.endpoints = endpoints
-
-    def __getitem__(self, id: str) -> PretendedEndpoint:
-        return self.endpoints[id]
-
-    def client(self, **options: Any):
-        return self.router.client(**options)
-
-    async def ask_of(self, id: str) -> Ask:
-        """The one request that is open there, once everybody has done what they can."""
-        await wait_all_tasks_blocked()
-        [ask] = self.endpoints[id].open
-        return ask
-
-    def leases(self) -> dict[str, int]:
-        return dict(self.router.dispatch.core.stats().leases)
-
-    def outcomes(self) -> dict[str, int]:
-        return {
-            outcome.value: count for outcome, count in self.router.dispatch.core.stats().pairs_total.items() if count
-        }
-
-    async def listed(self) -> list[tuple[str, str, str | None]]:
-        answer = await self.client().get("/v1/requests")
-        return [(each["id"], each["state"], each["endpoint"]) for each in (await answer.json())["data"]]
-
-    async def assert_all_free(self) -> None:
-        await self.router.assert_all_free()
-        for id, endpoint in self.endpoints.items():
-            assert not endpoint.open, f"{len(endpoint.open)} requests are open at {id}"
-            assert endpoint.held_count == 0, f"blocks are held at {id}"
-
-
-ROLES = {"p": "prefill", "d": "decode", "b": "both", "w": None}
-
-
-@pytest.fixture
-def open_pair() -> Callable[..., Any]:
-    @asynccontextmanager
-    async def opened(ids: str = "p d", **options: Any) -> AsyncIterator[Pair]:
-        async with trio.open_nursery() as nursery:
-            endpoints = {id: PretendedEndpoint(nursery, role=ROLES[id[0]]) for id in ids.split()}
-            connects = {id: endpoint.connect for id, endpoint in endpoints.items()}
-            async with open_memory_router(connects, **options) as router:
-                await wait_all_tasks_blocked()  # until each has said what it is for
-                yield Pair(router, endpoints)
-            nursery.cancel_scope.cancel()
-
-    return opened
 
 
 # --- the way it goes ---

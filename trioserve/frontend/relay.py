@@ -12,6 +12,7 @@ from trioserve.contracts.endpoint import EndpointId, Leg
 from trioserve.contracts.errors import EndpointLost, QueueWaitOver, TrioserveError
 from trioserve.frontend.error_responses import deadline_refusal
 from trioserve.frontend.routed_body import TRANSFER_PARAMS
+from trioserve.frontend.whole_events import WholeEvents, is_comment
 from trioserve.runtime.dispatch import Fault
 from trioserve.runtime.remote_endpoint import Unreachable
 
@@ -31,12 +32,12 @@ NOT_ENDPOINTS_FAULT = frozenset({429, 503})
 BROKEN = frozenset({500, 502, 504})
 CLIENTS_FAULT = frozenset({400, 413, 422})
 BUSY_SECONDS_MAX = 5.0
-FIRST_EVENT_BYTES_MAX = 64 * 1024
 # Of errors in a stream: somebody has ended the request, and nobody else is to go on with it.
 ENDED_ON_PURPOSE = frozenset({"request_aborted", "queue_timeout", "ttft_timeout", "timeout", "deadline_exceeded"})
 
 ENDPOINT_HEADER = "x-trioserve-endpoint"
 PREFILL_ENDPOINT_HEADER = "x-trioserve-prefill-endpoint"
+CROSS_ORIGIN_PREFIX = "access-control-"  # web pages ask the router, and it says which of them may
 LEG_HEADER = "x-trioserve-leg"
 """Tells two requests of the same id apart, at endpoints of a request that is split: "prefill" or "decode"."""
 
@@ -51,6 +52,7 @@ NOT_FORWARDED = frozenset(
         "forwarded",
         "host",
         "keep-alive",
+        "origin",
         "proxy-authorization",
         "proxy-connection",
         "te",
@@ -200,17 +202,18 @@ async def _relay(
 async def _relay_events(call: RouterCall, turn: Turn, answer: RemoteAnswer, begin: Callable[[], None]) -> None:
     if not call.exchange.started:  # by an endpoint that was lost before it said anything else
         await call.start(answer.status, _headers_back(call, answer), is_events=True)
-    held = b""
-    while (piece := await answer.next_piece()) is not None:
-        if not turn.ticket.has_token and not _is_comment(piece):
+    whole = WholeEvents()
+    is_over = False
+    while not is_over:
+        piece = await answer.next_piece()
+        is_over = piece is None
+        events = whole.rest if piece is None else whole.feed(piece)
+        if not turn.ticket.has_token and not is_comment(events):
             if turn.leg is Leg.DECODE:
-                held += piece
-                if b"\n\n" not in held and len(held) <= FIRST_EVENT_BYTES_MAX:
-                    continue
-                piece = held
-                _check_first_event(call, piece)
+                _check_first_event(call, events)
             begin()
-        await call.exchange.send(piece)
+        if events:
+            await call.exchange.send(events)
     if not turn.ticket.has_token:
         raise EndpointLost(f'the endpoint "{turn.ticket.endpoint}" ended its answer before it began')
     await call.finish()
@@ -218,7 +221,7 @@ async def _relay_events(call: RouterCall, turn: Turn, answer: RemoteAnswer, begi
 
 def _check_first_event(call: RouterCall, events: bytes) -> None:
     """Of an answer whose prompt was computed elsewhere. Raises TransferFailed when it is an error."""
-    data = next((line.removeprefix(b"data:") for line in events.split(b"\n") if line.startswith(b"data:")), b"")
+    data = next((line.removeprefix(b"data:") for line in events.splitlines() if line.startswith(b"data:")), b"")
     code = error_code(data) if b'"error"' in data else None
     if code is not None and code not in ENDED_ON_PURPOSE:
         raise TransferFailed(f'the endpoint "{call.endpoint}" began with an error: {code}')
@@ -235,11 +238,6 @@ def error_code(said: bytes) -> str | None:
 
 class _ErrorBody(msgspec.Struct):
     error: dict[str, Any] | None = None
-
-
-def _is_comment(piece: bytes) -> bool:
-    """Whether these are only lines that keep the connection alive."""
-    return all(not line or line.startswith(b":") for line in piece.split(b"\n"))
 
 
 async def _pass_on(call: RouterCall, answer: RemoteAnswer, body: bytes) -> None:
@@ -261,7 +259,11 @@ def headers_there(call: RouterCall, leg: Leg | None) -> list[tuple[str, str]]:
 
 
 def _headers_back(call: RouterCall, answer: RemoteAnswer) -> list[tuple[str, str]]:
-    headers = [(name, value) for name, value in answer.headers if name not in NOT_RETURNED]
+    headers = [
+        (name, value)
+        for name, value in answer.headers
+        if name not in NOT_RETURNED and not name.startswith(CROSS_ORIGIN_PREFIX)
+    ]
     headers += [("x-request-id", call.request_id), (ENDPOINT_HEADER, str(call.endpoint))]
     if call.prefill_endpoint is not None:
         headers.append((PREFILL_ENDPOINT_HEADER, call.prefill_endpoint))

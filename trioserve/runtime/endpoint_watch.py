@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Callable
 
@@ -154,13 +155,13 @@ class _Models(msgspec.Struct):
 _RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs", "llamacpp:requests_processing")
 _WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs", "llamacpp:requests_deferred")
 _KV_USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage")
-_SAMPLE = re.compile(rb"^([a-zA-Z_:][\w:]*)(?:\{[^\n]*\})? ([-+.\deE]+)", re.MULTILINE)
+_SAMPLE = re.compile(rb"^([a-zA-Z_:][\w:]*)(?:\{[^\n]*\})? (\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)(?=\s|\Z)", re.MULTILINE)
 _NAMES = frozenset(name.encode() for name in (*_RUNNING, *_WAITING, *_KV_USAGE))
 
 
 def load_from_metrics(page: bytes) -> EndpointLoad | None:
     """What a page in Prometheus' text format says of load, under the names of vLLM, SGLang or llama.cpp (trioserve has
-    vLLM's, too); of several series with one name, the sum. None if it says nothing."""
+    vLLM's, too); of several series with one name, the sum. None if it says nothing, or infinity."""
     sums: dict[bytes, float] = {}
     for match in _SAMPLE.finditer(page):
         name = match[1]
@@ -171,6 +172,6 @@ def load_from_metrics(page: bytes) -> EndpointLoad | None:
         return next((sums[name.encode()] for name in names if name.encode() in sums), None)
 
     running, waiting = first(_RUNNING), first(_WAITING)
-    if running is None or waiting is None:
+    if running is None or waiting is None or not math.isfinite(running + waiting):
         return None
     return EndpointLoad(running=round(running), waiting=round(waiting), kv_usage=min(1.0, first(_KV_USAGE) or 0.0))

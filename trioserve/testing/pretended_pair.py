@@ -1,0 +1,72 @@
+"""A router in memory, before endpoints that do what a test says."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from trioserve.contracts.endpoint import EndpointId
+from trioserve.contracts.kv_transfer import EngineRole
+from trioserve.testing.memory_client import MemoryClient
+from trioserve.testing.memory_router import MemoryRouter, open_memory_router
+from trioserve.testing.pretended_endpoint import Ask, PretendedEndpoint
+
+__all__ = ["Pair", "open_pretended_pair"]
+
+
+class Pair:
+    """A router, and pretended endpoints by id: those whose id begins with p are for prompts, with d for answers, with b
+    for both; w says nothing."""
+
+    def __init__(self, router: MemoryRouter, endpoints: dict[str, PretendedEndpoint]) -> None:
+        self.router = router
+        self.endpoints = endpoints
+
+    def __getitem__(self, id: str) -> PretendedEndpoint:
+        return self.endpoints[id]
+
+    def client(self, **options: Any) -> MemoryClient:
+        return self.router.client(**options)
+
+    async def ask_of(self, id: str) -> Ask:
+        """The one request that is open there, once everybody has done what they can."""
+        await wait_all_tasks_blocked()
+        [ask] = self.endpoints[id].open
+        return ask
+
+    def leases(self) -> dict[EndpointId, int]:
+        return dict(self.router.dispatch.core.stats().leases)
+
+    def outcomes(self) -> dict[str, int]:
+        return {
+            outcome.value: count for outcome, count in self.router.dispatch.core.stats().pairs_total.items() if count
+        }
+
+    async def listed(self) -> list[tuple[str, str, str | None]]:
+        answer = await self.client().get("/v1/requests")
+        return [(each["id"], each["state"], each["endpoint"]) for each in (await answer.json())["data"]]
+
+    async def assert_all_free(self) -> None:
+        await self.router.assert_all_free()
+        for id, endpoint in self.endpoints.items():
+            assert not endpoint.open, f"{len(endpoint.open)} requests are open at {id}"
+            assert endpoint.held_count == 0, f"blocks are held at {id}"
+
+
+ROLES: dict[str, EngineRole | None] = {"p": "prefill", "d": "decode", "b": "both", "w": None}
+
+
+@asynccontextmanager
+async def open_pretended_pair(ids: str = "p d", **options: Any) -> AsyncIterator[Pair]:
+    """ids: apart by spaces. options: as of open_memory_router. It begins when each endpoint has said what it is for."""
+    async with trio.open_nursery() as nursery:
+        endpoints = {id: PretendedEndpoint(nursery, role=ROLES[id[0]]) for id in ids.split()}
+        connects = {id: endpoint.connect for id, endpoint in endpoints.items()}
+        async with open_memory_router(connects, **options) as router:
+            await wait_all_tasks_blocked()
+            yield Pair(router, endpoints)
+        nursery.cancel_scope.cancel()
