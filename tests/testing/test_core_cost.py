@@ -19,7 +19,7 @@ def parsed(*words: str) -> argparse.Namespace:
 
 @pytest.fixture(autouse=True)
 def few_deliveries(monkeypatch):
-    monkeypatch.setattr(core_cost, "DELIVERY_SHAPES", ((2, 0), (3, 5)))
+    monkeypatch.setattr(core_cost, "DELIVERY_SHAPES", ((0, 2), (5, 3)))
 
 
 def test_every_part_of_a_delivery_has_a_cost(capsys):

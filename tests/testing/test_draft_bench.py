@@ -16,8 +16,8 @@ def open_engine():
     """What answers is a text that repeats itself."""
 
     @asynccontextmanager
-    async def opened(model, **options):
-        assert model == "some"
+    async def opened(model, *, kv_cache_memory, **options):
+        assert (model, kv_cache_memory) == ("some", 0.25)
         async with open_fake_engine(
             answer="round and round it goes, " * 20,
             block_count=2_000,

@@ -2,7 +2,7 @@
 
 Weights are packed one by one as they are read, so that nothing is held twice. What is computed is said in
 families/llama.py; only roundings differ: between two products numbers stay in float32 here, and what is multiplied with
-a quantized weight is rounded to 8 bits.
+a quantized weight is rounded to 8 bits, or, with AMX and from 5 rows on, the weight to bfloat16.
 """
 
 from __future__ import annotations

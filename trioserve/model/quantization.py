@@ -20,7 +20,8 @@ def settle_quantization(wish: QuantizationName, block_types: Mapping[str, str], 
 
     auto keeps a quantized file's own blocks unless float32 is asked for: they are the exact weights, which bfloat16
     would round, a decode step reads a third of the bytes, and loading is faster. What it costs is said in
-    kernels/README.md: rows in 8 bits raise the default model's perplexity by 0.6 %, as they do in llama.cpp.
+    kernels/README.md: rows in 8 bits raise the default model's perplexity by 0.6 %, as they do in llama.cpp; with AMX
+    only steps of up to 4 rows have them.
     """
     if wish == "auto":
         return "file" if dtype == "bfloat16" and block_types else "none"

@@ -15,6 +15,7 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from itertools import product
 from statistics import median, quantiles
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, get_args
@@ -37,7 +38,7 @@ __all__ = ["Cost", "add_arguments", "block_costs", "main", "queue_costs", "run_c
 RUNNING_COUNTS = (1, 16, 64, 256)
 QUEUED_COUNTS = (10, 100, 1_000, 10_000, 100_000)
 HELD_COUNTS = (1, 10, 100, 1_000)
-DELIVERY_SHAPES = ((16, 0), (256, 0), (1_024, 0), (256, 100_000))  # running, queued
+DELIVERY_SHAPES = tuple(product((0, 100_000), (16, 256, 1_024)))  # queued, running
 ROUNDS = 30
 STEPS_PER_ROUND = 8
 ABORTS_PER_ROUND = 4  # of each kind
@@ -241,7 +242,7 @@ def _print_delivery(rounds: int) -> dict[str, object]:
     print(("{:<14}{:>8}{:>9}" + "{:>11}" * 5).format(*head))
     steps = []
     for readers in get_args(Readers):
-        for running_count, queued_count in DELIVERY_SHAPES:
+        for queued_count, running_count in DELIVERY_SHAPES:
             cost = delivery_cost(readers, running_count, queued_count, steps=rounds * STEPS_PER_ROUND)
             steps.append(cost)
             print(

@@ -27,6 +27,7 @@ OpenEngine = Callable[..., AbstractAsyncContextManager[Engine]]
 DRAFT_TOKENS = 8
 ROUNDS = 3
 TOKENS = 128
+KV_CACHE_GIB = 0.25  # more would be claimed by the one engine, for half a minute, while the other one is measured
 
 _STORY = (
     "The harbour of Lindholm lies in a bay that opens to the west. In the year 1871 a ship with the name "
@@ -157,7 +158,10 @@ async def _run(engine: Engine, workload: Workload, tokens: int) -> tuple[float, 
 
 async def _main(open_engine: OpenEngine, model: str, draft_tokens: int, rounds: int, tokens: int) -> list[DraftFigure]:
     figures = []
-    async with open_engine(model) as plain, open_engine(model, speculative_ngram=draft_tokens) as drafting:
+    async with (
+        open_engine(model, kv_cache_memory=KV_CACHE_GIB) as plain,
+        open_engine(model, kv_cache_memory=KV_CACHE_GIB, speculative_ngram=draft_tokens) as drafting,
+    ):
         for workload in WORKLOADS:
             figures.append(await _measure((plain, drafting), workload, rounds, tokens))
             _print_row(figures[-1])
