@@ -116,6 +116,8 @@ def _static_seconds(model: Any, case: Case) -> float:
 def _continuous_seconds(model: Any, case: Case) -> float:
     if not hasattr(model, "generate_batch"):
         raise NotImplementedError("this version has no continuous batching")
+    if model.device.type == "cpu":
+        raise NotImplementedError("its cache would take most of this machine's memory: measured on a GPU alone")
     outputs = model.generate_batch(
         inputs=_prompts(model, case).tolist(),
         generation_config=_generation(TIMED_TOKENS + WARM_TOKENS),
