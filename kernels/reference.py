@@ -247,7 +247,7 @@ def _attend_one_by_one(
 
 def choose_tokens(scores: Tensor, parameters: Tensor, words: Tensor) -> Tensor:
     """The next token of every row. Returns int64 [2, n]: token ids, and Flaws; a row with NO_NUMBER or ALL_HIDDEN
-    has an id without meaning.
+    has an id without meaning, which is one of the vocabulary nevertheless: the next step may look it up.
 
     scores: [n, vocab_size], a row's numbers contiguous; minus infinity hides a token. parameters: float64 [n, 4]:
     temperature (0: the best token, the lowest id among equals), top_k (0: all), top_p, min_p; kept are tokens that

@@ -105,8 +105,8 @@ TESTING_IS_RUN_FROM = words("cli")  # as a command; nothing else of what is serv
 # late, where it is known that torch computes.
 TORCH_FILES = {
     "model": words(
-        "attention.py cuda_graphs.py drawing.py families/llama.py families/qwen.py gpu_bench.py "
-        "gpu_bench_transformers.py layers.py sampler.py static_decode.py static_inputs.py step_tensors.py "
+        "attention.py chosen.py cuda_graphs.py drawing.py families/llama.py families/qwen.py gpu_bench.py "
+        "gpu_bench_transformers.py layers.py sampler.py sending.py static_decode.py static_inputs.py step_tensors.py "
         "torch_formats.py torch_step_model.py"
     ),
     "kernels": words(

@@ -28,9 +28,10 @@ from trioserve.model.loading.weights_name import weights_name
 from trioserve.model.settings import ModelSettings
 from trioserve.runtime.abandonable import call_abandonable
 from trioserve.runtime.engine import Engine, ModelDescription
-from trioserve.runtime.engine_loop import ThreadedExecutor
+from trioserve.runtime.engine_loop import StepRunner, ThreadedExecutor
 from trioserve.runtime.errors_unwrapped import errors_unwrapped
 from trioserve.runtime.kv_events import EVENTS_MAX
+from trioserve.runtime.launched_steps import LaunchedSteps
 from trioserve.runtime.worker_thread import WorkerThread
 from trioserve.text.tokenizer import Tokenizer
 
@@ -137,9 +138,7 @@ async def open_configured_engine(
                         created_at=int(time.time()),
                     ),
                     core=core,
-                    steps=ThreadedExecutor(
-                        runner, compute, takes_cpu=runner.takes_every_cpu and not core.settings.overlap_steps
-                    ),
+                    steps=_steps(runner, compute, overlap_steps=core.settings.overlap_steps),
                     tokenizer=tokenizer,
                     text_thread=text,
                     metrics=metrics,
@@ -160,6 +159,12 @@ async def open_configured_engine(
             finally:
                 for made in runners:
                     await compute.run(made.close)  # ends also when cancelled
+
+
+def _steps(runner: ModelRunner, compute: WorkerThread, *, overlap_steps: bool) -> StepRunner:
+    if overlap_steps and runner.launches:
+        return LaunchedSteps(runner, compute)
+    return ThreadedExecutor(runner, compute, takes_cpu=runner.takes_every_cpu and not overlap_steps)
 
 
 async def _load(

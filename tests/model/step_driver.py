@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +32,7 @@ def load_runner(
     threads: int | None = None,
     quantization: str = "none",
     running_requests_max: int = 64,
+    enforce_eager: bool = False,
 ) -> ModelRunner:
     """A runner with its KV cache. Every slot holds NaN at first, so that whoever reads an unwritten one shows it."""
     settings = ModelSettings(
@@ -43,6 +44,7 @@ def load_runner(
         threads=threads,
         quantization=quantization,
         running_requests_max=running_requests_max,
+        enforce_eager=enforce_eager,
     )
     runner = ModelRunner.load(open_checkpoint(path), settings)
     runner.allocate_kv(block_count)
@@ -66,6 +68,7 @@ class StepDriver:
         self._tables: dict[str, list[int]] = {}
         self._computed: dict[str, int] = {}
         self._steps = 0
+        self._launched = 0  # and not finished
         self.tokens: dict[str, list[int]] = {}
 
     def add(
@@ -108,6 +111,27 @@ class StepDriver:
                 self.tokens[name].append(following)
         return result
 
+    def launch(self, counts: Mapping[str, int]) -> Callable[[], StepResult]:
+        """Begin a step of that many further tokens of each named request; where none is left, that is the one which the
+        step before samples. What comes back finishes the step."""
+        chunks = [self.chunk(name, count) for name, count in counts.items()]
+        plan = StepPlan(self._steps, tuple(chunks), len(chunks), is_ahead=self._launched > 0)
+        self._steps += 1
+        self._launched += 1
+        for chunk, name in zip(chunks, counts, strict=True):
+            self._computed[name] += chunk.count
+        answer = self._runner.launch(plan)
+
+        def finish() -> StepResult:
+            self._launched -= 1
+            result = answer()
+            for name, token in zip(counts, result.token_ids, strict=True):
+                if token is not None:
+                    self.tokens[name].append(token)
+            return result
+
+        return finish
+
     def generate(self, names: Sequence[str], steps: int) -> None:
         """Compute what is left of each named request's tokens, then decode: `steps` steps, all requests in each."""
         for _ in range(steps):
@@ -130,5 +154,8 @@ class StepDriver:
         table, start = self._tables[name], self._computed[name]
         while len(table) * self._runner.block_size < start + count + len(draft):
             table.append(self._free.pop())
-        tokens, samples = self.tokens[name], start + count == len(self.tokens[name])
-        return ScheduledChunk(self._requests[name], tokens, start, count, table, samples, tuple(draft))
+        tokens, awaits_token = self.tokens[name], start == len(self.tokens[name])
+        samples = awaits_token or start + count == len(tokens)
+        return ScheduledChunk(
+            self._requests[name], tokens, start, count, table, samples, tuple(draft), awaits_token=awaits_token
+        )

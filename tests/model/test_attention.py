@@ -14,6 +14,7 @@ from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import ScheduledChunk
 from trioserve.model import step_tensors
+from trioserve.model.sending import Sending
 from trioserve.model.step_tensors import StepShape, StepTensors, build_step_tensors
 
 CONTEXTS = {"a": 60, "b": 3, "c": 41, "d": 17, "e": 58, "f": 1}
@@ -72,7 +73,10 @@ def tensors_of_decodes(positions: list[int], *, window: int | None = None, token
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
-    return build_step_tensors(chunks, shape)
+    sending = Sending(shape.device)
+    tensors = build_step_tensors(chunks, shape, sending)
+    sending.send()
+    return tensors
 
 
 def table_shapes(tensors: StepTensors, window: int | None = None) -> list[tuple[int, ...]]:

@@ -16,7 +16,8 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import ScheduledChunk, StepPlan, StepResult
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
-from trioserve.model.awaited_token import AwaitedTokens
+from trioserve.model.awaited_token import fill_in
+from trioserve.model.begun_step import BegunStep
 from trioserve.model.runner import ModelRunner
 
 SAMPLINGS = (
@@ -47,13 +48,16 @@ def plan_of(index: int, *chunks: ScheduledChunk) -> StepPlan:
     return StepPlan(index, chunks, len(chunks), is_ahead=index > 0)
 
 
+def begun(plan: StepPlan, result: StepResult | None) -> BegunStep:
+    return BegunStep(plan, lambda: result)
+
+
 def test_an_awaited_token_stands_behind_the_tokens_that_were_known():
     tokens = [1, 2, 3]
-    awaited = AwaitedTokens()
-    awaited.note(plan_of(0, chunk("a", tokens, 0, count=3)), StepResult((7,)))
+    before = begun(plan_of(0, chunk("a", tokens, 0, count=3)), StepResult((7,)))
     plan = plan_of(1, chunk("a", tokens, 3, awaits_token=True), chunk("b", (5, 6), 0, count=2))
     for _ in range(2):  # before the core has taken the result, and after
-        (place, filled), (other_place, other) = awaited.fill_in(plan)
+        (place, filled), (other_place, other) = fill_in(plan, before)
         assert (place, other_place, other) == (0, 1, plan.chunks[1])
         assert list(filled.row_tokens) == [7]
         assert list(filled.tokens) == list(filled.tokens[:]) == [1, 2, 3, 7]
@@ -71,19 +75,17 @@ def test_an_awaited_token_stands_behind_the_tokens_that_were_known():
     ids=["abandoned", "failed", "failed after its token"],
 )
 def test_who_has_no_result_in_the_step_before_is_left_out(result):
-    awaited = AwaitedTokens()
-    awaited.note(plan_of(0, chunk("a", [1, 2, 3], 0, count=3), chunk("b", [1, 2, 3], 0, count=3)), result)
+    before = begun(plan_of(0, chunk("a", [1, 2, 3], 0, count=3), chunk("b", [1, 2, 3], 0, count=3)), result)
     ahead = [chunk(name, [1, 2, 3], 3, awaits_token=True) for name in "ab"]
-    filled = awaited.fill_in(plan_of(1, *ahead, chunk("c", [4], 0)))
+    filled = fill_in(plan_of(1, *ahead, chunk("c", [4], 0)), before)
     expected = ["c"] if result is None else ["b", "c"]
     assert [filled_chunk.request.id for _place, filled_chunk in filled] == expected
 
 
 def test_a_prompt_that_goes_on_is_left_out_only_where_it_failed():
     for errors, expected in (({}, ["a"]), ({RequestId("a"): "broken"}, [])):
-        awaited = AwaitedTokens()
-        awaited.note(plan_of(0, chunk("a", [1, 2, 3], 0)), StepResult((None,), errors=errors))
-        filled = awaited.fill_in(plan_of(1, chunk("a", [1, 2, 3], 1)))
+        before = begun(plan_of(0, chunk("a", [1, 2, 3], 0)), StepResult((None,), errors=errors))
+        filled = fill_in(plan_of(1, chunk("a", [1, 2, 3], 1)), before)
         assert [filled_chunk.request.id for _place, filled_chunk in filled] == expected
 
 

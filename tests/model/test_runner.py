@@ -62,6 +62,16 @@ def test_a_prompt_token_outside_the_vocabulary_fails_alone(driver: Any) -> None:
     check_fails_alone(driver, {"prompt": [4, 320]}, "token id 320")
 
 
+def test_so_does_one_that_only_its_logprob_would_be_asked_of(driver: Any) -> None:
+    """It stands behind the chunk."""
+    driver.add("a", [5, 6, 7], GREEDY)
+    driver.add("bad", [4, 5, 320], SamplingParams(prompt_logprobs=1))
+    result = driver.step({"a": 3, "bad": 2})
+    assert list(result.errors) == ["bad"]
+    assert "token id 320" in result.errors["bad"]
+    assert isinstance(result.token_ids[0], int)
+
+
 def test_a_logit_bias_outside_the_vocabulary_fails_alone(driver: Any) -> None:
     sampling = SamplingParams(logit_bias={3: 1.0, 400: 1.0})
     check_fails_alone(driver, {"prompt": [4], "sampling": sampling}, "logit_bias names token id 400")

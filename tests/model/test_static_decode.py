@@ -44,13 +44,13 @@ def static_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Runners compute with fused kernels; the numbers of chunks of their steps of fixed shape come here."""
     monkeypatch.setattr(torch_step_model, "pick_kernels", lambda device_type: reference_fused)
     sizes: list[int] = []
-    compute = StaticDecode.compute
+    launch = StaticDecode.launch
 
-    def noted(self: StaticDecode, chunks: Any) -> Any:
+    def noted(self: StaticDecode, chunks: Any, awaited: Any) -> Any:
         sizes.append(len(chunks))
-        return compute(self, chunks)
+        return launch(self, chunks, awaited)
 
-    monkeypatch.setattr(StaticDecode, "compute", noted)
+    monkeypatch.setattr(StaticDecode, "launch", noted)
     return sizes
 
 
@@ -325,7 +325,7 @@ def chunk(seed: int, start: int, table: list[int]) -> ScheduledChunk:
 def test_what_is_sent_is_the_step() -> None:
     """Fields of the rows, padding, block tables. Requests grow, change places and blocks, and the number of rows
     changes in between."""
-    inputs = StaticInputs((2, 4), width_max=9, block_size=4, spare_block=77, device=torch.device("cpu"))
+    inputs = StaticInputs((2, 4), kept_max=8, width_max=9, block_size=4, spare_block=77, device=torch.device("cpu"))
     long, short = [50, 51, 52, 53, 54], [60, 61]
     for rows, chunks, width in (
         (4, [chunk(1, 19, long), chunk(2, 3, short), chunk(3, 0, [70])], 5),
@@ -336,11 +336,11 @@ def test_what_is_sent_is_the_step() -> None:
         (4, [chunk(2, 6, short), chunk(1, 22, [*long, 55])], 6),
         (4, [chunk(2, 7, [60, 62]), chunk(1, 23, [50, *range(80, 85)])], 6),
     ):
-        assert inputs.fill(chunks, rows) == width
+        assert inputs.fill(chunks, rows, {}) == width
         inputs.send(rows, width)
         sent = inputs.tensors[rows]
         count, padding = len(chunks), [0] * (rows - len(chunks))
-        assert sent.token_ids.tolist() == [100 + each.request.seed for each in chunks] + padding
+        assert sent.ids[sent.id_places].tolist() == [100 + each.request.seed for each in chunks] + padding
         assert sent.positions.tolist() == [each.start for each in chunks] + padding
         assert sent.contexts.tolist() == [each.start + 1 for each in chunks] + padding
         for row, each in enumerate(chunks):
@@ -356,9 +356,9 @@ def test_what_is_sent_is_the_step() -> None:
 
 
 def test_only_as_much_of_the_block_tables_is_sent_as_the_step_needs() -> None:
-    inputs = StaticInputs((2,), width_max=9, block_size=4, spare_block=77, device=torch.device("cpu"))
+    inputs = StaticInputs((2,), kept_max=8, width_max=9, block_size=4, spare_block=77, device=torch.device("cpu"))
     chunks = [chunk(1, 19, [50, 51, 52, 53, 54]), chunk(2, 19, [60, 61, 62, 63, 64])]
-    inputs.fill(chunks, 2)
+    inputs.fill(chunks, 2, {})
     inputs.send(2, 3)
     assert inputs.tensors[2].block_tables[:, :3].tolist() == [[50, 51, 52], [60, 61, 62]]
     assert inputs.tensors[2].block_tables[:, 3:].count_nonzero() == 0
@@ -366,7 +366,9 @@ def test_only_as_much_of_the_block_tables_is_sent_as_the_step_needs() -> None:
 
 
 def test_every_field_begins_where_kernels_need_no_other_code() -> None:
-    inputs = StaticInputs((1, 2, 3, 9), width_max=5, block_size=4, spare_block=77, device=torch.device("cpu"))
+    inputs = StaticInputs(
+        (1, 2, 3, 9), kept_max=9, width_max=5, block_size=4, spare_block=77, device=torch.device("cpu")
+    )
     for tensors in inputs.tensors.values():
         for field in dataclasses.fields(tensors):
             assert getattr(tensors, field.name).data_ptr() % 16 == 0, field.name

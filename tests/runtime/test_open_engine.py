@@ -38,6 +38,7 @@ class FakeRunner(FakeExecutor):
     token_flops = 1
     attended_token_flops = 1
     takes_every_cpu = False
+    launches = False
     computed_by = "nothing"
     at: ClassVar[dict[str, Callable[..., None]]] = {}
     made: ClassVar[list[FakeRunner]] = []
@@ -165,6 +166,25 @@ async def test_steps_that_take_every_cpu_and_do_not_overlap_begin_on_the_loops_o
     monkeypatch.setattr(runner_class, "takes_every_cpu", takes_every_cpu)
     async with assemble.open_engine("m", overlap_steps=overlap_steps):
         assert asked == [takes_every_cpu and not overlap_steps]
+
+
+@pytest.mark.parametrize("launches", (False, True))
+@pytest.mark.parametrize("overlap_steps", (False, True))
+async def test_steps_are_launched_where_they_overlap_and_a_device_computes_by_itself(
+    overlap_steps, launches, runner_class, monkeypatch
+):
+    launched: list[int] = []
+
+    def launch(runner, plan, is_abandoned):
+        launched.append(plan.step_index)
+        return lambda: runner.execute(plan, is_abandoned)
+
+    monkeypatch.setattr(runner_class, "launches", launches)
+    monkeypatch.setattr(runner_class, "launch", launch, raising=False)
+    async with assemble.open_engine("m", overlap_steps=overlap_steps) as engine:
+        async with engine.generate("prompt", SamplingParams(max_tokens=3, ignore_eos=True)) as stream:
+            assert sum([len(delta.token_ids) async for delta in stream]) == 3
+        assert bool(launched) == (overlap_steps and launches)
 
 
 async def test_an_engine_that_is_left_while_memory_is_claimed_waits_for_that(runner_class):

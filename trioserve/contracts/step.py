@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -12,7 +12,15 @@ from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.request import EngineRequest
 
-__all__ = ["Executor", "IsAbandoned", "ScheduledChunk", "StepPlan", "StepResult", "never_abandoned"]
+__all__ = [
+    "Executor",
+    "IsAbandoned",
+    "LaunchingExecutor",
+    "ScheduledChunk",
+    "StepPlan",
+    "StepResult",
+    "never_abandoned",
+]
 
 
 class ScheduledChunk(msgspec.Struct, frozen=True):
@@ -120,4 +128,14 @@ class Executor(Protocol):
         Once is_abandoned says so, nobody waits for the result,
         and None may be returned instead of finishing. What the step has written by then is not looked at again.
         """
+        ...
+
+
+class LaunchingExecutor(Executor, Protocol):
+    """An executor whose device computes by itself: a step can be begun while the one before it is not over."""
+
+    def launch(self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned) -> Callable[[], StepResult | None]:
+        """Begin what execute does; what comes back waits for it and gives the answer. Steps are finished in the order
+        in which they were begun, and at most two have not been. May leave all of it to the finishing, where a step
+        needs to know what the one before it sampled."""
         ...

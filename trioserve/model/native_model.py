@@ -23,7 +23,7 @@ from trioserve.model.number_formats import Dtype, Float32Array, Values, convert
 from trioserve.model.packed_weights import HEAD, PackedWeights, has_pairs_together, pairs_together
 from trioserve.model.quantization import Quantization
 from trioserve.model.rotary import rotary_frequencies
-from trioserve.model.samples import PROMPT_LOGPROB_ROWS, ComputedStep, prompt_followers, sampled_rows
+from trioserve.model.samples import PROMPT_LOGPROB_ROWS, ComputedStep, ReadSamples, prompt_followers, sampled_rows
 from trioserve.model.weights import Slot
 from trioserve_kernels.native import (
     BLOCK_OUTPUTS,
@@ -202,6 +202,11 @@ class NativeModel:
                 return None
             entries.extend(map(token_logprob, targets.tolist(), *(array.tolist() for array in found)))
         return tuple(entries)
+
+    launches = False
+
+    def launch(self, chunks: Sequence[ScheduledChunk], awaited: Mapping[int, int]) -> ReadSamples | None:
+        return None
 
     def close(self) -> None:
         """Ends the threads and lets weights and KV cache go. A second call does nothing."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from itertools import takewhile
 from typing import Any, cast
 
@@ -14,7 +14,8 @@ from trioserve.contracts.kv_transfer import KVLayout, KVPages
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult, never_abandoned
-from trioserve.model.awaited_token import AwaitedTokens
+from trioserve.model.awaited_token import fill_in
+from trioserve.model.begun_step import BegunStep
 from trioserve.model.device import (
     DeviceType,
     attended_token_flops,
@@ -34,7 +35,7 @@ from trioserve.model.model_config import ModelConfig
 from trioserve.model.native_model import NativeModel, why_not_native
 from trioserve.model.number_formats import Dtype
 from trioserve.model.quantization import settle_quantization
-from trioserve.model.samples import NOT_FINITE
+from trioserve.model.samples import NOT_FINITE, ComputedStep, prompt_followers
 from trioserve.model.settings import ModelSettings
 from trioserve.model.step_model import StepModel
 from trioserve.model.weights import fill_slots
@@ -46,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """One model with its KV cache; an Executor.
+    """One model with its KV cache; an Executor, and where the model launches steps, a LaunchingExecutor.
 
     load, then allocate_kv, then warm_up if the first request should not pay for it, then execute step after step, all
     in one thread: torch keeps a team of compute threads for every thread that uses it, and two teams slow each other.
@@ -64,7 +65,7 @@ class ModelRunner:
         """Blocks of the KV cache; before allocate_kv, how many fit."""
         self.takes_every_cpu = takes_every_cpu(settings, model.device)
         """A step leaves no CPU to anybody else."""
-        self._awaited = AwaitedTokens()
+        self._before: BegunStep | None = None  # the step that was begun last
 
     @classmethod
     def load(
@@ -179,64 +180,123 @@ class ModelRunner:
         if model is not None:
             model.close()
 
+    @property
+    def launches(self) -> bool:
+        """Whether `launch` begins steps of the device, rather than leaving all of them to whoever waits."""
+        assert self._model is not None, "launches after close"
+        return self._model.launches
+
     def execute(self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned) -> StepResult | None:
         """See Executor. A request with a token or a logit_bias id outside the vocabulary, or whose logits are not
         finite, gets an error; the rest of the plan is computed."""
-        result = self._execute(plan, is_abandoned)
-        self._awaited.note(plan, result)
-        return result
+        return self.launch(plan, is_abandoned)()
 
-    def _execute(self, plan: StepPlan, is_abandoned: IsAbandoned) -> StepResult | None:
+    def launch(self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned) -> Callable[[], StepResult | None]:
+        """See LaunchingExecutor."""
+        before = self._before
+        begun = self._begin(plan, before, is_abandoned)
+        if begun is None:
+            begun = BegunStep(plan, lambda: self._compute(plan, before, is_abandoned))
+        self._before = begun
+        return begun.result
+
+    def _begin(self, plan: StepPlan, before: BegunStep | None, is_abandoned: IsAbandoned) -> BegunStep | None:
+        """Launch it; None if it has to be computed instead."""
+        model = self._model
+        assert model is not None, "launch after close"
+        rows_before = {} if before is None else before.chosen_rows
+        if not model.launches or is_abandoned() or (plan.is_ahead and rows_before is None):
+            return None
+        rows_before = rows_before or {}
+        known = (
+            (index, chunk)
+            for index, chunk in enumerate(plan.chunks)
+            if not chunk.awaits_token or chunk.request.id in rows_before  # else it failed there, and is left out
+        )
+        step = _Step(plan, known, self.config.vocab_size)
+        if not step.chunks:
+            return None
+        awaited = {
+            place: rows_before[chunk.request.id] for place, chunk in enumerate(step.chunks) if chunk.awaits_token
+        }
+        read = model.launch(step.chunks, awaited)
+        if read is None:
+            return None
+        sampled = (chunk.request.id for chunk in step.chunks if chunk.samples)
+        return BegunStep(
+            plan,
+            lambda: step.result(ComputedStep(read()), before.missing() if plan.is_ahead and before else ()),
+            {request_id: row for row, request_id in enumerate(sampled)},
+        )
+
+    def _compute(self, plan: StepPlan, before: BegunStep | None, is_abandoned: IsAbandoned) -> StepResult | None:
         model = self._model
         assert model is not None, "execute after close"
-        errors: dict[RequestId, str] = {}
-        chunks: list[ScheduledChunk] = []
-        indexes: list[int] = []  # of these in the plan
-        for index, chunk in self._awaited.fill_in(plan) if plan.is_ahead else enumerate(plan.chunks):
-            # A token that was awaited was sampled here, and the rest has been looked at before.
-            is_sampled = plan.is_ahead and plan.chunks[index].awaits_token
-            fault = None if is_sampled else _fault(chunk, self.config.vocab_size)
+        if plan.is_ahead:
+            assert before is not None, "a plan ahead of nothing"
+            step = _Step(plan, fill_in(plan, before), self.config.vocab_size)
+        else:
+            step = _Step(plan, enumerate(plan.chunks), self.config.vocab_size)
+        if not step.chunks:
+            return step.result(ComputedStep(None))
+        computed = model.compute(step.chunks, is_abandoned)
+        return None if computed is None else step.result(computed)
+
+
+class _Step:
+    """What of a plan can be computed: chunks, and with their results the answer to the plan."""
+
+    def __init__(self, plan: StepPlan, chunks: Iterable[tuple[int, ScheduledChunk]], vocab_size: int) -> None:
+        """chunks: each with its place in the plan. Where a fault shows, its request gets an error."""
+        self._plan = plan
+        self._errors: dict[RequestId, str] = {}
+        self._indexes: list[int] = []  # in the plan
+        self.chunks: list[ScheduledChunk] = []
+        for index, chunk in chunks:
+            # A token that is awaited is sampled here, and the rest has been looked at before.
+            fault = None if plan.chunks[index].awaits_token else _fault(chunk, vocab_size)
             if fault is None:
-                chunks.append(chunk)
-                indexes.append(index)
+                self.chunks.append(chunk)
+                self._indexes.append(index)
             else:
-                errors[chunk.request.id] = fault
-        token_ids: list[int | None] = [None] * len(plan.chunks)
+                self._errors[chunk.request.id] = fault
+
+    def result(self, computed: ComputedStep, missing: Collection[RequestId] = ()) -> StepResult:
+        """missing: requests whose chunks count for nothing."""
+        chunks = self.chunks
+        errors = {request_id: error for request_id, error in self._errors.items() if request_id not in missing}
+        token_ids: list[int | None] = [None] * len(self._plan.chunks)
         logprobs: dict[RequestId, TokenLogprob] = {}
         prompt_logprobs: dict[RequestId, tuple[TokenLogprob, ...]] = {}
         draft_token_ids: dict[RequestId, tuple[int, ...]] = {}
         draft_logprobs: dict[RequestId, tuple[TokenLogprob, ...]] = {}
-        if chunks:
-            computed = model.compute(chunks, is_abandoned)
-            if computed is None:
-                return None
-            for place, entries in computed.prompt_logprobs.items():
-                request_id = chunks[place].request.id
-                if entries is None:
-                    errors[request_id] = NOT_FINITE
-                else:
-                    prompt_logprobs[request_id] = entries
-            next_row = 0
-            for place, chunk in enumerate(chunks):
-                if not chunk.samples:
-                    continue
-                row, next_row = next_row, next_row + 1 + len(chunk.draft)
-                request_id, samples = chunk.request.id, computed.samples
-                assert samples is not None, "chunks sample, and their samples are not there"
-                if request_id in errors:
-                    continue
-                token_ids[indexes[place]] = samples.token_ids[row]
-                if row in samples.errors:
-                    errors[request_id] = samples.errors[row]
+        for place, entries in computed.prompt_logprobs.items():
+            request_id = chunks[place].request.id
+            if entries is None:
+                errors[request_id] = NOT_FINITE
+            else:
+                prompt_logprobs[request_id] = entries
+        next_row = 0
+        for place, chunk in enumerate(chunks):
+            if not chunk.samples:
+                continue
+            row, next_row = next_row, next_row + 1 + len(chunk.draft)
+            request_id, samples = chunk.request.id, computed.samples
+            assert samples is not None, "chunks sample, and their samples are not there"
+            if request_id in errors or request_id in missing:
+                continue
+            token_ids[self._indexes[place]] = samples.token_ids[row]
+            if row in samples.errors:
+                errors[request_id] = samples.errors[row]
+            if row in samples.logprobs:
+                logprobs[request_id] = samples.logprobs[row]
+            if chunk.draft:
+                # What cannot be sampled behind a guess is an error when its turn comes, if the guess is right.
+                after = tuple(takewhile(lambda token: token is not None, samples.token_ids[row + 1 : next_row]))
+                draft_token_ids[request_id] = cast(tuple[int, ...], after)
                 if row in samples.logprobs:
-                    logprobs[request_id] = samples.logprobs[row]
-                if chunk.draft:
-                    # What cannot be sampled behind a guess is an error when its turn comes, if the guess is right.
-                    after = tuple(takewhile(lambda token: token is not None, samples.token_ids[row + 1 : next_row]))
-                    draft_token_ids[request_id] = cast(tuple[int, ...], after)
-                    if row in samples.logprobs:
-                        rows = range(row + 1, row + 1 + len(after))
-                        draft_logprobs[request_id] = tuple(samples.logprobs[row] for row in rows)
+                    rows = range(row + 1, row + 1 + len(after))
+                    draft_logprobs[request_id] = tuple(samples.logprobs[row] for row in rows)
         return StepResult(tuple(token_ids), logprobs, prompt_logprobs, errors, draft_token_ids, draft_logprobs)
 
 
@@ -281,6 +341,8 @@ def _make_model(checkpoint: Checkpoint, settings: ModelSettings, dtype: Dtype, d
 def _fault(chunk: ScheduledChunk, vocab_size: int) -> str | None:
     """Why this chunk cannot be computed, as a sentence for the client."""
     tokens = chunk.row_tokens
+    if chunk.request.sampling.prompt_logprobs is not None:
+        tokens = [*tokens, *prompt_followers(chunk)]
     for token in (min(tokens), max(tokens)):
         if not 0 <= token < vocab_size:
             return f"the prompt has token id {token}, but the model's vocabulary has ids 0 to {vocab_size - 1}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from trioserve.contracts.events import TokenLogprob
@@ -14,6 +14,7 @@ __all__ = [
     "NOT_FINITE",
     "PROMPT_LOGPROB_ROWS",
     "ComputedStep",
+    "ReadSamples",
     "Samples",
     "counts_output",
     "draw_parameters",
@@ -39,6 +40,10 @@ class Samples:
     token_ids: list[int | None]
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
+
+
+ReadSamples = Callable[[], Samples]
+"""Waits for a step that was launched; to be called once."""
 
 
 @dataclass(slots=True)
@@ -79,10 +84,12 @@ def is_plain(chunk: ScheduledChunk) -> bool:
 
 
 def is_chosen_alone(chunk: ScheduledChunk) -> bool:
-    """Whether the next token follows from the logits as they are and from draw_parameters, and nothing else is asked of
-    this chunk."""
+    """Whether nothing is asked of this chunk but, if it samples, the token that follows from the logits as they are and
+    from draw_parameters."""
     sampling = chunk.request.sampling
-    return sampling.logprobs is None and sampling.prompt_logprobs is None and not is_adjusted(chunk)
+    if sampling.prompt_logprobs is not None:
+        return False
+    return not chunk.samples or (sampling.logprobs is None and not is_adjusted(chunk))
 
 
 def draw_parameters(sampling: SamplingParams) -> tuple[float, int, float, float]:

@@ -3,24 +3,25 @@
 A step of n rows is computed at the next larger size of a ladder. The rows behind n stand for nobody: they attend to
 nothing, write into a block that no request owns, and what is chosen for them is not looked at. One copy tells the
 device the step, one brings back what it chose; between the two the host neither waits nor decides, since no grid, no
-size and no allocation depends on the step. All else (prompts, drafts, logprobs, changed logits) is for other steps.
+size and no allocation depends on the step. Nor does it wait before the next step, whose tokens are on the device
+already. All else (prompts, drafts, logprobs, changed logits) is for other steps.
 """
 
 from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from trioserve.contracts.step import ScheduledChunk
+from trioserve.model.chosen import fetch_samples, keep_ids
 from trioserve.model.families.llama import LlamaModel
 from trioserve.model.kv_storage import KVStorage
-from trioserve.model.samples import NOT_FINITE, Samples, is_chosen_alone
+from trioserve.model.samples import ReadSamples, is_chosen_alone
 from trioserve.model.static_inputs import StaticInputs
 from trioserve.model.step_tensors import AttentionTensors, DecodeTables, StepTensors, TableWalk
 from trioserve_kernels.paged import DecodeWork, split_count
@@ -44,7 +45,7 @@ class Recorder(Protocol):
 
     def __call__(self, compute: Callable[[], Tensor]) -> Recording:
         """compute may be run before it is recorded; what it reads must be there, then. Recordings of one recorder share
-        memory: two are not replayed at the same time, and one's output is read before the next is replayed."""
+        memory: the device replays one after the other, and copies one's output before the next."""
         ...
 
 
@@ -63,11 +64,13 @@ class StaticDecode:
         storage: KVStorage[Tensor],
         *,
         rows_max: int,
+        kept_max: int,
         context_tokens_max: int,
         record: Recorder | None = None,
     ) -> None:
-        """rows_max: the most rows a step may have; above ROWS_MAX it is that. context_tokens_max: the longest context.
-        record: None computes each step anew, operator by operator."""
+        """rows_max: the most rows a step may have; above ROWS_MAX it is that. kept_max: the most tokens that a step of
+        any shape chooses. context_tokens_max: the longest context. record: None computes each step anew, operator by
+        operator."""
         assert storage.has_spare, "rows that stand for nobody need a block to write to"
         config = model.config
         self._model = model
@@ -79,6 +82,7 @@ class StaticDecode:
         rows_max = self.sizes[-1]
         self._inputs = StaticInputs(
             self.sizes,
+            kept_max=kept_max,
             width_max=-(-self._context_tokens_max // storage.block_size),
             block_size=storage.block_size,
             spare_block=storage.block_count,
@@ -88,7 +92,11 @@ class StaticDecode:
         parts_max = max(split_count(self._context_tokens_max, window) for window in windows)
         work = DecodeWork.make(rows_max, config.head_count, parts_max, config.head_dim, model.device)
         self._steps = {rows: self._step(rows, tuple(windows), work) for rows in self.sizes}
-        self._chosen = torch.empty(2 * rows_max, dtype=torch.int64, pin_memory=model.device.type == "cuda")
+
+    @property
+    def kept_ids(self) -> Tensor:
+        """int64 [kept_max]: what the last step chose. Steps of other shapes are to write theirs there, too."""
+        return self._inputs.kept_ids
 
     def takes(self, chunks: Sequence[ScheduledChunk]) -> bool:
         """Whether `compute` can answer for all of these: decodes, each with nothing but a token to choose."""
@@ -104,44 +112,38 @@ class StaticDecode:
             return
         # The largest first: what the others need finds room in its memory.
         for rows in reversed(self.sizes):
-            self._inputs.send(rows, self._inputs.fill((), rows))
+            self._inputs.send(rows, self._inputs.fill((), rows, {}))
             self._recordings[rows] = self._record(functools.partial(self._compute, rows))
 
-    def compute(self, chunks: Sequence[ScheduledChunk]) -> Samples:
-        """Write the KV of every chunk's token, attend, and choose. chunks: at least one, such that it takes them."""
+    def launch(self, chunks: Sequence[ScheduledChunk], awaited: Mapping[int, int]) -> ReadSamples:
+        """Write the KV of every chunk's token, attend, and choose; returns at once. chunks: at least one, such that it
+        takes them. awaited: of those whose token the last step chose, by their place, the row that they had there.
+        At most the step before this one has not been read."""
         rows = self.sizes[bisect.bisect_left(self.sizes, len(chunks))]
-        self._inputs.send(rows, self._inputs.fill(chunks, rows))
+        self._inputs.send(rows, self._inputs.fill(chunks, rows, awaited))
         recording = self._recordings.get(rows)
         if recording is None:
             chosen = self._compute(rows)
         else:
             recording.replay()
             chosen = recording.output
-        ids, flaws = self._read(chosen, rows)
-        errors = {row: NOT_FINITE for row, flaw in enumerate(flaws[: len(chunks)]) if flaw}
-        return Samples([None if row in errors else ids[row] for row in range(len(chunks))], errors=errors)
+        return fetch_samples(chosen, len(chunks))
 
     def _compute(self, rows: int) -> Tensor:
         """int64 [2, rows], as choose_tokens gives it."""
-        hidden = self._model.forward(self._steps[rows], self._storage)
-        assert hidden is not None, "nobody may abandon it"
         inputs = self._inputs.tensors[rows]
-        return self._model.kernels.choose_tokens(self._model.logits(hidden), inputs.parameters, inputs.words)
-
-    def _read(self, chosen: Tensor, rows: int) -> tuple[list[int], list[int]]:
-        """Token ids and flaws: the one copy back, and the one moment at which the host waits."""
-        there = self._chosen[: 2 * rows].view(2, rows)
-        there.copy_(chosen, non_blocking=True)
-        if chosen.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
-        ids, flaws = there.tolist()
-        return ids, flaws
+        step = replace(self._steps[rows], token_ids=inputs.ids.index_select(0, inputs.id_places))
+        hidden = self._model.forward(step, self._storage)
+        assert hidden is not None, "nobody may abandon it"
+        chosen = self._model.kernels.choose_tokens(self._model.logits(hidden), inputs.parameters, inputs.words)
+        keep_ids(self._inputs.kept_ids, chosen)
+        return chosen
 
     def _step(self, rows: int, windows: Sequence[int | None], work: DecodeWork) -> StepTensors:
         inputs = self._inputs.tensors[rows]
         decodes = DecodeTables(inputs.block_tables, inputs.contexts, self._context_tokens_max, work)
         return StepTensors(
-            token_ids=inputs.token_ids,
+            token_ids=inputs.id_places,  # in the place of what they lead to in each step
             positions=inputs.positions,
             slots=inputs.slots,
             cleared_slots=None,

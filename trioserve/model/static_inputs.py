@@ -1,11 +1,15 @@
-"""What a step of fixed shape is told: one buffer in the host's memory, its twin on the device, views of both.
+"""What a step of fixed shape is told: buffers in the host's memory, their twin on the device, views of both.
 
 Each number of rows has a layout of its own in the same bytes. Block tables come last and are turned, all first blocks
 before all second ones: so a step copies one piece of memory, as long as its widest table asks for.
+
+The device's buffer begins with the ids that the last step chose, which never leave it. Right behind them come those
+that the host knows, so that a row's token is found by one number, whoever has it.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,18 +23,19 @@ from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.step import ScheduledChunk
 from trioserve.model.drawing import draw_words
 from trioserve.model.samples import draw_parameters
+from trioserve.model.sending import ALIGNMENT_BYTES
 
 __all__ = ["InputTensors", "StaticInputs"]
 
 _Array = npt.NDArray[np.generic]
 
-# Triton compiles a kernel anew for a pointer that is no multiple of this.
-FIELD_ALIGNMENT_BYTES = 16
-# Numbers of a row in each field, in the order of the buffer.
+HOST_BUFFERS = 2  # one step may be filled in while the device has not yet read the one before
+# Numbers of a row in each field, in the order of the buffer; known_ids are the first.
 FIELDS: dict[str, tuple[type[np.generic], int]] = {
+    "known_ids": (np.int64, 1),
+    "id_places": (np.int64, 1),
     "parameters": (np.float64, 4),
     "words": (np.int64, 1),
-    "token_ids": (np.int64, 1),
     "positions": (np.int64, 1),
     "slots": (np.int64, 1),
     "contexts": (np.int32, 1),
@@ -39,13 +44,15 @@ FIELDS: dict[str, tuple[type[np.generic], int]] = {
 
 @dataclass(frozen=True, slots=True)
 class InputTensors:
-    """On the device, for n rows: parameters float64 [n, 4] and words int64 [n] as choose_tokens takes them; token_ids,
-    positions, slots int64 [n]; contexts int32 [n], 0 in a row that stands for nobody; block_tables int32
+    """On the device, for n rows: ids int64 [n or more], what the last step chose and what is known; id_places int64
+    [n], where among them a row's token stands; parameters float64 [n, 4] and words int64 [n] as choose_tokens takes
+    them; positions, slots int64 [n]; contexts int32 [n], 0 in a row that stands for nobody; block_tables int32
     [n, width_max], of which only what a row's context needs means anything."""
 
+    ids: Tensor
+    id_places: Tensor
     parameters: Tensor
     words: Tensor
-    token_ids: Tensor
     positions: Tensor
     slots: Tensor
     contexts: Tensor
@@ -62,7 +69,7 @@ class _Layout:
         for name, (dtype, columns) in FIELDS.items():
             self.offsets[name] = end
             end += rows * columns * np.dtype(dtype).itemsize
-            end += -end % FIELD_ALIGNMENT_BYTES
+            end += -end % ALIGNMENT_BYTES
         self.tables_offset = end
 
     def end(self, width: int) -> int:
@@ -71,34 +78,94 @@ class _Layout:
 
 
 class StaticInputs:
-    """The two buffers. fill, then send, then compute what reads `tensors` of as many rows; not filled again before the
-    device has read what was sent."""
+    """fill, then send, then compute what reads `tensors` of as many rows. When a step is filled in, the device has read
+    what was sent for the one before the last.
+
+    kept_ids: int64 [kept_max], on the device: what the last step chose, for whoever computes to write."""
 
     def __init__(
-        self, sizes: Sequence[int], *, width_max: int, block_size: int, spare_block: int, device: torch.device
+        self,
+        sizes: Sequence[int],
+        *,
+        kept_max: int,
+        width_max: int,
+        block_size: int,
+        spare_block: int,
+        device: torch.device,
     ) -> None:
-        """sizes: the numbers of rows that steps have. spare_block: where rows that stand for nobody write."""
+        """sizes: the numbers of rows that steps have. kept_max: the most ids that any step chooses. spare_block: where
+        rows that stand for nobody write."""
+        layouts = {rows: _Layout(rows) for rows in sizes}
+        self._layouts = layouts
+        kept_max += kept_max % 2  # the fields behind them stay aligned
+        self._sent_from = kept_max * np.dtype(np.int64).itemsize
+        byte_count = max(layout.end(width_max) for layout in layouts.values())
+        self._device = torch.zeros(self._sent_from + byte_count, dtype=torch.uint8, device=device)
+        self.kept_ids = self._device[: self._sent_from].view(torch.int64)
+        self.tensors = {rows: self._tensors(layout, width_max) for rows, layout in layouts.items()}
+        self._sides = itertools.cycle(
+            [
+                _HostSide(layouts, byte_count, width_max, kept_max, block_size, spare_block, device)
+                for _ in range(HOST_BUFFERS)
+            ]
+        )
+        self._side = next(self._sides)
+
+    def fill(self, chunks: Sequence[ScheduledChunk], rows: int, awaited: Mapping[int, int]) -> int:
+        """Write the step into the host's memory; the rows behind the last chunk stand for nobody. awaited: of chunks
+        whose token the last step chose, by their place, the row that it had there. Returns the width of the widest
+        block table."""
+        self._side = next(self._sides)
+        return self._side.fill(chunks, rows, awaited)
+
+    def send(self, rows: int, width: int) -> None:
+        """Copy what fill has written. Does not wait for the copy."""
+        end = self._layouts[rows].end(width)
+        self._device[self._sent_from : self._sent_from + end].copy_(self._side.buffer[:end], non_blocking=True)
+
+    def _tensors(self, layout: _Layout, width_max: int) -> InputTensors:
+        rows = layout.rows
+        sent = self._device[self._sent_from :]
+        fields = {
+            name: sent[offset : offset + rows * columns * np.dtype(dtype).itemsize].view(_TORCH_TYPES[dtype])
+            for (name, (dtype, columns)), offset in zip(FIELDS.items(), layout.offsets.values(), strict=True)
+        }
+        fields["parameters"] = fields["parameters"].view(rows, -1)
+        known_ids = fields.pop("known_ids")
+        ids = self._device[: self._sent_from + known_ids.nbytes].view(torch.int64)
+        tables = sent[layout.tables_offset : layout.end(width_max)].view(torch.int32)
+        return InputTensors(ids, **fields, block_tables=tables.view(width_max, rows).t())
+
+
+class _HostSide:
+    """A buffer in the host's memory, and what stands in it.
+
+    A request keeps its place and its blocks from step to step as a rule, so only what differs is written.
+    """
+
+    def __init__(
+        self,
+        layouts: Mapping[int, _Layout],
+        byte_count: int,
+        width_max: int,
+        kept_max: int,
+        block_size: int,
+        spare_block: int,
+        device: torch.device,
+    ) -> None:
+        # Pinned, so that the copy neither waits for the device nor is waited for.
+        self.buffer = torch.zeros(byte_count, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._kept_max = kept_max
         self._block_size = block_size
         self._spare_slot = spare_block * block_size
-        self._layouts = {rows: _Layout(rows) for rows in sizes}
-        byte_count = max(layout.end(width_max) for layout in self._layouts.values())
-        # Pinned, so that the copy neither waits for the device nor is waited for.
-        self._host = torch.zeros(byte_count, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self._device = torch.zeros(byte_count, dtype=torch.uint8, device=device)
-        self.tensors = {rows: self._tensors(layout, width_max) for rows, layout in self._layouts.items()}
-        self._arrays = {rows: _arrays(layout, self._host.numpy(), width_max) for rows, layout in self._layouts.items()}
-        # What stands in the host's buffer: for how many rows, of which requests, and each row's block table.
+        self._arrays = {rows: _arrays(layout, self.buffer.numpy(), width_max) for rows, layout in layouts.items()}
+        # For how many rows, of which requests, and each row's block table.
         self._filled_rows = 0
         self._requests: list[EngineRequest] = []
         self._seeds = np.empty(0, dtype=np.uint64)
         self._tables: list[list[int]] = []
 
-    def fill(self, chunks: Sequence[ScheduledChunk], rows: int) -> int:
-        """Write the step into the host's buffer; the rows behind the last chunk stand for nobody. Returns the width of
-        its widest block table.
-
-        A request keeps its place and its blocks from step to step as a rule, so only what differs is written.
-        """
+    def fill(self, chunks: Sequence[ScheduledChunk], rows: int, awaited: Mapping[int, int]) -> int:
         fields, tables = self._arrays[rows]
         requests = [chunk.request for chunk in chunks]
         if rows != self._filled_rows:
@@ -118,14 +185,14 @@ class StaticInputs:
         fields["positions"][:count] = positions
         fields["contexts"][:count] = positions + 1
         fields["slots"][:count] = np.array(blocks, dtype=np.int64) * self._block_size + positions % self._block_size
-        fields["token_ids"][:count] = [chunk.tokens[chunk.start] for chunk in chunks]
+        fields["known_ids"][:count] = [
+            0 if place in awaited else chunk.tokens[chunk.start] for place, chunk in enumerate(chunks)
+        ]
+        fields["id_places"][:] = np.arange(self._kept_max, self._kept_max + rows)
+        for place, row in awaited.items():
+            fields["id_places"][place] = row
         fields["words"][:count] = draw_words(self._seeds, positions + 1)
         return width_max
-
-    def send(self, rows: int, width: int) -> None:
-        """Copy what fill has written. Does not wait for the copy."""
-        end = self._layouts[rows].end(width)
-        self._device[:end].copy_(self._host[:end], non_blocking=True)
 
     def _fill_requests(self, fields: Mapping[str, _Array], requests: list[EngineRequest]) -> None:
         """What of the rows stays the same as long as they have the same requests; the padding among it."""
@@ -145,16 +212,6 @@ class StaticInputs:
         kept = len(there) if table[: len(there)] == there else 0
         column[kept : len(table)] = table[kept:]
         self._tables[row] = list(table)
-
-    def _tensors(self, layout: _Layout, width_max: int) -> InputTensors:
-        rows = layout.rows
-        fields = {
-            name: self._device[offset : offset + rows * columns * np.dtype(dtype).itemsize].view(_TORCH_TYPES[dtype])
-            for (name, (dtype, columns)), offset in zip(FIELDS.items(), layout.offsets.values(), strict=True)
-        }
-        fields["parameters"] = fields["parameters"].view(rows, -1)
-        tables = self._device[layout.tables_offset : layout.end(width_max)].view(torch.int32)
-        return InputTensors(**fields, block_tables=tables.view(width_max, rows).t())
 
 
 _TORCH_TYPES: dict[type[np.generic], torch.dtype] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
@@ -10,7 +10,7 @@ from trioserve.model.device import DeviceType
 from trioserve.model.kv_storage import KVStorage
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import Dtype
-from trioserve.model.samples import ComputedStep
+from trioserve.model.samples import ComputedStep, ReadSamples
 from trioserve.model.weights import Slot
 
 __all__ = ["StepModel"]
@@ -67,6 +67,17 @@ class StepModel(Protocol):
 
     def compute(self, chunks: Sequence[ScheduledChunk], is_abandoned: IsAbandoned) -> ComputedStep | None:
         """Write the KV of every chunk's tokens, attend, and sample where a chunk samples; None if it was abandoned."""
+        ...
+
+    @property
+    def launches(self) -> bool:
+        """Whether there are steps that `launch` takes."""
+        ...
+
+    def launch(self, chunks: Sequence[ScheduledChunk], awaited: Mapping[int, int]) -> ReadSamples | None:
+        """Begin what compute does and come back before it is done; what comes back waits for it. awaited: of chunks
+        that await their token, by their place, the row which that token had in the step before; that one was launched,
+        too, and need not have been read, but the one before it has. None: this is a step that has to be computed."""
         ...
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from trioserve.contracts.step import ScheduledChunk
+from trioserve.model.sending import Sending
 from trioserve_kernels.paged import DecodeWork, chunk_tile_tokens, split_count
 from trioserve_kernels.reference import decode_mask, prompt_mask
 
@@ -145,8 +146,9 @@ class StepTensors:
     first_rows: tuple[int, ...]
 
 
-def build_step_tensors(chunks: Sequence[ScheduledChunk], shape: StepShape) -> StepTensors:
-    """chunks: at least one, each with count >= 1 and a block table that covers its last token."""
+def build_step_tensors(chunks: Sequence[ScheduledChunk], shape: StepShape, sending: Sending) -> StepTensors:
+    """chunks: at least one, each with count >= 1 and a block table that covers its last token; one that awaits its
+    token gets id 0. What comes back has its values when `sending` has been sent."""
     order = _row_order(chunks)
     first_rows = [0] * len(chunks)
     token_ids: list[int] = []
@@ -155,7 +157,7 @@ def build_step_tensors(chunks: Sequence[ScheduledChunk], shape: StepShape) -> St
         chunk = chunks[index]
         first_rows[index] = len(token_ids)
         end = chunk.start + chunk.row_count
-        token_ids.extend(chunk.row_tokens)
+        token_ids.extend((0,) if chunk.awaits_token else chunk.row_tokens)
         chunk_positions = np.arange(chunk.start, end, dtype=np.int64)
         positions.append(chunk_positions)
         slots.append(_slots(chunk, chunk_positions, shape.block_size))
@@ -164,12 +166,12 @@ def build_step_tensors(chunks: Sequence[ScheduledChunk], shape: StepShape) -> St
     if shape.walked_heads is None:
         attention = {window: _attention_tensors(chunks, order, shape, window) for window in shape.windows}
     else:
-        attention = _walks([chunks[index] for index in order], shape, shape.walked_heads)
+        attention = _walks([chunks[index] for index in order], shape, shape.walked_heads, sending)
     return StepTensors(
-        token_ids=_tensor(np.array(token_ids, dtype=np.int64), shape.device),
-        positions=_tensor(np.concatenate(positions), shape.device),
-        slots=_tensor(np.concatenate(slots), shape.device),
-        cleared_slots=_tensor(behind, shape.device) if behind.size and shape.walked_heads is None else None,
+        token_ids=sending.add(np.array(token_ids, dtype=np.int64)),
+        positions=sending.add(np.concatenate(positions)),
+        slots=sending.add(np.concatenate(slots)),
+        cleared_slots=sending.add(behind) if behind.size and shape.walked_heads is None else None,
         attention=attention,
         first_rows=tuple(first_rows),
     )
@@ -197,34 +199,40 @@ def _slots_behind(chunk: ScheduledChunk, block_size: int) -> Int64Array:
     return np.arange(block * block_size + end - begun, (block + 1) * block_size, dtype=np.int64)
 
 
-def _walks(chunks: Sequence[ScheduledChunk], shape: StepShape, heads: HeadShape) -> dict[int | None, AttentionTensors]:
+def _walks(
+    chunks: Sequence[ScheduledChunk], shape: StepShape, heads: HeadShape, sending: Sending
+) -> dict[int | None, AttentionTensors]:
     """chunks: in the order of their rows. Windows differ in a number alone, so they share the tensors."""
     count = sum(chunk.row_count == 1 for chunk in chunks)
-    decodes = _decode_tables(chunks[:count], shape, heads) if count else None
-    parts = _chunk_tables(chunks[count:], shape, heads) if count < len(chunks) else None
+    decodes = _decode_tables(chunks[:count], shape, heads, sending) if count else None
+    parts = _chunk_tables(chunks[count:], shape, heads, sending) if count < len(chunks) else None
     return {window: AttentionTensors((), (), TableWalk(window, decodes, parts)) for window in shape.windows}
 
 
-def _decode_tables(chunks: Sequence[ScheduledChunk], shape: StepShape, heads: HeadShape) -> DecodeTables:
+def _decode_tables(
+    chunks: Sequence[ScheduledChunk], shape: StepShape, heads: HeadShape, sending: Sending
+) -> DecodeTables:
     contexts = [chunk.start + 1 for chunk in chunks]
     parts_max = max(split_count(max(contexts), window) for window in shape.windows)
     return DecodeTables(
-        _tensor(_block_tables(chunks, shape.block_size), shape.device),
-        _tensor(np.array(contexts, dtype=np.int32), shape.device),
+        sending.add(_block_tables(chunks, shape.block_size)),
+        sending.add(np.array(contexts, dtype=np.int32)),
         max(contexts),
         DecodeWork.make(len(chunks), heads.head_count, parts_max, heads.head_dim, shape.device),
     )
 
 
-def _chunk_tables(chunks: Sequence[ScheduledChunk], shape: StepShape, heads: HeadShape) -> ChunkTables:
+def _chunk_tables(
+    chunks: Sequence[ScheduledChunk], shape: StepShape, heads: HeadShape, sending: Sending
+) -> ChunkTables:
     tile_tokens = chunk_tile_tokens(heads.head_count // heads.kv_head_count)
     tiles = [(index, first) for index, chunk in enumerate(chunks) for first in range(0, chunk.row_count, tile_tokens)]
     row_starts = np.cumsum([0, *(chunk.row_count for chunk in chunks)], dtype=np.int32)
     return ChunkTables(
-        _tensor(_block_tables(chunks, shape.block_size), shape.device),
-        _tensor(np.array([chunk.start + chunk.row_count for chunk in chunks], dtype=np.int32), shape.device),
-        _tensor(row_starts, shape.device),
-        _tensor(np.array(tiles, dtype=np.int32), shape.device),
+        sending.add(_block_tables(chunks, shape.block_size)),
+        sending.add(np.array([chunk.start + chunk.row_count for chunk in chunks], dtype=np.int32)),
+        sending.add(row_starts),
+        sending.add(np.array(tiles, dtype=np.int32)),
     )
 
 

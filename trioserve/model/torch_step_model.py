@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
+from trioserve.model.chosen import fetch_samples, keep_ids
 from trioserve.model.cuda_graphs import CudaGraphRecorder
 from trioserve.model.device import DeviceType, step_weight_bytes
+from trioserve.model.drawing import draw_word, signed
 from trioserve.model.families import MODEL_TYPES
 from trioserve.model.families.llama import LlamaModel
 from trioserve.model.kv_storage import KVStorage
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype
 from trioserve.model.sampler import finite_rows, sample, token_logprobs
-from trioserve.model.samples import PROMPT_LOGPROB_ROWS, ComputedStep, prompt_followers, sampled_rows
+from trioserve.model.samples import (
+    PROMPT_LOGPROB_ROWS,
+    ComputedStep,
+    ReadSamples,
+    draw_parameters,
+    is_chosen_alone,
+    prompt_followers,
+    sampled_rows,
+)
+from trioserve.model.sending import Sending
 from trioserve.model.settings import ModelSettings
 from trioserve.model.static_decode import StaticDecode
 from trioserve.model.step_tensors import HeadShape, StepShape, build_step_tensors
@@ -52,6 +64,7 @@ class TorchStepModel:
         self._settings = settings
         self._storage: KVStorage[Tensor] | None = None
         self._static: StaticDecode | None = None
+        self._kept_ids: Tensor | None = None
         place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
         kernels = pick_kernels(device) if kernels is None else kernels
         self._kernel_name = kernels.NAME
@@ -74,9 +87,13 @@ class TorchStepModel:
         return "Triton kernels, decodes in CUDA graphs" if self._has_static_steps else "Triton kernels"
 
     @property
+    def launches(self) -> bool:
+        return self._shape.walked_heads is not None
+
+    @property
     def _has_static_steps(self) -> bool:
         """Only fused kernels take every size of a step from the host, so that it can be fixed ahead."""
-        return self._shape.walked_heads is not None and not self._settings.enforce_eager
+        return self.launches and not self._settings.enforce_eager
 
     def slots(self) -> Iterator[Slot]:
         return (slot.for_values() for slot in self.tensor_slots())
@@ -97,19 +114,24 @@ class TorchStepModel:
         model = self._model
         assert model is not None, "allocate_kv after close"
         is_static = self._has_static_steps
-        self._storage = self._static = None  # before the new ones are made: two might not fit
+        self._storage = self._static = self._kept_ids = None  # before the new ones are made: two might not fit
         self._storage = KVStorage(
             self.config, block_count=block_count, block_size=self._shape.block_size, make=make, has_spare=is_static
         )
-        if is_static:
-            with torch.inference_mode():
-                self._static = StaticDecode(
-                    model,
-                    self._storage,
-                    rows_max=self._settings.running_requests_max,
-                    context_tokens_max=self._settings.context_tokens_max or self.config.context_tokens_max,
-                    record=CudaGraphRecorder() if self.device == "cuda" else None,
-                )
+        kept_max = self._settings.running_requests_max
+        if not is_static:
+            self._kept_ids = torch.zeros(kept_max, dtype=torch.int64, device=self._shape.device)
+            return
+        with torch.inference_mode():
+            self._static = StaticDecode(
+                model,
+                self._storage,
+                rows_max=kept_max,
+                kept_max=kept_max,
+                context_tokens_max=self._settings.context_tokens_max or self.config.context_tokens_max,
+                record=CudaGraphRecorder() if self.device == "cuda" else None,
+            )
+        self._kept_ids = self._static.kept_ids
 
     def claim_memory(self) -> bool:
         return False
@@ -125,10 +147,13 @@ class TorchStepModel:
         model, storage = self._model, self._storage
         assert model is not None, "compute after close"
         assert storage is not None, "compute before allocate_kv"
-        if self._static is not None and self._static.takes(chunks):
-            # It is over sooner than it could be abandoned.
-            return None if is_abandoned() else ComputedStep(self._static.compute(chunks))
-        step = build_step_tensors(chunks, self._shape)
+        if is_abandoned():
+            return None
+        if (read := self.launch(chunks, {})) is not None:
+            return ComputedStep(read())
+        sending = Sending(self._shape.device)
+        step = build_step_tensors(chunks, self._shape, sending)
+        sending.send()
         hidden = model.forward(step, storage, is_abandoned)
         if hidden is None:
             return None
@@ -153,8 +178,38 @@ class TorchStepModel:
             },
         )
 
+    @torch.inference_mode()
+    def launch(self, chunks: Sequence[ScheduledChunk], awaited: Mapping[int, int]) -> ReadSamples | None:
+        model, storage, kept_ids = self._model, self._storage, self._kept_ids
+        assert model is not None, "launch after close"
+        assert storage is not None, "launch before allocate_kv"
+        assert kept_ids is not None, "made with the storage"
+        if not self.launches or not all(is_chosen_alone(chunk) and not chunk.draft for chunk in chunks):
+            return None
+        if self._static is not None and self._static.takes(chunks):
+            return self._static.launch(chunks, awaited)
+        sampled = [place for place, chunk in enumerate(chunks) if chunk.samples]
+        if not 0 < len(sampled) <= kept_ids.shape[0]:
+            return None
+        sending = Sending(self._shape.device)
+        step = build_step_tensors(chunks, self._shape, sending)
+        rows = sending.add(np.array([step.first_rows[place] + chunks[place].count - 1 for place in sampled]))
+        parameters = sending.add(np.array([draw_parameters(chunks[place].request.sampling) for place in sampled]))
+        words = sending.add(np.array([_word(chunks[place]) for place in sampled], dtype=np.int64))
+        given = None
+        if awaited:
+            given = sending.add(np.array([[step.first_rows[place], row] for place, row in awaited.items()]).T.copy())
+        sending.send()
+        if given is not None:
+            step.token_ids.index_copy_(0, given[0], kept_ids.index_select(0, given[1]))
+        hidden = model.forward(step, storage)
+        assert hidden is not None, "nobody may abandon it"
+        chosen = model.kernels.choose_tokens(model.logits(hidden.index_select(0, rows)), parameters, words)
+        keep_ids(kept_ids, chosen)
+        return fetch_samples(chosen, len(sampled))
+
     def close(self) -> None:
-        self._model = self._storage = self._static = None
+        self._model = self._storage = self._static = self._kept_ids = None
         if self.device == "cuda":
             torch.cuda.empty_cache()
 
@@ -163,6 +218,10 @@ def _take_rows(hidden: Tensor, rows: Sequence[int]) -> Tensor:
     if list(rows) == list(range(hidden.shape[0])):
         return hidden
     return hidden.index_select(0, torch.tensor(rows).to(hidden.device, non_blocking=True))
+
+
+def _word(chunk: ScheduledChunk) -> int:
+    return signed(draw_word(chunk.request.seed, chunk.start + chunk.count))
 
 
 def _prompt_logprobs(model: LlamaModel, hidden: Tensor, chunk: ScheduledChunk) -> tuple[TokenLogprob, ...] | None:

@@ -69,6 +69,20 @@ def test_flaws_are_told_apart(numbers: Callable[..., Tensor]) -> None:
     assert (ids[0], ids[3], ids[5]) == (scores[0].argmax(), scores[3].argmax(), 0)
 
 
+def test_what_has_no_best_token_has_some_of_the_vocabulary(numbers: Callable[..., Tensor]) -> None:
+    scores = torch.full_like(numbers(6, 9_000), math.nan)
+    scores[2:4] = -math.inf
+    scores[4, 8_000:] = -math.inf
+    scores[5, :8_500] = math.inf
+    words = torch.arange(6, device=scores.device)
+    for setting in (GREEDY, (1.0, 5, 0.9, 0.1)):
+        parameters = torch.tensor([setting] * 6, dtype=torch.float64, device=scores.device)
+        for kernels in (triton, reference):
+            ids, flaws = kernels.choose_tokens(scores, parameters, words).tolist()
+            assert all(flaws)
+            assert all(0 <= token < 9_000 for token in ids)
+
+
 @pytest.mark.parametrize("spread", (1.0, 4.0))
 def test_draws_are_those_of_the_reference(spread: float, numbers: Callable[..., Tensor]) -> None:
     """Flat and steep distributions, each filter alone and all together, words with and without the sign bit."""

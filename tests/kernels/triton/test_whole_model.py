@@ -147,3 +147,86 @@ def test_replayed_decodes_answer_as_with_the_plain_kernels(
         if device == "cpu":
             assert replayed == [1, 4, 4]
     assert tokens == generate(reference, "cpu")
+
+
+class WatchedCopies(TorchDispatchMode):
+    """Counts what crosses between host and device, whatever the device: copies that nobody waits for; nothing else may.
+    Kernels are not looked into, since in the interpreter they are made of such things."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.copies = 0
+        if triton_kernels_are_interpreted():
+            from triton.runtime.interpreter import GridExecutor
+
+            launch = GridExecutor.__call__
+
+            def unwatched(executor: Any, *arguments: Any, **options: Any) -> None:
+                with _disable_current_modes():
+                    launch(executor, *arguments, **options)
+
+            monkeypatch.setattr(GridExecutor, "__call__", unwatched)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten = torch.ops.aten
+        assert func is not aten._local_scalar_dense.default, "the host waits for a number"
+        assert func is not aten.lift_fresh.default, "a number is sent by itself"
+        if func is aten._to_copy.default:
+            assert "device" not in (kwargs or {}), "something is sent by itself"
+        if func is aten.copy_.default and len(args) == 3:
+            self.copies += args[2]  # non_blocking
+        return func(*args, **(kwargs or {}))
+
+
+def triton_kernels_are_interpreted() -> bool:
+    return not torch.cuda.is_available()
+
+
+@pytest.mark.parametrize("enforce_eager", (False, True), ids=("static", "eager"))
+def test_between_steps_the_host_waits_for_nothing_and_each_takes_one_copy_there_and_one_back(
+    enforce_eager: bool,
+    tiny_checkpoints: ModuleType,
+    step_driver: ModuleType,
+    device: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prompts beside decodes, decodes alone, greedy and drawn. A step's result is asked for when the next one has been
+    launched, which got its tokens nevertheless."""
+    tiny_checkpoints.write_checkpoint(tmp_path, "llama", dtype="float32", sharded=False)
+    steps = ({"a": 9, "b": 20}, {"a": 1, "b": 11}, {"a": 1, "b": 1}, {"b": 1}, {"b": 1, "a": 1, "c": 5})
+
+    def make_driver(kernels: Any, place: str) -> Any:
+        monkeypatch.setattr(torch_step_model, "pick_kernels", lambda device_type: kernels)
+        runner = step_driver.load_runner(
+            tmp_path, device=place, cpu_kernels="torch", running_requests_max=4, enforce_eager=enforce_eager
+        )
+        runner.warm_up()
+        driver = step_driver.StepDriver(runner)
+        for index, (name, length) in enumerate({"a": 9, "b": 31, "c": 5}.items()):
+            sampling = SamplingParams(temperature=index % 2, top_p=0.9)
+            driver.add(name, [(7 * length + 3 * position) % 320 for position in range(length)], sampling, seed=index)
+        return driver
+
+    driver = make_driver(triton, device)
+    finish = None
+    for counts in steps:
+        watched = WatchedCopies(monkeypatch)
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            with watched:
+                launched = driver.launch(counts)
+        finally:
+            if device == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+        assert watched.copies == 2
+        if finish is not None:
+            assert not finish().errors
+        finish = launched
+    assert finish is not None
+    assert not finish().errors
+    plain = make_driver(reference, "cpu")
+    for counts in steps:
+        plain.step(counts)
+    assert driver.tokens == plain.tokens

@@ -1,0 +1,292 @@
+"""Steps that are launched: the next one begins before the host has seen what the last one chose.
+
+On the CPU, with the plain kernels in the part of fused ones. A launched step is over at once there, so what the host
+must not know yet is kept from it: results are asked for late, and in the tests of copies, not at all.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trioserve.contracts.events import RequestFinished, TokensReady
+from trioserve.contracts.ids import RequestId
+from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult
+from trioserve.core.engine import EngineCore
+from trioserve.core.settings import CoreSettings
+from trioserve.model import torch_step_model
+from trioserve.model.begun_step import BegunStep
+from trioserve.model.loading.checkpoint import open_checkpoint
+from trioserve.model.loading.stored_tensor import StoredTensor
+from trioserve.model.number_formats import Dtype, Values
+from trioserve.model.runner import ModelRunner
+from trioserve.model.settings import ModelSettings
+from trioserve_kernels import reference_fused
+
+PLAIN = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01),
+)
+ASKING = (
+    *PLAIN,
+    SamplingParams(temperature=0.9, logprobs=2),
+    SamplingParams(temperature=0.7, repetition_penalty=1.3, presence_penalty=0.5),
+    SamplingParams(temperature=0.0, logit_bias={7: 3.0}, prompt_logprobs=1),
+    SamplingParams(temperature=0.8, min_tokens=6),
+)
+OUTSIDE = 100_000  # no token of the vocabulary
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_step_model, "pick_kernels", lambda device_type: reference_fused)
+
+
+def load(path: Path, *, enforce_eager: bool = False, running_requests_max: int = 64) -> ModelRunner:
+    settings = ModelSettings(
+        device="cpu",
+        dtype="float32",
+        cpu_kernels="torch",
+        block_size=4,
+        kv_cache_bytes=2**24,
+        running_requests_max=running_requests_max,
+        enforce_eager=enforce_eager,
+    )
+    runner = ModelRunner.load(open_checkpoint(path), settings)
+    runner.allocate_kv(120)
+    assert runner.storage is not None
+    for pages in runner.storage.pages:
+        pages[:] = float("nan")
+    return runner
+
+
+def request_of(name: str, prompt: tuple[int, ...], sampling: SamplingParams, *, seed: int = 0) -> EngineRequest:
+    return EngineRequest(
+        id=RequestId(name),
+        prompt_token_ids=prompt,
+        sampling=sampling,
+        output_tokens_max=4 + seed % 7,
+        stop_token_ids=frozenset(range(0, 320, 9)),
+        seed=seed,
+    )
+
+
+class Flight:
+    def __init__(self, runner: ModelRunner, core: EngineCore, plan: StepPlan) -> None:
+        self.plan = plan
+        self.finish = runner.launch(plan, core.abandonment(plan))
+
+
+def answers(
+    runner: ModelRunner, samplings: tuple[SamplingParams, ...], *, overlaps: bool, seed: int = 0, aborts: bool = False
+) -> dict[str, list[object]]:
+    """What a core and this runner say to some requests, those aside that are aborted; one asks for a token that the
+    model does not have. Overlapping, a step's result is asked for when the next one has been launched."""
+    rng = random.Random(seed)
+    core = EngineCore(
+        CoreSettings(
+            block_count=runner.block_count,
+            block_size=runner.block_size,
+            context_tokens_max=64,
+            running_requests_max=4,
+            step_tokens_max=16,
+            overlap_steps=overlaps,
+        )
+    )
+    told: dict[str, list[object]] = {}
+    for number in range(12):
+        name = f"r{number}"
+        told[name] = []
+        prompt = tuple((7 * number + 11 * place) % 300 + 5 for place in range(3 + 4 * number))
+        if number == 5:
+            prompt = (*prompt[:-1], OUTSIDE)
+        core.add(request_of(name, prompt, samplings[number % len(samplings)], seed=number))
+    flights: list[Flight] = []
+    aborted: set[str] = set()
+    while list(core.live_requests()) or flights:
+        if not flights:
+            plan = core.schedule(0.0)
+            assert plan is not None
+            flights.append(Flight(runner, core, plan))
+        if overlaps and rng.random() < 0.8 and (plan := core.schedule_ahead(0.0)) is not None:
+            flights.append(Flight(runner, core, plan))
+        if aborts and rng.random() < 0.1:
+            name = rng.choice(sorted(told))
+            aborted.add(name)
+            core.abort([RequestId(name)], now=0.0)
+        flight = flights.pop(0)
+        result = flight.finish()
+        if result is None:
+            events = core.drop_plan(flight.plan, 0.0)
+        else:
+            events = core.update_from_output(flight.plan, result, 0.0)
+        for event in events:
+            if isinstance(event, TokensReady):
+                told[event.request_id] += event.token_ids
+            elif isinstance(event, RequestFinished):
+                told[event.request_id].append((event.reason, event.stop_token_id))
+    assert core.stats().blocks_used == 0
+    return {name: said for name, said in told.items() if name not in aborted}
+
+
+@pytest.mark.parametrize("samplings", (PLAIN, ASKING), ids=("plain", "asking for more"))
+@pytest.mark.parametrize("enforce_eager", (False, True), ids=("static", "eager"))
+@pytest.mark.usefixtures("fused")
+def test_answers_are_those_of_steps_that_do_not_overlap(
+    enforce_eager: bool, samplings: tuple[SamplingParams, ...], tiny_checkpoint: Callable[..., Path]
+) -> None:
+    runner = load(tiny_checkpoint("qwen3"), enforce_eager=enforce_eager)
+    expected = answers(runner, samplings, overlaps=False)
+    assert sum(map(len, expected.values())) > 40
+    for seed in range(6):
+        got = answers(runner, samplings, overlaps=True, seed=seed, aborts=seed > 2)
+        assert len(got) >= 3
+        assert got == {name: expected[name] for name in got}
+
+
+def add_prompts(driver: Any, count: int) -> list[str]:
+    names = [f"r{index}" for index in range(count)]
+    for index, name in enumerate(names):
+        driver.add(name, [(7 * index + 11 * place) % 300 + 40 for place in range(2 + 3 * index)], PLAIN[index % 3])
+    return names
+
+
+@pytest.mark.parametrize("enforce_eager", (False, True), ids=("static", "eager"))
+@pytest.mark.usefixtures("fused")
+def test_a_token_passes_from_step_to_step_of_any_shape(
+    enforce_eager: bool, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
+) -> None:
+    """Prompts and decodes in one step, then decodes alone, other rows each time, then a prompt again; the result of a
+    step is asked for when the next one has begun."""
+    path = tiny_checkpoint("llama")
+    steps: list[dict[str, int]] = [
+        {"r0": 2, "r1": 5, "r2": 3},
+        {"r1": 1, "r2": 5, "r0": 1},
+        {"r2": 1, "r1": 1},
+        {"r0": 1, "r1": 1, "r2": 1},
+        {"r2": 1, "r3": 11, "r0": 1},
+        {"r3": 1, "r1": 1},
+    ]
+    driver = step_driver.StepDriver(load(path, enforce_eager=enforce_eager))
+    add_prompts(driver, 4)
+    flying: list[Callable[[], StepResult]] = []
+    for counts in steps:
+        flying.append(driver.launch(counts))
+        if len(flying) == 2:
+            assert not flying.pop(0)().errors
+    flying.pop()()
+    plain = step_driver.StepDriver(load(path, enforce_eager=enforce_eager), seed=1)
+    add_prompts(plain, 4)
+    for counts in steps:
+        plain.step(counts)
+    assert driver.tokens == plain.tokens
+
+
+def damaged_runner(path: Path) -> ModelRunner:
+    """Token 33 is not a number."""
+    checkpoint = open_checkpoint(path)
+
+    def damaged(tensor: StoredTensor) -> StoredTensor:
+        def read(dtype: Dtype) -> Values:
+            values = tensor.read(dtype)
+            values[33] = float("nan")
+            return values
+
+        return tensor._replace(read=read) if tensor.name == "embed.weight" else tensor
+
+    settings = ModelSettings(device="cpu", dtype="float32", cpu_kernels="torch", block_size=4, kv_cache_bytes=2**20)
+    changed: Any = SimpleNamespace(
+        config=checkpoint.config,
+        weight_bytes=checkpoint.weight_bytes,
+        tensors=lambda: map(damaged, checkpoint.tensors()),
+    )
+    runner = ModelRunner.load(changed, settings)
+    runner.allocate_kv(60)
+    return runner
+
+
+@pytest.mark.parametrize("bad", (33, 320), ids=("not a number", "outside the vocabulary"))
+@pytest.mark.usefixtures("fused")
+def test_who_failed_in_the_step_before_gets_nothing_and_no_second_error(
+    bad: int, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
+) -> None:
+    """Its step is computed by then, or never was; its neighbours know nothing of it."""
+    path = tiny_checkpoint("llama")
+    driver = step_driver.StepDriver(damaged_runner(path))
+    add_prompts(driver, 2)
+    driver.add("bad", [40, 41, bad])
+    first = driver.launch({"r0": 2, "bad": 3, "r1": 5})
+    second = driver.launch({"bad": 1, "r0": 1, "r1": 1})
+    result = first()
+    assert list(result.errors) == ["bad"]
+    third = driver.launch({"r0": 1, "r1": 1})
+    result = second()
+    assert not result.errors
+    assert [token is None for token in result.token_ids] == [True, False, False]
+    assert not third().errors
+    plain = step_driver.StepDriver(damaged_runner(path), seed=1)
+    names = add_prompts(plain, 2)
+    plain.generate(names, 3)
+    assert {name: driver.tokens[name] for name in names} == plain.tokens
+
+
+@pytest.mark.usefixtures("fused")
+def test_an_abandoned_step_is_not_launched_and_whoever_was_in_it_is_left_out(
+    tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
+) -> None:
+    runner = load(tiny_checkpoint("llama"))
+    driver = step_driver.StepDriver(runner)
+    add_prompts(driver, 2)
+    chunk = driver.chunk("r0", 2)
+    left = runner.launch(StepPlan(0, (chunk,), 2), IsAbandoned(0))
+    ahead = ScheduledChunk(chunk.request, chunk.tokens, 2, 1, chunk.block_table, True, awaits_token=True)
+    other = driver.chunk("r1", 5)
+    behind = runner.launch(StepPlan(1, (ahead, other), 6, is_ahead=True))
+    assert left() is None
+    result = behind()
+    assert result is not None
+    assert not result.errors
+    assert [token is None for token in result.token_ids] == [True, False]
+
+
+@pytest.mark.usefixtures("fused")
+def test_more_tokens_than_are_kept_are_left_to_whoever_waits(
+    tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
+) -> None:
+    runner = load(tiny_checkpoint("llama"), running_requests_max=2)
+    driver = step_driver.StepDriver(runner)
+    names = add_prompts(driver, 3)
+    first = driver.launch({name: driver.left(name) for name in names})
+    second = driver.launch(dict.fromkeys(names, 1))
+    assert not first().errors
+    assert None not in second().token_ids
+    plain = step_driver.StepDriver(load(tiny_checkpoint("llama")), seed=1)
+    add_prompts(plain, 3)
+    plain.generate(names, 2)
+    assert driver.tokens == plain.tokens
+
+
+def test_a_finished_step_lets_go_of_the_step_before(
+    cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
+) -> None:
+    """Whatever computes, and whether or not it launches: a thousand steps hold no thousand results."""
+    runner = step_driver.load_runner(tiny_checkpoint("llama"), cpu_kernels=cpu_kernels)
+    driver = step_driver.StepDriver(runner)
+    driver.add("a", [5, 6, 7])
+    flying = [driver.launch({"a": 3})]
+    for _ in range(5):
+        flying.append(driver.launch({"a": 1}))
+        assert flying.pop(0)().token_ids != (None,)
+        gc.collect()
+        assert sum(type(found) is BegunStep for found in gc.get_objects()) <= 2
+    flying.pop()()
+    runner.close()
