@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -137,6 +138,11 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Nam
         "simulate", help="look for bugs of the engine or the router: histories from seeds, all checked"
     )
     _add_simulate(simulate)
+
+    random_checkpoint = subparsers.add_parser(
+        "random-checkpoint", help="write a checkpoint of a real model's shape with random weights, for measuring"
+    )
+    _add_random_checkpoint(random_checkpoint)
     return parser, {
         "serve": _serve,
         "route": _route,
@@ -145,6 +151,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Nam
         "chat": _chat,
         "bench": _bench,
         "simulate": _simulate,
+        "random-checkpoint": _random_checkpoint,
     }
 
 
@@ -195,6 +202,16 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
         help="an engine for prompts, one for answers, and KV on its way between them (default: off)",
     )
     parser.add_argument("--no-shrink", action="store_true", help="show a failing history as it is (default: off)")
+
+
+def _add_random_checkpoint(parser: argparse.ArgumentParser) -> None:
+    from trioserve.model.real_shapes import SHAPES
+
+    parser.add_argument("shape", choices=SHAPES, help=f"{', '.join(SHAPES)}", metavar="SHAPE")
+    parser.add_argument("directory", type=Path, help="where to: a directory that is empty or not there yet")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="the same one gives the same weights (default: 0)"
+    )
 
 
 def _serve(arguments: argparse.Namespace) -> int:
@@ -298,3 +315,9 @@ def _simulate(arguments: argparse.Namespace) -> int:
 
     settings = SimulateSettings.from_arguments(arguments)
     return run_simulate(settings) if arguments.replay is None else run_replay(arguments.replay, settings)
+
+
+def _random_checkpoint(arguments: argparse.Namespace) -> int:
+    from trioserve.testing.random_checkpoint_command import run_random_checkpoint
+
+    return run_random_checkpoint(arguments.shape, arguments.directory, seed=arguments.seed)

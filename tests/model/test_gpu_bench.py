@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trioserve.model.gpu_bench import Case, bound_seconds, main, table
-from trioserve.model.gpu_bench_shapes import SHAPES
+from trioserve.model.real_shapes import SHAPES
 
 TINY = ["--device", "cpu", "--shape", "tiny", "--batch", "1", "3", "--context", "50"]
 

@@ -29,9 +29,9 @@ from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import ScheduledChunk, StepPlan
 from trioserve.model.device import DeviceType, kv_block_bytes, step_weight_bytes
-from trioserve.model.gpu_bench_shapes import SHAPES, TINY
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import Dtype
+from trioserve.model.real_shapes import SHAPES, TINY
 from trioserve.model.runner import ModelRunner
 from trioserve.model.settings import ModelSettings
 from trioserve.model.torch_step_model import TorchStepModel

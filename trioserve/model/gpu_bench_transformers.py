@@ -16,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from trioserve.model.device import DeviceType
 from trioserve.model.model_config import ModelConfig
+from trioserve.model.random_checkpoint import transformers_config
 from trioserve.model.torch_formats import TORCH_DTYPES
 
 if TYPE_CHECKING:
@@ -53,22 +54,7 @@ def measure_transformers(
 
 
 def _make_model(config: ModelConfig, device: DeviceType) -> Any:
-    made = AutoConfig.for_model(
-        config.architecture,
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.layer_count,
-        num_attention_heads=config.head_count,
-        num_key_value_heads=config.kv_head_count,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.context_tokens_max,
-        rms_norm_eps=config.rms_norm_eps,
-        tie_word_embeddings=config.tie_word_embeddings,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+    made = AutoConfig.for_model(**transformers_config(config), bos_token_id=None, eos_token_id=None, pad_token_id=0)
     with torch.device(device):
         return AutoModelForCausalLM.from_config(made, dtype=TORCH_DTYPES[config.dtype_name]).eval()
 

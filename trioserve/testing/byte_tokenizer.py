@@ -8,7 +8,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.text.tokenizer_parts import TokenizerParts
 
-__all__ = ["BYTE_VOCAB_SIZE", "END_TOKEN_ID", "byte_tokenizer"]
+__all__ = ["BYTE_VOCAB_SIZE", "CHAT_TEMPLATE", "END_TOKEN", "END_TOKEN_ID", "byte_backend", "byte_tokenizer"]
 
 END_TOKEN = "<|end|>"
 END_TOKEN_ID = 256
@@ -22,20 +22,29 @@ CHAT_TEMPLATE = (
 
 def byte_tokenizer() -> Tokenizer:
     """Token i is byte i. The chat template is one line a message."""
-    characters = _characters_of_bytes()
-    backend = tokenizers.Tokenizer(models.BPE({characters[byte]: byte for byte in range(256)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([tokenizers.AddedToken(END_TOKEN, special=True)])
     return Tokenizer(
         TokenizerParts(
-            backend=backend,
+            backend=byte_backend(BYTE_VOCAB_SIZE),
             bos_token=None,
             eos_token=END_TOKEN,
             chat_template=CHAT_TEMPLATE,
             tool_chat_template=None,
         )
     )
+
+
+def byte_backend(vocab_size: int) -> tokenizers.Tokenizer:
+    """Token i is byte i; the last one ends the text. Whatever is between, no text leads to, and it reads " t" and its
+    number."""
+    assert vocab_size >= BYTE_VOCAB_SIZE
+    characters = _characters_of_bytes()
+    vocab = {characters[byte]: byte for byte in range(256)}
+    vocab |= {f"{characters[ord(' ')]}t{token_id}": token_id for token_id in range(256, vocab_size - 1)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([tokenizers.AddedToken(END_TOKEN, special=True)])
+    return backend
 
 
 def _characters_of_bytes() -> list[str]:

@@ -18,6 +18,8 @@ def _shape(
     kv_head_count: int,
     head_dim: int,
     rope_theta: float,
+    context_tokens_max: int,
+    rms_norm_eps: float = 1e-5,
     rope_scaling: RopeScaling | None = None,
     is_tied: bool = False,
 ) -> ModelConfig:
@@ -30,8 +32,8 @@ def _shape(
         head_count=head_count,
         kv_head_count=kv_head_count,
         head_dim=head_dim,
-        context_tokens_max=40_960,
-        rms_norm_eps=1e-5,
+        context_tokens_max=context_tokens_max,
+        rms_norm_eps=rms_norm_eps,
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         tie_word_embeddings=is_tied,
@@ -46,7 +48,7 @@ def _shape(
     )
 
 
-TINY = "tiny"  # of no real model: for trying the program out on a CPU
+TINY = "tiny"  # of no real model: for trying things out
 # From the config.json of each.
 SHAPES: dict[str, ModelConfig] = {
     "llama-3.2-1b": _shape(
@@ -59,6 +61,7 @@ SHAPES: dict[str, ModelConfig] = {
         kv_head_count=8,
         head_dim=64,
         rope_theta=500_000.0,
+        context_tokens_max=131_072,
         rope_scaling=RopeScaling(kind="llama3", factor=32.0),
         is_tied=True,
     ),
@@ -72,6 +75,7 @@ SHAPES: dict[str, ModelConfig] = {
         kv_head_count=8,
         head_dim=128,
         rope_theta=500_000.0,
+        context_tokens_max=131_072,
         rope_scaling=RopeScaling(kind="llama3", factor=8.0),
     ),
     "qwen3-8b": _shape(
@@ -84,6 +88,8 @@ SHAPES: dict[str, ModelConfig] = {
         kv_head_count=8,
         head_dim=128,
         rope_theta=1_000_000.0,
+        context_tokens_max=40_960,
+        rms_norm_eps=1e-6,
     ),
     TINY: _shape(
         "llama",
@@ -95,5 +101,6 @@ SHAPES: dict[str, ModelConfig] = {
         kv_head_count=2,
         head_dim=16,
         rope_theta=10_000.0,
+        context_tokens_max=40_960,
     ),
 }

@@ -1,0 +1,148 @@
+"""Checkpoints of real shapes with random weights, as transformers saves them: what a step reads and computes depends on
+nothing else, so they measure what the real ones would, where these cannot be had."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from trioserve.model.loading.names import Shape, tensor_shapes, transformers_name
+from trioserve.model.model_config import Architecture, ModelConfig
+from trioserve.model.number_formats import VALUE_BYTES, Dtype, convert, empty_values
+
+__all__ = ["checkpoint_bytes", "transformers_config", "write_config", "write_weights"]
+
+DTYPE: Dtype = "bfloat16"
+DEVIATION = 0.02  # with which the makers of these models begin their training, too
+SHARD_BYTES_MAX = 5 * 10**9  # as transformers cuts them
+PIECE_VALUES = 2**22  # drawn, rounded and written at a time
+
+_CLASSES: dict[Architecture, str] = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+Report = Callable[[int, int], None]
+
+
+def transformers_config(config: ModelConfig) -> dict[str, Any]:
+    """What transformers calls these fields in a config.json. For models without sliding windows."""
+    assert not any(config.sliding_windows), "not written"
+    fields: dict[str, Any] = {
+        "model_type": config.architecture,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.layer_count,
+        "num_attention_heads": config.head_count,
+        "num_key_value_heads": config.kv_head_count,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.context_tokens_max,
+        "rms_norm_eps": config.rms_norm_eps,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "attention_bias": config.attention_bias,
+        "rope_theta": config.rope_theta,
+    }
+    scaling = config.rope_scaling
+    if scaling is not None:
+        assert scaling.kind == "llama3", "others are not written"
+        fields["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_context_tokens,
+        }
+    return fields
+
+
+def checkpoint_bytes(config: ModelConfig) -> int:
+    """What the weights take on the disk."""
+    return sum(map(_byte_count, tensor_shapes(config).values()))
+
+
+def write_config(config: ModelConfig, directory: Path, *, eos_token_id: int) -> None:
+    fields = {
+        "architectures": [_CLASSES[config.architecture]],
+        **transformers_config(config),
+        "bos_token_id": None,
+        "eos_token_id": eos_token_id,
+        "hidden_act": "silu",
+        "torch_dtype": DTYPE,
+    }
+    (directory / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+
+
+def write_weights(config: ModelConfig, directory: Path, *, seed: int, progress: Report) -> None:
+    """Normally distributed matrices and biases, norms of 1, in bfloat16. A tensor's values depend on the seed and on
+    its place among the others alone. progress(bytes_done, bytes_total) is called now and then; what it raises ends the
+    writing."""
+    shards = list(_shards(tensor_shapes(config)))
+    total, done = checkpoint_bytes(config), 0
+    weight_map: dict[str, str] = {}
+    place = 0
+    for number, shapes in enumerate(shards, start=1):
+        single = len(shards) == 1
+        name = "model.safetensors" if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        with (directory / name).open("xb") as file:
+            file.write(_header(shapes))
+            for tensor_name, shape in shapes.items():
+                generator = np.random.default_rng([seed, place])
+                place += 1
+                weight_map[transformers_name(tensor_name)] = name
+                for byte_count in _write_tensor(file, tensor_name, math.prod(shape), generator):
+                    done += byte_count
+                    progress(done, total)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _byte_count(shape: Shape) -> int:
+    return math.prod(shape) * VALUE_BYTES[DTYPE]
+
+
+def _shards(shapes: dict[str, Shape]) -> Iterator[dict[str, Shape]]:
+    shard: dict[str, Shape] = {}
+    byte_count = 0
+    for name, shape in shapes.items():
+        if shard and byte_count + _byte_count(shape) > SHARD_BYTES_MAX:
+            yield shard
+            shard, byte_count = {}, 0
+        shard[name] = shape
+        byte_count += _byte_count(shape)
+    yield shard
+
+
+def _header(shapes: dict[str, Shape]) -> bytes:
+    """See https://huggingface.co/docs/safetensors: its length in 8 bytes, JSON, spaces up to a multiple of 8."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        begin, end = end, end + _byte_count(shape)
+        entries[transformers_name(name)] = {"dtype": "BF16", "shape": shape, "data_offsets": (begin, end)}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write_tensor(file: BinaryIO, name: str, count: int, generator: np.random.Generator) -> Iterator[int]:
+    """Yields how many bytes each piece had."""
+    for begin in range(0, count, PIECE_VALUES):
+        piece_count = min(PIECE_VALUES, count - begin)
+        if name.endswith("norm.weight"):
+            singles = np.ones(piece_count, dtype=np.float32)
+        else:
+            singles = generator.standard_normal(piece_count, dtype=np.float32)
+            singles *= DEVIATION
+        piece = empty_values((piece_count,), DTYPE)
+        convert(singles, piece)
+        file.write(piece.data)
+        yield piece.nbytes
