@@ -6,18 +6,16 @@ package does not import torch.
 
 from __future__ import annotations
 
-import importlib.util
-import os
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from trioserve_kernels.paged import DecodeWork
 
-__all__ = ["KERNELS_VARIABLE", "Kernels", "pick_kernels"]
+__all__ = ["Kernels", "KernelsName", "pick_kernels"]
 
-KERNELS_VARIABLE = "TRIOSERVE_KERNELS"  # torch, the default, or triton for CUDA devices
+KernelsName = Literal["torch", "triton"]
 
 
 class Kernels(Protocol):
@@ -81,15 +79,9 @@ class Kernels(Protocol):
     def choose_tokens(self, scores: Tensor, parameters: Tensor, words: Tensor) -> Tensor: ...
 
 
-def pick_kernels(device_type: str = "cpu") -> Kernels:
-    """The implementation for a device: plain torch, or on CUDA, with TRIOSERVE_KERNELS=triton in the environment and
-    triton installed, the Triton kernels. They have not been run on a GPU yet, so nobody gets them unasked.
-    """
-    if (
-        device_type == "cuda"
-        and os.environ.get(KERNELS_VARIABLE) == "triton"
-        and importlib.util.find_spec("triton") is not None
-    ):
+def pick_kernels(name: KernelsName = "torch") -> Kernels:
+    """The implementation of that name. The Triton kernels are for CUDA devices; ModuleNotFoundError without triton."""
+    if name == "triton":
         from trioserve_kernels import triton
 
         return triton

@@ -235,6 +235,7 @@ def _model_settings(config: Config) -> ModelSettings:
         memory_share=config.gpu_memory_utilization,
         threads=config.threads,
         cpu_kernels=config.cpu_kernels,
+        gpu_kernels=config.gpu_kernels,
         quantization=config.quantization,
         running_requests_max=config.max_num_seqs,
         context_tokens_max=config.max_model_len,

@@ -165,6 +165,9 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
         "CPU threads of a forward pass; default: one per core", "N")] = None
     cpu_kernels: Annotated[Literal["auto", "native", "torch"], _about(
         "what computes on a CPU; auto takes native kernels, compiled at the first start, if they can be had")] = "auto"
+    gpu_kernels: Annotated[Literal["torch", "triton"], _about(
+        "what computes on a GPU; triton records decode steps as CUDA graphs, and has not been tried on a GPU yet",
+        )] = "torch"
     quantization: Annotated[Literal["auto", "none", "file", "int8", "int4"], _about(
         "how native kernels keep weights: file keeps a quantized GGUF's blocks, int8 and int4 quantize any checkpoint, "
         "none keeps --dtype; auto takes file where it can, else none")] = "auto"

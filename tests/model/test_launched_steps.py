@@ -48,7 +48,7 @@ OUTSIDE = 100_000  # no token of the vocabulary
 
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_step_model, "pick_kernels", lambda device_type: reference_fused)
+    monkeypatch.setattr(torch_step_model, "pick_kernels", lambda name: reference_fused)
 
 
 def load(path: Path, *, enforce_eager: bool = False, running_requests_max: int = 64) -> ModelRunner:

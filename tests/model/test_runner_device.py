@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from trioserve.contracts.errors import StartupError
+from trioserve.model import torch_step_model
 from trioserve.model.device import (
     default_thread_count,
     free_host_bytes,
@@ -22,6 +23,7 @@ from trioserve.model.device import (
 )
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.settings import ModelSettings
+from trioserve_kernels import reference
 
 
 def config(**changes: Any) -> ModelConfig:
@@ -168,3 +170,31 @@ def test_settings_out_of_range_are_named(field: str, value: Any) -> None:
 def test_the_settings_do_not_load_torch() -> None:
     code = "import sys, trioserve.model.settings; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("gpu_kernels", ("torch", "triton"))
+def test_gpu_kernels_are_for_a_gpu_and_are_missed_with_a_sentence(
+    gpu_kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def pick(name: str) -> object:
+        asked.append(name)
+        if asked == ["torch", gpu_kernels]:
+            raise ModuleNotFoundError("No module named 'triton'")
+        return reference
+
+    monkeypatch.setattr(torch_step_model, "pick_kernels", pick)
+    settings = ModelSettings(gpu_kernels=gpu_kernels)
+    assert (
+        torch_step_model.TorchStepModel(config(), settings, dtype="float32", device="cpu").computed_by == "plain torch"
+    )
+    sentence = f"gpu_kernels is {gpu_kernels}, but it cannot be used here .*'triton'.*: install trioserve.gpu., or take"
+    with pytest.raises(StartupError, match=sentence):
+        torch_step_model.TorchStepModel(config(), settings, dtype="float32", device="cuda")
+    assert asked == ["torch", gpu_kernels]
+
+
+def test_gpu_kernels_have_two_names() -> None:
+    with pytest.raises(StartupError, match="gpu_kernels is 'cuda', allowed is one of torch, triton"):
+        ModelSettings(gpu_kernels="cuda")

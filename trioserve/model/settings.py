@@ -14,6 +14,7 @@ __all__ = ["CpuKernelsName", "DeviceName", "DtypeName", "ModelSettings", "Quanti
 DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 CpuKernelsName = Literal["auto", "native", "torch"]
+GpuKernelsName = Literal["torch", "triton"]
 QuantizationName = Literal["auto", "none", "file", "int8", "int4"]
 
 BLOCK_SIZE_MAX = 256  # tokens; a block is the unit of sharing, and of waste at the end of each sequence
@@ -27,6 +28,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     memory. memory_share: of a GPU's memory, the part that weights, KV cache and everything else may fill together.
     threads: of computing on the CPU; None takes torch's default, one per core.
     cpu_kernels: what computes on the CPU; auto is native, compiled if need be, or plain torch where that cannot be had.
+    gpu_kernels: what computes on a GPU.
     running_requests_max: as many sequences are computed at a time. context_tokens_max: of each at most so many tokens;
     None is what the model takes. Steps that are prepared ahead are made for these.
     enforce_eager: no step is prepared ahead: no CUDA graphs.
@@ -41,6 +43,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     memory_share: float = 0.9
     threads: int | None = None
     cpu_kernels: CpuKernelsName = "auto"
+    gpu_kernels: GpuKernelsName = "torch"
     quantization: QuantizationName = "auto"
     running_requests_max: int = 64
     context_tokens_max: int | None = None
@@ -50,6 +53,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
         _one_of("dtype", self.dtype, get_args(DtypeName))
         _one_of("device", self.device, get_args(DeviceName))
         _one_of("cpu_kernels", self.cpu_kernels, get_args(CpuKernelsName))
+        _one_of("gpu_kernels", self.gpu_kernels, get_args(GpuKernelsName))
         _one_of("quantization", self.quantization, get_args(QuantizationName))
         if self.demands_quantized:
             self._check_quantization()

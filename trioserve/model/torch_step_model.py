@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trioserve.contracts.errors import StartupError
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
 from trioserve.model.chosen import fetch_samples, keep_ids
@@ -54,7 +55,8 @@ class TorchStepModel:
         device: DeviceType,
         kernels: Kernels | None = None,
     ) -> None:
-        """kernels: None takes those that are picked for the device."""
+        """kernels: None takes those that the settings ask for. Raises StartupError if these cannot be had."""
+        kernels = _kernels(settings, device) if kernels is None else kernels
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         self.config = config
@@ -66,7 +68,6 @@ class TorchStepModel:
         self._static: StaticDecode | None = None
         self._kept_ids: Tensor | None = None
         place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
-        kernels = pick_kernels(device) if kernels is None else kernels
         self._kernel_name = kernels.NAME
         self._model: LlamaModel | None = MODEL_TYPES[config.architecture](
             config, kernels, dtype=TORCH_DTYPES[dtype], device=place
@@ -212,6 +213,16 @@ class TorchStepModel:
         self._model = self._storage = self._static = self._kept_ids = None
         if self.device == "cuda":
             torch.cuda.empty_cache()
+
+
+def _kernels(settings: ModelSettings, device: DeviceType) -> Kernels:
+    try:
+        return pick_kernels(settings.gpu_kernels if device == "cuda" else "torch")
+    except ModuleNotFoundError as error:
+        raise StartupError(
+            f"gpu_kernels is {settings.gpu_kernels}, but it cannot be used here ({error}): install trioserve[gpu], or "
+            "take gpu_kernels torch"
+        ) from error
 
 
 def _take_rows(hidden: Tensor, rows: Sequence[int]) -> Tensor:

@@ -24,7 +24,7 @@ PROMPTS = {"a": 36, "b": 2, "c": 9, "d": 8}
 
 def answers(kernels: Any, path: Path, device: str, step_driver: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Tokens, and the logprobs of prompts and answers."""
-    monkeypatch.setattr(torch_step_model, "pick_kernels", lambda device_type: kernels)
+    monkeypatch.setattr(torch_step_model, "pick_kernels", lambda name: kernels)
     driver = step_driver.StepDriver(step_driver.load_runner(path, device=device, cpu_kernels="torch"))
     for index, (name, length) in enumerate(PROMPTS.items()):
         sampling = SamplingParams(temperature=index % 2, top_p=0.9, logprobs=0, prompt_logprobs=0)
@@ -125,7 +125,7 @@ def test_replayed_decodes_answer_as_with_the_plain_kernels(
         return Recording(output, replay)
 
     def generate(kernels: Any, place: str) -> Any:
-        monkeypatch.setattr(torch_step_model, "pick_kernels", lambda device_type: kernels)
+        monkeypatch.setattr(torch_step_model, "pick_kernels", lambda name: kernels)
         runner = step_driver.load_runner(tmp_path, device=place, cpu_kernels="torch", running_requests_max=4)
         runner.warm_up()
         del replayed[:]
@@ -197,7 +197,7 @@ def test_between_steps_the_host_waits_for_nothing_and_each_takes_one_copy_there_
     steps = ({"a": 9, "b": 20}, {"a": 1, "b": 11}, {"a": 1, "b": 1}, {"b": 1}, {"b": 1, "a": 1, "c": 5})
 
     def make_driver(kernels: Any, place: str) -> Any:
-        monkeypatch.setattr(torch_step_model, "pick_kernels", lambda device_type: kernels)
+        monkeypatch.setattr(torch_step_model, "pick_kernels", lambda name: kernels)
         runner = step_driver.load_runner(
             tmp_path, device=place, cpu_kernels="torch", running_requests_max=4, enforce_eager=enforce_eager
         )
