@@ -207,7 +207,7 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
 def _add_random_checkpoint(parser: argparse.ArgumentParser) -> None:
     from trioserve.model.real_shapes import SHAPES
 
-    parser.add_argument("shape", choices=SHAPES, help=f"{', '.join(SHAPES)}", metavar="SHAPE")
+    parser.add_argument("shape", choices=SHAPES, help=", ".join(SHAPES), metavar="SHAPE")
     parser.add_argument("directory", type=Path, help="where to: a directory that is empty or not there yet")
     parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="the same one gives the same weights (default: 0)"

@@ -7,6 +7,7 @@ must not know yet is kept from it: results are asked for late, and in the tests 
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trioserve.contracts.events import RequestFinished, TokensReady
 from trioserve.contracts.ids import RequestId
@@ -189,6 +192,54 @@ def test_a_token_passes_from_step_to_step_of_any_shape(
     for counts in steps:
         plain.step(counts)
     assert driver.tokens == plain.tokens
+
+
+class Sources(TorchDispatchMode):
+    """From where in the host's memory a launch copies without waiting; there comes before back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and len(args) == 3 and args[2]:
+            self.addresses.append(args[1].data_ptr())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("fused")
+def test_what_the_device_may_still_read_is_not_written(
+    tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
+) -> None:
+    """The copy of a step's arrays may wait behind the step before it, while the next one's are filled in."""
+    driver = step_driver.StepDriver(load(tiny_checkpoint("llama")))
+    driver.add("a", [5, 6, 7])
+    driver.launch({"a": 3})()
+    sources: list[int] = []
+    flying: list[Callable[[], StepResult]] = []
+    for _ in range(4):
+        with Sources() as seen:
+            flying.append(driver.launch({"a": 1}))
+        sources.append(seen.addresses[0])
+        if len(flying) == 2:
+            flying.pop(0)()
+    assert all(one != next_one for one, next_one in itertools.pairwise(sources))
+
+
+@pytest.mark.parametrize("sampling", ASKING)
+@pytest.mark.usefixtures("fused")
+def test_a_piece_of_a_prompt_keeps_no_step_from_being_launched(
+    sampling: SamplingParams, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
+) -> None:
+    """What its request asks of a token counts when there is one; its prompt's logprobs are asked of each piece."""
+    runner = load(tiny_checkpoint("llama"))
+    driver = step_driver.StepDriver(runner)
+    driver.add("piece", list(range(40, 60)), sampling)
+    driver.add("whole", [5, 6, 7])
+    plan = StepPlan(0, (driver.chunk("piece", 5), driver.chunk("whole", 3)), 8)
+    with Sources() as seen:
+        runner.launch(plan)
+    assert (len(seen.addresses) == 2) == (sampling.prompt_logprobs is None)
 
 
 def damaged_runner(path: Path) -> ModelRunner:

@@ -11,8 +11,10 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from trioserve.model.loading.hf_config import TRANSFORMERS_CLASSES
 from trioserve.model.loading.names import Shape, tensor_shapes, transformers_name
-from trioserve.model.model_config import Architecture, ModelConfig
+from trioserve.model.loading.safetensors import INDEX_NAME
+from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype, convert, empty_values
 
 __all__ = ["checkpoint_bytes", "transformers_config", "write_config", "write_weights"]
@@ -22,19 +24,11 @@ DEVIATION = 0.02  # with which the makers of these models begin their training, 
 SHARD_BYTES_MAX = 5 * 10**9  # as transformers cuts them
 PIECE_VALUES = 2**22  # drawn, rounded and written at a time
 
-_CLASSES: dict[Architecture, str] = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-
-Report = Callable[[int, int], None]
-
 
 def transformers_config(config: ModelConfig) -> dict[str, Any]:
-    """What transformers calls these fields in a config.json. For models without sliding windows."""
+    """What transformers calls these fields in a config.json. For models without sliding windows and MLP biases."""
     assert not any(config.sliding_windows), "not written"
+    assert not config.mlp_bias, "not written"
     fields: dict[str, Any] = {
         "model_type": config.architecture,
         "vocab_size": config.vocab_size,
@@ -70,7 +64,7 @@ def checkpoint_bytes(config: ModelConfig) -> int:
 
 def write_config(config: ModelConfig, directory: Path, *, eos_token_id: int) -> None:
     fields = {
-        "architectures": [_CLASSES[config.architecture]],
+        "architectures": [name for name, kind in TRANSFORMERS_CLASSES.items() if kind == config.architecture],
         **transformers_config(config),
         "bos_token_id": None,
         "eos_token_id": eos_token_id,
@@ -80,7 +74,7 @@ def write_config(config: ModelConfig, directory: Path, *, eos_token_id: int) -> 
     (directory / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
 
 
-def write_weights(config: ModelConfig, directory: Path, *, seed: int, progress: Report) -> None:
+def write_weights(config: ModelConfig, directory: Path, *, seed: int, progress: Callable[[int, int], None]) -> None:
     """Normally distributed matrices and biases, norms of 1, in bfloat16. A tensor's values depend on the seed and on
     its place among the others alone. progress(bytes_done, bytes_total) is called now and then; what it raises ends the
     writing."""
@@ -102,7 +96,7 @@ def write_weights(config: ModelConfig, directory: Path, *, seed: int, progress: 
                     progress(done, total)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        (directory / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _byte_count(shape: Shape) -> int:

@@ -34,7 +34,7 @@ from trioserve.model.samples import (
 from trioserve_kernels import Kernels
 from trioserve_kernels.reference import Flaw
 
-__all__ = ["finite_rows", "sample", "token_logprobs"]
+__all__ = ["finite_rows", "sample", "token_logprobs", "word_of"]
 
 SORTED_CANDIDATES = 256  # of each row; almost every top_k and top_p ends before, and sorting a whole row costs 1.5 ms
 CANDIDATES_GROWTH = 16  # a row that needs more gets 4,096, and only then all
@@ -85,6 +85,11 @@ def sample(logits: Tensor, chunks: Sequence[ScheduledChunk], kernels: Kernels | 
     return samples
 
 
+def word_of(chunk: ScheduledChunk) -> int:
+    """The random bits of its next token, as choose_tokens takes them: an int64."""
+    return signed(draw_word(chunk.request.seed, chunk.start + chunk.count))
+
+
 def _sample_fused(logits: Tensor, chunks: Sequence[ScheduledChunk], kernels: Kernels) -> Samples:
     """As sample: the same order of changes, the same draw. What is chosen comes back in one copy; only rows that ask
     for logprobs, biases or penalties cost more."""
@@ -96,7 +101,7 @@ def _sample_fused(logits: Tensor, chunks: Sequence[ScheduledChunk], kernels: Ker
             _adjust_(scores[row], chunk)
     samplings = [chunk.request.sampling for chunk in chunks]
     parameters = [draw_parameters(sampling) for sampling in samplings]
-    words = [signed(draw_word(chunk.request.seed, chunk.start + chunk.count)) for chunk in chunks]
+    words = list(map(word_of, chunks))
     chosen = kernels.choose_tokens(
         scores,
         torch.tensor(parameters, dtype=torch.float64).to(logits.device, non_blocking=True),

@@ -99,7 +99,7 @@ class StaticDecode:
         return self._inputs.kept_ids
 
     def takes(self, chunks: Sequence[ScheduledChunk]) -> bool:
-        """Whether `compute` can answer for all of these: decodes, each with nothing but a token to choose."""
+        """Whether `launch` can answer for all of these: decodes, each with nothing but a token to choose."""
         return len(chunks) <= self.sizes[-1] and all(
             chunk.samples and chunk.row_count == 1 and chunk.start < self._context_tokens_max and is_chosen_alone(chunk)
             for chunk in chunks

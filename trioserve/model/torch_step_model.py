@@ -14,13 +14,12 @@ from trioserve.contracts.step import IsAbandoned, ScheduledChunk
 from trioserve.model.chosen import fetch_samples, keep_ids
 from trioserve.model.cuda_graphs import CudaGraphRecorder
 from trioserve.model.device import DeviceType, step_weight_bytes
-from trioserve.model.drawing import draw_word, signed
 from trioserve.model.families import MODEL_TYPES
 from trioserve.model.families.llama import LlamaModel
 from trioserve.model.kv_storage import KVStorage
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype
-from trioserve.model.sampler import finite_rows, sample, token_logprobs
+from trioserve.model.sampler import finite_rows, sample, token_logprobs, word_of
 from trioserve.model.samples import (
     PROMPT_LOGPROB_ROWS,
     ComputedStep,
@@ -196,7 +195,7 @@ class TorchStepModel:
         step = build_step_tensors(chunks, self._shape, sending)
         rows = sending.add(np.array([step.first_rows[place] + chunks[place].count - 1 for place in sampled]))
         parameters = sending.add(np.array([draw_parameters(chunks[place].request.sampling) for place in sampled]))
-        words = sending.add(np.array([_word(chunks[place]) for place in sampled], dtype=np.int64))
+        words = sending.add(np.array([word_of(chunks[place]) for place in sampled], dtype=np.int64))
         given = None
         if awaited:
             given = sending.add(np.array([[step.first_rows[place], row] for place, row in awaited.items()]).T.copy())
@@ -229,10 +228,6 @@ def _take_rows(hidden: Tensor, rows: Sequence[int]) -> Tensor:
     if list(rows) == list(range(hidden.shape[0])):
         return hidden
     return hidden.index_select(0, torch.tensor(rows).to(hidden.device, non_blocking=True))
-
-
-def _word(chunk: ScheduledChunk) -> int:
-    return signed(draw_word(chunk.request.seed, chunk.start + chunk.count))
 
 
 def _prompt_logprobs(model: LlamaModel, hidden: Tensor, chunk: ScheduledChunk) -> tuple[TokenLogprob, ...] | None:

@@ -10,11 +10,11 @@ from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.loading.fields import Fields
 from trioserve.model.model_config import Architecture, Dtype, ModelConfig, RopeScaling
 
-__all__ = ["model_config_from", "read_json_object", "sampling_defaults_from"]
+__all__ = ["TRANSFORMERS_CLASSES", "model_config_from", "read_json_object", "sampling_defaults_from"]
 
 JSON_BYTES_MAX = 64 * 2**20  # the index of the largest checkpoint we know has 15 MB
 
-_ARCHITECTURES: dict[str, Architecture] = {
+TRANSFORMERS_CLASSES: dict[str, Architecture] = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
@@ -106,15 +106,16 @@ def _architecture(fields: Fields) -> Architecture:
     named = fields.strings_or("architectures", None)
     model_type = fields.text_or("model_type", None)
     if named:
-        if named[0] in _ARCHITECTURES:
-            return _ARCHITECTURES[named[0]]
+        if named[0] in TRANSFORMERS_CLASSES:
+            return TRANSFORMERS_CLASSES[named[0]]
     else:
-        for architecture in _ARCHITECTURES.values():
+        for architecture in TRANSFORMERS_CLASSES.values():
             if model_type == architecture:
                 return architecture
     came = named[0] if named else model_type
     raise ModelLoadError(
-        f"the model's architecture is {came or 'not named in config.json'}; supported are {', '.join(_ARCHITECTURES)}"
+        f"the model's architecture is {came or 'not named in config.json'}; "
+        f"supported are {', '.join(TRANSFORMERS_CLASSES)}"
     )
 
 

@@ -23,10 +23,10 @@ from trioserve.model.loading.stored_tensor import StoredTensor, read_plain
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype
 
-__all__ = ["SafetensorsCheckpoint"]
+__all__ = ["INDEX_NAME", "SafetensorsCheckpoint"]
 
 _DTYPES: dict[str, Dtype] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-_INDEX_NAME = "model.safetensors.index.json"
+INDEX_NAME = "model.safetensors.index.json"
 HEADER_BYTES_MAX = 100_000_000  # the package's own limit
 
 
@@ -87,7 +87,7 @@ class SafetensorsCheckpoint:
 
 def _stored_tensors(directory: Path) -> dict[str, _StoredTensor]:
     """Every tensor by its name out there; from one file, or from those that the index names."""
-    index_path = directory / _INDEX_NAME
+    index_path = directory / INDEX_NAME
     single = directory / "model.safetensors"
     if single.is_file():
         return _header(single)
@@ -96,34 +96,34 @@ def _stored_tensors(directory: Path) -> dict[str, _StoredTensor]:
     files = sorted(directory.glob("*.safetensors"))
     if len(files) != 1:
         raise ModelLoadError(
-            f"the directory has {len(files)} safetensors files but no {_INDEX_NAME}, which says what is in which: "
+            f"the directory has {len(files)} safetensors files but no {INDEX_NAME}, which says what is in which: "
             "fetch the checkpoint again"
         )
     return _header(files[0])
 
 
 def _indexed_tensors(directory: Path) -> dict[str, _StoredTensor]:
-    fields = Fields(read_json_object(directory / _INDEX_NAME), _INDEX_NAME)
+    fields = Fields(read_json_object(directory / INDEX_NAME), INDEX_NAME)
     weight_map = fields.object_or_none("weight_map")
     if not weight_map:
-        raise ModelLoadError(f"{_INDEX_NAME} has no weight_map: fetch the checkpoint again")
+        raise ModelLoadError(f"{INDEX_NAME} has no weight_map: fetch the checkpoint again")
     file_names: dict[str, str] = {}
     for name, file_name in weight_map.items():
         if not isinstance(file_name, str) or "\0" in file_name or Path(file_name).name != file_name:
-            raise ModelLoadError(f"{_INDEX_NAME} says that {name} is in {file_name!r}, which is no plain file name")
+            raise ModelLoadError(f"{INDEX_NAME} says that {name} is in {file_name!r}, which is no plain file name")
         file_names[name] = file_name
     shards = sorted(set(file_names.values()))
     absent = [shard for shard in shards if not (directory / shard).is_file()]
     if absent:
         raise ModelLoadError(
-            f"{_INDEX_NAME} names {len(shards)} files, of which {len(absent)} are missing, {absent[0]} first: "
+            f"{INDEX_NAME} names {len(shards)} files, of which {len(absent)} are missing, {absent[0]} first: "
             "fetch the checkpoint again"
         )
     headers = {shard: _header(directory / shard) for shard in shards}
     for name, shard in file_names.items():
         if name not in headers[shard]:
             raise ModelLoadError(
-                f"{_INDEX_NAME} says that {name} is in {shard}, but it is not: fetch the checkpoint again"
+                f"{INDEX_NAME} says that {name} is in {shard}, but it is not: fetch the checkpoint again"
             )
     return {name: headers[shard][name] for name, shard in file_names.items()}
 
