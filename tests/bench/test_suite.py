@@ -203,20 +203,24 @@ def test_an_interruption_ends_the_whole_suite_and_shows_what_there_is(short_rows
         return outcome if len(calls) < 3 else type(outcome)(outcome.report, 130)
 
     monkeypatch.setattr(suite, "measure", interrupted_at_the_third)
+    rates = iter((1e12,))  # measured before, and not once more when somebody wants to stop
+    monkeypatch.setattr(suite, "product_rate", lambda: next(rates))
     with served() as first, served() as second:
         assert main(SuiteSettings(url=first, peers=(second,), vocab_size=256)) == 130
         assert calls == [first, second, first]
     assert "| a | " in capsys.readouterr().out
 
 
-def test_every_bound_is_of_the_bandwidth_that_the_report_names(short_rows, monkeypatch, tmp_path):
-    speeds = iter((1e9, 4e9))
+@pytest.mark.parametrize("rates", [(1e9, 5e9), (5e9, 1e9), (None, 5e9), (5e9, None)])
+def test_every_bound_is_of_the_faster_rates_that_the_report_names(rates, short_rows, monkeypatch, tmp_path):
+    speeds, products = iter((1e9, 4e9)), iter(rates)
     monkeypatch.setattr(suite, "read_bandwidth", lambda: next(speeds))
+    monkeypatch.setattr(suite, "product_rate", lambda: next(products))
     path = tmp_path / "suite.json"
     with served(**{**MODEL, "token_kv_bytes": 0.001}) as url:
         assert main(SuiteSettings(url=url, rows=("a",), vocab_size=256, json_path=str(path))) == 0
     report = json.loads(path.read_text())
-    assert report["read_bytes_per_second"] == 4e9
+    assert (report["read_bytes_per_second"], report["product_flops_per_second"]) == (4e9, 5e9)
     assert report["results"][0]["decode_bound"] == pytest.approx(4.0, rel=1e-3)
 
 

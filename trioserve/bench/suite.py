@@ -96,7 +96,8 @@ def main(settings: SuiteSettings) -> int:
         if outcome.exit_code == EXIT_INTERRUPTED:
             exit_code = EXIT_INTERRUPTED
             break
-    bandwidth = max(bandwidth, read_bandwidth())  # of the quieter moment, for every bound
+    if exit_code != EXIT_INTERRUPTED:  # every bound is of the quieter moment
+        bandwidth, products = max(bandwidth, read_bandwidth()), _faster(products, product_rate())
     results = [
         _result(row, url, measured[row.name, url], costs[url], bandwidth, products)
         for row in settings.chosen_rows
@@ -123,6 +124,10 @@ def main(settings: SuiteSettings) -> int:
     elif settings.json_path is not None:
         pathlib.Path(settings.json_path).write_bytes(report_json(report))
     return exit_code
+
+
+def _faster(first: float | None, second: float | None) -> float | None:
+    return max((rate for rate in (first, second) if rate is not None), default=None)
 
 
 def decode_bound(row: Row, cost: Cost, bytes_per_second: float) -> float:
