@@ -81,53 +81,6 @@ inline int64_t partial_count(const AttentionShape& shape) {
     return int64_t(shape.heads) * (shape.head_dim + 2);
 }
 
-// The dot products of one query with 16 keys, which lie `key` behind the tokens' beginnings.
-template <class T>
-inline Lanes score_tokens(const T* query, const T* const* tokens, int64_t key, int64_t dim) {
-    Lanes sums[LANES];
-    for (int token = 0; token < LANES; token++) sums[token] = zero();
-    int64_t d = 0;
-#if defined(__AVX512BF16__)
-    if constexpr (sizeof(T) == 2) {
-        for (; d + 32 <= dim; d += 32) {
-            const __m512bh part = (__m512bh)_mm512_loadu_si512(query + d);
-            for (int token = 0; token < LANES; token++)
-                sums[token] = _mm512_dpbf16_ps(sums[token], part, (__m512bh)_mm512_loadu_si512(tokens[token] + key + d));
-        }
-    }
-#endif
-    for (; d < dim; d += LANES) {
-        const Lanes part = load(query + d);
-        for (int token = 0; token < LANES; token++) sums[token] = fma(part, load(tokens[token] + key + d), sums[token]);
-    }
-    return sums_of(sums);
-}
-
-// sums[head] += weights of the tokens times 16 * VECTORS numbers that lie `value_at` behind the tokens' beginnings.
-template <class T, int HEADS, int VECTORS>
-inline void add_values(const float* weights, int64_t weight_stride, const T* const* tokens, int64_t value_at,
-                       int count, float* sums, int64_t sums_stride) {
-    Lanes sum[HEADS][VECTORS];
-    for (int head = 0; head < HEADS; head++)
-        for (int vector = 0; vector < VECTORS; vector++)
-            sum[head][vector] = load(sums + head * sums_stride + vector * LANES);
-    for (int token = 0; token < count; token++) {
-        Lanes value[VECTORS];
-        for (int vector = 0; vector < VECTORS; vector++) value[vector] = load(tokens[token] + value_at + vector * LANES);
-        for (int head = 0; head < HEADS; head++) {
-            const Lanes weight = set(weights[head * weight_stride + token]);
-            for (int vector = 0; vector < VECTORS; vector++)
-                sum[head][vector] = fma(weight, value[vector], sum[head][vector]);
-        }
-    }
-    for (int head = 0; head < HEADS; head++)
-        for (int vector = 0; vector < VECTORS; vector++)
-            store(sums + head * sums_stride + vector * LANES, sum[head][vector]);
-}
-
-// What a new largest score leaves of the weights so far. Most spans bring none.
-inline float kept_share(float best, float new_best) { return best == new_best ? 1.0f : std::exp(best - new_best); }
-
 // Brings a thread's next tokens into the second cache, in the order in which they lie in their pages: so memory gives
 // them fastest. It is called often, for a few lines each time, since memory takes only so many at once.
 class Fetch {
@@ -165,7 +118,12 @@ public:
     }
 
 private:
-    static constexpr int64_t TOKENS_AHEAD = 64, BYTES = 256, BYTES_AFTER = 32768;
+    static constexpr int64_t TOKENS_AHEAD = 64, BYTES_AFTER = 32768;
+#if defined(__AMX_BF16__)
+    static constexpr int64_t BYTES = 256;
+#else
+    static constexpr int64_t BYTES = 64;  // more than some dozen lines at once are not fetched at all
+#endif
 
     struct Range {
         const int32_t* table = nullptr;
@@ -204,6 +162,112 @@ private:
     Range now_, then_;
 };
 
+// The dot products of one query with 16 keys, which lie `key` behind the tokens' beginnings.
+template <class T>
+inline Lanes score_tokens(const T* query, const T* const* tokens, int64_t key, int64_t dim, Fetch& fetch) {
+    Lanes sums[LANES];
+    for (int token = 0; token < LANES; token++) sums[token] = zero();
+    for (int64_t d = 0; d < dim; d += LANES) {
+        const Lanes part = load(query + d);
+        for (int token = 0; token < LANES; token++) {
+            sums[token] = fma(part, load(tokens[token] + key + d), sums[token]);
+            if (token % 8 == 7) fetch.some();
+        }
+    }
+    return sums_of(sums);
+}
+
+#if defined(__AVX512BF16__)
+// What every fourth of the tokens has at `at`, `count` numbers each, 32 at most, becomes four vectors with 8 numbers of each.
+inline void quarters_side_by_side(const bf16* const* tokens, int64_t at, int64_t count, __m512bh* parts) {
+    const __mmask32 are_there = count < 32 ? (1u << count) - 1 : ~0u;
+    const auto numbers = [=](int token) { return _mm512_maskz_loadu_epi16(are_there, tokens[token] + at); };
+    const __m512i a = numbers(0), b = numbers(4), c = numbers(8), d = numbers(12);
+    const __m512i ab_low = _mm512_shuffle_i32x4(a, b, 0x44), ab_high = _mm512_shuffle_i32x4(a, b, 0xee);
+    const __m512i cd_low = _mm512_shuffle_i32x4(c, d, 0x44), cd_high = _mm512_shuffle_i32x4(c, d, 0xee);
+    parts[0] = (__m512bh)_mm512_shuffle_i32x4(ab_low, cd_low, 0x88);
+    parts[1] = (__m512bh)_mm512_shuffle_i32x4(ab_low, cd_low, 0xdd);
+    parts[2] = (__m512bh)_mm512_shuffle_i32x4(ab_high, cd_high, 0x88);
+    parts[3] = (__m512bh)_mm512_shuffle_i32x4(ab_high, cd_high, 0xdd);
+}
+
+// The dot products of several queries, behind each of which lie zeros, with 16 keys. Eight numbers of each of four keys are
+// brought side by side, once for all queries: so four sums are left to be added up in the end, rather than sixteen.
+template <int HEADS>
+inline void score_quarters(const bf16* queries, int64_t stride, const bf16* const* tokens, int64_t key, int64_t dim,
+                            Lanes* scores, Fetch& fetch) {
+    constexpr int TOGETHER = 2;  // fours of keys
+    Lanes sums[HEADS][4];
+    for (int first = 0; first < 4; first += TOGETHER) {
+        Lanes sum[HEADS][TOGETHER];
+        for (int head = 0; head < HEADS; head++)
+            for (int four = 0; four < TOGETHER; four++) sum[head][four] = zero();
+        for (int64_t d = 0; d < dim; d += 32) {
+            __m512bh parts[TOGETHER][4];  // 8 numbers of each key
+            for (int four = 0; four < TOGETHER; four++) {
+                quarters_side_by_side(tokens + first + four, key + d, dim - d, parts[four]);
+                fetch.some();
+            }
+            for (int head = 0; head < HEADS; head++)
+                for (int part = 0; part < 4; part++) {
+                    const bf16* from = queries + head * stride + d + 8 * part;
+                    const auto query = (__m512bh)_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)from));
+                    for (int four = 0; four < TOGETHER; four++)
+                        sum[head][four] = _mm512_dpbf16_ps(sum[head][four], query, parts[four][part]);
+                }
+        }
+        for (int head = 0; head < HEADS; head++)
+            for (int four = 0; four < TOGETHER; four++) sums[head][first + four] = sum[head][four];
+    }
+    for (int head = 0; head < HEADS; head++) scores[head] = sums_of_quarters(sums[head]);
+}
+#endif
+
+// The dot products of each head's query with 16 keys. fetch.some() is called dim / 8 times at least.
+template <int HEADS, class T>
+inline void score_heads(const T* queries, int64_t stride, const T* const* tokens, int64_t key, int64_t dim, Lanes* scores,
+                        Fetch& fetch) {
+#if defined(__AVX512BF16__)
+    if constexpr (sizeof(T) == sizeof(bf16)) {
+        score_quarters<HEADS>(queries, stride, tokens, key, dim, scores, fetch);
+        return;
+    }
+#endif
+    for (int head = 0; head < HEADS; head++)
+        scores[head] = score_tokens(queries + head * stride, tokens, key, dim, fetch);
+}
+
+// sums[head] += weights of the tokens times 16 * VECTORS numbers that lie `value_at` behind the tokens' beginnings.
+template <class T, int HEADS, int VECTORS>
+inline void add_values(const float* weights, int64_t weight_stride, const T* const* tokens, int64_t value_at,
+                       int count, float* sums, int64_t sums_stride, Fetch& fetch) {
+    Lanes sum[HEADS][VECTORS];
+    for (int head = 0; head < HEADS; head++)
+        for (int vector = 0; vector < VECTORS; vector++)
+            sum[head][vector] = load(sums + head * sums_stride + vector * LANES);
+    for (int token = 0; token < count; token++) {
+        Lanes value[VECTORS];
+        for (int vector = 0; vector < VECTORS; vector++) value[vector] = load(tokens[token] + value_at + vector * LANES);
+        for (int head = 0; head < HEADS; head++) {
+            const Lanes weight = set(weights[head * weight_stride + token]);
+            for (int vector = 0; vector < VECTORS; vector++)
+                sum[head][vector] = fma(weight, value[vector], sum[head][vector]);
+        }
+        fetch.some();
+    }
+    for (int head = 0; head < HEADS; head++)
+        for (int vector = 0; vector < VECTORS; vector++)
+            store(sums + head * sums_stride + vector * LANES, sum[head][vector]);
+}
+
+// What a new largest score leaves of the weights so far. Most spans bring none.
+inline float kept_share(float best, float new_best) { return best == new_best ? 1.0f : std::exp(best - new_best); }
+
+// How often fetch.some() is called, at least, while some heads meet so many tokens.
+inline int64_t fetches_of_span(int64_t tokens, int64_t dim) {
+    return (tokens + LANES - 1) / LANES * (dim / 8) + tokens * (dim / (4 * LANES) + dim % (4 * LANES) / LANES);
+}
+
 template <class T, int HEADS>
 void attend_heads(const AttentionShape& shape, const T* query, const T* const* tokens_at, int64_t key, int tokens,
                   float* best, float* total, float* sums, Fetch& fetch) {
@@ -211,14 +275,12 @@ void attend_heads(const AttentionShape& shape, const T* query, const T* const* t
     const float scale = 1.0f / std::sqrt(float(dim));
     alignas(64) float weights[HEADS][SPAN];
     for (int token = 0; token < tokens; token += LANES) {
-        fetch.some();
         for (int index = token; index < token + LANES; index++)
             for (int64_t d = 0; d < dim; d += 64 / int64_t(sizeof(T)))
                 _mm_prefetch(reinterpret_cast<const char*>(tokens_at[index] + key + shape.kv_heads * dim + d), _MM_HINT_T0);
-        for (int head = 0; head < HEADS; head++) {
-            const Lanes scores = score_tokens(query + head * shape.query_stride(), tokens_at + token, key, dim);
-            store(weights[head] + token, mul(scores, set(scale)));
-        }
+        Lanes scores[HEADS];
+        score_heads<HEADS>(query, shape.query_stride(), tokens_at + token, key, dim, scores, fetch);
+        for (int head = 0; head < HEADS; head++) store(weights[head] + token, mul(scores[head], set(scale)));
     }
     const int padded = int(rounded_up(tokens, LANES));
     for (int head = 0; head < HEADS; head++) {
@@ -242,10 +304,10 @@ void attend_heads(const AttentionShape& shape, const T* query, const T* const* t
     const int64_t value = key + shape.kv_heads * dim;
     for (int64_t d = 0; d < dim;) {
         if (d + 4 * LANES <= dim) {
-            add_values<T, HEADS, 4>(weights[0], SPAN, tokens_at, value + d, tokens, sums + d, dim);
+            add_values<T, HEADS, 4>(weights[0], SPAN, tokens_at, value + d, tokens, sums + d, dim, fetch);
             d += 4 * LANES;
         } else {
-            add_values<T, HEADS, 1>(weights[0], SPAN, tokens_at, value + d, tokens, sums + d, dim);
+            add_values<T, HEADS, 1>(weights[0], SPAN, tokens_at, value + d, tokens, sums + d, dim, fetch);
             d += LANES;
         }
     }
@@ -266,7 +328,7 @@ void attend_direct(const AttentionShape& shape, const Chunk& chunk, const Attent
     const T* tokens_at[SPAN];
     for (int64_t begin = piece.from; begin < piece.to; begin += SPAN) {
         const int count = int(std::min<int64_t>(SPAN, piece.to - begin));
-        fetch.begin_span(count, shape.kv_heads * ((group + HEADS_MAX - 1) / HEADS_MAX) * ((count + LANES - 1) / LANES));
+        fetch.begin_span(count, shape.kv_heads * ((group + HEADS_MAX - 1) / HEADS_MAX) * fetches_of_span(count, dim));
         find_tokens(pages, shape, chunk, begin, count, tokens_at);
         // The lanes of the last 16 that have no token read the last one's key; their scores are overwritten.
         for (int index = count; index < SPAN; index++) tokens_at[index] = tokens_at[count - 1];

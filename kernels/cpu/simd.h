@@ -150,17 +150,18 @@ inline void store_cut_in_turn(bf16* to, Lanes even, Lanes odd) {
     _mm512_storeu_si512(to, _mm512_mask_blend_epi16(0xaaaaaaaa, low, _mm512_castps_si512(odd)));
 }
 
+// In each quarter of the result, the sums of the four rows' lanes there.
+inline Lanes sums_of_quarters(const Lanes* rows) {
+    const __m512 a = _mm512_add_ps(_mm512_unpacklo_ps(rows[0], rows[1]), _mm512_unpackhi_ps(rows[0], rows[1]));
+    const __m512 b = _mm512_add_ps(_mm512_unpacklo_ps(rows[2], rows[3]), _mm512_unpackhi_ps(rows[2], rows[3]));
+    const __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b));
+    const __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b));
+    return _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+}
 // Lane i of the result is the sum of all lanes of rows[i].
 inline Lanes sums_of(const Lanes* rows) {
     __m512 quads[4];
-    for (int group = 0; group < 4; group++) {
-        const Lanes* r = rows + 4 * group;
-        const __m512 a = _mm512_add_ps(_mm512_unpacklo_ps(r[0], r[1]), _mm512_unpackhi_ps(r[0], r[1]));
-        const __m512 b = _mm512_add_ps(_mm512_unpacklo_ps(r[2], r[3]), _mm512_unpackhi_ps(r[2], r[3]));
-        const __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b));
-        const __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b));
-        quads[group] = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
-    }
+    for (int group = 0; group < 4; group++) quads[group] = sums_of_quarters(rows + 4 * group);
     const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(quads[0], quads[1], 0x88),
                                     _mm512_shuffle_f32x4(quads[0], quads[1], 0xdd));
     const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(quads[2], quads[3], 0x88),
