@@ -103,17 +103,20 @@ public:
 
     // `tokens` will be read, in which time some() is called `calls` times.
     void begin_span(int64_t tokens, int64_t calls) {
-        wanted_ = (tokens + TOKENS_AHEAD - ahead_) * token_bytes_ / BYTES;
-        steps_of_call_ = int((wanted_ + calls - 1) / calls);
+        const int64_t steps = (tokens + TOKENS_AHEAD - ahead_) * token_bytes_ / BYTES;
+        wanted_ = std::max<int64_t>(steps, 0) * BYTES;
+        steps_of_call_ = int((steps + calls - 1) / calls);
+        stop_ = at_;
         ahead_ -= tokens;
     }
 
-    void some() {
-        for (int step = 0; step < steps_of_call_ && wanted_ > 0; step++) {
-            if (at_ >= end_ && !begin_page()) return;
+    // Stands where sums fill the registers: what is rare in it must be a call, and nothing else may be one.
+    __attribute__((always_inline)) inline void some() {
+        const int steps = steps_of_call_;
+        for (int step = 0; step < steps; step++) {
+            if (at_ >= stop_ && !go_on()) return;
             for (int64_t byte = 0; byte < BYTES; byte += 64) _mm_prefetch(at_ + byte, _MM_HINT_T1);
             at_ += BYTES;
-            wanted_--;
         }
     }
 
@@ -129,6 +132,18 @@ private:
         const int32_t* table = nullptr;
         int64_t from = 0, to = 0;
     };
+
+    // Up to stop_ all was fetched. False: nothing more is wanted in this span.
+    __attribute__((noinline, cold)) bool go_on() {
+        if (wanted_ > 0 && (at_ < end_ || begin_page())) {
+            const int64_t bytes = std::min<int64_t>(rounded_up(end_ - at_, BYTES), wanted_);
+            stop_ = at_ + bytes;
+            wanted_ -= bytes;
+            return true;
+        }
+        steps_of_call_ = 0;
+        return false;
+    }
 
     bool begin_page() {
         if (now_.from == now_.to) {
@@ -155,8 +170,8 @@ private:
 
     int64_t page_tokens_, token_bytes_;
     const char *pages_, *after_;
-    const char *at_ = nullptr, *end_ = nullptr;
-    int64_t wanted_ = 0;
+    const char *at_ = nullptr, *end_ = nullptr, *stop_ = nullptr;  // end_: of the page; stop_: how far to go without a look
+    int64_t wanted_ = 0;  // bytes in this span, behind stop_
     int steps_of_call_ = 0;
     int64_t ahead_ = 0;  // tokens that were begun to be fetched, less those that were read
     Range now_, then_;
@@ -204,11 +219,15 @@ inline void score_quarters(const bf16* queries, int64_t stride, const bf16* cons
             for (int four = 0; four < TOGETHER; four++) sum[head][four] = zero();
         for (int64_t d = 0; d < dim; d += 32) {
             __m512bh parts[TOGETHER][4];  // 8 numbers of each key
+// Without it compilers keep the parts in memory.
+#pragma GCC unroll 2
             for (int four = 0; four < TOGETHER; four++) {
                 quarters_side_by_side(tokens + first + four, key + d, dim - d, parts[four]);
                 fetch.some();
             }
+#pragma GCC unroll 4
             for (int head = 0; head < HEADS; head++)
+#pragma GCC unroll 4
                 for (int part = 0; part < 4; part++) {
                     const bf16* from = queries + head * stride + d + 8 * part;
                     const auto query = (__m512bh)_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)from));
