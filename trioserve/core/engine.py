@@ -211,8 +211,7 @@ class EngineCore:
                 staying.append((chunk, live, token_id))
             elif live.steps_in_flight == 0:  # otherwise the step behind reads its blocks
                 events.append(self._finish(live, live.abort_reason, now))
-        for chunk, live, token_id in staying:
-            self._advance(chunk, live, token_id, result, now, events)
+        self._advance(staying, result, now, events)
         return events
 
     def on_transfer(self, event: TransferEvent, now: float) -> list[EngineEvent]:
@@ -265,38 +264,45 @@ class EngineCore:
 
     def _advance(
         self,
-        chunk: ScheduledChunk,
-        live: LiveRequest,
-        token_id: int | None,
+        staying: list[tuple[ScheduledChunk, LiveRequest, int | None]],
         result: StepResult,
         now: float,
         events: list[EngineEvent],
     ) -> None:
-        request_id = live.request.id
-        if result.errors:
-            error = result.errors.get(request_id)
-            if error is not None:
-                events.append(self._finish(live, FinishReason.ERROR, now, message=error))
-                return
-        if live.request.sampling.prompt_logprobs is not None:
-            self._pass_on_prompt_logprobs(chunk, live, result, events)
-        if not chunk.samples:
-            return
-        assert token_id is not None, f"{request_id}: the chunk samples, but no token came"
-        live.tokens.append(token_id)
-        logprob = result.logprobs.get(request_id) if result.logprobs else None
-        token_ids: tuple[int, ...] = (token_id,)
-        logprobs: tuple[TokenLogprob, ...] | None = None if logprob is None else (logprob,)
-        reason = finish_reason_of(live)
-        if chunk.draft:
-            more, reason = self._take_draft(chunk, live, result.draft_token_ids[request_id], reason)
-            token_ids += more
-            if logprobs is not None:
-                logprobs += result.draft_logprobs[request_id][: len(more)]
-        events.append(TokensReady(request_id, token_ids, logprobs))
-        if reason is not None:
-            stop_token_id = live.tokens[-1] if reason is FinishReason.STOP else None
-            events.append(self._finish(live, reason, now, stop_token_id=stop_token_id))
+        """Take the tokens of the requests that stay. Nearly all have one that ends nothing: what few need is behind a
+        look that costs them little."""
+        for chunk, live, token_id in staying:
+            request = live.request
+            if result.errors and request.id in result.errors:
+                message = result.errors[request.id]
+                events.append(self._finish(live, FinishReason.ERROR, now, message=message))
+                continue
+            if request.sampling.prompt_logprobs is not None:
+                self._pass_on_prompt_logprobs(chunk, live, result, events)
+            if not chunk.samples:
+                continue
+            assert token_id is not None, f"{request.id}: the chunk samples, but no token came"
+            tokens = live.tokens
+            tokens.append(token_id)
+            reason = None
+            if (
+                token_id in request.stop_token_ids
+                or len(tokens) - len(request.prompt_token_ids) >= request.output_tokens_max
+            ):  # elsewhere the answer would be None
+                reason = finish_reason_of(live)
+            token_ids: tuple[int, ...] = (token_id,)
+            logprobs: tuple[TokenLogprob, ...] | None = None
+            if result.logprobs and request.id in result.logprobs:
+                logprobs = (result.logprobs[request.id],)
+            if chunk.draft:
+                more, reason = self._take_draft(chunk, live, result.draft_token_ids[request.id], reason)
+                token_ids += more
+                if logprobs is not None:
+                    logprobs += result.draft_logprobs[request.id][: len(more)]
+            events.append(TokensReady(request.id, token_ids, logprobs))
+            if reason is not None:
+                stop_token_id = live.tokens[-1] if reason is FinishReason.STOP else None
+                events.append(self._finish(live, reason, now, stop_token_id=stop_token_id))
 
     def _take_draft(
         self, chunk: ScheduledChunk, live: LiveRequest, sampled: tuple[int, ...], reason: FinishReason | None

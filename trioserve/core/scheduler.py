@@ -169,12 +169,12 @@ class Scheduler:
         self.waiting.put_back(live)
 
     def _running_in_turn(self) -> list[LiveRequest]:
-        decodes: list[LiveRequest] = []
-        others: list[LiveRequest] = []
-        for live in self.running.values():
-            # due_count, without the calls: nothing else here is done as often.
-            (decodes if len(live.tokens) - live.computed_count == 1 else others).append(live)
-        return decodes + others
+        running = self.running.values()
+        # due_count, without the calls: nothing else here is done as often.
+        decodes = [live for live in running if len(live.tokens) - live.computed_count == 1]
+        if len(decodes) == len(running):
+            return decodes
+        return decodes + [live for live in running if len(live.tokens) - live.computed_count != 1]
 
     def _due_behind(self, ends: Mapping[RequestId, int]) -> list[tuple[LiveRequest, int]]:
         """Who runs and has tokens to compute behind the step in flight, in turn, and how many. ends: how far that one

@@ -7,6 +7,7 @@ runs between two steps, or, ending a stream, at any moment.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -55,8 +56,8 @@ class Delivery:
         # Aborted while a step reads their blocks; None: it was their own text that ended them.
         self._cancelled: dict[RequestId, _Cancelled | None] = {}
         self._step_count = 0  # steps that have ended
-        self._token_count = 0  # of the step that is being delivered
-        self._followed_counts: dict[float, int] = {}  # its sequences, by when they had their last token before
+        self._token_count = 0  # of the step that is being delivered, without those in _followed
+        self._followed: list[float] = []  # of each of its tokens that came alone, when the one before it had come
         self._held: dict[RequestId, Choice] = {}  # over, and their blocks are held for another engine
         self._faults_told: set[TransferFault] = set()
         if core.transfers is not None:
@@ -205,12 +206,11 @@ class Delivery:
         self, choice: Choice, ready: TokensReady | None, finished: RequestFinished | None, now: float
     ) -> FinishReason | None:
         """Turn a sequence's new tokens into text for its reader. Returns the reason if that was the end."""
-        stream = choice.stream
         assert not choice.is_ended
         if choice.is_mute:
             self._count_tokens(choice, 0 if ready is None else len(ready.token_ids), now)
             kv_transfer = None if finished is None else finished.kv_transfer
-            stream.push_end(choice, FinishReason.LENGTH, kv_transfer=kv_transfer)
+            choice.stream.push_end(choice, FinishReason.LENGTH, kv_transfer=kv_transfer)
             return FinishReason.LENGTH
         output = choice.output
         count_before = output.token_count
@@ -221,31 +221,32 @@ class Delivery:
             delta = _text_failed(choice, token_ids, error)
         # Of several tokens, those behind a stop string are dropped: they are nobody's.
         token_count = output.token_count - count_before
-        if token_count == 1 and choice.first_token_at is not None:
-            # What nearly every token is: it is counted with those that follow one of the same moment.
-            followed = choice.last_token_at
-            self._followed_counts[followed] = self._followed_counts.get(followed, 0) + 1
-            self._token_count += 1
+        if token_count == 1 and choice.first_token_at is not None:  # nearly every token
+            self._followed.append(choice.last_token_at)
             choice.last_token_at = now
         else:
             self._count_tokens(choice, token_count, now)
-        stream.completion_token_count += token_count
         if delta is None:
             return None
         if delta.finish_reason is not None:
-            choice.is_ended = True
-            if finished is None:  # a stop string ended it, or its text failed
-                finished = self._core.abort([choice.sequence_id], delta.finish_reason, now=now)[
-                    choice.sequence_id
-                ].finished
-                if finished is None:
-                    self._cancelled[choice.sequence_id] = None  # a step that was planned ahead has it once more
-                else:
-                    self._let_go(finished, now, delta.finish_reason)
-            if finished is not None and finished.kv_transfer is not None and delta.finish_reason in WHOLE:
-                delta = msgspec.structs.replace(delta, kv_transfer=finished.kv_transfer)
-        stream.push(delta)
+            delta = self._ended(choice, delta, finished, now)
+        choice.stream.push(delta)
         return delta.finish_reason
+
+    def _ended(self, choice: Choice, delta: Delta, finished: RequestFinished | None, now: float) -> Delta:
+        """A choice gets its last delta; its sequence ends with it, if it has not. Returns the delta as it is told."""
+        choice.is_ended = True
+        assert delta.finish_reason is not None
+        if finished is None:  # a stop string ended it, or its text failed
+            ended = self._core.abort([choice.sequence_id], delta.finish_reason, now=now)
+            finished = ended[choice.sequence_id].finished
+            if finished is None:
+                self._cancelled[choice.sequence_id] = None  # a step that was planned ahead has it once more
+            else:
+                self._let_go(finished, now, delta.finish_reason)
+        if finished is not None and finished.kv_transfer is not None and delta.finish_reason in WHOLE:
+            delta = msgspec.structs.replace(delta, kv_transfer=finished.kv_transfer)
+        return delta
 
     def _count_tokens(self, choice: Choice, count: int, now: float) -> None:
         if count == 0:
@@ -262,11 +263,11 @@ class Delivery:
 
     def _show_counts(self, now: float) -> None:
         """What a step's tokens have in common is counted once: most of them follow one that came at the same time."""
-        self._metrics.generation_tokens_total.inc(self._token_count)
+        self._metrics.generation_tokens_total.inc(self._token_count + len(self._followed))
         self._token_count = 0
-        for before, count in self._followed_counts.items():
+        for before, count in Counter(self._followed).items():
             self._metrics.inter_token_latency_seconds.observe(now - before, count)
-        self._followed_counts.clear()
+        self._followed.clear()
 
     def _on_prompt_logprobs(self, event: PromptLogprobs) -> None:
         choice = self._choices[event.request_id]

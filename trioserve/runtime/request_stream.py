@@ -108,7 +108,6 @@ class RequestStream:
         self.prompt_token_ids: tuple[int, ...] = ()
         self.prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
         self.cached_token_count = 0
-        self.completion_token_count = 0
         self.entered_at = 0.0
         self.choices: list[Choice] = []
         self.preparation = trio.CancelScope()  # around waiting for a lease, rendering and tokenizing
@@ -167,6 +166,11 @@ class RequestStream:
             return trio.lowlevel.Abort.SUCCEEDED
 
         await trio.lowlevel.wait_task_rescheduled(stop_waiting)
+
+    @property
+    def completion_token_count(self) -> int:
+        """Tokens of all choices so far, shown or not."""
+        return sum(choice.output.token_count for choice in self.choices)
 
     @property
     def is_finished(self) -> bool:

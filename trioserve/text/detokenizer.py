@@ -30,10 +30,11 @@ class IncrementalDecoder:
     skipped_ids: tokens that add nothing. continues_text: the tokens follow other text, so a leading space is text.
     """
 
-    __slots__ = ("_leading_spaces_left", "_pieces", "_skipped_ids", "_utf8")
+    __slots__ = ("_leading_spaces_left", "_pieces", "_skipped_ids", "_utf8", "_whole_texts")
 
     def __init__(self, pieces: TokenPieces, *, skipped_ids: Set[int], continues_text: bool) -> None:
         self._pieces = pieces
+        self._whole_texts = pieces.whole_texts
         self._skipped_ids = skipped_ids
         self._leading_spaces_left = 0 if continues_text else pieces.leading_spaces_max
         self._utf8 = _Utf8Decoder("replace")
@@ -42,11 +43,12 @@ class IncrementalDecoder:
         """The text that became certain with this token; often empty. An unknown id adds nothing."""
         if token_id in self._skipped_ids:
             return ""
+        text = self._whole_texts.get(token_id)
+        if text is not None and not self._utf8.buffer and not self._leading_spaces_left:
+            return text  # the same, without the way through Python code of the decoder
         piece = self._pieces[token_id]
         if self._leading_spaces_left and piece:
             piece = self._without_leading_spaces(piece)
-        if piece.isascii() and not self._utf8.buffer:
-            return piece.decode("ascii")  # the same, without the way through Python code of the decoder
         return self._utf8.decode(piece)
 
     def flush(self) -> str:

@@ -28,7 +28,7 @@ class ChoiceOutput:
         self._sampling = sampling
         self._decoder = tokenizer.new_decoder(sampling.skip_special_tokens, continues_text=True)
         self._stops = StopStringFinder(sampling.stop) if sampling.stop else None
-        self._is_plain = self._stops is None and sampling.logprobs is None
+        self._is_plain = self._stops is None and sampling.logprobs is None  # and it has not ended
         self.token_count = 0
         # Since the last delta: tokens whose text is not complete yet.
         self._token_ids: list[int] = []
@@ -45,9 +45,6 @@ class ChoiceOutput:
         finished must come together with the last tokens: a stop token's text is hidden, and what was shown stays.
         An exception means that this choice cannot go on; no other one is touched.
         """
-        if self.ended:
-            raise RuntimeError("fed a choice that has ended")
-        assert logprobs is None or len(logprobs) == len(token_ids), "one logprob entry per token"
         if self._is_plain and finished is None and len(token_ids) == 1 and not self._token_ids:
             # What nearly every token is: the same as below, without what stop strings and logprobs need.
             self.token_count += 1
@@ -56,6 +53,9 @@ class ChoiceOutput:
                 return Delta(index=self._index, text=text, token_ids=token_ids)
             self._token_ids.append(token_ids[0])
             return None
+        if self.ended:
+            raise RuntimeError("fed a choice that has ended")
+        assert logprobs is None or len(logprobs) == len(token_ids), "one logprob entry per token"
         hidden_index = self._hidden_token_index(len(token_ids), finished)
         text = ""
         for index, token_id in enumerate(token_ids):
@@ -106,6 +106,7 @@ class ChoiceOutput:
         self, text: str, reason: FinishReason, *, stop_reason: int | str | None, message: str | None = None
     ) -> Delta:
         self.ended = True
+        self._is_plain = False
         return self._delta(text, reason, stop_reason, message)
 
     def _delta(

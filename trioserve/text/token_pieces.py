@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import tokenizers
@@ -24,12 +25,14 @@ TOKEN_ID_MAX = 2**32 - 1  # what the tokenizer library can look up
 class TokenPieces(dict[int, bytes]):
     """Token id to bytes, filled as tokens are seen. An id that the vocabulary does not know is empty.
 
+    whole_texts: the same as text, of the tokens seen so far that are whole characters.
     leading_spaces_max: how many spaces at the very beginning of a text belong to the tokenizer and not to the text.
     Raises ModelLoadError when the tokenizer's decoder is of another kind than the two named above.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         super().__init__()
+        self.whole_texts: dict[int, str] = {}
         self._backend = backend
         self._spell, self.leading_spaces_max = _spelling(backend)
 
@@ -40,6 +43,8 @@ class TokenPieces(dict[int, bytes]):
         if token is None:
             return b""  # not kept: ids beyond the vocabulary would grow the table without bound
         piece = self[token_id] = self._spell(token)
+        with suppress(UnicodeDecodeError):
+            self.whole_texts[token_id] = piece.decode("utf-8")
         return piece
 
 
