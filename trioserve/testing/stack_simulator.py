@@ -169,11 +169,11 @@ class StackSimulation:
                         outcome = READ
         except Overloaded as error:
             outcome = "refused: draining" if isinstance(error, Draining) else "refused: full"
-            if is_new_id and not stream.choices:  # at once: it never had a place
-                self._used_ids.remove(client.id)
         except EngineFault:
             outcome = "told of a fault"
         finally:
+            if is_new_id and not stream.choices:  # refused at once: it never had a place
+                self._used_ids.remove(client.id)
             # However it leaves: from this moment on nothing of it computes but the step in flight.
             self._streams.pop(client.number, None)
             self._check_left(fake, client, stream)
