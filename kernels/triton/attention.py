@@ -10,10 +10,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["LOG2_E", "attend_tile", "token_block"]
+__all__ = ["LOG2_E", "PIPELINE_STAGES", "attend_tile", "token_block"]
 
 LOG2_E = 1.4426950408889634
 TILE_BYTES_MAX = 16 * 1024  # keys or values of a tile; two of each are in flight, and small GPUs have 99 KiB
+# Keys and values are found through the block table, so their loads wait for another load of the same tile, and Triton
+# divides the stages between the two. Up to 4 stages leave one buffer for keys and one for values; 5 leave two of each,
+# so that the next tile is on its way while this one is multiplied. Where products are asynchronous (wgmma), there is
+# one more.
+PIPELINE_STAGES = 5
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trioserve_kernels.paged import DECODE_PARTS_MAX, SPLIT_TOKENS, DecodeWork, decode_program_count
-from trioserve_kernels.triton.attention import LOG2_E, attend_tile, token_block
+from trioserve_kernels.triton.attention import LOG2_E, PIPELINE_STAGES, attend_tile, token_block
 
 __all__ = ["decode_join_kernel", "decode_split_kernel", "paged_decode_"]
 
@@ -66,6 +66,9 @@ def decode_split_kernel(
     parts = tl.cdiv(context, part_tokens) - first // part_tokens
     if ONE_PART:
         parts = 1  # of a row that sees nothing, too: its zeros have to be written
+    if tl.program_id(2) >= parts:
+        # The grid is made for the longest context: most programs of a short one end here, before they read a query.
+        return
     member = tl.arange(0, GROUP_BLOCK)
     head = kv_head * GROUP + member
     dim = tl.arange(0, DIM_BLOCK)
@@ -203,7 +206,7 @@ def paged_decode_(
         TOKEN_BLOCK=token_block(dim_block, pages.dtype.itemsize),
         ONE_PART=parts == 1,
         num_warps=4,
-        num_stages=2,
+        num_stages=PIPELINE_STAGES,
     )
     if parts > 1:
         decode_join_kernel[(count, heads)](

@@ -27,6 +27,8 @@ def rotary_store_kernel(
     HALF_BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
+    # Before the first store: the compiler moves no load ahead of one, and this one's number is an address later.
+    slot = tl.load(slots + row).to(tl.int64)
     head = (tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK))[:, None]
     half = tl.arange(0, HALF_BLOCK)[None, :]
     inside = (head < HEADS + 2 * KV_HEADS) & (half < HEAD_DIM // 2)
@@ -47,7 +49,6 @@ def rotary_store_kernel(
     tl.store(second, turned_high, mask=rotated)
     # A slot holds what follows the queries in a row: all keys, then all values.
     kept = inside & (head >= HEADS)
-    slot = tl.load(slots + row).to(tl.int64)
     target = slots_of_layer + slot * slot_stride + (head - HEADS) * HEAD_DIM + half
     tl.store(target, tl.where(rotated, turned_low, low), mask=kept)
     tl.store(target + HEAD_DIM // 2, tl.where(rotated, turned_high, high), mask=kept)

@@ -17,7 +17,11 @@ from torch import Tensor
 __all__ = ["best_parts_kernel", "choose_kernel", "choose_tokens"]
 
 PART_TOKENS = 8192  # of a row, scanned by one program for the best score
-TOKEN_BLOCK = 2048
+PART_TOKEN_BLOCK = 2048
+# One program walks a whole row, up to 15 times for each filter, so its speed is that of one multiprocessor: as many
+# threads as that one has room for, each with 8 tokens (16 bytes of half formats) on their way at a time.
+TOKEN_BLOCK = 8192
+CHOOSE_WARPS = 32
 DRAW_TILES = 512
 
 _GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
@@ -164,13 +168,14 @@ def choose_kernel(
             threshold = tl.maximum(threshold, nucleus)
         word = tl.load(words + row).to(tl.uint64, bitcast=True)
         tile = tl.arange(0, DRAW_TILES)
-        tile_sums = tl.zeros([DRAW_TILES], tl.float64)
+        # Each thread sums for itself, as above.
+        tile_sums = tl.zeros([TOKEN_BLOCK // DRAW_TILES, DRAW_TILES], tl.float64)
         line = tl.arange(0, TOKEN_BLOCK // DRAW_TILES)[:, None] * DRAW_TILES
         for start in range(0, vocab_size, TOKEN_BLOCK):
             token = start + line + tile[None, :]
             weight = _weights(scores, token, token < vocab_size, best, scale)
-            tile_sums += tl.sum(tl.where(weight >= threshold, weight, 0.0).to(tl.float64), 0)
-        winner = tl.argmax(tile_sums / _clocks(word, tile), 0)
+            tile_sums += tl.where(weight >= threshold, weight, 0.0).to(tl.float64)
+        winner = tl.argmax(tl.sum(tile_sums, 0) / _clocks(word, tile), 0)
         token = tl.arange(0, COLUMN_BLOCK) * DRAW_TILES + winner
         weight = _weights(scores, token, token < vocab_size, best, scale)
         weight = tl.where((weight >= threshold) & (token < vocab_size), weight, 0.0).to(tl.float64)
@@ -186,7 +191,10 @@ def choose_tokens(scores: Tensor, parameters: Tensor, words: Tensor) -> Tensor:
     assert parameters.is_contiguous()
     parts = triton.cdiv(vocab_size, PART_TOKENS)
     best_scores = torch.empty(rows, parts, dtype=torch.float32, device=scores.device)
-    best_ids, flaws = torch.empty(2, rows, parts, dtype=torch.int32, device=scores.device)
+    # Each an allocation of its own: the second half of one would begin at a multiple of 16 bytes or not, by the number
+    # of rows, and Triton compiles for either.
+    best_ids = torch.empty(rows, parts, dtype=torch.int32, device=scores.device)
+    flaws = torch.empty_like(best_ids)
     chosen = torch.empty(2, rows, dtype=torch.int64, device=scores.device)
     best_parts_kernel[(rows, parts)](
         scores,
@@ -196,7 +204,7 @@ def choose_tokens(scores: Tensor, parameters: Tensor, words: Tensor) -> Tensor:
         vocab_size,
         scores.stride(0),
         PART_TOKENS=PART_TOKENS,
-        TOKEN_BLOCK=TOKEN_BLOCK,
+        TOKEN_BLOCK=PART_TOKEN_BLOCK,
         num_warps=8,
     )
     choose_kernel[(rows,)](
@@ -215,6 +223,6 @@ def choose_tokens(scores: Tensor, parameters: Tensor, words: Tensor) -> Tensor:
         TOKEN_BLOCK=TOKEN_BLOCK,
         DRAW_TILES=DRAW_TILES,
         COLUMN_BLOCK=triton.next_power_of_2(triton.cdiv(vocab_size, DRAW_TILES)),
-        num_warps=8,
+        num_warps=CHOOSE_WARPS,
     )
     return chosen

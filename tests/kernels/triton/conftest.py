@@ -20,7 +20,7 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 collect_ignore_glob = [] if HAS_TRITON and (INTERPRETED or torch.cuda.is_available()) else ["test_*.py"]
 
 # Against the reference in float64 on the same inputs, relative to numbers above 1. float32: sums in another order. Half
-# formats: one rounding of the result (2 ** -9 of its size in bfloat16, 2 ** -12 in float16; the interpreter cuts
+# formats: one rounding of the result (up to 2 ** -8 of its size in bfloat16, 2 ** -11 in float16; the interpreter cuts
 # bfloat16 off, which is up to 2 ** -7), and in attention of the weights before their product with the values.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 
@@ -83,6 +83,7 @@ def _helper_of_the_model_tests(name: str) -> ModuleType:
 
 @pytest.fixture(scope="session")
 def tiny_checkpoints() -> ModuleType:
+    pytest.importorskip("transformers", reason="transformers, which writes the models, is not installed")
     return _helper_of_the_model_tests("tiny_checkpoints")
 
 

@@ -83,13 +83,14 @@ def test_what_has_no_best_token_has_some_of_the_vocabulary(numbers: Callable[...
             assert all(0 <= token < 9_000 for token in ids)
 
 
-@pytest.mark.parametrize("spread", (1.0, 4.0))
-def test_draws_are_those_of_the_reference(spread: float, numbers: Callable[..., Tensor]) -> None:
-    """Flat and steep distributions, each filter alone and all together, words with and without the sign bit."""
-    filters = list(itertools.product((0, 20, VOCAB_SIZE - 1), (1.0, 0.9, 0.1), (0.0, 0.05)))
+@pytest.mark.parametrize("vocab_size, spread", ((VOCAB_SIZE, 1.0), (VOCAB_SIZE, 4.0), (20_011, 1.0), (20_011, 4.0)))
+def test_draws_are_those_of_the_reference(vocab_size: int, spread: float, numbers: Callable[..., Tensor]) -> None:
+    """Flat and steep distributions, each filter alone and all together, words with and without the sign bit; also of
+    more tokens than are read at a time."""
+    filters = list(itertools.product((0, 20, vocab_size - 1), (1.0, 0.9, 0.1), (0.0, 0.05)))
     settings = [(1.0 + 0.1 * index, *values) for index, values in enumerate(filters)]
     words = [(-1) ** index * (0x9E3779B97F4A7C15 * (index + 1) % 2**63) for index in range(len(settings))]
-    scores = numbers(len(settings), VOCAB_SIZE) * spread
+    scores = numbers(len(settings), vocab_size) * spread
     wanted = reference.choose_tokens(
         scores, torch.tensor(settings, dtype=torch.float64), torch.tensor(words, device=scores.device)
     )

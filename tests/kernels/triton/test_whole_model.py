@@ -4,7 +4,8 @@ fixed shape do so when they are replayed from a recording: a CUDA graph, or what
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +19,10 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.model import torch_step_model
 from trioserve.model.static_decode import Recording, StaticDecode
 from trioserve_kernels import reference, triton
+from trioserve_kernels.paged import SPLIT_TOKENS
+from trioserve_kernels.triton.norm import rms_norm_kernel
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 PROMPTS = {"a": 36, "b": 2, "c": 9, "d": 8}
 
 
@@ -182,6 +186,8 @@ def triton_kernels_are_interpreted() -> bool:
     return not torch.cuda.is_available()
 
 
+# torch says it when it is first asked to watch; as an error it would leave the mode as it is.
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
 @pytest.mark.parametrize("enforce_eager", (False, True), ids=("static", "eager"))
 def test_between_steps_the_host_waits_for_nothing_and_each_takes_one_copy_there_and_one_back(
     enforce_eager: bool,
@@ -212,9 +218,9 @@ def test_between_steps_the_host_waits_for_nothing_and_each_takes_one_copy_there_
     finish = None
     for counts in steps:
         watched = WatchedCopies(monkeypatch)
-        if device == "cuda":
-            torch.cuda.set_sync_debug_mode("error")
         try:
+            if device == "cuda":
+                torch.cuda.set_sync_debug_mode("error")
             with watched:
                 launched = driver.launch(counts)
         finally:
@@ -230,3 +236,91 @@ def test_between_steps_the_host_waits_for_nothing_and_each_takes_one_copy_there_
     for counts in steps:
         plain.step(counts)
     assert driver.tokens == plain.tokens
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, ...]]:
+    """What Triton compiles for the launches of this test: by kernel, constants, dtypes and what it makes of numbers."""
+    found: set[tuple[Any, ...]] = set()
+    kernel_type: Any = type(rms_norm_kernel)
+    run = kernel_type.run
+
+    def variant(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Iterator[Any]:
+        yield kernel.fn.__name__
+        unspecialized = (kernel.kwargs if INTERPRETED else vars(kernel))["do_not_specialize"] or ()
+        for name, value in (*zip(kernel.arg_names, arguments, strict=False), *sorted(options.items())):
+            if isinstance(value, Tensor):
+                yield name, value.dtype, value.data_ptr() % 16 == 0
+            elif isinstance(value, float):
+                yield name
+            elif name in options:  # constants of the kernel and of the launch
+                yield name, value
+            else:
+                yield name, value.bit_length() > 31, name not in unspecialized and (value == 1, value % 16 == 0)
+
+    def noted(kernel: Any, *arguments: Any, **options: Any) -> Any:
+        rest = {name: value for name, value in options.items() if name not in ("grid", "warmup")}
+        found.add(tuple(variant(kernel, arguments, rest)))
+        return run(kernel, *arguments, **options)
+
+    monkeypatch.setattr(kernel_type, "run", noted)
+    return found
+
+
+@pytest.mark.parametrize("kind, enforce_eager", (("qwen3", False), ("qwen2-sliding", True)), ids=("static", "eager"))
+def test_what_steps_launch_was_compiled_before_the_first_request(
+    kind: str,
+    enforce_eager: bool,
+    compiled: set[tuple[Any, ...]],
+    tiny_checkpoints: ModuleType,
+    step_driver: ModuleType,
+    device: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prompts and their pieces, beside decodes of one part and of two; decodes alone; all that sampling can be asked
+    for; guesses. In float16, since scores that were changed are float32 whatever the model is."""
+    tiny_checkpoints.write_checkpoint(tmp_path, kind, dtype="float32", sharded=False)
+    monkeypatch.setattr(torch_step_model, "pick_kernels", lambda name: triton)
+    runner = step_driver.load_runner(
+        tmp_path,
+        dtype="float16",
+        device=device,
+        cpu_kernels="torch",
+        running_requests_max=4,
+        enforce_eager=enforce_eager,
+    )
+    runner.warm_up()
+    assert {name for name, *_ in compiled} == {
+        "best_parts_kernel",
+        "choose_kernel",
+        "chunks_kernel",
+        "decode_join_kernel",
+        "decode_split_kernel",
+        "rms_norm_kernel",
+        "rotary_store_kernel",
+        "silu_mul_kernel",
+    }
+    before = frozenset(compiled)
+    driver = step_driver.StepDriver(runner)
+    driver.add("a", [5, 6], SamplingParams(temperature=0.0))
+    driver.add("b", [index % 320 for index in range(SPLIT_TOKENS + 9)], SamplingParams(temperature=1.0, top_p=0.9))
+    driver.add("c", [7] * 20, SamplingParams(temperature=0.0, logit_bias={5: 1.0}, logprobs=1, prompt_logprobs=1))
+    driver.add("d", [8] * 9, SamplingParams(temperature=1.0, repetition_penalty=1.1, min_tokens=9), stop_token_ids=[9])
+    for name in "efg":
+        driver.add(name, [3, 4], SamplingParams(temperature=0.0))
+    for counts, drafts in (
+        ({"a": 2}, {}),
+        ({"a": 1}, {}),
+        ({"a": 1, "b": SPLIT_TOKENS + 8}, {}),
+        ({"a": 1, "b": 1}, {}),
+        ({"a": 1, "b": 1, "c": 15}, {}),
+        ({"a": 1, "c": 5, "d": 9}, {}),
+        ({"a": 1, "b": 1, "c": 1, "d": 1}, {}),
+        ({"a": 1, "b": 1, "c": 1, "d": 1}, {"b": (5, 6)}),
+        ({"a": 1, "e": 2, "f": 2, "g": 2}, {}),
+        ({"a": 1, "e": 1}, {"a": (5,)}),
+        ({"b": 1}, {}),
+    ):
+        driver.step(counts, drafts)
+        assert compiled == before, counts
