@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import re
+import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
+from trioserve.contracts.step import StepPlan, StepResult
+from trioserve.model import gpu_bench
 from trioserve.model.gpu_bench import Case, bound_seconds, main, table
 from trioserve.model.real_shapes import SHAPES
+from trioserve.model.runner import ModelRunner
+from trioserve.model.torch_step_model import TorchStepModel
 
 TINY = ["--device", "cpu", "--shape", "tiny", "--batch", "1", "3", "--context", "50"]
 
@@ -76,7 +83,58 @@ def test_it_can_be_tried_out_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> Non
     said = capsys.readouterr().out
     rows = [line.split() for line in said.splitlines() if re.match(r"\s+[0-9]+\s", line)]
     assert [row[:2] for row in rows] == [["1", "50"], ["3", "50"]]
-    assert all(len(re.findall(r"[0-9.]+ \([0-9]+%\)", " ".join(row))) == 2 for row in rows)
+    assert all(len(re.findall(r"[0-9.]+ \([0-9]+%\)", " ".join(row))) == 3 for row in rows)
+    assert "static, overlapped" in said
+
+
+def test_overlapped_steps_get_the_tokens_that_are_not_there_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is launched when the one before it is the only one that has not been finished, and answers for every row."""
+    unfinished: list[StepPlan] = []
+    results: list[StepResult | None] = []
+    launch = ModelRunner.launch
+
+    def watched(self: ModelRunner, plan: StepPlan) -> Callable[[], StepResult | None]:
+        assert len(unfinished) == plan.is_ahead
+        assert all(chunk.awaits_token == plan.is_ahead for chunk in plan.chunks)
+        finish = launch(self, plan)
+        unfinished.append(plan)
+
+        def finished() -> StepResult | None:
+            unfinished.pop(0)
+            results.append(finish())
+            return results[-1]
+
+        return finished
+
+    monkeypatch.setattr(ModelRunner, "launch", watched)
+    monkeypatch.setattr(ModelRunner, "execute", lambda self, plan: launch(self, plan)())
+    assert main([*TINY, "--ways", "static"]) == 0
+    assert not unfinished
+    assert len(results) > 10
+    for result in results:
+        assert result is not None
+        assert not result.errors
+        assert None not in result.token_ids
+
+
+def test_a_ways_kv_is_let_go_before_the_next_one_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left of it would count as memory that is taken."""
+    pages: list[weakref.ref[torch.Tensor]] = []
+    allocate, make = TorchStepModel.allocate_kv, gpu_bench._make_runner
+
+    def noted(self: TorchStepModel, block_count: int) -> None:
+        allocate(self, block_count)
+        assert self.storage is not None
+        pages.extend(map(weakref.ref, self.storage.pages))
+
+    def made(*arguments: Any) -> ModelRunner:
+        assert [page() for page in pages] == [None] * len(pages)
+        return make(*arguments)
+
+    monkeypatch.setattr(TorchStepModel, "allocate_kv", noted)
+    monkeypatch.setattr(gpu_bench, "_make_runner", made)
+    assert main(TINY) == 0
+    assert pages
 
 
 def test_a_case_whose_kv_does_not_fit_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:

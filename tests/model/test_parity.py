@@ -176,11 +176,12 @@ def test_rotary_scaling_of_real_sizes_equals_transformers(
     config = msgspec.structs.replace(
         open_checkpoint(tiny_checkpoint("llama")).config,
         head_dim=128,
+        context_tokens_max=8_192,
         rope_theta=500_000.0,
         rope_scaling=RopeScaling(**fields),
     )
     positions = torch.tensor([0, 1, 100, 5_000])
-    cos, sin = RotaryAngles(config, torch.device("cpu")).cos_sin(positions, torch.float32)
+    cos, sin = RotaryAngles(config, dtype=torch.float32, device=torch.device("cpu")).cos_sin(positions)
     angles = positions[:, None].double() * frequencies.double()
     # A frequency's last bit in float32, times 5,000 tokens, is 3e-4 of an angle.
     torch.testing.assert_close(cos[:, 0], (angles.cos() * magnitude).float().repeat(1, 2), atol=1e-3, rtol=0)

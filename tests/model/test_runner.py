@@ -170,6 +170,26 @@ def test_warm_up_and_close(tiny_checkpoint: Callable[..., Path], step_driver: Mo
         runner.execute(StepPlan(0, (), 0))
 
 
+def test_warm_up_takes_no_longer_where_nothing_is_compiled_at_a_launch(
+    cpu_kernels: str,
+    tiny_checkpoint: Callable[..., Path],
+    step_driver: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A prompt and a decode, each greedy and drawn."""
+    runner = step_driver.load_runner(tiny_checkpoint("llama"), cpu_kernels=cpu_kernels)
+    computed: list[list[tuple[int, int]]] = []
+    execute = ModelRunner.execute
+
+    def noted(self: ModelRunner, plan: StepPlan) -> Any:
+        computed.append([(chunk.start, chunk.count) for chunk in plan.chunks])
+        return execute(self, plan)
+
+    monkeypatch.setattr(ModelRunner, "execute", noted)
+    runner.warm_up()
+    assert computed == [[(0, 64)], [(63, 1)]] * 2
+
+
 # --- loading --------------------------------------------------------------------------------------------------------
 
 

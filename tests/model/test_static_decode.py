@@ -31,6 +31,7 @@ from trioserve.model.settings import ModelSettings
 from trioserve.model.static_decode import StaticDecode, row_sizes
 from trioserve.model.static_inputs import StaticInputs
 from trioserve_kernels import reference_fused
+from trioserve_kernels.paged import SPLIT_TOKENS
 
 SAMPLINGS = (
     SamplingParams(temperature=0.0),
@@ -287,6 +288,47 @@ def test_every_size_is_recorded_the_largest_first_and_replayed(
     add(plain, 3)
     plain.generate(names, 4)
     assert driver.tokens == plain.tokens
+
+
+@pytest.mark.parametrize("enforce_eager", (False, True), ids=("static", "eager"))
+@pytest.mark.parametrize("block_count, context_tokens_max", ((1, 1), (1, 2), (1, 3), (2, None), (33, 130), (33, None)))
+def test_warm_up_stays_within_the_limits_and_reads_nothing_unwritten(
+    block_count: int,
+    context_tokens_max: int | None,
+    enforce_eager: bool,
+    tiny_checkpoint: Callable[..., Path],
+    static_sizes: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The cache is full of NaN, so a decode that saw a slot before it was written would fail."""
+    settings = ModelSettings(
+        device="cpu",
+        dtype="float32",
+        cpu_kernels="torch",
+        block_size=4,
+        kv_cache_bytes=2**20,
+        running_requests_max=1,
+        context_tokens_max=context_tokens_max,
+        enforce_eager=enforce_eager,
+    )
+    runner = ModelRunner.load(open_checkpoint(tiny_checkpoint("llama")), settings)
+    runner.allocate_kv(block_count)
+    for pages in runner.storage.pages:
+        pages[:] = float("nan")
+    longest = 0
+    launch = ModelRunner.launch
+
+    def watched(self: ModelRunner, plan: StepPlan, is_abandoned: IsAbandoned) -> Any:
+        nonlocal longest
+        longest = max(longest, *(chunk.start + chunk.count for chunk in plan.chunks))
+        result = launch(self, plan, is_abandoned)()
+        assert result is not None
+        assert not result.errors
+        return lambda: result
+
+    monkeypatch.setattr(ModelRunner, "launch", watched)
+    runner.warm_up()
+    assert longest == min(SPLIT_TOKENS + 1, 4 * block_count, context_tokens_max or 512)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,8 @@ class CudaGraphRecorder:
             compute()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        # In torch's default mode a capture fails when any thread of the process asks CUDA for what cannot be captured,
+        # memory for instance. What other threads do meanwhile is no part of this stream.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             output = compute()
         return Recording(output, graph.replay)

@@ -5,7 +5,9 @@
 
 Models have real shapes and random weights, made on the device. A step is one plan through the runner, down to the token
 ids: eager torch, Triton kernels launched one by one, and the same in CUDA graphs. It cannot be faster than its weights
-and KV can be read: that bound comes from the speed at which the device reads and copies memory in the same run.
+and KV can be read: that bound comes from the speed at which the device reads and copies memory in the same run. Where
+steps are launched, the way is measured once more with each launched before the last one's token ids are waited for, as
+--overlap-steps has it: what is left of a step then is the device's time, or the host's if that is longer.
 --transformers measures that library at its best on the same shapes. The CPU is for trying the program out: plain torch,
 and steps of fixed shape, not recorded.
 """
@@ -19,7 +21,7 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +47,7 @@ WARM_STEPS = 3
 STEPS_MIN, STEPS_MAX = 5, 100
 CASE_SECONDS = 1.0  # then no further step of a case is timed, if there are STEPS_MIN
 KV_BYTES_CPU = 2**26
+MOVE_ROUNDS, MOVES = 10, 8
 READ_BYTES: dict[DeviceType, int] = {"cuda": 2**30, "cpu": 2**26}
 
 
@@ -159,15 +162,14 @@ def _measure_shape(
         try:
             fitting = [case for case in cases if case.block_count <= runner.block_count]
             runner.allocate_kv(max((case.block_count for case in fitting), default=1))
-            assert runner.storage is not None
-            for pages in runner.storage.pages:
-                pages.normal_()
+            _fill_kv(runner)
             runner.warm_up()
             print(f"{shape}, {way}: {runner.computed_by}, ready in {time.perf_counter() - began:.1f} s", flush=True)
-            measured[way] = {}
-            for case in fitting:
-                measured[way][case] = seconds = _step_seconds(runner, case, sampling)
-                print(f"{shape}, {way}, {case.batch} x {case.context}: {1e3 * seconds:.3f} ms", flush=True)
+            for name, seconds_of in _measurements(way, runner).items():
+                measured[name] = {}
+                for case in fitting:
+                    measured[name][case] = seconds = seconds_of(runner, case, sampling)
+                    print(f"{shape}, {name}, {case.batch} x {case.context}: {1e3 * seconds:.3f} ms", flush=True)
         finally:
             runner.close()
             del runner
@@ -181,6 +183,20 @@ def _measure_shape(
     print(f"\n{shape}, {dtype}, weights {weights / 1e9:.2f} GB, memory read at {bandwidth / 1e9:,.0f} GB/s")
     bounds = {case: bound_seconds(config, dtype, case, bandwidth) for case in cases}
     print(table(bounds, measured) + "\n", flush=True)
+
+
+def _fill_kv(runner: ModelRunner) -> None:
+    """In a function of its own: a name that outlived the runner would keep a layer's memory from the next one."""
+    assert runner.storage is not None
+    for pages in runner.storage.pages:
+        pages.normal_()
+
+
+def _measurements(way: str, runner: ModelRunner) -> dict[str, Callable[[ModelRunner, Case, SamplingParams], float]]:
+    """What is measured of this way, by the name of its column."""
+    if not runner.launches:
+        return {way: _step_seconds}
+    return {way: _step_seconds, f"{way}, overlapped": _overlapped_seconds}
 
 
 def _notice(sentence: str) -> None:
@@ -221,17 +237,36 @@ def _kernels(way: str) -> Kernels:
 def _step_seconds(runner: ModelRunner, case: Case, sampling: SamplingParams) -> float:
     """The median of some steps. Each waits for its token ids, as it would have to anyway."""
     plan = _plan(runner.config, case, sampling)
+    return _median_seconds(lambda: runner.execute(plan))
+
+
+def _overlapped_seconds(runner: ModelRunner, case: Case, sampling: SamplingParams) -> float:
+    """The same where a step is launched, with the tokens of the last one, before these have been waited for."""
+    begun = [runner.launch(_plan(runner.config, case, sampling))]
+    plan = _plan(runner.config, case, sampling, is_ahead=True)
+
+    def step() -> None:
+        begun.append(runner.launch(plan))
+        begun.pop(0)()
+
+    seconds = _median_seconds(step)
+    begun.pop()()
+    return seconds
+
+
+def _median_seconds(step: Callable[[], object]) -> float:
     for _ in range(WARM_STEPS):
-        runner.execute(plan)
+        step()
     seconds: list[float] = []
     while len(seconds) < STEPS_MIN or (sum(seconds) < CASE_SECONDS and len(seconds) < STEPS_MAX):
         began = time.perf_counter()
-        runner.execute(plan)
+        step()
         seconds.append(time.perf_counter() - began)
     return statistics.median(seconds)
 
 
-def _plan(config: ModelConfig, case: Case, sampling: SamplingParams) -> StepPlan:
+def _plan(config: ModelConfig, case: Case, sampling: SamplingParams, *, is_ahead: bool = False) -> StepPlan:
+    """is_ahead: every sequence's last token is what the step before chooses for it, whose context was as long."""
     width = -(-case.context // BLOCK_SIZE)
     chunks = []
     for sequence in range(case.batch):
@@ -247,8 +282,9 @@ def _plan(config: ModelConfig, case: Case, sampling: SamplingParams) -> StepPlan
         # Blocks of one sequence lie far from each other, as in a pool that has been used for a while.
         blocks = list(range(sequence, case.block_count, case.batch))
         assert len(blocks) == width
-        chunks.append(ScheduledChunk(request, prompt, case.context - 1, 1, blocks, True))
-    return StepPlan(0, tuple(chunks), len(chunks))
+        tokens = prompt[:-1] if is_ahead else prompt
+        chunks.append(ScheduledChunk(request, tokens, case.context - 1, 1, blocks, True, awaits_token=is_ahead))
+    return StepPlan(0, tuple(chunks), len(chunks), is_ahead=is_ahead)
 
 
 def measured_bandwidth(device: DeviceType) -> float:
@@ -259,18 +295,29 @@ def measured_bandwidth(device: DeviceType) -> float:
         (source.sum, READ_BYTES[device]),
         (lambda: target.copy_(source), 2 * READ_BYTES[device]),
     )
-    return max(byte_count / min(_timed(move, device)) for move, byte_count in moves)
+    seconds = _device_seconds if device == "cuda" else _host_seconds
+    return max(byte_count / min(seconds(move) for _ in range(MOVE_ROUNDS)) for move, byte_count in moves)
 
 
-def _timed(compute: Callable[[], object], device: DeviceType, rounds: int = 10) -> Iterator[float]:
-    for _ in range(rounds):
-        if device == "cuda":
-            torch.cuda.synchronize()
-        began = time.perf_counter()
-        compute()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        yield time.perf_counter() - began
+def _device_seconds(move: Callable[[], object]) -> float:
+    """Of one among several that follow each other, by the device's own clock. The host's has the launch in it and the
+    way back, which count beside the third of a millisecond in which a large GPU reads a GiB."""
+    began, ended = (
+        torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        for _ in range(2)
+    )
+    began.record()
+    for _ in range(MOVES):
+        move()
+    ended.record()
+    ended.synchronize()
+    return float(began.elapsed_time(ended)) / 1e3 / MOVES
+
+
+def _host_seconds(move: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    move()
+    return time.perf_counter() - began
 
 
 if __name__ == "__main__":

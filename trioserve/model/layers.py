@@ -17,6 +17,8 @@ from trioserve.model.torch_formats import TensorSlot
 
 __all__ = ["Embedding", "Linear", "Norm", "RotaryAngles"]
 
+ANGLE_TABLE_BYTES_MAX = 2**26  # as much as contexts of 131,072 take with heads of 128 numbers in half formats
+
 
 class Linear:
     """y = x W^T + b. Several projections of one input are one product, their outputs side by side.
@@ -107,20 +109,35 @@ class Norm:
 
 
 class RotaryAngles:
-    """Cosine and sine of every position's angles (RoFormer, arXiv 2104.09864), with the scaling the config names."""
+    """Cosine and sine of every position's angles (RoFormer, arXiv 2104.09864), with the scaling the config names.
 
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+    They are looked up where a table of them takes little memory: in a decode step on a GPU, two small kernels in the
+    place of eight.
+    """
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         plain, self._magnitude = rotary_frequencies(config)
         frequencies = torch.from_numpy(plain)
+        self._dtype = dtype
         # Both halves of a head turn by the same angles, the first one backwards: see rotary_ in the kernels.
         self._frequencies = torch.cat((frequencies, frequencies)).to(device)
         ones = torch.ones_like(frequencies)
         self._signs = torch.cat((-ones, ones)).to(device) * self._magnitude
+        self._table: tuple[Tensor, Tensor] | None = None
+        if 2 * config.context_tokens_max * config.head_dim * dtype.itemsize <= ANGLE_TABLE_BYTES_MAX:
+            self._table = self._computed(torch.arange(config.context_tokens_max, device=device))
 
-    def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """positions: int64 [T]. Returns two tensors [T, 1, head_dim], the first half of sine negated."""
+    def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions: int64 [T], all within the model's longest context. Returns two tensors [T, 1, head_dim], the first
+        half of sine negated."""
+        if self._table is None:
+            return self._computed(positions)
+        cos, sin = self._table
+        return cos.index_select(0, positions), sin.index_select(0, positions)
+
+    def _computed(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions.to(torch.float32)[:, None, None] * self._frequencies
-        return (angles.cos() * self._magnitude).to(dtype), (angles.sin() * self._signs).to(dtype)
+        return (angles.cos() * self._magnitude).to(self._dtype), (angles.sin() * self._signs).to(self._dtype)
 
 
 def _can_pack(weight: Tensor) -> bool:

@@ -11,8 +11,6 @@ from trioserve.contracts.errors import StartupError
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer import KVLayout, KVPages
-from trioserve.contracts.request import EngineRequest
-from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult, never_abandoned
 from trioserve.model.awaited_token import fill_in
 from trioserve.model.begun_step import BegunStep
@@ -38,6 +36,7 @@ from trioserve.model.quantization import settle_quantization
 from trioserve.model.samples import NOT_FINITE, ComputedStep, prompt_followers
 from trioserve.model.settings import ModelSettings
 from trioserve.model.step_model import StepModel
+from trioserve.model.warm_up_plans import fused_kernel_plans, warm_up_plans
 from trioserve.model.weights import fill_slots
 from trioserve_kernels.native import NoNativeKernels, load_library
 
@@ -61,6 +60,9 @@ class ModelRunner:
         self.device = model.device
         self.dtype = model.dtype
         self.block_size = settings.block_size
+        self._context_tokens_max = min(
+            model.config.context_tokens_max, settings.context_tokens_max or model.config.context_tokens_max
+        )
         self.block_count = kv_block_count(model.config, settings, model.device, model.dtype)
         """Blocks of the KV cache; before allocate_kv, how many fit."""
         self.takes_every_cpu = takes_every_cpu(settings, model.device)
@@ -154,25 +156,17 @@ class ModelRunner:
 
     def warm_up(self) -> None:
         """Have the model prepare what it can, and compute a few steps of the common shapes, so that libraries choose
-        and cache their kernels. Uses the KV blocks: call it before the first request."""
+        and cache their kernels; where kernels are compiled as they are first launched, of every shape that compiles
+        one. Uses the KV blocks: call it before the first request."""
         assert self._model is not None, "warm_up after close"
         self._model.warm_up()
-        tokens_max = min(64, self.config.context_tokens_max, self.block_count * self.block_size)
-        prompt = tuple(index % self.config.vocab_size for index in range(tokens_max))
-        table = range(self.block_count)
-        for temperature in (0.0, 1.0):
-            request = EngineRequest(
-                id=RequestId("warm-up"),
-                prompt_token_ids=prompt,
-                sampling=SamplingParams(temperature=temperature),
-                output_tokens_max=1,
-                stop_token_ids=frozenset(),
-                seed=0,
-            )
-            whole = ScheduledChunk(request, prompt, 0, tokens_max, table, True)
-            last = ScheduledChunk(request, prompt, tokens_max - 1, 1, table, True)
-            self.execute(StepPlan(0, (whole,), tokens_max))
-            self.execute(StepPlan(1, (last,), 1))
+        context_max = min(self._context_tokens_max, self.block_count * self.block_size)
+        limits = (context_max, self.block_count, self.config.vocab_size)
+        for plan in warm_up_plans(*limits):
+            self.execute(plan)
+        if self._model.launches:
+            for plan in fused_kernel_plans(*limits):
+                self.execute(plan)
 
     def close(self) -> None:
         """Let weights and KV cache go. The runner cannot be used afterwards."""

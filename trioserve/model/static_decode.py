@@ -21,7 +21,7 @@ from trioserve.contracts.step import ScheduledChunk
 from trioserve.model.chosen import fetch_samples, keep_ids
 from trioserve.model.families.llama import LlamaModel
 from trioserve.model.kv_storage import KVStorage
-from trioserve.model.samples import ReadSamples, is_chosen_alone
+from trioserve.model.samples import ReadSamples
 from trioserve.model.static_inputs import StaticInputs
 from trioserve.model.step_tensors import AttentionTensors, DecodeTables, StepTensors, TableWalk
 from trioserve_kernels.paged import DecodeWork, split_count
@@ -99,10 +99,10 @@ class StaticDecode:
         return self._inputs.kept_ids
 
     def takes(self, chunks: Sequence[ScheduledChunk]) -> bool:
-        """Whether `launch` can answer for all of these: decodes, each with nothing but a token to choose."""
+        """Whether `launch` can answer for all of these: as many decodes as there is room for. chunks: each asks for
+        nothing but a token (is_chosen_alone)."""
         return len(chunks) <= self.sizes[-1] and all(
-            chunk.samples and chunk.row_count == 1 and chunk.start < self._context_tokens_max and is_chosen_alone(chunk)
-            for chunk in chunks
+            chunk.samples and chunk.row_count == 1 and chunk.start < self._context_tokens_max for chunk in chunks
         )
 
     def record_all(self) -> None:

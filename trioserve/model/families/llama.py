@@ -112,7 +112,7 @@ class LlamaModel:
         ]
         self._norm = Norm("norm", config.hidden_size, dtype=dtype, device=device)
         self._head = Linear(config.hidden_size, {"lm_head": config.vocab_size}, bias=False, dtype=dtype, device=device)
-        self._rotary = RotaryAngles(config, device)
+        self._rotary = RotaryAngles(config, dtype=dtype, device=device)
 
     def slots(self) -> Iterator[TensorSlot]:
         """A place for every tensor of the checkpoint."""
@@ -130,7 +130,7 @@ class LlamaModel:
         """Compute every row of the step and write its KV. Returns [T, hidden_size] after the last layer; None if it was
         abandoned, which is asked before each layer."""
         hidden = self._embedding(step.token_ids)
-        cos, sin = self._rotary.cos_sin(step.positions, self.dtype)
+        cos, sin = self._rotary.cos_sin(step.positions)
         product = None
         for layer, pages in zip(self._layers, storage.pages, strict=True):
             if is_abandoned():

@@ -1,0 +1,34 @@
+"""Angles that are looked up are those that are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from trioserve.model import layers
+from trioserve.model.layers import RotaryAngles
+from trioserve.model.loading.checkpoint import open_checkpoint
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("kind", ("llama", "llama3-rope", "qwen3"))
+def test_a_table_has_the_angles_themselves(
+    kind: str, dtype: torch.dtype, tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever other positions are in the step; in any order, some of them twice; the first and the last one."""
+    config = msgspec.structs.replace(open_checkpoint(tiny_checkpoint(kind)).config, context_tokens_max=3_001)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    looked_up = RotaryAngles(config, dtype=dtype, device=device)
+    monkeypatch.setattr(layers, "ANGLE_TABLE_BYTES_MAX", 2 * 3_001 * config.head_dim * dtype.itemsize - 1)
+    computed = RotaryAngles(config, dtype=dtype, device=device)
+    for positions in ([0], [3_000, 0, 17, 17, 5], torch.randperm(3_001).tolist()):
+        there = torch.tensor(positions, device=device)
+        for got, wanted in zip(looked_up.cos_sin(there), computed.cos_sin(there), strict=True):
+            # How a cosine is rounded may depend on where in a vector it is computed.
+            torch.testing.assert_close(got, wanted, atol=torch.finfo(dtype).eps, rtol=0)
+            assert got.shape == (len(positions), 1, config.head_dim)
+            assert got.is_contiguous()
