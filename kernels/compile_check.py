@@ -19,7 +19,8 @@ from trioserve_kernels.paged import DecodeWork
 
 __all__ = ["main"]
 
-SHARED_BYTES_MAX = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448}  # of one program (CUDA programming guide)
+# Of one program (CUDA programming guide); of others the least.
+SHARED_BYTES_MAX = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448}
 # head_dim, query heads, key/value heads, dtype
 ATTENTION_SHAPES = (
     (64, 9, 3, torch.bfloat16),
@@ -89,7 +90,7 @@ def main() -> None:
     from triton.runtime.jit import JITFunction
 
     from trioserve_kernels import triton as kernels
-    from trioserve_kernels.triton import attention_chunks
+    from trioserve_kernels.triton import attention
 
     launch = JITFunction.run
     found: list[tuple[str, str, int, float]] = []
@@ -106,7 +107,7 @@ def main() -> None:
     shared_bytes_max = SHARED_BYTES_MAX.get(arch, SHARED_BYTES_MAX[86])
     # Both for good: this is a process of its own.
     driver.set_active(_NoDevice(arch))
-    attention_chunks.shared_bytes_max = lambda device: shared_bytes_max  # type: ignore[assignment]  # has no cache
+    attention.shared_bytes_max = lambda device: shared_bytes_max  # type: ignore[assignment]  # has no cache
     for head_dim, heads, kv_heads, dtype in ATTENTION_SHAPES:
         name = f"head_dim {head_dim}, heads {heads}/{kv_heads}, {dtype}"
         check(name, _attention, head_dim, heads, kv_heads, dtype)

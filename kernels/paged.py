@@ -23,8 +23,8 @@ __all__ = [
 
 # A decode's context is cut into parts of this many tokens, of twice as many where these were more than
 # DECODE_PARTS_MAX, and so on. Its own length alone decides, whatever else is in the batch: so a row's sums are taken in
-# the same order in every batch. A part's result (float32) is 1 / 128 of its keys and values (in half formats) for each
-# head that shares these. With longer parts most of a GPU would have nothing to do while contexts are short.
+# the same order in every batch. A part's result (float32) is at most 1 / 128 of its keys and values (in half formats),
+# for each head that shares these. With longer parts most of a GPU would have nothing to do while contexts are short.
 SPLIT_TOKENS = 128
 # The parts' results of 64 rows and 32 heads of 128 numbers are 34 MB. Of one row, they keep 256 programs busy.
 DECODE_PARTS_MAX = 32

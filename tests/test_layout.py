@@ -111,7 +111,8 @@ TORCH_FILES = {
     ),
     "kernels": words(
         "compile_check.py gpu_bench.py paged.py reference.py triton/activation.py "
-        "triton/attention_chunks.py triton/attention_decode.py triton/norm.py triton/rotary.py triton/sampling.py"
+        "triton/attention.py triton/attention_chunks.py triton/attention_decode.py triton/norm.py triton/rotary.py "
+        "triton/sampling.py"
     ),
 }
 

@@ -6,25 +6,18 @@ by the host.
 
 from __future__ import annotations
 
-import functools
 import math
-from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from trioserve_kernels.paged import chunk_tile_tokens
-from trioserve_kernels.triton.attention import LOG2_E, PIPELINE_STAGES, attend_tile, token_block
+from trioserve_kernels.triton.attention import LOG2_E, attend_tile, pipeline_stages, token_block
 
-__all__ = ["chunks_kernel", "paged_chunks_", "shared_bytes_max"]
+__all__ = ["chunks_kernel", "paged_chunks_"]
 
 NO_WINDOW = 2**31 - 1
-# What a program may use where PIPELINE_STAGES are worth it: with heads of 128 numbers they take 113 KiB on sm_90, and
-# two programs still run on a multiprocessor. On sm_80 (164 KiB a multiprocessor) one would run in the place of two, and
-# on sm_86 and sm_89 (99 KiB for a program) heads of 256 would not fit.
-PIPELINED_SHARED_BYTES = 227 * 1024
 
 
 @triton.jit(do_not_specialize=["window", "table_stride"])
@@ -136,23 +129,8 @@ def paged_chunks_(
         ROW_BLOCK=max(16, triton.next_power_of_2(tile_tokens * group)),
         DIM_BLOCK=dim_block,
         TOKEN_BLOCK=token_block(dim_block, pages.dtype.itemsize),
-        # float32 and long heads need the registers of more warps.
+        # float32 and long heads need the registers of more warps; float32 fills them without any pipeline, and would
+        # spill more of them with one.
         num_warps=4 if dim_block * pages.dtype.itemsize <= 256 else 8,
-        num_stages=_stage_count(pages.dtype, shared_bytes_max(pages.device)),
+        num_stages=pipeline_stages(pages.device) if pages.dtype.itemsize == 2 else 1,
     )
-
-
-def _stage_count(dtype: torch.dtype, shared_bytes: int) -> int:
-    """float32 fills the registers without any pipeline, and would spill more of them with one."""
-    if dtype.itemsize > 2:
-        return 1
-    return PIPELINE_STAGES if shared_bytes >= PIPELINED_SHARED_BYTES else 2
-
-
-@functools.cache
-def shared_bytes_max(device: torch.device) -> int:
-    """What one program may use of a multiprocessor's shared memory; 0 where there is none, in the interpreter."""
-    if device.type != "cuda":
-        return 0
-    properties: Any = torch.cuda.get_device_properties(device)  # torch's own types leave the number out
-    return int(properties.shared_memory_per_block_optin)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trioserve_kernels.paged import DECODE_PARTS_MAX, SPLIT_TOKENS, DecodeWork, decode_program_count
-from trioserve_kernels.triton.attention import LOG2_E, PIPELINE_STAGES, attend_tile, token_block
+from trioserve_kernels.triton.attention import LOG2_E, attend_tile, pipeline_stages, token_block
 
 __all__ = ["decode_join_kernel", "decode_split_kernel", "paged_decode_"]
 
@@ -206,7 +206,7 @@ def paged_decode_(
         TOKEN_BLOCK=token_block(dim_block, pages.dtype.itemsize),
         ONE_PART=parts == 1,
         num_warps=4,
-        num_stages=PIPELINE_STAGES,
+        num_stages=pipeline_stages(pages.device),
     )
     if parts > 1:
         decode_join_kernel[(count, heads)](

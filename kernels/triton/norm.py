@@ -83,7 +83,7 @@ def _launch(values: Tensor, product: Tensor | None, weight: Tensor | None, eps: 
             WEIGHTED=weight is not None,
             ROW_BLOCK=row_block,
             COLUMN_BLOCK=column_block,
-            # A row of 4,096 is 16 numbers a thread: two loads of 16 bytes from each tensor, all on their way at once.
-            num_warps=8 if column_block <= 4096 else 16,
+            # 8 or 16 numbers a thread: one load of 16 bytes or two from each tensor, all on their way at once.
+            num_warps=4 if column_block <= 1024 else 8 if column_block <= 4096 else 16,
         )
     return normed

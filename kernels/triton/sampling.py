@@ -19,7 +19,7 @@ __all__ = ["best_parts_kernel", "choose_kernel", "choose_tokens"]
 PART_TOKENS = 8192  # of a row, scanned by one program for the best score
 PART_TOKEN_BLOCK = 2048
 # One program walks a whole row, up to 15 times for each filter, so its speed is that of one multiprocessor: as many
-# threads as that one has room for, each with 8 tokens (16 bytes of half formats) on their way at a time.
+# threads as a program may have, each with 8 tokens (16 bytes of half formats) on their way at a time.
 TOKEN_BLOCK = 8192
 CHOOSE_WARPS = 32
 DRAW_TILES = 512

@@ -269,8 +269,7 @@ class EngineCore:
         now: float,
         events: list[EngineEvent],
     ) -> None:
-        """Take the tokens of the requests that stay. Nearly all have one that ends nothing: what few need is behind a
-        look that costs them little."""
+        """Take the tokens of the requests that stay: of nearly all of them one, and nothing else."""
         for chunk, live, token_id in staying:
             request = live.request
             if result.errors and request.id in result.errors:
@@ -282,14 +281,8 @@ class EngineCore:
             if not chunk.samples:
                 continue
             assert token_id is not None, f"{request.id}: the chunk samples, but no token came"
-            tokens = live.tokens
-            tokens.append(token_id)
-            reason = None
-            if (
-                token_id in request.stop_token_ids
-                or len(tokens) - len(request.prompt_token_ids) >= request.output_tokens_max
-            ):  # elsewhere the answer would be None
-                reason = finish_reason_of(live)
+            live.tokens.append(token_id)
+            reason = finish_reason_of(live)
             token_ids: tuple[int, ...] = (token_id,)
             logprobs: tuple[TokenLogprob, ...] | None = None
             if result.logprobs and request.id in result.logprobs:

@@ -20,6 +20,7 @@ from trioserve.contracts.events import (
     Phase,
     PromptLogprobs,
     RequestFinished,
+    TokenLogprob,
     TokensReady,
 )
 from trioserve.contracts.ids import RequestId
@@ -159,18 +160,18 @@ class Delivery:
         for event in events:
             if isinstance(event, TokensReady):
                 if ready is not None:
-                    self._feed(choices[ready.request_id], ready, None, now)
+                    self._feed(choices[ready.request_id], ready.token_ids, ready.logprobs, None, now)
                 ready = event
             elif isinstance(event, RequestFinished):
                 if ready is not None and ready.request_id != event.request_id:
-                    self._feed(choices[ready.request_id], ready, None, now)
+                    self._feed(choices[ready.request_id], ready.token_ids, ready.logprobs, None, now)
                     ready = None
                 self._on_finished(event, ready, now)
                 ready = None
             else:
                 self._on_prompt_logprobs(event)
         if ready is not None:
-            self._feed(choices[ready.request_id], ready, None, now)
+            self._feed(choices[ready.request_id], ready.token_ids, ready.logprobs, None, now)
         self._show_counts(now)
 
     def on_ended(self, events: list[EngineEvent]) -> None:
@@ -199,22 +200,27 @@ class Delivery:
         elif event.reason is FinishReason.ERROR:
             choice.stream.push_end(choice, FinishReason.ERROR, event.message)
         else:
-            reason = self._feed(choice, ready, event, now) or reason
+            token_ids, logprobs = ((), None) if ready is None else (ready.token_ids, ready.logprobs)
+            reason = self._feed(choice, token_ids, logprobs, event, now) or reason
         self._let_go(event, now, reason, has_reader=has_reader)
 
     def _feed(
-        self, choice: Choice, ready: TokensReady | None, finished: RequestFinished | None, now: float
+        self,
+        choice: Choice,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprob, ...] | None,
+        finished: RequestFinished | None,
+        now: float,
     ) -> FinishReason | None:
         """Turn a sequence's new tokens into text for its reader. Returns the reason if that was the end."""
         assert not choice.is_ended
         if choice.is_mute:
-            self._count_tokens(choice, 0 if ready is None else len(ready.token_ids), now)
+            self._count_tokens(choice, len(token_ids), now)
             kv_transfer = None if finished is None else finished.kv_transfer
             choice.stream.push_end(choice, FinishReason.LENGTH, kv_transfer=kv_transfer)
             return FinishReason.LENGTH
         output = choice.output
         count_before = output.token_count
-        token_ids, logprobs = ((), None) if ready is None else (ready.token_ids, ready.logprobs)
         try:
             delta = output.feed(token_ids, logprobs, finished)
         except Exception as error:
