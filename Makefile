@@ -2,6 +2,8 @@
 # make disagg  the same with two servers: one on port 8001 computes prompts, one on 8002 makes the answers, and a router
 #              on http://127.0.0.1:8000 sends each request to the one and then to the other
 # make test    sets everything up, checks style and types, and runs the tests
+# make check   the same without the tests
+# make docs    builds the site of docs/ into build/docs, and fails for a broken link
 #
 # make serve ARGS="--port 8123 --max-num-seqs 16" passes flags on.
 # make pytest ARGS="tests/core" TEST_PROCESSES=0 runs some tests in one process.
@@ -14,8 +16,9 @@ ROLE_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DOCS_READY := $(VENV)/.docs-ready
 
-.PHONY: setup serve disagg test lint pytest clean
+.PHONY: setup serve disagg test check docs lint pytest clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -43,6 +46,16 @@ disagg: setup
 	exec $(BIN)/python -m trioserve disagg --router-args='$(ARGS)' --server-args='$(ROLE_ARGS)'
 
 test: setup lint pytest
+
+check: lint
+
+docs: setup $(DOCS_READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet --config-file docs/site/mkdocs.yml
+	@echo "the site is in build/docs"
+
+$(DOCS_READY): pyproject.toml $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[docs]"
+	touch $@
 
 lint: setup
 	$(BIN)/ruff check .

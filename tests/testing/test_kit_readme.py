@@ -1,4 +1,4 @@
-"""The examples of the testing kit's README, run as they stand, the way a reader would."""
+"""The examples of the testing kit's guide and README, run as they stand, the way a reader would."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-README = Path(__file__).parents[2] / "trioserve" / "testing" / "README.md"
-TEST_COUNT = 5
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TEST_COUNTS = {"docs/testing.md": 5, "trioserve/testing/README.md": 1}
 
 
 def run_pytest(folder: Path, source: str, *arguments: str, trio: bool = True) -> subprocess.CompletedProcess[str]:
@@ -25,11 +27,12 @@ def run_pytest(folder: Path, source: str, *arguments: str, trio: bool = True) ->
     )
 
 
-def test_every_example_runs_as_it_stands(tmp_path):
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+@pytest.mark.parametrize("page", sorted(TEST_COUNTS))
+def test_every_example_runs_as_it_stands(page, tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     ran = run_pytest(tmp_path, "\n\n".join(blocks))
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert f"{TEST_COUNT} passed" in ran.stdout
+    assert f"{TEST_COUNTS[page]} passed" in ran.stdout
 
 
 def test_every_name_of_the_kit_can_be_had():

@@ -1,6 +1,6 @@
 """For your own tests: an engine and a server without weights, steps that a test holds, and a count of what is left.
 
-The names are loaded when they are first used. README.md beside this file shows them at work.
+The names are loaded when they are first used. docs/testing.md shows them at work.
 """
 
 from __future__ import annotations
