@@ -1,0 +1,276 @@
+"""Every Python and shell block in README.md and docs/ does what it says, so that a reader may copy it.
+
+Python blocks are run, and those with tests are run by pytest. Of shell blocks, commands that end by themselves are run,
+curl speaks to a server, and of the others every flag is read by the real command line. A block that cannot run has a
+comment above it, `<!-- not run: the reason -->`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from trioserve import cli
+from trioserve.config import Config, RouteConfig, config_from
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+KIT_GUIDE = ROOT / "docs" / "testing.md"  # its blocks are one file: tests/testing/test_kit_readme.py runs them
+
+BLOCK = re.compile(
+    r"^(?:<!-- not run: (?P<reason>[^\n]+) -->\n)?```(?P<language>[a-z]*)\n(?P<source>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+LANGUAGES = {"python", "sh", "toml", "yaml"}
+SERVER_PLACE = re.compile(r"(?:127\.0\.0\.1|localhost):8000")
+OPERATORS = {"|", "||", "&&", ";", "&"}
+FOREIGN_WORDS = {"grep"}  # in pipes, behind what is checked
+
+AWAITED = re.compile(r"\bbench (load|suite|soak|router|disagg|startup|inside)\b")
+"""Commands that the documents know already, and the program not yet."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """line: of its first line of source, counted from 1. reason: why it is not run; None for one that is."""
+
+    page: Path
+    line: int
+    language: str
+    source: str
+    reason: str | None
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks_of(page: Path) -> Iterator[Block]:
+    text = page.read_text(encoding="utf-8")
+    for found in BLOCK.finditer(text):
+        line = text.count("\n", 0, found.start("source")) + 1
+        yield Block(page, line, found["language"], found["source"], found["reason"])
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+
+
+def blocks_to_run(language: str) -> list[Block]:
+    return [
+        block for block in BLOCKS if block.language == language and block.reason is None and block.page != KIT_GUIDE
+    ]
+
+
+# --- the server that curl and Python blocks speak to ---
+
+
+@pytest.fixture(scope="module")
+def server_address() -> Iterator[str]:
+    """host:port of a server with the default model."""
+    process = subprocess.Popen(
+        [*(sys.executable, "-m", "trioserve", "serve", "--port", "0"), *("--kv-cache-memory", "0.25")],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    assert process.stderr is not None
+    try:
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            found = re.search(r"serving .* at http://(\S+)", line)
+            if found:
+                break
+        else:
+            pytest.fail("".join(lines))
+        yield found[1]
+    finally:
+        process.terminate()
+        process.stderr.read()
+        process.stderr.close()
+        process.wait(60)
+
+
+def run(arguments: list[str], folder: Path) -> str:
+    """Run a program to its end; returns what it printed."""
+    ran = subprocess.run(
+        arguments,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])},
+    )
+    assert ran.returncode == 0, f"{shlex.join(arguments)}\n{ran.stdout}{ran.stderr}"
+    return ran.stdout
+
+
+# --- what every block has ---
+
+
+def test_every_block_is_of_a_kind_that_is_checked_or_says_why_it_is_not_run():
+    assert len(BLOCKS) > 30
+    for block in BLOCKS:
+        assert block.language in LANGUAGES, f"{block} is {block.language!r}"
+        assert block.reason is None or len(block.reason) > 15, f"{block}: the reason is no reason"
+    fences = sum(len(re.findall(r"^ *```", page.read_text(encoding="utf-8"), re.MULTILINE)) for page in PAGES)
+    assert fences == 2 * len(BLOCKS), "a fence that the expression for blocks does not find"
+
+
+# --- Python ---
+
+
+@pytest.mark.parametrize("block", blocks_to_run("python"), ids=str)
+def test_a_python_block_runs(block, server_address, tmp_path):
+    source = SERVER_PLACE.sub(server_address, block.source)
+    if "def test_" not in source:
+        (tmp_path / "block.py").write_text(source)
+        run([sys.executable, "-W", "error::ResourceWarning", "block.py"], tmp_path)
+        return
+    (tmp_path / "pytest.ini").write_text("[pytest]\ntrio_mode = true\nfilterwarnings = error\n")
+    (tmp_path / "test_block.py").write_text(source)
+    printed = run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_block.py"], tmp_path)
+    assert f"{source.count('def test_')} passed" in printed
+
+
+# --- shell ---
+
+
+def logical_lines(source: str) -> Iterator[str]:
+    """The commands of a block: lines joined where one ends with a backslash, or inside of quotes."""
+    pending = ""
+    for line in source.splitlines():
+        pending += line
+        if pending.endswith("\\"):
+            pending = pending[:-1]
+            continue
+        try:
+            words = shlex.split(pending, comments=True)
+        except ValueError:  # a quote is open
+            pending += "\n"
+            continue
+        if words:
+            yield pending
+        pending = ""
+    assert not pending, f"not a whole command: {pending}"
+
+
+def simple_commands(line: str) -> list[list[str]]:
+    """The words of each command of a line, without variables that are set before it."""
+    reader = shlex.shlex(line, posix=True, punctuation_chars=True)
+    reader.whitespace_split = True
+    commands: list[list[str]] = [[]]
+    for word in reader:
+        if word in OPERATORS:
+            commands.append([])
+        elif commands[-1] or not re.fullmatch(r"[A-Z_]+=.*", word):
+            commands[-1].append(word)
+    return commands
+
+
+class Parsed(Exception):
+    def __init__(self, parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+        self.parser = parser
+        self.arguments = arguments
+
+
+def parse(arguments: list[str]) -> Parsed:
+    """What the real command line makes of these words. Raises SystemExit for words that it does not take."""
+    real = argparse.ArgumentParser.parse_args
+
+    def parse_args(self: argparse.ArgumentParser, args: list[str] | None = None) -> argparse.Namespace:
+        raise Parsed(self, real(self, args))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+        try:
+            cli.main(arguments)
+        except Parsed as parsed:
+            return parsed
+    raise AssertionError("the command line was not parsed")
+
+
+def check_trioserve(words: list[str], folder: Path) -> None:
+    """words: what follows `python -m trioserve`. Those that end soon by themselves are run."""
+    try:
+        arguments = parse(words).arguments
+    except SystemExit:
+        if AWAITED.search(" ".join(words)):
+            pytest.xfail(f"not there yet: {' '.join(words)}")
+        raise
+    kind: type[Config] | type[RouteConfig] | None = {"serve": Config, "route": RouteConfig}.get(arguments.command)
+    if kind is not None:
+        config_from(argparse.Namespace(**{**vars(arguments), "config": None}), {}, kind=kind)
+    if arguments.command == "generate" or getattr(arguments, "replay", None):
+        paths = [str(ROOT / word) if word.startswith("tests/") else word for word in words]
+        run([sys.executable, "-m", "trioserve", *paths], folder)
+
+
+def check_python(words: list[str], folder: Path) -> None:
+    assert words[0] == "-m", f"python {words} is not checked"
+    if words[1] == "trioserve":
+        check_trioserve(words[2:], folder)
+    else:
+        assert words[2:] == ["--help"], f"python {words} is not checked"
+        run([sys.executable, *words], folder)
+
+
+def check_make(words: list[str], folder: Path) -> None:
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert words[0] in targets
+    for word in words[1:]:
+        assert re.match(r"(ARGS|ROLE_ARGS|TEST_PROCESSES|PYTHON)=", word), word
+
+
+CHECKS: dict[str, Callable[[list[str], Path], None]] = {"python": check_python, "make": check_make}
+
+
+@pytest.mark.parametrize("block", blocks_to_run("sh"), ids=str)
+def test_a_shell_block_does_what_it_says(block, server_address, tmp_path):
+    for line in logical_lines(block.source):
+        commands = simple_commands(line)
+        if commands[0][0] == "curl":
+            curl = 'curl() { command curl --fail-with-body --no-progress-meter --max-time 60 "$@"; }; '
+            run(["bash", "-o", "pipefail", "-c", curl + SERVER_PLACE.sub(server_address, line)], tmp_path)
+            continue
+        for command in commands:
+            if command[0] not in FOREIGN_WORDS:
+                assert command[0] in CHECKS, f"{block}: {command[0]} is not checked; mark the block as not run"
+                CHECKS[command[0]](command[1:], tmp_path)
+
+
+def test_every_endpoint_of_the_api_is_described(server_address):
+    described = (ROOT / "docs" / "http-api.md").read_text(encoding="utf-8")
+    with urllib.request.urlopen(f"http://{server_address}/openapi.json", timeout=60) as response:
+        paths = json.load(response)["paths"]
+    assert [path for path in paths if f"`{path}`" not in described] == []
+
+
+# --- TOML ---
+
+
+@pytest.mark.parametrize("block", blocks_to_run("toml"), ids=str)
+def test_a_toml_block_is_what_the_program_takes(block, tmp_path):
+    values = tomllib.loads(block.source)
+    if "project" in values:  # of somebody's package
+        return
+    file = tmp_path / "trioserve.toml"
+    file.write_text(block.source)
+    assert config_from(parse(["serve", "--config", str(file)]).arguments, {}, kind=Config) != Config()

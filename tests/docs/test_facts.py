@@ -1,0 +1,136 @@
+"""What the documents name is there: links, files, types, flags, metrics, endpoints."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import msgspec
+import pytest
+
+from trioserve.config import Config
+from trioserve.metrics.catalogue import CATALOGUE
+
+ROOT = Path(__file__).parents[2]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "trioserve/testing/README.md"]
+README_LINES_MAX = 150
+
+NEW_ROOMS = (ROOT / "trioserve" / "engine").is_dir()
+"""The documents name files where they will lie."""
+
+AWAITED_FLAGS = {"--priority-min", "--share-prefix-cache", "--metrics-need-key", "--load-needs-key", "--step-timeout"}
+"""Flags that the documents know already, and the program not yet."""
+
+FOREIGN_FLAGS = {
+    *{"--no-deps", "--continuous-batching", "--cb-num-blocks", "--cb-max-batch-tokens", "--no-cache-idle-slots"},
+    *{"--name", "--no-name", "--max-time", "--help"},
+}
+
+
+def named(text: str) -> Iterator[str]:
+    """What stands in backticks."""
+    yield from re.findall(r"`([^`\n]+)`", text)
+
+
+def anchors_of(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def load_tables() -> ModuleType:
+    """docs/site/tables.py, which lies beside the site's configuration and in no package."""
+    spec = importlib.util.spec_from_file_location("docs_tables", ROOT / "docs" / "site" / "tables.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page):
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        path, _, anchor = target.partition("#")
+        place = (page.parent / path).resolve() if path else page
+        if place.is_relative_to(ROOT / "deploy") and not (ROOT / "deploy").exists():
+            pytest.xfail("deploy/ is not there yet")
+        assert place.exists(), f"{target} leads nowhere"
+        if anchor and not anchor.startswith("trioserve."):  # those come from docstrings
+            assert anchor in anchors_of(place), f"{target}: there is no such heading"
+
+
+def test_the_readme_is_short():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= README_LINES_MAX
+    first_screen = "\n".join(lines[:40])
+    assert "make serve" in first_screen
+    assert "make test" in first_screen
+
+
+@pytest.mark.skipif(not NEW_ROOMS, reason="the rooms have their old names")
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda page: page.name)
+def test_every_file_that_is_named_exists(page):
+    for name in named(page.read_text(encoding="utf-8")):
+        if re.fullmatch(r"(trioserve|tests|kernels|docs|examples|deploy)/[\w/.-]+", name):
+            assert (ROOT / name).exists(), name
+
+
+def test_every_type_and_function_that_the_architecture_names_exists():
+    defined = set()
+    for path in (ROOT / "trioserve").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                defined.add(node.name)
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    for name in named(text):
+        if re.fullmatch(r"[A-Z][a-z]+[A-Za-z]*(\.[a-z_]+)?", name) and name not in ("Value", "Cancelled"):
+            for part in name.split("."):
+                assert part in defined, name
+
+
+def test_every_flag_that_is_named_exists():
+    known = {f"--{field.name.replace('_', '-')}" for field in msgspec.structs.fields(Config)}
+    for path in (ROOT / "trioserve").rglob("*.py"):  # those of commands that have no Config
+        known |= set(re.findall(r"\"(--[a-z][a-z-]+)\"", path.read_text(encoding="utf-8")))
+    awaited = set()
+    for page in PAGES:
+        if page.name == "CHANGELOG.md":  # it names what is gone, too
+            continue
+        for name in named(page.read_text(encoding="utf-8")):
+            for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", name):
+                plain = re.sub(r"^--no-", "--", flag)
+                if not {flag, plain} & (known | FOREIGN_FLAGS):
+                    assert flag in AWAITED_FLAGS, f"{page.name}: there is no {flag}"
+                    awaited.add(flag)
+    if awaited:
+        pytest.xfail(f"not there yet: {', '.join(sorted(awaited))}")
+
+
+def test_every_metric_that_is_named_exists():
+    known = {metric.full_name for metric in CATALOGUE} | {alias for metric in CATALOGUE for alias in metric.aliases}
+    for page in PAGES:
+        for name in re.findall(r"\b(?:trioserve|trioserve_router|vllm|vllm_router):[a-z_]+", page.read_text()):
+            plain = re.sub(r"_(bucket|sum|count)$", "", name)
+            assert plain in known or plain.endswith("_"), f"{page.name}: there is no {name}"
+
+
+def test_the_generated_tables_have_every_option_and_every_metric():
+    tables = load_tables()
+    text = "\n".join(make() for make in tables.TABLES.values())
+    for field in msgspec.structs.fields(Config):
+        assert f"| `--{field.name.replace('_', '-')}` |" in text, field.name
+    for metric in CATALOGUE:
+        assert f"`{metric.full_name}`" in text, metric.name
+    pages = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    assert set(re.findall(r"<!-- generated: ([a-z-]+) -->", pages)) == set(tables.TABLES)
+
+
+def test_a_table_says_what_an_option_means_takes_and_is_without_it():
+    rows = load_tables().option_table(Config).splitlines()
+    assert next(row for row in rows if "--max-num-seqs" in row) == (
+        "| `--max-num-seqs` | sequences that are computed at a time | number from 1 to 4,096 | `64` |"
+    )
