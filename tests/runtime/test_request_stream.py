@@ -317,16 +317,6 @@ async def test_end_tokens_end_the_answer_unless_they_are_to_be_ignored(autojump_
         assert stopped == ended[:1]
 
 
-@pytest.mark.parametrize("prompt", [[1.5, 2.5], ["a"], [None], None])
-async def test_what_is_no_prompt_at_all_is_the_callers_error_and_not_the_engines(prompt, autojump_clock):
-    async with open_fake_engine() as fake:
-        with pytest.raises(TypeError):
-            async with fake.generate(prompt):
-                pass
-        assert len(await answer_of(fake, max_tokens=3)) == 3
-        check_all_free(fake)
-
-
 async def test_a_full_line_refuses_before_it_tokenizes(autojump_clock, monkeypatch):
     """S14."""
     async with open_fake_engine(running_requests_max=1, waiting_requests_max=2) as fake:
@@ -358,6 +348,7 @@ async def test_a_full_line_refuses_before_it_tokenizes(autojump_clock, monkeypat
         ([], {}, InvalidRequest, "no tokens"),
         ([1, 257], {}, InvalidRequest, "token id 257, this model's are 0 to 256"),
         ([-1], {}, InvalidRequest, "token id -1"),
+        ([10**5000], {}, InvalidRequest, "token id \\.\\.\\.,"),
         ("half a pair \ud800", {}, InvalidRequest, "U\\+D800"),
         (ChatPrompt(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), {}, InvalidRequest, "image_url"),
     ],

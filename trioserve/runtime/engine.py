@@ -17,7 +17,8 @@ import msgspec
 import trio
 from msgspec import UNSET
 
-from trioserve.contracts.deadlines import Deadline, Deadlines
+from trioserve.contracts.arguments import to_bool, to_int, to_str
+from trioserve.contracts.deadlines import NO_DEADLINES, Deadline, Deadlines
 from trioserve.contracts.endpoint import EndpointLoad
 from trioserve.contracts.errors import ContextTooLong, Draining, EngineFault, InvalidRequest, Overloaded
 from trioserve.contracts.events import (
@@ -46,6 +47,7 @@ from trioserve.runtime.kv_events import KvEvents
 from trioserve.runtime.live_view import view_of
 from trioserve.runtime.local_endpoint import local_dispatch, local_request
 from trioserve.runtime.prompt_encoder import PromptEncoder
+from trioserve.runtime.request_preparation import checked_kv_transfer, checked_prompt, instance_of, text_or_none
 from trioserve.runtime.request_stream import Choice, RequestStream
 from trioserve.runtime.router_metrics import show_router
 from trioserve.runtime.settings import RuntimeSettings
@@ -278,35 +280,58 @@ class Engine:
         tenant: str | None = None,
         kv_transfer: KVTransferParams | None = None,
     ) -> RequestStream:
-        """A request, to be entered with `async with`. request_id: the caller's own; it need not be unique, and an abort
-        by it ends all that bear it. priority: PRIORITY_MIN to PRIORITY_MAX, a lower number runs sooner. cache_salt:
-        prefix blocks are shared only between requests with equal salts. add_special_tokens: of a prompt that is text,
-        begin it as the model's tokenizer says; a chat's template does that itself. deadlines: in seconds from entering;
-        what passes one ends with finish_reason DEADLINE. owner: who may see it and abort it by its id, besides those
-        who may see everything. tenant: the line is fair between them; default: the owner. kv_transfer: whether the KV
-        of its prompt is to be taken from another engine (of n choices the first one takes it, the others compute it or
-        hit), or held for one (n = 1; see RequestStream)."""
+        """A request, to be entered with `async with`; until then it holds nothing.
+
+        Args:
+            prompt: text, token ids (a list, or an array of one dimension), or a ChatPrompt.
+            sampling: how tokens are chosen and when to stop. Default: the model's own.
+            request_id: the caller's own; it need not be unique, and an abort by it ends all that bear it. Default: a
+                new one.
+            priority: PRIORITY_MIN to PRIORITY_MAX (-100 to 100), a lower number runs sooner.
+            cache_salt: prefix blocks are shared only between requests with equal salts.
+            add_special_tokens: of a prompt that is text, begin it as the model's tokenizer says; a chat's template does
+                that itself.
+            deadlines: in seconds from entering; what passes one ends with finish_reason DEADLINE. Default: those that
+                the engine was opened with, whose limits go for all.
+            owner: who may see it and abort it by its id, besides those who may see everything.
+            tenant: the queue is fair between them. Default: the owner.
+            kv_transfer: whether the KV of its prompt is to be taken from another engine (of n choices the first one
+                takes it, the others compute it or hit), or held for one (n = 1; see RequestStream).
+
+        Raises:
+            InvalidRequest: an argument has a wrong type; its `param` names it. What is wrong with the values (a token
+                id that the model does not have, a prompt that is too long) rises on entering.
+        """
+        own_deadlines = instance_of(Deadlines, "deadlines", deadlines, NO_DEADLINES)
+        owner = text_or_none("owner", owner)
         return RequestStream(
             self,
-            prompt,
-            sampling or self.default_sampling,
-            request_id=request_id or self._new_request_id(),
-            priority=priority,
-            cache_salt=cache_salt,
-            add_special_tokens=add_special_tokens,
-            deadlines=(deadlines or Deadlines()).within(self._settings.deadlines, self._settings.deadlines_max),
+            checked_prompt(prompt),
+            instance_of(SamplingParams, "sampling", sampling, self.default_sampling),
+            request_id=text_or_none("request_id", request_id) or self._new_request_id(),
+            priority=to_int("priority", priority),
+            cache_salt=text_or_none("cache_salt", cache_salt),
+            add_special_tokens=to_bool("add_special_tokens", add_special_tokens),
+            deadlines=own_deadlines.within(self._settings.deadlines, self._settings.deadlines_max),
             owner=owner,
-            tenant=tenant or owner or "",
-            kv_transfer=kv_transfer,
+            tenant=text_or_none("tenant", tenant) or owner or "",
+            kv_transfer=checked_kv_transfer(kv_transfer),
         )
 
     def abort(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT, *, owner: str | None = None
     ) -> dict[str, AbortOutcome]:
-        """End requests by the ids their callers gave. Never waits, never raises. A reader gets what came before and a
-        last delta with the reason; the blocks are back at once, or right after the step in flight. What is held of one
-        that had finished comes back when the connector lets it go, which it is told to do. owner: only theirs; those of
-        others are unknown."""
+        """End requests by the ids their callers gave. Never waits. A reader gets what came before and a last delta with
+        the reason; the blocks are back at once, or right after the step in flight. What is held of one that had
+        finished comes back when the connector lets it go, which it is told to do.
+
+        request_ids: one id will do, too. owner: only theirs; those of others are unknown. No id is an error: what
+        became of each is what is returned. Raises InvalidRequest, and has ended nothing, for arguments of another type.
+        """
+        if isinstance(request_ids, str):  # otherwise each of its letters were an id
+            request_ids = (request_ids,)
+        request_ids = [to_str("request_ids", request_id, verb="holds") for request_id in request_ids]
+        reason = instance_of(FinishReason, "reason", reason, FinishReason.ABORT)
         outcomes = {}
         for request_id in dict.fromkeys(request_ids):
             streams = [*self._streams.get(request_id, ()), *self._kept_holds.of(request_id)]
@@ -342,7 +367,7 @@ class Engine:
 
     async def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt. Raises InvalidRequest; ContextTooLong for one that is refused without counting."""
-        return await self._prompts.encode(prompt, add_special_tokens=add_special_tokens)
+        return await self._prompts.encode(checked_prompt(prompt), add_special_tokens=add_special_tokens)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of token ids. Raises InvalidRequest for an id that the model does not have."""
@@ -388,10 +413,10 @@ class Engine:
         self._check_open(count)
         turn = self._turn(stream)
         stream.on_gone = lambda: self._leave_line(stream, turn)
-        stream.choices = [self._new_choice(stream, index) for index in range(count)]
         self._streams.setdefault(stream.id, []).append(stream)
-        self._set_alarms(stream)
-        try:
+        try:  # from here on there is something to be given back
+            stream.choices = [self._new_choice(stream, index) for index in range(count)]
+            self._set_alarms(stream)
             self._preparing_count += count
             try:
                 with stream.preparation:
