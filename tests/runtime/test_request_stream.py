@@ -8,8 +8,10 @@ import trio.lowlevel
 
 from trioserve.contracts.errors import AlreadyEnded, ContextTooLong, InvalidRequest, Overloaded
 from trioserve.contracts.events import AbortOutcome, FinishReason
+from trioserve.contracts.output import Delta
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.contracts.sampling import SamplingParams
+from trioserve.runtime.request_stream import RequestStream
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.testing.fake_executor import FakeModel
 from trioserve.testing.invariants import check_core, check_idle
@@ -438,6 +440,74 @@ async def test_a_stream_is_used_once_and_only_inside_its_scope(autojump_clock):
         with pytest.raises(AlreadyEnded, match="entered before"):
             async with stream:
                 pass
+
+
+async def read_all(stream: RequestStream) -> list[Delta]:
+    return [delta async for delta in stream]
+
+
+WAYS_TO_WAIT = {
+    "reading": read_all,
+    "begun": RequestStream.wait_until_begun,
+}
+
+
+@pytest.mark.parametrize("wait", WAYS_TO_WAIT.values(), ids=WAYS_TO_WAIT)
+async def test_whoever_waits_for_a_stream_that_is_left_elsewhere_is_told(wait, autojump_clock):
+    async with open_fake_engine(paused=True) as fake, trio.open_nursery() as nursery:
+        told = trio.Event()
+
+        async def wait_outside(stream: RequestStream) -> None:
+            with pytest.raises(AlreadyEnded, match="inside its `async with`"):
+                await wait(stream)
+            told.set()
+
+        async with fake.generate(PROMPT) as stream:
+            nursery.start_soon(wait_outside, stream)
+            nursery.start_soon(wait_outside, stream)
+            await trio.testing.wait_all_tasks_blocked()
+        with trio.fail_after(1):
+            await told.wait()
+        with pytest.raises(AlreadyEnded):
+            await wait(stream)
+        check_all_free(fake)
+
+
+async def test_a_stream_that_is_not_entered_has_nothing_to_wait_for(autojump_clock):
+    async with open_fake_engine() as fake:
+        with pytest.raises(AlreadyEnded):
+            await fake.generate(PROMPT).wait_until_begun()
+
+
+async def test_of_several_readers_each_delta_has_one_and_all_see_the_end(autojump_clock):
+    async with open_fake_engine(step_seconds=0.01) as fake:
+        alone = await answer_of(fake, max_tokens=30, temperature=0)
+        read: list[list[Delta]] = []
+
+        async def read_some(stream: RequestStream) -> None:
+            read.append(await read_all(stream))
+
+        async with fake.generate(PROMPT, SamplingParams(max_tokens=30, temperature=0)) as stream:
+            with trio.fail_after(10):
+                async with trio.open_nursery() as nursery:
+                    for _ in range(3):
+                        nursery.start_soon(read_some, stream)
+        token_ids = [token_id for deltas in read for delta in deltas for token_id in delta.token_ids]
+        assert len(read) == 3
+        assert sorted(token_ids) == sorted(alone)
+        reasons = [delta.finish_reason for deltas in read for delta in deltas]
+        assert [reason for reason in reasons if reason is not None] == [FinishReason.LENGTH]
+        check_all_free(fake)
+
+
+async def test_whoever_waits_for_the_begin_is_told_the_end_although_another_has_read_it(autojump_clock):
+    async with open_fake_engine(paused=True) as fake, fake.generate(PROMPT) as stream:
+        fake.abort([stream.id])
+        assert [delta.finish_reason for delta in await read_all(stream)] == [FinishReason.ABORT]
+        for _ in range(2):
+            end = await stream.wait_until_begun()
+            assert end is not None
+            assert end.finish_reason is FinishReason.ABORT
 
 
 async def test_a_stop_string_ends_the_sequence_before_another_step(autojump_clock):

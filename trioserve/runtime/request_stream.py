@@ -70,7 +70,9 @@ class RequestStream:
 
     Entering raises Overloaded, Draining, InvalidRequest or ContextTooLong, and then holds nothing. Iterating yields the
     deltas of all choices until each has one with a finish_reason, and raises EngineFault when the engine broke, or
-    Draining when the server is leaving and the request had not begun to run.
+    Draining when the server is leaving and the request had not begun to run. Several tasks may iterate over one stream:
+    each delta goes to one of them, and the end to all. All that waits for it belongs inside of the scope: whoever still
+    does when the scope is left, in whichever task, gets AlreadyEnded.
 
     An answer may leave blocks that are held for another engine (is_held; the last delta has kv_transfer then). Leaving
     the scope ends the hold like everything else, so whoever wants it read waits for that inside
@@ -117,6 +119,7 @@ class RequestStream:
         self._state = "new"
         self._pending: dict[int, Delta] = {}
         self._unfinished_count = sampling.n
+        self._first_end: Delta | None = None  # the last delta of the choice that ended first
         self._error: Exception | None = None
         self._waiting: list[trio.lowlevel.Task] = []  # most often one, the reader
         self._begun = trio.Event()
@@ -139,13 +142,15 @@ class RequestStream:
     ) -> None:
         self._state = "left"
         self._engine.leave(self)
+        self._begun.set()
+        self._end_wait_for_release()
+        self._wake_readers()
 
     def __aiter__(self) -> RequestStream:
         return self
 
     async def __anext__(self) -> Delta:
-        if self._state != "entered":
-            raise AlreadyEnded(f"request {self.id} can be read only inside its `async with`")
+        self._check_entered()
         await trio.lowlevel.checkpoint_if_cancelled()
         while not self._pending:
             if self._unfinished_count == 0:
@@ -153,8 +158,13 @@ class RequestStream:
             if self._error is not None:
                 raise self._error
             await self._wait()
+            self._check_entered()
         index = next(iter(self._pending))
         return self._pending.pop(index)
+
+    def _check_entered(self) -> None:
+        if self._state != "entered":
+            raise AlreadyEnded(f"request {self.id} can be read only inside its `async with`")
 
     async def _wait(self) -> None:
         """Until something was pushed. An event for each token would cost more than all else here."""
@@ -184,9 +194,11 @@ class RequestStream:
 
     async def wait_until_released(self) -> None:
         """Returns when no block of it is held for another engine: they have been read, or nobody wants them any more,
-        or their time is over. At once where none is. Raises EngineFault if the engine breaks meanwhile."""
+        or their time is over. At once where none is. Raises EngineFault if the engine breaks meanwhile, AlreadyEnded
+        outside of its scope while something is held."""
         await trio.lowlevel.checkpoint_if_cancelled()
         while self.is_held:
+            self._check_entered()
             if self._error is not None:
                 raise self._error
             if self._released is None:
@@ -199,14 +211,17 @@ class RequestStream:
         self.is_hold_kept = True
 
     async def wait_until_begun(self) -> Delta | None:
-        """Returns when the request runs; or, if it ended in the line, the delta that says so. Raises what it failed
-        with. So whoever answers over HTTP can still choose the status."""
+        """Returns when the request runs; or, if it ended in the line, the delta that says so, which is read as well.
+        Raises what it failed with, and AlreadyEnded outside of its scope. So whoever answers over HTTP can still choose
+        the status."""
+        self._check_entered()
         await self._begun.wait()
+        self._check_entered()
         if any(choice.has_run for choice in self.choices):
             return None
         if self._error is not None:
             raise self._error
-        return next(iter(self._pending.values()))
+        return self._first_end
 
     # --- the engine's side: synchronous, called while delivering ---
 
@@ -240,6 +255,7 @@ class RequestStream:
         pending[index] = merge(pending[index], delta) if index in pending else delta
         if delta.finish_reason is not None:
             self._unfinished_count -= 1
+            self._first_end = self._first_end or delta
             self._begun.set()
         waiting = self._waiting
         while waiting:  # _wake_readers, without the call: this is done for every token
