@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+import trio
 
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.errors import AlreadyEnded, InvalidRequest
@@ -109,6 +110,20 @@ async def test_an_abort_with_a_wrong_argument_has_ended_nothing(arguments, autoj
 async def test_one_id_alone_is_an_id_and_not_its_letters(autojump_clock):
     async with open_fake_engine(paused=True) as fake, fake.generate("a prompt", request_id="r-1"):
         assert fake.abort("r-1") == {"r-1": AbortOutcome.ABORTED}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "param"), [((math.nan, print), "at"), (("soon", print), "at"), ((5.0, None), "function")]
+)
+async def test_a_wrong_time_does_not_end_the_task_that_keeps_all_of_them(arguments, param, autojump_clock):
+    async with open_fake_engine() as fake:
+        with pytest.raises(InvalidRequest) as raised:
+            fake.call_at(*arguments)
+        assert raised.value.param == param
+        rung = trio.Event()
+        fake.call_at(trio.current_time() + 1, rung.set)
+        with trio.fail_after(2):
+            await rung.wait()
 
 
 async def test_what_is_tokenized_for_a_program_is_checked_as_well(autojump_clock):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import math
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar, cast
@@ -17,7 +18,7 @@ import msgspec
 import trio
 from msgspec import UNSET
 
-from trioserve.contracts.arguments import to_bool, to_int, to_str
+from trioserve.contracts.arguments import refuse, to_bool, to_float, to_int, to_str
 from trioserve.contracts.deadlines import NO_DEADLINES, Deadline, Deadlines
 from trioserve.contracts.endpoint import EndpointLoad
 from trioserve.contracts.errors import ContextTooLong, Draining, EngineFault, InvalidRequest, Overloaded
@@ -380,7 +381,12 @@ class Engine:
 
     def call_at(self, at: float, function: Callable[[], None]) -> Alarm:
         """Have `function` called at a time of Trio's clock, by the engine's one task for this. It must not wait or
-        raise."""
+        raise. Raises InvalidRequest for what is no time or no function."""
+        at = to_float("at", at)
+        if math.isnan(at):
+            refuse("at", at, "a time of Trio's clock")
+        if not callable(function):
+            refuse("function", function, "a function without parameters")
         return self._deadline_keeper.set(at, function)
 
     def stats(self) -> EngineStats:
