@@ -61,8 +61,7 @@ class Delivery:
         self._followed: list[float] = []  # of each of its tokens that came alone, when the one before it had come
         self._held: dict[RequestId, Choice] = {}  # over, and their blocks are held for another engine
         self._faults_told: set[TransferFault] = set()
-        if core.transfers is not None:
-            core.transfers.holds.on_end = self._on_hold_end
+        core.tell_hold_ends(self._on_hold_end)
 
     def __len__(self) -> int:
         """Sequences that the core has."""
@@ -75,11 +74,7 @@ class Delivery:
 
     def held_block_count(self, stream: RequestStream) -> int:
         """Blocks that are held of a stream for another engine."""
-        transfers = self._core.transfers
-        if transfers is None or not stream.is_held:
-            return 0
-        holds = [transfers.holds.get(choice.sequence_id, HoldKind.SEND) for choice in stream.choices if choice.is_held]
-        return sum(len(hold.blocks) for hold in holds if hold is not None)
+        return sum(self._core.held_block_count(choice.sequence_id) for choice in stream.choices if choice.is_held)
 
     def add(self, choice: Choice) -> None:
         """The core has the choice's sequence now."""
@@ -179,8 +174,7 @@ class Delivery:
         for event in events:
             assert isinstance(event, RequestFinished)
             self._on_finished(event, None, trio.current_time())
-        if self._core.transfers is not None:
-            self._tell_faults(self._core.transfers.faults.latest)
+        self._tell_faults(self._core.latest_faults)
 
     def _tell_faults(self, latest: Mapping[TransferFault, str]) -> None:
         """Each kind has its line in the log once; the metric counts them all."""
