@@ -35,6 +35,7 @@ from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.stats import EngineStats
 from trioserve.core.engine import EngineCore
+from trioserve.metrics.engine_gauges import EngineGauges
 from trioserve.metrics.registry import Metrics
 from trioserve.runtime.connector_metrics import show_connector
 from trioserve.runtime.deadline_keeper import Alarm, DeadlineKeeper
@@ -147,7 +148,7 @@ class Engine:
                 block_size=core.settings.block_size,
                 events_max=settings.kv_events_max,
             )
-        self._stats_seen = core.stats()
+        self._gauges = EngineGauges(metrics, core.stats())
         metrics.on_scrape(self._set_gauges)
         if connector is not None:
             show_connector(metrics, connector.counts)
@@ -600,27 +601,10 @@ class Engine:
             self._idle.set()
 
     def _set_gauges(self) -> None:
-        stats, seen = self._core.stats(), self._stats_seen
-        self._stats_seen = stats
-        metrics = self.metrics
-        metrics.num_requests_running.set(stats.running_count)
-        metrics.num_requests_waiting.set(stats.waiting_count + self._preparing_count)
-        metrics.live_requests.set(sum(len(streams) for streams in self._streams.values()))
-        metrics.tasks.set(trio.lowlevel.current_statistics().tasks_living)
-        metrics.kv_cache_usage_perc.set(stats.kv_usage)
-        metrics.kv_blocks.labels("free").set(stats.blocks_free)
-        metrics.kv_blocks.labels("cached").set(stats.blocks_cached)
-        metrics.kv_blocks.labels("used").set(stats.blocks_used)
-        metrics.kv_blocks.labels("held").set(stats.blocks_held)
-        metrics.num_preemptions_total.inc(stats.preemptions_total - seen.preemptions_total)
-        metrics.prefix_cache_queries_total.inc(stats.prefix_query_tokens_total - seen.prefix_query_tokens_total)
-        metrics.prefix_cache_hits_total.inc(stats.prefix_hit_tokens_total - seen.prefix_hit_tokens_total)
-        metrics.spec_decode_num_drafts_total.inc(stats.drafts_total - seen.drafts_total)
-        metrics.spec_decode_num_draft_tokens_total.inc(stats.draft_tokens_total - seen.draft_tokens_total)
-        metrics.spec_decode_num_accepted_tokens_total.inc(stats.accepted_tokens_total - seen.accepted_tokens_total)
-        metrics.kv_transfer_loads_waiting.set(stats.remote_kv_count)
-        metrics.kv_transfer_requests_held.set(self._delivery.held_count)
-        metrics.kv_transfer_loaded_tokens_total.inc(stats.loaded_tokens_total - seen.loaded_tokens_total)
-        metrics.kv_transfer_holds_refused_total.inc(stats.holds_refused_total - seen.holds_refused_total)
-        for fault, total in stats.transfer_faults_total.items():
-            metrics.transfer_faults_total.labels(fault.value).inc(total - seen.transfer_faults_total[fault])
+        self._gauges.show(
+            self._core.stats(),
+            preparing_count=self._preparing_count,
+            live_count=sum(len(streams) for streams in self._streams.values()),
+            held_count=self._delivery.held_count,
+            task_count=trio.lowlevel.current_statistics().tasks_living,
+        )
