@@ -238,7 +238,7 @@ async def test_late_aborts_are_told_of_the_last_requests_and_no_more(autojump_cl
 async def test_leaving_when_some_choices_have_ended_ends_the_others(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake:
         async with fake.generate(PROMPT, SamplingParams(n=3, max_tokens=50)) as stream:
-            fake.executor.errors[stream.choices[0].sequence_id] = "bad luck"
+            fake.executor.errors[stream._request.choices[0].sequence_id] = "bad luck"
             async for delta in stream:
                 if delta.finish_reason is FinishReason.ERROR:
                     break
@@ -363,7 +363,7 @@ async def test_a_bad_request_is_refused_and_holds_nothing(prompt, sampling, erro
         with pytest.raises(AlreadyEnded):
             await anext(stream)
         check_all_free(fake)
-        assert fake._streams == {}
+        assert fake._requests == {}
         assert fake._preparing_count == 0
 
 
@@ -395,7 +395,7 @@ async def test_a_long_prompt_is_tokenized_in_the_text_thread_and_can_be_left_mea
             assert fake._preparing_count == 1
             nursery.cancel_scope.cancel()
         assert fake._preparing_count == 0
-        assert fake._streams == {}
+        assert fake._requests == {}
         go_on.set()
 
 
@@ -552,7 +552,7 @@ async def test_the_fault_of_one_request_stays_with_it(autojump_clock):
             fake.generate("unlucky", SamplingParams(max_tokens=20)) as unlucky,
             fake.generate("lucky", SamplingParams(max_tokens=20)) as lucky,
         ):
-            fake.executor.errors[unlucky.choices[0].sequence_id] = "the logits are not numbers"
+            fake.executor.errors[unlucky._request.choices[0].sequence_id] = "the logits are not numbers"
             unlucky_deltas = [delta async for delta in unlucky]
             lucky_deltas = [delta async for delta in lucky]
         assert unlucky_deltas[-1].finish_reason is FinishReason.ERROR
@@ -571,7 +571,7 @@ async def test_text_that_cannot_be_made_fails_that_request_alone(autojump_clock,
             def broken(*_arguments: object) -> None:
                 raise ValueError("no such token")
 
-            unlucky.choices[0].output.feed = broken  # type: ignore[assignment,method-assign]
+            unlucky._request.choices[0].output.feed = broken  # type: ignore[assignment,method-assign]
             deltas = [delta async for delta in unlucky]
             assert deltas[-1].finish_reason is FinishReason.ERROR
             assert "no such token" in (deltas[-1].message or "")

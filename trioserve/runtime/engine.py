@@ -48,9 +48,10 @@ from trioserve.runtime.kept_holds import KeptHolds
 from trioserve.runtime.kv_events import KvEvents
 from trioserve.runtime.live_view import view_of
 from trioserve.runtime.local_endpoint import local_dispatch, local_request
+from trioserve.runtime.open_request import Choice, OpenRequest
 from trioserve.runtime.prompt_encoder import PromptEncoder
 from trioserve.runtime.request_preparation import checked_kv_transfer, checked_prompt, instance_of, text_or_none
-from trioserve.runtime.request_stream import Choice, RequestStream
+from trioserve.runtime.request_stream import RequestStream
 from trioserve.runtime.router_metrics import show_router
 from trioserve.runtime.settings import RuntimeSettings
 from trioserve.runtime.worker_thread import WorkerThread
@@ -130,7 +131,7 @@ class Engine:
         self._text_thread = text_thread
         self._settings = settings
         self._new_request_id = new_request_id
-        self._streams: dict[str, list[RequestStream]] = {}  # entered and not left, by the id that callers know
+        self._requests: dict[str, list[OpenRequest]] = {}  # entered and not left, by the id that callers know
         self._ended_ids = EndedIds()
         self._preparing_count = 0
         self._sequence_numbers = itertools.count()
@@ -212,8 +213,8 @@ class Engine:
             self._kept_holds.clear()  # nobody will report their end
             self._note_idle()
             self._end_kv_events()
-            for stream in self._live_streams():
-                stream.fail(fault)
+            for request in self._live_requests():
+                request.fail(fault)
             if self.on_fault is not None:
                 with trio.move_on_after(self._settings.last_words_seconds_max):
                     try:
@@ -245,23 +246,23 @@ class Engine:
         self.dispatch.drain()
         self._end_kv_events()
         queued = {live.request.id for live in self._core.live_requests() if live.cached_token_count is None}
-        for stream in self._live_streams():
-            if all(choice.sequence_id in queued for choice in stream.choices):
-                self._delivery.end(stream, FinishReason.ABORT)
-                stream.fail(self._refused_draining())
+        for request in self._live_requests():
+            if all(choice.sequence_id in queued for choice in request.choices):
+                self._delivery.end(request, FinishReason.ABORT)
+                request.fail(self._refused_draining())
 
     def abort_all(self, message: str) -> None:
         """End every request, and every hold; each reader gets a last delta with finish_reason ABORT and the message,
         unless it had one."""
-        for stream in self._live_streams():
-            self._delivery.end_with_last_word(stream, FinishReason.ABORT, message)
-            self._delivery.end_holds(stream)
-        for stream in self._kept_holds:
-            self._delivery.end_holds(stream)
+        for request in self._live_requests():
+            self._delivery.end_with_last_word(request, FinishReason.ABORT, message)
+            self._delivery.end_holds(request)
+        for request in self._kept_holds:
+            self._delivery.end_holds(request)
 
     async def wait_until_idle(self) -> None:
-        """Returns when no request stream is entered, and nothing is held for another engine. For use after drain()."""
-        while self._streams or self._kept_holds:
+        """Returns when no request is entered, and nothing is held for another engine. For use after drain()."""
+        while self._requests or self._kept_holds:
             if self._idle.is_set():  # otherwise somebody else waits for it, too
                 self._idle = trio.Event()
             await self._idle.wait()
@@ -306,8 +307,7 @@ class Engine:
         """
         own_deadlines = instance_of(Deadlines, "deadlines", deadlines, NO_DEADLINES)
         owner = text_or_none("owner", owner)
-        return RequestStream(
-            self,
+        request = OpenRequest(
             checked_prompt(prompt),
             instance_of(SamplingParams, "sampling", sampling, self.default_sampling),
             request_id=text_or_none("request_id", request_id) or self._new_request_id(),
@@ -319,6 +319,7 @@ class Engine:
             tenant=text_or_none("tenant", tenant) or owner or "",
             kv_transfer=checked_kv_transfer(kv_transfer),
         )
+        return RequestStream(request, submit=self._submit, leave=self._leave)
 
     def abort(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT, *, owner: str | None = None
@@ -336,16 +337,16 @@ class Engine:
         reason = instance_of(FinishReason, "reason", reason, FinishReason.ABORT)
         outcomes = {}
         for request_id in dict.fromkeys(request_ids):
-            streams = [*self._streams.get(request_id, ()), *self._kept_holds.of(request_id)]
-            streams = [stream for stream in streams if owner in (None, stream.owner)]
-            unfinished = [stream for stream in streams if not stream.is_finished]
-            for stream in unfinished:
-                self._delivery.end_with_last_word(stream, reason, "the request was aborted by its id")
-            for stream in streams:
-                self._delivery.end_holds(stream)
+            requests = [*self._requests.get(request_id, ()), *self._kept_holds.of(request_id)]
+            requests = [request for request in requests if owner in (None, request.owner)]
+            unfinished = [request for request in requests if not request.is_finished]
+            for request in unfinished:
+                self._delivery.end_with_last_word(request, reason, "the request was aborted by its id")
+            for request in requests:
+                self._delivery.end_holds(request)
             if unfinished:
                 outcomes[request_id] = AbortOutcome.ABORTED
-            elif streams or self._ended_ids.knows(request_id, owner=owner):
+            elif requests or self._ended_ids.knows(request_id, owner=owner):
                 outcomes[request_id] = AbortOutcome.ALREADY_FINISHED
             else:
                 outcomes[request_id] = AbortOutcome.UNKNOWN
@@ -354,17 +355,17 @@ class Engine:
     def live_requests(self, *, owner: str | None = None) -> list[LiveRequestView]:
         """Every request that is entered and not left, or held, oldest first. owner: only theirs."""
         sequences = {live.request.id: live for live in self._core.live_requests()}
-        streams = [*self._live_streams(), *self._kept_holds]
-        streams = [stream for stream in streams if owner in (None, stream.owner)]
+        requests = [*self._live_requests(), *self._kept_holds]
+        requests = [request for request in requests if owner in (None, request.owner)]
         now = trio.current_time()
         return [
             view_of(
-                stream,
-                [sequences.get(choice.sequence_id) for choice in stream.choices],
+                request,
+                [sequences.get(choice.sequence_id) for choice in request.choices],
                 now,
-                held_block_count=self._delivery.held_block_count(stream),
+                held_block_count=self._delivery.held_block_count(request),
             )
-            for stream in sorted(streams, key=lambda stream: stream.entered_at)
+            for request in sorted(requests, key=lambda request: request.entered_at)
         ]
 
     async def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
@@ -411,81 +412,81 @@ class Engine:
 
     # --- called by RequestStream ---
 
-    async def submit(self, stream: RequestStream) -> None:
+    async def _submit(self, request: OpenRequest) -> None:
         """Take a place in line, wait for a lease, prepare, and hand the sequences to the core. Holds nothing when it
         raises."""
-        count = stream.sampling.n
-        self._check_vocabulary(stream.sampling)
-        self._check_kv_transfer(stream)
+        count = request.sampling.n
+        self._check_vocabulary(request.sampling)
+        self._check_kv_transfer(request)
         self._check_open(count)
-        turn = self._turn(stream)
-        stream.on_gone = lambda: self._leave_line(stream, turn)
-        self._streams.setdefault(stream.id, []).append(stream)
+        turn = self._turn(request)
+        request.on_gone = lambda: self._leave_line(request, turn)
+        self._requests.setdefault(request.id, []).append(request)
         try:  # from here on there is something to be given back
-            stream.choices = [self._new_choice(stream, index) for index in range(count)]
-            self._set_alarms(stream)
+            request.choices = [self._new_choice(request, index) for index in range(count)]
+            self._set_alarms(request)
             self._preparing_count += count
             try:
-                with stream.preparation:
-                    await self._lease(stream, turn)
-                    token_ids = await self.encode(stream.prompt, add_special_tokens=stream.add_special_tokens)
-                    stream.prompt_token_ids = tuple(token_ids)
+                with request.preparation:
+                    await self._lease(request, turn)
+                    token_ids = await self.encode(request.prompt, add_special_tokens=request.add_special_tokens)
+                    request.prompt_token_ids = tuple(token_ids)
             finally:
                 self._preparing_count -= count
-            if stream.is_finished:
+            if request.is_finished:
                 return  # aborted meanwhile; its reader finds the last words
             if not self.ready:
                 raise self.fault or self._refused_draining()
-            self._add_sequences(stream)
+            self._add_sequences(request)
         except BaseException:
-            self.leave(stream)
+            self._leave(request)
             raise
         self._loop.wake()
 
-    def leave(self, stream: RequestStream) -> None:
+    def _leave(self, request: OpenRequest) -> None:
         """The one way out of a request's scope. Synchronous; nothing to do when it has finished and is not held."""
-        self._delivery.end(stream, FinishReason.ABORT)
-        stream.cancel_alarms()
-        if stream.is_hold_kept and stream.is_held and self.fault is None:
-            self._kept_holds.add(stream)
-            stream.on_released = lambda: self._forget_hold(stream)
+        self._delivery.end(request, FinishReason.ABORT)
+        request.cancel_alarms()
+        if request.is_hold_kept and request.is_held and self.fault is None:
+            self._kept_holds.add(request)
+            request.on_released = lambda: self._forget_hold(request)
         else:
-            self._delivery.end_holds(stream)
-        streams = self._streams[stream.id]
-        streams.remove(stream)
-        if not streams:
-            del self._streams[stream.id]
-        self._ended_ids.note(stream.id, stream.owner)
+            self._delivery.end_holds(request)
+        requests = self._requests[request.id]
+        requests.remove(request)
+        if not requests:
+            del self._requests[request.id]
+        self._ended_ids.note(request.id, request.owner)
         self._note_idle()
 
     # --- inside ---
 
-    def _forget_hold(self, stream: RequestStream) -> None:
+    def _forget_hold(self, request: OpenRequest) -> None:
         if self.fault is None:
-            self._kept_holds.remove(stream)
+            self._kept_holds.remove(request)
             self._note_idle()
 
-    def _check_kv_transfer(self, stream: RequestStream) -> None:
-        asked = stream.kv_transfer
+    def _check_kv_transfer(self, request: OpenRequest) -> None:
+        asked = request.kv_transfer
         if asked is None or not (asked.do_remote_decode or asked.do_remote_prefill):
-            stream.kv_transfer = None
+            request.kv_transfer = None
         elif self.role is None:
             raise InvalidRequest(
                 "kv_transfer_params ask for KV to be exchanged with another engine, but this server was started "
                 "without a connector that does: leave them out, or start it with --kv-transfer-config",
                 param="kv_transfer_params",
             )
-        elif asked.do_remote_decode and stream.sampling.n > 1:
+        elif asked.do_remote_decode and request.sampling.n > 1:
             raise InvalidRequest(
-                f"n is {stream.sampling.n}, but with do_remote_decode it must be 1: one sequence is held for another "
+                f"n is {request.sampling.n}, but with do_remote_decode it must be 1: one sequence is held for another "
                 "engine",
                 param="n",
             )
 
-    def _leave_line(self, stream: RequestStream, turn: Turn) -> None:
+    def _leave_line(self, request: OpenRequest, turn: Turn) -> None:
         """The core has nothing of it any more: its place or its lease is another's."""
         if turn.is_in_line:
-            self._delivery.note_left_line(stream.sampling.n)
+            self._delivery.note_left_line(request.sampling.n)
         self.dispatch.leave(turn)
 
     def _check_open(self, count: int) -> None:
@@ -497,28 +498,28 @@ class Engine:
         if count > live_max:
             raise InvalidRequest(f"n is {count}, but at most {live_max} sequences may run and wait here", param="n")
 
-    def _turn(self, stream: RequestStream) -> Turn:
-        request = local_request(
-            stream.prompt, tenant=stream.tenant, priority=stream.priority, sequences=stream.sampling.n
+    def _turn(self, request: OpenRequest) -> Turn:
+        routed = local_request(
+            request.prompt, tenant=request.tenant, priority=request.priority, sequences=request.sampling.n
         )
         try:
-            return self.dispatch.begin(request)
+            return self.dispatch.begin(routed)
         except Overloaded as refusal:
-            self._note_refusal(stream, refusal)
+            self._note_refusal(request, refusal)
             raise
 
-    async def _lease(self, stream: RequestStream, turn: Turn) -> None:
+    async def _lease(self, request: OpenRequest, turn: Turn) -> None:
         try:
             await turn.lease()
             if turn.is_in_line:  # otherwise it was ended just when it had got one
                 turn.sent()
         except Overloaded as refusal:  # the line is drained, or it waited too long, or had to make room
-            self._note_refusal(stream, refusal)
+            self._note_refusal(request, refusal)
             raise
 
-    def _note_refusal(self, stream: RequestStream, refusal: Overloaded) -> None:
+    def _note_refusal(self, request: OpenRequest, refusal: Overloaded) -> None:
         self.metrics.requests_rejected_total.labels(refusal.reason).inc()
-        logger.info("refused request=%s reason=%s", stream.id, refusal.reason)
+        logger.info("refused request=%s reason=%s", request.id, refusal.reason)
 
     def _check_vocabulary(self, sampling: SamplingParams) -> None:
         vocab_size = self.model.vocab_size
@@ -540,18 +541,18 @@ class Engine:
             retry_after_seconds=5.0,
         )
 
-    def _new_choice(self, stream: RequestStream, index: int) -> Choice:
+    def _new_choice(self, request: OpenRequest, index: int) -> Choice:
         # The number makes the id unique even when callers repeat theirs.
-        sequence_id = RequestId(f"{next(self._sequence_numbers)}/{stream.id}/{index}")
-        output = ChoiceOutput(self.tokenizer, stream.sampling, index=index)
-        return Choice(stream, index, sequence_id, output, is_mute=stream.sampling.max_tokens == 0)
+        sequence_id = RequestId(f"{next(self._sequence_numbers)}/{request.id}/{index}")
+        output = ChoiceOutput(self.tokenizer, request.sampling, index=index)
+        return Choice(request, index, sequence_id, output, is_mute=request.sampling.max_tokens == 0)
 
-    def _add_sequences(self, stream: RequestStream) -> None:
-        sampling = stream.sampling
-        room = self.model.context_tokens_max - len(stream.prompt_token_ids)
+    def _add_sequences(self, request: OpenRequest) -> None:
+        sampling = request.sampling
+        room = self.model.context_tokens_max - len(request.prompt_token_ids)
         if room < 1:
             raise ContextTooLong(
-                f"the prompt has {len(stream.prompt_token_ids)} tokens, and with at least one of answer this model "
+                f"the prompt has {len(request.prompt_token_ids)} tokens, and with at least one of answer this model "
                 f"takes {self.model.context_tokens_max}: shorten it",
                 param="prompt",
             )
@@ -559,52 +560,52 @@ class Engine:
         if not sampling.ignore_eos:
             stop_token_ids |= frozenset(self.model.eos_token_ids)
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
-        for choice in stream.choices:
+        for choice in request.choices:
             self._core.add(
                 EngineRequest(
                     id=choice.sequence_id,
-                    prompt_token_ids=stream.prompt_token_ids,
+                    prompt_token_ids=request.prompt_token_ids,
                     sampling=sampling,
                     output_tokens_max=room if sampling.max_tokens is None else max(1, sampling.max_tokens),
                     stop_token_ids=stop_token_ids,
                     seed=(seed + choice.index * SEED_STRIDE) % 2**64,
-                    priority=stream.priority,
-                    cache_salt=stream.cache_salt,
+                    priority=request.priority,
+                    cache_salt=request.cache_salt,
                     # What one choice has loaded, the others may hit.
-                    kv_transfer=stream.kv_transfer if choice.index == 0 else None,
+                    kv_transfer=request.kv_transfer if choice.index == 0 else None,
                 )
             )
             self._delivery.add(choice)
 
-    def _set_alarms(self, stream: RequestStream) -> None:
+    def _set_alarms(self, request: OpenRequest) -> None:
         for deadline in Deadline:
-            seconds = stream.deadlines.seconds(deadline)
+            seconds = request.deadlines.seconds(deadline)
             if seconds is not None:
-                ring = functools.partial(self._pass_deadline, stream, deadline, seconds)
-                stream.alarms[deadline] = self._deadline_keeper.set(stream.entered_at + seconds, ring)
+                ring = functools.partial(self._pass_deadline, request, deadline, seconds)
+                request.alarms[deadline] = self._deadline_keeper.set(request.entered_at + seconds, ring)
 
-    def _pass_deadline(self, stream: RequestStream, deadline: Deadline, seconds: float) -> None:
-        if not stream.is_finished:
+    def _pass_deadline(self, request: OpenRequest, deadline: Deadline, seconds: float) -> None:
+        if not request.is_finished:
             self.metrics.deadlines_passed_total.labels(deadline.value).inc()
             message = f"the request's {deadline.value} of {seconds:g} s has passed"
-            self._delivery.end_with_last_word(stream, FinishReason.DEADLINE, message, stop_reason=deadline.value)
+            self._delivery.end_with_last_word(request, FinishReason.DEADLINE, message, stop_reason=deadline.value)
 
-    def _live_streams(self) -> list[RequestStream]:
-        return [stream for streams in self._streams.values() for stream in streams]
+    def _live_requests(self) -> list[OpenRequest]:
+        return [request for requests in self._requests.values() for request in requests]
 
     def _end_kv_events(self) -> None:
         if self.kv_events is not None:
             self.kv_events.end()
 
     def _note_idle(self) -> None:
-        if not (self._streams or self._kept_holds):
+        if not (self._requests or self._kept_holds):
             self._idle.set()
 
     def _set_gauges(self) -> None:
         self._gauges.show(
             self._core.stats(),
             preparing_count=self._preparing_count,
-            live_count=sum(len(streams) for streams in self._streams.values()),
+            live_count=sum(len(requests) for requests in self._requests.values()),
             held_count=self._delivery.held_count,
             task_count=trio.lowlevel.current_statistics().tasks_living,
         )
