@@ -15,6 +15,7 @@ from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.runtime import engine as engine_file
+from trioserve.runtime import request_preparation
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -88,8 +89,11 @@ async def test_token_ids_may_be_whole_numbers_of_any_library(autojump_clock):
 
 async def test_what_fails_while_a_request_gets_its_place_gives_the_place_back(autojump_clock, monkeypatch):
     async with open_fake_engine(running_requests_max=1, waiting_requests_max=0) as fake:
-        for name in ("ChoiceOutput", "functools"):  # for its choices and for its alarms
-            monkeypatch.setattr(engine_file, name, None)
+        for file, name in (
+            (request_preparation, "ChoiceOutput"),
+            (engine_file, "functools"),
+        ):  # its choices, its alarms
+            monkeypatch.setattr(file, name, None)
             with pytest.raises((TypeError, AttributeError)):
                 await answer_of(fake, deadlines=Deadlines(timeout=5))
             monkeypatch.undo()

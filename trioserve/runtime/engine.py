@@ -7,31 +7,27 @@ of a request leads to one synchronous call.
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import math
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar, cast
 
-import msgspec
 import trio
 from msgspec import UNSET
 
 from trioserve.contracts.arguments import refuse, to_bool, to_float, to_int, to_str
 from trioserve.contracts.deadlines import NO_DEADLINES, Deadline, Deadlines
 from trioserve.contracts.endpoint import EndpointLoad
-from trioserve.contracts.errors import ContextTooLong, Draining, EngineFault, InvalidRequest, Overloaded
+from trioserve.contracts.errors import Draining, EngineFault, InvalidRequest, Overloaded
 from trioserve.contracts.events import (
     AbortOutcome,
     FinishReason,
 )
-from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer import EngineRole, RunningConnector, Started
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.live import LiveRequestView
 from trioserve.contracts.prompt import Prompt
-from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.stats import EngineStats
 from trioserve.core.engine import EngineCore
@@ -48,39 +44,27 @@ from trioserve.runtime.kept_holds import KeptHolds
 from trioserve.runtime.kv_events import KvEvents
 from trioserve.runtime.live_view import view_of
 from trioserve.runtime.local_endpoint import local_dispatch, local_request
-from trioserve.runtime.open_request import Choice, OpenRequest
+from trioserve.runtime.model_description import ModelDescription
+from trioserve.runtime.open_request import OpenRequest
 from trioserve.runtime.prompt_encoder import PromptEncoder
-from trioserve.runtime.request_preparation import checked_kv_transfer, checked_prompt, instance_of, text_or_none
+from trioserve.runtime.request_preparation import (
+    RequestPreparation,
+    checked_kv_transfer,
+    checked_prompt,
+    instance_of,
+    text_or_none,
+)
 from trioserve.runtime.request_stream import RequestStream
 from trioserve.runtime.router_metrics import show_router
 from trioserve.runtime.settings import RuntimeSettings
 from trioserve.runtime.worker_thread import WorkerThread
-from trioserve.text.output import ChoiceOutput
 from trioserve.text.tokenizer import Tokenizer
 
 __all__ = ["Engine", "ModelDescription"]
 
 logger = logging.getLogger(__name__)
 
-SEED_STRIDE = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: seeds of a request's choices lie far apart
-
 T = TypeVar("T")
-
-
-class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """What is served. name is the first of served_names; source is what it was loaded from, as it was named;
-    created_at is in seconds since 1970."""
-
-    served_names: tuple[str, ...]
-    source: str
-    context_tokens_max: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    created_at: int
-
-    @property
-    def name(self) -> str:
-        return self.served_names[0]
 
 
 def _new_request_id() -> str:
@@ -128,13 +112,13 @@ class Engine:
         self._prompts = PromptEncoder(
             tokenizer, text_thread, vocab_size=model.vocab_size, context_tokens_max=model.context_tokens_max
         )
+        self._preparation = RequestPreparation(model, tokenizer, role=role)
         self._text_thread = text_thread
         self._settings = settings
         self._new_request_id = new_request_id
         self._requests: dict[str, list[OpenRequest]] = {}  # entered and not left, by the id that callers know
         self._ended_ids = EndedIds()
         self._preparing_count = 0
-        self._sequence_numbers = itertools.count()
         self._deadline_keeper = DeadlineKeeper()
         self.dispatch = local_dispatch(core.settings.running_requests_max, settings)
         self._is_running = False
@@ -416,14 +400,13 @@ class Engine:
         """Take a place in line, wait for a lease, prepare, and hand the sequences to the core. Holds nothing when it
         raises."""
         count = request.sampling.n
-        self._check_vocabulary(request.sampling)
-        self._check_kv_transfer(request)
+        self._preparation.check(request)
         self._check_open(count)
         turn = self._turn(request)
         request.on_gone = lambda: self._leave_line(request, turn)
         self._requests.setdefault(request.id, []).append(request)
         try:  # from here on there is something to be given back
-            request.choices = [self._new_choice(request, index) for index in range(count)]
+            request.choices = self._preparation.new_choices(request)
             self._set_alarms(request)
             self._preparing_count += count
             try:
@@ -437,7 +420,9 @@ class Engine:
                 return  # aborted meanwhile; its reader finds the last words
             if not self.ready:
                 raise self.fault or self._refused_draining()
-            self._add_sequences(request)
+            for choice, sequence in zip(request.choices, self._preparation.sequences(request), strict=True):
+                self._core.add(sequence)
+                self._delivery.add(choice)
         except BaseException:
             self._leave(request)
             raise
@@ -465,23 +450,6 @@ class Engine:
         if self.fault is None:
             self._kept_holds.remove(request)
             self._note_idle()
-
-    def _check_kv_transfer(self, request: OpenRequest) -> None:
-        asked = request.kv_transfer
-        if asked is None or not (asked.do_remote_decode or asked.do_remote_prefill):
-            request.kv_transfer = None
-        elif self.role is None:
-            raise InvalidRequest(
-                "kv_transfer_params ask for KV to be exchanged with another engine, but this server was started "
-                "without a connector that does: leave them out, or start it with --kv-transfer-config",
-                param="kv_transfer_params",
-            )
-        elif asked.do_remote_decode and request.sampling.n > 1:
-            raise InvalidRequest(
-                f"n is {request.sampling.n}, but with do_remote_decode it must be 1: one sequence is held for another "
-                "engine",
-                param="n",
-            )
 
     def _leave_line(self, request: OpenRequest, turn: Turn) -> None:
         """The core has nothing of it any more: its place or its lease is another's."""
@@ -521,18 +489,6 @@ class Engine:
         self.metrics.requests_rejected_total.labels(refusal.reason).inc()
         logger.info("refused request=%s reason=%s", request.id, refusal.reason)
 
-    def _check_vocabulary(self, sampling: SamplingParams) -> None:
-        vocab_size = self.model.vocab_size
-        for param, token_ids in (
-            ("logit_bias", sampling.logit_bias or ()),
-            ("stop_token_ids", sampling.stop_token_ids),
-        ):
-            for token_id in token_ids:
-                if token_id >= vocab_size:
-                    raise InvalidRequest(
-                        f"{param} names token id {token_id}, this model's are 0 to {vocab_size - 1}", param=param
-                    )
-
     def _refused_draining(self) -> Draining:
         self.metrics.requests_rejected_total.labels("draining").inc()
         return Draining(
@@ -540,42 +496,6 @@ class Engine:
             reason="draining",
             retry_after_seconds=5.0,
         )
-
-    def _new_choice(self, request: OpenRequest, index: int) -> Choice:
-        # The number makes the id unique even when callers repeat theirs.
-        sequence_id = RequestId(f"{next(self._sequence_numbers)}/{request.id}/{index}")
-        output = ChoiceOutput(self.tokenizer, request.sampling, index=index)
-        return Choice(request, index, sequence_id, output, is_mute=request.sampling.max_tokens == 0)
-
-    def _add_sequences(self, request: OpenRequest) -> None:
-        sampling = request.sampling
-        room = self.model.context_tokens_max - len(request.prompt_token_ids)
-        if room < 1:
-            raise ContextTooLong(
-                f"the prompt has {len(request.prompt_token_ids)} tokens, and with at least one of answer this model "
-                f"takes {self.model.context_tokens_max}: shorten it",
-                param="prompt",
-            )
-        stop_token_ids = frozenset(sampling.stop_token_ids)
-        if not sampling.ignore_eos:
-            stop_token_ids |= frozenset(self.model.eos_token_ids)
-        seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
-        for choice in request.choices:
-            self._core.add(
-                EngineRequest(
-                    id=choice.sequence_id,
-                    prompt_token_ids=request.prompt_token_ids,
-                    sampling=sampling,
-                    output_tokens_max=room if sampling.max_tokens is None else max(1, sampling.max_tokens),
-                    stop_token_ids=stop_token_ids,
-                    seed=(seed + choice.index * SEED_STRIDE) % 2**64,
-                    priority=request.priority,
-                    cache_salt=request.cache_salt,
-                    # What one choice has loaded, the others may hit.
-                    kv_transfer=request.kv_transfer if choice.index == 0 else None,
-                )
-            )
-            self._delivery.add(choice)
 
     def _set_alarms(self, request: OpenRequest) -> None:
         for deadline in Deadline:

@@ -25,7 +25,7 @@ from trioserve.contracts.output import Delta
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult, never_abandoned
-from trioserve.runtime.engine import SEED_STRIDE
+from trioserve.runtime.request_preparation import SEED_STRIDE
 from trioserve.runtime.request_stream import RequestStream
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.testing.fake_executor import FakeModel
