@@ -7,9 +7,7 @@ runs between two steps, or, ending a request, at any moment.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 import msgspec
 import trio
@@ -31,19 +29,13 @@ from trioserve.core.block_holds import Hold
 from trioserve.core.engine import EngineCore
 from trioserve.metrics.registry import Metrics
 from trioserve.runtime.open_request import Choice, OpenRequest
+from trioserve.runtime.token_timings import Cancelled, TokenTimings
 
 __all__ = ["Delivery"]
 
 logger = logging.getLogger(__name__)
 
 WHOLE = (FinishReason.STOP, FinishReason.LENGTH)  # an answer that ended so is complete
-
-
-class _Cancelled(NamedTuple):
-    """When a sequence was aborted, and how many steps had ended then."""
-
-    at: float
-    step_count: int
 
 
 class Delivery:
@@ -55,10 +47,8 @@ class Delivery:
         self._wake = wake
         self._choices: dict[RequestId, Choice] = {}
         # Aborted while a step reads their blocks; None: it was their own text that ended them.
-        self._cancelled: dict[RequestId, _Cancelled | None] = {}
-        self._step_count = 0  # steps that have ended
-        self._token_count = 0  # of the step that is being delivered, without those in _followed
-        self._followed: list[float] = []  # of each of its tokens that came alone, when the one before it had come
+        self._cancelled: dict[RequestId, Cancelled | None] = {}
+        self._timings = TokenTimings(metrics)
         self._held: dict[RequestId, Choice] = {}  # over, and their blocks are held for another engine
         self._faults_told: set[TransferFault] = set()
         core.tell_hold_ends(self._on_hold_end)
@@ -85,14 +75,14 @@ class Delivery:
 
     def end(self, request: OpenRequest, reason: FinishReason) -> None:
         """Abort what of a request the core still has. From here on nothing of it is delivered."""
-        cancelled = _Cancelled(trio.current_time(), self._step_count)
+        cancelled = self._timings.cancelled(trio.current_time())
         ids = [choice.sequence_id for choice in request.choices if choice.sequence_id in self._choices]
         results = self._core.abort(ids, reason, now=cancelled.at)
         now = trio.current_time()
         for sequence_id, result in results.items():
             if result.finished is not None:
                 self._let_go(result.finished, now, reason)
-                self._observe_abort(result.finished, cancelled, now)
+                self._timings.note_abort(result.finished.phase, cancelled, now)
             else:
                 self._cancelled.setdefault(sequence_id, cancelled)
         if not request.core_count:
@@ -128,11 +118,7 @@ class Delivery:
 
     def note_left_line(self, count: int) -> None:
         """So many sequences were aborted before the core had them: nothing had to be freed."""
-        phase = Phase.QUEUED.value
-        self._metrics.aborts_total.labels(phase).inc(count)
-        for _ in range(count):
-            self._metrics.cancel_to_free_seconds.labels(phase).observe(0.0)
-            self._metrics.cancel_to_free_steps.labels(phase).observe(0)
+        self._timings.note_left_line(count)
 
     # --- called by the step loop ---
 
@@ -148,8 +134,7 @@ class Delivery:
 
     def on_events(self, events: list[EngineEvent], step_seconds: float) -> None:
         now = trio.current_time()
-        self._step_count += 1
-        self._metrics.step_seconds.observe(step_seconds)
+        self._timings.note_step(step_seconds)
         choices = self._choices
         ready: TokensReady | None = None  # not fed yet: its request's end may come next
         for event in events:
@@ -167,7 +152,7 @@ class Delivery:
                 self._on_prompt_logprobs(event)
         if ready is not None:
             self._feed(choices[ready.request_id], ready.token_ids, ready.logprobs, None, now)
-        self._show_counts(now)
+        self._timings.show(now)
 
     def on_ended(self, events: list[EngineEvent]) -> None:
         """Before each step: requests ended while none did, since the KV they waited for did not come."""
@@ -190,7 +175,7 @@ class Delivery:
         if not has_reader:
             cancelled = self._cancelled.pop(event.request_id)
             if cancelled is not None:
-                self._observe_abort(event, cancelled, now)
+                self._timings.note_abort(event.phase, cancelled, now)
         elif event.reason is FinishReason.ERROR:
             choice.request.push_end(choice, FinishReason.ERROR, event.message)
         else:
@@ -209,7 +194,8 @@ class Delivery:
         """Turn a sequence's new tokens into text for its reader. Returns the reason if that was the end."""
         assert not choice.is_ended
         if choice.is_mute:
-            self._count_tokens(choice, len(token_ids), now)
+            if self._timings.note_tokens(choice, len(token_ids), now):
+                choice.request.note_first_token()
             kv_transfer = None if finished is None else finished.kv_transfer
             choice.request.push_end(choice, FinishReason.LENGTH, kv_transfer=kv_transfer)
             return FinishReason.LENGTH
@@ -220,12 +206,8 @@ class Delivery:
         except Exception as error:
             delta = _text_failed(choice, token_ids, error)
         # Of several tokens, those behind a stop string are dropped: they are nobody's.
-        token_count = output.token_count - count_before
-        if token_count == 1 and choice.first_token_at is not None:  # nearly every token
-            self._followed.append(choice.last_token_at)
-            choice.last_token_at = now
-        else:
-            self._count_tokens(choice, token_count, now)
+        if self._timings.note_tokens(choice, output.token_count - count_before, now):
+            choice.request.note_first_token()
         if delta is None:
             return None
         if delta.finish_reason is not None:
@@ -247,27 +229,6 @@ class Delivery:
         if finished is not None and finished.kv_transfer is not None and delta.finish_reason in WHOLE:
             delta = msgspec.structs.replace(delta, kv_transfer=finished.kv_transfer)
         return delta
-
-    def _count_tokens(self, choice: Choice, count: int, now: float) -> None:
-        if count == 0:
-            return
-        self._token_count += count
-        if choice.first_token_at is None:
-            choice.first_token_at = now
-            choice.request.note_first_token()
-            self._metrics.time_to_first_token_seconds.observe(now - choice.request.entered_at)
-        else:
-            # Tokens that come together share the time since the last ones, so that its mean is that of a token.
-            self._metrics.inter_token_latency_seconds.observe((now - choice.last_token_at) / count, count)
-        choice.last_token_at = now
-
-    def _show_counts(self, now: float) -> None:
-        """What a step's tokens have in common is counted once: most of them follow one that came at the same time."""
-        self._metrics.generation_tokens_total.inc(self._token_count + len(self._followed))
-        self._token_count = 0
-        for before, count in Counter(self._followed).items():
-            self._metrics.inter_token_latency_seconds.observe(now - before, count)
-        self._followed.clear()
 
     def _on_prompt_logprobs(self, event: PromptLogprobs) -> None:
         choice = self._choices[event.request_id]
@@ -304,12 +265,6 @@ class Delivery:
             seconds = trio.current_time() - choice.held_since
             logger.debug("hold ended request=%s end=%s seconds=%.3f", choice.request.id, end, seconds)
             choice.request.note_released()
-
-    def _observe_abort(self, event: RequestFinished, cancelled: _Cancelled, now: float) -> None:
-        phase = event.phase.value
-        self._metrics.aborts_total.labels(phase).inc()
-        self._metrics.cancel_to_free_seconds.labels(phase).observe(now - cancelled.at)
-        self._metrics.cancel_to_free_steps.labels(phase).observe(self._step_count - cancelled.step_count)
 
 
 def _text_failed(choice: Choice, token_ids: tuple[int, ...], error: Exception) -> Delta:

@@ -36,6 +36,9 @@ class ScopeState(enum.Enum):
     LEFT = "left"
 
 
+_ENTERED = ScopeState.ENTERED  # until Python 3.12 looking up a member of an enum is slow
+
+
 class Choice:
     """One of a request's n answers: its sequence in the engine, and the text it makes."""
 
@@ -155,7 +158,8 @@ class OpenRequest:
 
     async def next_delta(self) -> Delta:
         """Raises StopAsyncIteration when each choice has had its last one, and what the request failed with."""
-        self._check_entered()
+        if self.scope is not _ENTERED:  # and no call: this is done for every delta
+            self._check_entered()
         await trio.lowlevel.checkpoint_if_cancelled()
         while not self._pending:
             if self._unfinished_count == 0:
@@ -163,7 +167,8 @@ class OpenRequest:
             if self._error is not None:
                 raise self._error
             await self._wait()
-            self._check_entered()
+            if self.scope is not _ENTERED:
+                self._check_entered()
         index = next(iter(self._pending))
         return self._pending.pop(index)
 
@@ -238,9 +243,7 @@ class OpenRequest:
             self._unfinished_count -= 1
             self._first_end = self._first_end or delta
             self._begun.set()
-        waiting = self._waiting
-        while waiting:  # _wake_readers, without the call: this is done for every token
-            reschedule(waiting.pop(), WOKEN)
+        self._wake_readers()
 
     def push_end(
         self,
