@@ -376,3 +376,53 @@ def test_importing_a_module_does_not_load_what_it_does_without(module, unloaded)
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split() == []
+
+
+INSIDES = words("core ticket transfers")
+PRETENDS = words("testing")  # it looks everywhere
+
+
+def reaches_in(source: str) -> Iterator[str]:
+    """Where code goes through the inside of somebody else's object: by `a.core.b`, or by giving `a.core` a name of its
+    own. Whose inside it is writes `self.core.b`."""
+
+    def is_inside_of_another(node: ast.AST) -> bool:
+        if not isinstance(node, ast.Attribute) or node.attr.lstrip("_") not in INSIDES:
+            return False
+        return not (isinstance(node.value, ast.Name) and node.value.id == "self")
+
+    for node in ast.walk(ast.parse(source)):
+        reached = []
+        if isinstance(node, ast.Attribute):
+            reached = [node.value]
+        elif isinstance(node, ast.Assign):
+            reached = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
+        yield from (f"{found.lineno}: {ast.unparse(node)}" for found in reached if is_inside_of_another(found))
+
+
+def test_nobody_reaches_through_the_inside_of_another_object():
+    reaching = [
+        f"{file}:{where}"
+        for place, file in sources()
+        if place not in PRETENDS
+        for where in reaches_in((ROOT / file).read_text(encoding="utf-8"))
+    ]
+    assert not reaching, "ask the object itself, which may get a method for it:\n" + "\n".join(reaching)
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("self.core.tick(now)", 0),
+        ("self._core.transfers.holds", 1),
+        ("turn.ticket.endpoint", 1),
+        ("call.fleet.dispatch.core.endpoints.values()", 1),
+        ("core = self.dispatch.core", 1),
+        ("stats, core = dispatch.stats(), dispatch.core", 1),
+        ("leave(turn.ticket, now)", 0),
+        ("self.ticket = ticket", 0),
+        ("from trioserve.core.engine import EngineCore", 0),
+    ],
+)
+def test_the_reader_of_reach_knows_whose_inside_it_is(source, count):
+    assert len(list(reaches_in(source))) == count

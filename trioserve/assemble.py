@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import trio
@@ -62,15 +62,87 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @asynccontextmanager
-async def open_engine(model: str = "smollm2", **options: Any) -> AsyncIterator[Engine]:
+async def open_engine(
+    model: str = "smollm2",
+    *,
+    served_model_name: tuple[str, ...] = (),
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto",
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    threads: int | None = None,
+    cpu_kernels: Literal["auto", "native", "torch"] = "auto",
+    gpu_kernels: Literal["torch", "triton"] = "torch",
+    quantization: Literal["auto", "none", "file", "int8", "int4"] = "auto",
+    max_model_len: int | None = None,
+    max_num_seqs: int = 64,
+    max_num_batched_tokens: int = 512,
+    block_size: int = 16,
+    kv_cache_memory: float | None = None,
+    gpu_memory_utilization: float = 0.9,
+    enforce_eager: bool = False,
+    enable_prefix_caching: bool = True,
+    overlap_steps: bool = False,
+    speculative_ngram: int = 0,
+    kv_events: bool = False,
+    kv_transfer_config: str | dict[str, Any] | None = None,
+    role: Literal["prefill", "decode", "both"] = "both",
+    kv_hold_timeout: float = 10.0,
+    kv_load_timeout: float = 10.0,
+    kv_held_share: float = 0.5,
+    max_queued_requests: int = 256,
+    max_queued_tokens: int = 1_000_000,
+    max_queue_wait: float = 300.0,
+    queue_timeout: float | None = None,
+    ttft_timeout: float | None = None,
+    request_timeout: float | None = None,
+    max_queue_timeout: float | None = None,
+    max_ttft_timeout: float | None = None,
+    max_request_timeout: float | None = None,
+) -> AsyncIterator[Engine]:
     """An engine in the scope of this `async with`, in the caller's own Trio program.
 
-    model and options are those of Config (max_num_seqs=16, dtype="float32", ...). Inside, `engine.generate(...)` gives
-    a request. Leaving ends every request, waits for the step in flight, and leaves no task and no thread behind. No
-    signal handler is installed. A fault of the engine cancels the body and rises here as EngineFault; a model that
-    cannot be loaded as ModelLoadError, options out of range as StartupError.
+    Inside, `engine.generate(...)` gives a request. Leaving ends every request, waits for the step in flight, and leaves
+    no task and no thread behind. No signal handler is installed. A fault of the engine cancels the body and rises here
+    as EngineFault. The parameters are those options of `trioserve serve` that concern an engine.
+
+    Args:
+        model: what to serve: "smollm2", a directory with safetensors, a .gguf file, or a hub name.
+        served_model_name: its names. Default: the last part of model.
+        dtype: type of weights and KV cache; "auto" takes the checkpoint's.
+        device: where to compute; "auto" takes a GPU if there is one.
+        threads: CPU threads of a forward pass. Default: one per core.
+        cpu_kernels: what computes on a CPU; "auto" takes native kernels if they can be had.
+        gpu_kernels: what computes on a GPU.
+        quantization: how native kernels keep weights; "auto" keeps a quantized GGUF's blocks, else dtype.
+        max_model_len: tokens of prompt and response together. Default: what the model takes and the KV cache holds.
+        max_num_seqs: sequences that are computed at a time.
+        max_num_batched_tokens: tokens computed in one step; longer prompts are computed in chunks.
+        block_size: tokens in one KV block.
+        kv_cache_memory: KV cache in GiB. Default: on a CPU at most 4, on a GPU what is left.
+        gpu_memory_utilization: share of the GPU's memory for weights and KV cache, above 0 and up to 1.
+        enforce_eager: compute without CUDA graphs.
+        enable_prefix_caching: prompts with the same beginning share its KV blocks.
+        overlap_steps: plan the next step while one is computed; not with speculative_ngram.
+        speculative_ngram: draft tokens of a request in a step, taken from its own text; 0 is off.
+        kv_events: keep a record of what the prefix cache holds, for a router.
+        kv_transfer_config: how KV blocks travel to and from other engines, as a dict or as JSON; None: not at all.
+        role: what a router should use this engine for.
+        kv_hold_timeout: seconds that blocks are held for another engine without a sign of life from it.
+        kv_load_timeout: seconds that a request waits for KV from another engine.
+        kv_held_share: share of the KV cache that may be held for other engines, above 0 and up to 1.
+        max_queued_requests: sequences that may wait; for more, entering a request raises Overloaded.
+        max_queued_tokens: tokens of prompt that may wait.
+        max_queue_wait: seconds that any request may wait in the queue.
+        queue_timeout, ttft_timeout, request_timeout: deadlines in seconds of requests that have none of their own: to
+            begin to run, to have a first token, to be complete. None: no deadline.
+        max_queue_timeout, max_ttft_timeout, max_request_timeout: the most seconds that a request's own may be.
+
+    Raises:
+        ModelLoadError: the model cannot be loaded.
+        StartupError: a parameter has a wrong type or is out of range; the message names it and what it takes.
+        EngineFault: a step or the connector failed, at any time.
     """
-    async with open_configured_engine(make_config(model=model, **options)) as engine:
+    options = locals()  # the parameters, and nothing else yet: each is an option of the same name
+    async with open_configured_engine(make_config(**options)) as engine:
         yield engine
 
 

@@ -128,7 +128,7 @@ class Routing:
         """What names the blocks of prompts, if the policy asks for it. tokenizer: the model whose it is. Raises
         StartupError."""
         name = self._config.policy
-        if not self.dispatch.core.policy.wants_residency:
+        if not self.dispatch.policy.wants_residency:
             if self._config.tokenizer is not None:
                 raise StartupError(
                     f"the policy {name} does not look at tokens: leave --tokenizer out, or take kv_aware"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from trioserve.contracts.errors import InvalidRequest
@@ -50,6 +51,61 @@ def test_each_value_has_its_range(name, allowed, refused):
         check(name, value, allowed=True)
     for value in refused:
         check(name, value, allowed=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("n", ["2", 2.0, None, True, b"2", [2], object()]),
+        ("max_tokens", [1.5, "5", math.nan, True]),
+        ("min_tokens", [1.5, None]),
+        ("top_k", [2.5, None, "5"]),
+        ("seed", [1.5, "x"]),
+        ("logprobs", [2.5, True]),
+        ("prompt_logprobs", [0.0]),
+        ("temperature", ["hot", None, True, 1j, 10**400, np.ones(3), object()]),
+        ("top_p", ["0.5", None, b"1"]),
+        ("stop", ["ab", b"x", None, 5, (5,), ("a", None), [b"x"], {"a"}, {"a": 1}, iter("a")]),
+        ("stop_token_ids", [(1.5,), 5, None, "1", {1}, ("1",), [None], np.ones(2)]),
+        ("logit_bias", [{"5": 1.0}, {1.5: 1.0}, {1: "a"}, {1: None}, {None: 1.0}, [1], "a", 5]),
+        ("ignore_eos", [1, None, "yes"]),
+        ("skip_special_tokens", [0]),
+        ("include_stop_str_in_output", ["no"]),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_name(name, wrong):
+    for value in wrong:
+        with pytest.raises(InvalidRequest, match=f"^{name} (is|holds) .*, allowed is ") as raised:
+            SamplingParams(**{name: value})
+        assert raised.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "kept"),
+    [
+        ("n", np.int64(2), 2),
+        ("temperature", np.float32(0.5), 0.5),
+        ("temperature", 1, 1.0),
+        ("stop", ["a", "b"], ("a", "b")),
+        ("stop_token_ids", np.array([3, 4]), (3, 4)),
+        ("logit_bias", {np.int32(3): np.float64(1.5)}, {3: 1.5}),
+    ],
+)
+def test_other_libraries_numbers_become_pythons(name, given, kept):
+    own = getattr(SamplingParams(**{name: given}), name)
+    assert repr(own) == repr(kept)
+
+
+def test_a_bias_that_its_caller_changes_later_stays_as_it_was_checked():
+    bias = {1: 1.0}
+    params = SamplingParams(logit_bias=bias)
+    bias[-5] = "a"
+    assert params.logit_bias == {1: 1.0}
+
+
+def test_a_number_that_cannot_be_written_is_refused_all_the_same():
+    check("seed", 10**5000, allowed=False)
+    check("min_tokens", 10**5001, allowed=False, max_tokens=10**5000)
 
 
 def test_min_tokens_do_not_exceed_max_tokens():

@@ -209,8 +209,8 @@ async def test_what_is_left_of_a_deadline_goes_to_the_endpoint(open_setup, autoj
             await setup.servers["a"].engine.step()
             await holder.read()
             await wait_all_tasks_blocked()
-            [stream] = setup.servers["a"].engine._live_streams()
-            assert stream.deadlines.timeout == pytest.approx(6, abs=0.1)
+            [request] = setup.servers["a"].engine._live_requests()
+            assert request.deadlines.timeout == pytest.approx(6, abs=0.1)
             await setup.servers["a"].engine.step()
             events = [event async for event in answer]
         assert events[-1]["error"]["code"] == "timeout"

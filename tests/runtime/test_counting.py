@@ -108,7 +108,7 @@ async def test_every_task_of_the_program_is_counted(autojump_clock):
 async def test_of_several_choices_only_those_that_still_run_are_aborted(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake:
         async with fake.generate("prompt", SamplingParams(n=3, max_tokens=20), request_id="mine") as stream:
-            fake.executor.errors[stream.choices[1].sequence_id] = "bad luck"
+            fake.executor.errors[stream._request.choices[1].sequence_id] = "bad luck"
             await trio.sleep(0.055)
             fake.abort(["mine"])
             last = {delta.index: delta.finish_reason async for delta in stream}
@@ -149,7 +149,7 @@ async def test_text_that_fails_with_the_last_token_is_counted_as_an_error(autoju
             def broken(*_arguments: object) -> None:
                 raise ValueError("no such token")
 
-            stream.choices[0].output.feed = broken  # type: ignore[assignment,method-assign]
+            stream._request.choices[0].output.feed = broken  # type: ignore[assignment,method-assign]
             assert [delta.finish_reason async for delta in stream] == [FinishReason.ERROR]
         assert count(fake, "request_success_total", "error") == 1
         assert count(fake, "request_success_total", "length") == 0

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import sys
 import threading
 import types
+import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
+import msgspec
 import pytest
 import trio
 
 from trioserve import assemble
-from trioserve.config import make_config
+from trioserve.config import Config, make_config, runtime_settings
 from trioserve.connectors import registry
 from trioserve.contracts.errors import ModelLoadError, StartupError
 from trioserve.contracts.kv_transfer import ConnectorSetup, KVPages
@@ -447,3 +451,76 @@ async def test_the_limits_of_holds_reach_the_core(with_connector):
 async def test_keys_that_only_vllm_knows_are_told_in_the_log(with_connector, caplog):
     async with assemble.open_engine("m", kv_transfer_config={"kv_connector": "mine", "kv_rank": 0}):
         assert any("ignored=kv_rank" in record.getMessage() for record in caplog.records)
+
+
+def options_read(source: str) -> set[str]:
+    """The options that a program takes from its `config`."""
+    return {
+        node.attr
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "config"
+    }
+
+
+OF_THE_SERVER = {"drain_timeout"}  # runtime_settings hands it to whoever serves; an engine's scope ends at once
+
+
+def test_the_parameters_are_the_options_that_an_engine_reads():
+    """In name, type and default: an option that an engine reads, and that is not a parameter here, can be reached only
+    by a server."""
+    read = options_read(inspect.getsource(assemble)) | options_read(inspect.getsource(runtime_settings))
+    fields = {field.name: field.default for field in msgspec.structs.fields(Config)}
+    types_of_fields = typing.get_type_hints(Config)  # without the bounds
+    parameters = dict(inspect.signature(assemble.open_engine).parameters)
+    types_of_parameters = typing.get_type_hints(assemble.open_engine.__wrapped__)
+    assert set(parameters) == read - OF_THE_SERVER
+    for name, parameter in parameters.items():
+        assert types_of_parameters[name] == types_of_fields[name], name
+        assert parameter.default == fields[name], name
+        assert type(parameter.default) is type(fields[name]), name
+        assert parameter.kind is (parameter.POSITIONAL_OR_KEYWORD if name == "model" else parameter.KEYWORD_ONLY), name
+
+
+def test_each_parameter_is_described():
+    described = inspect.getdoc(assemble.open_engine).partition("Args:")[2].partition("Raises:")[0]
+    names = [name.strip() for line in described.splitlines() if ": " in line for name in line.split(": ")[0].split(",")]
+    assert [name for name in inspect.signature(assemble.open_engine).parameters if name not in names] == []
+
+
+async def test_parameters_reach_the_configuration(runner_class, monkeypatch):
+    configs: list[Config] = []
+
+    def watched(config: Config, **arguments: object) -> object:
+        configs.append(config)
+        return open_configured_engine(config, **arguments)
+
+    open_configured_engine = assemble.open_configured_engine
+    monkeypatch.setattr(assemble, "open_configured_engine", watched)
+    async with assemble.open_engine("m", max_num_seqs=5, ttft_timeout=3):
+        pass
+    async with assemble.open_engine():
+        pass
+    assert configs == [make_config(model="m", max_num_seqs=5, ttft_timeout=3.0), Config()]
+    check_all_closed(runner_class)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_num_seqs": "16"}, "max_num_seqs is '16', allowed is a whole number"),
+        ({"model": None}, "model is None, allowed is a text"),
+        ({"dtype": "float8"}, "dtype is 'float8', allowed is one of auto, bfloat16"),
+        ({"request_timeout": 0}, "request_timeout is 0, allowed is a number above 0"),
+        ({"kv_transfer_config": 5}, "kv_transfer_config is 5, allowed is a text"),
+    ],
+)
+async def test_a_parameter_of_another_type_is_told_before_anything_is_loaded(options, words, runner_class):
+    with pytest.raises(StartupError, match=words):
+        async with assemble.open_engine(**options):
+            pass
+    assert runner_class.made == []
+
+
+async def test_an_option_of_a_server_is_none_of_an_engine():
+    with pytest.raises(TypeError, match="port"):
+        assemble.open_engine(port=8000)

@@ -124,5 +124,5 @@ async def test_token_ids_come_back_as_text_if_the_model_has_them():
 async def test_numbers_that_are_no_integers_are_no_token_ids(count):
     async with open_fake_engine(context_tokens_max=4096, block_count=1024) as fake:
         assert await fake.encode([1] * count) == [1] * count
-        with pytest.raises(TypeError):
+        with pytest.raises(InvalidRequest, match=r"prompt holds 1\.0 \(float\), allowed is a list of token ids"):
             await fake.encode([1.0] * count)

@@ -8,8 +8,10 @@ import trio.lowlevel
 
 from trioserve.contracts.errors import AlreadyEnded, ContextTooLong, InvalidRequest, Overloaded
 from trioserve.contracts.events import AbortOutcome, FinishReason
+from trioserve.contracts.output import Delta
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.contracts.sampling import SamplingParams
+from trioserve.runtime.request_stream import RequestStream
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.testing.fake_executor import FakeModel
 from trioserve.testing.invariants import check_core, check_idle
@@ -236,7 +238,7 @@ async def test_late_aborts_are_told_of_the_last_requests_and_no_more(autojump_cl
 async def test_leaving_when_some_choices_have_ended_ends_the_others(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake:
         async with fake.generate(PROMPT, SamplingParams(n=3, max_tokens=50)) as stream:
-            fake.executor.errors[stream.choices[0].sequence_id] = "bad luck"
+            fake.executor.errors[stream._request.choices[0].sequence_id] = "bad luck"
             async for delta in stream:
                 if delta.finish_reason is FinishReason.ERROR:
                     break
@@ -317,16 +319,6 @@ async def test_end_tokens_end_the_answer_unless_they_are_to_be_ignored(autojump_
         assert stopped == ended[:1]
 
 
-@pytest.mark.parametrize("prompt", [[1.5, 2.5], ["a"], [None], None])
-async def test_what_is_no_prompt_at_all_is_the_callers_error_and_not_the_engines(prompt, autojump_clock):
-    async with open_fake_engine() as fake:
-        with pytest.raises(TypeError):
-            async with fake.generate(prompt):
-                pass
-        assert len(await answer_of(fake, max_tokens=3)) == 3
-        check_all_free(fake)
-
-
 async def test_a_full_line_refuses_before_it_tokenizes(autojump_clock, monkeypatch):
     """S14."""
     async with open_fake_engine(running_requests_max=1, waiting_requests_max=2) as fake:
@@ -358,6 +350,7 @@ async def test_a_full_line_refuses_before_it_tokenizes(autojump_clock, monkeypat
         ([], {}, InvalidRequest, "no tokens"),
         ([1, 257], {}, InvalidRequest, "token id 257, this model's are 0 to 256"),
         ([-1], {}, InvalidRequest, "token id -1"),
+        ([10**5000], {}, InvalidRequest, "token id \\.\\.\\.,"),
         ("half a pair \ud800", {}, InvalidRequest, "U\\+D800"),
         (ChatPrompt(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), {}, InvalidRequest, "image_url"),
     ],
@@ -370,7 +363,7 @@ async def test_a_bad_request_is_refused_and_holds_nothing(prompt, sampling, erro
         with pytest.raises(AlreadyEnded):
             await anext(stream)
         check_all_free(fake)
-        assert fake._streams == {}
+        assert fake._requests == {}
         assert fake._preparing_count == 0
 
 
@@ -402,7 +395,7 @@ async def test_a_long_prompt_is_tokenized_in_the_text_thread_and_can_be_left_mea
             assert fake._preparing_count == 1
             nursery.cancel_scope.cancel()
         assert fake._preparing_count == 0
-        assert fake._streams == {}
+        assert fake._requests == {}
         go_on.set()
 
 
@@ -449,6 +442,74 @@ async def test_a_stream_is_used_once_and_only_inside_its_scope(autojump_clock):
                 pass
 
 
+async def read_all(stream: RequestStream) -> list[Delta]:
+    return [delta async for delta in stream]
+
+
+WAYS_TO_WAIT = {
+    "reading": read_all,
+    "begun": RequestStream.wait_until_begun,
+}
+
+
+@pytest.mark.parametrize("wait", WAYS_TO_WAIT.values(), ids=WAYS_TO_WAIT)
+async def test_whoever_waits_for_a_stream_that_is_left_elsewhere_is_told(wait, autojump_clock):
+    async with open_fake_engine(paused=True) as fake, trio.open_nursery() as nursery:
+        told = trio.Event()
+
+        async def wait_outside(stream: RequestStream) -> None:
+            with pytest.raises(AlreadyEnded, match="inside its `async with`"):
+                await wait(stream)
+            told.set()
+
+        async with fake.generate(PROMPT) as stream:
+            nursery.start_soon(wait_outside, stream)
+            nursery.start_soon(wait_outside, stream)
+            await trio.testing.wait_all_tasks_blocked()
+        with trio.fail_after(1):
+            await told.wait()
+        with pytest.raises(AlreadyEnded):
+            await wait(stream)
+        check_all_free(fake)
+
+
+async def test_a_stream_that_is_not_entered_has_nothing_to_wait_for(autojump_clock):
+    async with open_fake_engine() as fake:
+        with pytest.raises(AlreadyEnded):
+            await fake.generate(PROMPT).wait_until_begun()
+
+
+async def test_of_several_readers_each_delta_has_one_and_all_see_the_end(autojump_clock):
+    async with open_fake_engine(step_seconds=0.01) as fake:
+        alone = await answer_of(fake, max_tokens=30, temperature=0)
+        read: list[list[Delta]] = []
+
+        async def read_some(stream: RequestStream) -> None:
+            read.append(await read_all(stream))
+
+        async with fake.generate(PROMPT, SamplingParams(max_tokens=30, temperature=0)) as stream:
+            with trio.fail_after(10):
+                async with trio.open_nursery() as nursery:
+                    for _ in range(3):
+                        nursery.start_soon(read_some, stream)
+        token_ids = [token_id for deltas in read for delta in deltas for token_id in delta.token_ids]
+        assert len(read) == 3
+        assert sorted(token_ids) == sorted(alone)
+        reasons = [delta.finish_reason for deltas in read for delta in deltas]
+        assert [reason for reason in reasons if reason is not None] == [FinishReason.LENGTH]
+        check_all_free(fake)
+
+
+async def test_whoever_waits_for_the_begin_is_told_the_end_although_another_has_read_it(autojump_clock):
+    async with open_fake_engine(paused=True) as fake, fake.generate(PROMPT) as stream:
+        fake.abort([stream.id])
+        assert [delta.finish_reason for delta in await read_all(stream)] == [FinishReason.ABORT]
+        for _ in range(2):
+            end = await stream.wait_until_begun()
+            assert end is not None
+            assert end.finish_reason is FinishReason.ABORT
+
+
 async def test_a_stop_string_ends_the_sequence_before_another_step(autojump_clock):
     """S18: what watches the tokens is not fed after its end."""
     async with open_fake_engine(step_seconds=0.01) as fake:
@@ -491,7 +552,7 @@ async def test_the_fault_of_one_request_stays_with_it(autojump_clock):
             fake.generate("unlucky", SamplingParams(max_tokens=20)) as unlucky,
             fake.generate("lucky", SamplingParams(max_tokens=20)) as lucky,
         ):
-            fake.executor.errors[unlucky.choices[0].sequence_id] = "the logits are not numbers"
+            fake.executor.errors[unlucky._request.choices[0].sequence_id] = "the logits are not numbers"
             unlucky_deltas = [delta async for delta in unlucky]
             lucky_deltas = [delta async for delta in lucky]
         assert unlucky_deltas[-1].finish_reason is FinishReason.ERROR
@@ -510,7 +571,7 @@ async def test_text_that_cannot_be_made_fails_that_request_alone(autojump_clock,
             def broken(*_arguments: object) -> None:
                 raise ValueError("no such token")
 
-            unlucky.choices[0].output.feed = broken  # type: ignore[assignment,method-assign]
+            unlucky._request.choices[0].output.feed = broken  # type: ignore[assignment,method-assign]
             deltas = [delta async for delta in unlucky]
             assert deltas[-1].finish_reason is FinishReason.ERROR
             assert "no such token" in (deltas[-1].message or "")

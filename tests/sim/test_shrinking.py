@@ -65,8 +65,8 @@ def test_a_history_of_a_router_is_cut_down(monkeypatch):
 
 
 def test_a_plan_of_the_stack_is_cut_down(monkeypatch):
-    def stay(delivery, stream, reason):
-        for choice in stream.choices:
+    def stay(delivery, request, reason):
+        for choice in request.choices:
             choice.is_ended = True
 
     monkeypatch.setattr(Delivery, "end", stay)

@@ -7,6 +7,7 @@ import math
 
 import msgspec
 
+from trioserve.contracts.arguments import to_float
 from trioserve.contracts.errors import InvalidRequest
 
 __all__ = ["DEADLINE_SECONDS_MAX", "NO_DEADLINES", "Deadline", "Deadlines"]
@@ -25,7 +26,8 @@ class Deadline(enum.Enum):
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds from the moment a request is entered; None is no deadline.
 
-    Raises InvalidRequest, naming the field, for a value that is not above 0 and at most DEADLINE_SECONDS_MAX.
+    Raises InvalidRequest, naming the field, for a value that is no number, or not above 0 and at most
+    DEADLINE_SECONDS_MAX.
     """
 
     queue_timeout: float | None = None
@@ -34,8 +36,13 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for deadline in Deadline:
-            seconds = self.seconds(deadline)
-            if seconds is not None and not (math.isfinite(seconds) and 0 < seconds <= DEADLINE_SECONDS_MAX):
+            asked = self.seconds(deadline)
+            if asked is None:
+                continue
+            seconds = to_float(deadline.value, asked, "a number of seconds (float), or None")
+            if seconds is not asked:
+                msgspec.structs.force_setattr(self, deadline.value, seconds)
+            if not (math.isfinite(seconds) and 0 < seconds <= DEADLINE_SECONDS_MAX):
                 raise InvalidRequest(
                     f"{deadline.value} is {seconds} seconds, allowed is above 0 and at most {DEADLINE_SECONDS_MAX:g}",
                     param=deadline.value,

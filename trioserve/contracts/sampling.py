@@ -3,8 +3,11 @@ SAMPLING_RANGES."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import msgspec
 
+from trioserve.contracts.arguments import check_count, refuse, shown, to_bool, to_float, to_int, to_items, to_str
 from trioserve.contracts.errors import InvalidRequest
 
 __all__ = ["SAMPLING_RANGES", "Range", "SamplingParams"]
@@ -61,13 +64,15 @@ SAMPLING_RANGES = {
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """One request's sampling. Names and meanings are those of OpenAI's API and of vLLM.
 
+    Numbers may be those of numpy, and lists are as good as tuples; Python's own are kept.
+
     temperature: 0 is greedy. top_k: 0 or -1 is off. seed: None draws one when the request is made.
     max_tokens: None means as many as fit the context. min_tokens: until then no end token is sampled, no stop counts.
     logprobs: None is off; N also gives the N most probable alternatives (0: only the chosen token's).
     prompt_logprobs: the same for the prompt's own tokens; such a request does not use the prefix cache.
     stop: strings that end the text; they are not part of it unless include_stop_str_in_output.
     ignore_eos: the model's own end tokens do not stop the request; stop_token_ids still do.
-    Raises InvalidRequest, naming the field, when a value is out of range.
+    Raises InvalidRequest, naming the field, when a value is of another type or out of range.
     """
 
     n: int = 1
@@ -91,6 +96,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        for name, default, taken in _TYPES:
+            value = getattr(self, name)
+            if value is not default:
+                own = taken(name, value)
+                if own is not value:
+                    msgspec.structs.force_setattr(self, name, own)
         for name in SAMPLING_RANGES:
             value = getattr(self, name)
             if isinstance(value, int | float):
@@ -99,29 +110,63 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, "temperature", TEMPERATURE_MIN)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
-                f"min_tokens is {self.min_tokens}, above max_tokens, which is {self.max_tokens}", param="min_tokens"
+                f"min_tokens is {shown(self.min_tokens)}, above max_tokens, which is {shown(self.max_tokens)}",
+                param="min_tokens",
             )
         _check_stop(self.stop)
-        if len(self.stop_token_ids) > STOP_TOKENS_MAX:
-            raise InvalidRequest(
-                f"stop_token_ids has {len(self.stop_token_ids)} entries, at most {STOP_TOKENS_MAX} are allowed",
-                param="stop_token_ids",
-            )
         for token_id in self.stop_token_ids:
             _check_range("stop_token_ids", token_id)
         if self.logit_bias is not None:
             _check_logit_bias(self.logit_bias)
 
 
+def _to_stop(name: str, value: object) -> tuple[str, ...]:
+    allowed = "a tuple of texts (str)"
+    items = to_items(name, value, allowed, count_max=STOP_STRINGS_MAX)
+    return tuple(to_str(name, item, allowed, verb="holds") for item in items)
+
+
+def _to_token_ids(name: str, value: object) -> tuple[int, ...]:
+    allowed = "a tuple of token ids (int)"
+    items = to_items(name, value, allowed, count_max=STOP_TOKENS_MAX)
+    return tuple(to_int(name, item, allowed, verb="holds") for item in items)
+
+
+def _to_logit_bias(name: str, value: object) -> dict[int, float] | None:
+    """A copy: what the caller does with its own later changes nothing here."""
+    allowed = "a dict of token ids (int) and numbers (float)"
+    if not isinstance(value, Mapping):
+        refuse(name, value, allowed)
+    check_count(name, value, LOGIT_BIAS_MAX)
+    return {
+        to_int(name, token_id, allowed, verb="holds"): to_float(name, bias, allowed, verb="holds")
+        for token_id, bias in value.items()
+    }
+
+
+_BY_TYPE: dict[str, Callable[[str, object], object]] = {
+    "int": to_int,
+    "int | None": to_int,
+    "float": to_float,
+    "bool": to_bool,
+    "tuple[str, ...]": _to_stop,
+    "tuple[int, ...]": _to_token_ids,
+    "dict[int, float] | None": _to_logit_bias,
+}
+_TYPES = [
+    (field.name, field.default, _BY_TYPE[SamplingParams.__annotations__[field.name]])
+    for field in msgspec.structs.fields(SamplingParams)
+]
+"""Of each field its name, its default, which is not looked at again, and what makes a value of its type."""
+
+
 def _check_range(name: str, value: float) -> None:
     allowed = SAMPLING_RANGES[name]
     if not allowed.holds(value):
-        raise InvalidRequest(f"{name} is {value}, allowed is {allowed}", param=name)
+        raise InvalidRequest(f"{name} is {shown(value)}, allowed is {allowed}", param=name)
 
 
 def _check_stop(stop: tuple[str, ...]) -> None:
-    if len(stop) > STOP_STRINGS_MAX:
-        raise InvalidRequest(f"stop has {len(stop)} strings, at most {STOP_STRINGS_MAX} are allowed", param="stop")
     for string in stop:
         if not 1 <= len(string) <= STOP_STRING_CHARACTERS_MAX:
             raise InvalidRequest(
@@ -131,13 +176,9 @@ def _check_stop(stop: tuple[str, ...]) -> None:
 
 
 def _check_logit_bias(logit_bias: dict[int, float]) -> None:
-    if len(logit_bias) > LOGIT_BIAS_MAX:
-        raise InvalidRequest(
-            f"logit_bias has {len(logit_bias)} entries, at most {LOGIT_BIAS_MAX} are allowed", param="logit_bias"
-        )
     for token_id, bias in logit_bias.items():
         if not 0 <= token_id <= TOKEN_ID_MAX:
             raise InvalidRequest(
-                f"logit_bias names token id {token_id}, allowed is 0 to {TOKEN_ID_MAX}", param="logit_bias"
+                f"logit_bias names token id {shown(token_id)}, allowed is 0 to {TOKEN_ID_MAX}", param="logit_bias"
             )
         _check_range("logit_bias", bias)

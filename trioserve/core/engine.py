@@ -15,7 +15,7 @@ waiting for a connector does. Whoever drives the core calls expire() when next_d
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from trioserve.contracts.block_hash import hash_block
 from trioserve.contracts.errors import ContextTooLong, InvalidRequest
@@ -30,11 +30,12 @@ from trioserve.contracts.events import (
     TokensReady,
 )
 from trioserve.contracts.ids import RequestId
-from trioserve.contracts.kv_transfer import KVConnector, TransferEvent
+from trioserve.contracts.kv_transfer import HoldKind, KVConnector, TransferEvent, TransferFault
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN, EngineRequest
 from trioserve.contracts.stats import EngineStats
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult
+from trioserve.core.block_holds import Hold
 from trioserve.core.flight import STEPS_IN_FLIGHT_MAX, StepsInFlight, lacking_ids, without_ended
 from trioserve.core.kv_blocks import BlockPool
 from trioserve.core.prefix_cache import HashBlock, PrefixCache
@@ -232,6 +233,22 @@ class EngineCore:
     def next_deadline(self) -> float | None:
         """When expire() has something to do, unless a report comes first; None: nothing is waited for."""
         return None if self.transfers is None else self.transfers.next_deadline()
+
+    def tell_hold_ends(self, told: Callable[[Hold, bool], None]) -> None:
+        """Have `told` called when blocks are not held any more: what the hold was, and whether it expired. It must not
+        call the core."""
+        if self.transfers is not None:
+            self.transfers.holds.on_end = told
+
+    def held_block_count(self, request_id: RequestId) -> int:
+        """Blocks of a request that is over which are held for another engine."""
+        hold = None if self.transfers is None else self.transfers.holds.get(request_id, HoldKind.SEND)
+        return 0 if hold is None else len(hold.blocks)
+
+    @property
+    def latest_faults(self) -> Mapping[TransferFault, str]:
+        """What went wrong with the connector last, of each kind that did."""
+        return {} if self.transfers is None else self.transfers.faults.latest
 
     def stats(self) -> EngineStats:
         scheduler, transfers = self.scheduler, self.transfers

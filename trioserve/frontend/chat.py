@@ -139,7 +139,7 @@ class _ChatEvents:
         # For events of nothing but text, if the client wants no more.
         self._around_text: dict[int, tuple[bytes, bytes]] = {}
         self._wants_text_only = not (body.logprobs or body.return_token_ids or body.wants_continuous_usage)
-        self._has_one_choice = stream.sampling.n == 1
+        self._has_one_choice = stream.choice_count == 1
         self._last = b""
 
     def of(self, delta: Delta) -> bytes:

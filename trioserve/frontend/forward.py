@@ -88,7 +88,7 @@ def _routed(call: RouterCall, raw: bytes, body: RoutedBody, model: str, clock: R
     content = body.content
     prompt_tokens = len(content) // 4 + 1
     # Looking at the rest of a body costs something, and mostly there are no two endpoints for it.
-    is_split = prompt_tokens >= rules.split_prompt_tokens_min and call.fleet.dispatch.core.is_pair_there(model)
+    is_split = prompt_tokens >= rules.split_prompt_tokens_min and call.fleet.dispatch.is_pair_there(model)
     return RoutedRequest(
         model=model,
         tenant=headers.get(rules.tenant_header) or call.owner or "",

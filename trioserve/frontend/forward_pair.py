@@ -104,7 +104,7 @@ class _Pair:
                     return
                 continue
             fields = self._fields(id)
-            call.prefill_endpoint = turn.ticket.prefilled_by if turn.leg is Leg.DECODE else None
+            call.prefill_endpoint = turn.prefilled_by if turn.leg is Leg.DECODE else None
             if turn.leg is Leg.DECODE:
                 fields[TRANSFER_PARAMS] = msgspec.Raw(self._params)
             else:
@@ -134,7 +134,7 @@ class _Pair:
         except (Refused, EndpointLost) as failure:
             self.let_go()
             return await fails_elsewhere(call, turn, id, failure)
-        self._clock.note_served(trio.current_time() - turn.ticket.leased_at)
+        self._clock.note_served(trio.current_time() - turn.leased_at)
         if outcome is not None:
             self.let_go()
         elif is_ours:
@@ -169,11 +169,11 @@ class _Pair:
             self._turn.hold_lost()
 
     def _fields(self, id: EndpointId) -> dict[str, object]:
-        model = self._turn.ticket.request.model
+        model = self._turn.model
         return {**model_field(self._call, self._body.model, id, model), **self._clock.left()}
 
     def _log_whole(self) -> None:
-        call, outcome = self._call, self._turn.ticket.pair_outcome
+        call, outcome = self._call, self._turn.pair_outcome
         assert outcome is not None
         logger.info("not split request=%s endpoint=%s reason=%s", call.request_id, call.endpoint, outcome.value)
 

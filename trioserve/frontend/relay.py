@@ -131,7 +131,7 @@ async def fails_elsewhere(call: RouterCall, turn: Turn, id: EndpointId, failure:
         fault = Fault.UNREACHABLE if isinstance(failure, Unreachable) else Fault.BROKE
         if isinstance(failure, TransferFailed):
             fault = Fault.TRANSFER
-        if turn.ticket.has_token or not turn.failed(fault):
+        if turn.has_token or not turn.failed(fault):
             raise failure
     reason = msgspec.json.encode(str(failure)).decode()
     logger.info("retried request=%s endpoint=%s reason=%s", call.request_id, id, reason)
@@ -208,14 +208,14 @@ async def _relay_events(call: RouterCall, turn: Turn, answer: RemoteAnswer, begi
         piece = await answer.next_piece()
         is_over = piece is None
         events = whole.rest if piece is None else whole.feed(piece)
-        if not turn.ticket.has_token and not is_comment(events):
+        if not turn.has_token and not is_comment(events):
             if turn.leg is Leg.DECODE:
                 _check_first_event(call, events)
             begin()
         if events:
             await call.exchange.send(events)
-    if not turn.ticket.has_token:
-        raise EndpointLost(f'the endpoint "{turn.ticket.endpoint}" ended its answer before it began')
+    if not turn.has_token:
+        raise EndpointLost(f'the endpoint "{turn.endpoint}" ended its answer before it began')
     await call.finish()
 
 

@@ -141,10 +141,10 @@ async def list_requests(call: RouterCall) -> None:
                     "id": turn.id,
                     "object": "request",
                     "state": turn.state,
-                    "endpoint": None if turn.is_in_line else turn.ticket.endpoint,
-                    "prefill_endpoint": turn.ticket.prefilled_by,
-                    "priority": turn.ticket.request.priority,
-                    "age_seconds": round(now - turn.ticket.entered_at, 3),
+                    "endpoint": None if turn.is_in_line else turn.endpoint,
+                    "prefill_endpoint": turn.prefilled_by,
+                    "priority": turn.priority,
+                    "age_seconds": round(now - turn.entered_at, 3),
                 }
                 for turn in call.fleet.dispatch.live_turns(owner=call.owner)
             ],

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 import trio
@@ -22,8 +22,9 @@ from trioserve.contracts.endpoint import EndpointId, EndpointLoad, Leg, PairOutc
 from trioserve.contracts.errors import Draining, EndpointLost, RequestAborted, TrioserveError
 from trioserve.contracts.events import AbortOutcome
 from trioserve.contracts.kv_transfer import EngineRole
-from trioserve.router.core import Fault, RouterCore
-from trioserve.router.policies import Chance, PolicyFactory
+from trioserve.router.core import Fault, RouterCore, RouterStats
+from trioserve.router.endpoint_state import EndpointState
+from trioserve.router.policies import Chance, Policy, PolicyFactory
 from trioserve.router.settings import RouterSettings
 from trioserve.router.ticket import Ticket, TicketState
 from trioserve.runtime.ended_ids import EndedIds
@@ -93,14 +94,14 @@ class Dispatch:
     def begin(self, request: RoutedRequest, *, id: str | None = None, owner: str | None = None) -> Turn:
         """The same for those whose scope is not a `with` block here. The caller owes `leave`."""
         ticket = self.core.enter(request, trio.current_time())
-        turn = self._turns[ticket.index] = Turn(self, ticket, id=id, owner=owner)
+        turn = self._turns[ticket.index] = Turn(self, self.core, ticket, id=id, owner=owner)
         if ticket.state is TicketState.WAITING:
             self.retime()  # the end of its wait may be the next thing that time brings
         return turn
 
     def leave(self, turn: Turn) -> None:
         """Whatever it holds is back. Nothing to do when it has left."""
-        if self._turns.pop(turn.ticket.index, None) is not None:
+        if self._turns.pop(turn.index, None) is not None:
             self.core.leave(turn.ticket, trio.current_time())
             if turn.id is not None:
                 self._ended_ids.note(turn.id, turn.owner)
@@ -134,6 +135,41 @@ class Dispatch:
     def note_load(self, id: EndpointId, load: EndpointLoad, *, sent_when_asked: int) -> None:
         self.core.note_load(id, load, trio.current_time(), sent_when_asked=sent_when_asked)
         self.retime()
+
+    def stats(self) -> RouterStats:
+        return self.core.stats()
+
+    @property
+    def endpoints(self) -> Collection[EndpointState]:
+        """Those that there are, to be looked at."""
+        return self.core.endpoints.values()
+
+    @property
+    def policy(self) -> Policy:
+        """Who chooses among them."""
+        return self.core.policy
+
+    @property
+    def is_draining(self) -> bool:
+        return self.core.is_draining
+
+    def is_endpoint_draining(self, id: EndpointId) -> bool:
+        return self.core.is_endpoint_draining(id)
+
+    def is_pair_there(self, model: str) -> bool:
+        """Whether a request for the model can be split: there are endpoints for both of its legs."""
+        return self.core.is_pair_there(model)
+
+    def add_endpoint(
+        self,
+        id: EndpointId,
+        models: Iterable[str] = (),
+        *,
+        leases_max: int | None = None,
+        role: EngineRole | None = None,
+    ) -> None:
+        """It gets requests once it is known to be well. Raises StartupError for an id that is taken."""
+        self.core.add_endpoint(id, models, trio.current_time(), leases_max=leases_max, role=role)
 
     @property
     def wants_prefix(self) -> bool:
@@ -204,12 +240,14 @@ class Dispatch:
 class Turn:
     """One request, from entering the line to leaving it."""
 
-    def __init__(self, dispatch: Dispatch, ticket: Ticket, *, id: str | None, owner: str | None) -> None:
+    def __init__(
+        self, dispatch: Dispatch, core: RouterCore, ticket: Ticket, *, id: str | None, owner: str | None
+    ) -> None:
         self.ticket = ticket
         self.id = id
         self.owner = owner
         self._dispatch = dispatch
-        self._core = dispatch.core
+        self._core = core
         self._changed = trio.Event()
         self._attempt: trio.CancelScope | None = None
         self._end: TrioserveError | None = None
@@ -229,6 +267,48 @@ class Turn:
             raise ticket.refusal
         assert ticket.endpoint is not None
         return ticket.endpoint
+
+    @property
+    def index(self) -> int:
+        """Of its arrival at this router."""
+        return self.ticket.index
+
+    @property
+    def model(self) -> str:
+        return self.ticket.request.model
+
+    @property
+    def priority(self) -> int:
+        return self.ticket.request.priority
+
+    @property
+    def entered_at(self) -> float:
+        return self.ticket.entered_at
+
+    @property
+    def leased_at(self) -> float:
+        """When it got the lease in hand."""
+        return self.ticket.leased_at
+
+    @property
+    def endpoint(self) -> EndpointId | None:
+        """Where its lease is, or was when it went back at the first token."""
+        return self.ticket.endpoint
+
+    @property
+    def prefilled_by(self) -> EndpointId | None:
+        """The endpoint that computed its prompt for another one."""
+        return self.ticket.prefilled_by
+
+    @property
+    def pair_outcome(self) -> PairOutcome | None:
+        """What became of its being split."""
+        return self.ticket.pair_outcome
+
+    @property
+    def has_token(self) -> bool:
+        """Its client has seen a token."""
+        return self.ticket.has_token
 
     @property
     def leg(self) -> Leg | None:

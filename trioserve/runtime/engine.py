@@ -7,32 +7,31 @@ of a request leads to one synchronous call.
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
+import math
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar, cast
 
-import msgspec
 import trio
 from msgspec import UNSET
 
-from trioserve.contracts.deadlines import Deadline, Deadlines
+from trioserve.contracts.arguments import refuse, to_bool, to_float, to_int, to_str
+from trioserve.contracts.deadlines import NO_DEADLINES, Deadline, Deadlines
 from trioserve.contracts.endpoint import EndpointLoad
-from trioserve.contracts.errors import ContextTooLong, Draining, EngineFault, InvalidRequest, Overloaded
+from trioserve.contracts.errors import Draining, EngineFault, InvalidRequest, Overloaded
 from trioserve.contracts.events import (
     AbortOutcome,
     FinishReason,
 )
-from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer import EngineRole, RunningConnector, Started
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.live import LiveRequestView
 from trioserve.contracts.prompt import Prompt
-from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.stats import EngineStats
 from trioserve.core.engine import EngineCore
+from trioserve.metrics.engine_gauges import EngineGauges
 from trioserve.metrics.registry import Metrics
 from trioserve.runtime.connector_metrics import show_connector
 from trioserve.runtime.deadline_keeper import Alarm, DeadlineKeeper
@@ -45,37 +44,27 @@ from trioserve.runtime.kept_holds import KeptHolds
 from trioserve.runtime.kv_events import KvEvents
 from trioserve.runtime.live_view import view_of
 from trioserve.runtime.local_endpoint import local_dispatch, local_request
+from trioserve.runtime.model_description import ModelDescription
+from trioserve.runtime.open_request import OpenRequest
 from trioserve.runtime.prompt_encoder import PromptEncoder
-from trioserve.runtime.request_stream import Choice, RequestStream
+from trioserve.runtime.request_preparation import (
+    RequestPreparation,
+    checked_kv_transfer,
+    checked_prompt,
+    instance_of,
+    text_or_none,
+)
+from trioserve.runtime.request_stream import RequestStream
 from trioserve.runtime.router_metrics import show_router
 from trioserve.runtime.settings import RuntimeSettings
 from trioserve.runtime.worker_thread import WorkerThread
-from trioserve.text.output import ChoiceOutput
 from trioserve.text.tokenizer import Tokenizer
 
 __all__ = ["Engine", "ModelDescription"]
 
 logger = logging.getLogger(__name__)
 
-SEED_STRIDE = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: seeds of a request's choices lie far apart
-
 T = TypeVar("T")
-
-
-class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """What is served. name is the first of served_names; source is what it was loaded from, as it was named;
-    created_at is in seconds since 1970."""
-
-    served_names: tuple[str, ...]
-    source: str
-    context_tokens_max: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    created_at: int
-
-    @property
-    def name(self) -> str:
-        return self.served_names[0]
 
 
 def _new_request_id() -> str:
@@ -123,13 +112,13 @@ class Engine:
         self._prompts = PromptEncoder(
             tokenizer, text_thread, vocab_size=model.vocab_size, context_tokens_max=model.context_tokens_max
         )
+        self._preparation = RequestPreparation(model, tokenizer, role=role)
         self._text_thread = text_thread
         self._settings = settings
         self._new_request_id = new_request_id
-        self._streams: dict[str, list[RequestStream]] = {}  # entered and not left, by the id that callers know
+        self._requests: dict[str, list[OpenRequest]] = {}  # entered and not left, by the id that callers know
         self._ended_ids = EndedIds()
         self._preparing_count = 0
-        self._sequence_numbers = itertools.count()
         self._deadline_keeper = DeadlineKeeper()
         self.dispatch = local_dispatch(core.settings.running_requests_max, settings)
         self._is_running = False
@@ -144,7 +133,7 @@ class Engine:
                 block_size=core.settings.block_size,
                 events_max=settings.kv_events_max,
             )
-        self._stats_seen = core.stats()
+        self._gauges = EngineGauges(metrics, core.stats())
         metrics.on_scrape(self._set_gauges)
         if connector is not None:
             show_connector(metrics, connector.counts)
@@ -208,8 +197,8 @@ class Engine:
             self._kept_holds.clear()  # nobody will report their end
             self._note_idle()
             self._end_kv_events()
-            for stream in self._live_streams():
-                stream.fail(fault)
+            for request in self._live_requests():
+                request.fail(fault)
             if self.on_fault is not None:
                 with trio.move_on_after(self._settings.last_words_seconds_max):
                     try:
@@ -241,23 +230,23 @@ class Engine:
         self.dispatch.drain()
         self._end_kv_events()
         queued = {live.request.id for live in self._core.live_requests() if live.cached_token_count is None}
-        for stream in self._live_streams():
-            if all(choice.sequence_id in queued for choice in stream.choices):
-                self._delivery.end(stream, FinishReason.ABORT)
-                stream.fail(self._refused_draining())
+        for request in self._live_requests():
+            if all(choice.sequence_id in queued for choice in request.choices):
+                self._delivery.end(request, FinishReason.ABORT)
+                request.fail(self._refused_draining())
 
     def abort_all(self, message: str) -> None:
         """End every request, and every hold; each reader gets a last delta with finish_reason ABORT and the message,
         unless it had one."""
-        for stream in self._live_streams():
-            self._delivery.end_with_last_word(stream, FinishReason.ABORT, message)
-            self._delivery.end_holds(stream)
-        for stream in self._kept_holds:
-            self._delivery.end_holds(stream)
+        for request in self._live_requests():
+            self._delivery.end_with_last_word(request, FinishReason.ABORT, message)
+            self._delivery.end_holds(request)
+        for request in self._kept_holds:
+            self._delivery.end_holds(request)
 
     async def wait_until_idle(self) -> None:
-        """Returns when no request stream is entered, and nothing is held for another engine. For use after drain()."""
-        while self._streams or self._kept_holds:
+        """Returns when no request is entered, and nothing is held for another engine. For use after drain()."""
+        while self._requests or self._kept_holds:
             if self._idle.is_set():  # otherwise somebody else waits for it, too
                 self._idle = trio.Event()
             await self._idle.wait()
@@ -278,47 +267,70 @@ class Engine:
         tenant: str | None = None,
         kv_transfer: KVTransferParams | None = None,
     ) -> RequestStream:
-        """A request, to be entered with `async with`. request_id: the caller's own; it need not be unique, and an abort
-        by it ends all that bear it. priority: PRIORITY_MIN to PRIORITY_MAX, a lower number runs sooner. cache_salt:
-        prefix blocks are shared only between requests with equal salts. add_special_tokens: of a prompt that is text,
-        begin it as the model's tokenizer says; a chat's template does that itself. deadlines: in seconds from entering;
-        what passes one ends with finish_reason DEADLINE. owner: who may see it and abort it by its id, besides those
-        who may see everything. tenant: the line is fair between them; default: the owner. kv_transfer: whether the KV
-        of its prompt is to be taken from another engine (of n choices the first one takes it, the others compute it or
-        hit), or held for one (n = 1; see RequestStream)."""
-        return RequestStream(
-            self,
-            prompt,
-            sampling or self.default_sampling,
-            request_id=request_id or self._new_request_id(),
-            priority=priority,
-            cache_salt=cache_salt,
-            add_special_tokens=add_special_tokens,
-            deadlines=(deadlines or Deadlines()).within(self._settings.deadlines, self._settings.deadlines_max),
+        """A request, to be entered with `async with`; until then it holds nothing.
+
+        Args:
+            prompt: text, token ids (a list, or an array of one dimension), or a ChatPrompt.
+            sampling: how tokens are chosen and when to stop. Default: the model's own.
+            request_id: the caller's own; it need not be unique, and an abort by it ends all that bear it. Default: a
+                new one.
+            priority: PRIORITY_MIN to PRIORITY_MAX (-100 to 100), a lower number runs sooner.
+            cache_salt: prefix blocks are shared only between requests with equal salts.
+            add_special_tokens: of a prompt that is text, begin it as the model's tokenizer says; a chat's template does
+                that itself.
+            deadlines: in seconds from entering; what passes one ends with finish_reason DEADLINE. Default: those that
+                the engine was opened with, whose limits go for all.
+            owner: who may see it and abort it by its id, besides those who may see everything.
+            tenant: the queue is fair between them. Default: the owner.
+            kv_transfer: whether the KV of its prompt is to be taken from another engine (of n choices the first one
+                takes it, the others compute it or hit), or held for one (n = 1; see RequestStream).
+
+        Raises:
+            InvalidRequest: an argument has a wrong type; its `param` names it. What is wrong with the values (a token
+                id that the model does not have, a prompt that is too long) rises on entering.
+        """
+        own_deadlines = instance_of(Deadlines, "deadlines", deadlines, NO_DEADLINES)
+        owner = text_or_none("owner", owner)
+        request = OpenRequest(
+            checked_prompt(prompt),
+            instance_of(SamplingParams, "sampling", sampling, self.default_sampling),
+            request_id=text_or_none("request_id", request_id) or self._new_request_id(),
+            priority=to_int("priority", priority),
+            cache_salt=text_or_none("cache_salt", cache_salt),
+            add_special_tokens=to_bool("add_special_tokens", add_special_tokens),
+            deadlines=own_deadlines.within(self._settings.deadlines, self._settings.deadlines_max),
             owner=owner,
-            tenant=tenant or owner or "",
-            kv_transfer=kv_transfer,
+            tenant=text_or_none("tenant", tenant) or owner or "",
+            kv_transfer=checked_kv_transfer(kv_transfer),
         )
+        return RequestStream(request, submit=self._submit, leave=self._leave)
 
     def abort(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT, *, owner: str | None = None
     ) -> dict[str, AbortOutcome]:
-        """End requests by the ids their callers gave. Never waits, never raises. A reader gets what came before and a
-        last delta with the reason; the blocks are back at once, or right after the step in flight. What is held of one
-        that had finished comes back when the connector lets it go, which it is told to do. owner: only theirs; those of
-        others are unknown."""
+        """End requests by the ids their callers gave. Never waits. A reader gets what came before and a last delta with
+        the reason; the blocks are back at once, or right after the step in flight. What is held of one that had
+        finished comes back when the connector lets it go, which it is told to do.
+
+        request_ids: one id will do, too. owner: only theirs; those of others are unknown. No id is an error: what
+        became of each is what is returned. Raises InvalidRequest, and has ended nothing, for arguments of another type.
+        """
+        if isinstance(request_ids, str):  # otherwise each of its letters were an id
+            request_ids = (request_ids,)
+        request_ids = [to_str("request_ids", request_id, verb="holds") for request_id in request_ids]
+        reason = instance_of(FinishReason, "reason", reason, FinishReason.ABORT)
         outcomes = {}
         for request_id in dict.fromkeys(request_ids):
-            streams = [*self._streams.get(request_id, ()), *self._kept_holds.of(request_id)]
-            streams = [stream for stream in streams if owner in (None, stream.owner)]
-            unfinished = [stream for stream in streams if not stream.is_finished]
-            for stream in unfinished:
-                self._delivery.end_with_last_word(stream, reason, "the request was aborted by its id")
-            for stream in streams:
-                self._delivery.end_holds(stream)
+            requests = [*self._requests.get(request_id, ()), *self._kept_holds.of(request_id)]
+            requests = [request for request in requests if owner in (None, request.owner)]
+            unfinished = [request for request in requests if not request.is_finished]
+            for request in unfinished:
+                self._delivery.end_with_last_word(request, reason, "the request was aborted by its id")
+            for request in requests:
+                self._delivery.end_holds(request)
             if unfinished:
                 outcomes[request_id] = AbortOutcome.ABORTED
-            elif streams or self._ended_ids.knows(request_id, owner=owner):
+            elif requests or self._ended_ids.knows(request_id, owner=owner):
                 outcomes[request_id] = AbortOutcome.ALREADY_FINISHED
             else:
                 outcomes[request_id] = AbortOutcome.UNKNOWN
@@ -327,22 +339,22 @@ class Engine:
     def live_requests(self, *, owner: str | None = None) -> list[LiveRequestView]:
         """Every request that is entered and not left, or held, oldest first. owner: only theirs."""
         sequences = {live.request.id: live for live in self._core.live_requests()}
-        streams = [*self._live_streams(), *self._kept_holds]
-        streams = [stream for stream in streams if owner in (None, stream.owner)]
+        requests = [*self._live_requests(), *self._kept_holds]
+        requests = [request for request in requests if owner in (None, request.owner)]
         now = trio.current_time()
         return [
             view_of(
-                stream,
-                [sequences.get(choice.sequence_id) for choice in stream.choices],
+                request,
+                [sequences.get(choice.sequence_id) for choice in request.choices],
                 now,
-                held_block_count=self._delivery.held_block_count(stream),
+                held_block_count=self._delivery.held_block_count(request),
             )
-            for stream in sorted(streams, key=lambda stream: stream.entered_at)
+            for request in sorted(requests, key=lambda request: request.entered_at)
         ]
 
     async def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt. Raises InvalidRequest; ContextTooLong for one that is refused without counting."""
-        return await self._prompts.encode(prompt, add_special_tokens=add_special_tokens)
+        return await self._prompts.encode(checked_prompt(prompt), add_special_tokens=add_special_tokens)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of token ids. Raises InvalidRequest for an id that the model does not have."""
@@ -355,7 +367,12 @@ class Engine:
 
     def call_at(self, at: float, function: Callable[[], None]) -> Alarm:
         """Have `function` called at a time of Trio's clock, by the engine's one task for this. It must not wait or
-        raise."""
+        raise. Raises InvalidRequest for what is no time or no function."""
+        at = to_float("at", at)
+        if math.isnan(at):
+            refuse("at", at, "a time of Trio's clock")
+        if not callable(function):
+            refuse("function", function, "a function without parameters")
         return self._deadline_keeper.set(at, function)
 
     def stats(self) -> EngineStats:
@@ -379,81 +396,65 @@ class Engine:
 
     # --- called by RequestStream ---
 
-    async def submit(self, stream: RequestStream) -> None:
+    async def _submit(self, request: OpenRequest) -> None:
         """Take a place in line, wait for a lease, prepare, and hand the sequences to the core. Holds nothing when it
         raises."""
-        count = stream.sampling.n
-        self._check_vocabulary(stream.sampling)
-        self._check_kv_transfer(stream)
+        count = request.sampling.n
+        self._preparation.check(request)
         self._check_open(count)
-        turn = self._turn(stream)
-        stream.on_gone = lambda: self._leave_line(stream, turn)
-        stream.choices = [self._new_choice(stream, index) for index in range(count)]
-        self._streams.setdefault(stream.id, []).append(stream)
-        self._set_alarms(stream)
-        try:
+        turn = self._turn(request)
+        request.on_gone = lambda: self._leave_line(request, turn)
+        self._requests.setdefault(request.id, []).append(request)
+        try:  # from here on there is something to be given back
+            request.choices = self._preparation.new_choices(request)
+            self._set_alarms(request)
             self._preparing_count += count
             try:
-                with stream.preparation:
-                    await self._lease(stream, turn)
-                    token_ids = await self.encode(stream.prompt, add_special_tokens=stream.add_special_tokens)
-                    stream.prompt_token_ids = tuple(token_ids)
+                with request.preparation:
+                    await self._lease(request, turn)
+                    token_ids = await self.encode(request.prompt, add_special_tokens=request.add_special_tokens)
+                    request.prompt_token_ids = tuple(token_ids)
             finally:
                 self._preparing_count -= count
-            if stream.is_finished:
+            if request.is_finished:
                 return  # aborted meanwhile; its reader finds the last words
             if not self.ready:
                 raise self.fault or self._refused_draining()
-            self._add_sequences(stream)
+            for choice, sequence in zip(request.choices, self._preparation.sequences(request), strict=True):
+                self._core.add(sequence)
+                self._delivery.add(choice)
         except BaseException:
-            self.leave(stream)
+            self._leave(request)
             raise
         self._loop.wake()
 
-    def leave(self, stream: RequestStream) -> None:
+    def _leave(self, request: OpenRequest) -> None:
         """The one way out of a request's scope. Synchronous; nothing to do when it has finished and is not held."""
-        self._delivery.end(stream, FinishReason.ABORT)
-        stream.cancel_alarms()
-        if stream.is_hold_kept and stream.is_held and self.fault is None:
-            self._kept_holds.add(stream)
-            stream.on_released = lambda: self._forget_hold(stream)
+        self._delivery.end(request, FinishReason.ABORT)
+        request.cancel_alarms()
+        if request.is_hold_kept and request.is_held and self.fault is None:
+            self._kept_holds.add(request)
+            request.on_released = lambda: self._forget_hold(request)
         else:
-            self._delivery.end_holds(stream)
-        streams = self._streams[stream.id]
-        streams.remove(stream)
-        if not streams:
-            del self._streams[stream.id]
-        self._ended_ids.note(stream.id, stream.owner)
+            self._delivery.end_holds(request)
+        requests = self._requests[request.id]
+        requests.remove(request)
+        if not requests:
+            del self._requests[request.id]
+        self._ended_ids.note(request.id, request.owner)
         self._note_idle()
 
     # --- inside ---
 
-    def _forget_hold(self, stream: RequestStream) -> None:
+    def _forget_hold(self, request: OpenRequest) -> None:
         if self.fault is None:
-            self._kept_holds.remove(stream)
+            self._kept_holds.remove(request)
             self._note_idle()
 
-    def _check_kv_transfer(self, stream: RequestStream) -> None:
-        asked = stream.kv_transfer
-        if asked is None or not (asked.do_remote_decode or asked.do_remote_prefill):
-            stream.kv_transfer = None
-        elif self.role is None:
-            raise InvalidRequest(
-                "kv_transfer_params ask for KV to be exchanged with another engine, but this server was started "
-                "without a connector that does: leave them out, or start it with --kv-transfer-config",
-                param="kv_transfer_params",
-            )
-        elif asked.do_remote_decode and stream.sampling.n > 1:
-            raise InvalidRequest(
-                f"n is {stream.sampling.n}, but with do_remote_decode it must be 1: one sequence is held for another "
-                "engine",
-                param="n",
-            )
-
-    def _leave_line(self, stream: RequestStream, turn: Turn) -> None:
+    def _leave_line(self, request: OpenRequest, turn: Turn) -> None:
         """The core has nothing of it any more: its place or its lease is another's."""
         if turn.is_in_line:
-            self._delivery.note_left_line(stream.sampling.n)
+            self._delivery.note_left_line(request.sampling.n)
         self.dispatch.leave(turn)
 
     def _check_open(self, count: int) -> None:
@@ -465,40 +466,28 @@ class Engine:
         if count > live_max:
             raise InvalidRequest(f"n is {count}, but at most {live_max} sequences may run and wait here", param="n")
 
-    def _turn(self, stream: RequestStream) -> Turn:
-        request = local_request(
-            stream.prompt, tenant=stream.tenant, priority=stream.priority, sequences=stream.sampling.n
+    def _turn(self, request: OpenRequest) -> Turn:
+        routed = local_request(
+            request.prompt, tenant=request.tenant, priority=request.priority, sequences=request.sampling.n
         )
         try:
-            return self.dispatch.begin(request)
+            return self.dispatch.begin(routed)
         except Overloaded as refusal:
-            self._note_refusal(stream, refusal)
+            self._note_refusal(request, refusal)
             raise
 
-    async def _lease(self, stream: RequestStream, turn: Turn) -> None:
+    async def _lease(self, request: OpenRequest, turn: Turn) -> None:
         try:
             await turn.lease()
             if turn.is_in_line:  # otherwise it was ended just when it had got one
                 turn.sent()
         except Overloaded as refusal:  # the line is drained, or it waited too long, or had to make room
-            self._note_refusal(stream, refusal)
+            self._note_refusal(request, refusal)
             raise
 
-    def _note_refusal(self, stream: RequestStream, refusal: Overloaded) -> None:
+    def _note_refusal(self, request: OpenRequest, refusal: Overloaded) -> None:
         self.metrics.requests_rejected_total.labels(refusal.reason).inc()
-        logger.info("refused request=%s reason=%s", stream.id, refusal.reason)
-
-    def _check_vocabulary(self, sampling: SamplingParams) -> None:
-        vocab_size = self.model.vocab_size
-        for param, token_ids in (
-            ("logit_bias", sampling.logit_bias or ()),
-            ("stop_token_ids", sampling.stop_token_ids),
-        ):
-            for token_id in token_ids:
-                if token_id >= vocab_size:
-                    raise InvalidRequest(
-                        f"{param} names token id {token_id}, this model's are 0 to {vocab_size - 1}", param=param
-                    )
+        logger.info("refused request=%s reason=%s", request.id, refusal.reason)
 
     def _refused_draining(self) -> Draining:
         self.metrics.requests_rejected_total.labels("draining").inc()
@@ -508,88 +497,35 @@ class Engine:
             retry_after_seconds=5.0,
         )
 
-    def _new_choice(self, stream: RequestStream, index: int) -> Choice:
-        # The number makes the id unique even when callers repeat theirs.
-        sequence_id = RequestId(f"{next(self._sequence_numbers)}/{stream.id}/{index}")
-        output = ChoiceOutput(self.tokenizer, stream.sampling, index=index)
-        return Choice(stream, index, sequence_id, output, is_mute=stream.sampling.max_tokens == 0)
-
-    def _add_sequences(self, stream: RequestStream) -> None:
-        sampling = stream.sampling
-        room = self.model.context_tokens_max - len(stream.prompt_token_ids)
-        if room < 1:
-            raise ContextTooLong(
-                f"the prompt has {len(stream.prompt_token_ids)} tokens, and with at least one of answer this model "
-                f"takes {self.model.context_tokens_max}: shorten it",
-                param="prompt",
-            )
-        stop_token_ids = frozenset(sampling.stop_token_ids)
-        if not sampling.ignore_eos:
-            stop_token_ids |= frozenset(self.model.eos_token_ids)
-        seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
-        for choice in stream.choices:
-            self._core.add(
-                EngineRequest(
-                    id=choice.sequence_id,
-                    prompt_token_ids=stream.prompt_token_ids,
-                    sampling=sampling,
-                    output_tokens_max=room if sampling.max_tokens is None else max(1, sampling.max_tokens),
-                    stop_token_ids=stop_token_ids,
-                    seed=(seed + choice.index * SEED_STRIDE) % 2**64,
-                    priority=stream.priority,
-                    cache_salt=stream.cache_salt,
-                    # What one choice has loaded, the others may hit.
-                    kv_transfer=stream.kv_transfer if choice.index == 0 else None,
-                )
-            )
-            self._delivery.add(choice)
-
-    def _set_alarms(self, stream: RequestStream) -> None:
+    def _set_alarms(self, request: OpenRequest) -> None:
         for deadline in Deadline:
-            seconds = stream.deadlines.seconds(deadline)
+            seconds = request.deadlines.seconds(deadline)
             if seconds is not None:
-                ring = functools.partial(self._pass_deadline, stream, deadline, seconds)
-                stream.alarms[deadline] = self._deadline_keeper.set(stream.entered_at + seconds, ring)
+                ring = functools.partial(self._pass_deadline, request, deadline, seconds)
+                request.alarms[deadline] = self._deadline_keeper.set(request.entered_at + seconds, ring)
 
-    def _pass_deadline(self, stream: RequestStream, deadline: Deadline, seconds: float) -> None:
-        if not stream.is_finished:
+    def _pass_deadline(self, request: OpenRequest, deadline: Deadline, seconds: float) -> None:
+        if not request.is_finished:
             self.metrics.deadlines_passed_total.labels(deadline.value).inc()
             message = f"the request's {deadline.value} of {seconds:g} s has passed"
-            self._delivery.end_with_last_word(stream, FinishReason.DEADLINE, message, stop_reason=deadline.value)
+            self._delivery.end_with_last_word(request, FinishReason.DEADLINE, message, stop_reason=deadline.value)
 
-    def _live_streams(self) -> list[RequestStream]:
-        return [stream for streams in self._streams.values() for stream in streams]
+    def _live_requests(self) -> list[OpenRequest]:
+        return [request for requests in self._requests.values() for request in requests]
 
     def _end_kv_events(self) -> None:
         if self.kv_events is not None:
             self.kv_events.end()
 
     def _note_idle(self) -> None:
-        if not (self._streams or self._kept_holds):
+        if not (self._requests or self._kept_holds):
             self._idle.set()
 
     def _set_gauges(self) -> None:
-        stats, seen = self._core.stats(), self._stats_seen
-        self._stats_seen = stats
-        metrics = self.metrics
-        metrics.num_requests_running.set(stats.running_count)
-        metrics.num_requests_waiting.set(stats.waiting_count + self._preparing_count)
-        metrics.live_requests.set(sum(len(streams) for streams in self._streams.values()))
-        metrics.tasks.set(trio.lowlevel.current_statistics().tasks_living)
-        metrics.kv_cache_usage_perc.set(stats.kv_usage)
-        metrics.kv_blocks.labels("free").set(stats.blocks_free)
-        metrics.kv_blocks.labels("cached").set(stats.blocks_cached)
-        metrics.kv_blocks.labels("used").set(stats.blocks_used)
-        metrics.kv_blocks.labels("held").set(stats.blocks_held)
-        metrics.num_preemptions_total.inc(stats.preemptions_total - seen.preemptions_total)
-        metrics.prefix_cache_queries_total.inc(stats.prefix_query_tokens_total - seen.prefix_query_tokens_total)
-        metrics.prefix_cache_hits_total.inc(stats.prefix_hit_tokens_total - seen.prefix_hit_tokens_total)
-        metrics.spec_decode_num_drafts_total.inc(stats.drafts_total - seen.drafts_total)
-        metrics.spec_decode_num_draft_tokens_total.inc(stats.draft_tokens_total - seen.draft_tokens_total)
-        metrics.spec_decode_num_accepted_tokens_total.inc(stats.accepted_tokens_total - seen.accepted_tokens_total)
-        metrics.kv_transfer_loads_waiting.set(stats.remote_kv_count)
-        metrics.kv_transfer_requests_held.set(self._delivery.held_count)
-        metrics.kv_transfer_loaded_tokens_total.inc(stats.loaded_tokens_total - seen.loaded_tokens_total)
-        metrics.kv_transfer_holds_refused_total.inc(stats.holds_refused_total - seen.holds_refused_total)
-        for fault, total in stats.transfer_faults_total.items():
-            metrics.transfer_faults_total.labels(fault.value).inc(total - seen.transfer_faults_total[fault])
+        self._gauges.show(
+            self._core.stats(),
+            preparing_count=self._preparing_count,
+            live_count=sum(len(requests) for requests in self._requests.values()),
+            held_count=self._delivery.held_count,
+            task_count=trio.lowlevel.current_statistics().tasks_living,
+        )

@@ -95,9 +95,7 @@ class Fleet:
         is taken."""
         id = spec.endpoint_id
         remote = remote or self._connect(spec)
-        self.dispatch.core.add_endpoint(
-            id, spec.models or (), trio.current_time(), leases_max=spec.leases_max, role=spec.role
-        )
+        self.dispatch.add_endpoint(id, spec.models or (), leases_max=spec.leases_max, role=spec.role)
         known = self._members.get(id)
         if known is not None:  # it comes back while it was being drained
             known.remote.close()
@@ -142,7 +140,7 @@ class Fleet:
         )
 
     def is_draining(self, id: EndpointId) -> bool:
-        return self.dispatch.core.is_endpoint_draining(id)
+        return self.dispatch.is_endpoint_draining(id)
 
     def remote(self, id: EndpointId) -> RemoteEndpoint:
         return self._members[id].remote
@@ -158,10 +156,9 @@ class Fleet:
 
     def unready_reason(self) -> str | None:
         """Why no request is taken now, in a word; None if requests are."""
-        core = self.dispatch.core
-        if core.is_draining:
+        if self.dispatch.is_draining:
             return "draining"
-        return None if any(state.is_given for state in core.endpoints.values()) else "no_endpoint"
+        return None if any(state.is_given for state in self.dispatch.endpoints) else "no_endpoint"
 
     def described(self) -> list[dict[str, object]]:
         """Every endpoint, for operators."""
@@ -180,22 +177,22 @@ class Fleet:
                 "in_flight": state.in_flight,
                 "waiting_depth": state.waiting_depth(now),
                 "ejections": state.ejections_total,
-                "resident_blocks": self.dispatch.core.policy.resident_count(state.id),
+                "resident_blocks": self.dispatch.policy.resident_count(state.id),
             }
-            for state in self.dispatch.core.endpoints.values()
+            for state in self.dispatch.endpoints
         ]
 
     # --- models ---
 
     def models(self) -> list[str]:
         """Every name that clients may ask for, sorted."""
-        served = {model for state in self.dispatch.core.endpoints.values() for model in state.models}
+        served = {model for state in self.dispatch.endpoints for model in state.models}
         return sorted(served | {alias for alias, model in self.aliases.items() if model in served})
 
     def real_model(self, asked: str | None) -> str:
         """The name that endpoints go by. None is the only model that there is. Raises UnknownModel, and NoEndpoint for
         None as long as no endpoint has told what it serves."""
-        served = {model for state in self.dispatch.core.endpoints.values() for model in state.models}
+        served = {model for state in self.dispatch.endpoints for model in state.models}
         if asked is None:
             if not served and self._is_any_unknown():
                 raise NoEndpoint(
@@ -224,7 +221,7 @@ class Fleet:
 
     def _is_any_unknown(self) -> bool:
         """Whether an endpoint has not told yet what it serves."""
-        return any(not state.models for state in self.dispatch.core.endpoints.values())
+        return any(not state.models for state in self.dispatch.endpoints)
 
     # --- inside ---
 
@@ -240,7 +237,7 @@ class Fleet:
             self._nursery.start_soon(self._watch, member, member.watch)
 
     async def _watch(self, member: _Member, scope: trio.CancelScope) -> None:
-        policy = self.dispatch.core.policy
+        policy = self.dispatch.policy
         learns = member.spec.models is None
 
         def note_role(role: EngineRole | None) -> None:

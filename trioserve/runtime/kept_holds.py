@@ -4,10 +4,8 @@ know."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from trioserve.runtime.request_stream import RequestStream
+from trioserve.runtime.open_request import OpenRequest
 
 __all__ = ["KeptHolds"]
 
@@ -16,26 +14,26 @@ class KeptHolds:
     """As many as there are holds in the core, which bounds them by their blocks."""
 
     def __init__(self) -> None:
-        self._streams: dict[str, list[RequestStream]] = {}
+        self._requests: dict[str, list[OpenRequest]] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._streams)
+        return bool(self._requests)
 
-    def __iter__(self) -> Iterator[RequestStream]:
+    def __iter__(self) -> Iterator[OpenRequest]:
         """Of a moment: they may go while one iterates."""
-        return iter([stream for streams in self._streams.values() for stream in streams])
+        return iter([request for requests in self._requests.values() for request in requests])
 
-    def of(self, request_id: str) -> list[RequestStream]:
-        return list(self._streams.get(request_id, ()))
+    def of(self, request_id: str) -> list[OpenRequest]:
+        return list(self._requests.get(request_id, ()))
 
-    def add(self, stream: RequestStream) -> None:
-        self._streams.setdefault(stream.id, []).append(stream)
+    def add(self, request: OpenRequest) -> None:
+        self._requests.setdefault(request.id, []).append(request)
 
     def clear(self) -> None:
-        self._streams.clear()
+        self._requests.clear()
 
-    def remove(self, stream: RequestStream) -> None:
-        streams = self._streams[stream.id]
-        streams.remove(stream)
-        if not streams:
-            del self._streams[stream.id]
+    def remove(self, request: OpenRequest) -> None:
+        requests = self._requests[request.id]
+        requests.remove(request)
+        if not requests:
+            del self._requests[request.id]

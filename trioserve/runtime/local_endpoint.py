@@ -34,8 +34,8 @@ def local_dispatch(running_requests_max: int, settings: RuntimeSettings) -> Disp
         ),
         RoundRobin,
     )
-    dispatch.core.add_endpoint(LOCAL_ENDPOINT, (LOCAL_MODEL,), 0.0)
-    dispatch.core.note_health(LOCAL_ENDPOINT, True, 0.0)
+    dispatch.add_endpoint(LOCAL_ENDPOINT, (LOCAL_MODEL,))
+    dispatch.note_health(LOCAL_ENDPOINT, True, hangs=False)
     return dispatch
 
 

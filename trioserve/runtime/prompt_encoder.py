@@ -7,6 +7,7 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+from trioserve.contracts.arguments import refuse, shown
 from trioserve.contracts.errors import ContextTooLong, InvalidRequest
 from trioserve.contracts.prompt import ChatPrompt, Prompt
 from trioserve.runtime.worker_thread import WorkerThread
@@ -85,13 +86,26 @@ class PromptEncoder:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _checked(self, token_ids: Sequence[int]) -> list[int]:
-        checked = list(map(operator.index, token_ids))  # a float would pass what follows, and break a step
+        try:
+            checked = list(map(operator.index, token_ids))  # a float would pass what follows, and break a step
+        except TypeError:
+            stranger = next((token_id for token_id in token_ids if not _is_whole(token_id)), token_ids)
+            refuse("prompt", stranger, "a list of token ids (int)", verb="holds")
         if checked and not (min(checked) >= 0 and max(checked) < self._vocab_size):
             token_id = next(token_id for token_id in checked if not 0 <= token_id < self._vocab_size)
             raise InvalidRequest(
-                f"the prompt has token id {token_id}, this model's are 0 to {self._vocab_size - 1}", param="prompt"
+                f"the prompt has token id {shown(token_id)}, this model's are 0 to {self._vocab_size - 1}",
+                param="prompt",
             )
         return checked
+
+
+def _is_whole(value: object) -> bool:
+    try:
+        operator.index(value)  # type: ignore[arg-type]  # that is the question
+    except TypeError:
+        return False
+    return True
 
 
 def _is_short_chat(prompt: ChatPrompt) -> bool:

@@ -1,68 +1,19 @@
 """What a request's task holds: iterate for text, leave to abort.
 
 Entering takes a place in the waiting line, before anything costly is done; leaving, in whichever way, is one
-synchronous call that ends what still runs. A reader that is slower than the engine finds several deltas merged into
-one: what is kept for it is one delta per choice, whose size is bounded by the request's own length.
+synchronous call that ends what still runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from types import TracebackType
-from typing import TYPE_CHECKING
 
-import trio
-from trio.lowlevel import current_task, reschedule
-
-from trioserve.contracts.deadlines import Deadline, Deadlines
-from trioserve.contracts.errors import AlreadyEnded
-from trioserve.contracts.events import FinishReason, TokenLogprob
-from trioserve.contracts.ids import RequestId
-from trioserve.contracts.kv_transfer_params import KVTransferParams
+from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.output import Delta
-from trioserve.contracts.prompt import Prompt
-from trioserve.contracts.sampling import SamplingParams
-from trioserve.runtime.deadline_keeper import Alarm
-from trioserve.runtime.woken import WOKEN
-from trioserve.text.output import ChoiceOutput, merge
+from trioserve.runtime.open_request import OpenRequest
 
-if TYPE_CHECKING:
-    from trioserve.runtime.engine import Engine
-
-__all__ = ["Choice", "RequestStream"]
-
-
-class Choice:
-    """One of a request's n answers: its sequence in the engine, and the text it makes."""
-
-    __slots__ = (
-        "first_token_at",
-        "has_run",
-        "held_since",
-        "index",
-        "is_ended",
-        "is_held",
-        "is_mute",
-        "last_token_at",
-        "output",
-        "sequence_id",
-        "stream",
-    )
-
-    def __init__(
-        self, stream: RequestStream, index: int, sequence_id: RequestId, output: ChoiceOutput, *, is_mute: bool
-    ) -> None:
-        self.stream = stream
-        self.index = index
-        self.sequence_id = sequence_id
-        self.output = output
-        self.is_mute = is_mute  # max_tokens is 0: the prompt is computed, the one token it gives is not shown
-        self.is_ended = False  # its last delta was pushed, or its stream failed
-        self.is_held = False  # it is over, and a connector holds its blocks for another engine
-        self.held_since = 0.0
-        self.has_run = False  # was in a step, whether or not it lost its blocks again
-        self.first_token_at: float | None = None
-        self.last_token_at = 0.0
+__all__ = ["RequestStream"]
 
 
 class RequestStream:
@@ -70,7 +21,9 @@ class RequestStream:
 
     Entering raises Overloaded, Draining, InvalidRequest or ContextTooLong, and then holds nothing. Iterating yields the
     deltas of all choices until each has one with a finish_reason, and raises EngineFault when the engine broke, or
-    Draining when the server is leaving and the request had not begun to run.
+    Draining when the server is leaving and the request had not begun to run. Several tasks may iterate over one stream:
+    each delta goes to one of them, and the end to all. All that waits for it belongs inside of the scope: whoever still
+    does when the scope is left, in whichever task, gets AlreadyEnded.
 
     An answer may leave blocks that are held for another engine (is_held; the last delta has kv_transfer then). Leaving
     the scope ends the hold like everything else, so whoever wants it read waits for that inside
@@ -79,212 +32,89 @@ class RequestStream:
 
     def __init__(
         self,
-        engine: Engine,
-        prompt: Prompt,
-        sampling: SamplingParams,
+        request: OpenRequest,
         *,
-        request_id: str,
-        priority: int,
-        cache_salt: str | None,
-        add_special_tokens: bool,
-        deadlines: Deadlines,
-        owner: str | None,
-        tenant: str,
-        kv_transfer: KVTransferParams | None = None,
+        submit: Callable[[OpenRequest], Awaitable[None]],
+        leave: Callable[[OpenRequest], None],
     ) -> None:
-        self.id = request_id
-        self.kv_transfer = kv_transfer
-        self.is_hold_kept = False  # it outlives the scope
-        self.on_released: Callable[[], None] = lambda: None  # no block of it is held any more
-        self.sampling = sampling
-        self.priority = priority
-        self.cache_salt = cache_salt
-        self.add_special_tokens = add_special_tokens
-        self.deadlines = deadlines
-        self.owner = owner
-        self.tenant = tenant
-        self.alarms: dict[Deadline, Alarm] = {}
-        self.prompt = prompt
-        self.prompt_token_ids: tuple[int, ...] = ()
-        self.prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-        self.cached_token_count = 0
-        self.entered_at = 0.0
-        self.choices: list[Choice] = []
-        self.preparation = trio.CancelScope()  # around waiting for a lease, rendering and tokenizing
-        self.core_count = 0  # choices whose sequences the core has
-        self.on_gone: Callable[[], None] = lambda: None  # the core has none of it, and gets none any more
-        self._engine = engine
-        self._state = "new"
-        self._pending: dict[int, Delta] = {}
-        self._unfinished_count = sampling.n
-        self._error: Exception | None = None
-        self._waiting: list[trio.lowlevel.Task] = []  # most often one, the reader
-        self._begun = trio.Event()
-        self._released: trio.Event | None = None  # while somebody waits for it
+        self._request = request
+        self._submit = submit
+        self._leave = leave
 
     async def __aenter__(self) -> RequestStream:
-        if self._state != "new":
-            raise AlreadyEnded(f"request {self.id} was entered before: call generate() again for another one")
-        self._state = "entered"
-        self.entered_at = trio.current_time()
+        self._request.enter()
         try:
-            await self._engine.submit(self)
+            await self._submit(self._request)
         except BaseException:
-            self._state = "left"
+            self._request.leave()
             raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._state = "left"
-        self._engine.leave(self)
+        self._request.leave()
+        self._leave(self._request)
 
     def __aiter__(self) -> RequestStream:
         return self
 
-    async def __anext__(self) -> Delta:
-        if self._state != "entered":
-            raise AlreadyEnded(f"request {self.id} can be read only inside its `async with`")
-        await trio.lowlevel.checkpoint_if_cancelled()
-        while not self._pending:
-            if self._unfinished_count == 0:
-                raise StopAsyncIteration
-            if self._error is not None:
-                raise self._error
-            await self._wait()
-        index = next(iter(self._pending))
-        return self._pending.pop(index)
+    def __anext__(self) -> Awaitable[Delta]:  # not async: a call more for every delta would be seen
+        return self._request.next_delta()
 
-    async def _wait(self) -> None:
-        """Until something was pushed. An event for each token would cost more than all else here."""
-        task = current_task()
-        self._waiting.append(task)
+    @property
+    def id(self) -> str:
+        """The caller's own, or the one that it was given."""
+        return self._request.id
 
-        def stop_waiting(_raise_cancel: object) -> trio.lowlevel.Abort:
-            self._waiting.remove(task)
-            return trio.lowlevel.Abort.SUCCEEDED
-
-        await trio.lowlevel.wait_task_rescheduled(stop_waiting)
+    @property
+    def choice_count(self) -> int:
+        """How many choices were asked for: n."""
+        return self._request.sampling.n
 
     @property
     def completion_token_count(self) -> int:
         """Tokens of all choices so far, shown or not."""
-        return sum(choice.output.token_count for choice in self.choices)
+        return self._request.completion_token_count
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        """Known once it is entered."""
+        return self._request.prompt_token_ids
+
+    @property
+    def cached_token_count(self) -> int:
+        """Tokens of the prompt that were found in the prefix cache; known at the end of the first choice."""
+        return self._request.cached_token_count
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
+        """Of the prompt's own tokens, if they were asked for; complete with the first token."""
+        return self._request.prompt_logprobs
 
     @property
     def is_finished(self) -> bool:
         """Every choice has had its last delta, or the request failed."""
-        return all(choice.is_ended for choice in self.choices)
+        return self._request.is_finished
 
     @property
     def is_held(self) -> bool:
         """Whether a connector holds blocks of it for another engine: of a choice that is over."""
-        return any(choice.is_held for choice in self.choices)
+        return self._request.is_held
 
     async def wait_until_released(self) -> None:
         """Returns when no block of it is held for another engine: they have been read, or nobody wants them any more,
-        or their time is over. At once where none is. Raises EngineFault if the engine breaks meanwhile."""
-        await trio.lowlevel.checkpoint_if_cancelled()
-        while self.is_held:
-            if self._error is not None:
-                raise self._error
-            if self._released is None:
-                self._released = trio.Event()
-            await self._released.wait()
+        or their time is over. At once where none is. Raises EngineFault if the engine breaks meanwhile, AlreadyEnded
+        outside of its scope while something is held."""
+        await self._request.wait_until_released()
 
     def keep_hold(self) -> None:
         """Let what is held of it outlive the scope: until it has been read, or is aborted by id, or its time is
         over. Whoever calls this has told somebody how to read it."""
-        self.is_hold_kept = True
+        self._request.is_hold_kept = True
 
     async def wait_until_begun(self) -> Delta | None:
-        """Returns when the request runs; or, if it ended in the line, the delta that says so. Raises what it failed
-        with. So whoever answers over HTTP can still choose the status."""
-        await self._begun.wait()
-        if any(choice.has_run for choice in self.choices):
-            return None
-        if self._error is not None:
-            raise self._error
-        return next(iter(self._pending.values()))
-
-    # --- the engine's side: synchronous, called while delivering ---
-
-    def note_run(self) -> None:
-        """One more choice of it runs; when all do, the queue is over."""
-        self._begun.set()
-        if all(choice.has_run for choice in self.choices):
-            self._cancel_alarm(Deadline.QUEUE)
-
-    def note_released(self) -> None:
-        """The hold of one of its choices has ended."""
-        if not self.is_held:
-            self._end_wait_for_release()
-            self.on_released()
-
-    def note_first_token(self) -> None:
-        self._cancel_alarm(Deadline.FIRST_TOKEN)
-
-    def cancel_alarms(self) -> None:
-        for deadline in self.alarms:
-            self._cancel_alarm(deadline)
-
-    def _cancel_alarm(self, deadline: Deadline) -> None:
-        alarm = self.alarms.get(deadline)
-        if alarm is not None:
-            alarm.cancel()
-
-    def push(self, delta: Delta) -> None:
-        """Hand a delta to the reader, joined to the one it has not fetched yet."""
-        index, pending = delta.index, self._pending
-        pending[index] = merge(pending[index], delta) if index in pending else delta
-        if delta.finish_reason is not None:
-            self._unfinished_count -= 1
-            self._begun.set()
-        waiting = self._waiting
-        while waiting:  # _wake_readers, without the call: this is done for every token
-            reschedule(waiting.pop(), WOKEN)
-
-    def push_end(
-        self,
-        choice: Choice,
-        reason: FinishReason,
-        message: str | None = None,
-        *,
-        stop_reason: str | None = None,
-        held_back: Delta | None = None,
-        kv_transfer: KVTransferParams | None = None,
-    ) -> None:
-        """The last delta of a choice that ended by another's hand. held_back: the text that had not been shown yet."""
-        choice.is_ended = True
-        self.push(
-            Delta(
-                index=choice.index,
-                text=held_back.text if held_back else "",
-                token_ids=held_back.token_ids if held_back else (),
-                logprobs=held_back.logprobs if held_back else None,
-                finish_reason=reason,
-                stop_reason=stop_reason,
-                message=message,
-                kv_transfer=kv_transfer,
-            )
-        )
-
-    def _end_wait_for_release(self) -> None:
-        if self._released is not None:
-            self._released.set()
-            self._released = None
-
-    def fail(self, error: Exception) -> None:
-        """The reader gets `error` once it has fetched what came before, unless that was all."""
-        self.preparation.cancel()
-        for choice in self.choices:
-            choice.is_ended = True
-        self._error = error
-        self._begun.set()
-        self._end_wait_for_release()
-        self._wake_readers()
-
-    def _wake_readers(self) -> None:
-        while self._waiting:
-            reschedule(self._waiting.pop(), WOKEN)
+        """Returns when the request runs; or, if it ended in the line, the delta that says so, which is read as well.
+        Raises what it failed with, and AlreadyEnded outside of its scope. So whoever answers over HTTP can still choose
+        the status."""
+        return await self._request.wait_until_begun()

@@ -13,12 +13,12 @@ def show_router(metrics: Metrics, dispatch: Dispatch) -> None:
     """Have every exposition of `metrics` show what the router says at that moment. Once for each router."""
     dispatch.on_wait_over = metrics.queue_wait_seconds.observe
     dispatch.on_paired = metrics.pair_handover_seconds.observe
-    seen = dispatch.core.stats()
+    seen = dispatch.stats()
     ejections_seen: dict[EndpointId, int] = {}
 
     def show() -> None:
         nonlocal seen
-        stats, core = dispatch.core.stats(), dispatch.core
+        stats = dispatch.stats()
         metrics.queued_requests.set(stats.waiting)
         metrics.admissions_total.inc(stats.admissions_total - seen.admissions_total)
         metrics.retries_total.inc(stats.retries_total - seen.retries_total)
@@ -30,11 +30,11 @@ def show_router(metrics: Metrics, dispatch: Dispatch) -> None:
         gauges = (metrics.endpoint_leases, metrics.endpoint_in_flight, metrics.endpoint_healthy)
         for gauge in (*gauges, metrics.endpoint_resident_blocks):
             gauge.clear()  # endpoints that are gone are not shown
-        for state in core.endpoints.values():
+        for state in dispatch.endpoints:
             metrics.endpoint_leases.labels(state.id).set(state.leases)
             metrics.endpoint_in_flight.labels(state.id).set(state.in_flight)
             metrics.endpoint_healthy.labels(state.id).set(state.is_given)
-            resident = core.policy.resident_count(state.id)
+            resident = dispatch.policy.resident_count(state.id)
             if resident is not None:
                 metrics.endpoint_resident_blocks.labels(state.id).set(resident)
             ejections = metrics.endpoint_ejections_total.labels(state.id)

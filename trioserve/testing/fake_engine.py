@@ -166,7 +166,7 @@ class FakeEngine(Engine):
 
     def fail_request(self, request_id: str, message: str = "a test made this request fail") -> None:
         """The request's next forward pass fails, for each of its choices, and for nobody else's. It must live."""
-        choices = [choice for stream in self._streams.get(request_id, ()) for choice in stream.choices]
+        choices = [choice for request in self._requests.get(request_id, ()) for choice in request.choices]
         live_ids = [choice.sequence_id for choice in choices if not choice.is_ended]
         assert live_ids, f"no request {request_id!r} lives: {[view.id for view in self.live_requests()]} do"
         for sequence_id in live_ids:

@@ -7,7 +7,7 @@ import msgspec
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.runtime.engine import SEED_STRIDE
+from trioserve.runtime.request_preparation import SEED_STRIDE
 from trioserve.testing.fake_executor import FakeModel
 from trioserve.testing.reference_engine import ReferenceEngine
 from trioserve.testing.stack_http_client import Fields

@@ -25,7 +25,7 @@ from trioserve.contracts.output import Delta
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult, never_abandoned
-from trioserve.runtime.engine import SEED_STRIDE
+from trioserve.runtime.request_preparation import SEED_STRIDE
 from trioserve.runtime.request_stream import RequestStream
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.testing.fake_executor import FakeModel
@@ -172,7 +172,7 @@ class StackSimulation:
         except EngineFault:
             outcome = "told of a fault"
         finally:
-            if is_new_id and not stream.choices:  # refused at once: it never had a place
+            if is_new_id and not stream._request.choices:  # refused at once: it never had a place
                 self._used_ids.remove(client.id)
             # However it leaves: from this moment on nothing of it computes but the step in flight.
             self._streams.pop(client.number, None)
@@ -227,7 +227,7 @@ class StackSimulation:
 
     def _check_left(self, fake: FakeEngine, client: Client, stream: RequestStream) -> None:
         sequences = {live.request.id: live for live in fake.core.live_requests()}
-        for choice in stream.choices:
+        for choice in stream._request.choices:
             live = sequences.get(choice.sequence_id)
             assert live is None or (live.steps_in_flight and live.abort_reason is not None), (
                 f"client {client.number} has left, and {choice.sequence_id} goes on"
@@ -245,7 +245,8 @@ class StackSimulation:
             assert self._http is not None
             self._http.drain()
             for number, stream in self._streams.items():
-                has_begun = any(choice.has_run for choice in stream.choices) or not stream.core_count
+                request = stream._request
+                has_begun = any(choice.has_run for choice in request.choices) or not request.core_count
                 assert has_begun or stream.is_finished, f"client {number} had not begun to run, and was not refused"
             waiting = fake.dispatch.core.stats().waiting
             assert waiting == 0, f"{waiting} requests were in line, and were not refused"
@@ -309,7 +310,7 @@ class StackSimulation:
         assert unfinished_count <= live_max, f"{unfinished_count} requests run or wait, {live_max} may"
         for number, stream in self._streams.items():
             timeout = self._clients[number].timeout
-            is_over = timeout is not None and now > stream.entered_at + timeout
+            is_over = timeout is not None and now > stream._request.entered_at + timeout
             assert not is_over or stream.is_finished, f"client {number} has outlived its deadline"
 
     def tell(self, line: str) -> None:

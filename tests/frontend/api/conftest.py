@@ -124,6 +124,7 @@ class ScriptedStream:
         self.id = request_id
         self.prompt = prompt
         self.sampling = sampling
+        self.choice_count = sampling.n
         self.prompt_token_ids: tuple[int, ...] = ()
         self.prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
         self.cached_token_count = 0

@@ -1,0 +1,45 @@
+"""How an engine's own counts become metrics: at every scrape, so that its core need not know of them."""
+
+from __future__ import annotations
+
+from trioserve.contracts.stats import EngineStats
+from trioserve.metrics.registry import Metrics
+
+__all__ = ["EngineGauges"]
+
+
+class EngineGauges:
+    """stats: what the engine says at the beginning; what it has counted before then is not shown."""
+
+    def __init__(self, metrics: Metrics, stats: EngineStats) -> None:
+        self._metrics = metrics
+        self._seen = stats
+
+    def show(
+        self, stats: EngineStats, *, preparing_count: int, live_count: int, held_count: int, task_count: int
+    ) -> None:
+        """preparing_count: sequences that the core does not have yet. live_count: requests that are entered and not
+        left. held_count: sequences that are over and held for another engine. task_count: of the whole program."""
+        metrics, seen = self._metrics, self._seen
+        self._seen = stats
+        metrics.num_requests_running.set(stats.running_count)
+        metrics.num_requests_waiting.set(stats.waiting_count + preparing_count)
+        metrics.live_requests.set(live_count)
+        metrics.tasks.set(task_count)
+        metrics.kv_cache_usage_perc.set(stats.kv_usage)
+        metrics.kv_blocks.labels("free").set(stats.blocks_free)
+        metrics.kv_blocks.labels("cached").set(stats.blocks_cached)
+        metrics.kv_blocks.labels("used").set(stats.blocks_used)
+        metrics.kv_blocks.labels("held").set(stats.blocks_held)
+        metrics.num_preemptions_total.inc(stats.preemptions_total - seen.preemptions_total)
+        metrics.prefix_cache_queries_total.inc(stats.prefix_query_tokens_total - seen.prefix_query_tokens_total)
+        metrics.prefix_cache_hits_total.inc(stats.prefix_hit_tokens_total - seen.prefix_hit_tokens_total)
+        metrics.spec_decode_num_drafts_total.inc(stats.drafts_total - seen.drafts_total)
+        metrics.spec_decode_num_draft_tokens_total.inc(stats.draft_tokens_total - seen.draft_tokens_total)
+        metrics.spec_decode_num_accepted_tokens_total.inc(stats.accepted_tokens_total - seen.accepted_tokens_total)
+        metrics.kv_transfer_loads_waiting.set(stats.remote_kv_count)
+        metrics.kv_transfer_requests_held.set(held_count)
+        metrics.kv_transfer_loaded_tokens_total.inc(stats.loaded_tokens_total - seen.loaded_tokens_total)
+        metrics.kv_transfer_holds_refused_total.inc(stats.holds_refused_total - seen.holds_refused_total)
+        for fault, total in stats.transfer_faults_total.items():
+            metrics.transfer_faults_total.labels(fault.value).inc(total - seen.transfer_faults_total[fault])
