@@ -248,8 +248,16 @@ async def _pass_on(call: RouterCall, answer: RemoteAnswer, body: bytes) -> None:
 
 
 def headers_there(call: RouterCall, leg: Leg | None) -> list[tuple[str, str]]:
-    headers = [(name, value) for name, value in call.exchange.headers.items() if name not in NOT_FORWARDED]
+    tenant_header = call.rules.tenant_header
+    headers = [
+        (name, value)
+        for name, value in call.exchange.headers.items()
+        if name not in NOT_FORWARDED and name != tenant_header
+    ]
     headers.append(("x-request-id", call.request_id))
+    tenant = call.caller.tenant_told(call.named_tenant)
+    if tenant is not None:
+        headers.append((tenant_header, tenant))
     if leg is not None:
         headers.append((LEG_HEADER, leg.value))
     authorization = call.exchange.headers.get("authorization")

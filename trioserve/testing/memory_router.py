@@ -12,6 +12,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.kv_transfer import EngineRole
+from trioserve.frontend.caller import AccessRules
 from trioserve.frontend.router_app import RouterApp
 from trioserve.frontend.router_call import RoutingRules
 from trioserve.frontend.server import FrontendServer
@@ -81,6 +82,7 @@ async def open_memory_router(
     roles: Mapping[str, EngineRole] | None = None,
     api_keys: tuple[str, ...] = (),
     admin_api_key: str | None = None,
+    access: AccessRules | None = None,
     aliases: Mapping[str, str] | None = None,
     leases_max: int | None = None,
     tokenizer: Tokenizer | None = None,
@@ -112,7 +114,9 @@ async def open_memory_router(
     show_router(metrics, dispatch)
     async with WorkerThread("text") as text_thread, trio.open_nursery() as nursery:
         naming = None if tokenizer is None else PromptBlocks(tokenizer, text_thread)
-        app = RouterApp(fleet, metrics, rules=rules, api_keys=api_keys, admin_api_key=admin_api_key, naming=naming)
+        app = RouterApp(
+            fleet, metrics, rules=rules, api_keys=api_keys, admin_api_key=admin_api_key, access=access, naming=naming
+        )
         for url, id in zip(streams, endpoints, strict=True):
             role = (roles or {}).get(id)
             fleet.add(EndpointSpec(url=url, id=id, models=models, leases_max=leases_max, role=role))
