@@ -83,6 +83,7 @@ async def open_memory_router(
     api_keys: tuple[str, ...] = (),
     admin_api_key: str | None = None,
     access: AccessRules | None = None,
+    endpoint_api_key: str | None = None,
     aliases: Mapping[str, str] | None = None,
     leases_max: int | None = None,
     tokenizer: Tokenizer | None = None,
@@ -100,6 +101,7 @@ async def open_memory_router(
         return RemoteEndpoint(
             spec.endpoint_id,
             EndpointAddress(scheme="http", host=spec.endpoint_id, port=80),
+            headers=() if spec.api_key is None else (("authorization", f"Bearer {spec.api_key}"),),
             open_stream=streams[spec.url],
         )
 
@@ -110,6 +112,7 @@ async def open_memory_router(
         aliases=aliases,
         connect=connect,
     )
+    rules = rules or RoutingRules(passes_authorization=not api_keys and endpoint_api_key is None)
     metrics = Metrics(None, parts=("frontend", "router"))
     show_router(metrics, dispatch)
     async with WorkerThread("text") as text_thread, trio.open_nursery() as nursery:
@@ -119,7 +122,9 @@ async def open_memory_router(
         )
         for url, id in zip(streams, endpoints, strict=True):
             role = (roles or {}).get(id)
-            fleet.add(EndpointSpec(url=url, id=id, models=models, leases_max=leases_max, role=role))
+            fleet.add(
+                EndpointSpec(url=url, id=id, models=models, leases_max=leases_max, role=role, api_key=endpoint_api_key)
+            )
         await nursery.start(dispatch.run)
         await nursery.start(fleet.run)
         router = MemoryRouter(dispatch, fleet, FrontendServer(app), nursery)
