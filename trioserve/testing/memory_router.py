@@ -25,7 +25,7 @@ from trioserve.runtime.fleet import EndpointSpec, Fleet
 from trioserve.runtime.prompt_blocks import PromptBlocks
 from trioserve.runtime.remote_endpoint import EndpointAddress, RemoteEndpoint
 from trioserve.runtime.router_metrics import show_router
-from trioserve.runtime.worker_thread import WorkerThread
+from trioserve.runtime.text_threads import TextThreads
 from trioserve.testing.memory_client import MemoryClient
 from trioserve.testing.memory_stream import MemoryEnd, memory_connection
 from trioserve.text.tokenizer import Tokenizer
@@ -115,8 +115,8 @@ async def open_memory_router(
     rules = rules or RoutingRules(passes_authorization=not api_keys and endpoint_api_key is None)
     metrics = Metrics(None, parts=("frontend", "router"))
     show_router(metrics, dispatch)
-    async with WorkerThread("text") as text_thread, trio.open_nursery() as nursery:
-        naming = None if tokenizer is None else PromptBlocks(tokenizer, text_thread)
+    async with TextThreads() as text_threads, trio.open_nursery() as nursery:
+        naming = None if tokenizer is None else PromptBlocks(tokenizer, text_threads)
         app = RouterApp(
             fleet, metrics, rules=rules, api_keys=api_keys, admin_api_key=admin_api_key, access=access, naming=naming
         )
