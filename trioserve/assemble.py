@@ -32,6 +32,7 @@ from trioserve.runtime.engine_loop import StepRunner, ThreadedExecutor
 from trioserve.runtime.errors_unwrapped import errors_unwrapped
 from trioserve.runtime.kv_events import EVENTS_MAX
 from trioserve.runtime.launched_steps import LaunchedSteps
+from trioserve.runtime.text_threads import TextThreads
 from trioserve.runtime.worker_thread import WorkerThread
 from trioserve.text.tokenizer import Tokenizer
 
@@ -158,7 +159,7 @@ async def open_configured_engine(
     transfers = connector_settings(config.kv_transfer_config, config.role)
     make_connector = None if transfers is None else find_connector(transfers.connector)
     with errors_unwrapped():
-        async with WorkerThread("compute") as compute, WorkerThread("text") as text:
+        async with WorkerThread("compute") as compute, TextThreads() as text:
             # It may be a download, which nothing can end from outside: not in a thread that leaving waits for.
             path = await call_abandonable(resolve_model, config.model, thread_name=DOWNLOAD_THREAD)
             checkpoint = await text.run_cancellable(open_checkpoint, path)
@@ -212,7 +213,7 @@ async def open_configured_engine(
                     core=core,
                     steps=_steps(runner, compute, overlap_steps=core.settings.overlap_steps),
                     tokenizer=tokenizer,
-                    text_thread=text,
+                    text_threads=text,
                     metrics=metrics,
                     settings=msgspec.structs.replace(
                         runtime_settings(config), kv_events_max=EVENTS_MAX if config.kv_events else 0
@@ -243,7 +244,7 @@ async def _load(
     config: Config,
     checkpoint: Checkpoint,
     compute: WorkerThread,
-    text: WorkerThread,
+    text: TextThreads,
     on_progress: LoadReport,
     runners: list[ModelRunner],
 ) -> tuple[ModelRunner, Tokenizer]:

@@ -23,6 +23,7 @@ from msgspec import Meta
 from trioserve.connectors.settings import connector_settings
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.errors import InvalidRequest, StartupError
+from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
 from trioserve.core.settings import check_overlap
 from trioserve.frontend.limits import SPLIT_PROMPT_TOKENS_MIN, FrontendLimits
 from trioserve.runtime.settings import RuntimeSettings
@@ -49,7 +50,21 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     api_key: Annotated[tuple[str, ...], _about(
         "keys that clients must send as 'Authorization: Bearer KEY'; default: none", "KEY")] = ()
     admin_api_key: Annotated[str | None, _about(
-        "key that sees and aborts the requests of all keys; default: none", "KEY")] = None
+        "key that sees and aborts the requests of all keys, and whose priority, tenant and cache_salt count as they "
+        "are sent; default: none", "KEY")] = None
+    gateway_api_key: Annotated[tuple[str, ...], _about(
+        "keys like those of --api-key, of gateways that are trusted to say for whom they ask: their --tenant-header "
+        "and priority count, and each of their tenants has cached prompts of its own; default: none", "KEY")] = ()
+    priority_min: Annotated[Annotated[int, Meta(ge=PRIORITY_MIN, le=PRIORITY_MAX)] | None, _about(
+        "best priority (a lower number is sooner) that a request may ask for; a better one is refused with 400, but "
+        "for admin and gateway keys; default: 0 with API keys, without them no limit", "N")] = None
+    share_prefix_cache: Annotated[bool, _about(
+        "let requests of all API keys hit the same cached prompts: a common system prompt is computed once, and a key "
+        "can find out, by cached_tokens and by time, whether another key has sent a text that it guesses")] = False
+    metrics_need_key: Annotated[bool, _about(
+        "close /metrics, which counts what all callers do, to all but the admin's API key")] = False
+    load_needs_key: Annotated[bool, _about(
+        "close /load to callers without an API key; a router before this server then needs --endpoint-api-key")] = False
     ssl_certfile: Annotated[str | None, _about(
         "certificate chain in PEM; turns TLS on; default: no TLS", "FILE")] = None
     ssl_keyfile: Annotated[str | None, _about(
@@ -71,7 +86,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         "seconds after which a client that takes nothing of its answer is cancelled", "SECONDS", gt=0, le=86400,
         )] = FrontendLimits().stall_seconds_max
     tenant_header: Annotated[str, _about(
-        "header that tells tenants apart; they share the line fairly. Without it the API key does", "NAME",
+        "header that tells tenants apart; they share the queue fairly. With API keys each key is a tenant, and the "
+        "header counts only from gateway and admin keys; without keys it counts from everybody, who may choose it",
+        "NAME",
         )] = "x-tenant-id"
     max_queued_requests: Annotated[int, _about(
         "requests that may wait for one model; more are refused with 429", "N", ge=0)] = 256

@@ -18,20 +18,20 @@ __all__ = ["load_tokenizer", "open_prompt_naming"]
 
 @asynccontextmanager
 async def open_prompt_naming(model: str) -> AsyncIterator[PromptBlocks]:
-    """model: as an engine's --model. The text thread lives as long as the scope. Raises ModelLoadError."""
+    """model: as an engine's --model. The text threads live as long as the scope. Raises ModelLoadError."""
     # Templates and tokenizers take a tenth of a second to import, and most routers need neither.
     from trioserve.model.loading.default_model import DOWNLOAD_THREAD, resolve_model
     from trioserve.runtime.abandonable import call_abandonable
     from trioserve.runtime.prompt_blocks import PromptBlocks
-    from trioserve.runtime.worker_thread import WorkerThread
+    from trioserve.runtime.text_threads import TextThreads
 
     def resolved() -> Path:
         return resolve_model(model, with_weights=False)
 
     path = await call_abandonable(resolved, thread_name=DOWNLOAD_THREAD)
-    async with WorkerThread("text") as text_thread:
-        tokenizer = await text_thread.run_cancellable(load_tokenizer, path)
-        yield PromptBlocks(tokenizer, text_thread)
+    async with TextThreads() as text_threads:
+        tokenizer = await text_threads.run_cancellable(load_tokenizer, path)
+        yield PromptBlocks(tokenizer, text_threads)
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

@@ -35,7 +35,7 @@ from trioserve.runtime.errors_unwrapped import errors_unwrapped
 from trioserve.runtime.fleet import EndpointSpec, Fleet
 from trioserve.runtime.router_metrics import show_router
 from trioserve.runtime.serve import Service
-from trioserve.serving import NativeFrontEnd, frontend_limits, run_until_signal, server_tls
+from trioserve.serving import NativeFrontEnd, access_rules, frontend_limits, run_until_signal, server_tls
 
 if TYPE_CHECKING:
     from trioserve.runtime.prompt_blocks import PromptBlocks
@@ -62,7 +62,7 @@ async def serve_router(
 ) -> None:
     """The whole router in the caller's scope, until an item comes in `orders` and it has drained. Installs no signal
     handlers. on_serving is told the URLs. Cancelling it ends everything at once."""
-    ApiKeys(config.api_key, admin_key=config.admin_api_key)
+    ApiKeys(config.api_key, admin_key=config.admin_api_key, rules=access_rules(config))
     checked_origins(config.cors_origin)
     limits = frontend_limits(config)
     ssl_context = server_tls(config)
@@ -154,11 +154,12 @@ class Routing:
                 deadlines_max=self.settings.deadlines_max,
                 tenant_header=config.tenant_header,
                 session_header=config.session_header,
-                passes_authorization=not config.api_key and config.endpoint_api_key is None,
+                passes_authorization=not (config.api_key or config.gateway_api_key) and config.endpoint_api_key is None,
                 split_prompt_tokens_min=config.split_min_tokens,
             ),
             api_keys=config.api_key,
             admin_api_key=config.admin_api_key,
+            access=access_rules(config),
             more_metrics=more_metrics,
             naming=naming,
         )

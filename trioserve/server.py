@@ -23,7 +23,7 @@ from trioserve.runtime.fleet import EndpointSpec
 from trioserve.runtime.local_endpoint import LOCAL_ENDPOINT, WAITING_DEPTH_MAX
 from trioserve.runtime.remote_endpoint import EndpointAddress, RemoteEndpoint
 from trioserve.runtime.serve import FrontEnd, Service, Worker
-from trioserve.serving import NativeFrontEnd, frontend_limits, optional_path, run_until_signal, server_tls
+from trioserve.serving import NativeFrontEnd, access_rules, frontend_limits, optional_path, run_until_signal, server_tls
 from trioserve.terminal import LoadingBar
 
 __all__ = ["run_server", "serve_configured"]
@@ -47,7 +47,7 @@ async def serve_configured(
     """The whole server in the caller's scope, until an item comes in `orders` and it has drained. Installs no signal
     handlers. on_serving is told the URLs. Cancelling it ends everything at once."""
     # First of all, so that what cannot be is told before a model is loaded.
-    ApiKeys(config.api_key, admin_key=config.admin_api_key)
+    ApiKeys(config.api_key, admin_key=config.admin_api_key, rules=access_rules(config))
     checked_origins(config.cors_origin)
     limits = frontend_limits(config)
     ssl_context = server_tls(config)
@@ -67,6 +67,7 @@ async def serve_configured(
                 engine,
                 api_keys=() if routing.has_endpoints else config.api_key,
                 admin_api_key=None if routing.has_endpoints else config.admin_api_key,
+                access=None if routing.has_endpoints else access_rules(config),
                 trust_request_chat_template=config.trust_request_chat_template,
                 tenant_header=config.tenant_header,
             )

@@ -16,6 +16,7 @@ import trio
 from trioserve.config import ServerConfig
 from trioserve.contracts.errors import StartupError
 from trioserve.exit_codes import EXIT_INTERRUPTED
+from trioserve.frontend.caller import AccessRules
 from trioserve.frontend.counter_metrics import show_counters
 from trioserve.frontend.limits import FrontendLimits
 from trioserve.frontend.listener import tls_context
@@ -24,7 +25,15 @@ from trioserve.metrics.registry import Metrics
 from trioserve.runtime.errors_unwrapped import errors_unwrapped
 from trioserve.runtime.interpreter import keep_what_is_loaded, prepare_interpreter
 
-__all__ = ["NativeFrontEnd", "Serve", "frontend_limits", "optional_path", "run_until_signal", "server_tls"]
+__all__ = [
+    "NativeFrontEnd",
+    "Serve",
+    "access_rules",
+    "frontend_limits",
+    "optional_path",
+    "run_until_signal",
+    "server_tls",
+]
 
 _IMPORTED_AT = time.perf_counter()
 ORDERS_MAX = 8  # signals that wait to be obeyed; more say nothing new
@@ -93,6 +102,17 @@ class NativeFrontEnd:
 
     async def serve(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         await self._server.serve(self._listeners, task_status=task_status)
+
+
+def access_rules(config: ServerConfig) -> AccessRules:
+    """What callers may do, beside the keys."""
+    return AccessRules(
+        gateway_api_keys=config.gateway_api_key,
+        priority_min=config.priority_min,
+        shares_prefix_cache=config.share_prefix_cache,
+        metrics_need_key=config.metrics_need_key,
+        load_needs_key=config.load_needs_key,
+    )
 
 
 def frontend_limits(config: ServerConfig) -> FrontendLimits:

@@ -137,6 +137,21 @@ def test_turns_are_counted_in_prompt_tokens(make_router):
     assert sum(ticket in short for ticket in served) == 10
 
 
+def test_turns_are_counted_in_all_sequences_of_a_request(make_router):
+    """Choices take slots, and a tenant that asks for several of them at once has fewer turns for it."""
+    router = make_router()
+    router.endpoint("a", leases_max=4)
+    holder = router.enter(tenant="x", sequences=4)
+    several = [router.enter(tenant="several", sequences=4) for _ in range(3)]
+    single = [router.enter(tenant="single") for _ in range(8)]
+    router.leave(holder)
+    for index in range(6):
+        router.leave(router.changed[index])
+    served = router.changed[:6]
+    assert sum(ticket in several for ticket in served) == 2  # 256 a request, against 64
+    assert sum(ticket in single for ticket in served) == 4
+
+
 def test_a_tenant_that_was_away_gets_no_turns_for_that(make_router):
     router = make_router()
     router.endpoint("a", leases_max=1)

@@ -349,3 +349,19 @@ async def test_a_prefix_is_named_for_a_policy_that_looks_at_it_and_for_no_other(
         )
         await setup.client().post(CHAT, body(prompt="a long beginning " * 10))  # too long for such a server: no matter
         assert [bool(prefix) for prefix in sent] == [is_named]
+
+
+async def test_an_endpoint_with_too_many_texts_to_tokenize_is_not_taken_for_busy(open_pair):
+    """Whoever fills its room for that would otherwise keep it from all requests."""
+    async with open_pair("w1") as routed:
+        async with routed.client().ask("/tokenize", {"model": "fake", "prompt": "x"}) as answer:
+            ask = await routed.ask_of("w1")
+            ask.refuse(429, "overloaded", headers={"x-trioserve-reason": "text_queue_full", "retry-after": "9"})
+            assert await answer.head() == 429
+            assert answer.headers["x-trioserve-reason"] == "text_queue_full"
+            assert answer.headers["retry-after"] == "9"
+        async with routed.client().ask("/v1/completions", {"model": "fake", "prompt": "x"}) as answer:
+            ask = await routed.ask_of("w1")
+            ask.answer({"choices": []})
+            assert await answer.head() == 200
+        await routed.assert_all_free()

@@ -7,6 +7,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from trioserve.contracts.endpoint import RoutedRequest
+from trioserve.frontend.caller import AccessRules
 from trioserve.runtime import prompt_blocks
 from trioserve.runtime.prompt_blocks import PromptBlocks
 from trioserve.testing.byte_tokenizer import byte_tokenizer
@@ -54,10 +55,11 @@ async def known(setup, *ids: str) -> None:
     raise AssertionError("they do not tell")
 
 
-async def ask(setup, body: dict[str, object], *, at: str | None = None) -> str:
+async def ask(setup, body: dict[str, object], *, at: str | None = None, key: str | None = None) -> str:
     """Where it went."""
+    headers = None if key is None else {"authorization": f"Bearer {key}"}
     path = (CHAT if "messages" in body else COMPLETIONS) + (f"?id={at}" if at else "")
-    answer = await setup.client().post(path, {"max_tokens": 1, **body})
+    answer = await setup.client(headers=headers).post(path, {"max_tokens": 1, **body})
     assert answer.status == 200, answer.body
     await wait_all_tasks_blocked()
     return answer.headers["x-trioserve-endpoint"]
@@ -104,6 +106,29 @@ async def test_a_salt_of_ones_own_finds_nothing_of_others(open_routed, autojump_
         await known(setup)
         await ask(setup, {**text_body(BEGINNING), "cache_salt": "yours"}, at="b")
         assert await ask(setup, {**text_body(BEGINNING), "cache_salt": "mine"}) == "a"
+
+
+@pytest.mark.parametrize("endpoint_keys", [False, True])
+@pytest.mark.parametrize("salt", [None, "mine"])
+async def test_with_keys_a_prompt_goes_to_where_its_callers_own_blocks_are(
+    open_routed, endpoint_keys, salt, autojump_clock
+):
+    """The salt of the caller's key is known to the router, and is what the engine names the blocks by: also at
+    endpoints that have keys, which the router reads as their admin."""
+    engine, options = {}, {}
+    if endpoint_keys:
+        engine = {"api_keys": ("e-key",), "admin_api_key": "e-admin", "access": AccessRules(load_needs_key=True)}
+        options = {"endpoint_api_key": "e-admin"}
+    async with open_routed("ab", engine=engine, api_keys=("alice", "bob"), **options) as setup:
+        await known(setup)
+        assert all(state.load is not None for state in setup.router.dispatch.core.endpoints.values())
+        salted = {} if salt is None else {"cache_salt": salt}
+        await ask(setup, {**text_body(BEGINNING + "a king"), **salted}, at="b", key="alice")
+        hits = setup.servers["b"].engine.stats().prefix_hit_tokens_total
+        assert await ask(setup, {**text_body(BEGINNING + "a queen"), **salted}, key="bob") == "a"
+        assert await ask(setup, {**text_body(BEGINNING + "a queen"), **salted}, key="alice") == "b"
+        assert setup.servers["b"].engine.stats().prefix_hit_tokens_total - hits >= len(BEGINNING) // 4 * 4
+        await assert_all_free(setup)
 
 
 async def test_when_blocks_had_to_go_the_request_goes_to_who_has_them_now(open_routed, autojump_clock):

@@ -79,6 +79,25 @@ async def test_a_prompt_is_computed_at_one_endpoint_and_answered_at_another(open
         await pair.assert_all_free()
 
 
+async def test_both_endpoints_name_the_prompts_blocks_by_the_salt_of_the_callers_key(open_pair):
+    salts = []
+    async with open_pair(api_keys=("alice", "bob")) as pair:
+        for key in ("alice", "bob"):
+            headers = {"authorization": f"Bearer {key}", "x-tenant-id": "invented"}
+            async with pair.client().ask(TEXT, body(stream=True), headers=headers) as answer:
+                prefill = await pair.ask_of("p")
+                prefill.hold()
+                decode = await pair.ask_of("d")
+                assert prefill.body["cache_salt"] == decode.body["cache_salt"]
+                assert prefill.headers["x-tenant-id"] == decode.headers["x-tenant-id"] != "invented"
+                salts.append(decode.body["cache_salt"])
+                decode.token("x", finish_reason="length")
+                decode.finish()
+                assert [event async for event in answer]
+        assert salts[0] != salts[1]
+        await pair.assert_all_free()
+
+
 async def test_a_chat_is_split_too_and_its_answer_comes_whole(open_pair, nursery):
     async with open_pair() as pair:
         messages = [{"role": "user", "content": PROMPT}]

@@ -42,20 +42,23 @@ async def test_long_prompts_and_chats_are_encoded_in_the_text_thread(times, thre
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "thread"),
     [
-        {"chat_template": TEMPLATE},
-        {"tools": [{"type": "function", "function": {"name": "x" * 2000}}]},
-        {"template_arguments": {"x" * 2000: 1}},
-        {"messages": [{"role": "user", "content": "x"}] * 200},
+        ({"chat_template": TEMPLATE}, "trioserve-text-longest"),
+        ({"tools": [{"type": "function", "function": {"name": "x" * 2000}}]}, "trioserve-text"),
+        ({"template_arguments": {"x" * 2000: 1}}, "trioserve-text"),
+        ({"template_arguments": {"x": "x" * 100_000}}, "trioserve-text-long"),
+        ({"template_arguments": {"x": "x" * 2_000_000}}, "trioserve-text-longest"),
+        ({"template_arguments": {"x": [1] * 9000}}, "trioserve-text-longest"),
+        ({"messages": [{"role": "user", "content": "x"}] * 200}, "trioserve-text"),
     ],
 )
-async def test_a_chat_is_rendered_in_the_text_thread_if_anything_in_it_may_take_long(options, calls):
+async def test_a_chat_is_rendered_in_a_text_thread_if_anything_in_it_may_take_long(options, thread, calls):
     """A template of the request's own may compute, whatever its length."""
     async with open_fake_engine(context_tokens_max=4096, block_count=1024) as fake:
         seen = calls(fake)
         await fake.encode(ChatPrompt(**{"messages": [{"role": "user", "content": "x"}], **options}))
-        assert [thread for thread, _options in seen] == ["trioserve-text"]
+        assert [where for where, _options in seen] == [thread]
 
 
 async def test_what_cannot_fit_is_refused_before_it_is_tokenized(calls):

@@ -10,7 +10,7 @@ from trioserve.core.settings import CoreSettings
 from trioserve.metrics.registry import Metrics
 from trioserve.runtime.engine import Engine, ModelDescription
 from trioserve.runtime.settings import RuntimeSettings
-from trioserve.runtime.worker_thread import WorkerThread
+from trioserve.runtime.text_threads import TextThreads
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, byte_tokenizer
 from trioserve.testing.controlled_steps import ControlledSteps
 from trioserve.testing.fake_executor import FakeExecutor
@@ -30,7 +30,7 @@ def engine_around(core: EngineCore) -> Engine:
         core=core,
         steps=ControlledSteps(FakeExecutor(block_count=8, block_size=4)),
         tokenizer=byte_tokenizer(),
-        text_thread=WorkerThread("text"),
+        text_threads=TextThreads(),
         metrics=Metrics("fake"),
         settings=RuntimeSettings(),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trioserve.contracts.errors import InvalidRequest
+from trioserve.frontend.caller import ANYBODY, Caller
 from trioserve.frontend.error_responses import REASON_HEADER, ErrorAnswer
 from trioserve.frontend.request_end import Outcome
 from trioserve.frontend.sse import encode, error_event
@@ -25,7 +26,7 @@ class Answering:
 
     request_id: the client's, or ours; the client has it in the head of every answer.
     status: of the answer; None as long as there is none.
-    owner: whose requests this caller may see and abort, and to whom a new one belongs; None: all, and nobody's.
+    caller: who asks, as the API key tells.
     outcome, reason: how it ended so far, and why if not as asked.
     """
 
@@ -34,10 +35,15 @@ class Answering:
         self.request_id = surroundings.new_request_id()
         self.surroundings = surroundings
         self.status: int | None = None
-        self.owner: str | None = None
+        self.caller: Caller = ANYBODY
         self.outcome = Outcome.LEFT
         self.reason: str | None = None
         self._streaming = False
+
+    @property
+    def owner(self) -> str | None:
+        """Whose requests this caller may see and abort, and to whom a new one belongs; None: all, and nobody's."""
+        return self.caller.owner
 
     async def answer(self, value: object, *, status: int = 200, headers: tuple[tuple[str, str], ...] = ()) -> None:
         """Send `value` as JSON."""

@@ -6,35 +6,48 @@ import hashlib
 import hmac
 from collections.abc import Iterable
 
+import msgspec
+
 from trioserve.contracts.errors import StartupError
+from trioserve.frontend.caller import ANYBODY, AccessRules, Caller, CallerKind
 from trioserve.frontend.error_responses import REASON_HEADER, ErrorAnswer, Refusal
 
 __all__ = ["ApiKeys"]
 
 
-class ApiKeys:
-    """The configured keys, as digests. Without any, everybody may.
+PRIORITY_MIN_WITH_KEYS = 0  # the one that requests have which ask for none
 
-    Raises StartupError for a key that no header could carry.
+
+class ApiKeys:
+    """The configured keys, as digests, and what those who send them may do. Without any, everybody may do everything.
+
+    Raises StartupError for a key that no header could carry, and for rules that need keys which are not there.
     """
 
-    def __init__(self, keys: Iterable[str] = (), *, admin_key: str | None = None) -> None:
-        self._digests = tuple(_checked_digest(key) for key in keys)
-        self._admin_digest = None if admin_key is None else _checked_digest(admin_key)
-        if self._admin_digest is not None:
-            if not self._digests:
+    def __init__(
+        self, keys: Iterable[str] = (), *, admin_key: str | None = None, rules: AccessRules | None = None
+    ) -> None:
+        self.rules = rules or AccessRules()
+        self._callers: dict[bytes, Caller] = {}
+        for kind, given in ((CallerKind.ORDINARY, keys), (CallerKind.GATEWAY, self.rules.gateway_api_keys)):
+            for key in given:
+                self._add(key, kind)
+        if admin_key is not None:
+            if not self._callers:
                 raise StartupError("an admin key is set, but no API key: without those, everybody sees every request")
-            self._digests += (self._admin_digest,)
+            self._add(admin_key, CallerKind.ADMIN)
+        self._check_rules(has_admin=admin_key is not None)
+        self._nobody = msgspec.structs.replace(ANYBODY, priority_min=self.rules.priority_min)
 
-    def owner(self, authorization: str | None) -> str | None:
-        """Who sends this: a name for the key in the value of the Authorization header, or None for somebody who sees
-        all requests (the admin; anybody, if there are no keys). Raises Refusal (401) unless it holds a key."""
-        if not self._digests:
-            return None
+    def caller(self, authorization: str | None) -> Caller:
+        """Who sends this value of the Authorization header. Raises Refusal (401) unless it holds a key, or there are
+        none."""
+        if not self._callers:
+            return self._nobody
         scheme, _, token = (authorization or "").partition(" ")
         given = _digest(token.strip())
         # Every key is compared, and in constant time: how long a refusal takes tells nothing about any of them.
-        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
+        matches = [hmac.compare_digest(given, digest) for digest in self._callers]
         if scheme.lower() != "bearer" or not any(matches):
             what = "no API key came" if authorization is None else "the API key is wrong"
             raise Refusal(
@@ -46,9 +59,35 @@ class ApiKeys:
                     headers=(("www-authenticate", 'Bearer realm="trioserve"'), (REASON_HEADER, "invalid_api_key")),
                 )
             )
-        if self._admin_digest is not None and hmac.compare_digest(given, self._admin_digest):
-            return None
-        return given.hex()
+        return self._callers[given]
+
+    def _add(self, key: str, kind: CallerKind) -> None:
+        """The last kind counts of a key that is given as several: what is trusted more comes later."""
+        digest = _checked_digest(key)
+        if kind is CallerKind.ADMIN:
+            self._callers[digest] = Caller(kind=kind)
+            return
+        rules, least = self.rules, None
+        if kind is CallerKind.ORDINARY:
+            least = PRIORITY_MIN_WITH_KEYS if rules.priority_min is None else rules.priority_min
+        self._callers[digest] = Caller(
+            kind=kind,
+            owner=digest.hex(),
+            priority_min=least,
+            salt_key=None if rules.shares_prefix_cache else _salt_key(digest),
+        )
+
+    def _check_rules(self, *, has_admin: bool) -> None:
+        rules = self.rules
+        if rules.metrics_need_key and not has_admin:
+            raise StartupError("--metrics-need-key is set, but no --admin-api-key, with which they are read then")
+        if rules.load_needs_key and not self._callers:
+            raise StartupError("--load-needs-key is set, but no API key: see --api-key")
+
+
+def _salt_key(digest: bytes) -> bytes:
+    """Equal on every server that has the key, so that those which exchange blocks name them alike."""
+    return hashlib.blake2b(digest, digest_size=32, person=b"trioserve salt").digest()
 
 
 def _checked_digest(key: str) -> bytes:

@@ -13,6 +13,7 @@ import trio
 from trioserve.contracts.errors import TrioserveError
 from trioserve.frontend.answering import Answering, request_id_from
 from trioserve.frontend.api_keys import ApiKeys
+from trioserve.frontend.caller import check_is_admin
 from trioserve.frontend.error_responses import REASON_HEADER, ErrorAnswer, Refusal, error_answer
 from trioserve.frontend.message_head import printable
 from trioserve.frontend.request_end import Outcome, end_line
@@ -26,6 +27,8 @@ __all__ = ["BaseApp", "Operation", "Route"]
 logger = logging.getLogger(__name__)
 
 CallType = TypeVar("CallType", bound=Answering)
+METRICS_PATH = "/metrics"
+LOAD_PATH = "/load"
 OTHER_PATH = "other"
 """The name of all unknown paths in metrics."""
 
@@ -33,7 +36,8 @@ Operation = Callable[[CallType], Awaitable[None]]
 
 
 class Route(msgspec.Struct, Generic[CallType], frozen=True, kw_only=True):
-    """path: also its name in metrics. needs_key: whether API keys, if there are any, guard it."""
+    """path: also its name in metrics. needs_key: whether API keys, if there are any, guard it. The operator may close
+    others, too (see AccessRules)."""
 
     path: str
     operations: dict[str, Operation[CallType]]
@@ -113,10 +117,11 @@ class BaseApp(abc.ABC, Generic[CallType]):
     async def _answer(self, call: CallType, route: Route[CallType] | None) -> None:
         try:
             call.request_id = request_id_from(call.exchange.headers.get("x-request-id")) or call.request_id
-            if route is None or route.needs_key:
-                call.owner = self._keys.owner(call.exchange.headers.get("authorization"))
+            if route is None or route.needs_key or self._is_closed(route.path):
+                call.caller = self._keys.caller(call.exchange.headers.get("authorization"))
             if route is None:
                 raise _not_found(call.exchange.path)
+            self._check_may_read(call, route.path)
             await route.operation(call.exchange.method)(call)
             call.outcome = Outcome.FINISHED
         except TrioserveError as error:
@@ -126,6 +131,16 @@ class BaseApp(abc.ABC, Generic[CallType]):
             logger.exception("request failed request=%s path=%s", call.request_id, printable(call.exchange.path))
             if not await call.fail(error_answer(error)):
                 raise
+
+    def _is_closed(self, path: str) -> bool:
+        """Whether the operator has closed a path that is open otherwise."""
+        rules = self._keys.rules
+        return (rules.metrics_need_key and path == METRICS_PATH) or (rules.load_needs_key and path == LOAD_PATH)
+
+    def _check_may_read(self, call: CallType, path: str) -> None:
+        """Metrics count what everybody does; where they are closed, they are the admin's. Raises Refusal (403)."""
+        if path == METRICS_PATH and self._is_closed(path):
+            check_is_admin(call.caller, "metrics are read with the admin's API key: see --admin-api-key")
 
     def _end_line(self, call: CallType, *, seconds: float) -> str:
         return end_line(

@@ -72,17 +72,20 @@ class Call(Answering):
         *,
         add_special_tokens: bool = True,
     ) -> RequestStream:
-        """A request to the engine in this caller's name, to be entered with `async with`."""
+        """A request to the engine in this caller's name, to be entered with `async with`. Raises InvalidRequest for
+        what the caller may not ask for."""
+        tenant = self.exchange.headers.get(self._tenant_header)
+        self.caller.check_priority(body.priority)
         stream = self.engine.generate(
             prompt,
             sampling,
             request_id=self.request_id,
             priority=body.priority or 0,
-            cache_salt=body.cache_salt,
+            cache_salt=self.caller.cache_salt(body.cache_salt, tenant),
             add_special_tokens=add_special_tokens,
             deadlines=deadlines,
             owner=self.owner,
-            tenant=self.exchange.headers.get(self._tenant_header),
+            tenant=self.caller.tenant(tenant),
             kv_transfer=body.kv_transfer_params,
         )
         self.streams.append(stream)

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 __all__ = ["forward"]
 
+COMPUTES_NOTHING = frozenset({"/tokenize", "/detokenize"})
+"""Of the paths that are passed on, those whose requests have no blocks, and so no salt."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -45,14 +48,25 @@ async def forward(call: RouterCall) -> None:
 
 async def _forward(call: RouterCall) -> None:
     raw = await call.exchange.body()
-    body = decode_body(raw, RoutedBody)
-    raw = without_transfer_params(raw, body)
+    raw, body = _in_callers_name(call, raw, decode_body(raw, RoutedBody))
     deadlines = deadlines_of(body, call.exchange.headers).within(call.rules.deadlines, call.rules.deadlines_max)
     model = call.fleet.real_model(body.model)
     clock = RequestClock(deadlines, trio.current_time())
     with clock.running():
         request = await _named(call, raw, _routed(call, raw, body, model, clock))
         await _pass_through(call, raw, body, request, clock)
+
+
+def _in_callers_name(call: RouterCall, raw: bytes, body: RoutedBody) -> tuple[bytes, RoutedBody]:
+    """The body as endpoints and policies are to see it: with the cache salt of this caller, so that an endpoint, to
+    which all callers of a router are one, keeps their blocks apart, too. Raises InvalidRequest for what the caller may
+    not ask for."""
+    call.caller.check_priority(body.priority)
+    salt = body.cache_salt
+    if call.exchange.path not in COMPUTES_NOTHING:
+        salt = call.caller.cache_salt(salt, call.named_tenant)
+    fields: dict[str, object] = {} if salt == body.cache_salt else {"cache_salt": salt}
+    return without_transfer_params(raw, body, fields), msgspec.structs.replace(body, cache_salt=salt)
 
 
 async def _named(call: RouterCall, raw: bytes, request: RoutedRequest) -> RoutedRequest:
@@ -91,7 +105,7 @@ def _routed(call: RouterCall, raw: bytes, body: RoutedBody, model: str, clock: R
     is_split = prompt_tokens >= rules.split_prompt_tokens_min and call.fleet.dispatch.is_pair_there(model)
     return RoutedRequest(
         model=model,
-        tenant=headers.get(rules.tenant_header) or call.owner or "",
+        tenant=call.caller.tenant(call.named_tenant),
         priority=body.priority or 0,
         sequences=max(1, body.n or 1) * body.prompt_count,
         prompt_tokens=prompt_tokens,

@@ -10,6 +10,7 @@ import trio
 
 from trioserve.contracts.errors import Draining
 from trioserve.frontend.call import Call
+from trioserve.frontend.caller import check_is_admin
 from trioserve.frontend.error_responses import REASON_HEADER, ErrorAnswer, Refusal
 from trioserve.frontend.sse import KEEP_ALIVE, encode
 
@@ -21,8 +22,7 @@ DRAIN_RETRY_SECONDS = 5.0
 
 async def stream_kv_events(call: Call) -> None:
     """Until the reader leaves, or the engine does."""
-    if call.owner is not None:
-        raise _refusal(403, "not_admin", "which blocks are cached is told to the admin's API key: see --admin-api-key")
+    check_is_admin(call.caller, "which blocks are cached is told to the admin's API key: see --admin-api-key")
     events = call.engine.kv_events
     if events is None:
         raise _refusal(404, "kv_events_off", "this server does not tell which blocks it has: start it with --kv-events")

@@ -29,6 +29,7 @@ __all__ = [
     "ResponseFormat",
     "StreamOptions",
     "TokenizeBody",
+    "check_cache_salt",
     "decode_body",
 ]
 
@@ -123,11 +124,7 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequest(
                 f"priority is {self.priority}, allowed is {PRIORITY_MIN} to {PRIORITY_MAX}", param="priority"
             )
-        if self.cache_salt is not None and not 1 <= len(self.cache_salt) <= CACHE_SALT_CHARACTERS_MAX:
-            raise InvalidRequest(
-                f"cache_salt has {len(self.cache_salt)} characters, allowed are 1 to {CACHE_SALT_CHARACTERS_MAX}",
-                param="cache_salt",
-            )
+        check_cache_salt(self.cache_salt)
 
     def sampling(self, defaults: SamplingParams, **given: object) -> SamplingParams:
         """The server's defaults with this body's fields and, above them, `given`. Raises InvalidRequest."""
@@ -231,6 +228,16 @@ REFUSED = {
     "web_search_options": "there is no web search here",
 }
 """Fields whose silent loss would change the answer, and what to do instead."""
+
+
+def check_cache_salt(cache_salt: str | None) -> None:
+    """Raises InvalidRequest."""
+    if cache_salt is not None and not 1 <= len(cache_salt) <= CACHE_SALT_CHARACTERS_MAX:
+        raise InvalidRequest(
+            f"cache_salt has {len(cache_salt)} characters, allowed are 1 to {CACHE_SALT_CHARACTERS_MAX}",
+            param="cache_salt",
+        )
+
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 

@@ -10,11 +10,12 @@ import msgspec
 
 from trioserve.contracts.endpoint import EndpointId, Leg
 from trioserve.contracts.errors import EndpointLost, QueueWaitOver, TrioserveError
-from trioserve.frontend.error_responses import deadline_refusal
+from trioserve.frontend.error_responses import REASON_HEADER, deadline_refusal
 from trioserve.frontend.routed_body import TRANSFER_PARAMS
 from trioserve.frontend.whole_events import WholeEvents, is_comment
 from trioserve.runtime.dispatch import Fault
 from trioserve.runtime.remote_endpoint import Unreachable
+from trioserve.runtime.text_threads import TEXT_QUEUE_FULL
 
 if TYPE_CHECKING:
     from trioserve.frontend.request_clock import RequestClock
@@ -154,8 +155,8 @@ async def check_status(answer: RemoteAnswer, leg: Leg | None) -> None:
     said = await answer.whole(ERROR_BYTES_MAX) or b""
     code = error_code(said)
     fault: Fault | None = Fault.BUSY if status in NOT_ENDPOINTS_FAULT else Fault.BROKE
-    if code in ENDED_ON_PURPOSE:
-        fault = None
+    if code in ENDED_ON_PURPOSE or answer.header(REASON_HEADER) == TEXT_QUEUE_FULL:
+        fault = None  # the second says nothing of how much the engine has to do
     elif status < 500 and status not in NOT_ENDPOINTS_FAULT:
         # Its prompt was computed with less asked for, so it may be the client's fault after all.
         is_clients = status in CLIENTS_FAULT and TRANSFER_PARAMS.encode() not in said
@@ -248,8 +249,16 @@ async def _pass_on(call: RouterCall, answer: RemoteAnswer, body: bytes) -> None:
 
 
 def headers_there(call: RouterCall, leg: Leg | None) -> list[tuple[str, str]]:
-    headers = [(name, value) for name, value in call.exchange.headers.items() if name not in NOT_FORWARDED]
+    tenant_header = call.rules.tenant_header
+    headers = [
+        (name, value)
+        for name, value in call.exchange.headers.items()
+        if name not in NOT_FORWARDED and name != tenant_header
+    ]
     headers.append(("x-request-id", call.request_id))
+    tenant = call.caller.tenant_told(call.named_tenant)
+    if tenant is not None:
+        headers.append((tenant_header, tenant))
     if leg is not None:
         headers.append((LEG_HEADER, leg.value))
     authorization = call.exchange.headers.get("authorization")

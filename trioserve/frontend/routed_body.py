@@ -75,8 +75,8 @@ def rewritten(raw: bytes, fields: dict[str, object], *, without: Collection[str]
     return msgspec.json.encode({**parsed, **fields})
 
 
-def without_transfer_params(raw: bytes, body: RoutedBody) -> bytes:
-    """The body as clients may send it. They name the host and port from which an engine fetches KV: a client that could
-    choose them would have servers connect to wherever it likes, and read what others have asked. The router makes its
-    own."""
-    return rewritten(raw, {}, without=(TRANSFER_PARAMS,)) if bytes(body.kv_transfer_params) else raw
+def without_transfer_params(raw: bytes, body: RoutedBody, fields: dict[str, object]) -> bytes:
+    """The body as clients may send it, with these fields in place of its own. What is left out names the host and port
+    from which an engine fetches KV: a client that could choose them would have servers connect to wherever it likes,
+    and read what others have asked. The router makes its own."""
+    return rewritten(raw, fields, without=(TRANSFER_PARAMS,) if bytes(body.kv_transfer_params) else ())

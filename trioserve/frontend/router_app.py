@@ -12,6 +12,7 @@ from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import InvalidRequest, StartupError, UnknownModel
 from trioserve.frontend.api_keys import ApiKeys
 from trioserve.frontend.app import BaseApp, Route
+from trioserve.frontend.caller import AccessRules, check_is_admin
 from trioserve.frontend.error_responses import REASON_HEADER, ErrorAnswer, Refusal
 from trioserve.frontend.forward import forward
 from trioserve.frontend.live_requests import REQUEST_PATH, answer_abort, answer_aborts
@@ -45,6 +46,7 @@ FORWARDED = (
 ENDPOINTS_PATH = "/endpoints"
 ENDPOINT_PATH = "/endpoints/"
 """What follows is the endpoint's id, slashes included."""
+MANAGED_BY_ADMIN = "endpoints are added and drained with the admin's API key: see --admin-api-key"
 
 
 async def list_models(call: RouterCall) -> None:
@@ -90,7 +92,7 @@ async def list_endpoints(call: RouterCall) -> None:
 
 async def add_endpoint(call: RouterCall) -> None:
     """From now on it gets requests; as soon as it says that it is well."""
-    _check_may_manage(call)
+    check_is_admin(call.caller, MANAGED_BY_ADMIN)
     spec = decode_body(await call.exchange.body(), EndpointSpec)
     try:
         id = call.fleet.add(spec)
@@ -101,7 +103,7 @@ async def add_endpoint(call: RouterCall) -> None:
 
 async def drain_endpoint(call: RouterCall) -> None:
     """It gets nothing more, and is gone when its last request has ended. None of them is lost."""
-    _check_may_manage(call)
+    check_is_admin(call.caller, MANAGED_BY_ADMIN)
     id = EndpointId(call.exchange.path.removeprefix(ENDPOINT_PATH))
     if not call.fleet.drain(id):
         raise Refusal(
@@ -114,20 +116,6 @@ async def drain_endpoint(call: RouterCall) -> None:
             )
         )
     await call.answer({"id": id, "object": "endpoint", "draining": True})
-
-
-def _check_may_manage(call: RouterCall) -> None:
-    """Where keys tell callers apart, endpoints are the admin's business."""
-    if call.owner is not None:
-        raise Refusal(
-            ErrorAnswer(
-                status=403,
-                type="invalid_request_error",
-                code="not_admin",
-                message="endpoints are added and drained with the admin's API key: see --admin-api-key",
-                headers=((REASON_HEADER, "not_admin"),),
-            )
-        )
 
 
 async def list_requests(call: RouterCall) -> None:
@@ -197,12 +185,13 @@ class RouterApp(BaseApp[RouterCall]):
         rules: RoutingRules | None = None,
         api_keys: Iterable[str] = (),
         admin_api_key: str | None = None,
+        access: AccessRules | None = None,
         more_metrics: Callable[[], bytes] = bytes,
         surroundings: Surroundings | None = None,
         naming: PromptBlocks | None = None,
     ) -> None:
         """more_metrics: shown behind the router's own. naming: names the blocks of prompts, for a policy that asks."""
-        super().__init__(ApiKeys(api_keys, admin_key=admin_api_key), metrics)
+        super().__init__(ApiKeys(api_keys, admin_key=admin_api_key, rules=access), metrics)
         self._fleet = fleet
         self._rules = rules or RoutingRules()
         self._more_metrics = more_metrics

@@ -27,7 +27,7 @@ ENDPOINT_PARAMETER = "id"
 
 class RoutingRules:
     """How requests are read. deadlines: of those that bring none; deadlines_max: what any may have.
-    tenant_header, session_header: whose values tell tenants and sessions apart.
+    tenant_header, session_header: whose values tell tenants and sessions apart; which callers' tenants, see Caller.
     passes_authorization: endpoints get the client's Authorization header, since no key of the router stands in it.
     split_prompt_tokens_min: a prompt with fewer tokens, as guessed from its length, is computed where its answer is.
     """
@@ -44,7 +44,7 @@ class RoutingRules:
     ) -> None:
         self.deadlines = deadlines or Deadlines()
         self.deadlines_max = deadlines_max or Deadlines()
-        self.tenant_header = tenant_header
+        self.tenant_header = tenant_header.lower()
         self.session_header = session_header
         self.passes_authorization = passes_authorization
         self.split_prompt_tokens_min = split_prompt_tokens_min
@@ -81,6 +81,11 @@ class RouterCall(Answering):
 
     def query(self, name: str) -> str | None:
         return next((value for key, value in parse_qsl(self.exchange.query) if key == name), None)
+
+    @property
+    def named_tenant(self) -> str | None:
+        """Whose the request is, as it says itself; what that counts for is the caller's to say."""
+        return self.exchange.headers.get(self.rules.tenant_header)
 
     @property
     def target(self) -> str:

@@ -10,6 +10,7 @@ from trioserve.frontend.answering import TENANT_HEADER
 from trioserve.frontend.api_keys import ApiKeys
 from trioserve.frontend.app import BaseApp, Route
 from trioserve.frontend.call import Call
+from trioserve.frontend.caller import AccessRules
 from trioserve.frontend.chat import create_chat_completion
 from trioserve.frontend.completions import create_completion
 from trioserve.frontend.generation import usage_of
@@ -68,7 +69,9 @@ class App(BaseApp[Call]):
     api_keys: any of them opens the routes that need one; without any, all are open.
     admin_api_key: opens them, too, and sees the requests of every key; the others see those that they made.
     trust_request_chat_template: requests may bring their own chat template.
-    tenant_header: whose values tell tenants apart, between which the line is fair; without it, API keys do.
+    access: what callers may choose, and which further routes need a key.
+    tenant_header: whose values tell tenants apart, between which the line is fair: of all callers where there are no
+    keys, and otherwise of those whom the operator trusts. The others are told apart by their keys.
     """
 
     def __init__(
@@ -77,11 +80,12 @@ class App(BaseApp[Call]):
         *,
         api_keys: Iterable[str] = (),
         admin_api_key: str | None = None,
+        access: AccessRules | None = None,
         trust_request_chat_template: bool = False,
         tenant_header: str = TENANT_HEADER,
         surroundings: Surroundings | None = None,
     ) -> None:
-        super().__init__(ApiKeys(api_keys, admin_key=admin_api_key), engine.metrics)
+        super().__init__(ApiKeys(api_keys, admin_key=admin_api_key, rules=access), engine.metrics)
         self._engine = engine
         self._trust_chat_template = trust_request_chat_template
         self._tenant_header = tenant_header

@@ -1,4 +1,7 @@
-"""POST /tokenize and /detokenize, in vLLM's shape: what a prompt becomes before the model sees it, and the way back."""
+"""POST /tokenize and /detokenize, in vLLM's shape: what a prompt becomes before the model sees it, and the way back.
+
+They have no place in the queue and no lease, so what is long is done aside from requests, and few may do it at a time.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,9 @@ from trioserve.frontend.openai_types import DetokenizeBody, TokenizeBody
 
 if TYPE_CHECKING:
     from trioserve.runtime.engine import Engine
+    from trioserve.runtime.prompt_encoder import PromptEncoder
 
 __all__ = ["detokenize", "tokenize"]
-
-INLINE_TOKENS_MAX = 1000  # under a millisecond; more of them are gone through in the text thread
 
 T = TypeVar("T")
 
@@ -23,8 +25,9 @@ T = TypeVar("T")
 async def tokenize(call: Call) -> None:
     body = await call.body(TokenizeBody)
     call.model_name(body.model)
-    token_ids = await _token_ids(call, body)
-    strings = await _gone_through(call, _token_texts, token_ids) if body.return_token_strs else None
+    with call.engine.tokenizing(owner=call.owner) as texts:
+        token_ids = await _token_ids(call, body, texts)
+        strings = await _gone_through(call, texts, _token_texts, token_ids) if body.return_token_strs else None
     await call.answer(
         {
             "count": len(token_ids),
@@ -38,15 +41,17 @@ async def tokenize(call: Call) -> None:
 async def detokenize(call: Call) -> None:
     body = await call.body(DetokenizeBody)
     call.model_name(body.model)
-    await _gone_through(call, _check_token_ids, body.tokens)
-    await call.answer({"prompt": await call.engine.decode(body.tokens)})
+    with call.engine.tokenizing(owner=call.owner) as texts:
+        await _gone_through(call, texts, _check_token_ids, body.tokens)
+        prompt = await texts.decode(body.tokens)
+    await call.answer({"prompt": prompt})
 
 
-async def _gone_through(call: Call, look: Callable[[Engine, Sequence[int]], T], token_ids: Sequence[int]) -> T:
+async def _gone_through(
+    call: Call, texts: PromptEncoder, look: Callable[[Engine, Sequence[int]], T], token_ids: Sequence[int]
+) -> T:
     """What `look` makes of the tokens, here if they are few. A client that leaves does not wait for many."""
-    if len(token_ids) <= INLINE_TOKENS_MAX:
-        return look(call.engine, token_ids)
-    return await call.engine.in_text_thread(look, call.engine, token_ids)
+    return await texts.run(lambda: look(call.engine, token_ids), size=len(token_ids))
 
 
 def _token_texts(engine: Engine, token_ids: Sequence[int]) -> list[str]:
@@ -62,10 +67,10 @@ def _check_token_ids(engine: Engine, token_ids: Sequence[int]) -> None:
             )
 
 
-async def _token_ids(call: Call, body: TokenizeBody) -> list[int]:
+async def _token_ids(call: Call, body: TokenizeBody, texts: PromptEncoder) -> list[int]:
     prompt = body.prompt
     if (prompt is None) == (body.messages is None):
         raise InvalidRequest("send either prompt or messages", param="prompt" if prompt is None else "messages")
     if prompt is None:
-        return await call.engine.encode(chat_prompt(body, trust_chat_template=call.trust_chat_template))
-    return await call.engine.encode(prompt, add_special_tokens=body.add_special_tokens is not False)
+        return await texts.encode(chat_prompt(body, trust_chat_template=call.trust_chat_template))
+    return await texts.encode(prompt, add_special_tokens=body.add_special_tokens is not False)

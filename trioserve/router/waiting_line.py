@@ -1,9 +1,9 @@
 """Who is next in line for one model: by priority, then fair between tenants, then first come first served.
 
-Fairness is start-time fair queueing (Goyal, Vin and Cheng, 1996) with a request's cost in prompt tokens, as the virtual
-token counter does it for language models (Sheng et al., "Fairness in Serving Large Language Models", 2024): each
-tenant has a turn, the one with the earliest turn is served, and that moves its turn by what it was served. A tenant
-that comes back does not get the turns it was away for.
+Fairness is start-time fair queueing (Goyal, Vin and Cheng, 1996) with a request's cost in prompt tokens and sequences,
+as the virtual token counter does it for language models (Sheng et al., "Fairness in Serving Large Language Models",
+2024): each tenant has a turn, the one with the earliest turn is served, and that moves its turn by what it was served.
+A tenant that comes back does not get the turns it was away for.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Iterator
 
+from trioserve.contracts.endpoint import RoutedRequest
 from trioserve.router.ticket import Ticket
 
 __all__ = ["WaitingLine"]
 
-REQUEST_COST_TOKENS = 64  # what a request costs beside its prompt: about an answer's seat
+SEQUENCE_COST_TOKENS = 64  # what each sequence of a request costs beside the prompt: about the slot of its response
 SPARE_TURNS_MAX = 64
 ABSENT_TENANTS_MAX = 4096  # whose turns are remembered; what one forgets is at most the cost of its last request
 
@@ -78,6 +79,12 @@ class WaitingLine:
         self.prompt_tokens -= ticket.request.prompt_tokens
 
 
+def _cost(request: RoutedRequest) -> int:
+    """Of all its sequences. The prompt counts once: the choices of one prompt share its blocks, and prompt_tokens are
+    those of all prompts already."""
+    return request.prompt_tokens + request.sequences * SEQUENCE_COST_TOKENS
+
+
 class _PriorityClass:
     """One priority's tenants. `tenants` holds those with somebody in line; `_turns` a heap of (turn, index, tenant) in
     which entries that are out of date are skipped when they come up."""
@@ -119,7 +126,7 @@ class _PriorityClass:
         tenant = ticket.request.tenant
         turn = self._turn_of[tenant]
         self._now = turn
-        self._turn_of[tenant] = turn + ticket.request.prompt_tokens + REQUEST_COST_TOKENS
+        self._turn_of[tenant] = turn + _cost(ticket.request)
         heapq.heappop(self._turns)
         self.remove(ticket)
         if tenant in self.tenants:

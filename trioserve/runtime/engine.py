@@ -10,8 +10,9 @@ import functools
 import logging
 import math
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import TypeVar, cast
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import cast
 
 import trio
 from msgspec import UNSET
@@ -57,14 +58,12 @@ from trioserve.runtime.request_preparation import (
 from trioserve.runtime.request_stream import RequestStream
 from trioserve.runtime.router_metrics import show_router
 from trioserve.runtime.settings import RuntimeSettings
-from trioserve.runtime.worker_thread import WorkerThread
+from trioserve.runtime.text_threads import TextRunner, TextThreads
 from trioserve.text.tokenizer import Tokenizer
 
 __all__ = ["Engine", "ModelDescription"]
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 def _new_request_id() -> str:
@@ -86,7 +85,7 @@ class Engine:
         core: EngineCore,
         steps: StepRunner,
         tokenizer: Tokenizer,
-        text_thread: WorkerThread,
+        text_threads: TextThreads,
         metrics: Metrics,
         settings: RuntimeSettings,
         default_sampling: SamplingParams | None = None,
@@ -109,11 +108,9 @@ class Engine:
         self._kept_holds = KeptHolds()
         self._delivery = Delivery(core, metrics, wake=self.wake)
         self._loop = EngineLoop(core, steps, self._delivery, readers_first=readers_first, when_idle=when_idle)
-        self._prompts = PromptEncoder(
-            tokenizer, text_thread, vocab_size=model.vocab_size, context_tokens_max=model.context_tokens_max
-        )
+        self._text_threads = text_threads
+        self._prompts = self._encoder(text_threads)
         self._preparation = RequestPreparation(model, tokenizer, role=role)
-        self._text_thread = text_thread
         self._settings = settings
         self._new_request_id = new_request_id
         self._requests: dict[str, list[OpenRequest]] = {}  # entered and not left, by the id that callers know
@@ -360,10 +357,16 @@ class Engine:
         """The text of token ids. Raises InvalidRequest for an id that the model does not have."""
         return await self._prompts.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    async def in_text_thread(self, function: Callable[..., T], *arguments: object) -> T:
-        """Call a function of values where long texts are tokenized: for what would hold up the event loop. A cancelled
-        caller leaves at once, and what the function makes of it is thrown away."""
-        return await self._text_thread.run_cancellable(function, *arguments)
+    @contextmanager
+    def tokenizing(self, *, owner: str | None = None) -> Iterator[PromptEncoder]:
+        """Tokens of texts, and texts of tokens, for their own sake: beside all requests, and delaying none. Few may do
+        this at a time, and fewer of one owner; otherwise the encoder raises Overloaded."""
+        try:
+            with self._text_threads.aside(owner) as texts:
+                yield self._encoder(texts)
+        except Overloaded as refusal:
+            self.metrics.requests_rejected_total.labels(refusal.reason).inc()
+            raise
 
     def call_at(self, at: float, function: Callable[[], None]) -> Alarm:
         """Have `function` called at a time of Trio's clock, by the engine's one task for this. It must not wait or
@@ -445,6 +448,12 @@ class Engine:
         self._note_idle()
 
     # --- inside ---
+
+    def _encoder(self, texts: TextRunner) -> PromptEncoder:
+        model = self.model
+        return PromptEncoder(
+            self.tokenizer, texts, vocab_size=model.vocab_size, context_tokens_max=model.context_tokens_max
+        )
 
     def _forget_hold(self, request: OpenRequest) -> None:
         if self.fault is None:

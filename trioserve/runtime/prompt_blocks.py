@@ -15,7 +15,7 @@ from trioserve.contracts.block_hash import BlockHash, hash_block, root_hash
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.prompt import Prompt
 from trioserve.runtime.prompt_encoder import PromptEncoder
-from trioserve.runtime.worker_thread import WorkerThread
+from trioserve.runtime.text_threads import TextRunner
 from trioserve.text.tokenizer import Tokenizer
 
 __all__ = ["PROMPT_TOKENS_MAX", "PromptBlocks", "block_names"]
@@ -29,12 +29,12 @@ T = TypeVar("T")
 
 
 class PromptBlocks:
-    """text_thread: where long texts are tokenized, and many tokens named."""
+    """texts: where long ones are tokenized, and many tokens named."""
 
-    def __init__(self, tokenizer: Tokenizer, text_thread: WorkerThread) -> None:
-        self._text_thread = text_thread
+    def __init__(self, tokenizer: Tokenizer, texts: TextRunner) -> None:
+        self._texts = texts
         self._encoder = PromptEncoder(
-            tokenizer, text_thread, vocab_size=tokenizer.vocab_size, context_tokens_max=PROMPT_TOKENS_MAX
+            tokenizer, texts, vocab_size=tokenizer.vocab_size, context_tokens_max=PROMPT_TOKENS_MAX
         )
 
     async def names(
@@ -46,9 +46,7 @@ class PromptBlocks:
             try:
                 token_ids = await self._token_ids(prompt, add_special_tokens=add_special_tokens)
                 sizes = tuple(block_sizes)
-                return await self._call(
-                    lambda: _named(token_ids, sizes, salt), is_short=len(token_ids) <= INLINE_TOKENS_MAX
-                )
+                return await self._call(lambda: _named(token_ids, sizes, salt), token_count=len(token_ids))
             except InvalidRequest:
                 pass
         return {}
@@ -58,8 +56,10 @@ class PromptBlocks:
             return prompt  # taken as they are, and an id that the model does not have finds no block
         return await self._encoder.encode(prompt, add_special_tokens=add_special_tokens)
 
-    async def _call(self, function: Callable[[], T], *, is_short: bool) -> T:
-        return function() if is_short else await self._text_thread.run_cancellable(function)
+    async def _call(self, function: Callable[[], T], *, token_count: int) -> T:
+        if token_count <= INLINE_TOKENS_MAX:
+            return function()
+        return await self._texts.run(function, size=min(token_count, NAMED_TOKENS_MAX))
 
 
 def _named(token_ids: Sequence[int], block_sizes: Iterable[int], salt: str | None) -> dict[int, tuple[BlockHash, ...]]:

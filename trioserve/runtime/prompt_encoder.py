@@ -1,4 +1,4 @@
-"""Prompts to token ids and back, without holding up the event loop: short ones here, long ones in the text thread, and
+"""Prompts to token ids and back, without holding up the event loop: short ones here, long ones in a text thread, and
 none that is too long for the model whatever its tokens turn out to be."""
 
 from __future__ import annotations
@@ -10,57 +10,59 @@ from typing import Any, TypeVar
 from trioserve.contracts.arguments import refuse, shown
 from trioserve.contracts.errors import ContextTooLong, InvalidRequest
 from trioserve.contracts.prompt import ChatPrompt, Prompt
-from trioserve.runtime.worker_thread import WorkerThread
+from trioserve.runtime.text_threads import LONG_CHARACTERS_MAX, TextRunner
 from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.tokenizer import Tokenizer
 
 __all__ = ["PromptEncoder"]
 
 INLINE_CHARACTERS_MAX = 1000  # well under a millisecond; a longer piece of Python would show in everybody's latency
-INLINE_TOKENS_MAX = 1000
+TOKEN_CHARACTERS = 1  # what a token counts for that is looked at: about a microsecond
 VALUE_CHARACTERS = 8  # what a value that is no text counts for
+CHAT_VALUES_MAX = 8192  # that are gone through for a chat's size, in a millisecond or two; with more it is a long one
+LONGEST = LONG_CHARACTERS_MAX + 1
 
 T = TypeVar("T")
 
 
 class PromptEncoder:
-    """context_tokens_max: a prompt that is certain to have more tokens is refused before it is tokenized. One that may
-    fit is encoded and counted, and whoever runs it compares: so a text's tokens can be counted here up to a length of
-    context_tokens_max times the longest token, and a text that does fit is never refused."""
+    """texts: where long ones are worked on. context_tokens_max: a prompt that is certain to have more tokens is refused
+    before it is tokenized. One that may fit is encoded and counted, and whoever runs it compares: so a text's tokens
+    can be counted here up to a length of context_tokens_max times the longest token, and a text that does fit is never
+    refused."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, text_thread: WorkerThread, *, vocab_size: int, context_tokens_max: int
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, texts: TextRunner, *, vocab_size: int, context_tokens_max: int) -> None:
         self._tokenizer = tokenizer
-        self._text_thread = text_thread
+        self._texts = texts
         self._vocab_size = vocab_size
         self._context_tokens_max = context_tokens_max
 
     async def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt. Raises InvalidRequest, ContextTooLong; a cancelled caller leaves at once."""
         if isinstance(prompt, ChatPrompt):
-            return await self._call(lambda: self._encode_chat(prompt), is_short=_is_short_chat(prompt))
+            return await self.run(lambda: self._encode_chat(prompt), size=_chat_size(prompt))
         if isinstance(prompt, str):
-            return await self._call(
+            return await self.run(
                 lambda: self._encode_text(prompt, add_special_tokens=add_special_tokens, param="prompt"),
-                is_short=len(prompt) <= INLINE_CHARACTERS_MAX,
+                size=len(prompt),
             )
         if len(prompt) > self._context_tokens_max:
             raise ContextTooLong(
                 f"the prompt has {len(prompt)} tokens, this model takes {self._context_tokens_max}: shorten it",
                 param="prompt",
             )
-        return await self._call(lambda: self._checked(prompt), is_short=len(prompt) <= INLINE_TOKENS_MAX)
+        return await self.run(lambda: self._checked(prompt), size=len(prompt) * TOKEN_CHARACTERS)
 
-    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of token ids. Raises InvalidRequest for an id that the model does not have."""
-        return await self._call(
+        return await self.run(
             lambda: self._tokenizer.decode(self._checked(token_ids), skip_special_tokens=skip_special_tokens),
-            is_short=len(token_ids) <= INLINE_TOKENS_MAX,
+            size=len(token_ids) * TOKEN_CHARACTERS,
         )
 
-    async def _call(self, function: Callable[[], T], *, is_short: bool) -> T:
-        return function() if is_short else await self._text_thread.run_cancellable(function)
+    async def run(self, function: Callable[[], T], *, size: int) -> T:
+        """Call a function of values: here if it is short, else where long texts are worked on. size: see TextRunner."""
+        return function() if size <= INLINE_CHARACTERS_MAX else await self._texts.run(function, size=size)
 
     def _encode_chat(self, prompt: ChatPrompt) -> list[int]:
         tokenizer = self._tokenizer
@@ -108,20 +110,21 @@ def _is_whole(value: object) -> bool:
     return True
 
 
-def _is_short_chat(prompt: ChatPrompt) -> bool:
-    """Whether there is little to render; looks at no more than that. What a template of the request's own does is not
-    told by its length."""
+def _chat_size(prompt: ChatPrompt) -> int:
+    """How much there is to render, in characters; LONGEST if that is not soon told. What a template of the request's
+    own does is not told by any length."""
     if prompt.chat_template is not None:
-        return False
-    characters_left = INLINE_CHARACTERS_MAX
+        return LONGEST
+    size = value_count = 0
     waiting: list[Iterable[Any]] = [prompt.messages, prompt.tools or (), (prompt.template_arguments,)]
     while waiting:
         for value in waiting.pop():
-            characters_left -= len(value) if isinstance(value, str) else VALUE_CHARACTERS
-            if characters_left < 0:
-                return False
+            size += len(value) if isinstance(value, str) else VALUE_CHARACTERS
+            value_count += 1
+            if size > LONG_CHARACTERS_MAX or value_count > CHAT_VALUES_MAX:
+                return LONGEST
             if isinstance(value, dict):
                 waiting += (value.keys(), value.values())
             elif isinstance(value, list | tuple):
                 waiting.append(value)
-    return True
+    return size

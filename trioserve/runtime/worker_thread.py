@@ -1,7 +1,7 @@
 """One dedicated thread that does jobs in order, for what must not block the Trio thread.
 
-The engine has two: `compute`, the only one in which torch ever runs (a second one would give OpenMP a second team and
-cost a third of every step), and `text`, for long prompts. A hand-off costs about 20 us each way.
+The engine has `compute`, the only one in which torch ever runs (a second one would give OpenMP a second team and cost a
+third of every step), and some for long prompts (see text_threads). A hand-off costs about 20 us each way.
 """
 
 from __future__ import annotations
@@ -108,6 +108,7 @@ class WorkerThread:
 
         def leave(job: _Job) -> trio.lowlevel.Abort:
             job.is_cancelled = True
+            job.function, job.arguments = _nothing, ()  # what it holds may be large, and its turn far off
             return trio.lowlevel.Abort.SUCCEEDED
 
         return await self._run(function, arguments, leave)
@@ -131,11 +132,17 @@ class WorkerThread:
         while (job := self._jobs.get()) is not None:
             if job.is_here:
                 self._callers_cpu.free()
+            # Before it is asked: a caller that leaves meanwhile takes them away.
+            function, arguments = job.function, job.arguments
             if not job.is_cancelled:
-                answer = outcome.capture(job.function, *job.arguments)
+                answer = outcome.capture(function, *arguments)
                 self._token.run_sync_soon(_hand_back, job, answer)
                 del answer
-            del job  # a job may hold the model; a thread that waits for the next one must not
+            del job, function, arguments  # a job may hold the model; a thread that waits for the next one must not
+
+
+def _nothing() -> None:
+    """What is left of a job that nobody wants."""
 
 
 def _hand_back(job: _Job, answer: outcome.Outcome[Any]) -> None:

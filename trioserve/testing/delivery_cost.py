@@ -33,6 +33,7 @@ from trioserve.runtime.delivery import Delivery
 from trioserve.runtime.engine import Engine, ModelDescription
 from trioserve.runtime.engine_loop import EngineLoop
 from trioserve.runtime.settings import RuntimeSettings
+from trioserve.runtime.text_threads import TextThreads
 from trioserve.runtime.worker_thread import WorkerThread
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, byte_tokenizer
 
@@ -184,7 +185,7 @@ class _Steps:
 
 
 class _WatchedEngine(Engine):
-    def __init__(self, core: EngineCore, text_thread: WorkerThread, steps: _Steps, watch: _Watch) -> None:
+    def __init__(self, core: EngineCore, text_threads: TextThreads, steps: _Steps, watch: _Watch) -> None:
         self.core = core
         super().__init__(
             model=ModelDescription(
@@ -198,7 +199,7 @@ class _WatchedEngine(Engine):
             core=core,
             steps=steps,
             tokenizer=byte_tokenizer(),
-            text_thread=text_thread,
+            text_threads=text_threads,
             metrics=Metrics("measured"),
             settings=RuntimeSettings(
                 waiting_requests_max=core.settings.running_requests_max,
@@ -223,9 +224,9 @@ async def _open_engine(watch: _Watch, running_count: int, steps: int) -> AsyncIt
         ),
         watch,
     )
-    async with WorkerThread("text") as text_thread:
+    async with TextThreads() as text_threads:
         running = _Steps(watch)
-        engine = _WatchedEngine(core, text_thread, running, watch)
+        engine = _WatchedEngine(core, text_threads, running, watch)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(engine.keep_deadlines)
             await nursery.start(engine.run)

@@ -18,7 +18,7 @@ from trioserve.metrics.registry import Metrics
 from trioserve.runtime.engine import Engine, ModelDescription
 from trioserve.runtime.errors_unwrapped import errors_unwrapped
 from trioserve.runtime.settings import RuntimeSettings
-from trioserve.runtime.worker_thread import WorkerThread
+from trioserve.runtime.text_threads import TextThreads
 from trioserve.testing.accounting import assert_all_free
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, byte_tokenizer
 from trioserve.testing.controlled_steps import ControlledSteps
@@ -47,7 +47,7 @@ class FakeEngine(Engine):
         self,
         core: GatedCore,
         executor: FakeExecutor,
-        text_thread: WorkerThread,
+        text_threads: TextThreads,
         settings: RuntimeSettings,
         *,
         step_seconds: float,
@@ -70,7 +70,7 @@ class FakeEngine(Engine):
             core=core,
             steps=self.steps,
             tokenizer=byte_tokenizer(),
-            text_thread=text_thread,
+            text_threads=text_threads,
             metrics=Metrics("fake"),
             settings=settings,
             new_request_id=map("req-{}".format, itertools.count(1)).__next__,
@@ -262,11 +262,11 @@ async def open_fake_engine(
         deadlines_max=deadlines_max or Deadlines(),
     )
     with errors_unwrapped():
-        async with WorkerThread("text") as text_thread:
+        async with TextThreads() as text_threads:
             engine = FakeEngine(
                 core,
                 executor,
-                text_thread,
+                text_threads,
                 settings,
                 step_seconds=step_seconds,
                 connector=made,

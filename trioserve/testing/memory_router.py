@@ -12,6 +12,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.kv_transfer import EngineRole
+from trioserve.frontend.caller import AccessRules
 from trioserve.frontend.router_app import RouterApp
 from trioserve.frontend.router_call import RoutingRules
 from trioserve.frontend.server import FrontendServer
@@ -24,7 +25,7 @@ from trioserve.runtime.fleet import EndpointSpec, Fleet
 from trioserve.runtime.prompt_blocks import PromptBlocks
 from trioserve.runtime.remote_endpoint import EndpointAddress, RemoteEndpoint
 from trioserve.runtime.router_metrics import show_router
-from trioserve.runtime.worker_thread import WorkerThread
+from trioserve.runtime.text_threads import TextThreads
 from trioserve.testing.memory_client import MemoryClient
 from trioserve.testing.memory_stream import MemoryEnd, memory_connection
 from trioserve.text.tokenizer import Tokenizer
@@ -81,6 +82,8 @@ async def open_memory_router(
     roles: Mapping[str, EngineRole] | None = None,
     api_keys: tuple[str, ...] = (),
     admin_api_key: str | None = None,
+    access: AccessRules | None = None,
+    endpoint_api_key: str | None = None,
     aliases: Mapping[str, str] | None = None,
     leases_max: int | None = None,
     tokenizer: Tokenizer | None = None,
@@ -98,6 +101,7 @@ async def open_memory_router(
         return RemoteEndpoint(
             spec.endpoint_id,
             EndpointAddress(scheme="http", host=spec.endpoint_id, port=80),
+            headers=() if spec.api_key is None else (("authorization", f"Bearer {spec.api_key}"),),
             open_stream=streams[spec.url],
         )
 
@@ -108,14 +112,19 @@ async def open_memory_router(
         aliases=aliases,
         connect=connect,
     )
+    rules = rules or RoutingRules(passes_authorization=not api_keys and endpoint_api_key is None)
     metrics = Metrics(None, parts=("frontend", "router"))
     show_router(metrics, dispatch)
-    async with WorkerThread("text") as text_thread, trio.open_nursery() as nursery:
-        naming = None if tokenizer is None else PromptBlocks(tokenizer, text_thread)
-        app = RouterApp(fleet, metrics, rules=rules, api_keys=api_keys, admin_api_key=admin_api_key, naming=naming)
+    async with TextThreads() as text_threads, trio.open_nursery() as nursery:
+        naming = None if tokenizer is None else PromptBlocks(tokenizer, text_threads)
+        app = RouterApp(
+            fleet, metrics, rules=rules, api_keys=api_keys, admin_api_key=admin_api_key, access=access, naming=naming
+        )
         for url, id in zip(streams, endpoints, strict=True):
             role = (roles or {}).get(id)
-            fleet.add(EndpointSpec(url=url, id=id, models=models, leases_max=leases_max, role=role))
+            fleet.add(
+                EndpointSpec(url=url, id=id, models=models, leases_max=leases_max, role=role, api_key=endpoint_api_key)
+            )
         await nursery.start(dispatch.run)
         await nursery.start(fleet.run)
         router = MemoryRouter(dispatch, fleet, FrontendServer(app), nursery)

@@ -9,6 +9,7 @@ from typing import Any
 import trio
 from trio.testing import wait_all_tasks_blocked
 
+from trioserve.frontend.caller import AccessRules
 from trioserve.frontend.limits import FrontendLimits
 from trioserve.frontend.routes import App
 from trioserve.frontend.server import FrontendServer
@@ -69,10 +70,11 @@ async def open_memory_server(
     limits: FrontendLimits | None = None,
     api_keys: tuple[str, ...] = (),
     admin_api_key: str | None = None,
+    access: AccessRules | None = None,
     **engine_options: Any,
 ) -> AsyncIterator[MemoryServer]:
     """engine_options: see open_fake_engine. The others: of the front end, as the server's flags."""
     async with open_fake_engine(**engine_options) as engine, trio.open_nursery() as nursery:
-        app = App(engine, api_keys=api_keys, admin_api_key=admin_api_key)
+        app = App(engine, api_keys=api_keys, admin_api_key=admin_api_key, access=access)
         yield MemoryServer(engine, FrontendServer(app, limits=limits), nursery)
         nursery.cancel_scope.cancel()

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from trioserve.contracts.endpoint import Leg, PairOutcome, RoutedRequest
 from trioserve.router.ticket import Ticket
-from trioserve.router.waiting_line import REQUEST_COST_TOKENS
+from trioserve.router.waiting_line import SEQUENCE_COST_TOKENS
 
 __all__ = ["Fairness", "RoutedStory", "check_turn", "heads_of"]
 
@@ -53,7 +53,7 @@ class RoutedStory:
 
     @property
     def cost(self) -> int:
-        return self.request.prompt_tokens + REQUEST_COST_TOKENS
+        return self.request.prompt_tokens + self.request.sequences * SEQUENCE_COST_TOKENS
 
     @property
     def is_in_line(self) -> bool:

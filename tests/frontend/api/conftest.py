@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -21,6 +22,7 @@ from trioserve.frontend.headers import Headers
 from trioserve.frontend.routes import App
 from trioserve.metrics.registry import Metrics
 from trioserve.runtime.deadline_keeper import DeadlineKeeper
+from trioserve.runtime.prompt_encoder import INLINE_CHARACTERS_MAX
 
 BOS = 1
 Step = Delta | Exception | trio.Event
@@ -229,13 +231,18 @@ class ScriptedEngine:
                 raise InvalidRequest(f"token id {token_id}", param="prompt")
         return list(prompt)
 
-    async def in_text_thread(self, function: Callable[..., Any], *arguments: object) -> Any:
+    @contextmanager
+    def tokenizing(self, *, owner: str | None = None) -> Iterator[ScriptedEngine]:
+        yield self
+
+    async def run(self, function: Callable[[], Any], *, size: int) -> Any:
         """Here and now, unless text_gate is there to be waited for."""
-        self.text_jobs.append(function)
-        if self.text_gate is not None:
-            await self.text_gate.wait()
+        if size > INLINE_CHARACTERS_MAX:
+            self.text_jobs.append(function)
+            if self.text_gate is not None:
+                await self.text_gate.wait()
         await trio.lowlevel.checkpoint()
-        return function(*arguments)
+        return function()
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         await trio.lowlevel.checkpoint()

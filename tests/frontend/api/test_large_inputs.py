@@ -11,7 +11,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.frontend.openai_types import ChatBody, decode_body
-from trioserve.testing.fake_engine import open_fake_engine
+from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 
 
 def test_brackets_count_as_values():
@@ -59,7 +59,7 @@ async def test_a_client_that_leaves_does_not_wait_for_the_thread(api: Any, path,
     assert api.left()
 
 
-async def test_the_engine_calls_in_its_text_thread_and_a_cancelled_caller_leaves_at_once():
+async def test_the_engine_tokenizes_aside_from_requests_and_a_cancelled_caller_leaves_at_once():
     release = threading.Event()
     begun = threading.Event()
     names: list[str] = []
@@ -70,14 +70,18 @@ async def test_the_engine_calls_in_its_text_thread_and_a_cancelled_caller_leaves
         release.wait(20)  # who waits for it after all must not wait for ever
         return name
 
+    async def tokenize(fake: FakeEngine, name: str) -> str:
+        with fake.tokenizing() as texts:
+            return await texts.run(lambda: job(name), size=5000)
+
     async with open_fake_engine() as fake:
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(fake.in_text_thread, job, "left behind")
+                nursery.start_soon(tokenize, fake, "left behind")
                 await trio.to_thread.run_sync(begun.wait)
                 nursery.cancel_scope.cancel()
             assert not release.is_set()  # and yet the nursery was left
         finally:
             release.set()
-        assert await fake.in_text_thread(job, "waited for") == "waited for"
-    assert names == ["trioserve-text"] * 2
+        assert await tokenize(fake, "waited for") == "waited for"
+    assert names == ["trioserve-text-aside"] * 2
