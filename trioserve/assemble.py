@@ -143,7 +143,9 @@ async def open_configured_engine(
                     text_thread=text,
                     metrics=metrics,
                     settings=msgspec.structs.replace(
-                        runtime_settings(config), kv_events_max=EVENTS_MAX if config.kv_events else 0
+                        runtime_settings(config),
+                        kv_events_max=EVENTS_MAX if config.kv_events else 0,
+                        step_seconds_max=config.step_timeout,
                     ),
                     default_sampling=_default_sampling(checkpoint),
                     connector=connector,

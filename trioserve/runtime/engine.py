@@ -19,7 +19,7 @@ from msgspec import UNSET
 
 from trioserve.contracts.deadlines import Deadline, Deadlines
 from trioserve.contracts.endpoint import EndpointLoad
-from trioserve.contracts.errors import ContextTooLong, Draining, EngineFault, InvalidRequest, Overloaded
+from trioserve.contracts.errors import ContextTooLong, Draining, EngineFault, InvalidRequest, Overloaded, StepOverdue
 from trioserve.contracts.events import (
     AbortOutcome,
     FinishReason,
@@ -49,6 +49,7 @@ from trioserve.runtime.prompt_encoder import PromptEncoder
 from trioserve.runtime.request_stream import Choice, RequestStream
 from trioserve.runtime.router_metrics import show_router
 from trioserve.runtime.settings import RuntimeSettings
+from trioserve.runtime.step_watch import StepWatch
 from trioserve.runtime.worker_thread import WorkerThread
 from trioserve.text.output import ChoiceOutput
 from trioserve.text.tokenizer import Tokenizer
@@ -118,7 +119,8 @@ class Engine:
         self._core = core
         self._connector = connector
         self._kept_holds = KeptHolds()
-        self._delivery = Delivery(core, metrics, wake=self.wake)
+        self.step_watch = StepWatch(settings.step_seconds_max)
+        self._delivery = Delivery(core, metrics, wake=self.wake, step_watch=self.step_watch)
         self._loop = EngineLoop(core, steps, self._delivery, readers_first=readers_first, when_idle=when_idle)
         self._prompts = PromptEncoder(
             tokenizer, text_thread, vocab_size=model.vocab_size, context_tokens_max=model.context_tokens_max
@@ -233,6 +235,11 @@ class Engine:
     @property
     def ready(self) -> bool:
         """Whether a new request would be taken, a full line apart."""
+        return self._is_open and self.step_watch.overdue() is None
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether it goes on with what it has taken."""
         return self._is_running and not self.draining and self.fault is None
 
     def drain(self) -> None:
@@ -402,7 +409,7 @@ class Engine:
                 self._preparing_count -= count
             if stream.is_finished:
                 return  # aborted meanwhile; its reader finds the last words
-            if not self.ready:
+            if not self._is_open:
                 raise self.fault or self._refused_draining()
             self._add_sequences(stream)
         except BaseException:
@@ -459,8 +466,11 @@ class Engine:
     def _check_open(self, count: int) -> None:
         if self.fault is not None:
             raise self.fault
-        if not self.ready:
+        if not self._is_open:
             raise self._refused_draining()
+        overdue = self.step_watch.overdue()
+        if overdue is not None:
+            raise self._refused_overdue(overdue)
         live_max = self._core.settings.running_requests_max + self._settings.waiting_requests_max
         if count > live_max:
             raise InvalidRequest(f"n is {count}, but at most {live_max} sequences may run and wait here", param="n")
@@ -505,6 +515,14 @@ class Engine:
         return Draining(
             "the server is leaving and takes no new requests: ask another one",
             reason="draining",
+            retry_after_seconds=5.0,
+        )
+
+    def _refused_overdue(self, overdue: str) -> StepOverdue:
+        self.metrics.requests_rejected_total.labels("step_overdue").inc()
+        return StepOverdue(
+            f"{overdue}: ask another server, or this one again when it is ready",
+            reason="step_overdue",
             retry_after_seconds=5.0,
         )
 
@@ -560,6 +578,10 @@ class Engine:
     def _live_streams(self) -> list[RequestStream]:
         return [stream for streams in self._streams.values() for stream in streams]
 
+    def _waiting_since(self) -> float | None:
+        """When the first of those that wait or run has come; None if nobody does."""
+        return min((stream.entered_at for stream in self._live_streams() if not stream.is_finished), default=None)
+
     def _end_kv_events(self) -> None:
         if self.kv_events is not None:
             self.kv_events.end()
@@ -575,6 +597,10 @@ class Engine:
         metrics.num_requests_running.set(stats.running_count)
         metrics.num_requests_waiting.set(stats.waiting_count + self._preparing_count)
         metrics.live_requests.set(sum(len(streams) for streams in self._streams.values()))
+        now = trio.current_time()
+        metrics.step_age_seconds.set(self.step_watch.age_seconds(now))
+        metrics.step_age_seconds_max.set(self.step_watch.seconds_max)
+        metrics.no_progress_seconds.set(self.step_watch.idle_seconds(now, self._waiting_since()))
         metrics.tasks.set(trio.lowlevel.current_statistics().tasks_living)
         metrics.kv_cache_usage_perc.set(stats.kv_usage)
         metrics.kv_blocks.labels("free").set(stats.blocks_free)
