@@ -174,6 +174,11 @@ class FakeEngine(Engine):
 
     # --- what is left ---
 
+    @property
+    def first_unfinished_id(self) -> str | None:
+        """Of those that are entered, in line or beyond it, one that has not had the end of its answer; None: nobody."""
+        return next((stream.id for stream in self._live_streams() if not stream.is_finished), None)
+
     def assert_all_free(self) -> None:
         """Assert that nothing of any request is left: no KV block, no place, no state. See testing.assert_all_free."""
         assert_all_free(self)
