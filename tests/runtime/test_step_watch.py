@@ -272,3 +272,27 @@ async def test_a_pool_that_is_held_is_no_progress(autojump_clock):
             fake.connector.release_all()
             assert [delta async for delta in second]
             assert value(fake, "no_progress_seconds") == 0
+
+
+async def test_who_gets_a_lease_while_a_step_is_too_old_goes_on_as_well(autojump_clock):
+    """It was taken before: only whoever comes now is refused."""
+    reasons = []
+    two = SamplingParams(max_tokens=2)
+
+    async def read(request_id: str) -> None:
+        async with fake.generate("prompt", two, request_id=request_id) as stream:
+            reasons.extend([delta.finish_reason async for delta in stream][-1:])
+
+    async with open_fake_engine(running_requests_max=1, paused=True) as fake, trio.open_nursery() as nursery:
+        for number in range(8):
+            nursery.start_soon(read, str(number))
+        async with fake.held_step():
+            in_line = fake.dispatch.core.stats().waiting
+            assert in_line > 0
+            await trio.sleep(100)
+            waiting = [view.id for view in fake.live_requests() if view.state == "waiting"]
+            assert fake.abort(waiting[:1]) == {waiting[0]: AbortOutcome.ABORTED}
+            await wait_all_tasks_blocked()
+            assert fake.dispatch.core.stats().waiting == in_line - 1
+        fake.resume()
+    assert sorted(reason.value for reason in reasons) == ["abort", *["length"] * 7]
