@@ -88,3 +88,11 @@ def test_what_excludes_each_other_is_told_before_a_model_is_loaded():
     with pytest.raises(StartupError, match=r"^--overlap-steps .* --speculative-ngram 4 ") as caught:
         config("--overlap-steps", "--speculative-ngram", "4")
     assert str(caught.value).endswith("has to know what that one brought: give one of them")
+
+
+def test_a_step_timeout_may_be_none_or_seconds_or_no_limit():
+    assert make_config().step_timeout is None
+    assert make_config(step_timeout=2.5).step_timeout == 2.5
+    assert make_config(step_timeout=0.0).step_timeout == 0
+    with pytest.raises(StartupError, match="step_timeout is -1"):
+        make_config(step_timeout=-1.0)

@@ -83,6 +83,7 @@ async def open_engine(
     enable_prefix_caching: bool = True,
     overlap_steps: bool = False,
     speculative_ngram: int = 0,
+    step_timeout: float | None = None,
     kv_events: bool = False,
     kv_transfer_config: str | dict[str, Any] | None = None,
     role: Literal["prefill", "decode", "both"] = "both",
@@ -124,6 +125,8 @@ async def open_engine(
         enable_prefix_caching: prompts with the same beginning share its KV blocks.
         overlap_steps: plan the next step while one is computed; not with speculative_ngram.
         speculative_ngram: draft tokens of a request in a step, taken from its own text; 0 is off.
+        step_timeout: seconds that one step may take; a longer one refuses new requests until it ends; 0 is no limit.
+            Default: 60, or ten times the longest step so far if that is more.
         kv_events: keep a record of what the prefix cache holds, for a router.
         kv_transfer_config: how KV blocks travel to and from other engines, as a dict or as JSON; None: not at all.
         role: what a router should use this engine for.
@@ -216,7 +219,9 @@ async def open_configured_engine(
                     text_threads=text,
                     metrics=metrics,
                     settings=msgspec.structs.replace(
-                        runtime_settings(config), kv_events_max=EVENTS_MAX if config.kv_events else 0
+                        runtime_settings(config),
+                        kv_events_max=EVENTS_MAX if config.kv_events else 0,
+                        step_seconds_max=config.step_timeout,
                     ),
                     default_sampling=_default_sampling(checkpoint),
                     connector=connector,

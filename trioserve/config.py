@@ -211,6 +211,10 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
     speculative_ngram: Annotated[int, _about(
         "tokens that a step may guess of a request from its own text, and verify; speeds up few streams that repeat "
         "their prompts; 0 is off", "TOKENS", ge=0, le=15)] = 0
+    step_timeout: Annotated[Annotated[float, Meta(ge=0, le=86400)] | None, _about(
+        "seconds that one step may take; a longer one turns /ready and refuses new requests until it ends, and one of "
+        "five times that turns /health, too; 0 is no limit; default: 60, or ten times the longest step so far if that "
+        "is more", "SECONDS")] = None
     kv_events: Annotated[bool, _about(
         "tell at /kv_events which blocks the prefix cache holds, for a router with --policy kv_aware")] = False
     kv_transfer_config: Annotated[str | dict[str, Any] | None, _about(

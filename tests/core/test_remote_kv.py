@@ -438,3 +438,16 @@ def test_what_is_no_report_is_counted_and_stops_nothing(drive, report):
     driver.connector.progress = tuple
     assert sum(driver.core.stats().transfer_faults_total.values()) == 1
     assert driver.core.stats().running_count == 0
+
+
+def test_a_prompt_that_fits_beside_the_held_blocks_that_it_hits_starts_when_nothing_else_runs(drive):
+    """It did not fit when it was looked at, and there were no hits yet."""
+    driver = drive(connected=True, block_count=8, block_size=1)
+    driver.holds = {"c"}
+    driver.add("a", (9, 8, 7))
+    driver.add("b", (1, 2, 3, 4, 5, 6))
+    driver.step()
+    driver.add("c", (1, 2, 3), priority=-1)
+    assert [chunk.request.id for chunk in driver.step().chunks] == ["c"]
+    assert driver.core.stats().blocks_held == 3
+    assert [(chunk.request.id, chunk.start, chunk.count) for chunk in driver.step().chunks] == [("b", 3, 3)]

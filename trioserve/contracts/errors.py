@@ -16,6 +16,7 @@ __all__ = [
     "RequestAborted",
     "RequestFailed",
     "StartupError",
+    "StepOverdue",
     "TrioserveError",
     "UnknownModel",
 ]
@@ -70,6 +71,10 @@ class Overloaded(TrioserveError):
 
 class Draining(Overloaded):
     """Refused because the server is leaving; another one may take the request."""
+
+
+class StepOverdue(Overloaded):
+    """Refused because the engine's step in flight is older than it may get: nobody can say when it ends."""
 
 
 class NoEndpoint(Overloaded):

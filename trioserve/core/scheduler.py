@@ -325,7 +325,9 @@ class Scheduler:
         if live.wants_load and self._loading_is_full():
             admission.passed_count += 1
             return True
-        if live.blocks_wanted > self._pool.available_count:
+        # Since it was looked at, others may have come to use or hold blocks that it would hit. While something is
+        # computed it is not worth the cost to look again; when nothing is, it may be all that could be.
+        if admission.planned and live.blocks_wanted > self._pool.available_count:
             return False
         hit_blocks = self._match(live)
         if self._next_hash(live) in admission.being_computed:

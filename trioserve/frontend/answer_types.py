@@ -18,6 +18,7 @@ from trioserve.frontend.generation import Usage
 
 __all__ = [
     "Alive",
+    "Hangs",
     "ChatCompletion",
     "ChatCompletionChunk",
     "Completion",
@@ -253,15 +254,25 @@ class Alive(Answer):
     status: Literal["alive"]
 
 
+class Hangs(Answer):
+    """message: how old the step in flight is."""
+
+    status: Literal["hangs"]
+    reason: Literal["step_overdue"]
+    message: str
+
+
 class Ready(Answer):
     ready: Literal[True]
 
 
 class NotReady(Answer):
-    """reason: "loading", "draining" or "engine_fault"."""
+    """reason: "loading", "draining", "engine_fault" or "step_overdue". message: with the last one, how old the step in
+    flight is."""
 
     ready: Literal[False]
     reason: str
+    message: str | UnsetType = UNSET
 
 
 class Load(Answer):

@@ -17,6 +17,7 @@ from trioserve.contracts.errors import (
     Overloaded,
     RequestAborted,
     RequestFailed,
+    StepOverdue,
     TrioserveError,
     UnknownModel,
 )
@@ -70,6 +71,7 @@ TABLE: tuple[tuple[type[TrioserveError], int, str, str | None], ...] = (
     (UnknownModel, 404, _CALLER, "model_not_found"),
     (InvalidRequest, 400, _CALLER, None),
     (Draining, 503, "service_unavailable_error", "draining"),
+    (StepOverdue, 503, "service_unavailable_error", "step_overdue"),
     (NoEndpoint, 503, "service_unavailable_error", "no_endpoint"),
     (Overloaded, 429, "rate_limit_error", "overloaded"),
     (RequestAborted, 503, _SERVER, "request_aborted"),

@@ -122,7 +122,9 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
         kinds=(ResidencySnapshot, BlocksStored, BlocksRemoved),
         errors=(400, 403, 404, 429, 503),
     ),
-    ("GET", "/health"): DescribedOperation(summary="Whether the process lives", answer=answers.Alive),
+    ("GET", "/health"): DescribedOperation(
+        summary="Whether the process lives, and its engine does not hang", answer=answers.Alive, not_ready=answers.Hangs
+    ),
     ("GET", "/ready"): DescribedOperation(
         summary="Whether requests are taken", answer=answers.Ready, not_ready=answers.NotReady
     ),

@@ -10,23 +10,38 @@ from trioserve.frontend.error_responses import REASON_HEADER
 __all__ = ["VERSION", "read_health", "read_load", "read_metrics", "read_ready", "read_version"]
 
 
+STEP_OVERDUE = "step_overdue"
+
+
 async def read_health(call: Call) -> None:
-    """200 as long as the event loop turns: who restarts dead servers asks this."""
-    await call.answer({"status": "alive"})
+    """200 as long as the event loop turns, unless a step hangs: who restarts dead servers asks this.
+
+    A restart ends every stream, so a step has to be much older for this than for /ready.
+    """
+    overdue = call.engine.step_watch.overdue()
+    if overdue is None or not call.engine.step_watch.hangs():
+        await call.answer({"status": "alive"})
+        return
+    status = {"status": "hangs", "reason": STEP_OVERDUE, "message": overdue}
+    await call.answer(status, status=503, headers=((REASON_HEADER, STEP_OVERDUE),))
 
 
 async def read_ready(call: Call) -> None:
     """200 if requests are taken, else 503 and the reason: who spreads traffic asks this."""
+    message = None
     if call.engine.fault is not None:
         reason = "engine_fault"
     elif call.engine.draining:
         reason = "draining"
+    elif (message := call.engine.step_watch.overdue()) is not None:
+        reason = STEP_OVERDUE
     elif not call.engine.ready:
         reason = "loading"
     else:
         await call.answer({"ready": True})
         return
-    await call.answer({"ready": False, "reason": reason}, status=503, headers=((REASON_HEADER, reason),))
+    status = {"ready": False, "reason": reason, **({} if message is None else {"message": message})}
+    await call.answer(status, status=503, headers=((REASON_HEADER, reason),))
 
 
 async def read_load(call: Call) -> None:

@@ -266,6 +266,25 @@ CATALOGUE: tuple[Metric, ...] = (
         buckets=TOKEN_SECONDS,
     ),
     Metric(
+        name="step_age_seconds",
+        kind="gauge",
+        unit="seconds",
+        meaning="Age of the step that is computed at this moment; 0 if none is.",
+    ),
+    Metric(
+        name="step_age_seconds_max",
+        kind="gauge",
+        unit="seconds",
+        meaning="Age of a step beyond which /ready says 503 and new requests are refused (--step-timeout); +Inf: none.",
+    ),
+    Metric(
+        name="no_progress_seconds",
+        kind="gauge",
+        unit="seconds",
+        meaning="How long somebody has waited since the last step ended, be it for a step, a connector, or blocks that "
+        "are held; 0 if nobody waits or runs.",
+    ),
+    Metric(
         name="kv_blocks",
         kind="gauge",
         unit="blocks",

@@ -16,16 +16,30 @@ class EngineGauges:
         self._seen = stats
 
     def show(
-        self, stats: EngineStats, *, preparing_count: int, live_count: int, held_count: int, task_count: int
+        self,
+        stats: EngineStats,
+        *,
+        preparing_count: int,
+        live_count: int,
+        held_count: int,
+        task_count: int,
+        step_seconds: float,
+        step_seconds_max: float,
+        no_progress_seconds: float,
     ) -> None:
         """preparing_count: sequences that the core does not have yet. live_count: requests that are entered and not
-        left. held_count: sequences that are over and held for another engine. task_count: of the whole program."""
+        left. held_count: sequences that are over and held for another engine. task_count: of the whole program.
+        step_seconds, step_seconds_max: the age of the step in flight, and how old it may be. no_progress_seconds: for
+        how long nothing has come of anybody's request."""
         metrics, seen = self._metrics, self._seen
         self._seen = stats
         metrics.num_requests_running.set(stats.running_count)
         metrics.num_requests_waiting.set(stats.waiting_count + preparing_count)
         metrics.live_requests.set(live_count)
         metrics.tasks.set(task_count)
+        metrics.step_age_seconds.set(step_seconds)
+        metrics.step_age_seconds_max.set(step_seconds_max)
+        metrics.no_progress_seconds.set(no_progress_seconds)
         metrics.kv_cache_usage_perc.set(stats.kv_usage)
         metrics.kv_blocks.labels("free").set(stats.blocks_free)
         metrics.kv_blocks.labels("cached").set(stats.blocks_cached)

@@ -54,6 +54,9 @@ class Metrics:
     attended_token_flops: Gauge
     tasks: Gauge
     step_seconds: PlainHistogram
+    step_age_seconds: Gauge
+    step_age_seconds_max: Gauge
+    no_progress_seconds: Gauge
     kv_blocks: Gauge
     transfer_faults_total: Counter
     kv_transfer_blocks_sent_total: Counter

@@ -29,6 +29,7 @@ from trioserve.core.block_holds import Hold
 from trioserve.core.engine import EngineCore
 from trioserve.metrics.registry import Metrics
 from trioserve.runtime.open_request import Choice, OpenRequest
+from trioserve.runtime.step_watch import StepWatch
 from trioserve.runtime.token_timings import Cancelled, TokenTimings
 
 __all__ = ["Delivery"]
@@ -39,12 +40,15 @@ WHOLE = (FinishReason.STOP, FinishReason.LENGTH)  # an answer that ended so is c
 
 
 class Delivery:
-    """wake: called when the step loop may have something new to see to."""
+    """wake: called when the step loop may have something new to see to. step_watch: told of each step."""
 
-    def __init__(self, core: EngineCore, metrics: Metrics, *, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, core: EngineCore, metrics: Metrics, *, wake: Callable[[], None], step_watch: StepWatch | None = None
+    ) -> None:
         self._core = core
         self._metrics = metrics
         self._wake = wake
+        self._step_watch = step_watch or StepWatch()
         self._choices: dict[RequestId, Choice] = {}
         # Aborted while a step reads their blocks; None: it was their own text that ended them.
         self._cancelled: dict[RequestId, Cancelled | None] = {}
@@ -124,6 +128,7 @@ class Delivery:
 
     def on_plan(self, plan: StepPlan) -> None:
         now = trio.current_time()
+        self._step_watch.begin(now)
         for sequence_id in plan.admitted:
             choice = self._choices[sequence_id]
             if not choice.has_run:  # a preempted one is admitted again
@@ -134,6 +139,7 @@ class Delivery:
 
     def on_events(self, events: list[EngineEvent], step_seconds: float) -> None:
         now = trio.current_time()
+        self._step_watch.end(now)
         self._timings.note_step(step_seconds)
         choices = self._choices
         ready: TokensReady | None = None  # not fed yet: its request's end may come next

@@ -194,8 +194,8 @@ class Dispatch:
         self.retime()
 
     def note_health(self, id: EndpointId, is_well: bool, *, hangs: bool) -> None:
-        """A health check ended. hangs: it got no answer. What an endpoint that is ejected for that has not begun to
-        answer is taken from it, to be tried elsewhere."""
+        """A health check ended. hangs: it got no answer, or the answer that a step there does not end. What an endpoint
+        that is ejected for that has not begun to answer is taken from it, to be tried elsewhere."""
         was_given = self._is_given(id)
         self.core.note_health(id, is_well, trio.current_time())
         if hangs and was_given and not self._is_given(id):

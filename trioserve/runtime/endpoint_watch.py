@@ -87,7 +87,7 @@ class _Watch:
             if is_well != self._was_well:
                 logger.info("endpoint %s endpoint=%s", "well" if is_well else "unwell", self._remote.id)
                 self._was_well = is_well
-            self._dispatch.note_health(self._remote.id, is_well, hangs=answer is None)
+            self._dispatch.note_health(self._remote.id, is_well, hangs=answer is None or _says_it_hangs(answer))
             await trio.sleep(self._settings.health_seconds)
 
     async def _learn_models(self) -> bool:
@@ -142,6 +142,21 @@ class _Watch:
             except EndpointLost:
                 return None
         return None
+
+
+class _NotReady(msgspec.Struct):
+    reason: str = ""
+
+
+def _says_it_hangs(answer: tuple[int, bytes]) -> bool:
+    """Whether one of our servers says that its step is too old: nobody knows when what it was sent begins there."""
+    status, body = answer
+    if status != 503:
+        return False
+    try:
+        return msgspec.json.decode(body, type=_NotReady).reason == "step_overdue"
+    except msgspec.DecodeError:
+        return False
 
 
 class _Model(msgspec.Struct):

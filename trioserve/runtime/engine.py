@@ -20,7 +20,7 @@ from msgspec import UNSET
 from trioserve.contracts.arguments import refuse, to_bool, to_float, to_int, to_str
 from trioserve.contracts.deadlines import NO_DEADLINES, Deadline, Deadlines
 from trioserve.contracts.endpoint import EndpointLoad
-from trioserve.contracts.errors import Draining, EngineFault, InvalidRequest, Overloaded
+from trioserve.contracts.errors import Draining, EngineFault, InvalidRequest, Overloaded, StepOverdue
 from trioserve.contracts.events import (
     AbortOutcome,
     FinishReason,
@@ -58,6 +58,7 @@ from trioserve.runtime.request_preparation import (
 from trioserve.runtime.request_stream import RequestStream
 from trioserve.runtime.router_metrics import show_router
 from trioserve.runtime.settings import RuntimeSettings
+from trioserve.runtime.step_watch import StepWatch
 from trioserve.runtime.text_threads import TextRunner, TextThreads
 from trioserve.text.tokenizer import Tokenizer
 
@@ -106,7 +107,8 @@ class Engine:
         self._core = core
         self._connector = connector
         self._kept_holds = KeptHolds()
-        self._delivery = Delivery(core, metrics, wake=self.wake)
+        self.step_watch = StepWatch(settings.step_seconds_max)
+        self._delivery = Delivery(core, metrics, wake=self.wake, step_watch=self.step_watch)
         self._loop = EngineLoop(core, steps, self._delivery, readers_first=readers_first, when_idle=when_idle)
         self._text_threads = text_threads
         self._prompts = self._encoder(text_threads)
@@ -219,6 +221,11 @@ class Engine:
     @property
     def ready(self) -> bool:
         """Whether a new request would be taken, a full line apart."""
+        return self._is_open and self.step_watch.overdue() is None
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether it goes on with what it has taken."""
         return self._is_running and not self.draining and self.fault is None
 
     def drain(self) -> None:
@@ -421,7 +428,7 @@ class Engine:
                 self._preparing_count -= count
             if request.is_finished:
                 return  # aborted meanwhile; its reader finds the last words
-            if not self.ready:
+            if not self._is_open:
                 raise self.fault or self._refused_draining()
             for choice, sequence in zip(request.choices, self._preparation.sequences(request), strict=True):
                 self._core.add(sequence)
@@ -469,8 +476,11 @@ class Engine:
     def _check_open(self, count: int) -> None:
         if self.fault is not None:
             raise self.fault
-        if not self.ready:
+        if not self._is_open:
             raise self._refused_draining()
+        overdue = self.step_watch.overdue()
+        if overdue is not None:
+            raise self._refused_overdue(overdue)
         live_max = self._core.settings.running_requests_max + self._settings.waiting_requests_max
         if count > live_max:
             raise InvalidRequest(f"n is {count}, but at most {live_max} sequences may run and wait here", param="n")
@@ -506,6 +516,14 @@ class Engine:
             retry_after_seconds=5.0,
         )
 
+    def _refused_overdue(self, overdue: str) -> StepOverdue:
+        self.metrics.requests_rejected_total.labels("step_overdue").inc()
+        return StepOverdue(
+            f"{overdue}: ask another server, or this one again when it is ready",
+            reason="step_overdue",
+            retry_after_seconds=5.0,
+        )
+
     def _set_alarms(self, request: OpenRequest) -> None:
         for deadline in Deadline:
             seconds = request.deadlines.seconds(deadline)
@@ -522,6 +540,10 @@ class Engine:
     def _live_requests(self) -> list[OpenRequest]:
         return [request for requests in self._requests.values() for request in requests]
 
+    def _waiting_since(self) -> float | None:
+        """When the first of those that wait or run has come; None if nobody does."""
+        return min((request.entered_at for request in self._live_requests() if not request.is_finished), default=None)
+
     def _end_kv_events(self) -> None:
         if self.kv_events is not None:
             self.kv_events.end()
@@ -531,10 +553,14 @@ class Engine:
             self._idle.set()
 
     def _set_gauges(self) -> None:
+        now = trio.current_time()
         self._gauges.show(
             self._core.stats(),
             preparing_count=self._preparing_count,
             live_count=sum(len(requests) for requests in self._requests.values()),
             held_count=self._delivery.held_count,
             task_count=trio.lowlevel.current_statistics().tasks_living,
+            step_seconds=self.step_watch.age_seconds(now),
+            step_seconds_max=self.step_watch.seconds_max,
+            no_progress_seconds=self.step_watch.idle_seconds(now, self._waiting_since()),
         )

@@ -174,6 +174,11 @@ class FakeEngine(Engine):
 
     # --- what is left ---
 
+    @property
+    def first_unfinished_id(self) -> str | None:
+        """Of those that are entered, in line or beyond it, one that has not had the end of its answer; None: nobody."""
+        return next((request.id for request in self._live_requests() if not request.is_finished), None)
+
     def assert_all_free(self) -> None:
         """Assert that nothing of any request is left: no KV block, no place, no state. See testing.assert_all_free."""
         assert_all_free(self)
@@ -202,6 +207,7 @@ async def open_fake_engine(
     model: FakeModel | None = None,
     deadlines: Deadlines | None = None,
     deadlines_max: Deadlines | None = None,
+    step_seconds_max: float | None = None,
     connector: NewConnector | None = None,
     role: EngineRole = "both",
     hold_seconds_max: float = 10.0,
@@ -218,9 +224,10 @@ async def open_fake_engine(
     begins until step(), held_step() or resume(). What it says, of these at most one:
     `answer`, a text or a function of the prompt's text; `next_token`, a function of the tokens so far; `model`.
     Otherwise it follows from the prompt, but looks random. deadlines, deadlines_max: defaults and upper limits for
-    every request. connector: makes one from the executor and what wakes the engine, such as ScriptedConnector; with it
-    go the engine's role, how long blocks are held and KV is waited for, the share of the pool that may be held, and
-    what becomes of a request whose KV does not come.
+    every request. step_seconds_max: how old a step may get; None and 0: as in RuntimeSettings. connector: makes one
+    from the executor and what wakes the engine, such as ScriptedConnector; with it go the engine's role, how long
+    blocks are held and KV is waited for, the share of the pool that may be held, and what becomes of a request whose KV
+    does not come.
 
     Inside, the KV blocks are watched: a step that reads a block that another request wrote to is an AssertionError.
     Leaving does what leaving open_engine does.
@@ -260,6 +267,7 @@ async def open_fake_engine(
         kv_events_max=kv_events_max,
         deadlines=deadlines or Deadlines(),
         deadlines_max=deadlines_max or Deadlines(),
+        step_seconds_max=step_seconds_max,
     )
     with errors_unwrapped():
         async with TextThreads() as text_threads:

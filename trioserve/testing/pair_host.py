@@ -14,12 +14,14 @@ from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.step import StepPlan
 from trioserve.core.engine import EngineCore
+from trioserve.core.request_state import LiveRequest
 from trioserve.core.settings import CoreSettings
 from trioserve.testing.fake_executor import FakeExecutor, FakeModel
 from trioserve.testing.invariants import check_core
 from trioserve.testing.pair_history import HostName, PairWorld
 from trioserve.testing.pair_network import Connection, Network, Timers
 from trioserve.testing.pair_transport import Holding, PairTransport
+from trioserve.testing.progress_rule import check_nobody_could_start
 
 __all__ = ["AbortIds", "Finished", "PairHost", "Refused", "Submit", "Tokens"]
 
@@ -52,6 +54,11 @@ class Finished(msgspec.Struct, frozen=True):
 
 class Refused(msgspec.Struct, frozen=True):
     """Nothing was begun, and nothing is held."""
+
+
+def _may_load(live: LiveRequest) -> bool:
+    asked = live.request.kv_transfer
+    return asked is not None and asked.do_remote_prefill
 
 
 class PairHost:
@@ -137,6 +144,8 @@ class PairHost:
         if self.flight is None:
             self._pass_on([*self.core.progress(now), *self.core.expire(now)])
             self.flight = self.core.schedule(now)
+            if self.flight is None:
+                check_nobody_could_start(self.core, _may_load)
             return self.flight
         plan, self.flight = self.flight, None
         result = self.executor.execute(plan, self.core.abandonment(plan))

@@ -147,6 +147,9 @@ class PairSimulation:
                     assert host.hold_count == 0 or is_in_time, f"{host.name} holds blocks beyond their deadline"
             if moment is None:
                 break
+            if self.is_calm:
+                waiting = [name for name, client in self.clients.items() if client.state == "open"]
+                assert not waiting, f"{waiting} wait, nothing is broken, and only time moves on"
             self.apply(PairWait(seconds=moment - self.now))
         waiting = [name for name, client in self.clients.items() if client.state == "open"]
         assert not waiting, f"no end is in sight for {', '.join(waiting)}"

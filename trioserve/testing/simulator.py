@@ -23,6 +23,7 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import StepPlan, StepResult
 from trioserve.core.engine import EngineCore
 from trioserve.core.prefix_cache import PrefixChain
+from trioserve.core.request_state import LiveRequest
 from trioserve.core.settings import CoreSettings
 from trioserve.testing.fake_executor import FakeExecutor, FakeModel
 from trioserve.testing.history import (
@@ -43,6 +44,7 @@ from trioserve.testing.history import (
 )
 from trioserve.testing.invariants import check_core, check_idle
 from trioserve.testing.poor_hash import poor_hash
+from trioserve.testing.progress_rule import check_nobody_could_start
 from trioserve.testing.reference_engine import ReferenceEngine
 from trioserve.testing.residency_book import ResidencyBook
 from trioserve.testing.step_rules import check_begun_step, check_no_step_ahead
@@ -201,6 +203,8 @@ class Simulation:
         if plan is None:
             is_awaited = self.core.next_deadline() is not None
             assert is_awaited or not self.live, f"{', '.join(self.live)} live, and nothing is computed"
+            check_nobody_could_start(self.core, self._may_load)
+            self._count("steps with nothing to compute")
             for story in self.live.values():
                 if story.is_running:  # a load has taken what it needs to go on
                     story.is_running = False
@@ -329,6 +333,9 @@ class Simulation:
         heapq.heappush(self._deadlines, (self.now + event.seconds, 0, EVERYBODY))
 
     # --- inside ---
+
+    def _may_load(self, live: LiveRequest) -> bool:
+        return self.transfers is not None and self.transfers.could_load(live.request.id)
 
     def _hits(self, story: Story) -> bool:
         return self.world.enable_prefix_caching and story.request.sampling.prompt_logprobs is None

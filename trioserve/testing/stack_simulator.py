@@ -29,6 +29,7 @@ from trioserve.runtime.request_preparation import SEED_STRIDE
 from trioserve.runtime.request_stream import RequestStream
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.testing.fake_executor import FakeModel
+from trioserve.testing.idle_watch import IdleWatch
 from trioserve.testing.invariants import check_core
 from trioserve.testing.reference_engine import ReferenceEngine
 from trioserve.testing.seeded_schedule import seeded_schedule
@@ -58,6 +59,7 @@ class StackSimulation:
         self._used_ids: set[str] = set()
         self._token_counts: dict[int, int] = {}  # of those that were aborted by id, at that moment
         self._http: HttpServer | None = None
+        self._idle_watch = IdleWatch()
 
     @property
     def digest(self) -> str:
@@ -66,7 +68,9 @@ class StackSimulation:
     def run(self) -> None:
         """Raises AssertionError, or whatever the runtime raises, when something is not as it has to be."""
         with seeded_schedule(self.plan.stage.schedule_seed):
-            trio.run(self._main, clock=MockClock(autojump_threshold=0))
+            clock = MockClock(autojump_threshold=0)
+            trio.run(self._main, clock=clock, instruments=[self._idle_watch])
+        self._idle_watch.check()
 
     async def _main(self) -> None:
         stage = self.plan.stage
@@ -83,7 +87,9 @@ class StackSimulation:
                     overlap_steps=stage.overlaps,
                     model=FakeModel(vocab_size=stage.vocab_size),
                 ) as fake:
+                    self._idle_watch.engine = fake
                     await self._live(fake)
+                    self._idle_watch.engine = None
         except EngineFault as fault:
             if BROKEN not in str(fault):
                 raise (fault.__cause__ or fault) from None  # a check failed inside of a step
@@ -298,6 +304,7 @@ class StackSimulation:
     def check(self, fake: FakeEngine) -> None:
         """What has to hold at any moment."""
         check_core(fake.core)
+        self._idle_watch.check()
         stage, engine, now = self.plan.stage, fake, trio.current_time()
         own = [view for view in engine.live_requests() if not view.id.startswith(("h", MADE_UP))]  # not over HTTP
         assert len(own) == len(self._streams), "the engine knows other requests than are inside"

@@ -62,6 +62,10 @@ class TransferWatch:
         load = self.connector.loads.get(RequestId(name))
         return load is not None and not load.is_abandoned
 
+    def could_load(self, name: str) -> bool:
+        """Whether some of its KV is elsewhere."""
+        return self._remote_counts[name] > 0
+
     def may_wait_to_load(self, name: str, ready_count: int) -> bool:
         """Whether a request may have to wait since as many load, or have loaded and wait for a seat, as can run."""
         pending_count = sum(not load.is_abandoned for load in self.connector.loads.values())

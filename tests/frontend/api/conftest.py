@@ -23,6 +23,7 @@ from trioserve.frontend.routes import App
 from trioserve.metrics.registry import Metrics
 from trioserve.runtime.deadline_keeper import DeadlineKeeper
 from trioserve.runtime.prompt_encoder import INLINE_CHARACTERS_MAX
+from trioserve.runtime.step_watch import StepWatch
 
 BOS = 1
 Step = Delta | Exception | trio.Event
@@ -195,6 +196,7 @@ class ScriptedEngine:
         self.metrics = Metrics("letters")
         self.default_sampling = SamplingParams()
         self.ready, self.draining = True, False
+        self.step_watch = StepWatch()
         self.fault: EngineFault | None = None
         self.script: Script = say("Hello", "!")
         self.enter_errors: list[Exception | None] = []

@@ -1,0 +1,48 @@
+"""Whenever somebody waits and something could run, something runs: whom an engine may leave waiting when it computes
+nothing. Reckoned anew from the requests and the pool, and not from what the scheduler remembers of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from trioserve.core.engine import EngineCore
+from trioserve.core.prefix_cache import PrefixChain
+from trioserve.core.request_state import LiveRequest, RequestStatus
+
+__all__ = ["check_nobody_could_start"]
+
+
+def check_nobody_could_start(core: EngineCore, may_load: Callable[[LiveRequest], bool]) -> None:
+    """Assert that nothing is computed for a reason: every slot and the whole budget of a step are free, so whoever
+    waits has no room, or stands behind one that has none, or waits for its KV to come. To be called when schedule() has
+    said None. may_load: whether a request could take KV from elsewhere, and so may wait until fewer do."""
+    assert not core.flights, "a step is in flight"
+    loading_count = passed_count = 0
+    waiting = []
+    for live in core.live_requests():
+        if live.status is RequestStatus.WAITING_FOR_REMOTE_KV:
+            loading_count += 1
+        else:
+            waiting.append(live)
+    slots = core.settings.running_requests_max
+    for live in sorted(waiting, key=lambda live: (not live.blocks, live.order)):
+        name = live.request.id
+        assert not live.blocks, f"{name} has its KV and could run, and nothing is computed"
+        if _blocks_lacking(core, live) > core.pool.available_count:
+            return  # nobody overtakes one that does not fit
+        is_first_time = live.status is RequestStatus.WAITING and not live.asked_remote
+        if loading_count >= slots and is_first_time and may_load(live):
+            passed_count += 1
+            if passed_count > slots:
+                return  # nobody looks any further
+            continue
+        raise AssertionError(f"{name} could start, and nothing is computed")
+
+
+def _blocks_lacking(core: EngineCore, live: LiveRequest) -> int:
+    """How many blocks it needs beyond those that others use or hold, and it shares."""
+    needed = -(-len(live.tokens) // core.settings.block_size)
+    if not core.settings.enable_prefix_caching or live.wants_prompt_logprobs:
+        return needed
+    hits = core.cache.match(PrefixChain(live.request.cache_salt), live.tokens)
+    return needed - sum(not core.pool.is_idle(block) for block in hits)
