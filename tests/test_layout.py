@@ -339,7 +339,7 @@ async def late():
         ("trioserve/testing/a.py", "from trioserve.core.engine import EngineCore", None),
         ("trioserve/config.py", "from trioserve.core.settings import CoreSettings", None),
         ("trioserve/config.py", "from trioserve.core.engine import EngineCore", "config knows the settings"),
-        ("trioserve/cli.py", "from trioserve.testing.core_cost import run_core_cost", None),
+        ("trioserve/cli.py", "from trioserve.testing.inside_command import run_inside", None),
         ("trioserve/server.py", "from trioserve.testing.faults import x", "does not know what pretends"),
     ],
 )
@@ -367,6 +367,7 @@ def test_the_reader_itself_names_wrong_arrows(file, source, expect):
         ("trioserve.runtime.engine", "torch"),
         ("trioserve.frontend.routes", "torch"),
         ("trioserve.testing", "torch trio msgspec"),
+        ("trioserve.testing.inside_command", "torch trio msgspec"),
         ("trioserve.testing.pytest_plugin", "torch trioserve.core trioserve.runtime h2"),
         ("trioserve.testing.fake_executor", "torch trio"),
     ],
