@@ -59,6 +59,12 @@ ROOMS = {
             "nixl": words("nixl_agent.py"),
         },
     ),
+    # What any Trio program could use. outcome is what trio itself hands results between threads in.
+    "trio_tools": Room(
+        rooms=words("contracts"),
+        packages=words("trio outcome h2 h11 hpack hyperframe"),
+        without=words("asyncio"),
+    ),
     # outcome is what trio itself hands results between threads in
     "runtime": Room(
         rooms=words("contracts core router text metrics"),
@@ -73,7 +79,7 @@ ROOMS = {
         without=words("asyncio"),
     ),
     "bench": Room(
-        rooms=words("contracts"),
+        rooms=words("contracts trio_tools"),
         packages=words("trio h2 h11 httptools hpack numpy torch"),
         only_in={
             "httptools": words("http1.py"),
@@ -83,7 +89,7 @@ ROOMS = {
         without=words("asyncio"),
     ),
     "testing": Room(
-        rooms=words("contracts core router text metrics model connectors runtime frontend bench"),
+        rooms=words("contracts core router text metrics model connectors runtime frontend trio_tools"),
         packages=words("trio h2 h11 torch tokenizers httpx pytest pytest_trio trioserve_kernels"),
         only_in={
             "trioserve_kernels": words("step_gap.py"),
