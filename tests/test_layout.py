@@ -59,6 +59,12 @@ ROOMS = {
             "nixl": words("nixl_agent.py"),
         },
     ),
+    # What any Trio program could use. outcome is what trio itself hands results between threads in.
+    "trio_tools": Room(
+        rooms=words("contracts"),
+        packages=words("trio outcome h2 h11 hpack hyperframe"),
+        without=words("asyncio"),
+    ),
     # outcome is what trio itself hands results between threads in
     "runtime": Room(
         rooms=words("contracts core router text metrics"),
@@ -73,7 +79,7 @@ ROOMS = {
         without=words("asyncio"),
     ),
     "bench": Room(
-        rooms=words("contracts"),
+        rooms=words("contracts trio_tools"),
         packages=words("trio h2 h11 httptools hpack numpy torch"),
         only_in={
             "httptools": words("http1.py"),
@@ -83,7 +89,7 @@ ROOMS = {
         without=words("asyncio"),
     ),
     "testing": Room(
-        rooms=words("contracts core router text metrics model connectors runtime frontend bench"),
+        rooms=words("contracts core router text metrics model connectors runtime frontend trio_tools"),
         packages=words("trio h2 h11 torch tokenizers httpx pytest pytest_trio trioserve_kernels"),
         only_in={
             "trioserve_kernels": words("step_gap.py"),
@@ -339,7 +345,7 @@ async def late():
         ("trioserve/testing/a.py", "from trioserve.core.engine import EngineCore", None),
         ("trioserve/config.py", "from trioserve.core.settings import CoreSettings", None),
         ("trioserve/config.py", "from trioserve.core.engine import EngineCore", "config knows the settings"),
-        ("trioserve/cli.py", "from trioserve.testing.core_cost import run_core_cost", None),
+        ("trioserve/cli.py", "from trioserve.testing.inside_command import run_inside", None),
         ("trioserve/server.py", "from trioserve.testing.faults import x", "does not know what pretends"),
     ],
 )
@@ -367,6 +373,7 @@ def test_the_reader_itself_names_wrong_arrows(file, source, expect):
         ("trioserve.runtime.engine", "torch"),
         ("trioserve.frontend.routes", "torch"),
         ("trioserve.testing", "torch trio msgspec"),
+        ("trioserve.testing.inside_command", "torch trio msgspec"),
         ("trioserve.testing.pytest_plugin", "torch trioserve.core trioserve.runtime h2"),
         ("trioserve.testing.fake_executor", "torch trio"),
     ],

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -38,13 +40,16 @@ SERVER_OPTIONS = frozenset(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Errors that a user can mend are one sentence on stderr, no traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser, commands = _parser()
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help", "--version")):
         arguments.insert(0, "serve")
-    parsed = parser.parse_args(arguments)
-    run: Callable[[argparse.Namespace], int] = commands[parsed.command]
+    if arguments[0] == "bench":  # has commands of its own, with a parser that no other command should wait for
+        run = functools.partial(_bench, arguments[1:])
+    else:
+        parser, commands = _parser()
+        parsed = parser.parse_args(arguments)
+        run = functools.partial(commands[parsed.command], parsed)
     try:
-        return run(parsed)
+        return run()
     except TrioserveError as error:
         print(f"trioserve: {error}", file=sys.stderr)
         return EXIT_FAILED
@@ -101,38 +106,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Nam
     _add_sampling(chat)
     add_arguments(chat, without=SERVER_OPTIONS)
 
-    bench = subparsers.add_parser(
-        "bench", help="measure a server from outside, or parts of this program without a model"
-    )
-    from trioserve.bench.flags import add_arguments as add_bench_arguments
-
-    bench.add_argument(
-        "--core",
-        action="store_true",
-        help="measure instead what Python costs a step, from scheduling to the readers, without a model (default: off)",
-    )
-    bench.add_argument(
-        "--frontend",
-        action="store_true",
-        help="measure what the front end costs an event and a small request instead, without a model (default: off)",
-    )
-    bench.add_argument(
-        "--served",
-        action="store_true",
-        help="measure what a step of smollm2 loses while its tokens go out over HTTP instead (default: off)",
-    )
-    bench.add_argument(
-        "--gap",
-        action="store_true",
-        help="measure the time between two forward passes of smollm2 instead, with --overlap-steps and without "
-        "(default: off)",
-    )
-    bench.add_argument(
-        "--drafts",
-        action="store_true",
-        help="measure what guesses bring (--speculative-ngram) in this process instead, on smollm2 (default: off)",
-    )
-    add_bench_arguments(bench)
+    subparsers.add_parser("bench", help="measure a server from outside, or parts of this program from inside")
 
     simulate = subparsers.add_parser(
         "simulate", help="look for bugs of the engine or the router: histories from seeds, all checked"
@@ -149,7 +123,6 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Nam
         "disagg": _disagg,
         "generate": _generate,
         "chat": _chat,
-        "bench": _bench,
         "simulate": _simulate,
         "random-checkpoint": _random_checkpoint,
     }
@@ -249,65 +222,21 @@ def _chat(arguments: argparse.Namespace) -> int:
     return run_chat(config, SamplingWishes.from_arguments(arguments), system=arguments.system)
 
 
-def _bench(arguments: argparse.Namespace) -> int:
-    if arguments.core or arguments.frontend or arguments.served or arguments.gap:
-        from trioserve.runtime.interpreter import prepare_interpreter
+def _bench(arguments: Sequence[str]) -> int:
+    from trioserve.bench.command import main as run_bench
 
-        prepare_interpreter()
-    if arguments.core:
-        from trioserve.testing.core_cost import run_core_cost
+    return run_bench(arguments, run_inside=_bench_inside)
 
-        return run_core_cost()
-    if arguments.frontend:
-        from trioserve.testing.frontend_cost import run_frontend_cost
 
-        return run_frontend_cost()
-    if arguments.served:
-        from trioserve.assemble import open_engine
-        from trioserve.testing.served_step import run_served_step
+def _bench_inside(arguments: Sequence[str]) -> int:
+    from trioserve.testing.inside_command import run_inside
 
-        return run_served_step(open_engine)
-    if arguments.gap:
-        from trioserve.assemble import open_engine
-        from trioserve.testing.step_gap import run_step_gap
+    def open_engine(*options: Any, **more: Any) -> Any:
+        from trioserve.assemble import open_engine  # late: kernels are measured on machines without trio
 
-        return run_step_gap(open_engine)
-    if arguments.drafts:
-        from trioserve.assemble import open_engine
-        from trioserve.testing.draft_bench import run_draft_bench
+        return open_engine(*options, **more)
 
-        return run_draft_bench(open_engine)
-    from trioserve.bench.disaggregated_settings import DisaggregatedSettings
-    from trioserve.bench.flags import settings_from
-    from trioserve.bench.router_settings import RouterBenchSettings
-    from trioserve.bench.soak_settings import SoakSettings
-    from trioserve.bench.startup_settings import StartupSettings
-    from trioserve.bench.suite_settings import SuiteSettings
-
-    settings = settings_from(arguments)
-    if isinstance(settings, SuiteSettings):
-        from trioserve.bench.suite import main as run_suite
-
-        return run_suite(settings)
-    if isinstance(settings, StartupSettings):
-        from trioserve.bench.startup import main as run_startup
-
-        return run_startup(settings)
-    if isinstance(settings, RouterBenchSettings):
-        from trioserve.bench.router_run import main as run_router_bench
-
-        return run_router_bench(settings)
-    if isinstance(settings, DisaggregatedSettings):
-        from trioserve.bench.disaggregated import main as run_disaggregated
-
-        return run_disaggregated(settings)
-    if isinstance(settings, SoakSettings):
-        from trioserve.bench.soak_run import main as run_soak
-
-        return run_soak(settings)
-    from trioserve.bench.run import main as run_bench
-
-    return run_bench(settings)
+    return run_inside(arguments, open_engine=open_engine)
 
 
 def _simulate(arguments: argparse.Namespace) -> int:

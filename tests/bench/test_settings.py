@@ -6,10 +6,11 @@ import argparse
 import subprocess
 import sys
 
+import msgspec
 import pytest
 
+from trioserve.bench.command import MEASUREMENTS, bench_parser
 from trioserve.bench.disaggregated_settings import DisaggregatedSettings
-from trioserve.bench.flags import add_arguments, settings_from
 from trioserve.bench.router_settings import WITHOUT_FLAGS, RouterBenchSettings
 from trioserve.bench.settings import BenchSettings, Target
 from trioserve.bench.soak_settings import SoakSettings
@@ -18,18 +19,18 @@ from trioserve.bench.suite_settings import SuiteSettings
 from trioserve.contracts.errors import StartupError
 
 
-def parse(flags: str) -> BenchSettings | SoakSettings | SuiteSettings | StartupSettings | RouterBenchSettings:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return settings_from(parser.parse_args(flags.split(" ") if flags else []))
+def parse(words: str) -> msgspec.Struct:
+    parsed = bench_parser().parse_args(words.split(" "))
+    return parsed.measurement.settings_from(parsed)
 
 
-def test_no_flags_give_the_defaults():
-    assert parse("") == BenchSettings()
+@pytest.mark.parametrize("measurement", MEASUREMENTS, ids=lambda measurement: measurement.name)
+def test_no_flags_give_the_defaults(measurement):
+    assert parse(measurement.name) == measurement.settings()
 
 
 def test_flags_of_a_startup_reach_their_settings():
-    settings = parse("--startup --rounds 3 --flags=--threads=2 --timeout 9 --json - --label l")
+    settings = parse("startup --rounds 3 --flags=--threads=2 --timeout 9 --json - --label l")
     assert settings == StartupSettings(
         server_flags=("--threads=2",), rounds=3, timeout_seconds=9.0, json_path="-", label="l"
     )
@@ -37,7 +38,7 @@ def test_flags_of_a_startup_reach_their_settings():
 
 def test_flags_of_a_router_reach_their_settings():
     settings = parse(
-        "--router --rows latency,bursts --requests 5 --concurrency 4 --rounds 3 --output-tokens 80 "
+        "router --rows latency,bursts --requests 5 --concurrency 4 --rounds 3 --output-tokens 80 "
         "--flags=--policy=session --seed 12 --json - --label l"
     )
     assert settings == RouterBenchSettings(
@@ -55,7 +56,7 @@ def test_flags_of_a_router_reach_their_settings():
 
 def test_every_flag_reaches_its_setting():
     settings = parse(
-        "--url https://localhost:8443/v1 --model m --endpoint chat --http 2 --connections 3 --concurrency 4 "
+        "load --url https://localhost:8443/v1 --model m --endpoint chat --http 2 --connections 3 --concurrency 4 "
         "--requests 5 --rate 1.5 --prompt-tokens 60 --prefix-tokens 7 --output-tokens 80 --prompt-mode text "
         "--vocab-size 900 --abort-fraction 0.1 --abort-after-tokens 11 --temperature 0.5 --no-ignore-eos "
         "--seed 12 --warmup 13 --timeout 14 --api-key k --json - --label l --allow-remote"
@@ -89,14 +90,14 @@ def test_every_flag_reaches_its_setting():
 
 
 def test_a_soak_has_defaults_of_its_own():
-    assert parse("--soak") == SoakSettings()
-    assert parse("--soak").requests == 10_000
-    assert parse("--soak").abort_fraction == 0.5
+    assert parse("soak") == SoakSettings()
+    assert parse("soak").requests == 10_000
+    assert parse("soak").abort_fraction == 0.5
 
 
 def test_every_flag_of_a_soak_reaches_its_setting():
     settings = parse(
-        "--soak --url https://localhost:8443/v1 --model m --concurrency 4 --requests 5 --prompt-tokens 60 "
+        "soak --url https://localhost:8443/v1 --model m --concurrency 4 --requests 5 --prompt-tokens 60 "
         "--long-prompt-tokens 600 --output-tokens 80 --vocab-size 900 --abort-fraction 0.1 --temperature 0.5 --seed 12 "
         "--warmup 13 --timeout 14 --api-key k --json - --label l --allow-remote"
     )
@@ -121,65 +122,77 @@ def test_every_flag_of_a_soak_reaches_its_setting():
     )
 
 
-def test_every_help_text_can_be_printed_and_names_a_default(capsys):
+def test_flags_of_a_suite_reach_their_settings():
+    settings = parse(
+        "suite --peer http://localhost:9000 --peer http://localhost:9001 --rows a,o1 --rounds 3 --markdown ./table.md"
+    )
+    assert settings == SuiteSettings(
+        peers=("http://localhost:9000", "http://localhost:9001"),
+        rows=("a", "o1"),
+        rounds=3,
+        markdown_path="./table.md",
+    )
+
+
+def test_flags_of_a_disaggregated_measurement_reach_their_settings():
+    settings = parse("disagg --connector nixl --rate 2 --long-prompt-tokens 900 --threads 4 --flags=--enforce-eager")
+    assert settings == DisaggregatedSettings(
+        connector="nixl",
+        rate_per_second=2.0,
+        long_prompt_tokens=900,
+        threads=4,
+        server_flags=("--enforce-eager",),
+    )
+
+
+@pytest.mark.parametrize("measurement", MEASUREMENTS, ids=lambda measurement: measurement.name)
+def test_a_measurement_shows_its_own_flags_alone_and_each_default(measurement, capsys):
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    measurement.add_arguments(parser)
     flags = [action for action in parser._actions if action.dest != "help"]
-    fields = {
-        name
-        for kind in (
-            BenchSettings,
-            DisaggregatedSettings,
-            SoakSettings,
-            SuiteSettings,
-            StartupSettings,
-            RouterBenchSettings,
-        )
-        for name in kind.__struct_fields__
-        if name not in WITHOUT_FLAGS
-    }
-    assert {action.dest for action in flags} == {"soak", "suite", "startup", "router", "disaggregated", *fields}
+    assert {action.dest for action in flags} == {*measurement.settings.__struct_fields__} - WITHOUT_FLAGS
     for action in flags:
-        assert "default" in action.help or "(off)" in action.help, action.dest
-    parser.print_help()
-    assert "%(" not in capsys.readouterr().out
+        assert "(default: " in action.help, action.dest
+    with pytest.raises(SystemExit) as left:
+        bench_parser().parse_args([measurement.name, "--help"])
+    assert left.value.code == 0
+    shown = capsys.readouterr().out
+    assert "%(" not in shown
+    assert all(action.option_strings[0] in shown for action in flags)
 
 
 @pytest.mark.parametrize(
-    "flags, said",
+    "words, said",
     [
-        ("--requests 0", "--requests is 0, allowed is 1"),
-        ("--concurrency 0", "--concurrency is 0"),
-        ("--rate 0", "--rate is 0"),
-        ("--rate nan", "--rate is nan"),
-        ("--temperature inf", "--temperature is inf"),
-        ("--abort-fraction 1.5", "--abort-fraction is 1.5, allowed is 0 to 1"),
-        ("--prompt-tokens 10 --prefix-tokens 11", "--prefix-tokens is 11, allowed is 0 to 10"),
-        ("--connections 2", "use --http 2"),
-        ("--endpoint chat --prompt-mode ids", "--prompt-mode ids needs --endpoint completions"),
-        ("--abort-fraction 0.5 --output-tokens 8 --abort-after-tokens 8", "must be below --output-tokens"),
-        ("--url ftp://127.0.0.1", "only http and https"),
-        ("--url 127.0.0.1:8000", "only http and https"),
-        ("--url http://127.0.0.1:70000", "cannot be read"),
-        ("--url http://user@127.0.0.1", "has no place in it"),
-        ("--url http://192.0.2.1:8000", "add --allow-remote"),
-        ("--url http://example.org", "add --allow-remote"),
-        ("--url http://localhost.example.org", "add --allow-remote"),
-        ("--json /nowhere/at/all.json", "--json /nowhere/at/all.json cannot be written"),
-        ("--json /", "cannot be written"),
-        ("--api-key key\n", "--api-key has characters"),
-        ("--soak --rate 2", "--rate does not go with this kind of measurement, only with: a plain bench"),
-        ("--soak --no-ignore-eos", "--ignore-eos does not go with this kind"),
-        ("--long-prompt-tokens 9", "--long-prompt-tokens does not go with this kind of measurement, only with: --soak"),
-        ("--soak --requests 1", "--requests is 1, allowed is 2"),
-        ("--soak --output-tokens 1", "--output-tokens is 1, allowed is 2"),
-        ("--soak --url http://192.0.2.1:8000", "add --allow-remote"),
-        ("--soak --json /nowhere/at/all.json", "cannot be written"),
+        ("load --requests 0", "--requests is 0, allowed is 1"),
+        ("load --concurrency 0", "--concurrency is 0"),
+        ("load --rate 0", "--rate is 0"),
+        ("load --rate nan", "--rate is nan"),
+        ("load --temperature inf", "--temperature is inf"),
+        ("load --abort-fraction 1.5", "--abort-fraction is 1.5, allowed is 0 to 1"),
+        ("load --prompt-tokens 10 --prefix-tokens 11", "--prefix-tokens is 11, allowed is 0 to 10"),
+        ("load --connections 2", "use --http 2"),
+        ("load --endpoint chat --prompt-mode ids", "--prompt-mode ids needs --endpoint completions"),
+        ("load --abort-fraction 0.5 --output-tokens 8 --abort-after-tokens 8", "must be below --output-tokens"),
+        ("load --url ftp://127.0.0.1", "only http and https"),
+        ("load --url 127.0.0.1:8000", "only http and https"),
+        ("load --url http://127.0.0.1:70000", "cannot be read"),
+        ("load --url http://user@127.0.0.1", "has no place in it"),
+        ("load --url http://192.0.2.1:8000", "add --allow-remote"),
+        ("load --url http://example.org", "add --allow-remote"),
+        ("load --url http://localhost.example.org", "add --allow-remote"),
+        ("load --json /nowhere/at/all.json", "--json /nowhere/at/all.json cannot be written"),
+        ("load --json /", "cannot be written"),
+        ("load --api-key key\n", "--api-key has characters"),
+        ("soak --requests 1", "--requests is 1, allowed is 2"),
+        ("soak --output-tokens 1", "--output-tokens is 1, allowed is 2"),
+        ("soak --url http://192.0.2.1:8000", "add --allow-remote"),
+        ("soak --json /nowhere/at/all.json", "cannot be written"),
     ],
 )
-def test_a_value_that_cannot_be_is_refused_with_its_flag(flags, said):
+def test_a_value_that_cannot_be_is_refused_with_its_flag(words, said):
     with pytest.raises(StartupError) as refusal:
-        parse(flags)
+        parse(words)
     assert said in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
@@ -208,6 +221,16 @@ def test_a_url_names_host_port_and_prefix(url, target, authority):
 
 
 def test_the_flags_can_be_shown_without_loading_trio_or_h2():
-    program = "import sys, trioserve.bench.flags; print([m for m in ('trio', 'h2', 'h11') if m in sys.modules])"
+    program = "import sys, trioserve.bench.command; print([m for m in ('trio', 'h2', 'h11') if m in sys.modules])"
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "words", ["soak --rate 2", "soak --no-ignore-eos", "load --long-prompt-tokens 9", "startup --url http://localhost"]
+)
+def test_a_flag_of_another_measurement_is_refused(words, capsys):
+    with pytest.raises(SystemExit) as left:
+        parse(words)
+    assert left.value.code == 2
+    assert f"unrecognized arguments: {words.split(' ', 1)[1]}" in capsys.readouterr().err

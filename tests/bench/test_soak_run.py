@@ -146,7 +146,7 @@ async def test_another_server_is_told_apart_in_one_sentence(start_server, tokens
     outcome = await soak(settings(), opener=lambda http: server.open_stream, progress=io.StringIO())
     assert isinstance(outcome, CannotMeasure)
     assert outcome.exit_code == 2
-    assert "--soak judges what trioserve tells of itself" in outcome.message
+    assert "bench soak judges what trioserve tells of itself" in outcome.message
     assert "without trioserve:kv_blocks" in outcome.message
     assert "\n" not in outcome.message
     assert not server.calls

@@ -7,12 +7,12 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import h2.connection
-import h2.events
 import pytest
 import trio
 
 from trioserve.testing.memory_server import MemoryServer
+from trioserve.trio_tools.http2_client import Http2ClientProtocol
+from trioserve.trio_tools.http_client import ResponseEnd, ResponseResult
 
 
 @dataclasses.dataclass
@@ -83,32 +83,27 @@ class Http1Client:
 
 
 class Http2Client:
-    """One request over HTTP/2, windows kept open."""
+    """One request at a time over HTTP/2, windows kept open; the listener of its response."""
 
     ways_to_leave = ("close", "half-close", "reset", "goaway")
 
     def __init__(self, server: MemoryServer) -> None:
         self.stream = server.connect()
         self.received = b""
-        self.reset_code: int | None = None
+        self.status = 0
         self.headers: dict[str, str] = {}
         self.ended = False
-        self.was_told_to_go = False
-        self._held = b""
-        self._connection = h2.connection.H2Connection()
-        self._stream_id = 0
+        self._protocol = Http2ClientProtocol(authority="test")
+        self._number = 0
+
+    @property
+    def was_told_to_go(self) -> bool:
+        return self._protocol.goaway is not None
 
     async def ask(self, body: dict[str, object], *, missing_bytes: int = 0) -> None:
-        connection = self._connection
-        if not self._stream_id:
-            connection.initiate_connection()
-        self._stream_id = connection.get_next_available_stream_id()
-        connection.send_headers(
-            self._stream_id,
-            [(":method", "POST"), (":path", "/v1/completions"), (":scheme", "http"), (":authority", "test")],
-        )
-        connection.send_data(self._stream_id, json.dumps(body).encode(), end_stream=missing_bytes == 0)
-        await self.stream.send_all(connection.data_to_send())
+        self._number = self._protocol.begin("POST", "/v1/completions", [], self, has_body=True)
+        self._protocol.send_body(self._number, json.dumps(body).encode(), is_last=missing_bytes == 0)
+        await self._flush()
 
     async def answer(self) -> Answer:
         """Read an answer to its end."""
@@ -116,8 +111,7 @@ class Http2Client:
             piece = await self.stream.receive_some()
             assert piece, f"the server closed after {self.received!r}"
             await self._take(piece)
-        fields = dict(self.headers)
-        return Answer(int(fields.pop(":status")), fields, self.received)
+        return Answer(self.status, self.headers, self.received)
 
     async def read(self) -> None:
         try:
@@ -126,31 +120,22 @@ class Http2Client:
         except (trio.ClosedResourceError, trio.BrokenResourceError):
             pass
 
-    async def _take(self, piece: bytes) -> None:
-        for event in self._connection.receive_data(self._without_goaway(piece)):
-            if isinstance(event, h2.events.ResponseReceived):
-                self.headers = {name.decode(): value.decode() for name, value in event.headers}
-            elif isinstance(event, h2.events.DataReceived):
-                self.received += event.data
-                self._connection.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
-            elif isinstance(event, h2.events.StreamEnded):
-                self.ended = True
-            elif isinstance(event, h2.events.StreamReset):
-                self.reset_code = event.error_code
-        await self.stream.send_all(self._connection.data_to_send())
+    def on_head(self, status: int, fields: list[tuple[bytes, bytes]]) -> None:
+        self.status = status
+        self.headers = {name.decode(): value.decode() for name, value in fields}
 
-    def _without_goaway(self, piece: bytes) -> bytes:
-        """h2 refuses every frame that follows a GOAWAY, although streams that are open go on."""
-        self._held += piece
-        kept = b""
-        while len(self._held) >= 9 and len(self._held) >= 9 + int.from_bytes(self._held[:3]):
-            length = 9 + int.from_bytes(self._held[:3])
-            frame, self._held = self._held[:length], self._held[length:]
-            if frame[3] == 7:
-                self.was_told_to_go = True
-            else:
-                kept += frame
-        return kept
+    def on_body(self, data: bytes) -> None:
+        self.received += data
+
+    def on_end(self, end: ResponseEnd) -> None:
+        self.ended = end.result is ResponseResult.COMPLETE
+
+    async def _take(self, piece: bytes) -> None:
+        self._protocol.receive(piece)
+        await self._flush()
+
+    async def _flush(self) -> None:
+        await self.stream.send_all(self._protocol.take_unsent())
 
     @property
     def text(self) -> str:
@@ -160,11 +145,11 @@ class Http2Client:
         if way == "reset" and self.ended:
             pass  # there is nothing left to reset
         elif way == "reset":
-            self._connection.reset_stream(self._stream_id, error_code=8)
-            await self.stream.send_all(self._connection.data_to_send())
+            self._protocol.reset(self._number)
+            await self._flush()
         elif way == "goaway":
-            self._connection.close_connection()
-            await self.stream.send_all(self._connection.data_to_send())
+            self._protocol.say_goaway()
+            await self._flush()
             await self.stream.aclose()
         elif way == "close":
             await self.stream.aclose()

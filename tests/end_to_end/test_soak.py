@@ -27,7 +27,7 @@ JUDGED = {
 def test_nothing_is_left_of_clients_that_leave_at_every_moment(server, tmp_path: Path):
     path = tmp_path / "soak.json"
     command = (
-        f"{sys.executable} -m trioserve bench --soak --url {server.url} --json {path} --requests 120 --warmup 20 "
+        f"{sys.executable} -m trioserve bench soak --url {server.url} --json {path} --requests 120 --warmup 20 "
         "--concurrency 20 --output-tokens 12 --long-prompt-tokens 700"
     )
     result = subprocess.run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import weakref
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import torch
 
 from trioserve.contracts.step import StepPlan, StepResult
 from trioserve.model import gpu_bench
-from trioserve.model.gpu_bench import Case, bound_seconds, main, table
+from trioserve.model.gpu_bench import Case, add_arguments, bound_seconds, run, table
 from trioserve.model.real_shapes import SHAPES
 from trioserve.model.runner import ModelRunner
 from trioserve.model.torch_step_model import TorchStepModel
@@ -20,9 +21,15 @@ from trioserve.model.torch_step_model import TorchStepModel
 TINY = ["--device", "cpu", "--shape", "tiny", "--batch", "1", "3", "--context", "50"]
 
 
+def measured(words: list[str]) -> int:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return run(parser.parse_args(words))
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests what happens without a CUDA device")
 def test_it_refuses_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 2
+    assert measured([]) == 2
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.startswith("torch sees no CUDA device here")
@@ -40,7 +47,7 @@ def test_it_refuses_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_it_cannot_measure_is_refused_with_a_sentence(
     arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(arguments) == 2
+    assert measured(arguments) == 2
     assert sentence in capsys.readouterr().err
 
 
@@ -49,7 +56,7 @@ def test_what_it_cannot_measure_is_refused_with_a_sentence(
 )
 def test_values_out_of_range_are_refused(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as refused:
-        main(arguments)
+        measured(arguments)
     assert refused.value.code == 2
 
 
@@ -79,7 +86,7 @@ def test_the_table_has_a_line_a_case_and_a_dash_for_what_was_not_measured() -> N
 
 
 def test_it_can_be_tried_out_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*TINY, "--sampled"]) == 0
+    assert measured([*TINY, "--sampled"]) == 0
     said = capsys.readouterr().out
     rows = [line.split() for line in said.splitlines() if re.match(r"\s+[0-9]+\s", line)]
     assert [row[:2] for row in rows] == [["1", "50"], ["3", "50"]]
@@ -108,7 +115,7 @@ def test_overlapped_steps_get_the_tokens_that_are_not_there_yet(monkeypatch: pyt
 
     monkeypatch.setattr(ModelRunner, "launch", watched)
     monkeypatch.setattr(ModelRunner, "execute", lambda self, plan: launch(self, plan)())
-    assert main([*TINY, "--ways", "static"]) == 0
+    assert measured([*TINY, "--ways", "static"]) == 0
     assert not unfinished
     assert len(results) > 10
     for result in results:
@@ -133,13 +140,14 @@ def test_a_ways_kv_is_let_go_before_the_next_one_is_made(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(TorchStepModel, "allocate_kv", noted)
     monkeypatch.setattr(gpu_bench, "_make_runner", made)
-    assert main(TINY) == 0
+    assert measured(TINY) == 0
     assert pages
 
 
 def test_a_case_whose_kv_does_not_fit_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
-        main(["--device", "cpu", "--shape", "tiny", "--batch", "1", "4000", "--context", "200", "--ways", "torch"]) == 0
+        measured(["--device", "cpu", "--shape", "tiny", "--batch", "1", "4000", "--context", "200", "--ways", "torch"])
+        == 0
     )
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if re.match(r"\s+[0-9]+\s", line)]
     assert [row[-1] for row in rows][1] == "-"

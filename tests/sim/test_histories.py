@@ -8,7 +8,6 @@ import pytest
 
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.events import FinishReason
-from trioserve.testing.core_runs import run_core_script, run_core_seed
 from trioserve.testing.history import (
     Abort,
     Arrive,
@@ -48,12 +47,11 @@ from trioserve.testing.router_history import Fail as FailAtEndpoint
 from trioserve.testing.router_history import Wait as WaitAtRouter
 from trioserve.testing.router_history import history_of as router_history_of
 from trioserve.testing.router_history import script_of as router_script_of
-from trioserve.testing.router_runs import run_router_script, run_router_seed
+from trioserve.testing.runs import runs_of
 from trioserve.testing.stack_http_plan import Ask as AskOverHttp
 from trioserve.testing.stack_http_plan import Connection, Delete, Front
 from trioserve.testing.stack_plan import Client, Order, StackPlan, Stage, stack_plan_of
 from trioserve.testing.stack_plan import script_of as stack_script_of
-from trioserve.testing.stack_runs import run_stack_script, run_stack_seed
 
 EVERYTHING = History(
     World(block_count=8, block_size=2, running_requests_max=2, step_tokens_max=4, has_connector=True),
@@ -223,7 +221,7 @@ def test_a_script_that_cannot_be_read_says_where(script, match):
 def test_a_history_means_something_whatever_is_missing(missing):
     events = EVERYTHING.events[:missing] + EVERYTHING.events[missing + 1 :]
     for kept in (events, events[::-1]):
-        assert run_core_script(script_of(History(EVERYTHING.world, kept))).failure is None
+        assert runs_of("core").run_script(script_of(History(EVERYTHING.world, kept))).failure is None
 
 
 def test_a_script_of_the_stack_says_everything():
@@ -234,7 +232,7 @@ def test_a_script_of_the_stack_says_everything():
 def test_a_plan_of_the_stack_means_something_whatever_is_missing(missing):
     parts = STACK.parts[:missing] + STACK.parts[missing + 1 :]
     for kept in (parts, parts[::-1]):
-        assert run_stack_script(stack_script_of(StackPlan(STACK.stage, kept))).failure is None
+        assert runs_of("stack").run_script(stack_script_of(StackPlan(STACK.stage, kept))).failure is None
 
 
 def test_a_script_of_a_router_says_everything():
@@ -251,15 +249,15 @@ def test_a_script_of_a_router_begins_with_its_settings(script):
 def test_a_history_of_a_router_means_something_whatever_is_missing(missing):
     events = ROUTER.events[:missing] + ROUTER.events[missing + 1 :]
     for kept in (events, events[::-1]):
-        assert run_router_script(router_script_of(RouterHistory(ROUTER.world, kept))).failure is None
+        assert runs_of("router").run_script(router_script_of(RouterHistory(ROUTER.world, kept))).failure is None
 
 
 @pytest.mark.parametrize(
     ("run", "step_count", "seed_count", "moments"),
     [
-        (run_core_seed, 100, 150, CORE_MOMENTS),
-        (run_stack_seed, 12, 200, STACK_MOMENTS),
-        (run_router_seed, 150, 200, ROUTER_MOMENTS),
+        (runs_of("core").run_seed, 100, 150, CORE_MOMENTS),
+        (runs_of("stack").run_seed, 12, 200, STACK_MOMENTS),
+        (runs_of("router").run_seed, 150, 200, ROUTER_MOMENTS),
     ],
     ids=["core", "stack", "router"],
 )

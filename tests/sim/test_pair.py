@@ -30,8 +30,8 @@ from trioserve.testing.pair_history import (
     history_of,
     script_of,
 )
-from trioserve.testing.pair_runs import run_pair_script, run_pair_seed, shrunk_pair_failure
 from trioserve.testing.pair_simulator import PairSimulation
+from trioserve.testing.runs import runs_of
 
 PROMPT = (1, 2, 3, 1, 2)
 
@@ -214,13 +214,13 @@ def test_a_script_begins_with_its_world(script):
 def test_a_history_means_something_whatever_is_missing(missing):
     events = EVERYTHING.events[:missing] + EVERYTHING.events[missing + 1 :]
     for kept in (events, events[::-1]):
-        assert run_pair_script(script_of(PairHistory(EVERYTHING.world, kept))).failure is None
+        assert runs_of("pair").run_script(script_of(PairHistory(EVERYTHING.world, kept))).failure is None
 
 
 def test_the_seeds_reach_every_phase():
     totals: Counter[str] = Counter()
     for seed in range(60):
-        verdict = run_pair_seed(seed, 300)
+        verdict = runs_of("pair").run_seed(seed, 300)
         assert verdict.failure is None, (seed, verdict.failure)
         totals.update(verdict.counts)
     assert [moment for moment in MOMENTS if totals[moment] == 0] == []
@@ -229,8 +229,8 @@ def test_the_seeds_reach_every_phase():
 def test_a_history_is_cut_down(monkeypatch):
     monkeypatch.setattr(Sends, "aborted", lambda sends, request_id: None)
     monkeypatch.setattr(Sends, "expired", lambda sends, request_id: sends._reports.forget(HoldKind.SEND, request_id))
-    failure = next(filter(None, (run_pair_seed(seed, 300).failure for seed in range(50))))
-    plainest = shrunk_pair_failure(failure, replays_max=1_000)
+    failure = next(filter(None, (runs_of("pair").run_seed(seed, 300).failure for seed in range(50))))
+    plainest = runs_of("pair").shrunk(failure, replays_max=1_000)
     assert plainest.is_like(failure)
     assert plainest.script.count("\n") <= 12, plainest.script
-    assert run_pair_script(plainest.script).failure is not None
+    assert runs_of("pair").run_script(plainest.script).failure is not None

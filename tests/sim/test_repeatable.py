@@ -11,9 +11,9 @@ import trio
 
 from trioserve.contracts.errors import StartupError
 from trioserve.testing import stack_http_server
+from trioserve.testing.runs import runs_of
 from trioserve.testing.seeded_schedule import SOURCE, SWITCH, seeded_schedule
 from trioserve.testing.stack_plan import drawn_stack_plan
-from trioserve.testing.stack_runs import run_stack_script
 
 BOTH_PROTOCOLS = """\
 stage block_count=8 running_requests_max=2 step_tokens_max=6 waiting_requests_max=4 step_seconds=[0.01] schedule_seed=1
@@ -57,7 +57,7 @@ def test_every_byte_that_the_server_sends_is_in_the_trace(monkeypatch):
 
     def lines() -> list[str]:
         told: list[str] = []
-        assert run_stack_script(BOTH_PROTOCOLS, trace=told.append).failure is None
+        assert runs_of("stack").run_script(BOTH_PROTOCOLS, trace=told.append).failure is None
         return told
 
     first = lines()

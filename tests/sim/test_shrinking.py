@@ -9,10 +9,8 @@ from trioserve.frontend.h2_stream import H2Stream
 from trioserve.router.core import RouterCore
 from trioserve.router.ticket import TicketState
 from trioserve.runtime.delivery import Delivery
-from trioserve.testing.core_runs import run_core_script, run_core_seed, shrunk_core_failure
-from trioserve.testing.router_runs import run_router_script, run_router_seed, shrunk_router_failure
+from trioserve.testing.runs import runs_of
 from trioserve.testing.shrink import cut
-from trioserve.testing.stack_runs import run_stack_script, run_stack_seed, shrunk_stack_failure
 
 
 @pytest.mark.parametrize(
@@ -40,11 +38,11 @@ def test_a_history_of_the_core_is_cut_down(monkeypatch):
         pool._free.extend(blocks)  # whoever else uses them
 
     monkeypatch.setattr(BlockPool, "release", free_for_good)
-    failure = first_failure(run_core_seed, 100)
-    plainest = shrunk_core_failure(failure, replays_max=2_000)
+    failure = first_failure(runs_of("core").run_seed, 100)
+    plainest = runs_of("core").shrunk(failure, replays_max=2_000)
     assert plainest.is_like(failure)
     assert plainest.script.count("\n") <= 3, plainest.script  # a world, somebody, and perhaps a word
-    again = run_core_script(plainest.script).failure
+    again = runs_of("core").run_script(plainest.script).failure
     assert again is not None
     assert (again.script, str(again)) == (plainest.script, str(plainest))
 
@@ -55,11 +53,11 @@ def test_a_history_of_a_router_is_cut_down(monkeypatch):
             core._leave_line(ticket)  # and a lease stays where it is
 
     monkeypatch.setattr(RouterCore, "_let_go", keep)
-    failure = first_failure(run_router_seed, 150)
-    plainest = shrunk_router_failure(failure, replays_max=2_000)
+    failure = first_failure(runs_of("router").run_seed, 150)
+    plainest = runs_of("router").shrunk(failure, replays_max=2_000)
     assert plainest.is_like(failure)
     assert plainest.script.count("\n") <= 5, plainest.script  # settings, an endpoint that is well, who comes and goes
-    again = run_router_script(plainest.script).failure
+    again = runs_of("router").run_script(plainest.script).failure
     assert again is not None
     assert (again.script, str(again)) == (plainest.script, str(plainest))
 
@@ -70,11 +68,11 @@ def test_a_plan_of_the_stack_is_cut_down(monkeypatch):
             choice.is_ended = True
 
     monkeypatch.setattr(Delivery, "end", stay)
-    failure = first_failure(run_stack_seed, 12)
-    plainest = shrunk_stack_failure(failure, replays_max=300)
+    failure = first_failure(runs_of("stack").run_seed, 12)
+    plainest = runs_of("stack").shrunk(failure, replays_max=300)
     assert plainest.is_like(failure)
     assert plainest.script.count("\n") <= 3, plainest.script  # the stage, one who leaves, and perhaps one more
-    assert run_stack_script(plainest.script).failure is not None
+    assert runs_of("stack").run_script(plainest.script).failure is not None
 
 
 def test_a_plan_with_clients_over_http_is_cut_down(monkeypatch):
@@ -82,16 +80,16 @@ def test_a_plan_with_clients_over_http_is_cut_down(monkeypatch):
         stream.gone = True
 
     monkeypatch.setattr(H2Stream, "leave", stay)
-    failure = first_failure(run_stack_seed, 12)
-    plainest = shrunk_stack_failure(failure, replays_max=300)
+    failure = first_failure(runs_of("stack").run_seed, 12)
+    plainest = runs_of("stack").shrunk(failure, replays_max=300)
     assert plainest.is_like(failure)
     assert plainest.script.count("\n") <= 4, plainest.script  # the stage, a connection, and who leaves
-    assert run_stack_script(plainest.script).failure is not None
+    assert runs_of("stack").run_script(plainest.script).failure is not None
 
 
 def test_shrinking_ends_when_its_replays_are_used_up(monkeypatch):
     monkeypatch.setattr(BlockPool, "release", lambda pool, blocks: None)
-    failure = first_failure(run_core_seed, 100)
-    plainest = shrunk_core_failure(failure, replays_max=5)
+    failure = first_failure(runs_of("core").run_seed, 100)
+    plainest = runs_of("core").shrunk(failure, replays_max=5)
     assert plainest.is_like(failure)
     assert len(plainest.script) <= len(failure.script)

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from trioserve.testing.stack_http_answer import BROKEN_OFF, COMPLETE, outcome_of
-from trioserve.testing.stack_http_client import Answer, Http1Client, Http2Client
+from trioserve.testing.stack_http_client import Answer, StrictClient
 from trioserve.testing.stack_http_plan import Ask
 
 TOKENS = [tuple("añb".encode())]  # the middle character is two tokens
@@ -71,7 +71,7 @@ def test_anything_else_is_objected_to(body, is_complete, objection):
 
 
 def test_what_is_not_http_is_objected_to():
-    one, two = Http1Client(), Http2Client(window=100)
+    one, two = StrictClient(http=1), StrictClient(http=2, window=100)
     for client in (one, two):
         client.begin(Answer(), "GET", "/", [], has_body=False)
     with pytest.raises(AssertionError, match=r"broke HTTP/1\.1"):
@@ -79,11 +79,11 @@ def test_what_is_not_http_is_objected_to():
     with pytest.raises(AssertionError, match="broke HTTP/2"):
         two.receive(b"\0\0\4\0\1\0\0\0\1data")  # DATA before SETTINGS and before a head
     with pytest.raises(AssertionError, match="nobody asked for"):
-        Http1Client().receive(b"HTTP/1.1 200 OK\r\n\r\n")
+        StrictClient(http=1).receive(b"HTTP/1.1 200 OK\r\n\r\n")
 
 
 def test_answers_to_pipelined_requests_are_told_apart():
-    client = Http1Client()
+    client = StrictClient(http=1)
     answers = [Answer(), Answer(), Answer()]
     for answer in answers:
         client.begin(answer, "GET", "/", [], has_body=False)

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import argparse
 import json
+from types import ModuleType
 
 import pytest
 
-from trioserve.testing import core_cost
-from trioserve.testing.core_cost import add_arguments, main
-
-
-def parsed(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return parser.parse_args(words)
+from trioserve.testing import core_cost, delivery_cost
 
 
 @pytest.fixture(autouse=True)
-def few_deliveries(monkeypatch):
-    monkeypatch.setattr(core_cost, "DELIVERY_SHAPES", ((0, 2), (5, 3)))
+def unprepared(monkeypatch):
+    """The interpreter stays as it is: this one runs other tests, too."""
+    for module in (core_cost, delivery_cost):
+        monkeypatch.setattr(module, "prepare_interpreter", lambda: None)
 
 
-def test_every_part_of_a_delivery_has_a_cost(capsys):
-    assert main(parsed("--running", "1", "--queued", "1", "--rounds", "1")) == 0
-    delivery = json.loads(capsys.readouterr().out.splitlines()[-1])["delivery"]
+def parsed(module: ModuleType, *words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    module.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def test_every_part_of_a_delivery_has_a_cost(capsys, monkeypatch):
+    monkeypatch.setattr(delivery_cost, "SHAPES", ((0, 2), (5, 3)))
+    assert delivery_cost.run(parsed(delivery_cost, "--rounds", "1")) == 0
+    delivery = json.loads(capsys.readouterr().out.splitlines()[-1])
     steps = [(step["readers"], step["running_count"], step["queued_count"]) for step in delivery["steps"]]
     assert steps == [("plain", 2, 0), ("plain", 3, 5), ("chat", 2, 0), ("chat", 3, 5)]
     for step in delivery["steps"]:
@@ -36,7 +39,7 @@ def test_every_part_of_a_delivery_has_a_cost(capsys):
 
 
 def test_every_combination_is_measured_and_compared_with_the_shortest_queue(capsys):
-    assert main(parsed("--running", "1", "3", "--queued", "2", "9", "--rounds", "1")) == 0
+    assert core_cost.run(parsed(core_cost, "--running", "1", "3", "--queued", "2", "9", "--rounds", "1")) == 0
     *table, line = capsys.readouterr().out.splitlines()
     costs = json.loads(line)["costs"]
     assert len([row for row in table if row.startswith(("step", "abort"))]) == len(costs)
@@ -55,5 +58,5 @@ def test_every_combination_is_measured_and_compared_with_the_shortest_queue(caps
 @pytest.mark.parametrize("words", [("--rounds", "0"), ("--running", "0"), ("--queued", "-1"), ("--rounds", "x")])
 def test_what_cannot_be_measured_is_refused(words, capsys):
     with pytest.raises(SystemExit):
-        parsed(*words)
+        parsed(core_cost, *words)
     assert words[0] in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 
 import pytest
@@ -21,7 +22,8 @@ def test_every_figure_is_in_the_table_and_in_the_json(capsys, monkeypatch):
     monkeypatch.setattr(frontend_cost, "SHAPES", ((1, 2, 2),))
     monkeypatch.setattr(frontend_cost, "TOKENS", (1, 3))
     monkeypatch.setattr(frontend_cost, "SMALL_REQUESTS", 64)
-    assert frontend_cost.run_frontend_cost(rounds=1) == 0
+    monkeypatch.setattr(frontend_cost, "prepare_interpreter", lambda: None)
+    assert frontend_cost.run(argparse.Namespace(rounds=1)) == 0
     *table, line = capsys.readouterr().out.splitlines()
     costs = json.loads(line)["costs"]
     assert [cost["what"] for cost in costs] == ["event", "small request", "small request"]

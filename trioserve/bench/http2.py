@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-
-import h2.config
-import h2.connection
-import h2.errors
-import h2.events
 import h2.exceptions
-import h2.settings
 import trio
 
 from trioserve.bench.client import (
@@ -22,13 +15,13 @@ from trioserve.bench.client import (
     opened,
     receive,
 )
+from trioserve.trio_tools.http2_client import Http2ClientProtocol
+from trioserve.trio_tools.http_client import ResponseEnd, ResponseResult
 
-__all__ = ["FrameSplitter", "Http2Client"]
+__all__ = ["Http2Client"]
 
 WINDOW_BYTES = 1 << 24  # per stream and connection: the client must never be what a server waits for
-FRAME_HEADER_BYTES = 9
-FRAME_BYTES_MAX = 16_384  # the HTTP/2 default, which this client does not raise
-GOAWAY = 0x07
+NO_ERROR = "NO_ERROR"  # of a server that leaves gracefully
 
 
 class Http2Client:
@@ -47,7 +40,9 @@ class Http2Client:
         """The connections' tasks run in the nursery until it is cancelled."""
         self._nursery = nursery
         self._open_stream = open_stream
-        self._headers = [(":scheme", scheme), (":authority", authority), *headers]
+        self._headers = headers
+        self._scheme = scheme
+        self._authority = authority
         self._places = [_Place() for _ in range(connections)]
 
     @property
@@ -58,19 +53,18 @@ class Http2Client:
     async def request(
         self, method: str, path: str, body: bytes, listener: Listener, *, withheld_bytes: int = 0
     ) -> Failure | None:
-        headers = [(":method", method), (":path", path), *self._headers, ("content-length", str(len(body)))]
         place = min(self._places, key=lambda place: place.request_count)
         place.request_count += 1
         try:
-            failure = await self._request_once(place, headers, body, listener, withheld_bytes)
+            failure = await self._request_once(place, method, path, body, listener, withheld_bytes)
             if failure is not None and failure.kind is FailureKind.UNPROCESSED:
-                failure = await self._request_once(place, headers, body, listener, withheld_bytes)
+                failure = await self._request_once(place, method, path, body, listener, withheld_bytes)
             return failure
         finally:
             place.request_count -= 1
 
     async def _request_once(
-        self, place: _Place, headers: list[tuple[str, str]], body: bytes, listener: Listener, withheld_bytes: int
+        self, place: _Place, method: str, path: str, body: bytes, listener: Listener, withheld_bytes: int
     ) -> Failure | None:
         async with place.opening:
             connection = place.connection
@@ -78,14 +72,15 @@ class Http2Client:
                 stream = await opened(self._open_stream)
                 if isinstance(stream, Failure):
                     return stream
-                connection = place.connection = _Http2Connection(stream)
+                connection = place.connection = _Http2Connection(stream, scheme=self._scheme, authority=self._authority)
                 self._nursery.start_soon(connection.run)
                 failure = await connection.greeted()
                 if failure is not None:
                     return failure
         if connection.is_full:
             place.stream_wait_count += 1
-        return await connection.request(headers, body, listener, withheld_bytes)
+        fields = [*self._headers, ("content-length", str(len(body)))]
+        return await connection.request(method, path, fields, body, listener, withheld_bytes)
 
     async def aclose(self) -> None:
         self.hang_up()
@@ -109,51 +104,72 @@ class _Place:
 
 
 class _Exchange:
-    """One request on its stream. unsent: what the server's flow control windows have not yet let go. is_whole: False if
-    the stream stays open behind it, since the body was announced longer."""
+    """One request, and the protocol's listener for it."""
 
-    __slots__ = ("ended", "failure", "is_whole", "listener", "unsent")
+    __slots__ = ("connection", "ended", "failure", "is_over", "listener", "stream_id")
 
-    def __init__(self, listener: Listener, body: bytes, withheld_bytes: int) -> None:
+    def __init__(self, connection: _Http2Connection, listener: Listener) -> None:
+        self.connection = connection
         self.listener = listener
-        self.unsent = memoryview(body)[: len(body) - withheld_bytes]
-        self.is_whole = not withheld_bytes
+        self.stream_id = 0
         self.ended = trio.Event()
         self.failure: Failure | None = None
+        self.is_over = False
+
+    def on_head(self, status: int, fields: list[tuple[bytes, bytes]]) -> None:
+        self.listener.head(status)
+
+    def on_body(self, data: bytes) -> None:
+        if not self.listener.body(data, self.connection.read_at):
+            self.connection.leave(self)
+
+    def on_end(self, end: ResponseEnd) -> None:
+        if end.result is ResponseResult.COMPLETE:
+            if not end.was_request_sent:  # answered early: nobody will read the rest of the request
+                self.connection.protocol.reset(self.stream_id)
+        elif end.result is ResponseResult.RESET:
+            message = f"the server reset the stream: {end.error}"
+            self.failure = Failure(FailureKind.RESET, message, end.error)
+        elif end.result is ResponseResult.UNPROCESSED:
+            self.failure = Failure(FailureKind.UNPROCESSED, f"not processed before GOAWAY: {end.error}")
+        else:
+            self.failure = self.connection.end
+        self.finish()
+
+    def finish(self) -> None:
+        self.is_over = True
+        self.ended.set()
+        self.connection.stream_waiters.unpark()
 
 
 class _Http2Connection:
     """One connection: a reader that tells the listeners, a writer that sends whatever has gathered since it last wrote.
 
     Requests only queue frames, so a request can be cancelled anywhere without leaving half a frame on the wire.
+    read_at: when what is told just now was read, on trio's clock. end: how what still runs fails when it is over.
     """
 
-    def __init__(self, stream: trio.abc.Stream) -> None:
+    def __init__(self, stream: trio.abc.Stream, *, scheme: str, authority: str) -> None:
+        self.protocol = Http2ClientProtocol(
+            authority=authority, scheme=scheme, window_bytes=WINDOW_BYTES, connection_window_bytes=WINDOW_BYTES
+        )
+        self.read_at = 0.0
+        self.end = disconnected(FailureKind.DISCONNECT)
+        self.stream_waiters = trio.lowlevel.ParkingLot()
         self._stream = stream
-        self._h2 = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True))
-        codes = h2.settings.SettingCodes
-        values = {codes.ENABLE_PUSH: 0, codes.INITIAL_WINDOW_SIZE: WINDOW_BYTES}
-        self._h2.local_settings = h2.settings.Settings(client=True, initial_values=values)
-        self._h2.initiate_connection()
-        self._h2.increment_flow_control_window(WINDOW_BYTES)
-        self._frames = FrameSplitter()
-        self._exchanges: dict[int, _Exchange] = {}
         self._writer = trio.lowlevel.ParkingLot()
-        self._stream_waiters = trio.lowlevel.ParkingLot()
         self._scope = trio.CancelScope()
         self._settled = trio.Event()  # the server's first SETTINGS came, or the connection ended without
-        self._draining = False
-        self._end = disconnected(FailureKind.DISCONNECT)
         self._ended = False
 
     @property
     def takes_requests(self) -> bool:
-        return self._settled.is_set() and not self._draining and not self._ended
+        return self.protocol.is_settled and self.protocol.goaway is None and not self._ended
 
     @property
     def is_full(self) -> bool:
         """The server allows no further stream for now."""
-        return len(self._exchanges) >= self._h2.remote_settings.max_concurrent_streams
+        return self.protocol.stream_count >= self.protocol.streams_max
 
     def close(self) -> None:
         self._scope.cancel()
@@ -165,7 +181,7 @@ class _Http2Connection:
         if self.takes_requests:
             return None
         self.close()
-        return self._end if self._ended else Failure(FailureKind.PROTOCOL, "the server sent no HTTP/2 SETTINGS")
+        return self.end if self._ended else Failure(FailureKind.PROTOCOL, "the server sent no HTTP/2 SETTINGS")
 
     async def run(self) -> None:
         """Returns when the connection is over; whatever ran on it has failed then."""
@@ -173,56 +189,73 @@ class _Http2Connection:
             with self._scope:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._write)
-                    self._end = await self._read()
+                    self.end = await self._read()
                     nursery.cancel_scope.cancel()
         finally:
             self._ended = True
             self._settled.set()
-            for stream_id in list(self._exchanges):
-                self._finish(stream_id, self._end)
-            self._stream_waiters.unpark_all()
+            self.protocol.receive(b"")
+            self.stream_waiters.unpark_all()
             await trio.aclose_forcefully(self._stream)
 
     async def request(
-        self, headers: list[tuple[str, str]], body: bytes, listener: Listener, withheld_bytes: int
+        self,
+        method: str,
+        path: str,
+        fields: list[tuple[str, str]],
+        body: bytes,
+        listener: Listener,
+        withheld_bytes: int,
     ) -> Failure | None:
         while self.is_full and self.takes_requests:
-            await self._stream_waiters.park()
+            await self.stream_waiters.park()
         if not self.takes_requests:
             return Failure(FailureKind.UNPROCESSED, "the connection ended before the request was sent")
-        stream_id = self._h2.get_next_available_stream_id()
-        self._h2.send_headers(stream_id, headers, end_stream=not body)
-        exchange = self._exchanges[stream_id] = _Exchange(listener, body, withheld_bytes)
-        self._send_body(stream_id, exchange)
+        exchange = _Exchange(self, listener)
+        exchange.stream_id = self.protocol.begin(method, path, fields, exchange, has_body=bool(body))
+        if body:
+            self.protocol.send_body(exchange.stream_id, body[: len(body) - withheld_bytes], is_last=not withheld_bytes)
         self._writer.unpark()
         try:
             await exchange.ended.wait()
         finally:
-            if stream_id in self._exchanges:
-                self._leave(stream_id)
+            if not exchange.is_over:
+                self.leave(exchange)
         return exchange.failure
 
+    def leave(self, exchange: _Exchange) -> None:
+        """Reset the stream: neither the rest of the answer nor that of the request goes over the wire any more."""
+        self.protocol.reset(exchange.stream_id)
+        self._writer.unpark()
+        exchange.finish()
+        self._close_if_drained()
+
     async def _read(self) -> Failure:
+        protocol = self.protocol
         while True:
             try:
                 data = await receive(self._stream)
             except trio.BrokenResourceError:
-                return self._end
-            now_seconds = trio.current_time()
+                return self.end
+            self.read_at = trio.current_time()
             if not data:
-                return self._end
+                return self.end
+            streams_max = protocol.streams_max
             try:
-                for event in self._h2.receive_data(self._frames.feed(data)):
-                    self._handle(event, now_seconds)
+                protocol.receive(data)
             except h2.exceptions.ProtocolError as error:
                 return Failure(FailureKind.PROTOCOL, f"the server does not speak proper HTTP/2: {error}")
-            if self._frames.goaway is not None:
-                self._drain(*self._frames.goaway)
+            if protocol.is_settled and not self._settled.is_set():
+                self._settled.set()
+            if protocol.streams_max != streams_max:
+                self.stream_waiters.unpark_all()
+            if protocol.goaway is not None:
+                self._drain(protocol.goaway.error)
             self._writer.unpark()
 
     async def _write(self) -> None:
         while True:
-            data = self._h2.data_to_send()
+            data = self.protocol.take_unsent()
             if data:
                 try:
                     await self._stream.send_all(data)
@@ -231,107 +264,13 @@ class _Http2Connection:
             else:
                 await self._writer.park()
 
-    def _handle(self, event: h2.events.Event, now_seconds: float) -> None:
-        if isinstance(event, h2.events.DataReceived):
-            self._h2.acknowledge_received_data(event.flow_controlled_length or 0, event.stream_id)
-            exchange = self._exchanges.get(event.stream_id)
-            if exchange is not None and event.data and not exchange.listener.body(event.data, now_seconds):
-                self._leave(event.stream_id)
-        elif isinstance(event, h2.events.StreamEnded):
-            exchange = self._exchanges.get(event.stream_id)
-            if exchange is not None and (
-                exchange.unsent or not exchange.is_whole
-            ):  # answered early: nobody will read the rest of the request
-                self._leave(event.stream_id)
-            self._finish(event.stream_id, None)
-        elif isinstance(event, h2.events.ResponseReceived):
-            exchange = self._exchanges.get(event.stream_id)
-            if exchange is not None:
-                exchange.listener.head(int(dict(event.headers or ())[b":status"]))
-        elif isinstance(event, h2.events.StreamReset):
-            code = _error_name(event.error_code)
-            self._finish(event.stream_id, Failure(FailureKind.RESET, f"the server reset the stream: {code}", code))
-        elif isinstance(event, (h2.events.WindowUpdated, h2.events.RemoteSettingsChanged)):
-            self._settled.set()
-            for stream_id, exchange in self._exchanges.items():
-                self._send_body(stream_id, exchange)
-            self._stream_waiters.unpark_all()
+    def _drain(self, error: str) -> None:
+        """GOAWAY: streams up to the last one go on, new ones need another connection."""
+        if error != NO_ERROR:
+            self.end = Failure(FailureKind.DISCONNECT, f"the server ended the connection: {error}", error)
+        self.stream_waiters.unpark_all()
+        self._close_if_drained()
 
-    def _send_body(self, stream_id: int, exchange: _Exchange) -> None:
-        while exchange.unsent:
-            window = self._h2.local_flow_control_window(stream_id)
-            size = min(window, self._h2.max_outbound_frame_size, len(exchange.unsent))
-            if size <= 0:
-                return
-            piece, exchange.unsent = exchange.unsent[:size], exchange.unsent[size:]
-            self._h2.send_data(stream_id, bytes(piece), end_stream=exchange.is_whole and not exchange.unsent)
-
-    def _drain(self, last_stream_id: int, code: int) -> None:
-        """GOAWAY: streams up to the last one go on, later ones were not looked at, new ones need another connection."""
-        self._draining = True
-        name = _error_name(code)
-        if code:
-            message = f"the server ended the connection: {name}"
-            self._end = Failure(FailureKind.DISCONNECT, message, name)
-        for stream_id in [stream_id for stream_id in self._exchanges if stream_id > last_stream_id]:
-            self._finish(stream_id, Failure(FailureKind.UNPROCESSED, f"not processed before GOAWAY: {name}"))
-        self._stream_waiters.unpark_all()
-        if not self._exchanges:
+    def _close_if_drained(self) -> None:
+        if self.protocol.goaway is not None and not self.protocol.stream_count:
             self.close()
-
-    def _leave(self, stream_id: int) -> None:
-        """Reset the stream: neither the rest of the answer nor that of the request goes over the wire any more."""
-        with contextlib.suppress(h2.exceptions.StreamClosedError):  # closed already by a frame of the same read
-            self._h2.reset_stream(stream_id, h2.errors.ErrorCodes.CANCEL)
-        self._writer.unpark()
-        self._finish(stream_id, None)
-
-    def _finish(self, stream_id: int, failure: Failure | None) -> None:
-        """The exchange is over, unless it was already."""
-        exchange = self._exchanges.pop(stream_id, None)
-        if exchange is None:
-            return
-        exchange.failure = failure
-        exchange.ended.set()
-        self._stream_waiters.unpark()
-        if self._draining and not self._exchanges:
-            self.close()
-
-
-class FrameSplitter:
-    """Whole frames from pieces cut anywhere, GOAWAY taken out: h2 refuses every frame that follows one, although a
-    server that leaves gracefully first finishes the streams it has (RFC 9113, section 6.8)."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-        self.goaway: tuple[int, int] | None = None  # last stream id and error code of the latest one
-
-    def feed(self, piece: bytes) -> bytes:
-        """The frames that this piece completes. A frame that is too long is passed on as it is, for h2 to refuse."""
-        buffer = self._rest + piece
-        kept: list[bytes] = []
-        position, kept_to = 0, 0
-        while len(buffer) - position >= FRAME_HEADER_BYTES:
-            length = int.from_bytes(buffer[position : position + 3])
-            end = position + FRAME_HEADER_BYTES + length
-            if length > FRAME_BYTES_MAX:
-                position = len(buffer)
-            elif end > len(buffer):
-                break
-            elif buffer[position + 3] == GOAWAY and length >= 8:
-                kept.append(buffer[kept_to:position])
-                payload = buffer[position + FRAME_HEADER_BYTES : end]
-                self.goaway = int.from_bytes(payload[:4]) & 0x7FFF_FFFF, int.from_bytes(payload[4:8])
-                position = kept_to = end
-            else:
-                position = end
-        self._rest = buffer[position:]
-        kept.append(buffer[kept_to:position])
-        return b"".join(kept)
-
-
-def _error_name(code: int | None) -> str:
-    try:
-        return h2.errors.ErrorCodes(code or 0).name
-    except ValueError:
-        return f"error {code}"

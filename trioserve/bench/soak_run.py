@@ -213,8 +213,8 @@ class _Soak:
         if before is None or missing:
             named = f"without {missing[0]}" if before is not None else "not answered"
             return CannotMeasure(
-                f"--soak judges what trioserve tells of itself, and GET /metrics of {url} is {named}: "
-                "leave --soak out for other servers",
+                f"bench soak judges what trioserve tells of itself, and GET /metrics of {url} is {named}: "
+                "bench load measures other servers",
                 EXIT_UNREACHABLE,
             )
         if not is_quiet(before, before):

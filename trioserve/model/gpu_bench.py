@@ -1,7 +1,7 @@
 """Milliseconds of whole decode steps on a GPU, beside what its memory allows.
 
-    python -m trioserve.model.gpu_bench [--shape llama-3.2-1b llama-3.1-8b qwen3-8b] [--transformers]
-    python -m trioserve.model.gpu_bench --device cpu --shape tiny --batch 1 2 --context 64
+    python -m trioserve bench inside gpu [--shape llama-3.2-1b llama-3.1-8b qwen3-8b] [--transformers]
+    python -m trioserve bench inside gpu --device cpu --shape tiny --batch 1 2 --context 64
 
 Models have real shapes and random weights, made on the device. A step is one plan through the runner, down to the token
 ids: eager torch, Triton kernels launched one by one, and the same in CUDA graphs. It cannot be faster than its weights
@@ -39,7 +39,7 @@ from trioserve.model.settings import ModelSettings
 from trioserve.model.torch_step_model import TorchStepModel
 from trioserve_kernels import Kernels, reference, reference_fused
 
-__all__ = ["Case", "bound_seconds", "main", "table"]
+__all__ = ["Case", "add_arguments", "bound_seconds", "run", "table"]
 
 BLOCK_SIZE = 16
 WAYS: dict[DeviceType, tuple[str, ...]] = {"cuda": ("torch", "triton", "graphs"), "cpu": ("torch", "static")}
@@ -85,16 +85,22 @@ def table(bounds: Mapping[Case, float], measured: Mapping[str, Mapping[Case, flo
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m trioserve.model.gpu_bench", description="Time whole decode steps.")
-    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=[name for name in SHAPES if name != TINY])
-    parser.add_argument("--batch", nargs="+", type=_count, default=[1, 16, 64, 256], metavar="N")
-    parser.add_argument("--context", nargs="+", type=_count, default=[256, 1024, 4096], metavar="TOKENS")
-    parser.add_argument("--ways", nargs="+", choices=sorted({*WAYS["cuda"], *WAYS["cpu"]}), default=None)
-    parser.add_argument("--device", choices=WAYS, default="cuda")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    shapes = [name for name in SHAPES if name != TINY]
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=shapes, help="real shapes to measure")
+    parser.add_argument("--batch", nargs="+", type=_count, default=[1, 16, 64, 256], metavar="N", help="sequences")
+    parser.add_argument(
+        "--context", nargs="+", type=_count, default=[256, 1024, 4096], metavar="TOKENS", help="of each"
+    )
+    ways = sorted({*WAYS["cuda"], *WAYS["cpu"]})
+    parser.add_argument("--ways", nargs="+", choices=ways, default=None, help="to compute; None: all of the device")
+    parser.add_argument("--device", choices=WAYS, default="cuda", help="cpu is for trying the program out")
     parser.add_argument("--sampled", action="store_true", help="at temperature 0.8, top_p 0.95; else the largest logit")
     parser.add_argument("--transformers", action="store_true", help="measure transformers, too")
-    arguments = parser.parse_args(argv)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure and print. Returns 2, and says why, for what this machine cannot measure."""
     device: DeviceType = arguments.device
     ways: Sequence[str] = arguments.ways or WAYS[device]
     refusal = _refusal(device, arguments.shape, ways, arguments.context, wants_transformers=arguments.transformers)
@@ -318,7 +324,3 @@ def _host_seconds(move: Callable[[], object]) -> float:
     began = time.perf_counter()
     move()
     return time.perf_counter() - began
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,8 +1,8 @@
 """Milliseconds of whole steps, native kernels beside plain torch, and beside what the memory allows.
 
-    python -m trioserve.model.step_bench [--model smollm2] [--rounds 15] [--threads 2] [--steps sampled shared]
-    python -m trioserve.model.step_bench --quantization none int8 int4 file
-    python -m trioserve.model.step_bench --against OTHER_CHECKOUT [--steps decode sampled shared prompt]
+    python -m trioserve bench inside step [--model smollm2] [--rounds 15] [--threads 2] [--steps sampled shared]
+    python -m trioserve bench inside step --quantization none int8 int4 file
+    python -m trioserve bench inside step --against OTHER_CHECKOUT [--steps decode sampled shared prompt]
 
 All compute in turns, round for round, so that whatever else the machine does meets all. Shown are the least and the
 median of the rounds. A decode step cannot be faster than its weights and KV can be read: that bound comes from the
@@ -45,7 +45,7 @@ from trioserve.model.settings import ModelSettings
 if TYPE_CHECKING:  # this file also runs in older checkouts, which lack it
     from trioserve.model.settings import QuantizationName
 
-__all__ = ["main"]
+__all__ = ["add_arguments", "run"]
 
 QUANTIZATIONS = ("auto", "none", "file", "int8", "int4")
 
@@ -79,11 +79,10 @@ CASES = {
 }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m trioserve.model.step_bench", description="Time whole steps.")
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=None)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="smollm2", metavar="NAME", help="as serve takes it")
+    parser.add_argument("--rounds", type=int, default=15, metavar="N", help="of each step, in turns")
+    parser.add_argument("--threads", type=int, default=None, metavar="N", help="None: as many as serve takes")
     parser.add_argument("--steps", nargs="+", choices=CASES, default=["decode", "prompt"], help="which steps to time")
     parser.add_argument(
         "--against", type=Path, metavar="CHECKOUT", help="another checkout of this project, in the place of plain torch"
@@ -92,7 +91,9 @@ def main() -> int:
         "--quantization", nargs="+", default=["auto"], choices=QUANTIZATIONS, help="how weights are kept"
     )
     parser.add_argument("--answering", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+
+
+def run(arguments: argparse.Namespace) -> int:
     wishes: list[QuantizationName] = arguments.quantization
     natives = [_Local("native", arguments.model, arguments.threads, wish) for wish in wishes]
     if arguments.answering:
@@ -310,5 +311,7 @@ def _shown(seconds: list[float]) -> str:
     return f"{1e3 * min(seconds):.1f} / {1e3 * statistics.median(seconds):.1f}"
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+if __name__ == "__main__":  # the other checkout's process
+    _parser = argparse.ArgumentParser()
+    add_arguments(_parser)
+    sys.exit(run(_parser.parse_args()))

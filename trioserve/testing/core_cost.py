@@ -3,7 +3,6 @@
 The claim is that a step costs what it computes, and an abort its own blocks, whatever waits. To be fair on a busy
 machine the queue lengths take turns, round by round, and every figure is compared with the smallest of its own run. The
 garbage collector runs as in the server, and does not search again what was there before a measurement (gc.freeze).
-Last comes the way of a step's tokens to their readers (delivery_cost).
 """
 
 from __future__ import annotations
@@ -12,13 +11,11 @@ import argparse
 import gc
 import json
 import platform
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from itertools import product
 from statistics import median, quantiles
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -28,21 +25,20 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import StepResult
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
-from trioserve.testing.delivery_cost import Readers, delivery_cost, hand_off_costs
+from trioserve.runtime.interpreter import prepare_interpreter
+from trioserve.testing.flag_types import at_least_one
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Cost", "add_arguments", "block_costs", "main", "queue_costs", "run_core_cost"]
+__all__ = ["Cost", "add_arguments", "block_costs", "queue_costs", "run"]
 
 RUNNING_COUNTS = (1, 16, 64, 256)
 QUEUED_COUNTS = (10, 100, 1_000, 10_000, 100_000)
 HELD_COUNTS = (1, 10, 100, 1_000)
-DELIVERY_SHAPES = tuple(product((0, 100_000), (16, 256, 1_024)))  # queued, running
 ROUNDS = 30
 STEPS_PER_ROUND = 8
 ABORTS_PER_ROUND = 4  # of each kind
-HAND_OFFS_PER_ROUND = 100
 BLOCK_SIZE = 16
 OUTPUT_TOKENS_MAX = 1_024  # more than a measurement takes, so that nobody finishes meanwhile
 SAMPLING = SamplingParams(temperature=0.0)
@@ -216,64 +212,25 @@ def _print_table(costs: Sequence[Cost]) -> None:
         )
 
 
-def run_core_cost(
-    running_counts: Sequence[int] = RUNNING_COUNTS,
-    queued_counts: Sequence[int] = QUEUED_COUNTS,
-    *,
-    rounds: int = ROUNDS,
-) -> int:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    for flag, default, meaning in (
+        ("--running", RUNNING_COUNTS, "requests that run"),
+        ("--queued", QUEUED_COUNTS, "requests that wait"),
+    ):
+        parser.add_argument(flag, type=at_least_one, nargs="+", default=list(default), metavar="N", help=meaning)
+    parser.add_argument("--rounds", type=at_least_one, default=ROUNDS, metavar="N", help="of each shape, in turns")
+
+
+def run(arguments: argparse.Namespace) -> int:
     """Measure, print a table as it grows, and then everything as one line of JSON. Half a minute as it stands."""
+    prepare_interpreter()
     print(f"{'':<14}{'running':>8}{'queued':>9}{'blocks':>8}{'median us':>11}{'10 %':>10}{'90 %':>10}{'ratio':>8}")
-    costs = block_costs(rounds=rounds)
+    costs = block_costs(rounds=arguments.rounds)
     _print_table(costs)
-    for running_count in running_counts:
-        more = queue_costs(running_count, queued_counts, rounds=rounds)
+    for running_count in arguments.running:
+        more = queue_costs(running_count, arguments.queued, rounds=arguments.rounds)
         _print_table(more)
         costs += more
-    delivery = _print_delivery(rounds)
     machine = f"{platform.machine()}, Python {platform.python_version()}"
-    print(json.dumps({"machine": machine, "costs": msgspec.to_builtins(costs), "delivery": delivery}))
+    print(json.dumps({"machine": machine, "costs": msgspec.to_builtins(costs)}))
     return 0
-
-
-def _print_delivery(rounds: int) -> dict[str, object]:
-    """The whole way of a step's tokens, and the hand-off to another thread."""
-    head = ("readers", "running", "queued", "schedule", "update", "deliver", "us a token", "readers us")
-    print(("{:<14}{:>8}{:>9}" + "{:>11}" * 5).format(*head))
-    steps = []
-    for readers in get_args(Readers):
-        for queued_count, running_count in DELIVERY_SHAPES:
-            cost = delivery_cost(readers, running_count, queued_count, steps=rounds * STEPS_PER_ROUND)
-            steps.append(cost)
-            print(
-                f"{readers:<14}{running_count:>8}{queued_count:>9,}{cost.schedule_us:>11.1f}{cost.update_us:>11.1f}"
-                f"{cost.deliver_us:>11.1f}{cost.engine_us / running_count:>11.2f}{cost.readers_us:>11.1f}",
-                flush=True,
-            )
-    hand_offs = hand_off_costs(samples=rounds * HAND_OFFS_PER_ROUND)
-    for hand_off in hand_offs:
-        print(f"{hand_off.what:<22}median {hand_off.median_us:>6.1f} us, 99 % {hand_off.p99_us:>6.1f} us")
-    return {"steps": msgspec.to_builtins(steps), "hand_offs": msgspec.to_builtins(hand_offs)}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--running", type=_at_least_one, nargs="+", default=list(RUNNING_COUNTS), metavar="N")
-    parser.add_argument("--queued", type=_at_least_one, nargs="+", default=list(QUEUED_COUNTS), metavar="N")
-    parser.add_argument("--rounds", type=_at_least_one, default=ROUNDS, metavar="N", help=f"default: {ROUNDS}")
-
-
-def _at_least_one(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}, it must be at least 1")
-    return value
-
-
-def main(arguments: argparse.Namespace) -> int:
-    return run_core_cost(arguments.running, arguments.queued, rounds=arguments.rounds)
-
-
-if __name__ == "__main__":
-    _parser = argparse.ArgumentParser(description="Measure the engine core without a model.")
-    add_arguments(_parser)
-    sys.exit(main(_parser.parse_args()))

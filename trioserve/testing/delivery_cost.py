@@ -7,12 +7,16 @@ then the readers. A chat reader is the whole handler of a streamed chat completi
 
 from __future__ import annotations
 
+import argparse
 import gc
+import json
+import platform
 from collections.abc import Sequence
 from contextlib import asynccontextmanager
+from itertools import product
 from statistics import median, quantiles
 from time import perf_counter_ns, thread_time_ns
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import msgspec
 import trio
@@ -32,19 +36,25 @@ from trioserve.metrics.registry import Metrics
 from trioserve.runtime.delivery import Delivery
 from trioserve.runtime.engine import Engine, ModelDescription
 from trioserve.runtime.engine_loop import EngineLoop
+from trioserve.runtime.interpreter import prepare_interpreter
 from trioserve.runtime.settings import RuntimeSettings
 from trioserve.runtime.text_threads import TextThreads
 from trioserve.runtime.worker_thread import WorkerThread
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, byte_tokenizer
+from trioserve.testing.flag_types import at_least_one
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-__all__ = ["DeliveryCost", "HandOffCost", "Readers", "delivery_cost", "hand_off_costs"]
+__all__ = ["DeliveryCost", "HandOffCost", "Readers", "add_arguments", "delivery_cost", "hand_off_costs", "run"]
 
 Readers = Literal["plain", "chat"]
 """Who reads: `async for` and nothing else, or the handler of a streamed chat completion."""
 
+SHAPES = tuple(product((0, 100_000), (16, 256, 1_024)))  # queued, running
+ROUNDS = 30
+STEPS_PER_ROUND = 8
+HAND_OFFS_PER_ROUND = 100
 STEPS_BEFORE = 20  # that are not counted: prompts, and what is built once
 BLOCK_SIZE = 16
 PROMPT = "what a step costs"
@@ -104,6 +114,40 @@ def hand_off_costs(*, samples: int) -> list[HandOffCost]:
     """To the worker thread and back, while both have nothing else to do."""
     there, back = trio.run(_hand_offs, samples)
     return [_hand_off("hand-off, there", there), _hand_off("hand-off, back", back)]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--rounds",
+        type=at_least_one,
+        default=ROUNDS,
+        metavar="N",
+        help=f"of {STEPS_PER_ROUND} steps and {HAND_OFFS_PER_ROUND} jobs each",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, print a table as it grows, and then everything as one line of JSON."""
+    prepare_interpreter()
+    head = ("readers", "running", "queued", "schedule", "update", "deliver", "us a token", "readers us")
+    print(("{:<14}{:>8}{:>9}" + "{:>11}" * 5).format(*head))
+    steps = []
+    for readers in get_args(Readers):
+        for queued_count, running_count in SHAPES:
+            cost = delivery_cost(readers, running_count, queued_count, steps=arguments.rounds * STEPS_PER_ROUND)
+            steps.append(cost)
+            print(
+                f"{readers:<14}{running_count:>8}{queued_count:>9,}{cost.schedule_us:>11.1f}{cost.update_us:>11.1f}"
+                f"{cost.deliver_us:>11.1f}{cost.engine_us / running_count:>11.2f}{cost.readers_us:>11.1f}",
+                flush=True,
+            )
+    hand_offs = hand_off_costs(samples=arguments.rounds * HAND_OFFS_PER_ROUND)
+    for hand_off in hand_offs:
+        print(f"{hand_off.what:<22}median {hand_off.median_us:>6.1f} us, 99 % {hand_off.p99_us:>6.1f} us")
+    machine = f"{platform.machine()}, Python {platform.python_version()}"
+    figures = {"steps": msgspec.to_builtins(steps), "hand_offs": msgspec.to_builtins(hand_offs)}
+    print(json.dumps({"machine": machine, **figures}))
+    return 0
 
 
 def _hand_off(what: str, taken_ns: Sequence[int]) -> HandOffCost:

@@ -7,6 +7,7 @@ together. Text that repeats what is in the prompt stands beside chats that do no
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -19,8 +20,9 @@ import trio
 from trioserve.contracts.prompt import ChatPrompt, Prompt
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.runtime.engine import Engine
+from trioserve.testing.flag_types import at_least_one
 
-__all__ = ["DraftFigure", "run_draft_bench"]
+__all__ = ["DraftFigure", "add_arguments", "run", "run_draft_bench"]
 
 OpenEngine = Callable[..., AbstractAsyncContextManager[Engine]]
 
@@ -166,6 +168,23 @@ async def _main(open_engine: OpenEngine, model: str, draft_tokens: int, rounds: 
             figures.append(await _measure((plain, drafting), workload, rounds, tokens))
             _print_row(figures[-1])
     return figures
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="smollm2", metavar="NAME", help="as serve takes it")
+    parser.add_argument("--draft-tokens", type=at_least_one, default=DRAFT_TOKENS, metavar="N", help="at most, a step")
+    parser.add_argument("--rounds", type=at_least_one, default=ROUNDS, metavar="N", help="of each workload, in turns")
+    parser.add_argument("--tokens", type=at_least_one, default=TOKENS, metavar="N", help="of each answer")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    return run_draft_bench(
+        arguments.open_engine,
+        arguments.model,
+        draft_tokens=arguments.draft_tokens,
+        rounds=arguments.rounds,
+        tokens=arguments.tokens,
+    )
 
 
 def run_draft_bench(

@@ -8,6 +8,7 @@ is taken off. So an event's cost is all of handler, JSON, SSE, HTTP and socket.
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import sys
@@ -22,9 +23,11 @@ from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult, never_ab
 from trioserve.frontend.limits import FrontendLimits
 from trioserve.frontend.routes import App
 from trioserve.frontend.server import FrontendServer
+from trioserve.runtime.interpreter import prepare_interpreter
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
+from trioserve.testing.flag_types import at_least_one
 
-__all__ = ["FrontendCost", "event_cost", "request_cost", "run_frontend_cost"]
+__all__ = ["FrontendCost", "add_arguments", "event_cost", "request_cost", "run"]
 
 SHAPES = ((1, 64, 2), (64, 1, 2), (64, 1, 1))  # connections, streams on each, HTTP version
 TOKENS = (100, 1_100)  # of the shorter and of the longer answer, an event for each
@@ -194,8 +197,14 @@ async def _serve(
     return seconds, int(ran.stdout)
 
 
-def run_frontend_cost(*, rounds: int = ROUNDS) -> int:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=at_least_one, default=ROUNDS, metavar="N", help="of each figure")
+
+
+def run(arguments: argparse.Namespace) -> int:
     """Measure, print a table as it grows, and then everything as one line of JSON. Some two minutes as it stands."""
+    prepare_interpreter()
+    rounds: int = arguments.rounds
     print(
         f"{'':<16}{'connections':>12}{'streams':>9}{'HTTP':>6}{'median us':>11}{'low':>9}{'high':>9}{'engine us':>11}"
         f"{'answer us':>11}"
@@ -219,7 +228,3 @@ def _print_row(cost: FrontendCost) -> None:
         f"{cost.answer_us:>11.1f}",
         flush=True,
     )
-
-
-if __name__ == "__main__":
-    sys.exit(run_frontend_cost())

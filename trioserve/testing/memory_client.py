@@ -8,23 +8,27 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Protocol
+from typing import Any
 
-import h2.config
-import h2.connection
-import h2.errors
-import h2.events
+import h2.exceptions
 import h11
 import msgspec
 import trio
 
-from trioserve.bench.http2 import FrameSplitter
 from trioserve.contracts.errors import TrioserveError
 from trioserve.testing.memory_stream import MemoryEnd
+from trioserve.trio_tools.http1_client import Http1ClientProtocol
+from trioserve.trio_tools.http2_client import Http2ClientProtocol
+from trioserve.trio_tools.http_client import ResponseEnd, ResponseResult
 
 __all__ = ["ConnectionLost", "MemoryAnswer", "MemoryClient"]
 
 AUTHORITY = "memory"
+LOST = {
+    ResponseResult.RESET: "the server reset the stream with {error}",
+    ResponseResult.UNPROCESSED: "the server went away ({error}) and has not looked at the request",
+    ResponseResult.DISCONNECTED: "the server closed the connection",
+}
 DONE = b"[DONE]"  # ends a stream of events in OpenAI's API
 
 
@@ -97,22 +101,24 @@ class MemoryAnswer:
             await self._read_more()
 
 
-class _Protocol(Protocol):
-    """What a connection does with one version of HTTP: bytes in, bytes out."""
+class _Listener:
+    """Writes down what the protocol tells of one answer."""
 
-    def begin(self, method: str, path: str, headers: list[tuple[str, str]], *, has_body: bool) -> int:
-        """Make the head of a request; returns its number."""
+    def __init__(self, answer: MemoryAnswer) -> None:
+        self._answer = answer
 
-    def send_body(self, number: int, data: bytes, *, is_last: bool) -> int:
-        """Make as much of the body as may be sent now; returns how many bytes. is_last: with `data` it ends."""
+    def on_head(self, status: int, fields: list[tuple[bytes, bytes]]) -> None:
+        self._answer.status = status
+        self._answer.headers = {name.decode(): value.decode() for name, value in fields}
 
-    def leave(self, number: int) -> bool:
-        """Make whatever tells the server that nobody wants the answer. False: only closing the connection does."""
+    def on_body(self, data: bytes) -> None:
+        self._answer.body += data
 
-    def receive(self, data: bytes, answers: dict[int, MemoryAnswer]) -> None:
-        """Add what has come to the answers; data: empty at the end of the connection."""
-
-    def take_unsent(self) -> bytes: ...
+    def on_end(self, end: ResponseEnd) -> None:
+        if end.result is ResponseResult.COMPLETE:
+            self._answer.is_complete = True
+        else:
+            self._answer.lost = LOST[end.result].format(error=end.error)
 
 
 class MemoryClient:
@@ -125,7 +131,11 @@ class MemoryClient:
         assert http in (1, 2), f"http is {http}, it may be 1 or 2"
         self.stream = stream
         self._headers = list((headers or {}).items())
-        self._protocol: _Protocol = _Http1() if http == 1 else _Http2()
+        self._protocol: Http1ClientProtocol | Http2ClientProtocol
+        if http == 1:
+            self._protocol = Http1ClientProtocol(authority=AUTHORITY)
+        else:
+            self._protocol = Http2ClientProtocol(authority=AUTHORITY)
         self._answers: dict[int, MemoryAnswer] = {}
         self._sending = trio.Lock()
         self._is_reading = False
@@ -153,8 +163,13 @@ class MemoryClient:
             fields.append(("content-length", str(len(data))))
             if not any(name.lower() == "content-type" for name, _value in fields):
                 fields.append(("content-type", "application/json"))
-        number = self._protocol.begin(method or ("POST" if data else "GET"), path, fields, has_body=bool(data))
-        answer = self._answers[number] = MemoryAnswer(self._receive)
+        assert not isinstance(self._protocol, Http1ClientProtocol) or not self._protocol.waiting_count, (
+            "one request at a time over HTTP/1.1: take http=2, or another client"
+        )
+        answer = MemoryAnswer(self._receive)
+        method = method or ("POST" if data else "GET")
+        number = self._protocol.begin(method, path, fields, _Listener(answer), has_body=bool(data))
+        self._answers[number] = answer
         try:
             await self._send_body(number, data[: len(data) - withheld_bytes], is_whole=withheld_bytes == 0)
             yield answer
@@ -191,13 +206,10 @@ class MemoryClient:
     # --- inside ---
 
     async def _send_body(self, number: int, data: bytes, *, is_whole: bool) -> None:
-        answer = self._answers[number]
-        sent_bytes = 0
-        while True:
-            sent_bytes += self._protocol.send_body(number, data[sent_bytes:], is_last=is_whole)
-            await self._flush()
-            if sent_bytes == len(data) or answer.is_complete or answer.lost is not None:
-                return
+        if data:
+            self._protocol.send_body(number, data, is_last=is_whole)
+        await self._flush()
+        while self._protocol.unsent_bytes(number) and self._answers[number].lost is None:
             await self._receive()  # there may be room for more then
 
     async def _flush(self) -> None:
@@ -209,7 +221,7 @@ class MemoryClient:
                     await self.stream.send_all(unsent)
 
     def _leave(self, number: int) -> None:
-        if self._protocol.leave(number):
+        if self._protocol.reset(number):
             with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
                 self.stream.send_nowait(self._protocol.take_unsent())  # leaving waits for nothing
         else:
@@ -223,9 +235,7 @@ class MemoryClient:
         self._is_reading = True
         try:
             data = await self.stream.receive_some()
-            self._protocol.receive(data, self._answers)
-            if not data:
-                self._lose("the server closed the connection")
+            self._protocol.receive(data)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             self._lose("the server closed the connection")
         except (h11.RemoteProtocolError, h2.exceptions.ProtocolError) as error:
@@ -239,102 +249,3 @@ class MemoryClient:
         for answer in self._answers.values():
             if not answer.is_complete and answer.lost is None:
                 answer.lost = why
-
-
-class _Http1:
-    """One request at a time; leaving one means closing the connection."""
-
-    def __init__(self) -> None:
-        self._http = h11.Connection(h11.CLIENT)
-        self._number = 0
-        self._unsent = b""
-
-    def begin(self, method: str, path: str, headers: list[tuple[str, str]], *, has_body: bool) -> int:
-        if self._http.our_state is h11.DONE and self._http.their_state is h11.DONE:
-            self._http.start_next_cycle()
-        assert self._http.our_state is h11.IDLE, "one request at a time over HTTP/1.1: take http=2, or another client"
-        self._send(h11.Request(method=method, target=path, headers=[("host", AUTHORITY), *headers]))
-        self._number += 1
-        return self._number
-
-    def send_body(self, number: int, data: bytes, *, is_last: bool) -> int:
-        if data:
-            self._send(h11.Data(data=data))
-        if is_last:
-            self._send(h11.EndOfMessage())
-        return len(data)
-
-    def leave(self, number: int) -> bool:
-        return False
-
-    def receive(self, data: bytes, answers: dict[int, MemoryAnswer]) -> None:
-        self._http.receive_data(data)
-        while (event := self._http.next_event()) not in (h11.NEED_DATA, h11.PAUSED):
-            answer = answers.get(self._number)
-            if answer is None or isinstance(event, h11.ConnectionClosed):
-                return
-            if isinstance(event, h11.Response):
-                answer.status = event.status_code
-                answer.headers = {name.decode(): value.decode() for name, value in event.headers}
-            elif isinstance(event, h11.Data):
-                answer.body += event.data
-            elif isinstance(event, h11.EndOfMessage):
-                answer.is_complete = True
-
-    def take_unsent(self) -> bytes:
-        unsent, self._unsent = self._unsent, b""
-        return unsent
-
-    def _send(self, event: h11.Event) -> None:
-        self._unsent += self._http.send(event) or b""
-
-
-class _Http2:
-    """As many requests at a time as the server takes. Gives credit for what it reads."""
-
-    def __init__(self) -> None:
-        self._http = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding="utf-8"))
-        self._http.initiate_connection()
-        self._frames = FrameSplitter()
-
-    def begin(self, method: str, path: str, headers: list[tuple[str, str]], *, has_body: bool) -> int:
-        number = self._http.get_next_available_stream_id()
-        pseudo = [(":method", method), (":scheme", "http"), (":authority", AUTHORITY), (":path", path)]
-        self._http.send_headers(number, [*pseudo, *headers], end_stream=not has_body)
-        return number
-
-    def send_body(self, number: int, data: bytes, *, is_last: bool) -> int:
-        sent_bytes = 0
-        while sent_bytes < len(data):
-            room = min(self._http.local_flow_control_window(number), self._http.max_outbound_frame_size)
-            if room <= 0:
-                return sent_bytes
-            piece = data[sent_bytes : sent_bytes + room]
-            sent_bytes += len(piece)
-            self._http.send_data(number, piece, end_stream=is_last and sent_bytes == len(data))
-        return sent_bytes
-
-    def leave(self, number: int) -> bool:
-        with suppress(h2.exceptions.ProtocolError):  # the stream is over, or the connection
-            self._http.reset_stream(number, h2.errors.ErrorCodes.CANCEL)
-        return True
-
-    def receive(self, data: bytes, answers: dict[int, MemoryAnswer]) -> None:
-        for event in self._http.receive_data(self._frames.feed(data)):
-            answer = answers.get(getattr(event, "stream_id", None) or 0)
-            if isinstance(event, h2.events.DataReceived):
-                self._http.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
-            if answer is None:
-                continue
-            if isinstance(event, h2.events.ResponseReceived):
-                answer.headers = {str(name): str(value) for name, value in event.headers}
-                answer.status = int(answer.headers.pop(":status"))
-            elif isinstance(event, h2.events.DataReceived):
-                answer.body += event.data
-            elif isinstance(event, h2.events.StreamEnded):
-                answer.is_complete = True
-            elif isinstance(event, h2.events.StreamReset):
-                answer.lost = f"the server reset the stream with error {event.error_code}"
-
-    def take_unsent(self) -> bytes:
-        return self._http.data_to_send()

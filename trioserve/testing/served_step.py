@@ -7,6 +7,7 @@ step, from its plan to the next one. The clients need a core, too: their CPU tim
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import os
@@ -26,9 +27,10 @@ from trioserve.frontend.routes import App
 from trioserve.frontend.server import FrontendServer
 from trioserve.model.runner import ModelRunner
 from trioserve.runtime.engine import Engine
-from trioserve.runtime.interpreter import keep_what_is_loaded
+from trioserve.runtime.interpreter import keep_what_is_loaded, prepare_interpreter
+from trioserve.testing.flag_types import at_least_one
 
-__all__ = ["OpenEngine", "run_served_step"]
+__all__ = ["OpenEngine", "add_arguments", "run", "run_served_step"]
 
 OpenEngine = Callable[..., AbstractAsyncContextManager[Engine]]
 """trioserve.open_engine, which knows more rooms than may be known here."""
@@ -140,6 +142,16 @@ async def _measure(open_engine: OpenEngine, rounds: int) -> None:
             f"{median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
         )
     print(f"the clients: {median(client_seconds) / TOKENS * 1e3:.2f} ms of CPU time a step, their start included")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="smollm2", metavar="NAME", help="as serve takes it")
+    parser.add_argument("--rounds", type=at_least_one, default=ROUNDS, metavar="N", help="read in turns")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    prepare_interpreter()
+    return run_served_step(arguments.open_engine, model=arguments.model, rounds=arguments.rounds)
 
 
 def run_served_step(open_engine: OpenEngine, *, model: str = "smollm2", rounds: int = ROUNDS) -> int:

@@ -11,20 +11,19 @@ import multiprocessing
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
 from trioserve.contracts.errors import StartupError
-from trioserve.testing.verdict import Failure, Verdict
+from trioserve.testing.runs import Mode, runs_of
+from trioserve.testing.verdict import Failure
 
 __all__ = ["SimulateSettings", "run_replay", "run_simulate", "seeds_of"]
 
-Mode = Literal["core", "stack", "router", "pair"]
 STEPS: dict[Mode, int] = {
     "core": 100,  # events: some fifteen requests
     "stack": 12,  # clients
@@ -135,72 +134,24 @@ def run_simulate(settings: SimulateSettings) -> int:
 def run_replay(what: str, settings: SimulateSettings) -> int:
     """Let a seed, or the script in a file, happen once more, with a trace on stdout. Returns the exit code."""
     if what.isdecimal():
-        verdict = _run_seed(settings.mode)(int(what), settings.step_count, trace=print)
+        verdict = runs_of(settings.mode).run_seed(int(what), settings.step_count, trace=print)
     else:
         path = Path(what)
         if not path.is_file():
             raise StartupError(f"--replay is {what!r}: give a seed, or a file with a script")
-        verdict = _run_script(path.read_text(encoding="utf-8"), trace=print)
+        script = path.read_text(encoding="utf-8")
+        verdict = runs_of(_mode_of(script)).run_script(script, trace=print)
     if verdict.digest:
         print(f"digest of the trace: {verdict.digest}")
     print("every contract held" if verdict.failure is None else f"failed: {verdict.failure}")
     return 0 if verdict.failure is None else EXIT_FAILED
 
 
-def _run_seed(mode: Mode) -> Callable[..., Verdict]:
-    if mode == "stack":
-        from trioserve.testing.stack_runs import run_stack_seed
-
-        return run_stack_seed
-    if mode == "router":
-        from trioserve.testing.router_runs import run_router_seed
-
-        return run_router_seed
-    if mode == "pair":
-        from trioserve.testing.pair_runs import run_pair_seed
-
-        return run_pair_seed
-    from trioserve.testing.core_runs import run_core_seed
-
-    return run_core_seed
-
-
-def _run_script(script: str, trace: Callable[[str], None]) -> Verdict:
+def _mode_of(script: str) -> Mode:
     """A stack's script begins with its stage, a router's with its settings, a pair's and a core's with their worlds."""
     lines = [line for line in script.splitlines() if line.strip() and not line.startswith("#")]
-    if lines and lines[0].startswith("stage "):
-        from trioserve.testing.stack_runs import run_stack_script
-
-        return run_stack_script(script, trace=trace)
-    if lines and lines[0].split()[0] == "router":
-        from trioserve.testing.router_runs import run_router_script
-
-        return run_router_script(script, trace=trace)
-    if lines and lines[0].split()[0] == "pair":
-        from trioserve.testing.pair_runs import run_pair_script
-
-        return run_pair_script(script, trace=trace)
-    from trioserve.testing.core_runs import run_core_script
-
-    return run_core_script(script, trace=trace)
-
-
-def _shrunk(failure: Failure, mode: Mode) -> Failure:
-    if mode == "stack":
-        from trioserve.testing.stack_runs import shrunk_stack_failure
-
-        return shrunk_stack_failure(failure, replays_max=REPLAYS_MAX)
-    if mode == "router":
-        from trioserve.testing.router_runs import shrunk_router_failure
-
-        return shrunk_router_failure(failure, replays_max=REPLAYS_MAX)
-    if mode == "pair":
-        from trioserve.testing.pair_runs import shrunk_pair_failure
-
-        return shrunk_pair_failure(failure, replays_max=REPLAYS_MAX)
-    from trioserve.testing.core_runs import shrunk_core_failure
-
-    return shrunk_core_failure(failure, replays_max=REPLAYS_MAX)
+    modes: dict[str, Mode] = {"stage": "stack", "router": "router", "pair": "pair"}
+    return modes.get(lines[0].split()[0], "core") if lines else "core"
 
 
 @contextmanager
@@ -222,10 +173,10 @@ def _simulate_chunk(chunk: Chunk) -> ChunkReport:
     totals: Counter[str] = Counter()
     digests = []
     failure, seed = None, chunk.first
-    run_seed = _run_seed(chunk.mode)
+    runs = runs_of(chunk.mode)
     started_at = time.process_time()
     for seed in range(chunk.first, chunk.end):
-        verdict = run_seed(seed, chunk.step_count)
+        verdict = runs.run_seed(seed, chunk.step_count)
         totals.update(verdict.counts)
         digests.append(verdict.digest)
         failure = verdict.failure
@@ -246,7 +197,7 @@ def _show_failure(seed: int, failure: Failure, settings: SimulateSettings) -> No
     print(f"seed {seed} failed: {failure}")
     print(f"the whole of it: python -m trioserve simulate --replay {seed} --steps {settings.step_count}{flag}")
     if settings.shrinks:
-        plainest = _shrunk(failure, settings.mode)
+        plainest = runs_of(settings.mode).shrunk(failure, replays_max=REPLAYS_MAX)
         lines, lines_left = failure.script.count("\n"), plainest.script.count("\n")
         print(f"cut down from {lines} lines to {lines_left}, to be kept in a file and given to --replay:")
         print(f"# seed {seed}: {plainest}".replace("\n", " "))

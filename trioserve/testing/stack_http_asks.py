@@ -10,8 +10,8 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.runtime.request_preparation import SEED_STRIDE
 from trioserve.testing.fake_executor import FakeModel
 from trioserve.testing.reference_engine import ReferenceEngine
-from trioserve.testing.stack_http_client import Fields
 from trioserve.testing.stack_http_plan import Ask
+from trioserve.trio_tools.http_client import Fields
 
 __all__ = ["KEY", "expected_tokens", "key_of", "request_of"]
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 
 import trio
 
-from trioserve.frontend.h2_frames import goaway_frame
 from trioserve.testing.memory_stream import MemoryEnd
-from trioserve.testing.stack_http_client import Answer, ClientProtocol, Fields, Http1Client, Http2Client
+from trioserve.testing.stack_http_client import Answer, StrictClient
 from trioserve.testing.stack_http_plan import Connection
+from trioserve.trio_tools.http_client import Fields
 
 __all__ = ["Caller", "WatchedEnd"]
 
@@ -56,7 +56,7 @@ class Caller:
     def __init__(self, end: MemoryEnd, connection: Connection, *, ask_count: int) -> None:
         self.end = end
         self.connection = connection
-        self.protocol: ClientProtocol = Http1Client() if connection.http == 1 else Http2Client(window=connection.window)
+        self.protocol = StrictClient(http=connection.http, window=connection.window)
         self.changed = trio.lowlevel.ParkingLot()
         self.asks_left = ask_count
         self.is_over = False  # nothing more will come
@@ -101,10 +101,8 @@ class Caller:
                     await self.end.send_all(piece)
 
     async def say_goaway(self) -> None:
+        self.protocol.say_goaway()
         await self.flush()
-        async with self._sending:
-            with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
-                await self.end.send_all(goaway_frame(0, 0))
 
     async def end_sending(self) -> None:
         async with self._sending:

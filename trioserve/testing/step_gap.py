@@ -7,6 +7,7 @@ steps that decode for every stream; and tokens a second, since a shorter gap alo
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -22,10 +23,11 @@ import trio
 
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.runtime.engine import Engine
-from trioserve.runtime.interpreter import keep_what_is_loaded
+from trioserve.runtime.interpreter import keep_what_is_loaded, prepare_interpreter
+from trioserve.testing.flag_types import at_least_one
 from trioserve.testing.served_step import OpenEngine
 
-__all__ = ["GapFigure", "Passes", "native_passes", "run_step_gap"]
+__all__ = ["GapFigure", "Passes", "add_arguments", "native_passes", "run", "run_step_gap"]
 
 STREAM_COUNTS = (1, 16, 64)
 PROMPT = "Once upon a time there was a step"
@@ -146,6 +148,26 @@ def _print_row(figure: GapFigure) -> None:
         f"{figure.stream_count:>8}{'with' if figure.overlap_steps else 'without':>9}{figure.gap_us:>9.0f}"
         f"{figure.gap_us_p90:>10.0f}{figure.forward_ms:>13.2f}{figure.speed:>11.1f}{figure.sample_count:>8}",
         flush=True,
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="smollm2", metavar="NAME", help="as serve takes it")
+    parser.add_argument(
+        "--streams", type=at_least_one, nargs="+", default=list(STREAM_COUNTS), metavar="N", help="at a time"
+    )
+    parser.add_argument("--rounds", type=at_least_one, default=ROUNDS, metavar="N", help="of each, in turns")
+    parser.add_argument("--tokens", type=at_least_one, default=TOKENS, metavar="N", help="of each answer")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    prepare_interpreter()
+    return run_step_gap(
+        arguments.open_engine,
+        arguments.model,
+        stream_counts=arguments.streams,
+        rounds=arguments.rounds,
+        tokens=arguments.tokens,
     )
 
 

@@ -1,0 +1,103 @@
+"""The command bench: what it lists, what it hands on, and what it says to those who still put flags first."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+
+import pytest
+
+from trioserve.bench import startup
+from trioserve.bench.command import MEASUREMENTS
+from trioserve.bench.startup_settings import StartupSettings
+from trioserve.cli import main
+from trioserve.testing import draft_bench
+from trioserve.testing.inside_command import PARTS, run_inside
+
+
+def test_bench_alone_lists_what_there_is(capsys):
+    assert main(["bench"]) == 1
+    shown = capsys.readouterr().out
+    for name in (*(measurement.name for measurement in MEASUREMENTS), "inside"):
+        assert f"\n    {name} " in shown
+
+
+def test_bench_inside_alone_lists_what_there_is(capsys):
+    assert main(["bench", "inside"]) == 1
+    shown = capsys.readouterr().out
+    for name in PARTS:
+        assert f"\n    {name} " in shown
+
+
+def test_a_measurement_gets_its_settings_and_gives_the_exit_code(monkeypatch):
+    given = []
+
+    def measured(settings):
+        given.append(settings)
+        return 7
+
+    monkeypatch.setattr(startup, "main", measured)
+    assert main(["bench", "startup", "--rounds", "3"]) == 7
+    assert given == [StartupSettings(rounds=3)]
+
+
+def test_a_value_that_cannot_be_is_one_sentence(capsys):
+    assert main(["bench", "load", "--requests", "0"]) == 1
+    assert capsys.readouterr().err == "trioserve: --requests is 0, allowed is 1 to 10000000\n"
+
+
+@pytest.mark.parametrize(
+    "former, said",
+    [
+        ("--suite --rounds 3", "bench suite;"),
+        ("--url http://localhost --soak", "bench soak;"),
+        ("--disaggregated", "bench disagg;"),
+        ("--core", "bench inside core;"),
+        ("--requests 5", "bench load;"),
+    ],
+)
+def test_who_puts_flags_first_is_told_the_new_spelling(former, said, capsys):
+    assert main(["bench", *former.split(" ")]) == 1
+    told = capsys.readouterr().err
+    assert said in told
+    assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_every_part_has_a_help_with_defaults(part, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["bench", "inside", part, "--help"])
+    assert left.value.code == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: python -m trioserve bench inside {part} ")
+    assert "(default: " in shown
+
+
+def test_an_unknown_part_is_refused_with_those_there_are(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["bench", "inside", "nothing"])
+    assert left.value.code == 2
+    assert "'core', 'delivery'" in capsys.readouterr().err
+
+
+def test_a_part_gets_its_flags_and_what_opens_engines(monkeypatch):
+    given = []
+
+    def measured(arguments: argparse.Namespace) -> int:
+        given.append(arguments)
+        return 7
+
+    monkeypatch.setattr(draft_bench, "run", measured)
+    opener = object()
+    assert run_inside(["drafts", "--tokens", "5"], open_engine=opener) == 7
+    assert (given[0].tokens, given[0].rounds, given[0].open_engine) == (5, draft_bench.ROUNDS, opener)
+
+
+def test_the_list_is_shown_without_what_measures():
+    program = (
+        "import sys, trioserve.cli; trioserve.cli.main(['bench']); "
+        "print([m for m in ('trio', 'torch', 'h2', 'trioserve.core.engine', 'trioserve.testing') if m in sys.modules])"
+    )
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert shown.stdout.splitlines()[-1] == "[]"

@@ -1,0 +1,105 @@
+"""The client's side of HTTP/1.1: what is sent, and which response belongs to which request."""
+
+from __future__ import annotations
+
+import h11
+import pytest
+
+from trioserve.trio_tools.http1_client import Http1ClientProtocol
+from trioserve.trio_tools.http_client import ResponseEnd, ResponseResult
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\n"
+COMPLETE = ResponseEnd(ResponseResult.COMPLETE)
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.status: int | None = None
+        self.body = b""
+        self.end: ResponseEnd | None = None
+
+    def on_head(self, status, fields):
+        self.status = status
+
+    def on_body(self, data):
+        self.body += data
+
+    def on_end(self, end):
+        assert self.end is None
+        self.end = end
+
+
+@pytest.fixture
+def client() -> Http1ClientProtocol:
+    return Http1ClientProtocol(authority="test")
+
+
+def ask(client: Http1ClientProtocol) -> Heard:
+    heard = Heard()
+    client.begin("GET", "/", [], heard, has_body=False)
+    return heard
+
+
+def test_a_request_goes_out_as_it_is_made(client):
+    number = client.begin("POST", "/path", [("content-length", "4")], Heard(), has_body=True)
+    client.send_body(number, b"bo", is_last=False)
+    assert client.take_unsent() == b"POST /path HTTP/1.1\r\nhost: test\r\ncontent-length: 4\r\n\r\nbo"
+    client.send_body(number, b"dy", is_last=True)
+    assert client.take_unsent() == b"dy"
+    assert client.take_unsent() == b""
+    assert client.waiting_count == 1
+
+
+def test_responses_belong_to_requests_in_their_order(client):
+    heards = [ask(client) for _ in range(3)]
+    for byte in OK + b"a" + OK + b"b" + OK:
+        client.receive(bytes([byte]))
+    client.receive(b"")
+    assert [heard.body for heard in heards] == [b"a", b"b", b""]
+    assert [heard.end for heard in heards] == [COMPLETE, COMPLETE, ResponseEnd(ResponseResult.DISCONNECTED)]
+    assert client.waiting_count == 0
+
+
+def test_several_responses_may_come_at_once(client):
+    heards = [ask(client) for _ in range(2)]
+    client.receive(OK + b"a" + OK + b"b")
+    assert [heard.body for heard in heards] == [b"a", b"b"]
+
+
+def test_a_response_may_end_with_the_connection(client):
+    heard = ask(client)
+    client.receive(b"HTTP/1.1 200 OK\r\n\r\nall of it")
+    assert heard.end is None
+    client.receive(b"")
+    assert (heard.body, heard.end) == (b"all of it", COMPLETE)
+
+
+def test_a_response_before_the_end_of_the_body_says_so(client):
+    heard = Heard()
+    number = client.begin("POST", "/", [("content-length", "4")], heard, has_body=True)
+    client.send_body(number, b"bo", is_last=False)
+    client.receive(OK + b"a")
+    assert heard.end == ResponseEnd(ResponseResult.COMPLETE, was_request_sent=False)
+    client.take_unsent()
+    client.send_body(number, b"dy", is_last=True)  # nobody wants it: nothing happens
+    assert client.take_unsent() == b""
+
+
+def test_informational_responses_are_counted_alone(client):
+    heard = ask(client)
+    client.receive(b"HTTP/1.1 100 Continue\r\n\r\n" + OK + b"a")
+    assert (heard.status, heard.body, client.informational_count) == (200, b"a", 1)
+
+
+def test_there_is_no_reset_and_no_credit(client):
+    ask(client)
+    assert not client.reset(1)
+    assert not client.withhold_credit(1)
+    assert client.unsent_bytes(1) == 0
+
+
+@pytest.mark.parametrize("sent", [b"nonsense\r\n\r\n", OK + b"aHTTP/1.1 200 OK"])
+def test_what_a_server_may_not_send_is_refused(client, sent):
+    ask(client)
+    with pytest.raises(h11.RemoteProtocolError):
+        client.receive(sent)

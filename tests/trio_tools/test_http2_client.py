@@ -1,0 +1,234 @@
+"""The client's side of HTTP/2, with the server's side of h2 at the other end of the bytes."""
+
+from __future__ import annotations
+
+import h2.config
+import h2.connection
+import h2.errors
+import h2.events
+import h2.exceptions
+import h2.settings
+import pytest
+
+from trioserve.trio_tools.http2_client import Http2ClientProtocol
+from trioserve.trio_tools.http_client import ResponseEnd, ResponseResult
+
+OK = [(":status", "200"), ("x-name", "value")]
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.status: int | None = None
+        self.fields: list[tuple[bytes, bytes]] = []
+        self.body = b""
+        self.end: ResponseEnd | None = None
+
+    def on_head(self, status, fields):
+        self.status, self.fields = status, fields
+
+    def on_body(self, data):
+        self.body += data
+
+    def on_end(self, end):
+        assert self.end is None
+        self.end = end
+
+
+class Pair:
+    """client and server, and what the server has heard."""
+
+    def __init__(self, **windows: int) -> None:
+        self.client = Http2ClientProtocol(authority="test", **windows)
+        self.server = h2.connection.H2Connection(h2.config.H2Configuration(client_side=False))
+        self.events: list[h2.events.Event] = []
+        self.server.initiate_connection()
+        self.turn()
+
+    def turn(self) -> None:
+        """Everything that either has to send reaches the other."""
+        from_client, from_server = b"", b""
+        while True:
+            from_client, from_server = self.client.take_unsent(), self.server.data_to_send()
+            if from_client:
+                self.events += self.server.receive_data(from_client)
+            if from_server:
+                self.client.receive(from_server)
+            if not from_client and not from_server:
+                return
+
+    def ask(self, body: bytes = b"") -> tuple[int, Heard]:
+        heard = Heard()
+        number = self.client.begin("POST", "/", [], heard, has_body=bool(body))
+        if body:
+            self.client.send_body(number, body, is_last=True)
+        self.turn()
+        return number, heard
+
+    def heard_of(self, kind: type[h2.events.Event]) -> list[h2.events.Event]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+@pytest.fixture
+def pair() -> Pair:
+    return Pair()
+
+
+def test_a_response_comes_in_pieces_cut_anywhere():
+    pair = Pair()
+    number, heard = pair.ask(b"body")
+    pair.server.send_headers(number, OK)
+    pair.server.send_data(number, b"abc", end_stream=True)
+    for byte in pair.server.data_to_send():
+        pair.client.receive(bytes([byte]))
+    assert (heard.status, heard.fields, heard.body) == (200, [(b"x-name", b"value")], b"abc")
+    assert heard.end == ResponseEnd(ResponseResult.COMPLETE)
+    assert pair.client.stream_count == 0
+
+
+def test_the_server_says_how_many_streams_it_takes():
+    client = Http2ClientProtocol(authority="test")
+    assert not client.is_settled
+    server = h2.connection.H2Connection(h2.config.H2Configuration(client_side=False))
+    server.update_settings({h2.settings.SettingCodes.MAX_CONCURRENT_STREAMS: 3})
+    client.receive(server.data_to_send())
+    assert client.is_settled
+    assert client.streams_max == 3
+
+
+def test_a_body_waits_for_credit(pair):
+    number, _ = pair.ask(b"x" * 100_000)
+    assert pair.client.unsent_bytes(number) == 100_000 - 65_535
+    assert not pair.heard_of(h2.events.StreamEnded)
+    pair.server.acknowledge_received_data(65_535, number)
+    pair.turn()
+    assert pair.client.unsent_bytes(number) == 0
+    assert len(pair.heard_of(h2.events.StreamEnded)) == 1
+    assert sum(len(event.data) for event in pair.heard_of(h2.events.DataReceived)) == 100_000
+
+
+def test_a_body_can_be_sent_in_parts_and_left_open(pair):
+    number = pair.client.begin("POST", "/", [], Heard(), has_body=True)
+    for part in (b"a", b"b"):
+        pair.client.send_body(number, part, is_last=False)
+    pair.turn()
+    assert b"".join(event.data for event in pair.heard_of(h2.events.DataReceived)) == b"ab"
+    assert not pair.heard_of(h2.events.StreamEnded)
+    pair.client.send_body(number, b"", is_last=True)
+    pair.turn()
+    assert pair.heard_of(h2.events.StreamEnded)
+
+
+def test_a_response_before_the_end_of_the_body_says_so(pair):
+    number, heard = pair.ask(b"x" * 100_000)
+    pair.server.send_headers(number, OK, end_stream=True)
+    pair.turn()
+    assert heard.end == ResponseEnd(ResponseResult.COMPLETE, was_request_sent=False)
+    pair.client.send_body(number, b"more", is_last=True)  # nobody wants it: nothing happens
+    pair.turn()
+
+
+def test_a_request_that_is_reset_hears_nothing_more(pair):
+    number, heard = pair.ask()
+    pair.server.send_headers(number, OK)
+    pair.server.send_data(number, b"late")
+    assert pair.client.reset(number)
+    pair.turn()
+    assert [event.error_code for event in pair.heard_of(h2.events.StreamReset)] == [h2.errors.ErrorCodes.CANCEL]
+    assert (heard.status, heard.body, heard.end) == (None, b"", None)
+    assert pair.client.reset(number)  # again: nothing
+
+
+def test_a_reset_by_the_server_names_its_error(pair):
+    number, heard = pair.ask()
+    pair.server.reset_stream(number, h2.errors.ErrorCodes.ENHANCE_YOUR_CALM)
+    pair.turn()
+    assert heard.end == ResponseEnd(ResponseResult.RESET, "ENHANCE_YOUR_CALM")
+
+
+def goaway(last_stream_id: int, code: int = 0) -> bytes:
+    return b"\0\0\x08\x07\0\0\0\0\0" + last_stream_id.to_bytes(4) + code.to_bytes(4)
+
+
+def test_a_server_that_goes_away_finishes_what_it_has_seen(pair):
+    (seen, seen_heard), (_, late_heard) = pair.ask(), pair.ask()
+    pair.client.receive(goaway(seen))
+    assert pair.client.goaway == (seen, "NO_ERROR")
+    assert late_heard.end == ResponseEnd(ResponseResult.UNPROCESSED, "NO_ERROR")
+    assert seen_heard.end is None
+    pair.server.send_headers(seen, OK, end_stream=True)
+    pair.turn()
+    assert seen_heard.end == ResponseEnd(ResponseResult.COMPLETE)
+
+
+def test_the_last_goaway_counts(pair):
+    _, heard = pair.ask()
+    pair.client.receive(goaway(2**31 - 1))
+    assert heard.end is None
+    pair.client.receive(goaway(0, 2))
+    assert heard.end == ResponseEnd(ResponseResult.UNPROCESSED, "INTERNAL_ERROR")
+
+
+def test_a_client_that_goes_away_takes_in_what_is_still_sent(pair):
+    number, heard = pair.ask()
+    pair.client.say_goaway()
+    pair.turn()
+    assert pair.heard_of(h2.events.ConnectionTerminated)
+    frames = b"\0\0\1\1\4" + number.to_bytes(4) + b"\x88" + b"\0\0\1\0\1" + number.to_bytes(4) + b"a"
+    pair.client.receive(frames)  # by hand, since h2 sends nothing more after a GOAWAY
+    assert (heard.body, heard.end) == (b"a", ResponseEnd(ResponseResult.COMPLETE))
+
+
+def test_the_end_of_the_connection_ends_every_response(pair):
+    heards = [pair.ask()[1] for _ in range(2)]
+    pair.client.receive(b"")
+    assert [heard.end for heard in heards] == [ResponseEnd(ResponseResult.DISCONNECTED)] * 2
+
+
+def test_windows_are_as_they_were_asked_for():
+    pair = Pair(window_bytes=100, connection_window_bytes=200_000)
+    number, _ = pair.ask()
+    assert pair.server.local_flow_control_window(number) == 100
+    assert pair.server.outbound_flow_control_window == 200_000
+
+
+def test_withheld_credit_holds_one_response_back():
+    pair = Pair(window_bytes=100)
+    (number, heard), (other, _) = pair.ask(), pair.ask()
+    for one in (number, other):
+        pair.server.send_headers(one, OK)
+    assert pair.client.withhold_credit(number)
+    for one in (number, other):
+        pair.server.send_data(one, b"x" * 80)
+    pair.turn()
+    assert heard.body == b"x" * 80
+    assert pair.server.local_flow_control_window(number) == 20
+    assert pair.server.local_flow_control_window(other) == 100
+    pair.client.give_credit(number)
+    pair.turn()
+    assert pair.server.local_flow_control_window(number) == 100
+
+
+@pytest.mark.parametrize("ends", ["reset", "complete"])
+def test_withheld_credit_of_the_connection_comes_back_at_the_end(ends):
+    pair = Pair()
+    number, _ = pair.ask()
+    pair.server.send_headers(number, OK)
+    pair.client.withhold_credit(number)
+    pair.server.send_data(number, b"x" * 16_384)
+    pair.server.send_data(number, b"x" * 16_384)
+    pair.turn()
+    assert pair.server.outbound_flow_control_window == 65_535 - 32_768
+    if ends == "reset":
+        pair.client.reset(number)
+    else:
+        pair.server.end_stream(number)
+    pair.turn()
+    assert pair.server.outbound_flow_control_window == 65_535
+
+
+@pytest.mark.parametrize(
+    "sent", [b"\0\0\4\0\1\0\0\0\1data", b"\0\x40\1\0\0\0\0\0\1" + bytes(16_385)], ids=["data before a head", "too long"]
+)
+def test_what_a_server_may_not_send_is_refused(sent):
+    with pytest.raises(h2.exceptions.ProtocolError):
+        Http2ClientProtocol(authority="test").receive(sent)

@@ -1,0 +1,121 @@
+"""A client's side of HTTP/1.1 on h11, without I/O: requests behind each other, whose responses come in their order."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import h11
+
+from trioserve.trio_tools.http_client import Fields, ResponseEnd, ResponseListener, ResponseResult
+
+__all__ = ["Http1ClientProtocol"]
+
+
+class Http1ClientProtocol:
+    """An HttpClientProtocol. Each request has a parser of its own. There is no flow control but that of the transport,
+    and no reset: who does not want a response closes the connection.
+
+    informational_count: responses such as 100 Continue, which nobody is told of.
+    """
+
+    def __init__(self, *, authority: str) -> None:
+        self.informational_count = 0
+        self._authority = authority
+        self._number = 0
+        self._unsent = b""
+        self._waiting: deque[_Request] = deque()
+        self._last: _Request | None = None
+
+    @property
+    def waiting_count(self) -> int:
+        """Requests whose response has not ended."""
+        return len(self._waiting)
+
+    def begin(self, method: str, path: str, fields: Fields, listener: ResponseListener, *, has_body: bool) -> int:
+        self._number += 1
+        request = self._last = _Request(self._number, listener)
+        self._waiting.append(request)
+        self._send(request, h11.Request(method=method, target=path, headers=[("host", self._authority), *fields]))
+        if not has_body:
+            self._send(request, h11.EndOfMessage())
+        return request.number
+
+    def send_body(self, number: int, data: bytes, *, is_last: bool) -> None:
+        request = self._last
+        assert request is not None
+        assert request.number == number, "bodies of two requests at a time"
+        if request not in self._waiting:
+            return
+        if data:
+            self._send(request, h11.Data(data=data))
+        if is_last:
+            self._send(request, h11.EndOfMessage())
+
+    def unsent_bytes(self, number: int) -> int:
+        return 0
+
+    def reset(self, number: int) -> bool:
+        return False
+
+    def withhold_credit(self, number: int) -> bool:
+        return False
+
+    def give_credit(self, number: int) -> None:
+        pass
+
+    def receive(self, data: bytes) -> None:
+        is_end = not data
+        while self._waiting:
+            request = self._waiting[0]
+            request.parser.receive_data(data)
+            try:
+                is_whole = self._take_events(request)
+            except h11.RemoteProtocolError:
+                if not is_end:
+                    raise
+                while self._waiting:
+                    self._end(ResponseResult.DISCONNECTED)
+                return
+            if not is_whole:
+                return
+            data = request.parser.trailing_data[0]
+            self._end(ResponseResult.COMPLETE)
+            if not data and not is_end:
+                return
+        if data:
+            raise h11.RemoteProtocolError(f"the server sent {bytes(data[:80])!r}, which nobody asked for")
+
+    def take_unsent(self) -> bytes:
+        unsent, self._unsent = self._unsent, b""
+        return unsent
+
+    def _send(self, request: _Request, event: h11.Event) -> None:
+        self._unsent += request.parser.send(event) or b""
+
+    def _take_events(self, request: _Request) -> bool:
+        """False: the response goes on."""
+        while True:
+            event = request.parser.next_event()
+            if event in (h11.NEED_DATA, h11.PAUSED):
+                return False
+            if isinstance(event, h11.InformationalResponse):
+                self.informational_count += 1
+            elif isinstance(event, h11.Response):
+                request.listener.on_head(event.status_code, list(event.headers))
+            elif isinstance(event, h11.Data):
+                request.listener.on_body(bytes(event.data))
+            else:
+                assert isinstance(event, h11.EndOfMessage), event
+                return True
+
+    def _end(self, result: ResponseResult) -> None:
+        request = self._waiting.popleft()
+        was_sent = request.parser.our_state is h11.DONE or request.parser.our_state is h11.MUST_CLOSE
+        request.listener.on_end(ResponseEnd(result, was_request_sent=was_sent))
+
+
+class _Request:
+    def __init__(self, number: int, listener: ResponseListener) -> None:
+        self.number = number
+        self.listener = listener
+        self.parser = h11.Connection(h11.CLIENT)

@@ -1,0 +1,245 @@
+"""A client's side of HTTP/2 on h2, without I/O: requests, resets, flow control, and a server that goes away.
+
+It gives credit for what it takes in at once, unless it is told to withhold it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import NamedTuple
+
+import h2.config
+import h2.connection
+import h2.errors
+import h2.events
+import h2.exceptions
+import h2.settings
+import hyperframe.frame
+
+from trioserve.trio_tools.http_client import Fields, ResponseEnd, ResponseListener, ResponseResult
+
+__all__ = ["Goaway", "Http2ClientProtocol"]
+
+DEFAULT_WINDOW_BYTES = 65_535  # of HTTP/2 itself
+FRAME_HEADER_BYTES = 9
+FRAME_BYTES_MAX = 16_384  # the HTTP/2 default, which this client does not raise
+GOAWAY = 0x07
+
+
+class Goaway(NamedTuple):
+    """The server takes no further requests. Streams up to the last one go on."""
+
+    last_stream_id: int
+    error: str
+
+
+class Http2ClientProtocol:
+    """An HttpClientProtocol; a request's number is its stream id.
+
+    streams_max: how many the server allows at a time. is_settled: the server's first SETTINGS have come, which say so.
+    goaway: the latest, if there was one.
+    """
+
+    def __init__(
+        self,
+        *,
+        authority: str,
+        scheme: str = "http",
+        window_bytes: int = DEFAULT_WINDOW_BYTES,
+        connection_window_bytes: int = DEFAULT_WINDOW_BYTES,
+    ) -> None:
+        """window_bytes: of a response that may come before they are credited; connection_window_bytes: of all."""
+        self.is_settled = False
+        self.goaway: Goaway | None = None
+        self._pseudo = [(":scheme", scheme), (":authority", authority)]
+        self._h2 = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True))
+        codes = h2.settings.SettingCodes
+        values = {codes.ENABLE_PUSH: 0, codes.INITIAL_WINDOW_SIZE: window_bytes}
+        self._h2.local_settings = h2.settings.Settings(client=True, initial_values=values)
+        self._h2.initiate_connection()
+        if connection_window_bytes > DEFAULT_WINDOW_BYTES:
+            self._h2.increment_flow_control_window(connection_window_bytes - DEFAULT_WINDOW_BYTES)
+        self.streams_max: int = self._h2.remote_settings.max_concurrent_streams
+        self._frames = _FrameSplitter()
+        self._streams: dict[int, _Stream] = {}
+        self._last_words = b""
+
+    @property
+    def stream_count(self) -> int:
+        """Requests whose response has not ended."""
+        return len(self._streams)
+
+    def begin(self, method: str, path: str, fields: Fields, listener: ResponseListener, *, has_body: bool) -> int:
+        stream_id = self._h2.get_next_available_stream_id()
+        pseudo = [(":method", method), (":path", path), *self._pseudo]
+        self._h2.send_headers(stream_id, [*pseudo, *fields], end_stream=not has_body)
+        self._streams[stream_id] = _Stream(listener, is_sent=not has_body)
+        return stream_id
+
+    def send_body(self, number: int, data: bytes, *, is_last: bool) -> None:
+        stream = self._streams.get(number)
+        if stream is None:
+            return
+        stream.unsent = memoryview(bytes(stream.unsent) + data) if stream.unsent else memoryview(data)
+        stream.ends = is_last
+        if is_last and not stream.unsent:
+            self._h2.end_stream(number)
+            stream.is_sent = True
+        self._send_what_may_go(number, stream)
+
+    def unsent_bytes(self, number: int) -> int:
+        stream = self._streams.get(number)
+        return 0 if stream is None else len(stream.unsent)
+
+    def reset(self, number: int) -> bool:
+        self._forget(number)
+        with contextlib.suppress(h2.exceptions.ProtocolError):  # the stream is over, or the connection
+            self._h2.reset_stream(number, h2.errors.ErrorCodes.CANCEL)
+        return True
+
+    def withhold_credit(self, number: int) -> bool:
+        stream = self._streams.get(number)
+        if stream is not None and stream.withheld_bytes is None:
+            stream.withheld_bytes = 0
+        return True
+
+    def give_credit(self, number: int) -> None:
+        stream = self._streams.get(number)
+        if stream is not None and stream.withheld_bytes is not None:
+            byte_count, stream.withheld_bytes = stream.withheld_bytes, None
+            self._h2.acknowledge_received_data(byte_count, number)
+
+    def say_goaway(self) -> None:
+        """Tell the server that this client will take no streams from it, of which it has none: what runs goes on."""
+        # Not by h2, which would take in nothing more.
+        self._last_words += hyperframe.frame.GoAwayFrame(0).serialize()
+
+    def receive(self, data: bytes) -> None:
+        if not data:
+            for stream_id in list(self._streams):
+                self._end(stream_id, ResponseResult.DISCONNECTED, "")
+            return
+        for event in self._h2.receive_data(self._frames.feed(data)):
+            self._handle(event)
+        goaway = self._frames.goaway
+        if goaway is not None and goaway is not self.goaway:
+            self.goaway = goaway
+            unseen = [stream_id for stream_id in self._streams if stream_id > goaway.last_stream_id]
+            for stream_id in unseen:
+                self._end(stream_id, ResponseResult.UNPROCESSED, goaway.error)
+
+    def take_unsent(self) -> bytes:
+        unsent = self._h2.data_to_send()
+        if self._last_words:
+            unsent, self._last_words = unsent + self._last_words, b""
+        return unsent
+
+    def _handle(self, event: h2.events.Event) -> None:
+        if isinstance(event, h2.events.DataReceived):
+            stream_id, byte_count = event.stream_id, event.flow_controlled_length or 0
+            stream = self._streams.get(stream_id)
+            if stream is None:
+                self._h2.acknowledge_received_data(byte_count, stream_id)
+                return
+            if stream.withheld_bytes is None:
+                self._h2.acknowledge_received_data(byte_count, stream_id)
+            else:
+                stream.withheld_bytes += byte_count
+            if event.data:
+                stream.listener.on_body(event.data)
+        elif isinstance(event, h2.events.StreamEnded):
+            self._end(event.stream_id, ResponseResult.COMPLETE, "")
+        elif isinstance(event, h2.events.ResponseReceived):
+            stream = self._streams.get(event.stream_id)
+            if stream is not None:
+                fields = list(event.headers or ())
+                _name, status = fields.pop(0)  # :status, as h2 has checked
+                stream.listener.on_head(int(status), fields)
+        elif isinstance(event, h2.events.StreamReset):
+            self._end(event.stream_id, ResponseResult.RESET, _error_name(event.error_code))
+        elif isinstance(event, h2.events.RemoteSettingsChanged):
+            self.is_settled = True
+            self.streams_max = self._h2.remote_settings.max_concurrent_streams
+            self._send_all_that_may_go()
+        elif isinstance(event, h2.events.WindowUpdated):
+            self._send_all_that_may_go()
+
+    def _send_all_that_may_go(self) -> None:
+        for stream_id, stream in self._streams.items():
+            self._send_what_may_go(stream_id, stream)
+
+    def _send_what_may_go(self, stream_id: int, stream: _Stream) -> None:
+        while stream.unsent:
+            window = self._h2.local_flow_control_window(stream_id)
+            size = min(window, self._h2.max_outbound_frame_size, len(stream.unsent))
+            if size <= 0:
+                return
+            piece, stream.unsent = stream.unsent[:size], stream.unsent[size:]
+            stream.is_sent = stream.ends and not stream.unsent
+            self._h2.send_data(stream_id, bytes(piece), end_stream=stream.is_sent)
+
+    def _end(self, stream_id: int, result: ResponseResult, error: str) -> None:
+        stream = self._forget(stream_id)
+        if stream is not None:
+            stream.listener.on_end(ResponseEnd(result, error, stream.is_sent))
+
+    def _forget(self, stream_id: int) -> _Stream | None:
+        stream = self._streams.pop(stream_id, None)
+        if stream is not None and stream.withheld_bytes:
+            with contextlib.suppress(h2.exceptions.ProtocolError):  # the connection is over
+                self._h2.acknowledge_received_data(stream.withheld_bytes, stream_id)  # others need the connection's
+        return stream
+
+
+class _Stream:
+    """unsent: of the body, what the server's windows have not yet let go; ends: with it the body ends. withheld_bytes:
+    have come and are not credited; None: credited as they come."""
+
+    __slots__ = ("ends", "is_sent", "listener", "unsent", "withheld_bytes")
+
+    def __init__(self, listener: ResponseListener, *, is_sent: bool) -> None:
+        self.listener = listener
+        self.unsent = memoryview(b"")
+        self.ends = is_sent
+        self.is_sent = is_sent
+        self.withheld_bytes: int | None = None
+
+
+class _FrameSplitter:
+    """Whole frames from pieces cut anywhere, GOAWAY taken out: h2 refuses every frame that follows one, although a
+    server that leaves gracefully first finishes the streams it has (RFC 9113, section 6.8)."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self.goaway: Goaway | None = None  # the latest
+
+    def feed(self, piece: bytes) -> bytes:
+        """The frames that this piece completes. A frame that is too long is passed on as it is, for h2 to refuse."""
+        buffer = self._rest + piece
+        kept: list[bytes] = []
+        position, kept_to = 0, 0
+        while len(buffer) - position >= FRAME_HEADER_BYTES:
+            length = int.from_bytes(buffer[position : position + 3])
+            end = position + FRAME_HEADER_BYTES + length
+            if length > FRAME_BYTES_MAX:
+                position = len(buffer)
+            elif end > len(buffer):
+                break
+            elif buffer[position + 3] == GOAWAY and length >= 8:
+                kept.append(buffer[kept_to:position])
+                payload = buffer[position + FRAME_HEADER_BYTES : end]
+                code = int.from_bytes(payload[4:8])
+                self.goaway = Goaway(int.from_bytes(payload[:4]) & 0x7FFF_FFFF, _error_name(code))
+                position = kept_to = end
+            else:
+                position = end
+        self._rest = buffer[position:]
+        kept.append(buffer[kept_to:position])
+        return b"".join(kept)
+
+
+def _error_name(code: int | None) -> str:
+    try:
+        return h2.errors.ErrorCodes(code or 0).name
+    except ValueError:
+        return f"error {code}"
