@@ -22,9 +22,6 @@ README_LINES_MAX = 150
 NEW_ROOMS = (ROOT / "trioserve" / "engine").is_dir()
 """The documents name files where they will lie."""
 
-AWAITED_FLAGS = {"--priority-min", "--share-prefix-cache", "--metrics-need-key", "--load-needs-key", "--step-timeout"}
-"""Flags that the documents know already, and the program not yet."""
-
 FOREIGN_FLAGS = {
     *{"--no-deps", "--continuous-batching", "--cb-num-blocks", "--cb-max-batch-tokens", "--no-cache-idle-slots"},
     *{"--name", "--no-name", "--max-time", "--help"},
@@ -96,18 +93,13 @@ def test_every_flag_that_is_named_exists():
     known = {f"--{field.name.replace('_', '-')}" for field in msgspec.structs.fields(Config)}
     for path in (ROOT / "trioserve").rglob("*.py"):  # those of commands that have no Config
         known |= set(re.findall(r"\"(--[a-z][a-z-]+)\"", path.read_text(encoding="utf-8")))
-    awaited = set()
     for page in PAGES:
         if page.name == "CHANGELOG.md":  # it names what is gone, too
             continue
         for name in named(page.read_text(encoding="utf-8")):
             for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", name):
                 plain = re.sub(r"^--no-", "--", flag)
-                if not {flag, plain} & (known | FOREIGN_FLAGS):
-                    assert flag in AWAITED_FLAGS, f"{page.name}: there is no {flag}"
-                    awaited.add(flag)
-    if awaited:
-        pytest.xfail(f"not there yet: {', '.join(sorted(awaited))}")
+                assert {flag, plain} & (known | FOREIGN_FLAGS), f"{page.name}: there is no {flag}"
 
 
 def test_every_metric_that_is_named_exists():
