@@ -31,6 +31,8 @@ class ConnectionRefusal(enum.StrEnum):
     SENT_AHEAD = "sent_ahead"
     SILENT = "silent"
     """It never said which protocol it speaks."""
+    SLOW_READER = "slow_reader"
+    """It took less of a response than the pace. On HTTP/2 it is the stream that ends, and the connection goes on."""
     STALLED = "stalled"
     """It takes nothing, not even from TCP."""
     TLS_HANDSHAKE = "tls_handshake"
@@ -65,7 +67,7 @@ class FrontendCounters(msgspec.Struct, frozen=True, kw_only=True):
     exchanges_left_total: int
     """Cancelled because the client left."""
     exchanges_stalled_total: int
-    """Cancelled because the client took nothing for stall_seconds_max."""
+    """Cancelled because the client took nothing for stall_seconds_max, or fell so far behind the pace."""
     exchanges_failed_total: int
     """The handler raised, or returned without a whole answer."""
     streams_refused_total: Mapping[StreamRefusal, int]

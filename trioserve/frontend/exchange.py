@@ -28,8 +28,9 @@ class Exchange(abc.ABC):
     """One request and its answer.
 
     The handler runs in a cancel scope of its own, which is cancelled at once when the client leaves: it resets the
-    stream, closes the connection or its sending half, or takes nothing for stall_seconds_max. So a handler needs no
-    case for a client that is gone; whatever it holds hangs from that scope. One task at a time may use an exchange.
+    stream, closes the connection or its sending half, takes nothing for stall_seconds_max, or falls so far behind the
+    pace of responses. So a handler needs no case for a client that is gone; whatever it holds hangs from that scope.
+    One task at a time may use an exchange.
 
     An answer is `respond`, or `start`, any number of `send`, then `finish`; another order is a RuntimeError. A handler
     that returns without an answer, or raises an Exception, before `started` makes a 500; later than that the client

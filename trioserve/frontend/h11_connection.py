@@ -24,6 +24,7 @@ from trioserve.frontend.headers import Headers
 from trioserve.frontend.message_head import REASONS, RequestHead, encode_fields, split_target
 from trioserve.frontend.plain_request import plain_request
 from trioserve.frontend.refusals import JSON_FIELDS, refusal_body
+from trioserve.frontend.response_pace import ResponsePace
 from trioserve.runtime.tcp_stream import TcpStream
 
 __all__ = ["H11Connection"]
@@ -60,6 +61,7 @@ class H11Connection:
         self._answered_at = trio.current_time()  # the last request
         self._tcp = transport if isinstance(transport, TcpStream) else None
         self._writing_bytes = 0
+        self._pace = ResponsePace(setup.limits, now=self._answered_at)  # of all that is written
         self._request_ended = False
         self._request_broken = False
         self._draining = False
@@ -176,12 +178,17 @@ class H11Connection:
                     return
             for start in range(0, len(data), WRITE_BYTES):
                 self._writing_bytes = len(data) - start
-                with trio.move_on_after(self._limits.stall_seconds_max) as patience:
-                    await self._transport.send_all(data[start : start + WRITE_BYTES])
+                piece = data[start : start + WRITE_BYTES]
+                with trio.CancelScope(deadline=self._pace.run(trio.current_time())) as patience:
+                    await self._transport.send_all(piece)
                 if patience.cancelled_caught:
-                    self._stalled()
+                    self._stalled(takes_some=self._pace.saw_progress)
                     await trio.lowlevel.checkpoint()
                     return
+                if start + WRITE_BYTES < len(data):
+                    self._pace.taken(len(piece), trio.current_time())
+                else:
+                    self._pace.stop(len(piece), trio.current_time())
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             self._client_left()
             await trio.lowlevel.checkpoint()
@@ -401,10 +408,11 @@ class H11Connection:
             self._tally.exchanges_left_total += 1
         self._whole.cancel()
 
-    def _stalled(self) -> None:
+    def _stalled(self, *, takes_some: bool) -> None:
         self._tally.exchanges_stalled_total += self._exchange is not None
-        self._tally.connections_refused_total[ConnectionRefusal.STALLED] += 1
-        logger.info("client takes nothing, connection ended peer=%s", self._peer)
+        reason = ConnectionRefusal.SLOW_READER if takes_some else ConnectionRefusal.STALLED
+        self._tally.connections_refused_total[reason] += 1
+        logger.info("client takes %s, connection ended peer=%s", "too little" if takes_some else "nothing", self._peer)
         self._whole.cancel()
 
     async def _close(self, *, wait: bool) -> None:

@@ -138,10 +138,12 @@ class H2Connection:
             self._protocol.increment_flow_control_window(byte_count, stream.id)
             self._outbox.collect()
 
-    def give_up(self, stream: H2Stream) -> None:
+    def give_up(self, stream: H2Stream, *, takes_some: bool) -> None:
         if not stream.gone:
             self._tally.exchanges_stalled_total += 1
-            logger.info("client takes nothing, stream reset peer=%s path=%s", self._peer, printable(stream.path))
+            self._tally.connections_refused_total[ConnectionRefusal.SLOW_READER] += takes_some
+            what = "too little" if takes_some else "nothing"
+            logger.info("client takes %s, stream reset peer=%s path=%s", what, self._peer, printable(stream.path))
             self._reset(stream, ErrorCodes.CANCEL)
 
     def body_too_slow(self) -> None:

@@ -69,8 +69,12 @@ class FrontendLimits(msgspec.Struct, frozen=True, kw_only=True):
     """The kernel's send buffer of a connection (SO_SNDBUF). Left alone it grows to megabytes, and a client that stopped
     reading would go unnoticed for as long."""
     stall_seconds_max: float = 30.0
-    """A client that takes nothing for so long is not coming back; what it holds is needed by others. TCP is told the
-    same (TCP_USER_TIMEOUT), for a client whose machine vanished while bytes were on their way to it."""
+    """A client that takes nothing for so long is not coming back; what it holds is needed by others. Also how far it
+    may fall behind the pace below, while something waits for it. TCP is told the same (TCP_USER_TIMEOUT), for a client
+    whose machine vanished while bytes were on their way to it."""
+    response_bytes_per_second_min: int = 256
+    """The pace of a response: one event of a token a second, slower than anybody reads; streams_max responses at a time
+    keep it over half a Mbit/s. Without it, a byte taken now and then would hold an exchange for hours."""
 
     # --- one HTTP/2 connection ---
     streams_max: int = 256

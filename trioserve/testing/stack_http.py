@@ -136,11 +136,24 @@ class HttpClients:
         self._server.count("stalls")
         if not caller.protocol.withhold_credit(answer):
             caller.stop_reading(ask.stall_seconds)
-        await trio.sleep(ask.stall_seconds)
+            await trio.sleep(ask.stall_seconds)
+        elif ask.trickles:
+            await self._trickle(caller, ask, answer)
+        else:
+            await trio.sleep(ask.stall_seconds)
         if ask.stall_seconds >= FOR_GOOD_SECONDS:
             self._check_given_up([ask])
         caller.protocol.give_credit(answer)
         await caller.flush()
+
+    async def _trickle(self, caller: Caller, ask: Ask, answer: Answer) -> None:
+        self._server.count("readers that trickle")
+        ends_at = trio.current_time() + ask.stall_seconds
+        while trio.current_time() < ends_at:
+            await trio.sleep_until(min(ends_at, trio.current_time() + 0.8 * self._server.limits.stall_seconds_max))
+            if not answer.is_over:
+                caller.protocol.give_a_byte(answer)
+                await caller.flush()
 
     async def _stall_connection(self, caller: Caller, asks: list[Ask]) -> None:
         connection = caller.connection

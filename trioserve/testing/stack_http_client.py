@@ -55,6 +55,9 @@ class ClientProtocol(Protocol):
     def withhold_credit(self, answer: Answer) -> bool:
         """Let the server send no more of this answer than it may by now. False: the protocol cannot."""
 
+    def give_a_byte(self, answer: Answer) -> None:
+        """Let it send one byte more. Only HTTP/2 can."""
+
     def give_credit(self, answer: Answer) -> None:
         """Let it send again."""
 
@@ -111,6 +114,9 @@ class Http1Client:
 
     def withhold_credit(self, answer: Answer) -> bool:
         return False
+
+    def give_a_byte(self, answer: Answer) -> None:
+        raise AssertionError("HTTP/1.1 has no credit")
 
     def give_credit(self, answer: Answer) -> None:
         pass
@@ -190,6 +196,10 @@ class Http2Client:
     def withhold_credit(self, answer: Answer) -> bool:
         self._withheld[self._ids[answer]] = 0
         return True
+
+    def give_a_byte(self, answer: Answer) -> None:
+        with contextlib.suppress(h2.exceptions.ProtocolError):  # the stream is over
+            self._http.increment_flow_control_window(1, self._ids[answer])
 
     def give_credit(self, answer: Answer) -> None:
         stream_id = self._ids[answer]
