@@ -44,6 +44,8 @@ class StreamRefusal(enum.StrEnum):
     DRAINING = "draining"
     EXCHANGES_MAX = "exchanges_max"
     STREAMS_MAX = "streams_max"
+    UNKNOWN_CALLERS = "unknown_callers"
+    """Callers without a key hold their share of the exchanges."""
 
 
 class FrontendCounters(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +53,8 @@ class FrontendCounters(msgspec.Struct, frozen=True, kw_only=True):
 
     connections_open: int
     exchanges_open: int
+    exchanges_unknown_open: int
+    """Of those, whose caller has shown no API key where keys are asked for."""
     exchanges_behind: int
     """Whose client is slower than its answer, so that bytes wait here for it."""
     answer_bytes_held: int
@@ -79,6 +83,7 @@ class Tally:
 
     connections_open: int = 0
     exchanges_open: int = 0
+    exchanges_unknown_open: int = 0
     connections_total: int = 0
     connections_http2_total: int = 0
     connections_failed_total: int = 0

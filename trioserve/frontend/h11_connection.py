@@ -33,6 +33,10 @@ logger = logging.getLogger(__name__)
 
 READ_BYTES = 65536
 WRITE_BYTES = 65536  # what has to leave within one stall limit
+TOO_MANY = {
+    StreamRefusal.EXCHANGES_MAX: "too many requests are under way: try again shortly",
+    StreamRefusal.UNKNOWN_CALLERS: "too many requests without a key are under way: send a key, or try again shortly",
+}
 TURN_BYTES = 4096  # so much at most goes out without a turn for the others
 
 
@@ -62,6 +66,7 @@ class H11Connection:
         self._tcp = transport if isinstance(transport, TcpStream) else None
         self._writing_bytes = 0
         self._pace = ResponsePace(setup.limits, now=self._answered_at)  # of all that is written
+        self._is_known = True  # the caller of this request
         self._request_ended = False
         self._request_broken = False
         self._draining = False
@@ -359,17 +364,18 @@ class H11Connection:
             # Whoever is in between may believe the other one, and take the rest for a request (RFC 9112, 6.1).
             self._tally.connections_refused_total[ConnectionRefusal.MALFORMED] += 1
             return 400, "the length of the body is given twice: send either transfer-encoding or content-length", ()
-        if self._tally.exchanges_open >= self._limits.exchanges_max:
-            self._tally.streams_refused_total[StreamRefusal.EXCHANGES_MAX] += 1
-            fields = (("retry-after", "1"), ("x-trioserve-reason", StreamRefusal.EXCHANGES_MAX.value))
-            return 503, "too many requests are under way: try again shortly", fields
+        self._is_known = self._setup.slots.knows(head.headers)
+        refusal = self._setup.slots.refusal(is_known=self._is_known)
+        if refusal is not None:
+            self._tally.streams_refused_total[refusal] += 1
+            return 503, TOO_MANY[refusal], (("retry-after", "1"), ("x-trioserve-reason", refusal.value))
         return None
 
     async def _answer(self, head: RequestHead) -> bool:
         """Run the handler. Returns whether the answer is whole."""
         tally = self._tally
-        tally.exchanges_total += 1
-        tally.exchanges_open += 1
+        slots = self._setup.slots
+        slots.take(is_known=self._is_known)
         exchange = H11Exchange(self, head, BodyShare(self._setup.body_budget), self._limits)
         # Of an ordinary request. All others are h11's: it knows when their connection has to end.
         keeps_alive = (head.headers.get("connection") or "keep-alive").lower() == "keep-alive"
@@ -383,7 +389,7 @@ class H11Connection:
             self._exchange = None
             self._answered_at = trio.current_time()
             exchange.share.release()
-            tally.exchanges_open -= 1
+            slots.give_back(is_known=self._is_known)
             if exchange.started and not exchange.answer.finished:
                 self._write_broken = True
         return exchange.answer.finished and not self._write_broken

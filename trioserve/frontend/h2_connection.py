@@ -215,11 +215,14 @@ class H2Connection:
     def _open_stream(self, event: h2.events.RequestReceived, now: float) -> None:
         refusal = self._stream_refusal()
         if refusal is not None:
-            self._tally.streams_refused_total[refusal] += 1
-            self._protocol.reset_stream(event.stream_id, ErrorCodes.REFUSED_STREAM)
-            self._count_reset(now)
+            self._refuse_stream(event.stream_id, refusal, now)
             return
         head = request_head(event, self._peer)
+        is_known = self._setup.slots.knows(head.headers)
+        refusal = self._setup.slots.refusal(is_known=is_known)
+        if refusal is not None:
+            self._refuse_stream(event.stream_id, refusal, now)
+            return
         if event.stream_ended is not None and head.headers.get("content-length") not in (None, "0"):
             # Malformed (RFC 9113, 8.1.1); h2 compares lengths only when DATA comes.
             self._protocol.reset_stream(event.stream_id, ErrorCodes.PROTOCOL_ERROR)
@@ -232,10 +235,10 @@ class H2Connection:
             BodyShare(self._setup.body_budget),
             self._limits,
             request_ended=event.stream_ended is not None,
+            is_known=is_known,
         )
         self._streams[stream.id] = stream
-        self._tally.exchanges_total += 1
-        self._tally.exchanges_open += 1
+        self._setup.slots.take(is_known=is_known)
         self._nursery.start_soon(self._run_stream, stream)
 
     def _stream_refusal(self) -> StreamRefusal | None:
@@ -243,9 +246,12 @@ class H2Connection:
             return StreamRefusal.DRAINING
         if len(self._streams) >= self._limits.streams_max:
             return StreamRefusal.STREAMS_MAX
-        if self._tally.exchanges_open >= self._limits.exchanges_max:
-            return StreamRefusal.EXCHANGES_MAX
         return None
+
+    def _refuse_stream(self, stream_id: int, refusal: StreamRefusal, now: float) -> None:
+        self._tally.streams_refused_total[refusal] += 1
+        self._protocol.reset_stream(stream_id, ErrorCodes.REFUSED_STREAM)
+        self._count_reset(now)
 
     def _data_arrived(self, event: h2.events.DataReceived) -> None:
         window_bytes = event.flow_controlled_length or 0
@@ -307,7 +313,7 @@ class H2Connection:
         stream.gone = True
         stream.share.release()
         del self._streams[stream.id]
-        self._tally.exchanges_open -= 1
+        self._setup.slots.give_back(is_known=stream.is_known)
         if not self._streams:
             self._ended_at = trio.current_time()
             self._set_patience()

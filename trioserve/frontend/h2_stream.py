@@ -50,7 +50,8 @@ class StreamOwner(Protocol):
 
 
 class H2Stream(Exchange):
-    """`gone`: the stream is closed for both sides; whatever is still sent goes nowhere. `queued`: the writer knows."""
+    """`gone`: the stream is closed for both sides; whatever is still sent goes nowhere. `queued`: the writer knows.
+    `is_known`: its caller is."""
 
     def __init__(
         self,
@@ -61,6 +62,7 @@ class H2Stream(Exchange):
         limits: FrontendLimits,
         *,
         request_ended: bool,
+        is_known: bool,
     ) -> None:
         self.id = stream_id
         self.method = head.method
@@ -72,6 +74,7 @@ class H2Stream(Exchange):
         self.scope = trio.CancelScope()
         self.answer = AnswerState(method=head.method)
         self.share = share
+        self.is_known = is_known
         self.request_ended = request_ended
         self.end_sent = False
         self.gone = False
