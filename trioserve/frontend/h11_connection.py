@@ -14,6 +14,7 @@ import trio
 
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.frontend.body_budget import BodyShare
+from trioserve.frontend.chunk_sizes import ChunkSizes
 from trioserve.frontend.closing import break_off, close_after, close_now
 from trioserve.frontend.connection_setup import ConnectionSetup
 from trioserve.frontend.counters import ConnectionRefusal, StreamRefusal
@@ -57,6 +58,7 @@ class H11Connection:
         self._passed_h11 = False  # an answer did, or a request: it does not know where the conversation is
         self._is_plain = False  # the request: its head and body were read by hand
         self._plain_body_bytes = 0  # what is left of that
+        self._chunk_sizes: ChunkSizes | None = None  # of a body whose length is not told beforehand
         self._untold_head = b""  # of a plain request, as long as h11 has not seen it
         self._held = bytearray(received)  # read, not yet given to h11
         self._changed: trio.Event | None = None  # of _held
@@ -230,17 +232,26 @@ class H11Connection:
             event = self._protocol.next_event()
             if event is not h11.NEED_DATA:
                 return event
+            self._check_announced()
             while not self._held:
                 await self._change()
             self._feed()
+
+    def _check_announced(self) -> None:
+        """Raises BodyTooLarge for a chunk that is, as soon as its size has come."""
+        if self._chunk_sizes is not None and self._exchange is not None:
+            self._exchange.share.check_size(self._chunk_sizes.announced_bytes)
 
     def _feed(self) -> None:
         byte_count = len(self._held)
         if self._exchange is None:
             # h11 looks at the size of a head only when it wants more of it.
             byte_count = self._limits.head_bytes_max + 1 - len(self._protocol.trailing_data[0])
-        self._protocol.receive_data(bytes(self._held[:byte_count]))
+        fed = bytes(self._held[:byte_count])
         del self._held[:byte_count]
+        self._protocol.receive_data(fed)
+        if self._chunk_sizes is not None:
+            self._chunk_sizes.feed(fed)
         self._tell_change()
 
     def _take_plain_body(self) -> bytes:
@@ -300,6 +311,7 @@ class H11Connection:
     async def _next_request(self) -> RequestHead | None:
         """None when the connection is to end; then the client was told why, if it had begun a request."""
         self._request_ended = self._is_plain = False
+        self._chunk_sizes = None
         self._untold_head = b""
         patience = trio.CancelScope(deadline=trio.current_time() + self._limits.idle_seconds_max)
         with patience:
@@ -334,6 +346,9 @@ class H11Connection:
                 end = self._protocol.next_event()
                 assert isinstance(end, h11.EndOfMessage), end
                 self._request_ended = True
+            elif "transfer-encoding" in head.headers:
+                self._chunk_sizes = ChunkSizes()
+                self._chunk_sizes.feed(self._protocol.trailing_data[0])
             return head
         if self._request_begun():
             self._tally.connections_refused_total[ConnectionRefusal.HEAD_TIMEOUT] += 1
