@@ -42,6 +42,7 @@ class StreamRefusal(enum.StrEnum):
     """Why a request was turned away before its handler: REFUSED_STREAM on HTTP/2, 503 on HTTP/1.1."""
 
     DRAINING = "draining"
+    """It came while the server was leaving, or had not come whole by then."""
     EXCHANGES_MAX = "exchanges_max"
     STREAMS_MAX = "streams_max"
     UNKNOWN_CALLERS = "unknown_callers"

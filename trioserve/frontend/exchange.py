@@ -62,6 +62,8 @@ class Exchange(abc.ABC):
     async def body(self) -> bytes:
         """The whole body of the request; a second call gives the same bytes. To be awaited before the answer starts.
 
+        A body that has not come whole when the server begins to leave is not waited for: the exchange is cancelled.
+
         Raises BodyTooLarge beyond body_bytes_max (before reading it, if content-length says so), BodyTimeout when
         it falls body_wait_seconds_max behind body_bytes_per_second_min, InvalidRequest when its framing is broken, and
         Overloaded when all clients' bodies together reach bodies_bytes_max. What was read counts there

@@ -71,6 +71,7 @@ class H11Connection:
         self._is_known = True  # the caller of this request
         self._request_ended = False
         self._request_broken = False
+        self._is_turned_away = False  # its handler waited for the rest of it when the server left
         self._draining = False
         self._client_gone = False
         self._lingers = True  # until the client has read the end of the last answer
@@ -102,10 +103,14 @@ class H11Connection:
         return self._writing_bytes, int(self._writing_bytes > 0)
 
     def drain(self) -> None:
-        """Answer what was begun, say so with `Connection: close`, and end. Never waits."""
+        """Answer the request that has come, say so with `Connection: close`, and end. Never waits.
+
+        A request that has not come whole is not waited for: it is refused (503).
+        """
         self._draining = True
         if self._exchange is None and not self._request_begun():
             self._whole.cancel()
+        self._tell_change()
 
     def make_room(self) -> None:
         """End an idle connection whose seat is needed, without waiting for the client to close, too."""
@@ -123,13 +128,15 @@ class H11Connection:
         if self._request_ended:
             return None
         if self._is_plain:
-            while not self._held:
-                await self._change()
+            await self._more_of_body()
             return self._take_plain_body()
         if self._protocol.they_are_waiting_for_100_continue:
             await self.write(h11.InformationalResponse(status_code=100, headers=[]))
         try:
-            event = await self._next_event()
+            while (event := self._protocol.next_event()) is h11.NEED_DATA:
+                self._check_announced()
+                await self._more_of_body()
+                self._feed()
         except h11.RemoteProtocolError as error:
             self._request_broken = True
             raise InvalidRequest(f"the request body cannot be read: {error}") from None
@@ -226,16 +233,20 @@ class H11Connection:
                 self._drop_body()
             self._tell_change()
 
-    async def _next_event(self) -> object:
-        """h11's next event, when enough has arrived for it."""
-        while True:
-            event = self._protocol.next_event()
-            if event is not h11.NEED_DATA:
-                return event
-            self._check_announced()
-            while not self._held:
-                await self._change()
-            self._feed()
+    async def _more(self) -> bool:
+        """Wait until more of a request has come; False if it is not to be waited for, since the server is leaving."""
+        while not self._held:
+            if self._draining:
+                return False
+            await self._change()
+        return True
+
+    async def _more_of_body(self) -> None:
+        if not await self._more():
+            assert self._exchange is not None
+            self._is_turned_away = True
+            self._exchange.scope.cancel()
+            await trio.lowlevel.checkpoint()
 
     def _check_announced(self) -> None:
         """Raises BodyTooLarge for a chunk that is, as soon as its size has come."""
@@ -310,7 +321,7 @@ class H11Connection:
 
     async def _next_request(self) -> RequestHead | None:
         """None when the connection is to end; then the client was told why, if it had begun a request."""
-        self._request_ended = self._is_plain = False
+        self._request_ended = self._is_plain = self._is_turned_away = False
         self._chunk_sizes = None
         self._untold_head = b""
         patience = trio.CancelScope(deadline=trio.current_time() + self._limits.idle_seconds_max)
@@ -325,7 +336,12 @@ class H11Connection:
                     event: object = self._protocol.next_event()
                     if event is h11.NEED_DATA:
                         patience.deadline = trio.current_time() + self._limits.head_seconds_max
-                        event = await self._next_event()
+                    while event is h11.NEED_DATA:
+                        if not await self._more():
+                            await self._turn_away()
+                            return None
+                        self._feed()
+                        event = self._protocol.next_event()
                     assert isinstance(event, h11.Request), event
                     head = _request_head(event, self._peer)
             except h11.RemoteProtocolError as error:
@@ -407,6 +423,8 @@ class H11Connection:
             slots.give_back(is_known=self._is_known)
             if exchange.started and not exchange.answer.finished:
                 self._write_broken = True
+        if self._is_turned_away and not exchange.started:
+            await self._turn_away()
         return exchange.answer.finished and not self._write_broken
 
     def _request_begun(self) -> bool:
@@ -420,6 +438,13 @@ class H11Connection:
         encoded.append((b"connection", b"close"))
         head = h11.Response(status_code=status, headers=encoded, reason=REASONS.get(status, b""))
         await self.write(head, h11.Data(data=body), h11.EndOfMessage())
+
+    async def _turn_away(self) -> None:
+        """Refuse a request that has not come whole, because the server is leaving."""
+        self._tally.streams_refused_total[StreamRefusal.DRAINING] += 1
+        fields = (("retry-after", "1"), ("x-trioserve-reason", StreamRefusal.DRAINING.value))
+        with trio.move_on_after(self._limits.close_seconds_max):  # last words: leaving must not wait for them
+            await self._refuse(503, "the server is shutting down: send the request to another one, or again", fields)
 
     # --- ending ---
 

@@ -109,9 +109,14 @@ class H2Connection:
         return sum(waiting) + self._outbox.framed_bytes, len(waiting)
 
     def drain(self) -> None:
-        """Take no more streams, tell the client, and end when those that run have ended. Never waits."""
+        """Take no more streams, tell the client, and end when those that run have ended. Never waits.
+
+        A request that has not come whole is not waited for: its stream is refused.
+        """
         if self._last_stream_id is None:
             self._go_away(ErrorCodes.NO_ERROR)
+            for stream in self._streams.values():
+                stream.wake()
 
     def make_room(self) -> None:
         """End an idle connection whose seat is needed: a GOAWAY, and no waiting for the client to close, too."""
@@ -145,6 +150,11 @@ class H2Connection:
             what = "too little" if takes_some else "nothing"
             logger.info("client takes %s, stream reset peer=%s path=%s", what, self._peer, printable(stream.path))
             self._reset(stream, ErrorCodes.CANCEL)
+
+    def body_awaited(self, stream: H2Stream) -> None:
+        if self._last_stream_id is not None and not stream.gone:
+            self._tally.streams_refused_total[StreamRefusal.DRAINING] += 1
+            self._reset(stream, ErrorCodes.REFUSED_STREAM)
 
     def body_too_slow(self) -> None:
         self._tally.connections_refused_total[ConnectionRefusal.BODY_TIMEOUT] += 1

@@ -39,6 +39,9 @@ class StreamOwner(Protocol):
     def credit(self, stream: H2Stream, byte_count: int) -> None:
         """The handler took so many bytes of the body: the client may send as many more."""
 
+    def body_awaited(self, stream: H2Stream) -> None:
+        """The handler waits for more of the body: if the server is leaving, refuse the stream and cancel its scope."""
+
     def body_too_slow(self) -> None:
         """To be counted: a body was given up."""
 
@@ -112,6 +115,7 @@ class H2Stream(Exchange):
                 if uncredited_bytes >= CREDIT_BYTES_MIN and not self.gone:
                     self._owner.credit(self, uncredited_bytes)
                     uncredited_bytes = 0
+                self._owner.body_awaited(self)
                 await self._change()
         if patience.cancelled_caught:
             self._owner.body_too_slow()
