@@ -81,7 +81,9 @@ async def serve_router(
         try:
             scheme = "http" if ssl_context is None else "https"
             front_end = NativeFrontEnd(
-                FrontendServer(handler, limits=limits, ssl_context=ssl_context), listeners, routing.metrics
+                FrontendServer(handler, limits=limits, ssl_context=ssl_context, knows_caller=app.knows_caller),
+                listeners,
+                routing.metrics,
             )
             service = Service(routing.dispatch, front_end, routing.settings)
             with errors_unwrapped():

@@ -84,7 +84,7 @@ async def serve_configured(
             if config.frontend == "hypercorn":
                 front_end = _HypercornFrontEnd(handler, listeners, config)
             else:
-                server = FrontendServer(handler, limits=limits, ssl_context=ssl_context)
+                server = FrontendServer(handler, limits=limits, ssl_context=ssl_context, knows_caller=app.knows_caller)
                 front_end = NativeFrontEnd(server, listeners, metrics)
             service = Service(worker, front_end, runtime_settings(config), wait_for_rest=engine.wait_until_idle)
             engine.on_fault = service.pass_on_fault

@@ -147,6 +147,48 @@ async def test_requests_of_all_connections_together_are_bounded(autojump_clock, 
     assert handler.running == 2
 
 
+async def test_a_share_of_the_exchanges_is_kept_for_callers_who_are_known(autojump_clock, front, watched):
+    """Whoever shows no key gets half of them; whoever does, all that are left."""
+    handler = watched()
+    the_front = front(handler, exchanges_max=4)
+    the_front.server = FrontendServer(
+        handler,
+        limits=FrontendLimits(exchanges_max=4),
+        knows_caller=lambda headers: headers.get("authorization") == "Bearer k",
+    )
+    key = (("authorization", "Bearer k"),)
+    http2, http1 = await the_front.h2(), the_front.h11()
+    unknown = [await http2.request() for _ in range(2)]
+    await the_front.settle()
+    assert (await http2.answer(await http2.request())).reset_code == ErrorCodes.REFUSED_STREAM
+    await http1.request()
+    status, headers, body = await http1.answer(next_cycle=False)
+    assert (status, headers["retry-after"], headers["x-trioserve-reason"]) == (503, "1", "unknown_callers")
+    assert b"send a key" in body
+    await http2.request(headers=key)
+    http1 = the_front.h11()
+    await http1.request(headers=key)
+    await the_front.settle()
+    counters = the_front.server.counters()
+    assert (handler.running, counters.exchanges_open, counters.exchanges_unknown_open) == (4, 4, 2)
+    assert (await http2.answer(await http2.request(headers=key))).reset_code == ErrorCodes.REFUSED_STREAM
+    assert the_front.server.counters().streams_refused_total == {
+        "draining": 0,
+        "exchanges_max": 1,
+        "streams_max": 0,
+        "unknown_callers": 2,
+    }
+    await http2.reset(unknown[0])
+    await the_front.settle()
+    await http2.request()  # whose slot is back
+    await the_front.settle()
+    assert (handler.running, the_front.server.counters().exchanges_unknown_open) == (4, 2)
+    for stream in (http1.stream, http2.stream):
+        await stream.aclose()
+    await the_front.settle()
+    assert the_front.server.counters().exchanges_unknown_open == 0
+
+
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"  # with empty SETTINGS
 LONG_HEAD = b"GET / HTTP/1.1\r\nhost: test\r\nx-long: " + b"a" * 5000
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import h11
 import pytest
 import trio
 from trio.testing import lockstep_stream_pair, memory_stream_pair
+
+from trioserve.frontend.chunk_sizes import ChunkSizes
 
 JSON = [("content-type", "application/json")]
 
@@ -256,6 +260,55 @@ async def test_body_that_the_handler_leaves_unread_is_not_read_without_bound(aut
             accepted += 10_000
     assert 70_000 <= accepted <= 150_000
     await client.stream.aclose()
+
+
+@pytest.mark.parametrize("chunks", [b"FFFFFFFF\r\n", b"7fffffff;x=y\r\nab", b"2\r\nab\r\n3E7\r\n"])
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("expects", [b"", b"expect: 100-continue\r\n"])
+async def test_chunk_beyond_the_limit_is_refused_before_its_bytes_come(autojump_clock, front, chunks, at_once, expects):
+    client = front(echo, body_bytes_max=1000).h11()
+    began_at = trio.current_time()
+    sent = b"POST / HTTP/1.1\r\nhost: test\r\n" + expects + b"transfer-encoding: chunked\r\n\r\n" + chunks
+    for piece in [sent] if at_once else [bytes([byte]) for byte in sent]:
+        await client.raw(piece)
+        await trio.testing.wait_all_tasks_blocked()
+    received = (await client.stream.receive_some()).removeprefix(b"HTTP/1.1 100 \r\n\r\n")
+    while b"connection: close" not in received.lower():
+        received += await client.stream.receive_some()
+    assert received.startswith(b"HTTP/1.1 413 ")
+    assert trio.current_time() == began_at
+
+
+@pytest.mark.parametrize("http", [1, 2])
+async def test_announced_length_beyond_the_limit_is_refused_before_its_bytes_come(autojump_clock, front, http):
+    the_front = front(echo, body_bytes_max=1000)
+    began_at = trio.current_time()
+    if http == 1:
+        client = the_front.h11()
+        await client.raw(b"POST / HTTP/1.1\r\nhost: test\r\ncontent-length: 1001\r\n\r\n")
+        assert (await client.stream.receive_some()).startswith(b"HTTP/1.1 413 ")
+    else:
+        client = await the_front.h2()
+        stream_id = await client.request(headers=(("content-length", "1001"),), end=False)
+        assert (await client.answer(stream_id)).status == 413
+    assert trio.current_time() == began_at
+
+
+def test_chunk_sizes_are_those_of_h11():
+    """Whole, cut anywhere, with what belongs to the next request behind it; and what is broken ends the counting."""
+    rng = random.Random(5)
+    sizes = [1, 10, 255, 4096, 17]
+    body = b"".join(b"%X%b\r\n" % (size, rng.choice((b"", b";a=b"))) + b"\n" * size + b"\r\n" for size in sizes)
+    body += b"0\r\nx-trailer: 1\r\n\r\nFFFF\r\n"
+    for piece_bytes in (1, 2, 3, 7, 100, len(body)):
+        counted = ChunkSizes()
+        for start in range(0, len(body), piece_bytes):
+            counted.feed(body[start : start + piece_bytes])
+        assert counted.announced_bytes == sum(sizes)
+    for broken in (b"zz\r\nFFFF\r\n", b"x" * 2000 + b"\r\nFFFF\r\n", b"\r\nFFFF\r\n"):
+        counted = ChunkSizes()
+        counted.feed(broken)
+        assert counted.announced_bytes == 0
 
 
 async def test_body_beyond_the_limit_is_a_413(autojump_clock, front):

@@ -203,7 +203,7 @@ async def test_slow_reader_that_makes_progress_is_not_reset(autojump_clock, fron
     async def handler(exchange):
         await exchange.respond(200, [], bytes(1000))
 
-    client = await front(handler, stall_seconds_max=30).h2(INITIAL_WINDOW_SIZE=100)
+    client = await front(handler, stall_seconds_max=30, response_bytes_per_second_min=4).h2(INITIAL_WINDOW_SIZE=100)
     stream_id = await client.request()
     for _ in range(9):
         await trio.sleep(25)

@@ -74,7 +74,10 @@ async def test_send_buffer_of_the_kernel_is_bounded():
     close(listeners)
 
 
-@pytest.mark.parametrize("name, value", [("streams_max", 0), ("stall_seconds_max", -1), ("head_bytes_max", 10)])
+@pytest.mark.parametrize(
+    "name, value",
+    [("streams_max", 0), ("stall_seconds_max", -1), ("head_bytes_max", 10), ("unknown_exchanges_share_max", 1.5)],
+)
 def test_limit_out_of_range_is_a_startup_error(name, value):
     with pytest.raises(StartupError, match=f"{name} is {value}"):
         FrontendLimits(**{name: value})

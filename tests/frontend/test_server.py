@@ -73,14 +73,84 @@ async def test_drain_says_goaway_finishes_what_runs_and_refuses_late_streams(aut
     assert the_front.server.counters().streams_refused_total["draining"] == 1
 
 
-async def test_drain_lets_a_body_arrive_that_was_under_way(autojump_clock, front):
-    the_front = front(echo_slowly)
+HALVES_HTTP1 = {
+    "body": b"POST / HTTP/1.1\r\nhost: test\r\ncontent-length: 9\r\n\r\no",
+    "body, none of it": b"POST / HTTP/1.1\r\nhost: test\r\ncontent-length: 9\r\n\r\n",
+    "chunked body": b"POST / HTTP/1.1\r\nhost: test\r\ntransfer-encoding: chunked\r\n\r\n9\r\no",
+    "body behind a 100": b"POST / HTTP/1.1\r\nhost: test\r\ncontent-length: 9\r\nexpect: 100-continue\r\n\r\n",
+    "head": b"POST / HTTP/1.1\r\nhost: te",
+}
+
+
+@pytest.mark.parametrize("half", HALVES_HTTP1.values(), ids=HALVES_HTTP1)
+async def test_drain_refuses_half_a_request_at_once_on_http1(autojump_clock, front, watched, half):
+    handler = watched(echo_slowly)
+    the_front = front(handler)
+    clients = [the_front.h11() for _ in range(3)]
+    for client in clients:
+        await client.raw(half)
+    await the_front.settle()
+    began_at = trio.current_time()
+    the_front.server.drain()
+    await the_front.settle()
+    assert (the_front.server.counters().exchanges_open, handler.running) == (0, 0)
+    for client in clients:
+        received = await read_all(client.stream)
+        received = received.removeprefix(b"HTTP/1.1 100 \r\n\r\n")
+        assert received.startswith(b"HTTP/1.1 503 ")
+        assert b"connection: close" in received.lower()
+        assert b"x-trioserve-reason: draining" in received
+    await the_front.settle()
+    assert trio.current_time() == began_at
+    await trio.sleep(1.1)  # for clients that leave their end open
+    assert the_front.connection_count == 0
+    assert the_front.server.counters().streams_refused_total["draining"] == 3
+    assert the_front.server.counters().exchanges_left_total == 0
+
+
+async def test_drain_refuses_half_a_request_at_once_on_http2(autojump_clock, front, watched):
+    """Its stream, and no other one."""
+    gate = Gate()
+
+    async def handle(exchange):
+        await (gate(exchange) if exchange.path == "/whole" else echo_slowly(exchange))
+
+    handler = watched(handle)
+    the_front = front(handler)
     client = await the_front.h2()
-    stream_id = await client.request(body=b"one", end=False)
+    halves = [await client.request(body=body, end=False) for body in (b"o", b"")]
+    whole = await client.request("/whole", body=b"one")
     await the_front.settle()
     the_front.server.drain()
-    await client.data(stream_id, b"two", end=True)
-    assert (await client.answer(stream_id)).body == b"onetwo"
+    for half in halves:
+        assert (await client.answer(half)).reset_code == ErrorCodes.REFUSED_STREAM
+    assert handler.running == 1
+    gate.open.set()
+    assert (await client.answer(whole)).ended
+    await client.until_eof()
+    assert the_front.server.counters().streams_refused_total["draining"] == 2
+
+
+async def test_drain_lets_a_request_be_read_that_has_come(autojump_clock, front):
+    """Its handler asks for the body later."""
+    go_on = trio.Event()
+
+    async def handler(exchange):
+        await go_on.wait()
+        await echo_slowly(exchange)
+
+    the_front = front(handler)
+    http2, plain, chunked = await the_front.h2(), the_front.h11(), the_front.h11()
+    stream_id = await http2.request(body=b"onetwo")
+    await plain.request(body=b"onetwo")
+    await chunked.request(headers=(("transfer-encoding", "chunked"),), body=b"onetwo")
+    await the_front.settle()
+    the_front.server.drain()
+    await the_front.settle()
+    go_on.set()
+    assert (await http2.answer(stream_id)).body == b"onetwo"
+    for client in (plain, chunked):
+        assert (await client.answer(next_cycle=False))[2] == b"onetwo"
 
 
 async def test_drain_ends_idle_connections_at_once(autojump_clock, front):
@@ -328,6 +398,18 @@ async def test_handshake_that_fails_or_never_ends(autojump_clock, nursery, serve
     assert trio.current_time() - began_at == pytest.approx(0 if sent else 10, abs=0.1)
     assert server.counters().connections_failed_total == 0
     assert [record for record in caplog.records if record.levelname != "DEBUG"] == []
+
+
+async def test_drain_ends_a_handshake_at_once(autojump_clock, nursery, server_context):
+    server = FrontendServer(answer_ok, ssl_context=server_context)
+    ours, theirs = memory_stream_pair()
+    nursery.start_soon(server.serve_connection, theirs)
+    began_at = trio.current_time()
+    await ours.send_all(b"\x16\x03\x01")  # of a hello
+    await wait_all_tasks_blocked()
+    server.drain()
+    assert await read_all(ours) == b""
+    assert trio.current_time() == began_at
 
 
 async def test_leaving_over_tls_cancels_the_handler(autojump_clock, nursery, authority, server_context, watched):

@@ -213,3 +213,29 @@ async def test_reset_is_heard_from_a_client_that_does_not_read(autojump_clock, h
             assert server.engine.stats().blocks_used == 0
             assert server.server.counters().exchanges_open == 0
             await ours.aclose()
+
+
+async def test_readers_without_a_key_leave_room_for_those_with_one(autojump_clock, nursery, h2_client):
+    """They take nothing of their responses, and wait for as long as they are let."""
+    limits = FrontendLimits(exchanges_max=16, streams_max=16)
+    async with open_memory_server(limits=limits, api_keys=("k",)) as server:
+        for _ in range(2):
+            client = h2_client(server.connect())
+            await client.open(INITIAL_WINDOW_SIZE=0)
+            for _ in range(16):
+                await client.request("/openapi.json", method="GET")
+            nursery.start_soon(client.until_eof)
+        await trio.sleep(1)
+        counters = server.server.counters()
+        assert (counters.exchanges_open, counters.streams_refused_total["unknown_callers"]) == (8, 24)
+        for http in (1, 2):
+            customer = server.client(http=http, headers={"authorization": "Bearer k"})
+            response = await customer.post("/v1/completions", {"prompt": "x", "max_tokens": 1})
+            assert response.status == 200
+        stranger = server.client(headers={"authorization": "Bearer wrong"})
+        async with stranger.ask("/v1/models", None, method="GET") as refused:
+            assert await refused.head() == 503
+        await trio.sleep(limits.stall_seconds_max)
+        assert server.server.counters().exchanges_open == 0
+        await server.hang_up()
+        nursery.cancel_scope.cancel()

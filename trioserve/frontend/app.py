@@ -20,6 +20,7 @@ from trioserve.frontend.request_end import Outcome, end_line
 
 if TYPE_CHECKING:
     from trioserve.frontend.exchange import Exchange
+    from trioserve.frontend.headers import Headers
     from trioserve.metrics.registry import Metrics
 
 __all__ = ["BaseApp", "Operation", "Route"]
@@ -94,6 +95,14 @@ class BaseApp(abc.ABC, Generic[CallType]):
             self._count(route, call.status)
             if logger.isEnabledFor(logging.DEBUG):
                 logger.debug("%s", self._end_line(call, seconds=trio.current_time() - began_at))
+
+    def knows_caller(self, headers: Headers) -> bool:
+        """Whether the head of a request holds a key. Without any keys, everybody is known."""
+        try:
+            self._keys.caller(headers.get("authorization"))
+        except Refusal:
+            return False
+        return True
 
     def note_preflight(self, exchange: Exchange, status: int) -> None:
         """Count an answer that was given in the app's stead."""

@@ -79,6 +79,7 @@ class AsgiApp:
         self._tally.exchanges_left_total += exchange.gone
         self._tally.exchanges_stalled_total += exchange.stalled
         self._tally.connections_refused_total[ConnectionRefusal.BODY_TIMEOUT] += exchange.body_too_slow
+        self._tally.connections_refused_total[ConnectionRefusal.SLOW_READER] += exchange.slow_reader
         if not exchange.gone and (exchange.stalled or not exchange.answer.finished):
             raise AnswerBrokenOff(f"the answer to {exchange.method} {exchange.path} was broken off")
 

@@ -18,6 +18,7 @@ from trioserve.frontend.body_pace import BodyPace
 from trioserve.frontend.exchange import BodyTimeout, BodyTooLarge, Exchange, HeaderFields
 from trioserve.frontend.limits import FrontendLimits
 from trioserve.frontend.message_head import RequestHead, encode_fields
+from trioserve.frontend.response_pace import ResponsePace
 from trioserve.frontend.surroundings import Surroundings
 
 __all__ = ["AsgiExchange", "Message", "Receive", "Send"]
@@ -30,7 +31,8 @@ Send = Callable[[Message], Awaitable[None]]
 class AsgiExchange(Exchange):
     """Made, and its scope entered, by AsgiApp, which also runs `watch` and `forward`.
 
-    gone: the client has left. stalled: it took nothing for stall_seconds_max. body_too_slow: its body was given up.
+    gone: the client has left. stalled: it took nothing for stall_seconds_max, or, slow_reader, fell so far behind the
+    pace. body_too_slow: its body was given up.
     """
 
     def __init__(self, head: RequestHead, share: BodyShare, limits: FrontendLimits) -> None:
@@ -44,6 +46,7 @@ class AsgiExchange(Exchange):
         self.answer = AnswerState(method=head.method)
         self.gone = False
         self.stalled = False
+        self.slow_reader = False
         self.body_too_slow = False
         self._share = share
         self._limits = limits
@@ -56,6 +59,7 @@ class AsgiExchange(Exchange):
         self._end_given = False  # to the host
         self._end_taken = False  # by the host
         self._changed: trio.Event | None = None
+        self._pace = ResponsePace(limits, now=trio.current_time())
 
     @property
     def started(self) -> bool:
@@ -140,6 +144,12 @@ class AsgiExchange(Exchange):
                 ends = self.answer.finished
                 self._end_given = ends
                 await send({"type": "http.response.body", "body": data, "more_body": not ends})
+                if self._pace.is_running:
+                    now = trio.current_time()
+                    if self._unsent:
+                        self._pace.taken(len(data), now)
+                    else:
+                        self._pace.stop(len(data), now)
                 self._end_taken = ends
                 self._tell()
             else:
@@ -168,10 +178,11 @@ class AsgiExchange(Exchange):
                 await self._progress()
 
     async def _progress(self) -> None:
-        with trio.move_on_after(self._limits.stall_seconds_max) as patience:
+        with trio.CancelScope(deadline=self._pace.run(trio.current_time())) as patience:
             await self._change()
         if patience.cancelled_caught:
             self.stalled = True
+            self.slow_reader = self._pace.saw_progress
             self.scope.cancel()
             await trio.lowlevel.checkpoint()  # raises Cancelled
 

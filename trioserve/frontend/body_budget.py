@@ -36,11 +36,17 @@ class BodyShare:
             return
         if not (announced.isascii() and announced.isdigit()):
             raise InvalidRequest(f"content-length is {announced!r}, allowed is a number of bytes")
-        self._check(int(announced))
+        self.check_size(int(announced))
+
+    def check_size(self, byte_count: int) -> None:
+        """Raises BodyTooLarge if a body of so many bytes would be."""
+        allowed = self._budget.limits.body_bytes_max
+        if byte_count > allowed:
+            raise BodyTooLarge(f"the request body has {byte_count} bytes or more, at most {allowed} are allowed")
 
     def add(self, piece: bytes) -> None:
         """Raises BodyTooLarge or Overloaded when the piece does not fit; it is then not held."""
-        self._check(self._byte_count + len(piece))
+        self.check_size(self._byte_count + len(piece))
         if self._budget.bytes_held + len(piece) > self._budget.limits.bodies_bytes_max:
             raise Overloaded(
                 f"request bodies of all clients hold {self._budget.bytes_held} bytes, "
@@ -64,8 +70,3 @@ class BodyShare:
         self._budget.bytes_held -= self._byte_count
         self._byte_count = 0
         self._pieces = []
-
-    def _check(self, byte_count: int) -> None:
-        allowed = self._budget.limits.body_bytes_max
-        if byte_count > allowed:
-            raise BodyTooLarge(f"the request body has {byte_count} bytes or more, at most {allowed} are allowed")

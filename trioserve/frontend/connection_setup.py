@@ -7,6 +7,7 @@ import dataclasses
 from trioserve.frontend.body_budget import BodyBudget
 from trioserve.frontend.counters import Tally
 from trioserve.frontend.exchange import Handler
+from trioserve.frontend.exchange_slots import ExchangeSlots
 from trioserve.frontend.flusher import Flusher
 from trioserve.frontend.limits import FrontendLimits
 from trioserve.frontend.surroundings import Surroundings
@@ -19,6 +20,7 @@ class ConnectionSetup:
     handler: Handler
     limits: FrontendLimits
     tally: Tally
+    slots: ExchangeSlots
     body_budget: BodyBudget
     surroundings: Surroundings
     flusher: Flusher

@@ -31,6 +31,8 @@ class ConnectionRefusal(enum.StrEnum):
     SENT_AHEAD = "sent_ahead"
     SILENT = "silent"
     """It never said which protocol it speaks."""
+    SLOW_READER = "slow_reader"
+    """It took less of a response than the pace. On HTTP/2 it is the stream that ends, and the connection goes on."""
     STALLED = "stalled"
     """It takes nothing, not even from TCP."""
     TLS_HANDSHAKE = "tls_handshake"
@@ -40,8 +42,11 @@ class StreamRefusal(enum.StrEnum):
     """Why a request was turned away before its handler: REFUSED_STREAM on HTTP/2, 503 on HTTP/1.1."""
 
     DRAINING = "draining"
+    """It came while the server was leaving, or had not come whole by then."""
     EXCHANGES_MAX = "exchanges_max"
     STREAMS_MAX = "streams_max"
+    UNKNOWN_CALLERS = "unknown_callers"
+    """Callers without a key hold their share of the exchanges."""
 
 
 class FrontendCounters(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +54,8 @@ class FrontendCounters(msgspec.Struct, frozen=True, kw_only=True):
 
     connections_open: int
     exchanges_open: int
+    exchanges_unknown_open: int
+    """Of those, whose caller has shown no API key where keys are asked for."""
     exchanges_behind: int
     """Whose client is slower than its answer, so that bytes wait here for it."""
     answer_bytes_held: int
@@ -65,7 +72,7 @@ class FrontendCounters(msgspec.Struct, frozen=True, kw_only=True):
     exchanges_left_total: int
     """Cancelled because the client left."""
     exchanges_stalled_total: int
-    """Cancelled because the client took nothing for stall_seconds_max."""
+    """Cancelled because the client took nothing for stall_seconds_max, or fell so far behind the pace."""
     exchanges_failed_total: int
     """The handler raised, or returned without a whole answer."""
     streams_refused_total: Mapping[StreamRefusal, int]
@@ -77,6 +84,7 @@ class Tally:
 
     connections_open: int = 0
     exchanges_open: int = 0
+    exchanges_unknown_open: int = 0
     connections_total: int = 0
     connections_http2_total: int = 0
     connections_failed_total: int = 0

@@ -28,8 +28,9 @@ class Exchange(abc.ABC):
     """One request and its answer.
 
     The handler runs in a cancel scope of its own, which is cancelled at once when the client leaves: it resets the
-    stream, closes the connection or its sending half, or takes nothing for stall_seconds_max. So a handler needs no
-    case for a client that is gone; whatever it holds hangs from that scope. One task at a time may use an exchange.
+    stream, closes the connection or its sending half, takes nothing for stall_seconds_max, or falls so far behind the
+    pace of responses. So a handler needs no case for a client that is gone; whatever it holds hangs from that scope.
+    One task at a time may use an exchange.
 
     An answer is `respond`, or `start`, any number of `send`, then `finish`; another order is a RuntimeError. A handler
     that returns without an answer, or raises an Exception, before `started` makes a 500; later than that the client
@@ -60,6 +61,8 @@ class Exchange(abc.ABC):
     @abc.abstractmethod
     async def body(self) -> bytes:
         """The whole body of the request; a second call gives the same bytes. To be awaited before the answer starts.
+
+        A body that has not come whole when the server begins to leave is not waited for: the exchange is cancelled.
 
         Raises BodyTooLarge beyond body_bytes_max (before reading it, if content-length says so), BodyTimeout when
         it falls body_wait_seconds_max behind body_bytes_per_second_min, InvalidRequest when its framing is broken, and

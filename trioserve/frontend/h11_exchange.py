@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import h11
 import trio
 
 from trioserve.frontend.answer_state import AnswerState
 from trioserve.frontend.body_budget import BodyShare
 from trioserve.frontend.body_pace import BodyPace
 from trioserve.frontend.exchange import BodyTimeout, Exchange, HeaderFields
+from trioserve.frontend.h1_protocol import EncodedFields, H1Protocol
 from trioserve.frontend.limits import FrontendLimits
-from trioserve.frontend.message_head import REASONS, RequestHead, encode_fields
+from trioserve.frontend.message_head import RequestHead, encode_fields
 
 __all__ = ["ExchangeOwner", "H11Exchange"]
 
@@ -26,15 +26,10 @@ class ExchangeOwner(Protocol):
     async def next_body_piece(self) -> bytes | None:
         """None at the end. Raises InvalidRequest when the framing is broken."""
 
-    async def write(self, *events: h11.Event) -> None:
+    protocol: H1Protocol
+
+    async def write(self, data: bytes) -> None:
         """Send, or find that the client is gone or takes nothing: then the exchange's scope is cancelled."""
-
-    answers_by_hand: bool
-    """Whether an answer to this request after which the connection goes on may be written past h11."""
-
-    async def write_by_hand(self, data: bytes) -> None:
-        """The same as write for what is framed already: the way through h11 is most of what an event or a small answer
-        costs. It may carry chunks of an answer that h11 began, since it keeps no count of them."""
 
     def body_too_slow(self) -> None:
         """To be counted: the body was given up."""
@@ -62,8 +57,6 @@ class H11Exchange(Exchange):
         self._owner = owner
         self._limits = limits
         self._body_read = False
-        self._is_chunked = False
-        self._is_by_hand = False
 
     @property
     def started(self) -> bool:
@@ -94,74 +87,37 @@ class H11Exchange(Exchange):
         return self.share.whole()
 
     async def respond(self, status: int, headers: HeaderFields, body: bytes) -> None:
-        fields, goes_on = self._begin(status, headers, content_length=len(body))
-        if goes_on and self._may_be_by_hand(headers):
-            self.answer.finish()
-            await self._owner.write_by_hand(_head(status, fields) + body)
-            return
-        events: list[h11.Event] = [_response(status, fields)]
-        if body and not self.answer.bodiless:
-            events.append(h11.Data(data=body))
+        fields, is_ordinary = self._begin(status, headers, content_length=len(body))
+        body = b"" if self.answer.bodiless else body
+        data = self._owner.protocol.respond(status, fields, body, is_ordinary=is_ordinary)
         self.answer.finish()
-        await self._owner.write(*events, h11.EndOfMessage())
+        await self._owner.write(data)
 
     async def start(self, status: int, headers: HeaderFields) -> None:
-        fields, goes_on = self._begin(status, headers, content_length=None)
-        if goes_on and self._may_be_by_hand(headers):
-            self._is_by_hand = self._is_chunked = True
-            fields.append((b"transfer-encoding", b"chunked"))
-            await self._owner.write_by_hand(_head(status, fields))
-            return
-        await self._owner.write(_response(status, fields))
-        self._is_chunked = self.http_version == "1.1"  # h11 sees to it, since no length is given
+        fields, is_ordinary = self._begin(status, headers, content_length=None)
+        is_http_1_1 = self.http_version == "1.1"
+        start = self._owner.protocol.start_response
+        await self._owner.write(start(status, fields, is_ordinary=is_ordinary, is_http_1_1=is_http_1_1))
 
     async def send(self, data: bytes) -> None:
         self.answer.check_open()
         if data and not self.answer.bodiless:
-            if self._is_chunked:
-                await self._owner.write_by_hand(_chunk(data))
-            else:
-                await self._owner.write(h11.Data(data=data))
+            await self._owner.write(self._owner.protocol.send_data(data))
         else:
             await trio.lowlevel.checkpoint()
 
     async def finish(self, last: bytes = b"") -> None:
         self.answer.finish()
-        if self.answer.bodiless:
-            last = b""
-        if self._is_by_hand:
-            await self._owner.write_by_hand((_chunk(last) if last else b"") + b"0\r\n\r\n")
-        elif last:
-            await self._owner.write(h11.Data(data=last), h11.EndOfMessage())
-        else:
-            await self._owner.write(h11.EndOfMessage())
+        await self._owner.write(self._owner.protocol.end_response(b"" if self.answer.bodiless else last))
 
-    def _may_be_by_hand(self, headers: HeaderFields) -> bool:
-        return self._owner.answers_by_hand and not self.answer.bodiless and not _has_length(headers)
-
-    def _begin(
-        self, status: int, headers: HeaderFields, *, content_length: int | None
-    ) -> tuple[list[tuple[bytes, bytes]], bool]:
-        """The fields of the answer, which starts now, and whether the connection can go on after it."""
+    def _begin(self, status: int, headers: HeaderFields, *, content_length: int | None) -> tuple[EncodedFields, bool]:
+        """The fields of the response, which starts now, and whether it is an ordinary one: see H1Protocol.respond."""
         fields = encode_fields(headers, unix_seconds=self._owner.unix_seconds(), content_length=content_length)
         self.answer.start(status)
         goes_on = self._owner.answer_starts()
         if not goes_on:
             fields.append((b"connection", b"close"))
-        return fields, goes_on
-
-
-def _head(status: int, fields: list[tuple[bytes, bytes]]) -> bytes:
-    lines = b"".join([b"%b: %b\r\n" % field for field in fields])
-    return b"HTTP/1.1 %d %b\r\n%b\r\n" % (status, REASONS.get(status, b""), lines)
-
-
-def _chunk(data: bytes) -> bytes:
-    return b"%x\r\n%b\r\n" % (len(data), data)
-
-
-def _response(status: int, fields: list[tuple[bytes, bytes]]) -> h11.Response:
-    return h11.Response(status_code=status, headers=fields, reason=REASONS.get(status, b""))
+        return fields, goes_on and not self.answer.bodiless and not _has_length(headers)
 
 
 def _has_length(headers: HeaderFields) -> bool:

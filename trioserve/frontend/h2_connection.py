@@ -109,9 +109,14 @@ class H2Connection:
         return sum(waiting) + self._outbox.framed_bytes, len(waiting)
 
     def drain(self) -> None:
-        """Take no more streams, tell the client, and end when those that run have ended. Never waits."""
+        """Take no more streams, tell the client, and end when those that run have ended. Never waits.
+
+        A request that has not come whole is not waited for: its stream is refused.
+        """
         if self._last_stream_id is None:
             self._go_away(ErrorCodes.NO_ERROR)
+            for stream in self._streams.values():
+                stream.wake()
 
     def make_room(self) -> None:
         """End an idle connection whose seat is needed: a GOAWAY, and no waiting for the client to close, too."""
@@ -138,11 +143,18 @@ class H2Connection:
             self._protocol.increment_flow_control_window(byte_count, stream.id)
             self._outbox.collect()
 
-    def give_up(self, stream: H2Stream) -> None:
+    def give_up(self, stream: H2Stream, *, takes_some: bool) -> None:
         if not stream.gone:
             self._tally.exchanges_stalled_total += 1
-            logger.info("client takes nothing, stream reset peer=%s path=%s", self._peer, printable(stream.path))
+            self._tally.connections_refused_total[ConnectionRefusal.SLOW_READER] += takes_some
+            what = "too little" if takes_some else "nothing"
+            logger.info("client takes %s, stream reset peer=%s path=%s", what, self._peer, printable(stream.path))
             self._reset(stream, ErrorCodes.CANCEL)
+
+    def body_awaited(self, stream: H2Stream) -> None:
+        if self._last_stream_id is not None and not stream.gone:
+            self._tally.streams_refused_total[StreamRefusal.DRAINING] += 1
+            self._reset(stream, ErrorCodes.REFUSED_STREAM)
 
     def body_too_slow(self) -> None:
         self._tally.connections_refused_total[ConnectionRefusal.BODY_TIMEOUT] += 1
@@ -213,11 +225,14 @@ class H2Connection:
     def _open_stream(self, event: h2.events.RequestReceived, now: float) -> None:
         refusal = self._stream_refusal()
         if refusal is not None:
-            self._tally.streams_refused_total[refusal] += 1
-            self._protocol.reset_stream(event.stream_id, ErrorCodes.REFUSED_STREAM)
-            self._count_reset(now)
+            self._refuse_stream(event.stream_id, refusal, now)
             return
         head = request_head(event, self._peer)
+        is_known = self._setup.slots.knows(head.headers)
+        refusal = self._setup.slots.refusal(is_known=is_known)
+        if refusal is not None:
+            self._refuse_stream(event.stream_id, refusal, now)
+            return
         if event.stream_ended is not None and head.headers.get("content-length") not in (None, "0"):
             # Malformed (RFC 9113, 8.1.1); h2 compares lengths only when DATA comes.
             self._protocol.reset_stream(event.stream_id, ErrorCodes.PROTOCOL_ERROR)
@@ -230,10 +245,10 @@ class H2Connection:
             BodyShare(self._setup.body_budget),
             self._limits,
             request_ended=event.stream_ended is not None,
+            is_known=is_known,
         )
         self._streams[stream.id] = stream
-        self._tally.exchanges_total += 1
-        self._tally.exchanges_open += 1
+        self._setup.slots.take(is_known=is_known)
         self._nursery.start_soon(self._run_stream, stream)
 
     def _stream_refusal(self) -> StreamRefusal | None:
@@ -241,9 +256,12 @@ class H2Connection:
             return StreamRefusal.DRAINING
         if len(self._streams) >= self._limits.streams_max:
             return StreamRefusal.STREAMS_MAX
-        if self._tally.exchanges_open >= self._limits.exchanges_max:
-            return StreamRefusal.EXCHANGES_MAX
         return None
+
+    def _refuse_stream(self, stream_id: int, refusal: StreamRefusal, now: float) -> None:
+        self._tally.streams_refused_total[refusal] += 1
+        self._protocol.reset_stream(stream_id, ErrorCodes.REFUSED_STREAM)
+        self._count_reset(now)
 
     def _data_arrived(self, event: h2.events.DataReceived) -> None:
         window_bytes = event.flow_controlled_length or 0
@@ -305,7 +323,7 @@ class H2Connection:
         stream.gone = True
         stream.share.release()
         del self._streams[stream.id]
-        self._tally.exchanges_open -= 1
+        self._setup.slots.give_back(is_known=stream.is_known)
         if not self._streams:
             self._ended_at = trio.current_time()
             self._set_patience()

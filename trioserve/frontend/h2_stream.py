@@ -17,6 +17,7 @@ from trioserve.frontend.body_pace import BodyPace
 from trioserve.frontend.exchange import BodyTimeout, Exchange, HeaderFields
 from trioserve.frontend.limits import FrontendLimits
 from trioserve.frontend.message_head import RequestHead, encode_fields
+from trioserve.frontend.response_pace import ResponsePace
 
 __all__ = ["H2Stream", "StreamOwner"]
 
@@ -38,18 +39,22 @@ class StreamOwner(Protocol):
     def credit(self, stream: H2Stream, byte_count: int) -> None:
         """The handler took so many bytes of the body: the client may send as many more."""
 
+    def body_awaited(self, stream: H2Stream) -> None:
+        """The handler waits for more of the body: if the server is leaving, refuse the stream and cancel its scope."""
+
     def body_too_slow(self) -> None:
         """To be counted: a body was given up."""
 
-    def give_up(self, stream: H2Stream) -> None:
-        """The client takes nothing: reset the stream and cancel its scope."""
+    def give_up(self, stream: H2Stream, *, takes_some: bool) -> None:
+        """The client takes nothing, or too little: reset the stream and cancel its scope."""
 
     def unix_seconds(self) -> int:
         """The time of day."""
 
 
 class H2Stream(Exchange):
-    """`gone`: the stream is closed for both sides; whatever is still sent goes nowhere. `queued`: the writer knows."""
+    """`gone`: the stream is closed for both sides; whatever is still sent goes nowhere. `queued`: the writer knows.
+    `is_known`: its caller is."""
 
     def __init__(
         self,
@@ -60,6 +65,7 @@ class H2Stream(Exchange):
         limits: FrontendLimits,
         *,
         request_ended: bool,
+        is_known: bool,
     ) -> None:
         self.id = stream_id
         self.method = head.method
@@ -71,6 +77,7 @@ class H2Stream(Exchange):
         self.scope = trio.CancelScope()
         self.answer = AnswerState(method=head.method)
         self.share = share
+        self.is_known = is_known
         self.request_ended = request_ended
         self.end_sent = False
         self.gone = False
@@ -81,6 +88,7 @@ class H2Stream(Exchange):
         self._unsent: deque[bytes] = deque()
         self._arrived: deque[tuple[bytes, int]] = deque()
         self._changed: trio.Event | None = None
+        self._pace: ResponsePace | None = None  # once the handler has waited for the client
 
     @property
     def started(self) -> bool:
@@ -107,6 +115,7 @@ class H2Stream(Exchange):
                 if uncredited_bytes >= CREDIT_BYTES_MIN and not self.gone:
                     self._owner.credit(self, uncredited_bytes)
                     uncredited_bytes = 0
+                self._owner.body_awaited(self)
                 await self._change()
         if patience.cancelled_caught:
             self._owner.body_too_slow()
@@ -159,6 +168,11 @@ class H2Stream(Exchange):
                 wanted -= len(piece)
             taken = b"".join(pieces)
         self.unsent_bytes -= len(taken)
+        if self._pace is not None and self._pace.is_running:
+            if self.unsent_bytes:
+                self._pace.taken(len(taken), trio.current_time())
+            else:
+                self._pace.stop(len(taken), trio.current_time())
         self.wake()
         return taken
 
@@ -226,10 +240,13 @@ class H2Stream(Exchange):
 
     async def _progress(self) -> None:
         """Wait until the writer took something, or give the stream up."""
-        with trio.move_on_after(self._limits.stall_seconds_max) as patience:
+        now = trio.current_time()
+        if self._pace is None:
+            self._pace = ResponsePace(self._limits, now=now)
+        with trio.CancelScope(deadline=self._pace.run(now)) as patience:
             await self._change()
         if patience.cancelled_caught:
-            self._owner.give_up(self)
+            self._owner.give_up(self, takes_some=self._pace.saw_progress)
             await trio.lowlevel.checkpoint()  # raises Cancelled
 
     async def _change(self) -> None:

@@ -33,6 +33,9 @@ class FrontendLimits(msgspec.Struct, frozen=True, kw_only=True):
     exchanges_max: int = 4096
     """Requests under way on all connections together: each is a task, of about 20 KB. Many times what an engine lets
     wait; without it, connections_max times streams_max would be the bound."""
+    unknown_exchanges_share_max: float = 0.5
+    """Of exchanges_max, for callers who show no API key where keys are asked for: the rest is kept for those who do.
+    Half, because without a key there are only short responses: refusals, health, metrics."""
     tls_handshake_seconds_max: float = 10.0
     """A handshake is two round trips; a connection that needs longer is not a client."""
     sniff_seconds_max: float = 10.0
@@ -69,8 +72,12 @@ class FrontendLimits(msgspec.Struct, frozen=True, kw_only=True):
     """The kernel's send buffer of a connection (SO_SNDBUF). Left alone it grows to megabytes, and a client that stopped
     reading would go unnoticed for as long."""
     stall_seconds_max: float = 30.0
-    """A client that takes nothing for so long is not coming back; what it holds is needed by others. TCP is told the
-    same (TCP_USER_TIMEOUT), for a client whose machine vanished while bytes were on their way to it."""
+    """A client that takes nothing for so long is not coming back; what it holds is needed by others. Also how far it
+    may fall behind the pace below, while something waits for it. TCP is told the same (TCP_USER_TIMEOUT), for a client
+    whose machine vanished while bytes were on their way to it."""
+    response_bytes_per_second_min: int = 256
+    """The pace of a response: one event of a token a second, slower than anybody reads; streams_max responses at a time
+    keep it over half a Mbit/s. Without it, a byte taken now and then would hold an exchange for hours."""
 
     # --- one HTTP/2 connection ---
     streams_max: int = 256
@@ -93,6 +100,9 @@ class FrontendLimits(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, field)
             if not 0 < value < 2**31:
                 raise StartupError(f"{field} is {value}, allowed is more than 0 and less than 2**31")
+        share = self.unknown_exchanges_share_max
+        if share > 1:
+            raise StartupError(f"unknown_exchanges_share_max is {share}, allowed is more than 0 and at most 1")
         # h11 and h2 need room for at least one ordinary request and one frame.
         for field, least in (("head_bytes_max", 1024), ("stream_buffer_bytes_max", 1024)):
             if getattr(self, field) < least:

@@ -17,6 +17,7 @@ from trioserve.frontend.closing import close_now
 from trioserve.frontend.connection_setup import ConnectionSetup
 from trioserve.frontend.counters import ConnectionRefusal, FrontendCounters, Tally
 from trioserve.frontend.exchange import Handler
+from trioserve.frontend.exchange_slots import ExchangeSlots, KnowsCaller
 from trioserve.frontend.flusher import Flusher
 from trioserve.frontend.h2_connection import H2Connection
 from trioserve.frontend.h2_frames import PREFACE
@@ -45,6 +46,8 @@ class FrontendServer:
 
     `serve` returns after `drain`, when the last connection has ended. To end sooner, cancel the scope around it: every
     exchange is cancelled, and connections get at most close_seconds_max for their last words.
+
+    knows_caller: tells callers for whom a share of the exchanges is kept; None treats all alike.
     """
 
     def __init__(
@@ -54,13 +57,16 @@ class FrontendServer:
         limits: FrontendLimits | None = None,
         ssl_context: ssl.SSLContext | None = None,
         surroundings: Surroundings | None = None,
+        knows_caller: KnowsCaller | None = None,
     ) -> None:
         self._limits = limits or FrontendLimits()
+        tally = Tally()
         self._ssl_context = ssl_context
         self._setup = ConnectionSetup(
             handler=handler,
             limits=self._limits,
-            tally=Tally(),
+            tally=tally,
+            slots=ExchangeSlots(self._limits, tally, knows_caller),
             body_budget=BodyBudget(self._limits),
             surroundings=surroundings or Surroundings(),
             flusher=Flusher(),

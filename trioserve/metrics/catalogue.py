@@ -568,7 +568,7 @@ CATALOGUE: tuple[Metric, ...] = (
         name="clients_stalled_total",
         kind="counter",
         unit="requests",
-        meaning="HTTP requests that were cancelled because their client took nothing for too long.",
+        meaning="HTTP requests that were cancelled because their client took nothing, or too little, for too long.",
         part="frontend",
     ),
     Metric(

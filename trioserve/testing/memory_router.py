@@ -127,7 +127,7 @@ async def open_memory_router(
             )
         await nursery.start(dispatch.run)
         await nursery.start(fleet.run)
-        router = MemoryRouter(dispatch, fleet, FrontendServer(app), nursery)
+        router = MemoryRouter(dispatch, fleet, FrontendServer(app, knows_caller=app.knows_caller), nursery)
         while not all(dispatch.core.endpoints[EndpointId(id)].is_settled for id in endpoints):
             await wait_all_tasks_blocked()  # until each has been asked how it is
         yield router

@@ -76,5 +76,5 @@ async def open_memory_server(
     """engine_options: see open_fake_engine. The others: of the front end, as the server's flags."""
     async with open_fake_engine(**engine_options) as engine, trio.open_nursery() as nursery:
         app = App(engine, api_keys=api_keys, admin_api_key=admin_api_key, access=access)
-        yield MemoryServer(engine, FrontendServer(app, limits=limits), nursery)
+        yield MemoryServer(engine, FrontendServer(app, limits=limits, knows_caller=app.knows_caller), nursery)
         nursery.cancel_scope.cancel()

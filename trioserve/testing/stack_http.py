@@ -108,11 +108,14 @@ class HttpClients:
         self._server.count("requests")
         body, fields = request_of(ask)
         middle = len(body) // 2
+        self._server.sent_at[key_of(ask)] = math.inf
         await caller.begin(answer, "POST", "/v1/completions", fields, body[:middle])
         with trio.move_on_at(leaves_at):
             await trio.sleep(ask.pause)
         rest = body[middle : -1 if ask.withheld else len(body)]
         await caller.send_body(answer, rest, is_last=not ask.withheld)
+        if not ask.withheld:
+            self._server.sent_at[key_of(ask)] = trio.current_time()
         return answer, leaves_at
 
     async def _await_answer(self, caller: Caller, ask: Ask, begun: tuple[Answer, float]) -> None:
@@ -136,11 +139,24 @@ class HttpClients:
         self._server.count("stalls")
         if not caller.protocol.withhold_credit(answer):
             caller.stop_reading(ask.stall_seconds)
-        await trio.sleep(ask.stall_seconds)
+            await trio.sleep(ask.stall_seconds)
+        elif ask.trickles:
+            await self._trickle(caller, ask, answer)
+        else:
+            await trio.sleep(ask.stall_seconds)
         if ask.stall_seconds >= FOR_GOOD_SECONDS:
             self._check_given_up([ask])
         caller.protocol.give_credit(answer)
         await caller.flush()
+
+    async def _trickle(self, caller: Caller, ask: Ask, answer: Answer) -> None:
+        self._server.count("readers that trickle")
+        ends_at = trio.current_time() + ask.stall_seconds
+        while trio.current_time() < ends_at:
+            await trio.sleep_until(min(ends_at, trio.current_time() + 0.8 * self._server.limits.stall_seconds_max))
+            if not answer.is_over:
+                caller.protocol.give_a_byte(answer)
+                await caller.flush()
 
     async def _stall_connection(self, caller: Caller, asks: list[Ask]) -> None:
         connection = caller.connection
@@ -229,7 +245,10 @@ class HttpClients:
         if outcome == BROKEN_OFF:
             if stalls:
                 self._cut.add(connection)
-            may_end = key not in self._server.begun and (self._server.is_leaving or connection in self._cut)
+            is_late = self._server.came_too_late(key)
+            may_end = is_late or (
+                key not in self._server.begun and (self._server.is_leaving or connection in self._cut)
+            )
             assert stalls or may_end, f"client {key}: its answer broke off: {answer.lost}"
             return
         if outcome.startswith("408") and caller.connection.http == 1:
@@ -237,11 +256,11 @@ class HttpClients:
         engine = self._server.fake
         reasons = {
             "429 queue_full": True,
-            "503 draining": engine.draining,
+            "503 draining": engine.draining or self._server.came_too_late(key),
             "200 draining": engine.draining and len(ask.prompts) > 1,
             "408 body_timeout": ask.withheld or ask.pause >= self._server.limits.body_wait_seconds_max,
         }
-        is_aborted = answer.headers["x-request-id"] in self._server.aborted_ids
+        is_aborted = answer.headers.get("x-request-id") in self._server.aborted_ids
         reasons |= dict.fromkeys(("503 request_aborted", "200 request_aborted"), is_aborted)
         reasons |= dict.fromkeys(("500 engine_fault", "200 engine_fault"), engine.fault is not None)
         reasons |= dict.fromkeys(("504 timeout", "200 timeout"), ask.timeout is not None)

@@ -81,6 +81,11 @@ class StrictClient:
         """Let the server send no more of this answer than it may by now. False: the protocol cannot."""
         return self._protocol.withhold_credit(answer.number)
 
+    def give_a_byte(self, answer: Answer) -> None:
+        """Let it send one byte more. Only HTTP/2 can."""
+        assert isinstance(self._protocol, Http2ClientProtocol)
+        self._protocol.give_a_byte(answer.number)
+
     def give_credit(self, answer: Answer) -> None:
         self._protocol.give_credit(answer.number)
 

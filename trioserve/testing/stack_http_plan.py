@@ -59,7 +59,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="as
     id: None lets the server choose. prompts: one or more. pause: seconds in the middle of the body. withheld: the
     body's last byte never comes. in_headers: where the deadlines are. way: how it leaves, when `patience` seconds have
     passed since it began, or when `leaves_after` bytes of its answer have come; "reset" leaves the others on its
-    connection alone. stalls_after: bytes after which it takes nothing for stall_seconds.
+    connection alone. stalls_after: bytes after which it takes nothing for stall_seconds, or, if it trickles, a byte now
+    and then, where the protocol can.
     """
 
     number: int
@@ -85,6 +86,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="as
     leaves_after: int | None = None
     stalls_after: int | None = None
     stall_seconds: float = 0.0
+    trickles: bool = False
 
     @property
     def place_count(self) -> int:
@@ -169,6 +171,7 @@ def drawn_asks(
                 leaves_after=leaves_after,
                 stalls_after=rng.randint(0, 400) if is_stalled else None,
                 stall_seconds=_stall_seconds(rng) if is_stalled else 0.0,
+                trickles=is_stalled and number % 3 == 0,
             )
         )
     return asks

@@ -37,7 +37,8 @@ class HttpServer:
     operator aborts, and says whether clients who do not come over HTTP have used it.
 
     Keys name who asks: h1 is ask number 1, d1 an operator. begun: whose exchange has begun. untold: who waits for an
-    answer. excused: who may not take it, and need not be told of a fault. left_at: who has left.
+    answer. excused: who may not take it, and need not be told of a fault. left_at: who has left. sent_at: when the last
+    byte of a request was sent; inf: not yet.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class HttpServer:
         self.untold: set[str] = set()
         self.left_at: dict[str, float] = {}
         self.excused: set[str] = set()
+        self.sent_at: dict[str, float] = {}
         self.promised: dict[str, set[AbortOutcome]] = {}  # to operators, whatever the answer says must be among it
         self.aborted_ids: set[str] = set()
         self.drained_at: float | None = None
@@ -99,7 +101,17 @@ class HttpServer:
     def drain(self) -> None:
         if self.drained_at is None:
             self.drained_at = trio.current_time()
+            self.nursery.start_soon(self._check_halves_are_gone)
         self._server.drain()
+
+    def came_too_late(self, key: str) -> bool:
+        """Whether its request was not whole when the server began to leave."""
+        return self.drained_at is not None and self.sent_at.get(key, math.inf) >= self.drained_at - ROUNDING_SECONDS
+
+    async def _check_halves_are_gone(self) -> None:
+        await trio.sleep(MOMENT_SECONDS)
+        halves = [key for key in self.inside if self.sent_at.get(key) == math.inf]
+        assert not halves, f"clients {halves} have sent half a request, and the server that leaves waits for the rest"
 
     async def _serve(self, end: WatchedEnd) -> None:
         self._open_count += 1
