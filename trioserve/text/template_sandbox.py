@@ -52,7 +52,7 @@ from trioserve.text.template_costs import (
 
 __all__ = ["TemplateEnvironment", "TemplateTooCostly", "render_within_bounds"]
 
-NODES_MAX = 20_000  # of a template's syntax; compiling takes 0.1 ms for each, and the largest in use have some 3,000
+NODES_MAX = 20_000  # of a template's syntax; compiling takes 0.1 ms for each, and the largest in use have about 4,000
 NODE_CHARACTERS = 32  # what is done once in a round or call without any filter is worth so many
 SPREAD_ARGUMENTS_MAX = 1024  # handed over with * or **; Python makes a tuple of them first
 
