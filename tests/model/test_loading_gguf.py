@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import struct
 import time
+import tracemalloc
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,10 +21,14 @@ from trioserve.model.loading.gguf import STORAGE_TYPES, read_gguf
 STRING, ARRAY, UINT32, FLOAT32, BOOL = 8, 9, 4, 6, 7
 
 
+def as_lists(value: object) -> object:
+    return list(map(as_lists, value)) if isinstance(value, list | array) else value
+
+
 def check_same_as_the_gguf_package(path: Path) -> None:
     ours, theirs = read_gguf(path), gguf.GGUFReader(path)
     their_metadata = {name: field.contents() for name, field in theirs.fields.items() if not name.startswith("GGUF.")}
-    assert ours.metadata == their_metadata
+    assert {name: as_lists(value) for name, value in ours.metadata.items()} == their_metadata
     assert list(ours.tensors) == [tensor.name for tensor in theirs.tensors]
     for tensor in theirs.tensors:
         own = ours.tensors[tensor.name]
@@ -198,7 +204,7 @@ def test_every_kind_of_metadata_value(tmp_path: Path) -> None:
     assert {int(name[1:]): value for name, value in metadata.items() if name[1:].isdigit()} == {
         kind: value for kind, (_, value) in numbers.items()
     }
-    assert [metadata[name] for name in ("yes", "text", "flags", "none", "nested")] == [
+    assert [as_lists(metadata[name]) for name in ("yes", "text", "flags", "none", "nested")] == [
         True,
         "Ġäß\n",
         [True, False, True],
@@ -226,6 +232,10 @@ DEEP = b"".join(struct.pack("<IQ", ARRAY, 1) for _ in range(50)) + struct.pack("
         (lambda at: write(at, entry("a", ARRAY, struct.pack("<IQ", UINT32, 2**62))), "ends inside its header"),
         (lambda at: write(at, entry("a", ARRAY, struct.pack("<IQ", STRING, 10**6))), "ends inside its header"),
         (lambda at: write(at, entry("a", ARRAY, DEEP)), "nests arrays too deeply"),
+        (
+            lambda at: write(at, entry("a", ARRAY, struct.pack("<IQ", ARRAY, 65_537) + bytes(12 * 65_537))),
+            "holds 65537 arrays",
+        ),
         (lambda at: write(at, entry("general.alignment", UINT32, struct.pack("<I", 33))), "general.alignment is 33"),
         (lambda at: write(at, entry("general.alignment", UINT32, struct.pack("<I", 0))), "general.alignment is 0"),
         (lambda at: write(at, entry("split.count", UINT32, struct.pack("<I", 4))), "one of 4 parts"),
@@ -249,6 +259,50 @@ def test_a_damaged_file_is_refused_in_one_sentence(tmp_path: Path, made: Callabl
     assert str(caught.value).startswith(f"cannot load {path}: ")
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def array_of(kind: int, count: int, content: bytes) -> bytes:
+    return entry("x", ARRAY, struct.pack("<IQ", kind, count) + content)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda size: [array_of(0, size, b"\x80" * size)],
+        lambda size: [array_of(1, size, b"\x80" * size)],
+        lambda size: [array_of(3, size // 2, b"\x12\x34" * (size // 2))],
+        lambda size: [array_of(FLOAT32, size // 4, b"\x12\x34\x12\x34" * (size // 4))],
+        lambda size: [array_of(10, size // 8, b"\xff" * (size // 8 * 8))],
+        lambda size: [array_of(BOOL, size, b"\1" * size)],
+        lambda size: [array_of(STRING, size // 8, bytes(size // 8 * 8))],
+        lambda size: [array_of(STRING, size // 12, string("\U0001f600") * (size // 12))],
+        lambda size: [array_of(ARRAY, size // 12, struct.pack("<IQ", 0, 0) * (size // 12))],
+        lambda size: [entry(f"{index:07}", 0, b"\xff") for index in range(min(65_536, size // 20))],
+    ],
+    ids=[
+        "u8",
+        "i8",
+        "i16",
+        "f32",
+        "u64",
+        "bool",
+        "empty strings",
+        "wide strings",
+        "empty arrays",
+        "keys",
+    ],
+)
+def test_a_header_takes_at_most_some_ten_times_its_bytes(tmp_path: Path, made: Callable[[int], list[bytes]]) -> None:
+    path = write(tmp_path, *made(400_000))
+    tracemalloc.start()
+    try:
+        # What it makes of the file is no model, and that is said.
+        with pytest.raises(ModelLoadError):
+            open_checkpoint(path)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 14 * path.stat().st_size
 
 
 @pytest.mark.parametrize("size", [0, 3, 23])

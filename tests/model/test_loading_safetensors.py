@@ -213,6 +213,9 @@ def test_a_cut_file_is_refused(copied: Callable[..., Path]) -> None:
         ({"shape": [10**30]}, "`int`"),
         ({"shape": None}, "array"),
         ({"dtype": 7}, "str"),
+        ({"shape": [1] * 9}, "has 9 dimensions, allowed are 8"),
+        ({"shape": [2**62] * 100_000}, "has 100000 dimensions"),
+        ({"shape": [1] * 2**19}, "commas, allowed are"),
     ],
 )
 def test_a_header_that_does_not_fit_its_file_is_refused(
@@ -227,6 +230,22 @@ def test_a_header_that_does_not_fit_its_file_is_refused(
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
     check_refused(directory, "model.safetensors is damaged or incomplete", said)
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        ('{"model_type":' * 100_000 + "1" + "}" * 100_000, "config.json is not valid JSON"),
+        ('{"a":[' + "0," * 2**20 + "0]}", "commas and opening brackets, at most"),
+        ('{"model_type": "llama", "hidden_size": ' + "[" * 800 + "]" * 800 + "}", "hidden_size in config.json is [[["),
+        ('{"model_type": "llama", "hidden_size": ' + "9" * 400 + "}", "hidden_size in config.json is 999"),
+        ('{"model_type": "llama", "hidden_size": ' + "9" * 5000 + "}", "config.json is not valid JSON"),
+    ],
+)
+def test_a_config_beyond_all_bounds_is_refused(copied: Callable[..., Path], content: str, said: str) -> None:
+    directory = copied("llama")
+    (directory / "config.json").write_text(content)
+    check_refused(directory, said)
 
 
 def test_a_missing_or_broken_config_is_refused(copied: Callable[..., Path]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 from typing import Any
 
 import pytest
@@ -234,6 +235,34 @@ def test_tool_call_arguments_in_json_become_objects(reference: Any) -> None:
     assert '<call>{"name": "find", "arguments": {"what": "ö", "n": 1}}</call>' in first
     empty = [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": ""}}]}]
     assert '"arguments": {}' in render(TOOLS, empty)
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    ("[" * 100_000 + "]" * 100_000, "too many values|nested more than 64 deep"),
+    ("[" * 10_000 + "]" * 10_000, "nested more than 64 deep"),
+    ('{"a":' * 10_000 + "1" + "}" * 10_000, "nested more than 64 deep"),
+    ("[" * 65 + "]" * 65, "nested more than 64 deep"),
+    ("[" * 10_000, "nested more than 64 deep|is not JSON"),
+    ("[" + "0," * 100_000 + "0]", "more than 100000 commas"),
+    ("1" * 10_000, "is not JSON"),
+    ('"\\ud800', "is not JSON"),
+])  # fmt: skip
+def test_tool_call_arguments_are_bounded_before_a_template_sees_them(arguments: str, said: str) -> None:
+    error = refusal(TOOLS, [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}])
+    assert error.param == "messages[0].tool_calls[0]"
+    assert re.search(said, str(error))
+
+
+def test_the_values_of_all_tool_calls_are_counted_together() -> None:
+    call = {"function": {"name": "f", "arguments": "[" + "0," * 30_000 + "0]"}}
+    messages = [{"role": "assistant", "tool_calls": [call, call]}] * 2
+    assert refusal(TOOLS, messages).param == "messages[1].tool_calls[1]"
+
+
+def test_arguments_as_deep_as_allowed_are_rendered() -> None:
+    deep = "[" * 64 + "]" * 64
+    message = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": deep}}]}
+    assert deep in render(TOOLS, [message])
 
 
 def test_the_callers_messages_are_not_changed() -> None:

@@ -198,6 +198,36 @@ def test_a_stop_string_may_begin_in_the_first_min_tokens(byte_level: Tokenizer) 
     assert text_of(one_by_one(byte_level, token_ids, finished(), stop=("bc",), min_tokens=2)) == "a"
 
 
+@hypothesis.settings(deadline=None, database=None, max_examples=300)
+@hypothesis.given(
+    text=strategies.text("ab", min_size=1, max_size=20),
+    stop=strategies.lists(strategies.text("ab", min_size=1, max_size=5), min_size=1, max_size=5),
+    min_tokens=strategies.integers(0, 8),
+    includes_stop=strategies.booleans(),
+)
+def test_stop_strings_end_a_choice_where_a_search_of_its_text_does(
+    text: str, stop: list[str], min_tokens: int, includes_stop: bool, byte_level: Tokenizer
+) -> None:
+    ends = [
+        (end, -len(string), string)
+        for string in stop
+        for end in range(min_tokens + 1, len(text) + 1)
+        if text[:end].endswith(string)
+    ]
+    end, shown, reason = len(text), text, None
+    if ends:
+        end, _, reason = min(ends)
+        shown = text[:end] if includes_stop else text[: end - len(reason)]
+    token_ids = characters(byte_level, text)
+    deltas = one_by_one(
+        byte_level, token_ids, finished(),
+        stop=tuple(stop), min_tokens=min_tokens, include_stop_str_in_output=includes_stop,
+    )  # fmt: skip
+    assert text_of(deltas) == shown
+    assert tokens_of(deltas) == tuple(token_ids[:end])
+    assert deltas[-1].stop_reason == reason
+
+
 def test_answers_keep_the_space_that_joins_them_to_the_prompt(sentence_piece: Tokenizer) -> None:
     token_ids = sentence_piece.encode("the dog", add_special_tokens=False)
     assert text_of(one_by_one(sentence_piece, token_ids, finished())) == " the dog"

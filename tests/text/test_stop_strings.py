@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
+
 import hypothesis
 import pytest
 from hypothesis import strategies
@@ -13,6 +16,14 @@ SETTINGS = hypothesis.settings(deadline=None, database=None, max_examples=500)
 few_letters = strategies.text("ab ", max_size=8)
 stop_lists = strategies.lists(strategies.text("ab ", min_size=1, max_size=5), min_size=1, max_size=4)
 deltas = strategies.lists(few_letters, max_size=12)
+
+
+def fibonacci_word(length: int) -> str:
+    """The text whose ends are its beginnings more often than any other's."""
+    shorter, longer = "b", "a"
+    while len(longer) < length:
+        shorter, longer = longer, longer + shorter
+    return longer[:length]
 
 
 def first_stop(text: str, stops: list[str], *, completes_after: int = 0) -> tuple[int, str] | None:
@@ -114,22 +125,45 @@ def test_stop_strings_with_characters_beyond_the_basic_plane() -> None:
     check(["🦆🦆"], ["x🦆", "y🦆", "🦆z"], expect=["x", "🦆y", ""], found="🦆🦆")
 
 
-def test_a_hostile_text_is_scanned_once() -> None:
-    comparisons = 0
+HOSTILE_STOPS = {
+    "a long run and its end": ["a" * 255 + "b"],
+    "ends of one another": [*("a" * 10 + "b" * (230 + index) for index in range(15)), "a" * 255 + "b"],
+    "one run, many ends": ["a" * (240 + index) + chr(0x400 + index) for index in range(16)],
+    "two letters by turns": [("ab" * 128)[: 200 + index] + "c" for index in range(16)],
+    "runs of Fibonacci": [fibonacci_word(200 + index) + "c" for index in range(16)],
+    "nothing in common": [chr(0x61 + index) * 256 for index in range(16)],
+}
 
-    class CountingStop(str):
-        __slots__ = ()
 
-        def startswith(self, *args: object) -> bool:
-            nonlocal comparisons
-            comparisons += 1
-            return super().startswith(*args)
+@pytest.mark.parametrize("stops", HOSTILE_STOPS.values(), ids=HOSTILE_STOPS)
+@pytest.mark.parametrize("period", ["a", "ab", "aaab", fibonacci_word(377), "x"], ids=["a", "ab", "aaab", "fib", "x"])
+def test_a_character_costs_a_few_steps_whatever_the_stop_strings_are(stops: list[str], period: str) -> None:
+    text = (period * 2000)[:2000]
+    finder = StopStringFinder(stops)
+    line_count = 0
 
-    finder = StopStringFinder([CountingStop("a" * 255 + "b")])
-    for _ in range(1000):
-        finder.feed("a")
-    assert comparisons <= 1000
-    assert len(finder.flush()) == 255
+    def count(_frame: FrameType, _event: str, _argument: object) -> object:
+        nonlocal line_count
+        line_count += 1
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        for character in text:
+            if finder.found is not None:
+                break
+            finder.feed(character)
+    finally:
+        sys.settrace(before)
+    assert line_count <= 40 * len(text)
+
+
+def test_finders_for_the_same_stop_strings_know_nothing_of_each_other() -> None:
+    one, other = StopStringFinder(["stop"]), StopStringFinder(["stop"])
+    assert (one.feed("st"), other.feed("op")) == ("", "op")
+    assert one.feed("op") == ""
+    assert (one.found, other.found) == ("stop", None)
 
 
 def test_feeding_on_after_a_match_is_an_error() -> None:

@@ -11,6 +11,10 @@ from trioserve.contracts.prompt import ChatPrompt
 
 __all__ = ["ContentForm", "prepared_messages"]
 
+ARGUMENT_DEPTH_MAX = 64  # templates walk and print arguments recursively; those of real tools are ten deep at most
+ARGUMENT_VALUES_MAX = 100_000  # of all calls together; as Python objects they take ten times the room of their text
+_VALUE_MARKS = (",", "[", "{")  # each value but the first comes after one
+
 
 class ContentForm(enum.Enum):
     """What a template can do with a message's content."""
@@ -24,13 +28,15 @@ def prepared_messages(prompt: ChatPrompt, form: ContentForm, *, final_end: str) 
     """Copies of the prompt's messages; the caller's are not changed.
 
     Text parts are joined by line breaks where the template wants a string, as in vLLM; a string is wrapped where it
-    wants parts; an absent content is empty. Arguments of earlier tool calls, JSON in a string, become objects.
+    wants parts; an absent content is empty. Arguments of earlier tool calls, JSON in a string, become objects, if they
+    are of bounded depth and number.
     final_end is put behind the final message's text if that message is to be continued.
     Raises InvalidRequest, naming the place, for anything but text.
     """
     if not prompt.messages:
         raise InvalidRequest("messages is empty, at least one message is needed", param="messages")
     messages = [_message(message, f"messages[{index}]", form) for index, message in enumerate(prompt.messages)]
+    _parse_arguments(messages)
     if prompt.continue_final_message:
         _append_to_content(messages[-1], final_end)
     return messages
@@ -39,12 +45,7 @@ def prepared_messages(prompt: ChatPrompt, form: ContentForm, *, final_end: str) 
 def _message(message: object, place: str, form: ContentForm) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise InvalidRequest(f"{place} must be an object with a role", param=place)
-    prepared = {**message, "content": _content(message.get("content"), f"{place}.content", form)}
-    if isinstance(message.get("tool_calls"), list):
-        prepared["tool_calls"] = [
-            _tool_call(call, f"{place}.tool_calls[{index}]") for index, call in enumerate(message["tool_calls"])
-        ]
-    return prepared
+    return {**message, "content": _content(message.get("content"), f"{place}.content", form)}
 
 
 def _content(content: object, place: str, form: ContentForm) -> str | list[dict[str, Any]]:
@@ -73,19 +74,53 @@ def _part_text(part: object, place: str) -> str:
     return text
 
 
-def _tool_call(call: object, place: str) -> object:
+def _parse_arguments(messages: list[dict[str, Any]]) -> None:
     """Templates write arguments with tojson, so they need the object and not the JSON text that OpenAI's API has."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(call, dict) or not isinstance(function, dict):
-        return call
-    arguments = function.get("arguments")
-    if not isinstance(arguments, str):
-        return call
+    value_count = 0
+    for message_index, message in enumerate(messages):
+        calls = message.get("tool_calls")
+        if not isinstance(calls, list):
+            continue
+        message["tool_calls"] = calls = list(calls)
+        for call_index, call in enumerate(calls):
+            function = call.get("function") if isinstance(call, dict) else None
+            arguments = function.get("arguments") if isinstance(function, dict) else None
+            if not isinstance(function, dict) or not isinstance(arguments, str):
+                continue
+            place = f"messages[{message_index}].tool_calls[{call_index}]"
+            # Counted before anything is made of them. What stands in strings is counted, too: it is no harm.
+            value_count += sum(map(arguments.count, _VALUE_MARKS))
+            if value_count > ARGUMENT_VALUES_MAX:
+                raise InvalidRequest(
+                    f"{place}.function.arguments: up to here the arguments of tool calls hold more than "
+                    f"{ARGUMENT_VALUES_MAX} commas and opening brackets, and so too many values",
+                    param=place,
+                )
+            calls[call_index] = {**call, "function": {**function, "arguments": _parsed(arguments, place)}}
+
+
+def _parsed(arguments: str, place: str) -> object:
     try:
         parsed = json.loads(arguments) if arguments else {}
     except ValueError as error:
         raise InvalidRequest(f"{place}.function.arguments is not JSON: {error}", param=place) from None
-    return {**call, "function": {**function, "arguments": parsed}}
+    except RecursionError:
+        raise _nested_too_deeply(place) from None
+    level = [parsed]
+    for _ in range(ARGUMENT_DEPTH_MAX):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return parsed
+    raise _nested_too_deeply(place)
+
+
+def _nested_too_deeply(place: str) -> InvalidRequest:
+    return InvalidRequest(f"{place}.function.arguments is nested more than {ARGUMENT_DEPTH_MAX} deep", param=place)
 
 
 def _append_to_content(message: dict[str, Any], text: str) -> None:

@@ -8,6 +8,8 @@ GGUF specification (ggml/docs/gguf.md).
 from __future__ import annotations
 
 import enum
+import reprlib
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -22,10 +24,16 @@ __all__ = ["vocabulary_from_gguf"]
 
 _T = TypeVar("_T")
 
+TOKENS_MAX = 2**22  # the largest vocabularies have 262,144
+MERGED_CHARACTERS_MAX = 256  # of a SentencePiece token that is built from others; real ones have up to 48
+MERGES_PER_TOKEN_MAX = 16  # on the average: there are about two ways to build a token of SentencePiece
+
 
 def vocabulary_from_gguf(metadata: Mapping[str, object]) -> TokenizerParts:
     """Raises ModelLoadError when the keys are missing or inconsistent, or name a tokenizer that is not supported."""
     tokens = _list(metadata, "tokenizer.ggml.tokens", str)
+    if not 1 <= len(tokens) <= TOKENS_MAX:
+        raise ModelLoadError(f"the GGUF file has {len(tokens)} tokens, allowed are 1 to {TOKENS_MAX}: it is damaged")
     kinds = _kinds(metadata, len(tokens))
     model = metadata.get("tokenizer.ggml.model")
     if model == "gpt2":
@@ -36,7 +44,9 @@ def vocabulary_from_gguf(metadata: Mapping[str, object]) -> TokenizerParts:
         backend = _sentence_piece_bpe(metadata, tokens, kinds)
         adds_bos = True
     else:
-        raise ModelLoadError(f"the GGUF file's tokenizer is of kind {model!r}; supported are 'gpt2' and 'llama'")
+        raise ModelLoadError(
+            f"the GGUF file's tokenizer is of kind {reprlib.repr(model)}; supported are 'gpt2' and 'llama'"
+        )
     _add_whole_tokens(backend, tokens, kinds)
     bos = _named_token(metadata, "bos", tokens, default_id=1 if model == "llama" else None)
     eos = _named_token(metadata, "eos", tokens, default_id=2 if model == "llama" else None)
@@ -110,7 +120,7 @@ def _pre_tokenizer(metadata: Mapping[str, object]) -> _PreTokenizer:
     name = metadata.get("tokenizer.ggml.pre", "default")  # files from before the key was introduced
     if not isinstance(name, str) or name not in _PRE_TOKENIZERS:
         raise ModelLoadError(
-            f"the GGUF file's pre-tokenizer is {name!r}; supported are {', '.join(_PRE_TOKENIZERS)}: "
+            f"the GGUF file's pre-tokenizer is {reprlib.repr(name)}; supported are {', '.join(_PRE_TOKENIZERS)}: "
             "another one would cut texts where this model never saw them cut"
         )
     return _PRE_TOKENIZERS[name]
@@ -148,7 +158,7 @@ def _sentence_piece_bpe(
     if len(scores) != len(tokens):
         raise ModelLoadError(f"the GGUF file has {len(tokens)} tokens, but {len(scores)} scores: it is damaged")
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
-    merges = _merges_from_scores(tokens, scores, kinds, vocabulary)
+    merges = _merges_from_scores(tokens, scores, kinds)
     unknown = _named_token(metadata, "unknown", tokens, default_id=0)
     backend = _bpe(
         vocabulary,
@@ -168,22 +178,32 @@ def _sentence_piece_bpe(
     return backend
 
 
-def _merges_from_scores(
-    tokens: Sequence[str], scores: Sequence[float], kinds: Sequence[int], vocabulary: Mapping[str, int]
-) -> list[tuple[str, str]]:
+def _merges_from_scores(tokens: Sequence[str], scores: Sequence[float], kinds: Sequence[int]) -> list[tuple[str, str]]:
     """The merges that a score per token stands for, best first: every way to join two tokens into a third.
 
     SentencePiece merges whatever neighbours give the best-scored token. Ways to the same token are ordered by the
     length of their left part, longest first, which the scores leave open.
     """
     ranked = []
+    known = {token: token for token in tokens}  # one string for each, however many merges it is part of
+    merges_max = MERGES_PER_TOKEN_MAX * (len(tokens) + 4096)
     for token, score, kind in zip(tokens, scores, kinds, strict=True):
         if kind in (_Kind.UNKNOWN, _Kind.CONTROL, _Kind.BYTE):
             continue  # these never come from text
+        if len(token) > MERGED_CHARACTERS_MAX:
+            raise ModelLoadError(
+                f"the GGUF file has a token of {len(token)} characters, allowed are {MERGED_CHARACTERS_MAX}: "
+                "it is damaged"
+            )
         for cut in range(len(token) - 1, 0, -1):
-            left, right = token[:cut], token[cut:]
-            if left in vocabulary and right in vocabulary:
+            left, right = known.get(token[:cut]), known.get(token[cut:])
+            if left is not None and right is not None:
                 ranked.append((-score, -len(left), -len(right), left, right))
+        if len(ranked) > merges_max:
+            raise ModelLoadError(
+                f"the GGUF file's {len(tokens)} tokens can be built from each other in more than {merges_max} ways: "
+                "it is damaged"
+            )
     ranked.sort(key=lambda entry: entry[:3])
     return [(left, right) for _, _, _, left, right in ranked]
 
@@ -232,17 +252,20 @@ def _named_token(
     if token_id is None:
         return None
     if not isinstance(token_id, int) or not 0 <= token_id < len(tokens):
-        raise ModelLoadError(f"the GGUF file's {key} is {token_id!r}, but it has {len(tokens)} tokens: it is damaged")
+        raise ModelLoadError(
+            f"the GGUF file's {key} is {reprlib.repr(token_id)}, but it has {len(tokens)} tokens: it is damaged"
+        )
     return tokens[token_id], token_id
 
 
-def _list(metadata: Mapping[str, object], key: str, kind: type[_T]) -> list[_T]:
-    values = metadata.get(key)
+def _list(metadata: Mapping[str, object], key: str, kind: type[_T]) -> Sequence[_T]:
+    values: Any = metadata.get(key)
     if values is None:
         raise ModelLoadError(f"the GGUF file has no {key}: it holds no usable tokenizer, use a complete file")
-    if not isinstance(values, list | tuple) or not all(isinstance(value, kind) for value in values):
+    if not isinstance(values, list | tuple | array) or not all(isinstance(value, kind) for value in values):
         raise ModelLoadError(f"the GGUF file's {key} is not a list of {kind.__name__}: it is damaged")
-    return list(values)
+    checked: Sequence[_T] = values
+    return checked
 
 
 def _template(metadata: Mapping[str, object], key: str) -> str | None:

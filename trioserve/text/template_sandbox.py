@@ -2,19 +2,21 @@
 
 A template is a program that comes with a model, or with a request where the operator allows that. Jinja's sandbox
 keeps it away from Python's internals and from changing the messages; it does not keep it from running for ever or from
-filling the memory. Bounded here, for each rendering: rounds of loops and calls together, characters handled, the size
-of any one value, and the size of the result. Not bounded are comparisons and searches within these sizes.
+filling the memory. Bounded here, for each rendering: rounds of loops and calls together, characters handled by anything
+at all, the size of any one value and of all that are made, and the size of the result. What each thing costs is in
+template_costs.py, and what may be spent in template_budget.py.
+
+Jinja compiles templates to Python code. What that does without asking the environment (loops, joins, comparisons,
+slices, keys, the printing of literal text) is led through filters of ours, which are put into the tree.
 """
 
 from __future__ import annotations
 
-import contextvars
-import functools
 import json
-import re
-from collections.abc import Callable, Iterable, Iterator, Sized
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jinja2
 from jinja2 import nodes
@@ -22,51 +24,42 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
+
+from trioserve.text.template_budget import (
+    VALUE_CHARACTERS_MAX,
+    Budget,
+    TemplateTooCostly,
+    budget,
+    printed_size,
+)
+from trioserve.text.template_costs import (
+    CALL_STEPS,
+    FILTERS,
+    HTML_CHARACTERS_MAX,
+    TESTS,
+    Compared,
+    charge_call,
+    charge_json,
+    charge_key,
+    charge_operator,
+    compared,
+    metered_filter,
+    metered_test,
+    refuse_wide_fields,
+    sliced,
+)
 
 __all__ = ["TemplateEnvironment", "TemplateTooCostly", "render_within_bounds"]
 
-STEPS_MAX = 500_000  # rounds of loops; a chat of a thousand messages takes a tenth of it, all of it a second or two
-CALL_STEPS = 4  # a call or a filter, which take longer than an empty round
-CHARACTERS_MAX = 256_000_000  # read or written by operators, filters, calls and prints: below a second of copying
-VALUE_CHARACTERS_MAX = 16_000_000  # of one value, and of the result: four million tokens, more than any context
-INTEGER_BITS_MAX = 4096
-JSON_INDENT_MAX = 16
-
-
-class TemplateTooCostly(jinja2.TemplateError):
-    """A template went beyond one of the bounds above."""
-
-
-class _Budget:
-    """What one rendering may still use."""
-
-    __slots__ = ("_characters_left", "_steps_left")
-
-    def __init__(self) -> None:
-        self._steps_left = STEPS_MAX
-        self._characters_left = CHARACTERS_MAX
-
-    def step(self, count: int = 1) -> None:
-        self._steps_left -= count
-        if self._steps_left < 0:
-            raise TemplateTooCostly(f"it takes more than {STEPS_MAX:,} rounds of loops and calls")
-
-    def spend(self, characters: int) -> None:
-        self._characters_left -= characters
-        if characters > VALUE_CHARACTERS_MAX:
-            raise TemplateTooCostly(f"it makes a value of more than {VALUE_CHARACTERS_MAX:,} characters")
-        if self._characters_left < 0:
-            raise TemplateTooCostly(f"it handles more than {CHARACTERS_MAX:,} characters")
-
-
-_budget: contextvars.ContextVar[_Budget] = contextvars.ContextVar("template_budget")
+NODES_MAX = 20_000  # of a template's syntax; compiling takes 0.1 ms for each, and the largest in use have about 4,000
+NODE_CHARACTERS = 32  # what is done once in a round or call without any filter is worth so many
+SPREAD_ARGUMENTS_MAX = 1024  # handed over with * or **; Python makes a tuple of them first
 
 
 def render_within_bounds(template: jinja2.Template, arguments: dict[str, Any]) -> str:
     """The template's text. Raises TemplateTooCostly beyond the bounds, and whatever else the template raises."""
-    token = _budget.set(_Budget())
+    token = budget.set(Budget())
     try:
         pieces = []
         character_count = 0
@@ -77,7 +70,7 @@ def render_within_bounds(template: jinja2.Template, arguments: dict[str, Any]) -
                 raise TemplateTooCostly(f"its text has more than {VALUE_CHARACTERS_MAX:,} characters")
         return "".join(pieces)
     finally:
-        _budget.reset(token)
+        budget.reset(token)
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
@@ -86,7 +79,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     Constants are not folded when a template is compiled: that would compute outside of any rendering's bounds.
     """
 
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    intercepted_binops = frozenset({"+", "-", "*", "/", "//", "**", "%"})
 
     def __init__(self) -> None:
         super().__init__(
@@ -100,9 +93,12 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
         self.filters["tojson"] = _tojson
-        self.filters = {name: _metered_filter(name, function) for name, function in self.filters.items()}
-        self.filters[_COUNTED] = _counted
-        self.filters[_CONCATENATED] = _concatenated
+        self.filters = {
+            name: metered_filter(function, FILTERS[name]) for name, function in self.filters.items() if name in FILTERS
+        }
+        self.filters |= _OURS
+        tests: Any = self.tests  # jinja's own annotation is of functions in general
+        self.tests = {name: metered_test(function, TESTS[name]) for name, function in tests.items() if name in TESTS}
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
@@ -111,24 +107,26 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return tree
 
     def call(self, context: Context, callee: Any, /, *args: Any, **kwargs: Any) -> Any:
-        budget = _budget.get()
-        budget.step(CALL_STEPS)
-        if isinstance(callee, LoopContext):  # a recursive loop goes down: its rounds count like the outer ones
-            args = (_counted(args[0], 0), *args[1:])
-        original = getattr(callee, "__wrapped__", callee)
-        receiver = getattr(original, "__self__", None)
+        spent = budget.get()
+        spent.step(CALL_STEPS)
         options = {name: value for name, value in kwargs.items() if name not in _ADDED_BY_COMPILER}
-        if isinstance(receiver, str):
-            _charge_text_operation(getattr(original, "__name__", ""), receiver, args, options)
-        else:
-            budget.spend(sum(map(_length, args)) + sum(map(_length, options.values())))
+        charge_call(callee, args, options)
+        if isinstance(callee, LoopContext):  # a recursive loop goes down: its rounds count like the outer ones
+            args = (_counted(args[0]), *args[1:])
         result = super().call(context, callee, *args, **kwargs)
-        budget.spend(_length(result))
+        spent.hold_value(result)
         return result
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        _charge_operator(operator, left, right)
-        return super().call_binop(context, operator, left, right)
+        charge_operator(operator, left, right)
+        result = super().call_binop(context, operator, left, right)
+        budget.get().hold_value(result)
+        return result
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        if not isinstance(argument, str | int):
+            charge_key(argument)
+        return super().getitem(obj, argument)
 
 
 class _GenerationBlock(Extension):
@@ -141,164 +139,183 @@ class _GenerationBlock(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-# --- loops and joins: the tree is changed so that they pass through a filter of ours --------------------------------
+# --- what jinja compiles to plain Python ----------------------------------------------------------------------------
 
-_COUNTED = "counted rounds"  # with a space: no template can name it
+# With a space in each name: no template can use it.
+_COUNTED = "counted rounds"
+_CHARGED = "charged body"
 _CONCATENATED = "concatenated operands"
+_COMPARED = "compared operand"
+_SEARCHED = "searched operand"
+_SLICED = "sliced value"
+_KEY = "key of a dictionary"
+_HELD = "held text"
+_SPREAD = "spread arguments"
+
+_Node = TypeVar("_Node", bound=nodes.Node)
+_Callable = TypeVar("_Callable", nodes.Call, nodes.Filter, nodes.Test)
 
 
 class _Meter(NodeTransformer):
+    """Leads what has a cost through filters of ours.
+
+    A loop's body, and a macro's, begins with a charge for all that is in it, done or not: what a node does without
+    calling anything is quick, but a template may have thousands of them.
+    """
+
+    def __init__(self) -> None:
+        self._cost = 0  # of what was visited so far
+        self._node_count = 0
+
+    def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
+        self._cost += NODE_CHARACTERS
+        self._node_count += 1
+        if self._node_count > NODES_MAX:
+            raise TemplateTooCostly(f"it has more than {NODES_MAX:,} names, constants, operators and statements")
+        if isinstance(node, nodes.TemplateData):
+            self._cost += len(node.data)
+        return super().visit(node, *args, **kwargs)
+
     def visit_For(self, node: nodes.For) -> nodes.For:
+        self._charge_body(node, node.body)
+        node.iter = _through(_COUNTED, node.iter)
+        return node
+
+    def visit_Macro(self, node: nodes.Macro) -> nodes.Macro:
+        return self._charge_body(node, node.body)
+
+    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.CallBlock:
+        return self._charge_body(node, node.body)
+
+    def visit_Block(self, node: nodes.Block) -> nodes.Block:
+        return self._charge_body(node, node.body)
+
+    def _charge_body(self, node: _Node, body: list[nodes.Node]) -> _Node:
+        before = self._cost
         self.generic_visit(node)
-        literal_characters = sum(len(text.data) for text in node.find_all(nodes.TemplateData))
-        cost = nodes.Const(literal_characters, lineno=node.lineno)
-        node.iter = nodes.Filter(node.iter, _COUNTED, [cost], [], None, None, lineno=node.lineno)
+        cost = nodes.Const(self._cost - before, lineno=node.lineno)
+        nothing = nodes.Const(None, lineno=node.lineno)
+        body.insert(0, nodes.ExprStmt(_through(_CHARGED, nothing, cost), lineno=node.lineno))
+        return node
+
+    def visit_AssignBlock(self, node: nodes.AssignBlock) -> nodes.AssignBlock:
+        self.generic_visit(node)
+        # A filter without a value works on the block's text.
+        node.filter = nodes.Filter(node.filter, _HELD, [], [], None, None, lineno=node.lineno)
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:
         self.generic_visit(node)
-        operands = nodes.List(node.nodes, lineno=node.lineno)
-        return nodes.Filter(operands, _CONCATENATED, [], [], None, None, lineno=node.lineno)
+        return _through(_CONCATENATED, nodes.List(node.nodes, lineno=node.lineno))
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:
+        self.generic_visit(node)
+        node.expr = _through(_COMPARED, node.expr)
+        for operand in node.ops:
+            operand.expr = _through(_SEARCHED if operand.op in ("in", "notin") else _COMPARED, operand.expr)
+        return node
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Expr:
+        self.generic_visit(node)
+        if not isinstance(node.arg, nodes.Slice):
+            return node
+        bounds = [
+            part or nodes.Const(None, lineno=node.lineno) for part in (node.arg.start, node.arg.stop, node.arg.step)
+        ]
+        return _through(_SLICED, nodes.Const(None, lineno=node.lineno), node.node, *bounds)
+
+    def visit_Pair(self, node: nodes.Pair) -> nodes.Pair:
+        self.generic_visit(node)
+        if not (isinstance(node.key, nodes.Const) and isinstance(node.key.value, str)):
+            node.key = _through(_KEY, node.key)
+        return node
+
+    def visit_Call(self, node: nodes.Call) -> nodes.Call:
+        return self._bound_arguments(node)
+
+    def visit_Filter(self, node: nodes.Filter) -> nodes.Filter:
+        return self._bound_arguments(node)
+
+    def visit_Test(self, node: nodes.Test) -> nodes.Test:
+        return self._bound_arguments(node)
+
+    def _bound_arguments(self, node: _Callable) -> _Callable:
+        self.generic_visit(node)
+        if node.dyn_args is not None:
+            node.dyn_args = _through(_SPREAD, node.dyn_args)
+        if node.dyn_kwargs is not None:
+            node.dyn_kwargs = _through(_SPREAD, node.dyn_kwargs)
+        return node
 
 
-def _counted(items: Iterable[Any], literal_characters: int) -> Iterator[Any]:
-    budget = _budget.get()
+def _through(name: str, value: nodes.Node, *args: nodes.Expr) -> nodes.Filter:
+    return nodes.Filter(cast(nodes.Expr, value), name, list(args), [], None, None, lineno=value.lineno)
+
+
+def _counted(items: Iterable[Any]) -> Iterator[Any]:
+    spent = budget.get()
     for item in items:
-        budget.step()
-        budget.spend(literal_characters)
+        spent.step()
         yield item
 
 
-def _concatenated(operands: list[Any]) -> str:
-    _budget.get().spend(sum(map(_printed_size, operands)))
-    return "".join(map(str, operands))
+def _charged(_: None, characters: int) -> None:
+    budget.get().spend(characters)
 
+
+def _concatenated(operands: list[Any]) -> str:
+    budget.get().make(sum(map(printed_size, operands)))
+    return _held("".join(map(str, operands)))
+
+
+def _held(text: str) -> str:
+    budget.get().hold_value(text)
+    return text
+
+
+def _spread(arguments: Any) -> Any:
+    if isinstance(arguments, Mapping):
+        kept: Any = dict(arguments) if len(arguments) <= SPREAD_ARGUMENTS_MAX else None
+    else:
+        kept = [item for item, _ in zip(arguments, range(SPREAD_ARGUMENTS_MAX + 1), strict=False)]
+    if kept is None or len(kept) > SPREAD_ARGUMENTS_MAX:
+        raise TemplateTooCostly(f"it makes a call with more than {SPREAD_ARGUMENTS_MAX:,} arguments")
+    return kept
+
+
+_OURS: dict[str, Callable[..., Any]] = {
+    _COUNTED: _counted,
+    _CHARGED: _charged,
+    _CONCATENATED: _concatenated,
+    _COMPARED: compared,
+    _SEARCHED: Compared,
+    _SLICED: sliced,
+    _KEY: charge_key,
+    _HELD: _held,
+    _SPREAD: _spread,
+}
 
 _ADDED_BY_COMPILER = ("_block_vars", "_loop_vars")  # jinja gives every call in a loop the variables around it
 
 
-# --- what a value costs ---------------------------------------------------------------------------------------------
-
-
-def _length(value: object) -> int:
-    return len(value) if isinstance(value, Sized) else 1
-
-
-def _printed_size(value: object) -> int:
-    """About how many characters str(value) has. A value that holds the same list many times is counted many times, as
-    it would be printed, so the count stops at the bound."""
-    if isinstance(value, str):
-        return len(value)
-    size = 0
-    waiting = [value]
-    while waiting and size <= VALUE_CHARACTERS_MAX:
-        item = waiting.pop()
-        if isinstance(item, str):
-            size += len(item)
-        elif isinstance(item, list | tuple):
-            waiting.extend(item)
-        elif isinstance(item, dict):
-            waiting.extend(item.keys())
-            waiting.extend(item.values())
-        elif isinstance(item, Namespace):
-            raise TemplateTooCostly("it prints a namespace, whose size is not known")
-        size += 8
-    return size
-
-
 @jinja2.pass_eval_context  # makes it depend on the rendering, so that constants are not printed at compile time
-def _printable(_context: nodes.EvalContext, value: Any) -> Any:
-    _budget.get().spend(_printed_size(value))
+def _printable(context: nodes.EvalContext, value: Any) -> Any:
+    size = printed_size(value) * (HTML_CHARACTERS_MAX if context.autoescape else 1)
+    budget.get().make(size)
+    budget.get().hold(sys.getsizeof(value) if isinstance(value, str) else size)
     return value
-
-
-def _charge_operator(operator: str, left: Any, right: Any) -> None:
-    if isinstance(left, int) and isinstance(right, int):
-        bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
-        if bits > INTEGER_BITS_MAX:
-            raise TemplateTooCostly(f"it makes a number of more than {INTEGER_BITS_MAX:,} bits")
-    elif operator == "*":
-        factors = (left, right) if isinstance(right, int) else (right, left)
-        if isinstance(factors[1], int):
-            _budget.get().spend(_length(factors[0]) * max(0, factors[1]))
-    elif operator == "%" and isinstance(left, str):
-        _refuse_wide_fields(left)
-        _budget.get().spend(len(left) + _printed_size(right) * max(1, left.count("%")))
-    else:
-        _budget.get().spend(_length(left) + _length(right))
-
-
-# --- filters and methods of texts -----------------------------------------------------------------------------------
-
-# These hand items on or pick some; the others may print or compare what they are given.
-_ITEM_FILTERS = frozenset(
-    ("attr", "batch", "count", "d", "default", "first", "items", "last", "length", "list", "map", "reject")
-) | frozenset(("rejectattr", "reverse", "select", "selectattr", "slice"))
-# These make more than they are given: as much as their numbers say, or each with each.
-_PADDING = frozenset(
-    ("batch", "center", "expandtabs", "indent", "ljust", "rjust", "round", "slice", "truncate", "wordwrap", "zfill")
-)
-_MULTIPLYING = frozenset(("expandtabs", "indent", "join", "replace"))
-_WIDE_PERCENT_FIELD = re.compile(r"%[^A-Za-z%]*(?:\*|\d{5})")
-_WIDE_BRACE_FIELD = re.compile(r"\{[^{}]*:[^{}]*(?:\{|\d{5})")
-
-
-def _metered_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    # The first parameter may be the environment or a context; functools.wraps keeps the mark that says so.
-    value_index = 1 if hasattr(function, "jinja_pass_arg") else 0
-
-    @functools.wraps(function)
-    def filter_within_bounds(*args: Any, **kwargs: Any) -> Any:
-        budget = _budget.get()
-        budget.step(CALL_STEPS)
-        value, rest = args[value_index], args[value_index + 1 :]
-        if name in _ITEM_FILTERS:
-            budget.spend(_length(value))
-            _charge_padding(name, 1, rest, kwargs)
-        else:
-            _charge_text_operation(name, value, rest, kwargs)
-        result = function(*args, **kwargs)
-        if isinstance(result, Iterator):
-            result = list(result)  # computed here, where it is counted, and with a length for what comes next
-        budget.spend(_length(result))
-        return result
-
-    return filter_within_bounds
-
-
-def _charge_text_operation(name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    budget = _budget.get()
-    sizes = [_printed_size(argument) for argument in (*args, *kwargs.values())]
-    size = _printed_size(value)
-    budget.spend(size + sum(sizes))
-    if name in _MULTIPLYING:
-        budget.spend((_length(value) + 1) * max(sizes, default=0) + max(map(_length, args), default=0) * size)
-    if name in ("format", "format_map") and isinstance(value, str):
-        _refuse_wide_fields(value)
-        budget.spend(sum(sizes) * max(1, value.count("{") + value.count("%")))
-    _charge_padding(name, size, args, kwargs)
-
-
-def _charge_padding(name: str, size: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if name in _PADDING:
-        width = max((abs(number) for number in (*args, *kwargs.values()) if isinstance(number, int)), default=0)
-        _budget.get().spend(width * (size if name in _MULTIPLYING else 1))
-
-
-def _refuse_wide_fields(text: str) -> None:
-    if _WIDE_PERCENT_FIELD.search(text) or _WIDE_BRACE_FIELD.search(text):
-        raise TemplateTooCostly("it formats a field whose width has five digits or is not written out")
 
 
 # --- functions that templates expect --------------------------------------------------------------------------------
 
 
 def _raise_exception(message: object) -> None:
+    budget.get().make(printed_size(message))
     raise jinja2.TemplateRuntimeError(str(message))
 
 
 def _strftime_now(form: str) -> str:
-    _refuse_wide_fields(form)
+    refuse_wide_fields(form)
     return datetime.now().strftime(form)
 
 
@@ -310,6 +327,5 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """JSON as it stands in prompts: unlike jinja's own filter, without escapes for HTML."""
-    if isinstance(indent, int) and indent > JSON_INDENT_MAX:
-        raise TemplateTooCostly(f"it indents JSON by more than {JSON_INDENT_MAX}")
+    charge_json(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

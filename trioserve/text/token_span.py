@@ -48,6 +48,8 @@ class TokenSpan:
         if model.continuing_subword_prefix or model.end_of_word_suffix:
             return
         vocabulary = backend.get_vocab(with_added_tokens=False)
+        if not vocabulary:
+            return
         if any(step["type"] == "ByteLevel" for step in cuts):
             longest = max(map(len, vocabulary))  # a character a byte
             missing = bytes(byte for character, byte in byte_alphabet().items() if character not in vocabulary)

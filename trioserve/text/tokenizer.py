@@ -11,14 +11,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Self
 
-from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.errors import InvalidRequest, RequestFailed
 from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.detokenizer import IncrementalDecoder
 from trioserve.text.gguf_vocabulary import vocabulary_from_gguf
 from trioserve.text.token_pieces import TokenPieces
 from trioserve.text.token_span import TokenSpan
 from trioserve.text.tokenizer_directory import TokenizerDirectory
-from trioserve.text.tokenizer_parts import TokenizerParts
+from trioserve.text.tokenizer_parts import TokenizerParts, is_library_panic, panics_become_load_errors
 
 __all__ = ["Tokenizer"]
 
@@ -57,18 +57,21 @@ class Tokenizer:
     @classmethod
     def from_directory(cls, path: Path) -> Self:
         """From tokenizer.json and the files around it. Raises ModelLoadError, in one sentence."""
-        return cls(TokenizerDirectory(path).read())
+        with panics_become_load_errors(f"{path}"):
+            return cls(TokenizerDirectory(path).read())
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, object]) -> Self:
         """From a GGUF file's key-value pairs ("tokenizer.ggml.tokens", ...). Raises ModelLoadError, in one sentence."""
-        return cls(vocabulary_from_gguf(metadata))
+        with panics_become_load_errors("the GGUF file's tokens and merges"):
+            return cls(vocabulary_from_gguf(metadata))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. 0.2 to 1.3 seconds per million characters, in which other threads may run.
 
         add_special_tokens: begin (and end) as the model's tokenizer says. Off for rendered chats: templates write them.
-        Raises InvalidRequest for a text with lone surrogates, which no encoding of Unicode can hold.
+        Raises InvalidRequest for a text with lone surrogates, which no encoding of Unicode can hold, and RequestFailed
+        if the tokenizer library breaks on it.
         """
         try:
             # Of the library's ways to encode only those for several texts let go of the GIL; the fast one leaves out
@@ -82,6 +85,12 @@ class Tokenizer:
                 f"the text holds U+{ord(text[index]):04X} at character {index}, half of a surrogate pair: "
                 "send characters beyond U+FFFF whole"
             ) from None
+        except BaseException as error:
+            if not is_library_panic(error):
+                raise
+            raise RequestFailed(
+                f"the model's tokenizer broke on this text ({str(error)[:200]}): its files may be damaged"
+            ) from error
         return encoding.ids
 
     def token_count_min(self, text: str) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import reprlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,11 @@ from trioserve.contracts.errors import ModelLoadError
 from trioserve.text.tokenizer_parts import TokenizerParts, add_sequence_ends
 
 __all__ = ["TokenizerDirectory"]
+
+TOKENIZER_BYTES_MAX = 256 * 2**20  # of tokenizer.json; the largest vocabularies take 35 MB
+JSON_BYTES_MAX = 32 * 2**20  # of each file around it; with every added token written out they have some 5 MB
+JSON_MARKS_MAX = 2**20  # commas and opening brackets: so many values at most, of 100 bytes each
+TEMPLATE_BYTES_MAX = 2**20  # four times what a template may have
 
 
 class TokenizerDirectory:
@@ -54,6 +61,7 @@ class TokenizerDirectory:
             raise ModelLoadError(
                 f"{self._path} has no tokenizer.json: a model directory needs it, tokenizer.model alone is not read"
             )
+        self._check_size(path, TOKENIZER_BYTES_MAX)
         try:
             return tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception for every fault of the file
@@ -64,9 +72,17 @@ class TokenizerDirectory:
         path = self._path / name
         if not path.is_file():
             return {}
+        self._check_size(path, JSON_BYTES_MAX)
         try:
-            content = json.loads(path.read_bytes())
-        except (OSError, ValueError) as error:
+            text = path.read_text(encoding="utf-8")
+            if (mark_count := sum(map(text.count, (",", "[", "{")))) > JSON_MARKS_MAX:
+                raise ModelLoadError(
+                    f"{path} has {mark_count} commas and opening brackets, at most {JSON_MARKS_MAX} are read"
+                )
+            content = json.loads(text)
+            # Escapes can write half a surrogate pair, which no tokenizer takes: said here, where the file is known.
+            json.dumps(content, ensure_ascii=False).encode()
+        except (OSError, ValueError, RecursionError) as error:
             raise ModelLoadError(f"{path} cannot be read as JSON ({error}): download it again") from error
         if not isinstance(content, dict):
             raise ModelLoadError(f"{path} holds {_kind(content)}, expected a JSON object")
@@ -112,7 +128,16 @@ class TokenizerDirectory:
             named["default"] = self._read_text(path)
         return named.get("default"), named.get("tool_use")
 
+    def _check_size(self, path: Path, bytes_max: int) -> None:
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise ModelLoadError(f"{path} cannot be read ({error}): download it again") from error
+        if size > bytes_max:
+            raise ModelLoadError(f"{path} has {size} bytes, at most {bytes_max} are read: it is damaged")
+
     def _read_text(self, path: Path) -> str:
+        self._check_size(path, TEMPLATE_BYTES_MAX)
         try:
             return path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -131,7 +156,9 @@ def _named_template(entry: object) -> tuple[str, str]:
         name, template = entry.get("name"), entry.get("template")
         if isinstance(name, str) and isinstance(template, str):
             return name, template
-    raise ModelLoadError(f"chat_template in tokenizer_config.json has an entry without name and template: {entry!r}")
+    raise ModelLoadError(
+        f"chat_template in tokenizer_config.json has an entry without name and template: {reprlib.repr(entry)}"
+    )
 
 
 def _kind(value: object) -> str:
@@ -139,16 +166,18 @@ def _kind(value: object) -> str:
 
 
 def _token_id(value: object, file_name: str) -> int:
-    try:
-        return int(str(value))
-    except ValueError:
-        raise ModelLoadError(f"{file_name} names {value!r} as the id of an added token, expected a number") from None
+    with suppress(ValueError):
+        if isinstance(value, int | str) and not isinstance(value, bool):
+            return int(value)
+    raise ModelLoadError(f"{file_name} names {reprlib.repr(value)} as the id of an added token, expected a number")
 
 
 def _added_token(entry: object) -> AddedToken:
     content = _token_text(entry)
     if content is None:
-        raise ModelLoadError(f"added_tokens_decoder in tokenizer_config.json has an entry without content: {entry!r}")
+        raise ModelLoadError(
+            f"added_tokens_decoder in tokenizer_config.json has an entry without content: {reprlib.repr(entry)}"
+        )
     flags = entry if isinstance(entry, dict) else {}
     names = ("single_word", "lstrip", "rstrip", "normalized", "special")
     return AddedToken(content, **{name: bool(flags[name]) for name in names if name in flags})

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 
-__all__ = ["TokenizerParts", "add_sequence_ends"]
+from trioserve.contracts.errors import ModelLoadError
+
+__all__ = ["TokenizerParts", "add_sequence_ends", "is_library_panic", "panics_become_load_errors"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,3 +37,21 @@ def add_sequence_ends(
         if end is not None
     ]
     backend.post_processor = TemplateProcessing(single=pattern, pair=None, special_tokens=tokens)
+
+
+def is_library_panic(error: BaseException) -> bool:
+    """Whether it is how the tokenizer library's Rust code says that it broke. PyO3 derives it from BaseException, so
+    that Python's `except Exception` lets it pass, and offers no name to catch it by."""
+    kind = type(error)
+    return kind.__name__ == "PanicException" and kind.__module__ == "pyo3_runtime"
+
+
+@contextmanager
+def panics_become_load_errors(what: str) -> Iterator[None]:
+    """Around all that builds a tokenizer. what: where the tokenizer comes from, begins the error's message."""
+    try:
+        yield
+    except BaseException as error:
+        if not is_library_panic(error):
+            raise
+        raise ModelLoadError(f"{what} cannot be read as a tokenizer ({str(error)[:200]}): download it again") from error

@@ -47,6 +47,17 @@ async def test_whole_and_streamed_answers_are_the_same(make_api: Any, autojump_c
             assert whole["usage"]["completion_tokens"] == 20 * len(whole["choices"])
 
 
+@pytest.mark.parametrize("depth", [100, 990, 100_000])
+async def test_deep_json_in_tool_arguments_is_the_clients_error(
+    make_api: Any, autojump_clock: trio.testing.MockClock, depth: int
+) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": "[" * depth + "]" * depth}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "user", "content": "go on"}]
+    async with opened(make_api) as (api, _):
+        for path in (CHAT, "/tokenize"):
+            await api.check_refused(path, {"messages": messages}, param="messages[0].tool_calls[0]")
+
+
 async def test_several_prompts_answer_as_each_alone(make_api: Any, autojump_clock: trio.testing.MockClock) -> None:
     async with opened(make_api, step_seconds=0.01) as (api, _):
         prompts = ["first", "second one", "a third"]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import reprlib
+from array import array
 from collections.abc import Mapping
 from typing import TypeGuard, TypeVar
 
 from trioserve.contracts.errors import ModelLoadError
 
 __all__ = ["Fields"]
+
+WHOLES_MAX = 65_536  # in one field; real ones have one for each layer or each end token
 
 T = TypeVar("T")
 
@@ -76,7 +80,9 @@ class Fields:
         value = self._values.get(name)
         if value is None:
             return ()
-        items = value if isinstance(value, list) else [value]
+        items = value if isinstance(value, list | array) else [value]
+        if len(items) > WHOLES_MAX:
+            raise self.wrong(name, f"a list of at most {WHOLES_MAX}")
         if not all(_is_whole(item) for item in items):
             raise self.wrong(name, "a whole number or a list of them")
         return tuple(items)
@@ -96,7 +102,7 @@ class Fields:
 
     def wrong(self, name: str, wanted: str) -> ModelLoadError:
         """The error for a value of the wrong kind, to be raised."""
-        shown = repr(self._values.get(name))
+        shown = reprlib.repr(self._values.get(name))  # the value may be large, or nested as deep as a file may be
         shown = shown if len(shown) <= 60 else shown[:57] + "..."
         return ModelLoadError(f"{name} in {self._source} is {shown}, but it must be {wanted}")
 

@@ -13,6 +13,7 @@ from trioserve.model.model_config import Architecture, Dtype, ModelConfig, RopeS
 __all__ = ["TRANSFORMERS_CLASSES", "model_config_from", "read_json_object", "sampling_defaults_from"]
 
 JSON_BYTES_MAX = 64 * 2**20  # the index of the largest checkpoint we know has 15 MB
+JSON_MARKS_MAX = 2**20  # commas and opening brackets: so many values at most, of 100 bytes each; that index has 150,000
 
 TRANSFORMERS_CLASSES: dict[str, Architecture] = {
     "LlamaForCausalLM": "llama",
@@ -27,7 +28,12 @@ def read_json_object(path: Path) -> dict[str, object]:
     try:
         if path.stat().st_size > JSON_BYTES_MAX:
             raise ModelLoadError(f"{path.name} has {path.stat().st_size} bytes, at most {JSON_BYTES_MAX} are read")
-        value = json.loads(path.read_bytes())
+        content = path.read_bytes()
+        if (mark_count := sum(map(content.count, (b",", b"[", b"{")))) > JSON_MARKS_MAX:
+            raise ModelLoadError(
+                f"{path.name} has {mark_count} commas and opening brackets, at most {JSON_MARKS_MAX} are read"
+            )
+        value = json.loads(content)
     except OSError as error:
         raise ModelLoadError(f"{path.name} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

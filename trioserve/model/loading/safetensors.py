@@ -28,6 +28,8 @@ __all__ = ["INDEX_NAME", "SafetensorsCheckpoint"]
 _DTYPES: dict[str, Dtype] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 INDEX_NAME = "model.safetensors.index.json"
 HEADER_BYTES_MAX = 100_000_000  # the package's own limit
+HEADER_COMMAS_MAX = 2**19  # six a tensor; the largest models have some two thousand tensors
+DIMENSIONS_MAX = 8  # no tensor of a model has more than 2
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -137,6 +139,8 @@ def _header(path: Path) -> dict[str, _StoredTensor]:
         if size < 8 or length > min(size - 8, HEADER_BYTES_MAX):
             raise _damaged(path, f"it has {size} bytes, and its header is to have {length}")
         text = file.read(length)
+    if text.count(b",") > HEADER_COMMAS_MAX:
+        raise _damaged(path, f"its header has {text.count(b',')} commas, allowed are {HEADER_COMMAS_MAX}")
     try:
         entries = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         entries.pop("__metadata__", None)
@@ -149,10 +153,12 @@ def _header(path: Path) -> dict[str, _StoredTensor]:
 def _stored_tensor(path: Path, name: str, entry: _Entry, data_start: int, size: int) -> _StoredTensor:
     if entry.dtype not in _DTYPES:
         raise ModelLoadError(
-            f"{path.name} stores {entry.dtype}; supported are {', '.join(_DTYPES)}: "
+            f"{path.name} stores {entry.dtype[:20]}; supported are {', '.join(_DTYPES)}: "
             "take an unquantized checkpoint or a GGUF file"
         )
     dtype = _DTYPES[entry.dtype]
+    if len(entry.shape) > DIMENSIONS_MAX:
+        raise _damaged(path, f"{name[:80]!r} has {len(entry.shape)} dimensions, allowed are {DIMENSIONS_MAX}")
     first, end = (data_start + offset for offset in entry.data_offsets)
     if end > size or end - first != math.prod(entry.shape) * VALUE_BYTES[dtype]:
         raise _damaged(
