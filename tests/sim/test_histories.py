@@ -133,6 +133,7 @@ ROUTER_MOMENTS = [
     "endpoints come back",
     *(f"faults: {fault}" for fault in ("broke", "busy", "unreachable")),
     "given up",
+    "grants: of fewer seats than sequences",
     "retries",
     *(
         f"leaves: {moment}"
@@ -154,6 +155,7 @@ ROUTER_MOMENTS = [
             "queue_full",
             "queue_timeout",
             "queue_wait_over",
+            "too many sequences",
         )
     ),
     "reports: a lie",
