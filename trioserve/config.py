@@ -154,6 +154,8 @@ class RouteConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields
         "header that names a conversation, for --policy session", "NAME")] = "x-session-id"
     endpoint_max_requests: Annotated[int, _about(
         "sequences that one endpoint gets at a time", "N", ge=1)] = 64
+    max_request_sequences: Annotated[int, _about(
+        "responses that one request may ask for, its n times its prompts, where requests are routed", "N", ge=1)] = 256
     endpoint_max_waiting: Annotated[int, _about(
         "sequences that may wait inside of one endpoint, as it reports", "N", ge=0)] = 4
     lease_until: Annotated[Literal["first_token", "end"], _about(

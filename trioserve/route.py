@@ -185,6 +185,7 @@ def _router_settings(config: RouteConfig) -> RouterSettings:
         queue_prompt_tokens_max=config.max_queued_tokens,
         queue_seconds_max=config.max_queue_wait,
         leases_max=config.endpoint_max_requests,
+        sequences_max=config.max_request_sequences,
         waiting_depth_max=config.endpoint_max_waiting,
         lease_until=config.lease_until,
         # Several questions may get lost before what was known is worth nothing.

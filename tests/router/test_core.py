@@ -63,28 +63,6 @@ def test_a_waiter_that_left_is_passed_over_and_never_granted(make_router):
     assert leaver.state is TicketState.ENDED
 
 
-def test_when_a_large_head_leaves_the_small_ones_behind_it_go(make_router):
-    router = make_router()
-    router.endpoint("a", leases_max=4)
-    router.enter(sequences=2)
-    large = router.enter(sequences=3)
-    small = router.enter(sequences=1)
-    assert small.state is TicketState.WAITING  # first come first served: nobody overtakes
-    router.leave(large)
-    assert small.state is TicketState.LEASED
-
-
-def test_a_request_larger_than_the_limit_goes_alone(make_router):
-    router = make_router()
-    router.endpoint("a", leases_max=2)
-    other = router.enter()
-    large = router.enter(sequences=8)
-    assert large.state is TicketState.WAITING
-    router.leave(other)
-    assert large.state is TicketState.LEASED
-    assert router.enter().state is TicketState.WAITING
-
-
 def test_a_lease_ends_at_the_first_token_if_so_set_and_only_once(make_router):
     """S26: until when it holds is a setting, and waiters are counted themselves."""
     router = make_router(lease_until="first_token")
@@ -180,18 +158,6 @@ def test_a_full_line_refuses_with_a_reason_and_a_time(make_router, count):
     assert refusal.value.retry_after_seconds >= 1
     assert router.core.stats().waiting == count
     assert router.core.stats().rejections_total == {"queue_full": 1}
-
-
-def test_a_full_line_does_not_refuse_whom_nobody_in_it_keeps_waiting(make_router):
-    router = make_router(queue_requests_max=1)
-    router.endpoint("a", leases_max=2)
-    router.enter()
-    router.enter(sequences=2)
-    sooner = router.enter(priority=-1)
-    assert sooner.state is TicketState.LEASED
-    with pytest.raises(Overloaded):
-        router.enter(priority=-1)
-    assert router.core.stats().waiting == 1
 
 
 def test_where_nobody_may_wait_one_that_waits_again_does_not_close_a_free_endpoint(make_router):
@@ -566,10 +532,10 @@ def test_an_endpoint_that_says_it_is_busy_is_not_ill(make_router):
 def test_a_probe_keeps_the_limit_of_the_endpoint(make_router):
     router = make_router(failures_max=1, ejection_seconds=1)
     a = router.endpoint("a", leases_max=2)
-    still_there, failing = router.sent(), router.sent()
+    failing, still_there = router.sent(), router.sent(sequences=2)
     router.core.failed(failing, Fault.UNREACHABLE, router.now)
     router.core.add_endpoint(EndpointId("b"), ["m"], router.now)  # starts: so that others wait
-    waiting = [router.enter(sequences=2), router.enter()]
+    waiting = [router.enter(), router.enter()]
     router.after(1)
     assert router.core.endpoints[a].health is EndpointHealth.PROBING
     assert [ticket.state for ticket in waiting] == [TicketState.WAITING] * 2

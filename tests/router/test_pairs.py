@@ -257,3 +257,14 @@ def test_whoever_leaves_gives_everything_back_once(pair, moment):
     router.core.prefilled(ticket, router.now)
     router.core.hold_lost(ticket, router.now)
     assert leases(router) == {"p": 0, "d": 0}
+
+
+def test_one_that_is_refused_since_no_endpoint_is_left_has_not_gone_whole(pair):
+    router = pair()
+    ticket = split(router)
+    router.core.sent(ticket)
+    for id in ("d", "p"):
+        router.core.drain_endpoint(EndpointId(id), router.now)
+    router.core.prefilled(ticket, router.now)
+    assert isinstance(ticket.refusal, NoEndpoint)
+    assert outcomes(router) == {PairOutcome.LEFT: 1}

@@ -365,3 +365,15 @@ async def test_an_endpoint_with_too_many_texts_to_tokenize_is_not_taken_for_busy
             ask.answer({"choices": []})
             assert await answer.head() == 200
         await routed.assert_all_free()
+
+
+@pytest.mark.parametrize("prompts", [1, 100])
+async def test_more_responses_than_a_request_may_ask_for_are_refused_before_it_waits(open_setup, prompts):
+    async with open_setup("a") as setup:
+        asked = {"model": "fake", "prompt": ["x"] * prompts, "n": 300 // prompts, "max_tokens": 1}
+        answer = await setup.client().post("/v1/completions", asked)
+        assert answer.status == 400
+        error = (await answer.json())["error"]
+        assert error["param"] == "n"
+        assert "asks for 300 responses, its n times its prompts, and one request may have 1 to 256" in error["message"]
+        await setup.assert_all_free()

@@ -131,6 +131,7 @@ ROUTER_MOMENTS = [
     "endpoints come back",
     *(f"faults: {fault}" for fault in ("broke", "busy", "unreachable")),
     "given up",
+    "grants: of fewer seats than sequences",
     "retries",
     *(
         f"leaves: {moment}"
@@ -152,6 +153,7 @@ ROUTER_MOMENTS = [
             "queue_full",
             "queue_timeout",
             "queue_wait_over",
+            "too many sequences",
         )
     ),
     "reports: a lie",

@@ -32,7 +32,15 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from trioserve.contracts.endpoint import EndpointId, EndpointLoad, Leg, PairOutcome, RoutedRequest
-from trioserve.contracts.errors import Draining, NoEndpoint, Overloaded, QueueWaitOver, StartupError, TrioserveError
+from trioserve.contracts.errors import (
+    Draining,
+    InvalidRequest,
+    NoEndpoint,
+    Overloaded,
+    QueueWaitOver,
+    StartupError,
+    TrioserveError,
+)
 from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.router.drain_rate import DrainRate
 from trioserve.router.endpoint_state import EndpointHealth, EndpointState
@@ -58,7 +66,7 @@ class Fault(enum.Enum):
 
 
 class RouterStats(msgspec.Struct, frozen=True, kw_only=True):
-    """waiting: requests in line, and those that are being read before. leases: sequences that hold one, by endpoint.
+    """waiting: requests in line, and those that are being read before. leases: sequences that have a seat, by endpoint.
     pairs_total: requests that were to be split, by what became of that. Totals count since the start."""
 
     waiting: int
@@ -103,7 +111,6 @@ class _Model:
     """One model's lines. preparing: requests that are read before they enter."""
 
     def __init__(self) -> None:
-        # In the order in which those who wait again are served: first those for whom blocks are kept somewhere.
         self.queues: dict[Leg | None, _Queue] = {leg: _Queue() for leg in (Leg.DECODE, Leg.PREFILL, None)}
         self.preparing = 0
 
@@ -118,6 +125,12 @@ class _Model:
         return bool(
             whole.line.count or whole.again or prefill.line.count or prefill.again or decode.line.count or decode.again
         )
+
+    def waiting_again(self) -> list[Ticket]:
+        """Who waits again, in the order in which that began. It is one for all legs: those whose prompt is computed
+        never cease to come, and would keep an endpoint that does both from those that it is the last hope of."""
+        again = [ticket for queue in self.queues.values() for ticket in queue.again.values()]
+        return sorted(again, key=lambda ticket: ticket.again_index)
 
     def heads(self) -> list[tuple[_Queue, Ticket]]:
         """Who is next in each line. Where lines want the same endpoint, the one who came first goes first."""
@@ -148,6 +161,7 @@ class RouterCore:
         self._live: dict[int, Ticket] = {}
         self._deadlines: list[tuple[float, int, Ticket]] = []
         self._next_index = 0
+        self._again_total = 0
         self._budget = RetryBudget(settings.retry_share_max, settings.retries_per_second_min)
         self._admissions_total = 0
         self._retries_total = 0
@@ -188,7 +202,7 @@ class RouterCore:
         In a full line, a tenant with fewer waiters takes the place of the newest of the one with most. A pinned request
         never waits. While every endpoint of a model is ejected nobody joins its lines; those who are in one keep their
         place, since an ejection is short.
-        Raises Overloaded, Draining or NoEndpoint, and then holds nothing.
+        Raises Overloaded, Draining or NoEndpoint, or InvalidRequest for too many sequences, and then holds nothing.
         """
         usable = self._check_open(request, now)
         queue_deadline = min(now + self.settings.queue_seconds_max, request.queue_deadline)
@@ -249,7 +263,7 @@ class RouterCore:
             endpoint.probe_out = False
             ticket.is_probe = False
         if self.settings.lease_until == "first_token":
-            endpoint.leases -= ticket.request.sequences
+            endpoint.claims -= ticket.request.sequences
             ticket.move(TicketState.RUNNING_FREE)
         self._hand_over(now)
 
@@ -271,8 +285,8 @@ class RouterCore:
             ticket.leg = None
             self._note_pair(ticket, outcome)
         self._wait_again(ticket)
-        self._hand_over(now)
         self._refuse_if_hopeless(ticket, now)
+        self._hand_over(now)
 
     def hold_lost(self, ticket: Ticket, now: float) -> None:
         """The blocks of its prompt are not kept any more. Nothing to do when it does not wait for them."""
@@ -281,8 +295,8 @@ class RouterCore:
             if ticket.state is TicketState.LEASED:
                 self._let_go(ticket, now)
                 self._wait_again(ticket)
-            self._hand_over(now)
             self._refuse_if_hopeless(ticket, now)
+            self._hand_over(now)
 
     def failed(self, ticket: Ticket, fault: Fault, now: float, *, busy_seconds: float = 1.0) -> bool:
         """The endpoint failed a request that has no token yet. The lease is back before anything else happens.
@@ -455,28 +469,20 @@ class RouterCore:
         request, leg = ticket.request, ticket.leg
         if leg is Leg.PREFILL and self._is_handover_full(request.model):
             return False
-        candidates = []
-        is_any_kept = False  # for prompts
-        for state in self._serving(request.model):
-            if state.is_given and (leg is None or _may_do(state, ticket)):
-                is_any_kept = is_any_kept or state.role == "prefill"
-                has_room = (
-                    request.pinned in (None, state.id)
-                    and state.id not in ticket.tried
-                    and state.has_room(request.sequences, now)
-                )
-                load = state.in_flight / state.leases_max
-                candidates.append(Candidate(id=state.id, load=load, has_room=has_room))
+        candidates = self._candidates(ticket, request.sequences, now)
+        if request.sequences > 1 and not any(candidate.has_room for candidate in candidates):
+            # Its sequences need not start together: the others wait for their seats at the endpoint.
+            candidates = self._candidates(ticket, 1, now)
         if not any(candidate.has_room for candidate in candidates):
             return False
-        if leg is None and (is_any_kept or ticket.prefilled_by is not None):
+        if leg is None:
             candidates = self._nearest(ticket, candidates)
         id = self.policy.choose(request, candidates)
         assert any(candidate.has_room and candidate.id == id for candidate in candidates), f"{id} has no room"
         endpoint = self.endpoints[id]
         if endpoint.health is EndpointHealth.PROBING:
             endpoint.probe_out = ticket.is_probe = True
-        endpoint.leases += request.sequences
+        endpoint.claims += request.sequences
         endpoint.in_flight += request.sequences
         ticket.endpoint = id
         ticket.leased_at = now
@@ -486,20 +492,37 @@ class RouterCore:
         self._admissions_total += 1
         return True
 
+    def _candidates(self, ticket: Ticket, sequences: int, now: float) -> list[Candidate]:
+        """The endpoints that are there for what is next of it, and which of them has room for so many sequences."""
+        request, tried = ticket.request, ticket.tried
+        return [
+            Candidate(
+                id=state.id,
+                load=state.in_flight / state.leases_max,
+                has_room=(
+                    request.pinned in (None, state.id) and state.id not in tried and state.has_room(sequences, now)
+                ),
+            )
+            for state in self._serving(request.model)
+            if state.is_given and (ticket.leg is None or _may_do(state, ticket))
+        ]
+
     def _hand_over(self, now: float) -> None:
         """Give what is free to those who have waited longest, in the order of their lines."""
         for name, model in self._models.items():
             if model.is_anybody_waiting:
                 self._split_what_can_be(name, model)
-                for queue in model.queues.values():
-                    for ticket in list(queue.again.values()):
-                        if self._grant(ticket, now):
-                            queue.end_wait_again(ticket)
-                            self._on_change(ticket)
-                while self._serve_a_head(model, now):
+                while self._serve_one(model, now):
                     pass
 
-    def _serve_a_head(self, model: _Model, now: float) -> bool:
+    def _serve_one(self, model: _Model, now: float) -> bool:
+        """Give a lease to the first who can have one. Asked again after each, from the first on: where a prompt is
+        handed over, another one may begin."""
+        for ticket in model.waiting_again():
+            if self._grant(ticket, now):
+                self._queue_of(ticket).end_wait_again(ticket)
+                self._on_change(ticket)
+                return True
         for queue, head in model.heads():
             if self._grant(head, now):
                 queue.line.take()
@@ -514,13 +537,13 @@ class RouterCore:
             return
         endpoint = self._endpoint_of(ticket)
         if ticket.state is TicketState.LEASED:
-            endpoint.leases -= ticket.request.sequences
+            endpoint.claims -= ticket.request.sequences
             if ticket.is_probe:
                 endpoint.probe_out = ticket.is_probe = False
         if ticket.sent_index is not None:
             del endpoint.sent[ticket.sent_index]
         endpoint.in_flight -= ticket.request.sequences
-        assert 0 <= endpoint.leases <= endpoint.in_flight
+        assert 0 <= endpoint.claims <= endpoint.in_flight
         drain_rate = self._queue_of(ticket).drain_rate
         drain_rate.note(now)
         if endpoint.in_flight == 0 and not any(state.in_flight for state in self._serving(ticket.request.model)):
@@ -538,6 +561,8 @@ class RouterCore:
         """It was elsewhere, and has given everything back."""
         ticket.move(TicketState.WAITING)
         ticket.sent_index = None
+        self._again_total += 1
+        ticket.again_index = self._again_total
         self._queue_of(ticket).wait_again(ticket)
         self._set_deadline(ticket)
 
@@ -619,9 +644,16 @@ class RouterCore:
     # --- refusing ---
 
     def _check_open(self, request: RoutedRequest, now: float) -> list[EndpointState]:
-        """The endpoints that it may go to, one of which is not ejected. Raises Draining or NoEndpoint."""
+        """The endpoints that it may go to, one of which is not ejected. Raises Draining, NoEndpoint or
+        InvalidRequest."""
         if self.is_draining:
             raise self._refusal(self._draining())
+        if not 1 <= request.sequences <= self.settings.sequences_max:
+            raise InvalidRequest(
+                f"the request asks for {request.sequences} responses, its n times its prompts, and one request may "
+                f"have 1 to {self.settings.sequences_max}: ask for fewer of them, or in several requests",
+                param="n",
+            )
         usable = [state for state in self._serving(request.model) if request.pinned in (None, state.id)]
         if all(state.health is EndpointHealth.EJECTED for state in usable):
             raise self._refusal(self._no_endpoint(request, now))

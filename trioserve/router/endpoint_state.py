@@ -10,6 +10,10 @@
 
 An endpoint gets requests while it is HEALTHY, as much as its slow start allows, and one at a time while it is PROBING;
 the limits of leases and of its load hold for both.
+
+A request of several sequences goes where all of them find a seat, if there is such an endpoint, and otherwise where one
+of them does: the others wait there, and the seats that come free are theirs before anybody else's. So a large request
+costs the seats that it uses, and no others: nothing is emptied for it, and nobody has to be let past it.
 """
 
 from __future__ import annotations
@@ -51,8 +55,9 @@ _LEGAL_MOVES: frozenset[tuple[EndpointHealth, EndpointHealth]] = frozenset(
 class EndpointState:
     """What the router knows of one endpoint. Times are seconds of the router's clock.
 
-    models: the names under which it may be asked. leases_max: sequences. leases: those that are out, in sequences.
-    in_flight: sequences that were given to it and have not ended; more than the leases once these go back at the first
+    models: the names under which it may be asked. leases_max: sequences. claims: sequences of the requests that have a
+    lease here; all but the leases_max first of them wait for their seat.
+    in_flight: sequences that were given to it and have not ended; more than the claims once these go back at the first
     token. sent: those of them that are on their way or there, by the index of their request's sending.
     slow_start: it comes to others that run, and is to get its share little by little.
     role: which legs it is meant for; None: of split requests none.
@@ -73,7 +78,7 @@ class EndpointState:
         self.leases_max = leases_max
         self.role = role
         self.health = EndpointHealth.STARTING
-        self.leases = 0
+        self.claims = 0
         self.in_flight = 0
         self.sent: dict[int, int] = {}
         self.probe_out = False
@@ -103,6 +108,11 @@ class EndpointState:
         return leg is None or self.role == "both" or self.role == leg.value
 
     @property
+    def leases(self) -> int:
+        """Sequences that have a seat."""
+        return min(self.claims, self.leases_max)
+
+    @property
     def is_settled(self) -> bool:
         """Whether anybody has asked it yet how it is."""
         return self.health is not EndpointHealth.STARTING
@@ -130,11 +140,11 @@ class EndpointState:
         return max(0, there + more - seats)
 
     def has_room(self, sequences: int, now: float) -> bool:
-        """Whether a request of so many sequences may go there. One that is larger than the limit goes alone."""
+        """Whether so many more sequences find a seat there at once."""
         if not self.is_given or now < self.busy_until or (self.health is EndpointHealth.PROBING and self.probe_out):
             return False
         leases_max = max(1, int(self.leases_max * self.share(now)))
-        if self.leases and self.leases + sequences > leases_max:
+        if self.claims + sequences > leases_max:
             return False
         depth = self.waiting_depth(now, more=sequences)
         return depth is None or depth <= self._settings.waiting_depth_max

@@ -17,8 +17,10 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         no free endpoint is refused at once.
     queue_seconds_max: how long anybody waits in line.
     leases_max: sequences at one endpoint, unless the endpoint has a limit of its own.
-    waiting_depth_max: sequences that may wait inside an endpoint. A shallow line there keeps the order here, where a
-        waiter that left costs nothing and another endpoint can still take it.
+    sequences_max: of one request, its n times its prompts. They are all at one endpoint, where those that find no seat
+        at first wait before everybody who comes later; so this is how many seats others may have to wait for.
+    waiting_depth_max: sequences that may wait inside an endpoint, those of one large request apart. A shallow line
+        there keeps the order here, where a waiter that left costs nothing and another endpoint can still take it.
     lease_until: when a lease goes back; at the first token it bounds prefills, at the end it bounds answers.
     load_seconds_max: how old a report of load may be; what is older says nothing.
     failures_max: this many in a row eject an endpoint. ejection_seconds: how long the first time; it doubles with each
@@ -36,6 +38,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     queue_prompt_tokens_max: int = 1_000_000
     queue_seconds_max: float = 60.0
     leases_max: int = 64
+    sequences_max: int = 256
     waiting_depth_max: int = 4
     lease_until: Literal["first_token", "end"] = "end"
     load_seconds_max: float = 2.0
@@ -53,6 +56,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
             ("queue_requests_max", 0),
             ("queue_prompt_tokens_max", 1),
             ("leases_max", 1),
+            ("sequences_max", 1),
             ("waiting_depth_max", 0),
             ("failures_max", 1),
             ("attempts_max", 1),

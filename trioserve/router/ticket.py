@@ -48,7 +48,7 @@ class Ticket:
     index: of arrival. entered_at, leased_at: seconds of the router's clock; leased_at of the lease in hand.
     endpoint: where its lease is, or was when it went back at the first token. tried: the endpoints that failed it.
     sent_index: of all that were sent anywhere, when it went to the endpoint of its lease; None before that.
-    has_token: its client has seen a token.
+    again_index: of all that began to wait again, when it did so last. has_token: its client has seen a token.
     refusal: why it ended without having been served, if so.
     own_deadline: of its own wait in line; queue_deadline: that, or the router's limit. Both move by the time that its
     prompt took elsewhere, since that was no wait.
@@ -59,6 +59,7 @@ class Ticket:
     """
 
     __slots__ = (
+        "again_index",
         "endpoint",
         "entered_at",
         "has_token",
@@ -91,6 +92,7 @@ class Ticket:
         self.leased_at = 0.0
         self.is_probe = False
         self.sent_index: int | None = None
+        self.again_index = 0
         self.has_token = False
         self.tried: tuple[EndpointId, ...] = ()
         self.refusal: TrioserveError | None = None

@@ -31,6 +31,7 @@ def local_dispatch(running_requests_max: int, settings: RuntimeSettings) -> Disp
             queue_prompt_tokens_max=settings.waiting_prompt_tokens_max,
             queue_seconds_max=settings.waiting_seconds_max,
             leases_max=running_requests_max + waiting_depth,
+            sequences_max=running_requests_max + settings.waiting_requests_max,
         ),
         RoundRobin,
     )

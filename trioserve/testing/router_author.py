@@ -56,7 +56,7 @@ class RouterAuthor:
         self._tenants = rng.choice((("",), ("a", "b"), ("a", "b"), ("a", "b", "c", "d")))
         self._priorities = rng.choice(((0,), (0,), (0, 0, 1), (-1, 0, 1)))
         self._prompts = rng.choice(((0,), (0, 10, 100), (10, 300)))
-        self._sequences = rng.choice(((1,), (1,), (1, 1, 2), (1, 2, 3, 5)))
+        self._sequences = rng.choice(((1,), (1,), (1, 1, 2), (1, 2, 3, 5), (1, 1, 1, 8, 20)))
         self._live_max = rng.choice((4, 10, 20, 30, 30))
         self._pace = rng.choice((0.05, 0.5, 2.0))  # seconds of a wait
         wildness = rng.random()
@@ -232,6 +232,7 @@ def _drawn_world(rng: Random) -> RouterWorld:
         queue_prompt_tokens_max=rng.choice((50, 400, 1_000_000, 1_000_000)),
         queue_seconds_max=rng.choice((0.5, 3.0, 20.0, 60.0)),
         leases_max=rng.choice((1, 2, 3, 4, 7)),
+        sequences_max=rng.choice((4, 12, 256, 256)),
         waiting_depth_max=rng.choice((0, 0, 1, 4)),
         lease_until=rng.choice(("first_token", "end")),
         load_seconds_max=rng.choice((0.3, 2.0, 7.0)),

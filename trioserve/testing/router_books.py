@@ -13,7 +13,7 @@ from trioserve.contracts.endpoint import Leg, PairOutcome
 from trioserve.router.retry_budget import BURST_SECONDS
 from trioserve.testing.router_endpoint_book import EndpointBook
 from trioserve.testing.router_history import RouterWorld
-from trioserve.testing.router_line_rules import Fairness, RoutedStory, check_turn, heads_of
+from trioserve.testing.router_line_rules import Fairness, RoutedStory, check_turn
 from trioserve.testing.router_pair_book import check_place, is_next_leg_there, may_do
 
 __all__ = ["RouterBooks"]
@@ -53,12 +53,12 @@ class RouterBooks:
         pinned, model = story.request.pinned, story.request.model
         return [book for book in self.endpoints.values() if book.serves(model) and pinned in (None, book.id)]
 
-    def taking(self, story: RoutedStory, now: float) -> list[str]:
-        """Endpoints that have to take it."""
+    def taking(self, story: RoutedStory, now: float, *, sequences: int = 1) -> list[str]:
+        """Endpoints that have to take so many of its sequences. It goes where one of them finds a seat."""
         return [
             book.id
             for book in self.serving(story)
-            if book.id not in story.tried and may_do(book, story) and book.must_take(story.request.sequences, now)
+            if book.id not in story.tried and may_do(book, story) and book.must_take(sequences, now)
             if story.leg is not Leg.PREFILL or not self._is_handover_full(story.request.model)
         ]
 
@@ -88,13 +88,6 @@ class RouterBooks:
         beside = [other for other in self.waiting if other.is_beside(entering) and other is not story]
         tokens = sum(other.request.prompt_tokens for other in beside) + entering.request.prompt_tokens
         return len(beside) < self.world.queue_requests_max and tokens <= self.world.queue_prompt_tokens_max
-
-    def is_anybody_before(self, story: RoutedStory) -> bool:
-        """Whether somebody in line comes before one that is new, or may, as it is another tenant's turn."""
-        return any(
-            other.is_in_line and other.is_beside(story) and other.request.priority <= story.request.priority
-            for other in self.live.values()
-        )
 
     # --- what happens ---
 
@@ -129,11 +122,14 @@ class RouterBooks:
         assert book.serves(request.model), f"{name} asks for {request.model}, and gets {id}, {sorted(book.models)}"
         assert request.pinned in (None, id), f"{name} asks for {request.pinned}, and gets {id}"
         assert id not in story.tried, f"{name} failed at {id}, and gets it again"
-        objection = book.objection(request.sequences, self.now)
+        objection = book.objection(1, self.now)
         assert objection is None, f"{name} gets a lease: {objection}"
         if request.pinned is None:
             self._check_nobody_failed_before(story, book)
-        taking = self.taking(story, self.now)
+        taking = self.taking(story, self.now, sequences=request.sequences)
+        if book.objection(request.sequences, self.now) is not None:
+            assert not taking, f"{name} finds {request.sequences} seats at {taking}, and gets {id}, which has fewer"
+            taking = self.taking(story, self.now)
         if story.leg is Leg.PREFILL:
             assert not self._is_handover_full(request.model), f"{name} is begun, and too many wait to be ended"
         check_place(story, book, [self.endpoints[other] for other in taking])
@@ -185,7 +181,8 @@ class RouterBooks:
             )
             line = sorted((story for story in waiting if story.is_in_line), key=lambda story: story.index)
             for story in (*again, *line):
-                if not is_next_leg_there(story, self.serving(story)):
+                # Who has no endpoint left at all is refused, and does not go on whole.
+                if self._is_any_left(story) and not is_next_leg_there(story, self.serving(story)):
                     self._make_whole(story)
 
     def _make_whole(self, story: RoutedStory) -> None:
@@ -197,7 +194,6 @@ class RouterBooks:
             self.join(story)
         else:
             story.leg = None
-            self.wait_again(story)
 
     def note_pair(self, story: RoutedStory, outcome: PairOutcome) -> None:
         if story.is_split and story.outcome is None:
@@ -227,33 +223,27 @@ class RouterBooks:
     # --- what has to hold ---
 
     def check_nobody_waits_in_vain(self, now: float) -> None:
-        """Whoever is next in a line, or waits again, waits because every endpoint that it may have is full."""
+        """Progress: whoever waits, first or last, waits because every endpoint that it may have is full."""
         for story in self.waiting:
-            if story.failed_index is not None:
-                taking = self.taking(story, now)
-                assert not taking, f"{story.name} waits again, and {taking} could take it"
-        for model, leg in {(story.request.model, story.leg) for story in self.live.values() if story.is_in_line}:
-            # Whose turn it is among tenants is not known here: one of them has to be next, and all of them could go.
-            heads = heads_of(model, leg, self.live.values())
-            taking_each = [self.taking(story, now) for story in heads]
-            assert not all(taking_each), f"{heads[0].name} waits, and {taking_each[0]} could take it"
+            taking = self.taking(story, now)
+            assert not taking, f"{story.name} waits{'' if story.is_in_line else ' again'}, and {taking} could take it"
 
     def check_nobody_is_hopeless(self) -> None:
         for story in self.waiting:
-            left = [book for book in self.serving(story) if book.id not in story.tried]
-            assert left, f"{story.name} waits, and no endpoint may ever take it"
+            assert self._is_any_left(story), f"{story.name} waits, and no endpoint may ever take it"
 
     def _check_nobody_failed_before(self, story: RoutedStory, book: EndpointBook) -> None:
         """It is about to get the endpoint: nobody who waits again before it could have had it."""
         for other in self.waiting:
             if other.failed_index is None or other.request.model != story.request.model or other is story:
                 continue
-            if story.failed_index is not None and (
-                story.leg is not other.leg or story.failed_index <= other.failed_index
-            ):
+            if story.failed_index is not None and story.failed_index <= other.failed_index:
                 continue
             is_fitting = book.id in self.taking(other, self.now)
             assert not is_fitting, f"{other.name} waits again, and {story.name} gets {book.id} before it"
+
+    def _is_any_left(self, story: RoutedStory) -> bool:
+        return any(book.id not in story.tried for book in self.serving(story))
 
     def _is_tried_again(self, story: RoutedStory) -> bool:
         if self.is_draining or story.request.pinned is not None or self.now >= story.deadline:

@@ -39,8 +39,9 @@ class Report(msgspec.Struct, frozen=True):
 
 
 class EndpointBook:
-    """leased, running: the sequences of the requests that hold a lease here; of those whose lease is back, but which
-    run. there: those of both that were sent. health: by the names of EndpointHealth. probe: who is out as one."""
+    """leased, running: the sequences of the requests that hold a lease here, with a seat or waiting for one
+    (claims, in all); of those whose lease is back, but which run. there: those of both that were sent. health: by
+    the names of EndpointHealth. probe: who is out as one."""
 
     def __init__(self, event: Add, world: RouterWorld, *, starts_slowly: bool) -> None:
         self.id = event.id
@@ -68,12 +69,16 @@ class EndpointBook:
         self._slow_since: float | None = None
 
     @property
-    def leases(self) -> int:
+    def claims(self) -> int:
         return sum(self.leased.values())
 
     @property
+    def leases(self) -> int:
+        return min(self.claims, self.leases_max)
+
+    @property
     def in_flight(self) -> int:
-        return self.leases + sum(self.running.values())
+        return self.claims + sum(self.running.values())
 
     @property
     def load(self) -> float:
@@ -97,7 +102,7 @@ class EndpointBook:
     # --- what it may be given, and has to be ---
 
     def objection(self, sequences: int, now: float) -> str | None:
-        """Why a request that the router has just given it should not be here; it is not yet in these books."""
+        """Why so many sequences that the router has just given it find no seat here. The books do not have them yet."""
         if not self.is_given:
             return f"{self.id} is {self.health}"
         if self.probe is not None and self.health == "probing":
@@ -105,8 +110,8 @@ class EndpointBook:
         if now < self._busy_until - CLOSE_SECONDS:
             return f"{self.id} is busy until {self._busy_until}"
         limit = self._limit(now + CLOSE_SECONDS)
-        if self.leases and self.leases + sequences > limit:
-            return f"{self.id} has leases for {self.leases} of {limit} sequences, and gets {sequences} more"
+        if self.claims + sequences > limit:
+            return f"{self.id} has leases for {self.claims} of {limit} sequences, and gets {sequences} more"
         report = self._report
         if report is None or now > report.noted_at + self._world.load_seconds_max - CLOSE_SECONDS:
             return None
@@ -125,12 +130,12 @@ class EndpointBook:
         return None
 
     def must_take(self, sequences: int, now: float) -> bool:
-        """Whether nothing at all speaks against giving it such a request."""
+        """Whether nothing at all speaks against giving it so many sequences."""
         if not self.is_given or (self.probe is not None and self.health == "probing"):
             return False
         if now < self._busy_until + CLOSE_SECONDS:
             return False
-        if self.leases and self.leases + sequences > self._limit(now - CLOSE_SECONDS):
+        if self.claims + sequences > self._limit(now - CLOSE_SECONDS):
             return False
         report = self._report
         if report is None or now > report.noted_at + self._world.load_seconds_max + CLOSE_SECONDS:

@@ -1,11 +1,14 @@
 """Who may get a lease before whom: the rules of the line, with books of their own.
 
-Within a model, requests that wait again, after a failure or after their prompt, come first. There are lines of those
-whose prompt is computed apart, of those that wait for the rest, and of those that go whole. In each, who waits again
-comes in the order in which that began; for the others it is priority first; within a priority tenants take turns, and
-within a tenant it is first come first served. Turns are fair as start-time fair queueing promises (Goyal, Vin and
-Cheng, 1996): over any time in which a tenant has somebody in line, any other, there or coming and going, is served at
-most as much as that one, plus the largest cost of either.
+Within a model, requests that wait again, after a failure or after their prompt, come first, in the order in which that
+began. There are lines of those whose prompt is computed apart, and of those that go whole. In each it is priority
+first; within a priority tenants take turns, and within a tenant it is first come first served. Turns are fair as start-
+time fair queueing promises (Goyal, Vin and Cheng, 1996): over any time in which a tenant has somebody in line, any
+other, there or coming and going, is served at most as much as that one, plus the largest cost of either.
+
+How many sequences a request has changes nothing of this: it gets its lease in its turn, where one of them finds a seat.
+So nobody is held up by one that does not fit, since whoever is next fits wherever any other would, and nobody has to be
+overtaken for it, once or for ever.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from trioserve.contracts.endpoint import Leg, PairOutcome, RoutedRequest
 from trioserve.router.ticket import Ticket
 from trioserve.router.waiting_line import SEQUENCE_COST_TOKENS
 
-__all__ = ["Fairness", "RoutedStory", "check_turn", "heads_of"]
+__all__ = ["Fairness", "RoutedStory", "check_turn"]
 
 
 class RoutedStory:
@@ -129,17 +132,3 @@ def check_turn(story: RoutedStory, live: Iterable[RoutedStory]) -> None:
             assert not is_peer or other.line_index > story.line_index, (
                 f"{story.name} overtakes {other.name}, which came before"
             )
-
-
-def heads_of(model: str, leg: Leg | None, live: Iterable[RoutedStory]) -> list[RoutedStory]:
-    """Who may be next in the line of a model for a leg: the first of each tenant in the best priority."""
-    line = [story for story in live if story.is_in_line and story.request.model == model and story.leg is leg]
-    line.sort(key=lambda story: story.line_index)
-    if not line:
-        return []
-    best = min(story.request.priority for story in line)
-    heads: dict[str, RoutedStory] = {}
-    for story in line:
-        if story.request.priority == best:
-            heads.setdefault(story.request.tenant, story)
-    return list(heads.values())

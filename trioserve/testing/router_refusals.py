@@ -35,8 +35,6 @@ def check_refused_at_the_door(books: RouterBooks, story: RoutedStory, refusal: O
         most = [other for other in books.waiting if books.is_most_in_line(other, story)]
         is_room_made = bool(most) and all(books.makes_room(other, story) for other in most)
         assert not is_room_made, f"{name} is refused, and {most[0].name} would have to make room"
-        if books.is_anybody_before(story):
-            return
     taking = books.taking(story, books.now)
     assert not taking, f"{name} is refused, and {taking} could take it"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from trioserve.contracts.block_hash import BlockHash
 from trioserve.contracts.endpoint import EndpointId, Leg, PairOutcome, RoutedRequest
-from trioserve.contracts.errors import Overloaded, TrioserveError
+from trioserve.contracts.errors import InvalidRequest, Overloaded, TrioserveError
 from trioserve.router.core import SPARE_DEADLINES_MAX, Fault, RouterCore
 from trioserve.router.policies import POLICIES
 from trioserve.router.ticket import Ticket, TicketState
@@ -146,6 +146,10 @@ class RouterSimulation:
         self._entering = books.entering = story
         try:
             ticket = self.core.enter(request, books.now)
+        except InvalidRequest:
+            assert event.sequences > self.world.sequences_max, f"{story.name} is refused for nothing"
+            self._count("refused: too many sequences")
+            return None
         except Overloaded as refusal:
             assert self._entering is story, f"{story.name} got a lease, and is refused at the door"
             check_refused_at_the_door(books, story, refusal)
@@ -154,6 +158,7 @@ class RouterSimulation:
         finally:
             was_told = self._entering is None
             self._entering = books.entering = None
+        assert event.sequences <= self.world.sequences_max, f"{story.name} has {event.sequences} sequences, and enters"
         story.ticket = ticket
         if ticket.state is TicketState.LEASED and not was_told:
             if request.pinned is None:
@@ -400,6 +405,8 @@ class RouterSimulation:
         assert ticket.endpoint is not None, f"{story.name} has a lease nowhere"
         self.books.give(story, ticket.endpoint)
         self._count("grants")
+        if self._endpoint_of(story).claims > self._endpoint_of(story).leases_max:
+            self._count("grants: of fewer seats than sequences")
         self._say(f"  {story.name} -> {ticket.endpoint}")
 
     def _note_refusal(self, story: RoutedStory, refusal: TrioserveError | None) -> None:

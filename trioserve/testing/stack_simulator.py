@@ -310,8 +310,9 @@ class StackSimulation:
         assert len(own) == len(self._streams), "the engine knows other requests than are inside"
         if self._http is not None:
             self._http.check()
-        live_count, leases = len(list(fake.core.live_requests())), sum(fake.dispatch.core.stats().leases.values())
-        assert live_count <= leases, f"the core has {live_count} sequences, and {leases} have a lease"
+        live_count = len(list(fake.core.live_requests()))
+        given_count = sum(endpoint.in_flight for endpoint in fake.dispatch.core.endpoints.values())
+        assert live_count <= given_count, f"the core has {live_count} sequences, and was given {given_count}"
         unfinished_count = sum(view.state != "finished" for view in engine.live_requests())
         live_max = stage.running_requests_max + stage.waiting_requests_max
         assert unfinished_count <= live_max, f"{unfinished_count} requests run or wait, {live_max} may"

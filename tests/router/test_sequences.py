@@ -1,0 +1,139 @@
+"""Requests of several sequences: they hold nobody up for seats that they do not use, and nobody overtakes them."""
+
+from __future__ import annotations
+
+import pytest
+
+from trioserve.contracts.endpoint import EndpointLoad
+from trioserve.contracts.errors import InvalidRequest, Overloaded
+from trioserve.router.core import Fault
+from trioserve.router.ticket import TicketState
+
+WAITING, LEASED = TicketState.WAITING, TicketState.LEASED
+
+
+def leases(router):
+    return dict(router.core.stats().leases)
+
+
+def test_it_goes_where_one_of_its_sequences_finds_a_seat(make_router):
+    router = make_router()
+    a = router.endpoint("a", leases_max=4)
+    holders = [router.enter() for _ in range(3)]
+    large = router.enter(sequences=4)
+    assert large.state is LEASED
+    assert leases(router) == {"a": 4}  # three of its sequences wait for their seats there
+    assert router.core.endpoints[a].in_flight == 7
+    router.leave(large, *holders)
+    assert leases(router) == {"a": 0}
+
+
+def test_seats_that_come_free_are_its_own_before_anybody_elses(make_router):
+    router = make_router()
+    router.endpoint("a", leases_max=4)
+    holders = [router.enter() for _ in range(3)]
+    router.enter(sequences=3)
+    later = router.enter()
+    router.leave(holders[0], holders[1])
+    assert (later.state, leases(router)) == (WAITING, {"a": 4})
+    router.leave(holders[2])
+    assert later.state is LEASED
+
+
+def test_it_goes_where_all_find_a_seat_if_there_is_such_an_endpoint(make_router):
+    router = make_router()
+    router.endpoint("a", leases_max=8)
+    router.endpoint("b", leases_max=4)
+    for _ in range(6):
+        router.enter(pinned="a")
+    router.enter(pinned="b")
+    large = router.enter(sequences=3)
+    assert large.endpoint == "b"
+
+
+def test_nobody_behind_it_waits_for_more_seats_than_it_uses(make_router):
+    router = make_router()
+    router.endpoint("a", leases_max=4)
+    long_one = router.enter()
+    for _ in range(20):
+        large, small = router.enter(sequences=4), router.enter()
+        assert (large.state, small.state) == (LEASED, WAITING)
+        router.leave(large)
+        assert small.state is LEASED
+        router.leave(small)
+    assert long_one.state is LEASED
+
+
+def test_nobody_overtakes_it(make_router):
+    router = make_router()
+    router.endpoint("a", leases_max=2)
+    holders = [router.enter(), router.enter()]
+    large, small = router.enter(sequences=2), router.enter()
+    router.leave(holders[0])
+    assert (large.state, small.state) == (LEASED, WAITING)
+
+
+def test_one_larger_than_the_limit_goes_beside_others(make_router):
+    router = make_router()
+    router.endpoint("a", leases_max=2)
+    other = router.enter()
+    large = router.enter(sequences=8)
+    assert (large.state, leases(router)) == (LEASED, {"a": 2})
+    router.leave(other)
+    assert router.enter().state is WAITING
+
+
+def test_a_pinned_one_needs_a_single_seat_too(make_router):
+    router = make_router()
+    router.endpoint("a", leases_max=2)
+    router.enter()
+    assert router.enter(sequences=2, pinned="a").state is LEASED
+    with pytest.raises(Overloaded, match='"a" that the request asks for has no room'):
+        router.enter(sequences=2, pinned="a")
+
+
+def test_one_that_failed_elsewhere_needs_a_single_seat_too(make_router):
+    router = make_router()
+    router.endpoint("a", leases_max=4)
+    router.endpoint("b", leases_max=4)
+    holders = [router.enter(pinned="b") for _ in range(4)]
+    large = router.sent(sequences=4)
+    assert router.core.failed(large, Fault.BROKE, router.now)
+    small = router.enter(pinned="a")
+    router.leave(holders[0])
+    assert (large.state, large.endpoint, small.endpoint) == (LEASED, "b", "a")
+
+
+def test_it_goes_where_one_more_may_wait_inside(make_router):
+    router = make_router(waiting_depth_max=1)
+    a = router.endpoint("a", leases_max=20)
+    router.core.note_load(a, EndpointLoad(running=2, waiting=0, seats=2), router.now, sent_when_asked=0)
+    large, small = router.enter(sequences=5), router.enter()
+    assert (large.state, small.state) == (LEASED, WAITING)
+
+
+@pytest.mark.parametrize("sequences", [0, 9, 2**31])
+def test_more_sequences_than_a_request_may_have_are_refused_with_what_is_allowed(make_router, sequences):
+    router = make_router(sequences_max=8)
+    router.endpoint("a", leases_max=4)
+    with pytest.raises(InvalidRequest, match=f"asks for {sequences} responses.* 1 to 8") as refusal:
+        router.enter(sequences=sequences)
+    assert refusal.value.param == "n"
+    assert router.core.stats().waiting == 0
+    assert router.enter(sequences=8).state is LEASED
+
+
+def test_those_who_wait_again_go_in_the_order_in_which_they_began_whatever_is_next_of_them(make_router):
+    """Those whose prompt is computed come without end: one that may go to a single endpoint must not wait for all."""
+    router = make_router()
+    router.endpoint("p", role="prefill", leases_max=4)
+    router.endpoint("d", role="both", leases_max=1)
+    holder = router.enter(pinned="d")
+    failed = router.sent(pinned=None)
+    assert failed.endpoint == "p"
+    assert router.core.failed(failed, Fault.BROKE, router.now)
+    split = router.sent(can_be_split=True)
+    router.core.prefilled(split, router.now)
+    assert (failed.state, split.state) == (WAITING, WAITING)
+    router.leave(holder)
+    assert (failed.state, split.state) == (LEASED, WAITING)
