@@ -7,8 +7,8 @@ import json
 
 import trio
 
+from trioserve.commands.serve import serve_configured
 from trioserve.config import make_config
-from trioserve.server import serve_configured
 
 PROMPT = "All work and no play makes a dull boy. " * 700
 

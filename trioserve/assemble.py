@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 import trio
 
-from trioserve.config import Config, make_config, runtime_settings
+from trioserve.admission.text_threads import TextThreads
+from trioserve.config import Config, engine_settings, make_config
 from trioserve.connectors.registry import find_connector
 from trioserve.connectors.settings import ConnectorSettings, connector_settings
 from trioserve.contracts.errors import InvalidRequest, ModelLoadError, StartupError
@@ -21,20 +22,19 @@ from trioserve.contracts.kv_transfer import ConnectorSetup
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
+from trioserve.engine.engine import Engine, ModelDescription
+from trioserve.engine.engine_loop import StepRunner, ThreadedExecutor
+from trioserve.engine.kv_events import EVENTS_MAX
+from trioserve.engine.launched_steps import LaunchedSteps
 from trioserve.metrics.registry import Metrics
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.default_model import DOWNLOAD_THREAD, resolve_model
 from trioserve.model.loading.weights_name import weights_name
 from trioserve.model.settings import ModelSettings
-from trioserve.runtime.abandonable import call_abandonable
-from trioserve.runtime.engine import Engine, ModelDescription
-from trioserve.runtime.engine_loop import StepRunner, ThreadedExecutor
-from trioserve.runtime.errors_unwrapped import errors_unwrapped
-from trioserve.runtime.kv_events import EVENTS_MAX
-from trioserve.runtime.launched_steps import LaunchedSteps
-from trioserve.runtime.text_threads import TextThreads
-from trioserve.runtime.worker_thread import WorkerThread
 from trioserve.text.tokenizer import Tokenizer
+from trioserve.trio_tools.daemon_thread import call_abandonable
+from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
+from trioserve.trio_tools.worker_thread import WorkerThread
 
 if TYPE_CHECKING:
     from trioserve.model.runner import ModelRunner
@@ -219,7 +219,7 @@ async def open_configured_engine(
                     text_threads=text,
                     metrics=metrics,
                     settings=msgspec.structs.replace(
-                        runtime_settings(config),
+                        engine_settings(config),
                         kv_events_max=EVENTS_MAX if config.kv_events else 0,
                         step_seconds_max=config.step_timeout,
                     ),

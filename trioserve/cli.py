@@ -9,14 +9,13 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from trioserve import __version__
+from trioserve.commands.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
 from trioserve.config import Config, RouteConfig, add_arguments, config_from
 from trioserve.contracts.errors import TrioserveError
-from trioserve.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
 from trioserve.model.loading.default_model import DOWNLOAD_THREAD
 
 __all__ = ["main", "run_program"]
@@ -189,20 +188,20 @@ def _add_random_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 def _serve(arguments: argparse.Namespace) -> int:
     config = config_from(arguments, kind=Config)
-    from trioserve.server import run_server
+    from trioserve.commands.serve import run_server
 
     return run_server(config)
 
 
 def _route(arguments: argparse.Namespace) -> int:
     config = config_from(arguments, kind=RouteConfig)
-    from trioserve.route import run_router
+    from trioserve.commands.route import run_router
 
     return run_router(config)
 
 
 def _disagg(arguments: argparse.Namespace) -> int:
-    from trioserve.disagg import DisaggSettings, run_disagg
+    from trioserve.commands.disagg import DisaggSettings, run_disagg
 
     return run_disagg(DisaggSettings.from_arguments(arguments))
 
@@ -210,43 +209,32 @@ def _disagg(arguments: argparse.Namespace) -> int:
 def _generate(arguments: argparse.Namespace) -> int:
     config = config_from(arguments, kind=Config)
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
-    from trioserve.terminal import SamplingWishes, run_generate
+    from trioserve.commands.terminal import SamplingWishes, run_generate
 
     return run_generate(config, prompt, SamplingWishes.from_arguments(arguments), raw=arguments.raw)
 
 
 def _chat(arguments: argparse.Namespace) -> int:
     config = config_from(arguments, kind=Config)
-    from trioserve.terminal import SamplingWishes, run_chat
+    from trioserve.commands.terminal import SamplingWishes, run_chat
 
     return run_chat(config, SamplingWishes.from_arguments(arguments), system=arguments.system)
 
 
 def _bench(arguments: Sequence[str]) -> int:
-    from trioserve.bench.command import main as run_bench
+    from trioserve.commands.bench import run_bench
 
-    return run_bench(arguments, run_inside=_bench_inside)
-
-
-def _bench_inside(arguments: Sequence[str]) -> int:
-    from trioserve.testing.inside_command import run_inside
-
-    def open_engine(*options: Any, **more: Any) -> Any:
-        from trioserve.assemble import open_engine  # late: kernels are measured on machines without trio
-
-        return open_engine(*options, **more)
-
-    return run_inside(arguments, open_engine=open_engine)
+    return run_bench(arguments)
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
-    from trioserve.testing.simulate_command import SimulateSettings, run_replay, run_simulate
+    from trioserve.commands.simulate import SimulateSettings, run_replay, run_simulate
 
     settings = SimulateSettings.from_arguments(arguments)
     return run_simulate(settings) if arguments.replay is None else run_replay(arguments.replay, settings)
 
 
 def _random_checkpoint(arguments: argparse.Namespace) -> int:
-    from trioserve.testing.random_checkpoint_command import run_random_checkpoint
+    from trioserve.commands.random_checkpoint import run_random_checkpoint
 
     return run_random_checkpoint(arguments.shape, arguments.directory, seed=arguments.seed)

@@ -25,10 +25,10 @@ from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.errors import InvalidRequest, StartupError
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
 from trioserve.core.settings import check_overlap
-from trioserve.frontend.limits import SPLIT_PROMPT_TOKENS_MIN, FrontendLimits
-from trioserve.runtime.settings import RuntimeSettings
+from trioserve.engine.settings import EngineSettings
+from trioserve.http.limits import SPLIT_PROMPT_TOKENS_MIN, FrontendLimits
 
-__all__ = ["Config", "RouteConfig", "ServerConfig", "add_arguments", "config_from", "make_config", "runtime_settings"]
+__all__ = ["Config", "RouteConfig", "ServerConfig", "add_arguments", "config_from", "make_config", "engine_settings"]
 
 ENVIRONMENT_PREFIX = "TRIOSERVE_"
 
@@ -254,9 +254,9 @@ def make_config(**values: object) -> Config:
     return _convert(Config, {name: (name, value) for name, value in values.items()}, strict=True)
 
 
-def runtime_settings(config: ServerConfig) -> RuntimeSettings:
+def engine_settings(config: ServerConfig) -> EngineSettings:
     """What every server's runtime is told. Raises StartupError for deadlines out of range."""
-    return RuntimeSettings(
+    return EngineSettings(
         waiting_requests_max=config.max_queued_requests,
         waiting_prompt_tokens_max=config.max_queued_tokens,
         waiting_seconds_max=config.max_queue_wait,

@@ -13,7 +13,7 @@
 
 namespace trioserve {
 
-constexpr int DRAW_TILES = 512;  // as in trioserve/model/drawing.py
+constexpr int DRAW_TILES = 512;  // as in trioserve/model/gumbel.py
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
 
 // Of one row. Fields are those of native.py. Its lists lie one behind the other in Step's sampling_ids: the tokens of

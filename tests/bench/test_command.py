@@ -10,10 +10,10 @@ import pytest
 
 from trioserve.bench import startup
 from trioserve.bench.command import MEASUREMENTS
+from trioserve.bench.inside import draft_bench
+from trioserve.bench.inside.command import PARTS, run_inside
 from trioserve.bench.startup_settings import StartupSettings
 from trioserve.cli import main
-from trioserve.testing import draft_bench
-from trioserve.testing.inside_command import PARTS, run_inside
 
 
 def test_bench_alone_lists_what_there_is(capsys):

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from trioserve.bench.disaggregated import CopyFigures, DisaggregatedReport, TransferFigures, disaggregated_text, main
-from trioserve.bench.disaggregated_settings import DisaggregatedSettings
+from trioserve.bench.disagg.run import CopyFigures, DisaggregatedReport, TransferFigures, disaggregated_text, main
+from trioserve.bench.disagg.settings import DisaggregatedSettings
+from trioserve.bench.disagg.socket_copy import copying_process, seconds_to_receive
 from trioserve.bench.report import Machine
-from trioserve.bench.socket_copy import copying_process, seconds_to_receive
 from trioserve.contracts.errors import StartupError
 
 # Whatever it is started as: answers at once, notes its flags and what it was asked, and says that KV came.

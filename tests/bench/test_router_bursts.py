@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from trioserve.bench.fake_endpoint import DepthFigures
-from trioserve.bench.router_bursts import burst_figures, burst_plan, fair_shares
-from trioserve.bench.router_settings import RouterBenchSettings
+from trioserve.bench.router.bursts import burst_figures, burst_plan, fair_shares
+from trioserve.bench.router.fake_endpoint import DepthFigures
+from trioserve.bench.router.settings import RouterBenchSettings
 from trioserve.bench.socket_load import Asked
 
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from trioserve.bench.router_run import main
-from trioserve.bench.router_settings import RouterBenchSettings
+from trioserve.bench.router.run import main
+from trioserve.bench.router.settings import RouterBenchSettings
 from trioserve.contracts.errors import StartupError
 
 SMALL = {

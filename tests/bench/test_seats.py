@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from trioserve.bench.seats import Depth, Seats
+from trioserve.bench.router.slots import Depth, Seats
 
 
 def seats(*, seats_max: int = 2, service_seconds: float = 1.0) -> Seats:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import array
 
-from trioserve.bench.soak_book import SliceBook, rounds_from
-from trioserve.bench.soak_plan import Slice
+from trioserve.bench.soak.book import SliceBook, rounds_from
+from trioserve.bench.soak.plan import Slice
 
 
 def book(begins_at: float, *answers: tuple[int, float, float], is_control: bool = False) -> SliceBook:

@@ -11,10 +11,10 @@ import trio
 import trio.testing
 
 from trioserve.bench.run import CannotMeasure, PlainAnswer
-from trioserve.bench.soak_clients import SoakClients
-from trioserve.bench.soak_plan import Moment, SoakPlan, Way
-from trioserve.bench.soak_run import Soaked, soak
-from trioserve.bench.soak_settings import SoakSettings
+from trioserve.bench.soak.clients import SoakClients
+from trioserve.bench.soak.plan import Moment, SoakPlan, Way
+from trioserve.bench.soak.run import Soaked, soak
+from trioserve.bench.soak.settings import SoakSettings
 from trioserve.testing.invariants import check_idle
 from trioserve.testing.memory_server import open_memory_server
 
@@ -257,7 +257,7 @@ async def test_progress_is_a_line_every_half_minute_off_a_terminal(autojump_cloc
 
 @pytest.mark.parametrize("way", list(Way))
 async def test_each_way_of_leaving_is_seen_by_the_server(way, autojump_clock, monkeypatch):
-    from trioserve.bench import soak_plan
+    from trioserve.bench.soak import plan as soak_plan
 
     monkeypatch.setattr(soak_plan, "HTTP2_SHARE", float(way in (Way.RESET, Way.HANG_UP)))
     monkeypatch.setattr(soak_plan, "HALF_CLOSE_SHARE", float(way is Way.HALF_CLOSE))

@@ -10,10 +10,10 @@ import pytest
 
 from trioserve.bench.report import Outcome
 from trioserve.bench.scrape import Scrape
-from trioserve.bench.soak_plan import Moment, Way
-from trioserve.bench.soak_report import SoakReport, soak_json, soak_text
-from trioserve.bench.soak_settings import SoakSettings
-from trioserve.bench.soak_verdict import Ended, Evidence, Round, SoakFigures, missing_series
+from trioserve.bench.soak.plan import Moment, Way
+from trioserve.bench.soak.report import SoakReport, soak_json, soak_text
+from trioserve.bench.soak.settings import SoakSettings
+from trioserve.bench.soak.verdict import Ended, Evidence, Round, SoakFigures, missing_series
 
 CALM = {
     'trioserve:kv_blocks{state="free"}': 100,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from trioserve.bench.fake_endpoint import FakeEndpoints, FakeEndpointSettings
+from trioserve.bench.router.fake_endpoint import FakeEndpoints, FakeEndpointSettings
 from trioserve.bench.socket_load import (
     Answer,
     LoadFailed,

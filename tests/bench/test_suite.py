@@ -10,6 +10,7 @@ import threading
 import pytest
 import trio
 
+from trioserve.api.routes import App
 from trioserve.bench import suite
 from trioserve.bench.bandwidth import read_bandwidth
 from trioserve.bench.product_rate import product_rate
@@ -18,8 +19,7 @@ from trioserve.bench.settings import BenchSettings
 from trioserve.bench.suite import Cost, decode_bound, main, row_bound
 from trioserve.bench.suite_settings import ROWS, SuiteSettings
 from trioserve.contracts.errors import StartupError
-from trioserve.frontend.routes import App
-from trioserve.frontend.server import FrontendServer
+from trioserve.http.server import FrontendServer
 from trioserve.testing.fake_engine import open_fake_engine
 
 

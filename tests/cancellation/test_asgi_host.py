@@ -11,8 +11,8 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from trioserve.frontend.asgi import AsgiApp
-from trioserve.frontend.routes import App
+from trioserve.api.routes import App
+from trioserve.http.asgi.app import AsgiApp
 from trioserve.testing.fake_engine import open_fake_engine
 from trioserve.testing.invariants import check_idle
 

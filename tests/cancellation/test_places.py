@@ -11,7 +11,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from trioserve.config import make_config, runtime_settings
+from trioserve.config import engine_settings, make_config
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import StepPlan
@@ -137,7 +137,7 @@ async def test_a_burst_of_long_prompts_never_overshoots(http1_client, http2_clie
 
 async def test_the_line_is_bounded_without_a_setting(http1_client, autojump_clock):
     """S13: with the defaults that a server starts with."""
-    waiting_max = runtime_settings(make_config()).waiting_requests_max
+    waiting_max = engine_settings(make_config()).waiting_requests_max
     assert waiting_max < 1000
     async with (
         served(running_requests_max=1, waiting_requests_max=waiting_max) as server,

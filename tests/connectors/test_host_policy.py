@@ -24,8 +24,8 @@ from trioserve.contracts.ids import BlockIndex, RequestId
 from trioserve.contracts.kv_transfer import HoldKind, Loaded, LoadFailed, Released
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
+from trioserve.simulation.poor_hash import poor_hash
 from trioserve.testing.memory_pages import SMALL_LAYOUT, MemoryPages
-from trioserve.testing.poor_hash import poor_hash
 
 SIZE = SMALL_LAYOUT.block_size
 BLOCK_BYTES = block_bytes(SMALL_LAYOUT)

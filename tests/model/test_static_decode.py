@@ -21,7 +21,7 @@ from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan
 from trioserve.model import static_decode, torch_step_model
-from trioserve.model.drawing import draw_word, signed
+from trioserve.model.gumbel import draw_word, signed
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.stored_tensor import StoredTensor
 from trioserve.model.number_formats import Dtype, Values

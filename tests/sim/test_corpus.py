@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trioserve.testing.runs import runs_of
+from trioserve.simulation.runs import runs_of
 
 HERE = Path(__file__).resolve().parent
 SEED_LINES = [

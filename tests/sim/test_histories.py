@@ -8,7 +8,7 @@ import pytest
 
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.events import FinishReason
-from trioserve.testing.history import (
+from trioserve.simulation.core.history import (
     Abort,
     Arrive,
     Begin,
@@ -25,7 +25,7 @@ from trioserve.testing.history import (
     history_of,
     script_of,
 )
-from trioserve.testing.router_history import (
+from trioserve.simulation.router.history import (
     Add,
     Answer,
     Ask,
@@ -41,17 +41,17 @@ from trioserve.testing.router_history import (
     Store,
     Token,
 )
-from trioserve.testing.router_history import Arrive as ArriveAtRouter
-from trioserve.testing.router_history import Drain as DrainRouter
-from trioserve.testing.router_history import Fail as FailAtEndpoint
-from trioserve.testing.router_history import Wait as WaitAtRouter
-from trioserve.testing.router_history import history_of as router_history_of
-from trioserve.testing.router_history import script_of as router_script_of
-from trioserve.testing.runs import runs_of
-from trioserve.testing.stack_http_plan import Ask as AskOverHttp
-from trioserve.testing.stack_http_plan import Connection, Delete, Front
-from trioserve.testing.stack_plan import Client, Order, StackPlan, Stage, stack_plan_of
-from trioserve.testing.stack_plan import script_of as stack_script_of
+from trioserve.simulation.router.history import Arrive as ArriveAtRouter
+from trioserve.simulation.router.history import Drain as DrainRouter
+from trioserve.simulation.router.history import Fail as FailAtEndpoint
+from trioserve.simulation.router.history import Wait as WaitAtRouter
+from trioserve.simulation.router.history import history_of as router_history_of
+from trioserve.simulation.router.history import script_of as router_script_of
+from trioserve.simulation.runs import runs_of
+from trioserve.simulation.stack.http_plan import Ask as AskOverHttp
+from trioserve.simulation.stack.http_plan import Connection, Delete, Front
+from trioserve.simulation.stack.plan import Client, Order, StackPlan, Stage, stack_plan_of
+from trioserve.simulation.stack.plan import script_of as stack_script_of
 
 EVERYTHING = History(
     World(block_count=8, block_size=2, running_requests_max=2, step_tokens_max=4, has_connector=True),

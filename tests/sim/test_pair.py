@@ -10,7 +10,7 @@ import pytest
 from trioserve.connectors.stream.sends import Sends
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.kv_transfer import HoldKind
-from trioserve.testing.pair_history import (
+from trioserve.simulation.pair.history import (
     Come,
     Continue,
     Cut,
@@ -30,8 +30,8 @@ from trioserve.testing.pair_history import (
     history_of,
     script_of,
 )
-from trioserve.testing.pair_simulator import PairSimulation
-from trioserve.testing.runs import runs_of
+from trioserve.simulation.pair.simulator import PairSimulation
+from trioserve.simulation.runs import runs_of
 
 PROMPT = (1, 2, 3, 1, 2)
 

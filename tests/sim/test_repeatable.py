@@ -10,10 +10,10 @@ import pytest
 import trio
 
 from trioserve.contracts.errors import StartupError
-from trioserve.testing import stack_http_server
-from trioserve.testing.runs import runs_of
+from trioserve.simulation.runs import runs_of
+from trioserve.simulation.stack import http_server as stack_http_server
+from trioserve.simulation.stack.plan import drawn_stack_plan
 from trioserve.testing.seeded_schedule import SOURCE, SWITCH, seeded_schedule
-from trioserve.testing.stack_plan import drawn_stack_plan
 
 BOTH_PROTOCOLS = """\
 stage block_count=8 running_requests_max=2 step_tokens_max=6 waiting_requests_max=4 step_seconds=[0.01] schedule_seed=1

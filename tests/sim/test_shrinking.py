@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from trioserve.core.kv_blocks import BlockPool
-from trioserve.frontend.h2_stream import H2Stream
+from trioserve.engine.delivery import Delivery
+from trioserve.http.http2.stream import H2Stream
 from trioserve.router.core import RouterCore
 from trioserve.router.ticket import TicketState
-from trioserve.runtime.delivery import Delivery
-from trioserve.testing.runs import runs_of
-from trioserve.testing.shrink import cut
+from trioserve.simulation.runs import runs_of
+from trioserve.simulation.shrink import cut
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from trioserve.testing.stack_http_answer import BROKEN_OFF, COMPLETE, outcome_of
-from trioserve.testing.stack_http_client import Answer, StrictClient
-from trioserve.testing.stack_http_plan import Ask
+from trioserve.simulation.stack.http_plan import Ask
+from trioserve.simulation.stack.http_protocol import Answer, StrictClient
+from trioserve.simulation.stack.http_response import BROKEN_OFF, COMPLETE, outcome_of
 
 TOKENS = [tuple("añb".encode())]  # the middle character is two tokens
 DONE = b"data: [DONE]\n\n"

@@ -11,8 +11,8 @@ from trioserve.contracts.ids import RequestId
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import ScheduledChunk, StepPlan
+from trioserve.simulation.reference_engine import ReferenceEngine
 from trioserve.testing.fake_executor import FakeExecutor, FakeModel
-from trioserve.testing.reference_engine import ReferenceEngine
 
 BLOCK_SIZE = 2
 

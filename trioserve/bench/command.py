@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from trioserve.bench.disaggregated_settings import CONNECTORS, DisaggregatedSettings
-from trioserve.bench.router_settings import ROUTER_ROWS, RouterBenchSettings
+from trioserve.bench.disagg.settings import CONNECTORS, DisaggregatedSettings
+from trioserve.bench.router.settings import ROUTER_ROWS, RouterBenchSettings
 from trioserve.bench.settings import BenchSettings
-from trioserve.bench.soak_settings import SoakSettings
+from trioserve.bench.soak.settings import SoakSettings
 from trioserve.bench.startup_settings import StartupSettings
 from trioserve.bench.suite_settings import ROWS, SuiteSettings
 from trioserve.contracts.errors import StartupError
@@ -225,7 +225,7 @@ MEASUREMENTS = (
         name="soak",
         meaning="judge a trioserve server while half of its clients leave: what stays behind, what the others feel",
         settings=SoakSettings,
-        module="trioserve.bench.soak_run",
+        module="trioserve.bench.soak.run",
         meanings={
             "prompt_tokens": "tokens of a short prompt, at most",
             "long_prompt_tokens": "tokens of a long prompt, at most",
@@ -237,7 +237,7 @@ MEASUREMENTS = (
         name="router",
         meaning="start trioserve route before pretended endpoints: what it adds to requests, how it holds bursts back",
         settings=RouterBenchSettings,
-        module="trioserve.bench.router_run",
+        module="trioserve.bench.router.run",
         meanings={
             "server_flags": "flags of route in one text, such as --flags='--policy session'",
             "rows": f"names of rows, of {', '.join(ROUTER_ROWS)}, separated by commas",
@@ -251,7 +251,7 @@ MEASUREMENTS = (
         meaning="start a prefill and a decode server, and one with the same cores: what long prompts do to "
         "streams that decode meanwhile, how fast KV travels",
         settings=DisaggregatedSettings,
-        module="trioserve.bench.disaggregated",
+        module="trioserve.bench.disagg.run",
         meanings={
             "server_flags": "flags of every serve in one text, such as --flags='--cpu-kernels torch'",
             "concurrency": "streams that decode all the time",

@@ -35,11 +35,11 @@ import trio
 
 from trioserve.connectors.nixl_agent import Agent, AgentError, MemoryKind, Region, regions_of
 from trioserve.connectors.stream.chunks import Chunk, Chunks, places
-from trioserve.connectors.stream.far import Far, Identity, receive_body
 from trioserve.connectors.stream.frames import BadFrame, Head, Kind, frame
 from trioserve.connectors.stream.holder import Note
 from trioserve.connectors.stream.loads import Load
 from trioserve.connectors.stream.options import StreamOptions
+from trioserve.connectors.stream.peer_connection import Far, Identity, receive_body
 from trioserve.connectors.stream.policy import StreamPolicy
 from trioserve.connectors.stream.reader import Reader
 from trioserve.connectors.stream.sources import Source

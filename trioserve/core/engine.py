@@ -36,12 +36,12 @@ from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN, EngineReques
 from trioserve.contracts.stats import EngineStats
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult
 from trioserve.core.block_holds import Hold
-from trioserve.core.flight import STEPS_IN_FLIGHT_MAX, StepsInFlight, lacking_ids, without_ended
 from trioserve.core.kv_blocks import BlockPool
 from trioserve.core.prefix_cache import HashBlock, PrefixCache
 from trioserve.core.request_state import LiveRequest, RequestStatus
 from trioserve.core.scheduler import Scheduler
 from trioserve.core.settings import CoreSettings
+from trioserve.core.steps_in_flight import STEPS_IN_FLIGHT_MAX, StepsInFlight, lacking_ids, without_ended
 from trioserve.core.stopping import finish_reason_of
 from trioserve.core.transfers import Transfers, Unserved
 

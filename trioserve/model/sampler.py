@@ -20,7 +20,7 @@ from torch import Tensor
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import ScheduledChunk
-from trioserve.model.drawing import draw, draw_word, signed
+from trioserve.model.gumbel import draw, draw_word, signed
 from trioserve.model.samples import (
     NOT_FINITE,
     NOTHING_LEFT,

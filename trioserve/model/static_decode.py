@@ -18,9 +18,9 @@ from typing import Protocol
 from torch import Tensor
 
 from trioserve.contracts.step import ScheduledChunk
-from trioserve.model.chosen import fetch_samples, keep_ids
 from trioserve.model.families.llama import LlamaModel
 from trioserve.model.kv_storage import KVStorage
+from trioserve.model.sampled_ids import fetch_samples, keep_ids
 from trioserve.model.samples import ReadSamples
 from trioserve.model.static_inputs import StaticInputs
 from trioserve.model.step_tensors import AttentionTensors, DecodeTables, StepTensors, TableWalk

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.step import ScheduledChunk
-from trioserve.model.drawing import draw_words
+from trioserve.model.gumbel import draw_words
+from trioserve.model.host_to_device import ALIGNMENT_BYTES
 from trioserve.model.samples import draw_parameters
-from trioserve.model.sending import ALIGNMENT_BYTES
 
 __all__ = ["InputTensors", "StaticInputs"]
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trioserve.contracts.step import ScheduledChunk
-from trioserve.model.sending import Sending
+from trioserve.model.host_to_device import Sending
 from trioserve_kernels.paged import DecodeWork, chunk_tile_tokens, split_count
 from trioserve_kernels.reference import decode_mask, prompt_mask
 

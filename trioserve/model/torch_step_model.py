@@ -11,14 +11,15 @@ from torch import Tensor
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
-from trioserve.model.chosen import fetch_samples, keep_ids
 from trioserve.model.cuda_graphs import CudaGraphRecorder
 from trioserve.model.device import DeviceType, step_weight_bytes
 from trioserve.model.families import MODEL_TYPES
 from trioserve.model.families.llama import LlamaModel
+from trioserve.model.host_to_device import Sending
 from trioserve.model.kv_storage import KVStorage
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype
+from trioserve.model.sampled_ids import fetch_samples, keep_ids
 from trioserve.model.sampler import finite_rows, sample, token_logprobs, word_of
 from trioserve.model.samples import (
     PROMPT_LOGPROB_ROWS,
@@ -29,7 +30,6 @@ from trioserve.model.samples import (
     prompt_followers,
     sampled_rows,
 )
-from trioserve.model.sending import Sending
 from trioserve.model.settings import ModelSettings
 from trioserve.model.static_decode import StaticDecode
 from trioserve.model.step_tensors import HeadShape, StepShape, build_step_tensors

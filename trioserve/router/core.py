@@ -48,7 +48,7 @@ from trioserve.router.policies import Candidate, Chance, PolicyFactory
 from trioserve.router.retry_budget import RetryBudget
 from trioserve.router.settings import RouterSettings
 from trioserve.router.ticket import Ticket, TicketState
-from trioserve.router.waiting_line import WaitingLine
+from trioserve.router.waiting_queue import WaitingLine
 
 __all__ = ["Fault", "RouterCore", "RouterStats"]
 

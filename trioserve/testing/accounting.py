@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trioserve.runtime.engine import Engine
+from trioserve.engine.engine import Engine
 
 __all__ = ["assert_all_free"]
 

@@ -44,9 +44,9 @@ from trioserve.contracts.kv_transfer import (
 )
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.request import EngineRequest
-from trioserve.runtime.errors_unwrapped import errors_unwrapped
 from trioserve.testing.connector_stage import KV, Load, Side, is_same, kv_of, make_request
 from trioserve.testing.memory_pages import SMALL_LAYOUT, MemoryPages
+from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 __all__ = ["ConnectorConformance", "PairConformance", "SenderConformance", "Stage", "StoreConformance"]
 

@@ -10,15 +10,14 @@ from typing import Literal
 import trio
 from trio.testing import wait_all_tasks_blocked
 
+from trioserve.admission.text_threads import TextThreads
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.kv_transfer import EngineRole, RunningConnector
 from trioserve.contracts.step import StepPlan
 from trioserve.core.settings import CoreSettings
+from trioserve.engine.engine import Engine, ModelDescription
+from trioserve.engine.settings import EngineSettings
 from trioserve.metrics.registry import Metrics
-from trioserve.runtime.engine import Engine, ModelDescription
-from trioserve.runtime.errors_unwrapped import errors_unwrapped
-from trioserve.runtime.settings import RuntimeSettings
-from trioserve.runtime.text_threads import TextThreads
 from trioserve.testing.accounting import assert_all_free
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, byte_tokenizer
 from trioserve.testing.controlled_steps import ControlledSteps
@@ -26,6 +25,7 @@ from trioserve.testing.fake_executor import FakeExecutor, FakeModel
 from trioserve.testing.gated_core import GatedCore
 from trioserve.testing.invariants import check_idle
 from trioserve.testing.scripted_model import Answer, NextToken, answering, following
+from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 __all__ = ["FakeEngine", "InjectedFault", "open_fake_engine"]
 
@@ -48,7 +48,7 @@ class FakeEngine(Engine):
         core: GatedCore,
         executor: FakeExecutor,
         text_threads: TextThreads,
-        settings: RuntimeSettings,
+        settings: EngineSettings,
         *,
         step_seconds: float,
         connector: RunningConnector | None = None,
@@ -224,7 +224,7 @@ async def open_fake_engine(
     begins until step(), held_step() or resume(). What it says, of these at most one:
     `answer`, a text or a function of the prompt's text; `next_token`, a function of the tokens so far; `model`.
     Otherwise it follows from the prompt, but looks random. deadlines, deadlines_max: defaults and upper limits for
-    every request. step_seconds_max: how old a step may get; None and 0: as in RuntimeSettings. connector: makes one
+    every request. step_seconds_max: how old a step may get; None and 0: as in EngineSettings. connector: makes one
     from the executor and what wakes the engine, such as ScriptedConnector; with it go the engine's role, how long
     blocks are held and KV is waited for, the share of the pool that may be held, and what becomes of a request whose KV
     does not come.
@@ -260,7 +260,7 @@ async def open_fake_engine(
         is_paused=paused,
         connector=made,
     )
-    settings = RuntimeSettings(
+    settings = EngineSettings(
         waiting_requests_max=waiting_requests_max,
         waiting_prompt_tokens_max=waiting_prompt_tokens_max,
         waiting_seconds_max=waiting_seconds_max,

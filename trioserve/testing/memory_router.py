@@ -10,22 +10,22 @@ from typing import Any
 import trio
 from trio.testing import wait_all_tasks_blocked
 
+from trioserve.admission.dispatch import Dispatch
+from trioserve.admission.router_metrics import show_router
+from trioserve.admission.text_threads import TextThreads
+from trioserve.api.caller import AccessRules
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.kv_transfer import EngineRole
-from trioserve.frontend.caller import AccessRules
-from trioserve.frontend.router_app import RouterApp
-from trioserve.frontend.router_call import RoutingRules
-from trioserve.frontend.server import FrontendServer
+from trioserve.http.server import FrontendServer
 from trioserve.metrics.registry import Metrics
+from trioserve.proxy.endpoint_watch import WatchSettings
+from trioserve.proxy.fleet import EndpointSpec, Fleet
+from trioserve.proxy.prompt_blocks import PromptBlocks
+from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteEndpoint
+from trioserve.proxy.router_app import RouterApp
+from trioserve.proxy.router_context import RoutingRules
 from trioserve.router.policies import POLICIES
 from trioserve.router.settings import RouterSettings
-from trioserve.runtime.dispatch import Dispatch
-from trioserve.runtime.endpoint_watch import WatchSettings
-from trioserve.runtime.fleet import EndpointSpec, Fleet
-from trioserve.runtime.prompt_blocks import PromptBlocks
-from trioserve.runtime.remote_endpoint import EndpointAddress, RemoteEndpoint
-from trioserve.runtime.router_metrics import show_router
-from trioserve.runtime.text_threads import TextThreads
 from trioserve.testing.memory_client import MemoryClient
 from trioserve.testing.memory_stream import MemoryEnd, memory_connection
 from trioserve.text.tokenizer import Tokenizer

@@ -9,10 +9,10 @@ from typing import Any
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from trioserve.frontend.caller import AccessRules
-from trioserve.frontend.limits import FrontendLimits
-from trioserve.frontend.routes import App
-from trioserve.frontend.server import FrontendServer
+from trioserve.api.caller import AccessRules
+from trioserve.api.routes import App
+from trioserve.http.limits import FrontendLimits
+from trioserve.http.server import FrontendServer
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.testing.memory_client import MemoryClient
 from trioserve.testing.memory_stream import MemoryEnd, memory_connection

@@ -14,7 +14,7 @@ from torch import Tensor
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import ScheduledChunk
-from trioserve.model.drawing import DRAW_TILES
+from trioserve.model.gumbel import DRAW_TILES
 from trioserve.model.sampler import sample
 from trioserve.model.samples import NOT_FINITE, NOTHING_LEFT
 from trioserve_kernels import reference, triton

@@ -8,16 +8,6 @@ from collections.abc import Awaitable, Callable
 import trio
 
 from trioserve.connectors.stream.chunks import Chunk, Chunks, places, views
-from trioserve.connectors.stream.far import (
-    BROKEN,
-    Far,
-    Identity,
-    Refused,
-    describe,
-    greet_reader,
-    receive_body,
-    receive_head,
-)
 from trioserve.connectors.stream.frames import (
     CHUNK_BYTES_MAX,
     TELL_IDS_MAX,
@@ -30,6 +20,16 @@ from trioserve.connectors.stream.frames import (
     Told,
     data_head,
     frame,
+)
+from trioserve.connectors.stream.peer_connection import (
+    BROKEN,
+    Far,
+    Identity,
+    Refused,
+    describe,
+    greet_reader,
+    receive_body,
+    receive_head,
 )
 from trioserve.connectors.stream.policy import StreamPolicy
 from trioserve.connectors.stream.sends import Send

@@ -10,7 +10,10 @@ import trio
 
 from trioserve.connectors.conversion import convert, objection_to
 from trioserve.connectors.stream.chunks import Chunk, Chunks, places, views
-from trioserve.connectors.stream.far import (
+from trioserve.connectors.stream.frames import Abort, BadFrame, Head, Kind, Read, Tell, Told, frame
+from trioserve.connectors.stream.holder import SILENCE_SECONDS_MAX, Note
+from trioserve.connectors.stream.loads import Load
+from trioserve.connectors.stream.peer_connection import (
     BROKEN,
     Far,
     Identity,
@@ -21,9 +24,6 @@ from trioserve.connectors.stream.far import (
     receive_head,
     sentence_of,
 )
-from trioserve.connectors.stream.frames import Abort, BadFrame, Head, Kind, Read, Tell, Told, frame
-from trioserve.connectors.stream.holder import SILENCE_SECONDS_MAX, Note
-from trioserve.connectors.stream.loads import Load
 from trioserve.connectors.stream.policy import StreamPolicy
 from trioserve.connectors.stream.sources import Source
 from trioserve.connectors.stream.wire import MayNot, Wire

@@ -15,9 +15,9 @@ from functools import partial
 
 import trio
 
-from trioserve.connectors.stream.far import Identity, Refused
 from trioserve.connectors.stream.holder import GREETING_SECONDS_MAX, Holder, MoreFrames
 from trioserve.connectors.stream.options import StreamOptions
+from trioserve.connectors.stream.peer_connection import Identity, Refused
 from trioserve.connectors.stream.policy import StreamPolicy
 from trioserve.connectors.stream.reader import MakeReader, Reader
 from trioserve.connectors.stream.sources import Source

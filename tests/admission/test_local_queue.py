@@ -1,0 +1,125 @@
+"""The line before an engine of our own: who waits, for how long, and when a lease is another's."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from trioserve.admission.local_endpoint import local_request
+from trioserve.contracts.errors import Overloaded
+from trioserve.contracts.prompt import ChatPrompt
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
+from trioserve.testing.memory_server import open_memory_server
+
+
+def shown(fake: FakeEngine, name: str) -> float:
+    lines = fake.metrics.expose().decode().splitlines()
+    (value,) = (line.rpartition(" ")[2] for line in lines if line.startswith((name + "{", name + " ")))
+    return float(value)
+
+
+async def test_a_burst_of_one_tenant_does_not_keep_another_waiting(autojump_clock):
+    async with open_fake_engine(running_requests_max=1, waiting_requests_max=20, step_seconds=0.01) as fake:
+        ended: list[str] = []
+
+        async def ask(tenant: str) -> None:
+            async with fake.generate("prompt", SamplingParams(max_tokens=2), tenant=tenant) as answer:
+                async for _ in answer:
+                    pass
+            ended.append(tenant)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(16):
+                nursery.start_soon(ask, "burst")
+                await wait_all_tasks_blocked()
+            nursery.start_soon(ask, "steady")
+        # One ran, four were prepared, and of the line its own turn was one of the first two.
+        assert ended.index("steady") <= 6
+        fake.assert_all_free()
+
+
+async def test_prompt_tokens_in_line_are_bounded_before_they_are_counted_exactly(autojump_clock):
+    async with open_fake_engine(running_requests_max=1, waiting_requests_max=2, waiting_prompt_tokens_max=20) as fake:
+
+        async def ask(prompt: list[int]) -> None:
+            async with fake.generate(prompt) as answer:
+                async for _ in answer:
+                    pass
+
+        fake.steps.hold()
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(ask, [1] * 15)
+            await wait_all_tasks_blocked()
+            assert fake.dispatch.core.stats().waiting_prompt_tokens == 15
+            with pytest.raises(Overloaded, match="1 requests wait") as refused:
+                await ask([1])
+            assert refused.value.reason == "queue_full"
+            nursery.cancel_scope.cancel()
+        fake.steps.release()
+
+
+async def test_nobody_waits_longer_than_the_line_allows(autojump_clock, caplog):
+    caplog.set_level("INFO", logger="trioserve.runtime")
+    async with open_memory_server(running_requests_max=1, waiting_requests_max=1, waiting_seconds_max=5.0) as server:
+        server.engine.steps.hold()
+        async with server.engine.generate("in the way"):
+            client = server.client()
+            answer = await client.post("/v1/completions", {"prompt": "waits"})
+            assert trio.current_time() == pytest.approx(5.0)
+            assert (answer.status, answer.headers["x-trioserve-reason"]) == (429, "queue_wait_over")
+            assert int(answer.headers["retry-after"]) >= 1
+            line = f"refused request={answer.headers['x-request-id']} reason=queue_wait_over"
+            assert [record.getMessage() for record in caplog.records] == [line]
+        server.engine.steps.release()
+        await server.assert_all_free()
+
+
+async def test_a_lease_goes_on_together_with_the_blocks(autojump_clock):
+    """The client has left, and the step still reads its blocks: nobody else is let in for it."""
+    async with open_fake_engine(running_requests_max=1, waiting_requests_max=1) as fake:
+        fake.steps.hold()
+        async with trio.open_nursery() as nursery:
+            async with fake.generate("first"):
+                await fake.steps.entered()
+                nursery.start_soon(fake.generate("second").__aenter__)
+                await wait_all_tasks_blocked()
+                assert shown(fake, "trioserve_router:queued_requests") == 1
+            assert shown(fake, "trioserve_router:queued_requests") == 1
+            fake.steps.release()
+            await wait_all_tasks_blocked()
+            assert shown(fake, "trioserve_router:queued_requests") == 0
+            assert shown(fake, "vllm_router:admissions_total") == 2
+            nursery.cancel_scope.cancel()
+
+
+async def test_the_tenant_is_a_header(autojump_clock):
+    async with open_memory_server(running_requests_max=1, waiting_requests_max=20) as server:
+        tenants: list[str] = []
+        begin = server.engine.dispatch.begin
+
+        def watched(request):
+            tenants.append(request.tenant)
+            return begin(request)
+
+        server.engine.dispatch.begin = watched
+        client = server.client()
+        for headers in ({"x-tenant-id": "blue"}, {}):
+            answer = await client.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers=headers)
+            assert answer.status == 200
+        assert tenants == ["blue", ""]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens"),
+    [
+        ("x" * 400, 101),
+        ([5] * 30, 30),
+        (ChatPrompt(messages=[{"role": "user", "content": "x" * 40}]), 11),
+        (ChatPrompt(messages=[{"role": "user", "content": [{"type": "text", "text": "x" * 40}, 7]}, {}]), 11),
+    ],
+)
+def test_tokens_are_guessed_from_what_came(prompt, tokens):
+    assert local_request(prompt, tenant="", priority=0, sequences=1).prompt_tokens == tokens

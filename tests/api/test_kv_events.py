@@ -1,0 +1,160 @@
+"""GET /kv_events over a connection in memory: who may read it, what comes, and what is left when somebody leaves."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from trioserve.api.operations.kv_events import ALIVE_SECONDS
+from trioserve.api.sse import KEEP_ALIVE
+from trioserve.contracts.kv_events import BlocksStored, KvEvent, ResidencySnapshot
+from trioserve.engine import kv_events
+from trioserve.proxy.prompt_blocks import block_names
+from trioserve.testing.memory_client import MemoryAnswer
+from trioserve.testing.memory_server import MemoryServer, open_memory_server
+
+PATH = "/kv_events"
+
+
+class Reader:
+    """Knows what an answer's events say. resident: None until a snapshot is complete."""
+
+    def __init__(self, answer: MemoryAnswer) -> None:
+        self.answer = answer
+        self.events: list[KvEvent] = []
+        self.resident: set[bytes] | None = None
+        self._snapshot: set[bytes] = set()
+
+    async def read(self) -> None:
+        """Until nothing more comes by itself."""
+        with trio.CancelScope() as scope:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._read_on)
+                await wait_all_tasks_blocked()
+                scope.cancel()
+
+    async def _read_on(self) -> None:
+        async for event in self.answer:
+            self.take(msgspec.convert(event, KvEvent, builtin_types=()))
+
+    def take(self, event: KvEvent) -> None:
+        self.events.append(event)
+        if isinstance(event, ResidencySnapshot):
+            self._snapshot |= set(event.hashes)
+            if not event.left:
+                self.resident, self._snapshot = self._snapshot, set()
+            return
+        assert self.resident is not None
+        if isinstance(event, BlocksStored):
+            self.resident |= set(event.hashes)
+        else:
+            self.resident -= set(event.hashes)
+
+
+async def say(server: MemoryServer, prompt: str, **fields: object) -> None:
+    body = {"prompt": prompt, "max_tokens": 1, **fields}
+    answer = await server.client().post("/v1/completions", body)
+    assert answer.status == 200, answer.body
+
+
+@pytest.mark.fake_engine(kv_events_max=1000, block_count=32)
+async def test_a_reader_knows_what_is_in_the_cache_whatever_comes_and_goes(memory_server):
+    await say(memory_server, "good morning")
+    resident = memory_server.engine.core.cache.resident_hashes
+    async with memory_server.client().ask(PATH) as answer:
+        reader = Reader(answer)
+        await reader.read()
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert [type(event) for event in reader.events] == [ResidencySnapshot]
+        assert reader.resident == set(block_names(b"good morning", 4, None)) | set(resident())
+        for index in range(12):
+            await say(memory_server, f"{index} is another text that fills some blocks")
+            await reader.read()
+            assert reader.resident == set(resident())
+    assert len(memory_server.engine.kv_events._ring) > 100, "blocks had to go for others"
+
+
+@pytest.mark.fake_engine(kv_events_max=1000)
+async def test_the_names_are_those_of_tokens_salt_and_chat_template(memory_server):
+    chat = {"messages": [{"role": "user", "content": "hello there"}], "max_tokens": 1}
+    rendered = b"user: hello there\nassistant: "
+    await memory_server.client().post("/v1/chat/completions", chat)
+    await memory_server.client().post("/v1/chat/completions", {**chat, "cache_salt": "mine"})
+    async with memory_server.client().ask(PATH) as answer:
+        reader = Reader(answer)
+        await reader.read()
+    assert set(block_names(rendered, 4, None)) | set(block_names(rendered, 4, "mine")) == reader.resident
+    assert len(reader.resident) == 2 * 7
+
+
+async def test_it_is_off_unless_it_is_wanted(memory_server):
+    answer = await memory_server.client().get(PATH)
+    assert (answer.status, answer.headers["x-trioserve-reason"]) == (404, "kv_events_off")
+    assert "--kv-events" in (await answer.json())["error"]["message"]
+    assert memory_server.engine.core.cache.on_residency is None
+
+
+async def test_where_there_are_keys_only_the_admin_reads_it():
+    async with open_memory_server(kv_events_max=10, api_keys=("user",), admin_api_key="boss") as server:
+        assert (await server.client().get(PATH)).status == 401
+        user = server.client(headers={"authorization": "Bearer user"})
+        answer = await user.get(PATH)
+        assert (answer.status, answer.headers["x-trioserve-reason"]) == (403, "not_admin")
+        admin = server.client(headers={"authorization": "Bearer boss"})
+        async with admin.ask(PATH) as events:
+            assert await events.head() == 200
+
+
+@pytest.mark.parametrize("http", [1, 2])
+@pytest.mark.fake_engine(kv_events_max=10)
+async def test_a_reader_that_leaves_makes_room_for_another(memory_server, http, monkeypatch):
+    monkeypatch.setattr(kv_events, "READERS_MAX", 1)
+    for _ in range(3):
+        async with memory_server.client(http=http).ask(PATH) as answer:
+            assert await answer.head() == 200
+            refused = await memory_server.client().get(PATH)
+            assert (refused.status, refused.headers["x-trioserve-reason"]) == (429, "too_many_readers")
+        await memory_server.assert_all_free()
+
+
+@pytest.mark.fake_engine(kv_events_max=64, block_count=512, context_tokens_max=2048, step_tokens_max=2048)
+async def test_a_reader_that_does_not_read_holds_nobody_and_knows_all_in_the_end(memory_server):
+    engine = memory_server.engine
+    async with memory_server.client().ask(PATH) as answer:
+        reader = Reader(answer)
+        await reader.read()
+        for index in range(100):
+            await say(memory_server, f"{index:04}" * 450)
+        assert engine.kv_events.next_sequence > 80_000
+        assert len(engine.kv_events._ring) == 64
+        await reader.read()
+        assert reader.resident == set(engine.core.cache.resident_hashes())
+        assert sum(isinstance(event, ResidencySnapshot) for event in reader.events) < 1000
+
+
+@pytest.mark.fake_engine(kv_events_max=10)
+async def test_silence_is_broken_now_and_then(memory_server, autojump_clock):
+    async with memory_server.client().ask(PATH) as answer:
+        await answer.head()
+        with trio.move_on_after(3.5 * ALIVE_SECONDS):
+            await answer.read()
+        assert answer.body.count(KEEP_ALIVE) == 3
+
+
+@pytest.mark.fake_engine(kv_events_max=10)
+async def test_the_stream_ends_when_the_engine_leaves(memory_server):
+    async with memory_server.client().ask(PATH) as answer:
+        await answer.head()
+        memory_server.engine.drain()
+        await answer.read()
+    refused = await memory_server.client().get(PATH)
+    assert refused.status == 503
+
+
+@pytest.mark.fake_engine(kv_events_max=10)
+async def test_a_question_for_the_head_alone_is_answered_at_once(memory_server):
+    async with memory_server.client(http=2).ask(PATH, method="HEAD") as answer:
+        assert await answer.read() == b""
+        assert answer.status == 200

@@ -1,0 +1,143 @@
+"""`kv_transfer_params` in bodies and answers: vLLM's fields, in vLLM's places."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from trioserve.api.openai import response_types as answers
+from trioserve.contracts.kv_transfer_params import KVTransferParams
+from trioserve.testing.fake_engine import open_fake_engine
+from trioserve.testing.scripted_connector import ScriptedConnector
+
+HOLD = {"do_remote_decode": True}
+LOAD = {"do_remote_prefill": True}
+
+
+@asynccontextmanager
+async def opened(make_api, **options):
+    async with open_fake_engine(connector=ScriptedConnector, **options) as fake:
+        api = make_api()
+        api.engine = fake
+        yield api, fake
+        fake.connector.release_all()
+        await wait_all_tasks_blocked()
+        fake.assert_all_free()
+
+
+@pytest.mark.parametrize(
+    ("ask", "kind"), [("chat", answers.ChatCompletion), ("complete", answers.Completion)], ids=["chat", "text"]
+)
+async def test_a_whole_answer_has_them_at_its_top(ask, kind, make_api, autojump_clock):
+    async with opened(make_api) as (api, fake):
+        exchange = await getattr(api, ask)(max_tokens=1, kv_transfer_params=HOLD)
+        answer = msgspec.json.decode(exchange.data, type=kind)
+        [request_id] = fake.connector.sends
+        assert answer.kv_transfer_params == KVTransferParams(do_remote_prefill=True, remote_request_id=request_id)
+        assert exchange.json()["kv_transfer_params"] == {"do_remote_prefill": True, "remote_request_id": request_id}
+
+
+@pytest.mark.parametrize(
+    ("ask", "kind"), [("chat", answers.ChatCompletionChunk), ("complete", answers.Completion)], ids=["chat", "text"]
+)
+async def test_a_streamed_answer_has_them_with_its_finish_reason(ask, kind, make_api, autojump_clock):
+    async with opened(make_api, hold_seconds_max=3.0) as (api, _):
+        exchange = await getattr(api, ask)(
+            max_tokens=3, kv_transfer_params=HOLD, stream=True, stream_options={"include_usage": True}
+        )
+        *chunks, done = exchange.events()
+        assert done == "[DONE]"
+        for chunk in chunks:
+            read = msgspec.convert(chunk, kind)
+            ends = any(choice.finish_reason is not None for choice in read.choices)
+            assert isinstance(read.kv_transfer_params, KVTransferParams) == ends
+        assert trio.current_time() == pytest.approx(3.0)  # [DONE] came when the hold had ended
+
+
+@pytest.mark.parametrize("ask", ["chat", "complete"])
+@pytest.mark.parametrize("params", [None, {}, {"do_remote_decode": False}, {"a_field_of_tomorrow": 1}])
+async def test_who_asks_for_nothing_gets_nothing(ask, params, make_api, autojump_clock):
+    async with opened(make_api) as (api, fake):
+        exchange = await getattr(api, ask)(max_tokens=1, kv_transfer_params=params)
+        assert "kv_transfer_params" not in exchange.json()
+        assert not fake.connector.sends
+
+
+async def test_what_a_prefill_side_has_answered_is_taken_as_it_is(make_api, autojump_clock):
+    given = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": "e",
+        "remote_request_id": "cmpl-1",
+        "remote_block_ids": [[3, 4], [5]],
+        "remote_host": "10.0.0.1",
+        "remote_port": 5600,
+        "tp_size": 1,
+    }
+    async with opened(make_api) as (api, fake), trio.open_nursery() as nursery:
+        nursery.start_soon(lambda: api.complete(max_tokens=1, kv_transfer_params=given))
+        await wait_all_tasks_blocked()
+        [load] = fake.connector.loads.values()
+        assert load.request.kv_transfer == KVTransferParams(
+            do_remote_prefill=True,
+            remote_engine_id="e",
+            remote_request_id="cmpl-1",
+            remote_block_ids=((3, 4), (5,)),
+            remote_host="10.0.0.1",
+            remote_port=5600,
+        )
+        fake.connector.load_all()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"kv_transfer_params": HOLD, "n": 2}, "n", "must be 1"),
+        ({"kv_transfer_params": HOLD, "prompt": ["a", "b"]}, "kv_transfer_params", "one by one"),
+        ({"kv_transfer_params": {"remote_port": "a"}}, "kv_transfer_params.remote_port", "int"),
+        ({"kv_transfer_params": 7}, "kv_transfer_params", "object"),
+    ],
+)
+async def test_what_cannot_be_is_refused(fields, param, says, make_api, autojump_clock):
+    async with opened(make_api) as (api, _):
+        exchange = await api.complete(**fields)
+        assert exchange.status == 400
+        assert exchange.json()["error"]["param"] == param
+        assert says in exchange.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("params", [HOLD, LOAD])
+async def test_a_server_without_a_connector_refuses_them(params, make_api, autojump_clock):
+    async with open_fake_engine() as fake:
+        api = make_api()
+        api.engine = fake
+        exchange = await api.complete(kv_transfer_params=params)
+        assert (exchange.status, exchange.json()["error"]["param"]) == (400, "kv_transfer_params")
+        assert "--kv-transfer-config" in exchange.json()["error"]["message"]
+
+
+async def test_the_load_report_has_the_role_where_there_is_a_connector(make_api, autojump_clock):
+    async with opened(make_api, role="prefill") as (api, _):
+        assert (await api.call("GET", "/load")).json()["role"] == "prefill"
+    async with open_fake_engine() as fake:
+        api = make_api()
+        api.engine = fake
+        assert "role" not in (await api.call("GET", "/load")).json()
+
+
+async def test_a_client_that_leaves_while_it_is_told_of_the_hold_ends_it(make_api, autojump_clock):
+    """Nobody knows then how to get at the blocks."""
+    async with opened(make_api) as (api, fake), trio.open_nursery() as nursery:
+        body = {"prompt": "x", "max_tokens": 1, "kv_transfer_params": HOLD}
+        exchange = api.exchange("POST", "/v1/completions", body)
+        exchange.gate = trio.Event()
+        nursery.start_soon(api.app, exchange)
+        await exchange.head_sent.wait()
+        await wait_all_tasks_blocked()
+        assert fake.stats().blocks_held > 0
+        nursery.cancel_scope.cancel()
+    assert fake.connector.calls["request_aborted_after_finish"] == 1

@@ -1,0 +1,128 @@
+"""The API's own description: of every route, and true of the answers that routes give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from trioserve.api.openai import response_types as answers
+from trioserve.api.openai.request_types import REFUSED
+from trioserve.api.openapi import OPERATIONS
+from trioserve.api.routes import MODEL, REQUEST, ROUTES
+from trioserve.contracts.errors import Overloaded
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+EVERYTHING = {"n": 2, "prompt_logprobs": 1, "return_token_ids": True}
+
+
+async def described(api: Any) -> dict[str, Any]:
+    exchange = await api.call("GET", "/openapi.json")
+    assert exchange.status == 200
+    return exchange.json()
+
+
+def test_every_route_is_described_and_nothing_else() -> None:
+    routes = {(method, route.path) for route in (*ROUTES.values(), MODEL, REQUEST) for method in route.operations}
+    assert set(OPERATIONS) == routes
+
+
+async def test_the_document_names_every_path_and_who_may_use_it(make_api: Any) -> None:
+    document = await described(make_api(api_keys=["first"]))  # open: programs read it before they have a key
+    assert document["openapi"] == "3.1.0"
+    assert {(method.upper(), path) for path, methods in document["paths"].items() for method in methods} == set(
+        OPERATIONS
+    )
+    for path, route in ROUTES.items():
+        for operation in document["paths"][path].values():
+            assert bool(operation["security"]) == ("401" in operation["responses"]) == route.needs_key
+
+
+async def test_every_reference_leads_somewhere(api: Any) -> None:
+    document = await described(api)
+
+    def check(value: Any) -> None:
+        if isinstance(value, dict):
+            if "$ref" in value:
+                name = value["$ref"].removeprefix("#/components/schemas/")
+                assert name in document["components"]["schemas"]
+            for inner in value.values():
+                check(inner)
+        elif isinstance(value, list):
+            for inner in value:
+                check(inner)
+
+    check(document)
+    ids = [operation["operationId"] for methods in document["paths"].values() for operation in methods.values()]
+    assert len(set(ids)) == len(ids)
+
+
+async def test_what_is_refused_is_not_offered(api: Any) -> None:
+    schemas = (await described(api))["components"]["schemas"]
+    for name in ("ChatBody", "CompletionBody"):
+        for field in REFUSED:
+            if field in schemas[name]["properties"]:
+                assert schemas[name]["properties"][field]["type"] == "null"
+    assert schemas["CompletionBody"]["required"] == ["prompt"]
+
+
+@pytest.mark.parametrize(
+    "method, path, body, kind",
+    [
+        ("POST", "/v1/chat/completions", CHAT, answers.ChatCompletion),
+        ("POST", "/v1/chat/completions", {**CHAT, **EVERYTHING, "logprobs": True}, answers.ChatCompletion),
+        ("POST", "/v1/completions", {"prompt": "ab"}, answers.Completion),
+        ("POST", "/v1/completions", {"prompt": "ab", **EVERYTHING, "logprobs": 1, "echo": True}, answers.Completion),
+        ("GET", "/v1/models", None, answers.Models),
+        ("GET", "/v1/models/org/letters", None, answers.Model),
+        ("GET", "/v1/models/nobody", None, answers.Error),
+        ("POST", "/tokenize", {"prompt": "ab", "return_token_strs": True}, answers.Tokenized),
+        ("POST", "/detokenize", {"tokens": [97]}, answers.Detokenized),
+        ("POST", "/detokenize", {"tokens": "a"}, answers.Error),
+        ("GET", "/nowhere", None, answers.Error),
+        ("GET", "/health", None, answers.Alive),
+        ("GET", "/ready", None, answers.Ready),
+        ("GET", "/version", None, answers.Version),
+    ],
+)
+async def test_answers_are_as_described(api: Any, method: str, path: str, body: Any, kind: type) -> None:
+    exchange = await api.call(method, path, b"" if body is None else body)
+    msgspec.convert(exchange.json(), kind)
+
+
+@pytest.mark.parametrize(
+    "path, body, kind",
+    [
+        ("/v1/chat/completions", CHAT, answers.ChatCompletionChunk),
+        ("/v1/completions", {"prompt": "ab"}, answers.Completion),
+    ],
+)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"n": 2, "return_token_ids": True, "logprobs": 1, "echo": True},
+        {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    ],
+)
+async def test_events_are_as_described(
+    api: Any, path: str, body: dict[str, Any], kind: type, fields: dict[str, Any]
+) -> None:
+    if "chat" in path and "logprobs" in fields:
+        fields = {**fields, "logprobs": True}
+    *events, done = (await api.call("POST", path, {**body, **fields, "stream": True})).events()
+    assert done == "[DONE]"
+    assert len(events) >= 2
+    for event in events:
+        msgspec.convert(event, kind)
+
+
+async def test_a_server_that_is_not_ready_and_one_that_is_busy_answer_as_described(api: Any) -> None:
+    api.engine.ready = False
+    msgspec.convert((await api.call("GET", "/ready")).json(), answers.NotReady)
+    api.engine.enter_errors = [Overloaded("too much", reason="queue_full", retry_after_seconds=2.5)]
+    exchange = await api.complete()
+    msgspec.convert(exchange.json(), answers.Error)
+    for name in ("retry-after", "x-trioserve-reason", "x-request-id"):
+        assert name in exchange.answer_headers

@@ -1,0 +1,44 @@
+"""The benchmark of guesses asks two engines for the same, and tells what they did. How fast they are is not a test."""
+
+from __future__ import annotations
+
+import json
+from contextlib import asynccontextmanager
+
+import pytest
+
+from trioserve.bench.inside import draft_bench
+from trioserve.testing.fake_engine import open_fake_engine
+
+
+@pytest.fixture
+def open_engine():
+    """What answers is a text that repeats itself."""
+
+    @asynccontextmanager
+    async def opened(model, *, kv_cache_memory, **options):
+        assert (model, kv_cache_memory) == ("some", 0.25)
+        async with open_fake_engine(
+            answer="round and round it goes, " * 20,
+            block_count=2_000,
+            context_tokens_max=4_000,
+            step_tokens_max=8_000,
+            **options,
+        ) as engine:
+            yield engine
+
+    return opened
+
+
+def test_every_figure_is_in_the_table_and_in_the_json(open_engine, capsys, monkeypatch):
+    one, several = draft_bench.WORKLOADS[0], draft_bench.WORKLOADS[-1]
+    monkeypatch.setattr(draft_bench, "WORKLOADS", (one, several))
+    assert draft_bench.run_draft_bench(open_engine, "some", draft_tokens=5, rounds=1, tokens=60) == 0
+    *table, line = capsys.readouterr().out.splitlines()
+    figures = json.loads(line)["figures"]
+    assert len(table) == 2 + len(figures)
+    assert [figure["streams"] for figure in figures] == [1, len(several.prompts)]
+    assert [figure["tokens"] for figure in figures] == [60, 60 * len(several.prompts)]
+    for figure in figures:
+        assert figure["guessed"] >= figure["accepted"] > 10  # of the round with guesses
+        assert figure["steps"] < 60

@@ -1,0 +1,48 @@
+"""The benchmark of the gap between forward passes asks two engines for the same. How long it is is not a test."""
+
+from __future__ import annotations
+
+import json
+from contextlib import asynccontextmanager
+
+from trioserve.bench.inside.step_gap import Passes, run_step_gap
+from trioserve.testing.fake_engine import open_fake_engine
+from trioserve.testing.fake_executor import FakeExecutor
+
+
+def test_every_figure_is_in_the_table_and_in_the_json(capsys):
+    opened = []
+
+    @asynccontextmanager
+    async def open_engine(model, *, max_num_seqs, overlap_steps, kv_cache_memory):
+        assert (model, max_num_seqs, kv_cache_memory) == ("some", 3, 0.25)
+        async with open_fake_engine(running_requests_max=3, overlap_steps=overlap_steps, step_tokens_max=200) as engine:
+            opened.append(engine)
+            yield engine
+
+    passes = Passes(FakeExecutor, "execute", lambda plan, _is_abandoned: plan.token_count)
+    assert run_step_gap(open_engine, "some", passes=passes, stream_counts=(1, 3), rounds=2, tokens=9) == 0
+    *table, line = capsys.readouterr().out.splitlines()
+    figures = json.loads(line)["figures"]
+    assert len(table) == 2 + len(figures)
+    shapes = [(figure["stream_count"], figure["overlap_steps"]) for figure in figures]
+    assert shapes == [(1, False), (1, True), (3, False), (3, True)]
+    # Of 9 tokens one comes with the prompt, or two where the others wait for its blocks: 8 or 7 decodes, less one gap.
+    for figure in figures:
+        assert figure["sample_count"] >= 2 * 6
+        assert 0 < figure["gap_us"] <= figure["gap_us_p90"]
+        assert min(figure["forward_ms"], figure["speed"]) > 0
+
+
+def test_only_passes_in_a_row_that_compute_so_many_tokens_count():
+    class Computing:
+        def compute(self, rows):
+            return rows
+
+    passes = Passes(Computing, "compute", lambda rows: rows)
+    with passes.watched():
+        for rows in (5, 2, 2, 2, 1, 2):
+            assert Computing().compute(rows) == rows
+    Computing().compute(2)
+    assert len(passes.take(2)) == 2
+    assert passes.take(2) == []

@@ -1,0 +1,126 @@
+"""When the router and the pair of servers of `disagg` begin and end, and what each of them is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from trioserve.commands.disagg import DisaggSettings, Ended, Order, Serving, Signalled, StartAndStop
+from trioserve.commands.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
+from trioserve.contracts.errors import StartupError
+
+
+def begun() -> StartAndStop:
+    decides = StartAndStop()
+    assert decides.begin() == [Order("start", "prefill"), Order("start", "decode")]
+    return decides
+
+
+def ready() -> StartAndStop:
+    decides = begun()
+    assert decides.note(Serving("decode")) == []
+    assert not decides.is_ready
+    assert decides.note(Serving("prefill")) == [Order("start", "router")]
+    assert decides.note(Serving("router")) == []
+    assert decides.is_ready
+    return decides
+
+
+def test_a_signal_stops_the_router_first_and_then_both_servers():
+    decides = ready()
+    assert decides.note(Signalled()) == [Order("stop", "router")]
+    assert decides.note(Ended("router", 0)) == [Order("stop", "decode"), Order("stop", "prefill")]
+    assert decides.note(Ended("prefill", 0)) == []
+    assert not decides.is_over
+    assert decides.note(Ended("decode", 0)) == []
+    assert decides.is_over
+    assert decides.exit_code == 0
+
+
+def test_a_second_signal_is_passed_on_and_a_third_one_kills():
+    decides = ready()
+    decides.note(Signalled())
+    assert decides.note(Signalled()) == [Order("stop", "router")]
+    kills = [Order("kill", name) for name in ("decode", "prefill", "router")]
+    assert decides.note(Signalled()) == kills
+    for name in ("router", "decode", "prefill"):
+        decides.note(Ended(name, -9))
+    assert decides.is_over
+    assert decides.exit_code == EXIT_FAILED
+
+
+def test_a_signal_before_all_serve_is_an_interruption():
+    decides = begun()
+    decides.note(Serving("prefill"))
+    assert decides.note(Signalled()) == [Order("stop", "decode"), Order("stop", "prefill")]
+    assert decides.note(Serving("decode")) == [], "nothing is started any more"
+    decides.note(Ended("decode", 0))
+    decides.note(Ended("prefill", 0))
+    assert decides.is_over
+    assert decides.exit_code == EXIT_INTERRUPTED
+
+
+def test_who_cannot_start_stops_the_others_and_its_code_is_ours():
+    decides = begun()
+    assert decides.note(Ended("decode", 3)) == [Order("stop", "prefill")]
+    decides.note(Ended("prefill", 0))
+    assert decides.is_over
+    assert decides.exit_code == 3
+
+
+@pytest.mark.parametrize("lost", ["prefill", "decode"])
+def test_a_server_that_is_lost_leaves_the_rest_at_work(lost):
+    decides = ready()
+    assert decides.note(Ended(lost, -9)) == []
+    other = "decode" if lost == "prefill" else "prefill"
+    assert decides.note(Signalled()) == [Order("stop", "router")]
+    assert decides.note(Ended("router", 0)) == [Order("stop", other)]
+    decides.note(Ended(other, 0))
+    assert decides.is_over
+    assert decides.exit_code == EXIT_FAILED
+
+
+def test_without_router_or_servers_all_is_over():
+    decides = ready()
+    assert decides.note(Ended("router", 0)) == [Order("stop", "decode"), Order("stop", "prefill")]
+    decides = ready()
+    decides.note(Ended("prefill", 1))
+    assert decides.note(Ended("decode", 1)) == [Order("stop", "router")]
+    decides.note(Ended("router", 0))
+    assert decides.is_over
+    assert decides.exit_code == 1
+
+
+def test_each_is_told_its_place_and_what_the_user_says_besides():
+    settings = DisaggSettings(router_args=("--port", "9000", "--policy", "prefix_aware"), server_args=("--seed-less",))
+    with pytest.raises(StartupError, match="--server-args has --seed-less"):
+        settings.commands(core_count=8)
+    commands = DisaggSettings(
+        router_args=("--port", "9000", "--policy", "prefix_aware"), server_args=("--max-num-seqs", "4")
+    ).commands(core_count=8)
+    server = ["serve", "--max-num-seqs", "4", "--threads", "4"]
+    assert commands["prefill"] == [*server, "--role", "prefill", "--port", "8001"]
+    assert commands["decode"] == [*server, "--role", "decode", "--port", "8002"]
+    assert commands["router"] == [
+        *("route", "--port", "9000", "--policy", "prefix_aware"),
+        *("--prefill-endpoint", "prefill=http://127.0.0.1:8001", "--decode-endpoint", "decode=http://127.0.0.1:8002"),
+    ]
+
+
+def test_threads_that_the_user_gives_are_the_servers():
+    commands = DisaggSettings(server_args=("--threads", "3")).commands(core_count=8)
+    assert commands["decode"].count("--threads") == 1
+    assert "3" in commands["decode"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (DisaggSettings(router_args=("--port", "8001")), "a port each"),
+        (DisaggSettings(router_args=("--port", "many")), "--port"),
+        (DisaggSettings(router_args=("--lease-until", "never")), "--router-args"),
+        (DisaggSettings(prefill_port=8002), "a port each"),
+    ],
+)
+def test_what_cannot_be_started_is_said_before_anything_is(settings, words):
+    with pytest.raises(StartupError, match=words):
+        settings.commands(core_count=2)

@@ -1,0 +1,77 @@
+"""The command: the directory can be served, or is not there."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from trioserve.assemble import open_engine
+from trioserve.cli import main
+from trioserve.commands import random_checkpoint as random_checkpoint_command
+from trioserve.contracts.sampling import SamplingParams
+
+
+async def test_it_can_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = tmp_path / "new" / "tiny"
+    assert main(["random-checkpoint", "tiny", str(directory), "--seed", "3"]) == 0
+    assert f"python -m trioserve --model {directory}" in capsys.readouterr().out
+    assert [path.name for path in directory.parent.iterdir()] == ["tiny"]
+    async with open_engine(str(directory), kv_cache_memory=0.02, max_model_len=512) as engine:
+        async with engine.generate("héllo", SamplingParams(max_tokens=20, ignore_eos=True, temperature=0)) as stream:
+            deltas = [delta async for delta in stream]
+        assert stream.prompt_token_ids == tuple("héllo".encode())
+        token_ids = [token for delta in deltas for token in delta.token_ids]
+        assert len(token_ids) == 20
+        text = "".join(delta.text for delta in deltas)
+        named = [f" t{token}" for token in token_ids if 256 <= token < 319]
+        assert named
+        assert all(name in text for name in named)
+
+
+def test_an_empty_directory_is_taken_and_a_full_one_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = tmp_path / "there"
+    directory.mkdir()
+    assert main(["random-checkpoint", "tiny", str(directory)]) == 0
+    before = {path: path.read_bytes() for path in directory.iterdir()}
+    assert main(["random-checkpoint", "tiny", str(directory), "--seed", "1"]) == 1
+    assert "is there already and not empty: name a new directory, or remove it" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in directory.iterdir()} == before
+    file = next(iter(before))
+    assert main(["random-checkpoint", "tiny", str(file)]) == 1
+    assert main(["random-checkpoint", "tiny", str(file / "below")]) == 1
+    assert f"cannot write {file / 'below'}" in capsys.readouterr().err
+    assert main(["random-checkpoint", "tiny", str(tmp_path / "new"), "--seed", "-1"]) == 1
+    assert "--seed is -1; it must be at least 0" in capsys.readouterr().err
+
+
+def test_a_disk_without_room_is_told_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=10**9))
+    assert main(["random-checkpoint", "llama-3.1-8b", str(tmp_path / "new")]) == 1
+    assert "the checkpoint takes 16.1 GB" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", (KeyboardInterrupt(), OSError(28, "No space left on device")))
+def test_nothing_is_left_of_one_that_was_not_finished(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_weights = random_checkpoint_command.write_weights
+
+    def write_some(config, directory, *, seed, progress):
+        def report(done: int, total: int) -> None:
+            if done > total // 2:
+                raise error
+            progress(done, total)
+
+        write_weights(config, directory, seed=seed, progress=report)
+
+    monkeypatch.setattr(random_checkpoint_command, "write_weights", write_some)
+    assert main(["random-checkpoint", "tiny", str(tmp_path / "new")]) == (
+        130 if type(error) is KeyboardInterrupt else 1
+    )
+    assert list(tmp_path.iterdir()) == []

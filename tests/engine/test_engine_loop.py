@@ -1,0 +1,241 @@
+"""The step loop sleeps until there is something to do, and not through a deadline."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import trio
+
+from trioserve.contracts.events import EngineEvent, FinishReason
+from trioserve.contracts.ids import RequestId
+from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult
+from trioserve.core.engine import EngineCore
+from trioserve.core.settings import CoreSettings
+from trioserve.engine.engine_loop import EngineLoop
+from trioserve.testing.controlled_steps import ControlledSteps
+from trioserve.testing.fake_connector import FakeConnector
+from trioserve.testing.fake_executor import FakeExecutor
+from trioserve.testing.invariants import check_idle
+
+A = RequestId("a")
+
+
+class Stage:
+    """A loop over a core whose connector loads 8 tokens of every prompt, and holds what `holds` names."""
+
+    def __init__(self, **settings: object) -> None:
+        executor = FakeExecutor(block_count=16, block_size=4)
+        self.holds: set[str] = set()
+        self.connector = FakeConnector(
+            executor,
+            matched_count=lambda request, computed_count: max(0, 8 - computed_count),
+            holds=lambda request, reason: request.id in self.holds,
+        )
+        self.core = EngineCore(
+            CoreSettings(block_count=16, block_size=4, context_tokens_max=64, **settings), connector=self.connector
+        )
+        self.events: list[tuple[float, EngineEvent]] = []
+        self.steps = ControlledSteps(executor)
+        self.loop = EngineLoop(self.core, self.steps, self)
+
+    def add(self, prompt_count: int = 12, output_tokens: int = 1) -> None:
+        self.core.add(
+            EngineRequest(
+                id=A,
+                prompt_token_ids=tuple(range(prompt_count)),
+                sampling=SamplingParams(temperature=0.0),
+                output_tokens_max=output_tokens,
+                stop_token_ids=frozenset(),
+                seed=0,
+            )
+        )
+        self.loop.wake()
+
+    # --- as a Delivery ---
+
+    def on_plan(self, plan: StepPlan) -> None:
+        pass
+
+    def on_events(self, events: list[EngineEvent], step_seconds: float) -> None:
+        self.on_ended(events)
+
+    def on_ended(self, events: list[EngineEvent]) -> None:
+        self.events += [(trio.current_time(), event) for event in events]
+
+
+@asynccontextmanager
+async def running(stage: Stage) -> AsyncIterator[float]:
+    """Gives the time at which the loop began to run."""
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(stage.loop.run)
+        await trio.testing.wait_all_tasks_blocked()
+        yield trio.current_time()
+        nursery.cancel_scope.cancel()
+    check_idle(stage.core)
+    stage.connector.check()
+
+
+async def test_a_load_that_never_comes_is_given_up_in_time(autojump_clock):
+    """S03."""
+    stage = Stage(remote_kv_seconds_max=5.0, hold_seconds_max=3.0)
+    async with running(stage) as begun_at:
+        stage.add()
+        await trio.sleep(4.9)
+        assert not stage.events
+        await trio.sleep(0.2)
+        assert [(at - begun_at, event.request_id) for at, event in stage.events][-1] == (5.0, A)
+        assert stage.core.stats().blocks_held == 3
+        await trio.sleep(3.0)
+        assert stage.core.stats().blocks_held == 0
+
+
+async def test_a_request_that_may_not_go_on_without_its_kv_ends_without_a_step(autojump_clock):
+    stage = Stage(remote_kv_seconds_max=5.0, load_failure_policy="fail")
+    async with running(stage) as begun_at:
+        stage.add()
+        await trio.sleep(6.0)
+        ((ended_at, event),) = stage.events
+        assert (ended_at - begun_at, event.reason) == (5.0, FinishReason.ERROR)
+        await trio.sleep(10.0)
+
+
+async def test_kv_that_arrives_wakes_the_loop(autojump_clock):
+    stage = Stage()
+    async with running(stage) as begun_at:
+        stage.add()
+        await trio.sleep(2.0)
+        stage.loop.on_transfer(stage.connector.loaded(A))
+        await trio.sleep(0.5)
+        assert stage.events[-1][0] - begun_at == 2.0
+        assert stage.events[-1][1].reason is FinishReason.LENGTH
+
+
+async def test_a_load_that_fails_passes_the_end_on_at_once(autojump_clock):
+    stage = Stage(load_failure_policy="fail")
+    async with running(stage):
+        stage.add()
+        await trio.sleep(2.0)
+        stage.loop.on_transfer(stage.connector.load_failed(A))
+        assert [event.reason for _, event in stage.events] == [FinishReason.ERROR]
+
+
+async def test_a_hold_that_nobody_releases_ends_while_nothing_else_happens(autojump_clock):
+    stage = Stage(hold_seconds_max=3.0)
+    stage.holds = {A}
+    async with running(stage):
+        stage.add(8)
+        await trio.sleep(0.1)
+        stage.loop.on_transfer(stage.connector.loaded(A))
+        await trio.sleep(2.8)
+        assert stage.core.stats().blocks_held == 2
+        await trio.sleep(0.3)
+        assert stage.core.stats().blocks_held == 0
+
+
+class IdleStage(Stage):
+    """With three things to do while it is idle, of which each ends when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = EngineCore(CoreSettings(block_count=16, block_size=4, context_tokens_max=64))  # nothing is loaded
+        self.began = 0
+        self.may_end = trio.Semaphore(0)
+        self.loop = EngineLoop(self.core, self.steps, self, when_idle=self.do)
+
+    async def do(self) -> bool:
+        self.began += 1
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + 3600):
+            await self.may_end.acquire()
+        return self.began < 3
+
+
+async def test_what_is_done_when_idle_is_done_one_by_one_and_never_beside_a_step(autojump_clock):
+    stage = IdleStage()
+    async with running(stage):
+        assert stage.began == 1
+        stage.steps.hold()
+        stage.add(prompt_count=4, output_tokens=2)
+        await trio.testing.wait_all_tasks_blocked()
+        assert not stage.steps.is_held  # what was begun is ended first
+        stage.may_end.release()
+        await trio.testing.wait_all_tasks_blocked()
+        assert stage.steps.is_held
+        assert stage.began == 1  # and a step comes before the next thing
+        stage.steps.release()
+        await trio.testing.wait_all_tasks_blocked()
+        assert stage.steps.step_count == 2
+        assert stage.began == 2
+        for _ in range(3):
+            stage.may_end.release()
+        await trio.testing.wait_all_tasks_blocked()
+        assert stage.began == 3  # which said that nothing is left
+        stage.add(prompt_count=4)
+        await trio.testing.wait_all_tasks_blocked()
+        assert stage.began == 3
+
+
+async def test_leaving_waits_for_what_is_done_when_idle(autojump_clock):
+    stage = IdleStage()
+
+    async def release_later() -> None:
+        await trio.sleep(5)
+        stage.may_end.release()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(release_later)
+        async with running(stage) as began_at:
+            pass
+        assert trio.current_time() == began_at + 5
+    assert stage.began == 1
+
+
+class WrittenStage(Stage):
+    """Whose events pass through two tasks, a reader and a flusher, before they are written."""
+
+    def __init__(self, *, readers_first: bool) -> None:
+        super().__init__()
+        self.core = EngineCore(CoreSettings(block_count=16, block_size=4, context_tokens_max=64))  # nothing is loaded
+        self.written_before_steps: list[int] = []
+        self.written = 0
+        self.to_reader, self.reader = trio.open_memory_channel[None](16)
+        self.to_flusher, self.flusher = trio.open_memory_channel[None](16)
+        self.loop = EngineLoop(self.core, self, self, readers_first=readers_first)
+
+    async def run_reader(self) -> None:
+        async for _ in self.reader:
+            self.to_flusher.send_nowait(None)
+
+    async def run_flusher(self) -> None:
+        async for _ in self.flusher:
+            self.written += 1
+
+    def on_events(self, events: list[EngineEvent], step_seconds: float) -> None:
+        super().on_events(events, step_seconds)
+        self.to_reader.send_nowait(None)
+
+    # --- as a StepRunner ---
+
+    def run_step(self, plan: StepPlan, is_abandoned: IsAbandoned) -> Coroutine[Any, Any, StepResult | None]:
+        self.written_before_steps.append(self.written)
+        return self.steps.run_step(plan, is_abandoned)
+
+
+@pytest.mark.parametrize("readers_first", (True, False))
+async def test_readers_come_before_the_next_step_or_while_it_runs(readers_first: bool, autojump_clock):
+    stage = WrittenStage(readers_first=readers_first)
+    async with running(stage), trio.open_nursery() as nursery:
+        nursery.start_soon(stage.run_reader)
+        nursery.start_soon(stage.run_flusher)
+        stage.add(prompt_count=4, output_tokens=5)
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
+    assert stage.written == 5
+    if readers_first:
+        assert stage.written_before_steps == [0, 1, 2, 3, 4]
+    else:
+        assert stage.written_before_steps[:2] == [0, 0]

@@ -1,0 +1,394 @@
+"""An engine with a connector: what a caller asks reaches it, what it says reaches the caller, and its life is the
+engine's."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from trioserve.contracts.errors import EngineFault, InvalidRequest, StartupError
+from trioserve.contracts.events import AbortOutcome, FinishReason
+from trioserve.contracts.kv_transfer_params import KVTransferParams
+from trioserve.contracts.output import Delta
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.engine.connector_metrics import show_connector
+from trioserve.metrics.registry import Metrics
+from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
+from trioserve.testing.scripted_connector import ScriptedConnector
+
+ONE = SamplingParams(max_tokens=1, temperature=0.0)
+FEW = SamplingParams(max_tokens=4, temperature=0.0)
+HOLD = KVTransferParams(do_remote_decode=True)
+LOAD = KVTransferParams(do_remote_prefill=True, remote_request_id="there")
+PROMPT = "a prompt of some blocks"
+
+
+def engine_with_connector(**options):
+    return open_fake_engine(connector=ScriptedConnector, **options)
+
+
+async def deltas_of(fake: FakeEngine, sampling: SamplingParams = FEW, **options) -> list[Delta]:
+    async with fake.generate(PROMPT, sampling, **options) as stream:
+        return [delta async for delta in stream]
+
+
+async def test_the_last_delta_says_how_to_get_at_the_blocks(autojump_clock):
+    async with engine_with_connector() as fake:
+        async with fake.generate(PROMPT, FEW, kv_transfer=HOLD) as stream:
+            *earlier, last = [delta async for delta in stream]
+            assert all(delta.kv_transfer is None for delta in earlier)
+            assert last.kv_transfer.do_remote_prefill
+            assert last.kv_transfer.remote_request_id in fake.connector.sends
+            assert stream.is_held
+        assert fake.connector.calls["request_aborted_after_finish"] == 1  # left: nobody can want it any more
+        fake.connector.release_all()
+        await wait_all_tasks_blocked()
+        fake.assert_all_free()
+        fake.connector.check()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "answer"),
+    [
+        (SamplingParams(max_tokens=0), None),
+        (ONE, None),
+        (SamplingParams(max_tokens=8, stop=("ll",)), "Hello"),
+        (SamplingParams(max_tokens=8), "Hi"),
+    ],
+    ids=["nothing is shown", "length", "stop string", "end token"],
+)
+@pytest.mark.parametrize("paused", [False, True])
+async def test_however_an_answer_ends_whole_its_blocks_are_held(sampling, answer, paused, autojump_clock):
+    async with engine_with_connector(answer=answer, paused=paused) as fake:
+        async with fake.generate(PROMPT, sampling, kv_transfer=HOLD) as stream:
+            if paused:
+                await fake.step(10)
+            last = [delta async for delta in stream][-1]
+            assert last.kv_transfer is not None
+            assert stream.is_held
+            fake.connector.release_all()
+            await wait_all_tasks_blocked()
+            assert not stream.is_held
+        fake.assert_all_free()
+
+
+async def test_steps_that_overlap_never_leave_a_hold_that_nobody_knows_of(autojump_clock):
+    """An end that was not foreseen is told before the blocks can be held: the hold that follows is given up."""
+    async with engine_with_connector(overlap_steps=True, answer="Hello", step_seconds=0.01) as fake:
+        async with fake.generate(PROMPT, SamplingParams(max_tokens=8, stop=("ll",)), kv_transfer=HOLD) as stream:
+            last = [delta async for delta in stream][-1]
+            assert last.finish_reason is FinishReason.STOP
+        await trio.sleep(1)
+        assert last.kv_transfer is not None or set(fake.connector.sends) == {
+            request_id for request_id, send in fake.connector.sends.items() if send.is_aborted
+        }
+        fake.connector.release_all()
+        await wait_all_tasks_blocked()
+        fake.assert_all_free()
+
+
+async def test_an_aborted_answer_is_not_held(autojump_clock):
+    async with engine_with_connector(step_seconds=0.1) as fake:
+        async with fake.generate(PROMPT, SamplingParams(max_tokens=50), kv_transfer=HOLD) as stream:
+            await anext(stream)
+            fake.abort([stream.id])
+            assert [delta.kv_transfer async for delta in stream] == [None]
+        await trio.sleep(1)
+        fake.assert_all_free()
+        assert not fake.connector.sends
+
+
+async def test_waiting_for_the_release_inside_the_scope(autojump_clock):
+    async with engine_with_connector() as fake, trio.open_nursery() as nursery:
+        async with fake.generate(PROMPT, ONE, kv_transfer=HOLD) as stream:
+            assert [delta async for delta in stream]
+
+            async def release() -> None:
+                await trio.sleep(3)
+                fake.connector.release_all()
+
+            nursery.start_soon(release)
+            await stream.wait_until_released()
+            assert trio.current_time() == pytest.approx(3)
+            await stream.wait_until_released()  # at once, from now on
+        assert fake.connector.calls["request_aborted_after_finish"] == 0
+
+
+async def test_a_hold_ends_at_its_deadline(autojump_clock):
+    async with engine_with_connector(hold_seconds_max=5.0) as fake:
+        async with fake.generate(PROMPT, ONE, kv_transfer=HOLD) as stream:
+            assert [delta async for delta in stream]
+            await stream.wait_until_released()
+            assert trio.current_time() == pytest.approx(5)
+        fake.assert_all_free()
+        assert len(fake.connector.expired) == 1
+
+
+async def test_a_hold_that_is_kept_outlives_the_scope_and_is_found_by_its_id(autojump_clock):
+    async with engine_with_connector() as fake:
+        async with fake.generate(PROMPT, ONE, kv_transfer=HOLD, request_id="mine", owner="me") as stream:
+            assert [delta async for delta in stream]
+            stream.keep_hold()
+        (view,) = fake.live_requests(owner="me")
+        assert (view.id, view.state, view.block_count) == ("mine", "held", fake.stats().blocks_held)
+        assert fake.live_requests(owner="somebody else") == []
+        assert fake.abort(["mine"], owner="somebody else") == {"mine": AbortOutcome.UNKNOWN}
+        assert fake.connector.calls["request_aborted_after_finish"] == 0
+        assert fake.abort(["mine"], owner="me") == {"mine": AbortOutcome.ALREADY_FINISHED}
+        assert fake.abort(["mine"], owner="me") == {"mine": AbortOutcome.ALREADY_FINISHED}
+        assert fake.connector.calls["request_aborted_after_finish"] == 1
+        fake.connector.release_all()
+        await wait_all_tasks_blocked()
+        fake.assert_all_free()
+
+
+async def test_a_held_request_has_no_place_and_no_lease(autojump_clock):
+    async with (
+        engine_with_connector(running_requests_max=1, waiting_requests_max=0) as fake,
+        fake.generate(PROMPT, ONE, kv_transfer=HOLD) as held,
+    ):
+        assert [delta async for delta in held]
+        assert held.is_held
+        assert (await deltas_of(fake))[-1].finish_reason is FinishReason.LENGTH
+        fake.connector.release_all()
+        await held.wait_until_released()
+
+
+async def test_beyond_the_share_that_may_be_held_an_answer_says_nothing_of_kv(autojump_clock):
+    async with engine_with_connector(block_count=64, held_share_max=0.2) as fake:  # a prompt has 6 blocks
+        async with trio.open_nursery() as nursery:
+            lasts = []
+            for _ in range(3):
+                nursery.start_soon(_hold_until_cancelled, fake, lasts)
+                await trio.sleep(1)
+            assert [last.kv_transfer is not None for last in lasts] == [True, True, False]
+            assert fake.stats().holds_refused_total == 1
+            nursery.cancel_scope.cancel()
+        assert b'trioserve:kv_transfer_holds_refused_total{model_name="fake"} 1.0' in fake.metrics.expose()
+        fake.connector.release_all()
+        await wait_all_tasks_blocked()
+        fake.assert_all_free()
+
+
+async def _hold_until_cancelled(fake: FakeEngine, lasts: list[Delta]) -> None:
+    # Each has a prompt of its own, so that no block is shared.
+    async with fake.generate(f"{len(lasts)}{PROMPT}", ONE, kv_transfer=HOLD) as stream:
+        lasts.extend([delta async for delta in stream][-1:])
+        await trio.sleep_forever()
+
+
+async def test_kv_that_comes_from_elsewhere_gives_the_same_answer(autojump_clock):
+    async with engine_with_connector() as fake:
+        computed = await deltas_of(fake, kv_transfer=None)
+    async with engine_with_connector() as fake:
+        async with fake.generate(PROMPT, FEW, kv_transfer=LOAD) as stream:
+            await wait_all_tasks_blocked()
+            assert fake.stats().remote_kv_count == 1
+            fake.connector.load_all()
+            assert "".join([delta.text async for delta in stream]) == "".join(delta.text for delta in computed)
+        assert fake.stats().loaded_tokens_total == len(PROMPT) - 1  # the last token is always computed here
+        fake.assert_all_free()
+        fake.connector.check()
+
+
+async def test_of_several_choices_the_first_one_loads(autojump_clock):
+    async with engine_with_connector() as fake:
+        async with fake.generate(PROMPT, SamplingParams(max_tokens=4, n=3), kv_transfer=LOAD) as stream:
+            await wait_all_tasks_blocked()
+            assert len(fake.connector.loads) == 1
+            fake.connector.load_all()
+            assert sum(delta.finish_reason is not None for delta in [delta async for delta in stream]) == 3
+        fake.assert_all_free()
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+async def test_kv_that_does_not_come(policy, autojump_clock):
+    async with engine_with_connector(load_failure_policy=policy) as fake:
+        async with fake.generate(PROMPT, FEW, kv_transfer=LOAD) as stream:
+            await wait_all_tasks_blocked()
+            fake.connector.fail_loads()
+            last = [delta async for delta in stream][-1]
+        if policy == "recompute":
+            assert last.finish_reason is FinishReason.LENGTH
+        else:
+            assert last.finish_reason is FinishReason.ERROR
+            assert "the other side is gone" in last.message
+        fake.assert_all_free()
+
+
+async def test_without_a_connector_a_transfer_is_refused(autojump_clock):
+    async with open_fake_engine() as fake:
+        for asked in (HOLD, LOAD):
+            with pytest.raises(InvalidRequest, match="--kv-transfer-config") as raised:
+                async with fake.generate(PROMPT, ONE, kv_transfer=asked):
+                    pass
+            assert raised.value.param == "kv_transfer_params"
+        assert (await deltas_of(fake, kv_transfer=KVTransferParams()))[-1].finish_reason is FinishReason.LENGTH
+        fake.assert_all_free()
+
+
+async def test_several_choices_cannot_be_held(autojump_clock):
+    async with engine_with_connector() as fake:
+        with pytest.raises(InvalidRequest, match="must be 1"):
+            async with fake.generate(PROMPT, SamplingParams(n=2), kv_transfer=HOLD):
+                pass
+
+
+async def test_a_report_that_comes_while_the_core_asks_is_not_slept_through(autojump_clock):
+    """A connector that has loaded before start_load returns, and says so at once."""
+
+    class Eager(ScriptedConnector):
+        def start_load(self, request, block_table, computed_count, token_count):
+            super().start_load(request, block_table, computed_count, token_count)
+            self.load_all()
+
+    async with open_fake_engine(connector=Eager) as fake:
+        with trio.fail_after(1):
+            assert (await deltas_of(fake, kv_transfer=LOAD))[-1].finish_reason is FinishReason.LENGTH
+        assert fake.stats().loaded_tokens_total > 0
+
+
+async def test_a_connector_that_breaks_is_a_fault_of_the_engine(autojump_clock):
+    with pytest.raises(EngineFault, match="the connector failed: OSError: the network is gone"):
+        async with engine_with_connector(step_seconds=0.1) as fake, fake.generate(PROMPT) as stream:
+            await anext(stream)
+            fake.connector.break_down(OSError("the network is gone"))
+            with pytest.raises(EngineFault, match="the connector failed"):
+                async for _ in stream:
+                    pass
+            assert not fake.ready
+            await trio.sleep_forever()
+
+
+async def test_who_waits_for_a_release_hears_of_the_fault(autojump_clock):
+    has_heard = False
+    with pytest.raises(EngineFault):
+        async with engine_with_connector() as fake, fake.generate(PROMPT, ONE, kv_transfer=HOLD) as stream:
+            assert [delta async for delta in stream]
+            fake.connector.break_down(OSError("the network is gone"))
+            with pytest.raises(EngineFault):
+                await stream.wait_until_released()
+            has_heard = True
+            await trio.sleep_forever()
+    assert has_heard
+
+
+async def test_a_connector_that_cannot_start_is_no_fault_but_a_sentence(autojump_clock):
+    class Unstartable(ScriptedConnector):
+        async def run(self, *, task_status):
+            raise StartupError("port 5600 is in use")
+
+    with pytest.raises(StartupError, match="port 5600 is in use"):
+        async with open_fake_engine(connector=Unstartable):
+            raise AssertionError("it was opened")
+
+
+async def test_a_connector_that_ends_by_itself_stops_nobody(autojump_clock, caplog):
+    class Short(ScriptedConnector):
+        async def run(self, *, task_status):
+            task_status.started()
+            await trio.sleep(1)
+
+    async with open_fake_engine(connector=Short, hold_seconds_max=5.0) as fake:
+        await trio.sleep(2)
+        async with fake.generate(PROMPT, ONE, kv_transfer=HOLD) as stream:
+            assert [delta async for delta in stream]
+            await stream.wait_until_released()
+        fake.assert_all_free()
+    assert [record.getMessage() for record in caplog.records if "by itself" in record.getMessage()] == [
+        "connector ended by itself connector=Short"
+    ]
+
+
+async def test_the_connector_runs_from_before_the_first_step_until_after_the_last(autojump_clock):
+    class Watched(ScriptedConnector):
+        has_run = is_running = False
+
+        async def run(self, *, task_status):
+            self.has_run = self.is_running = True
+            try:
+                await super().run(task_status=task_status)
+            finally:
+                self.is_running = False
+
+        def request_finished(self, *arguments):
+            assert self.is_running
+            return super().request_finished(*arguments)
+
+    async with open_fake_engine(connector=Watched, step_seconds=1.0) as fake:
+        assert fake.connector.is_running
+
+        async def ask() -> None:
+            async with fake.generate(PROMPT, SamplingParams(max_tokens=50)) as stream:
+                async for _ in stream:
+                    pass
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            await trio.sleep(1.5)  # a step is in flight
+            fake.abort_all("the end")
+    assert fake.connector.has_run
+    assert not fake.connector.is_running
+    assert not any(fake.stats().transfer_faults_total.values())
+
+
+async def test_draining_waits_for_what_is_held(autojump_clock):
+    async with engine_with_connector(hold_seconds_max=7.0) as fake:
+        async with fake.generate(PROMPT, ONE, kv_transfer=HOLD) as stream:
+            assert [delta async for delta in stream]
+            stream.keep_hold()
+        fake.drain()
+        await fake.wait_until_idle()
+        assert trio.current_time() == pytest.approx(7)
+        fake.assert_all_free()
+
+
+async def test_a_kind_of_fault_has_one_line_in_the_log(autojump_clock, caplog):
+    async with engine_with_connector(hold_seconds_max=1.0) as fake:
+        for _ in range(3):
+            async with fake.generate(PROMPT, ONE, kv_transfer=HOLD) as stream:
+                assert [delta async for delta in stream]
+                await stream.wait_until_released()
+    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(lines) == 1
+    assert lines[0].startswith("transfer fault kind=hold_expired first=")
+
+
+async def test_what_a_connector_counts_is_shown_by_its_names(autojump_clock):
+    async with engine_with_connector() as fake:
+        fake.connector.totals = {"blocks_sent_total": 3.0, "carrier_pigeons_total": 1.0}
+        assert b'trioserve:kv_transfer_blocks_sent_total{model_name="fake"} 3.0' in fake.metrics.expose()
+        fake.connector.totals["blocks_sent_total"] = 5.0
+        page = fake.metrics.expose()
+        assert b'trioserve:kv_transfer_blocks_sent_total{model_name="fake"} 5.0' in page
+        assert b"pigeons" not in page
+
+
+async def test_a_connector_that_cannot_count_costs_nobody_else_a_metric(autojump_clock, caplog):
+    class Dumb(ScriptedConnector):
+        def counts(self):
+            raise ZeroDivisionError
+
+    async with open_fake_engine(connector=Dumb) as fake:
+        for _ in range(3):
+            assert b"trioserve:num_requests_running" in fake.metrics.expose()
+    assert [record.levelno for record in caplog.records].count(logging.ERROR) == 1
+
+
+async def test_a_load_report_has_a_role_only_with_a_connector(autojump_clock):
+    async with open_fake_engine() as fake:
+        assert not fake.load().role
+    async with engine_with_connector(role="decode") as fake:
+        assert fake.load().role == "decode"
+
+
+@pytest.mark.parametrize("odd", [None, "many", object()])
+def test_a_count_that_is_no_number_takes_no_metric_along(odd):
+    metrics = Metrics("m")
+    show_connector(metrics, lambda: {"blocks_sent_total": odd, "bytes_sent_total": 7})
+    text = metrics.expose().decode()
+    assert 'kv_transfer_bytes_sent_total{model_name="m"} 7.0' in text
+    assert "num_requests_running" in text

@@ -1,0 +1,526 @@
+"""Opening an engine on a model of which only the loading is real: however it goes wrong, no thread is left."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import threading
+import types
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+import pytest
+import trio
+
+from trioserve import assemble
+from trioserve.config import Config, engine_settings, make_config
+from trioserve.connectors import registry
+from trioserve.contracts.errors import ModelLoadError, StartupError
+from trioserve.contracts.kv_transfer import ConnectorSetup, KVPages
+from trioserve.contracts.kv_transfer_params import KVTransferParams
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, byte_tokenizer
+from trioserve.testing.fake_executor import FakeExecutor
+from trioserve.testing.memory_pages import MemoryPages
+from trioserve.testing.scripted_connector import ScriptedConnector
+
+Report = Callable[[int, int], None]
+
+
+class FakeRunner(FakeExecutor):
+    """A model runner without torch. at: what to do at "load" (given the report of progress), "allocate", "warm" or
+    "claim"."""
+
+    device = "cpu"
+    dtype = "float32"
+    kv_cache_bytes = 1
+    step_weight_bytes = 1
+    token_flops = 1
+    attended_token_flops = 1
+    takes_every_cpu = False
+    launches = False
+    computed_by = "nothing"
+    at: ClassVar[dict[str, Callable[..., None]]] = {}
+    made: ClassVar[list[FakeRunner]] = []
+    settings: ClassVar[object] = None
+
+    def __init__(self) -> None:
+        super().__init__(block_count=64, block_size=16)
+        self.closed_in: list[str] = []
+        self.kv_names: list[str] = []
+        self.claims_left = 3
+        self.made.append(self)
+
+    @classmethod
+    def load(cls, _checkpoint: object, settings: object, *, progress: Report) -> FakeRunner:
+        cls.settings = settings
+        cls.do("load", progress)
+        return cls()
+
+    @classmethod
+    def do(cls, stage: str, *arguments: object) -> None:
+        assert threading.current_thread().name == "trioserve-compute"
+        cls.at.get(stage, lambda *_arguments: None)(*arguments)
+
+    def allocate_kv(self, _block_count: int) -> None:
+        self.do("allocate")
+
+    def warm_up(self) -> None:
+        self.do("warm")
+
+    def claim_memory(self) -> bool:
+        assert not self.closed_in
+        self.do("claim")
+        self.claims_left -= 1
+        return self.claims_left > 0
+
+    def kv_pages(self, model_name: str) -> KVPages:
+        self.kv_names.append(model_name)
+        return MemoryPages(self.block_count)
+
+    def close(self) -> None:
+        self.closed_in.append(threading.current_thread().name)
+
+
+class Checkpoint:
+    gguf_metadata = None
+    tokenizer_directory = Path("nowhere")
+    sampling_defaults: ClassVar[dict[str, float]] = {"temperature": 0.5}
+    config = types.SimpleNamespace(vocab_size=BYTE_VOCAB_SIZE, eos_token_ids=(END_TOKEN_ID,), context_tokens_max=128)
+
+
+@pytest.fixture
+def runner_class(monkeypatch):
+    """FakeRunner in the place of the real one. Afterwards no thread may be left."""
+    monkeypatch.setattr(FakeRunner, "at", {})
+    monkeypatch.setattr(FakeRunner, "made", [])
+    monkeypatch.setitem(sys.modules, "trioserve.model.runner", types.SimpleNamespace(ModelRunner=FakeRunner))
+    monkeypatch.setattr(assemble, "resolve_model", Path)
+    monkeypatch.setattr(assemble, "open_checkpoint", lambda _path: Checkpoint)
+    monkeypatch.setattr(assemble, "_make_tokenizer", lambda _checkpoint: byte_tokenizer())
+    threads_before = threading.active_count()
+    yield FakeRunner
+    assert threading.active_count() == threads_before
+
+
+def check_closed(runner_class: type[FakeRunner]) -> None:
+    assert [runner.closed_in for runner in runner_class.made] == [["trioserve-compute"]]
+
+
+def report_for_ever(report: Report) -> None:
+    while True:
+        report(1, 2)
+
+
+def raising(error: Exception) -> Callable[..., None]:
+    def function(*_arguments: object) -> None:
+        raise error
+
+    return function
+
+
+def wait_or_fail(event: threading.Event) -> None:
+    assert event.wait(10)
+
+
+async def test_an_engine_computes_in_its_threads_and_is_closed_once(runner_class):
+    async with assemble.open_engine("some/model", max_num_seqs=2) as engine:
+        assert engine.model.name == "model"
+        assert engine.default_sampling.temperature == 0.5
+        async with engine.generate("prompt", SamplingParams(max_tokens=5, ignore_eos=True)) as stream:
+            assert sum([len(delta.token_ids) async for delta in stream]) == 5
+        assert {"trioserve-compute", "trioserve-text"} <= {thread.name for thread in threading.enumerate()}
+        assert runner_class.made[0].closed_in == []
+    check_closed(runner_class)
+    assert not engine.ready
+
+
+@pytest.mark.parametrize("device", ("cpu", "cuda"))
+async def test_readers_come_first_where_steps_take_their_core(device, runner_class, monkeypatch):
+    asked: list[bool] = []
+
+    class Noted(assemble.Engine):
+        def __init__(self, *, readers_first: bool, **rest) -> None:
+            asked.append(readers_first)
+            super().__init__(readers_first=readers_first, **rest)
+
+    monkeypatch.setattr(assemble, "Engine", Noted)
+    monkeypatch.setattr(runner_class, "device", device)
+    async with assemble.open_engine("m"):
+        assert asked == [device == "cpu"]
+
+
+@pytest.mark.parametrize("takes_every_cpu", (False, True))
+@pytest.mark.parametrize("overlap_steps", (False, True))
+async def test_steps_that_take_every_cpu_and_do_not_overlap_begin_on_the_loops_own(
+    overlap_steps, takes_every_cpu, runner_class, monkeypatch
+):
+    asked: list[bool] = []
+
+    class Noted(assemble.ThreadedExecutor):
+        def __init__(self, *arguments, takes_cpu: bool) -> None:
+            asked.append(takes_cpu)
+            super().__init__(*arguments, takes_cpu=takes_cpu)
+
+    monkeypatch.setattr(assemble, "ThreadedExecutor", Noted)
+    monkeypatch.setattr(runner_class, "takes_every_cpu", takes_every_cpu)
+    async with assemble.open_engine("m", overlap_steps=overlap_steps):
+        assert asked == [takes_every_cpu and not overlap_steps]
+
+
+@pytest.mark.parametrize("launches", (False, True))
+@pytest.mark.parametrize("overlap_steps", (False, True))
+async def test_steps_are_launched_where_they_overlap_and_a_device_computes_by_itself(
+    overlap_steps, launches, runner_class, monkeypatch
+):
+    launched: list[int] = []
+
+    def launch(runner, plan, is_abandoned):
+        launched.append(plan.step_index)
+        return lambda: runner.execute(plan, is_abandoned)
+
+    monkeypatch.setattr(runner_class, "launches", launches)
+    monkeypatch.setattr(runner_class, "launch", launch, raising=False)
+    async with assemble.open_engine("m", overlap_steps=overlap_steps) as engine:
+        async with engine.generate("prompt", SamplingParams(max_tokens=3, ignore_eos=True)) as stream:
+            assert sum([len(delta.token_ids) async for delta in stream]) == 3
+        assert bool(launched) == (overlap_steps and launches)
+
+
+async def test_an_engine_that_is_left_while_memory_is_claimed_waits_for_that(runner_class):
+    token = trio.lowlevel.current_trio_token()
+    begun, may_end = trio.Event(), threading.Event()
+
+    def claim() -> None:
+        token.run_sync_soon(begun.set)
+        wait_or_fail(may_end)
+
+    runner_class.at["claim"] = claim
+    async with assemble.open_engine("m"):
+        with trio.fail_after(10):
+            await begun.wait()
+        timer = threading.Timer(0.01, may_end.set)
+        timer.start()
+    check_closed(runner_class)
+    assert runner_class.made[0].claims_left == 2
+    timer.join()
+
+
+async def test_an_idle_engine_claims_memory_until_nothing_is_left(runner_class):
+    token = trio.lowlevel.current_trio_token()
+    all_claimed = trio.Event()
+
+    def claim() -> None:
+        if runner_class.made[0].claims_left == 1:
+            token.run_sync_soon(all_claimed.set)
+
+    runner_class.at["claim"] = claim
+    async with assemble.open_engine("m") as engine:
+        with trio.fail_after(10):
+            await all_claimed.wait()
+        async with engine.generate("prompt", SamplingParams(max_tokens=5, ignore_eos=True)) as stream:
+            assert sum([len(delta.token_ids) async for delta in stream]) == 5
+    assert runner_class.made[0].claims_left == 0
+
+
+async def test_steps_are_prepared_for_what_may_run(runner_class):
+    async with assemble.open_engine("m", max_num_seqs=5, max_model_len=40):
+        assert runner_class.settings.running_requests_max == 5
+        assert runner_class.settings.context_tokens_max == 40
+        assert not runner_class.settings.enforce_eager
+    async with assemble.open_engine("m", enforce_eager=True):
+        assert runner_class.settings.context_tokens_max is None
+        assert runner_class.settings.enforce_eager
+
+
+async def test_an_error_of_the_body_closes_the_runner_and_comes_out_as_it_is(runner_class):
+    with pytest.raises(KeyError, match="mine"):
+        async with assemble.open_engine("m") as engine, engine.generate("prompt"):
+            raise KeyError("mine")
+    check_closed(runner_class)
+
+
+async def test_an_engine_in_somebody_elses_nursery_ends_with_it(runner_class):
+    async with trio.open_nursery() as nursery:
+
+        async def use_it() -> None:
+            async with assemble.open_engine("m") as engine, engine.generate("prompt") as stream:
+                await anext(stream)
+                nursery.cancel_scope.cancel()
+                async for _ in stream:
+                    pass
+
+        nursery.start_soon(use_it)
+    check_closed(runner_class)
+
+
+async def test_what_is_wrong_with_the_settings_is_told_after_the_runner_is_closed(runner_class):
+    with pytest.raises(StartupError, match="max-model-len is 1000"):
+        async with assemble.open_engine("m", max_model_len=1000):
+            pytest.fail("was opened")
+    check_closed(runner_class)
+
+
+async def test_an_error_of_whoever_shows_what_was_loaded_closes_the_runner(runner_class):
+    with pytest.raises(BrokenPipeError):
+        async with assemble.open_configured_engine(make_config(model="m"), on_loaded=raising(BrokenPipeError())):
+            pytest.fail("was opened")
+    check_closed(runner_class)
+
+
+async def test_an_error_of_whoever_shows_progress_ends_the_loading(runner_class):
+    runner_class.at["load"] = report_for_ever
+    with pytest.raises(BrokenPipeError):
+        async with assemble.open_configured_engine(make_config(model="m"), on_progress=raising(BrokenPipeError())):
+            pytest.fail("was opened")
+    assert runner_class.made == []
+
+
+async def test_a_model_that_cannot_be_loaded_is_told_as_it_is(runner_class):
+    runner_class.at["load"] = raising(ModelLoadError("no weights"))
+    with pytest.raises(ModelLoadError, match="no weights"):
+        async with assemble.open_engine("m"):
+            pytest.fail("was opened")
+
+
+async def test_a_tokenizer_that_cannot_be_loaded_ends_the_loading_of_the_weights(runner_class, monkeypatch):
+    loading = threading.Event()
+
+    def load(report: Report) -> None:
+        loading.set()
+        report_for_ever(report)
+
+    def make_tokenizer(_checkpoint: object) -> None:
+        wait_or_fail(loading)
+        raise ModelLoadError("no tokenizer")
+
+    runner_class.at["load"] = load
+    monkeypatch.setattr(assemble, "_make_tokenizer", make_tokenizer)
+    with pytest.raises(ModelLoadError, match="no tokenizer"):
+        async with assemble.open_engine("m"):
+            pytest.fail("was opened")
+    assert runner_class.made == []
+
+
+async def test_loading_ends_when_it_is_cancelled(runner_class):
+    scope = trio.CancelScope()
+    token = trio.lowlevel.current_trio_token()
+
+    def load(report: Report) -> None:
+        token.run_sync_soon(scope.cancel)
+        report_for_ever(report)
+
+    runner_class.at["load"] = load
+    with scope:
+        async with assemble.open_engine("m"):
+            pytest.fail("was opened")
+    assert scope.cancelled_caught
+    assert runner_class.made == []
+
+
+async def test_weights_and_tokenizer_that_both_cannot_be_loaded_are_one_error(runner_class, monkeypatch):
+    loading = threading.Event()
+
+    def load(report: Report) -> None:
+        loading.set()
+        try:
+            report_for_ever(report)
+        except Exception:
+            # It was told that it is not wanted any more, and stumbles on its way out.
+            raise ModelLoadError("no weights") from None
+
+    def make_tokenizer(_checkpoint: object) -> None:
+        wait_or_fail(loading)
+        raise ModelLoadError("no tokenizer")
+
+    runner_class.at["load"] = load
+    monkeypatch.setattr(assemble, "_make_tokenizer", make_tokenizer)
+    with pytest.raises(ModelLoadError, match="no tokenizer"):
+        async with assemble.open_engine("m"):
+            pytest.fail("was opened")
+
+
+@pytest.mark.parametrize("stage", ["allocate", "warm"])
+async def test_a_runner_that_fails_before_it_is_ready_is_closed(stage, runner_class):
+    runner_class.at[stage] = raising(MemoryError("no room"))
+    with pytest.raises(MemoryError, match="no room"):
+        async with assemble.open_engine("m"):
+            pytest.fail("was opened")
+    check_closed(runner_class)
+
+
+@pytest.mark.parametrize("stage", ["allocate", "warm"])
+async def test_a_runner_that_is_not_wanted_any_more_is_closed(stage, runner_class, monkeypatch):
+    begun, go_on = threading.Event(), threading.Event()
+
+    def make_tokenizer(_checkpoint: object) -> None:
+        wait_or_fail(begun)
+        go_on.set()
+        raise ModelLoadError("no tokenizer")
+
+    def begin() -> None:
+        begun.set()
+        wait_or_fail(go_on)
+
+    runner_class.at[stage] = begin
+    monkeypatch.setattr(assemble, "_make_tokenizer", make_tokenizer)
+    with pytest.raises(ModelLoadError, match="no tokenizer"):
+        async with assemble.open_engine("m"):
+            pytest.fail("was opened")
+    check_closed(runner_class)
+
+
+# --- with a connector ---
+
+setups: list[ConnectorSetup] = []
+
+
+def make_connector(setup: ConnectorSetup) -> ScriptedConnector:
+    """A ConnectorFactory, as its own package would have one."""
+    if "wrong" in setup.options:
+        raise StartupError("the option wrong is wrong")
+    setups.append(setup)
+    return ScriptedConnector(FakeRunner.made[-1], setup.wake)
+
+
+@pytest.fixture
+def with_connector(runner_class, monkeypatch):
+    monkeypatch.setattr(registry, "OWN_CONNECTORS", {"mine": "its.own.package:make_connector"})
+    monkeypatch.setitem(sys.modules, "its", types.ModuleType("its"))
+    monkeypatch.setitem(sys.modules, "its.own", types.ModuleType("its.own"))
+    monkeypatch.setitem(sys.modules, "its.own.package", types.SimpleNamespace(make_connector=make_connector))
+    monkeypatch.setattr(assemble, "weights_name", lambda _checkpoint: "these weights")
+    setups.clear()
+    return runner_class
+
+
+async def test_a_connector_gets_the_cache_and_its_options_and_wakes_the_engine(with_connector):
+    options = {"kv_connector": "mine", "kv_role": "kv_producer", "kv_connector_extra_config": {"port": 5600}}
+    async with assemble.open_engine("m", kv_transfer_config=options, kv_hold_timeout=20.0) as engine:
+        [setup] = setups
+        assert (setup.role, setup.options, engine.load().role) == ("prefill", {"port": 5600}, "prefill")
+        assert setup.pages.block_count == 64
+        assert with_connector.made[0].kv_names == ["these weights"]
+        asked = KVTransferParams(do_remote_decode=True)
+        async with engine.generate("prompt", SamplingParams(max_tokens=1), kv_transfer=asked) as stream:
+            assert [delta async for delta in stream][-1].kv_transfer is not None
+            with trio.fail_after(5):
+                engine._connector.release_all()
+                await stream.wait_until_released()
+    async with assemble.open_engine("m", kv_transfer_config=options):
+        assert len({setup.engine_id for setup in setups}) == 2  # a new one with each start
+    check_all_closed(with_connector)
+
+
+def check_all_closed(runner_class: type[FakeRunner]) -> None:
+    assert {tuple(runner.closed_in) for runner in runner_class.made} == {("trioserve-compute",)}
+
+
+async def test_a_connector_that_does_not_exist_is_told_before_a_model_is_loaded(with_connector):
+    with pytest.raises(StartupError, match='no connector "pigeon"'):
+        async with assemble.open_engine("m", kv_transfer_config={"kv_connector": "pigeon"}):
+            pass
+    assert with_connector.made == []
+
+
+async def test_a_connector_that_refuses_its_options_leaves_nothing_behind(with_connector):
+    config = {"kv_connector": "mine", "kv_connector_extra_config": {"wrong": 1}}
+    with pytest.raises(StartupError, match="the option wrong is wrong"):
+        async with assemble.open_engine("m", kv_transfer_config=config):
+            pass
+    check_closed(with_connector)
+
+
+async def test_the_limits_of_holds_reach_the_core(with_connector):
+    async with assemble.open_engine(
+        "m",
+        kv_transfer_config={"kv_connector": "mine", "kv_load_failure_policy": "fail"},
+        kv_hold_timeout=20.0,
+        kv_load_timeout=30.0,
+        kv_held_share=0.25,
+    ) as engine:
+        core = engine._core.settings
+        assert (core.hold_seconds_max, core.remote_kv_seconds_max, core.held_share_max) == (20.0, 30.0, 0.25)
+        assert core.load_failure_policy == "fail"
+
+
+async def test_keys_that_only_vllm_knows_are_told_in_the_log(with_connector, caplog):
+    async with assemble.open_engine("m", kv_transfer_config={"kv_connector": "mine", "kv_rank": 0}):
+        assert any("ignored=kv_rank" in record.getMessage() for record in caplog.records)
+
+
+def options_read(source: str) -> set[str]:
+    """The options that a program takes from its `config`."""
+    return {
+        node.attr
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "config"
+    }
+
+
+OF_THE_SERVER = {"drain_timeout"}  # engine_settings hands it to whoever serves; an engine's scope ends at once
+
+
+def test_the_parameters_are_the_options_that_an_engine_reads():
+    """In name, type and default: an option that an engine reads, and that is not a parameter here, can be reached only
+    by a server."""
+    read = options_read(inspect.getsource(assemble)) | options_read(inspect.getsource(engine_settings))
+    fields = {field.name: field.default for field in msgspec.structs.fields(Config)}
+    types_of_fields = typing.get_type_hints(Config)  # without the bounds
+    parameters = dict(inspect.signature(assemble.open_engine).parameters)
+    types_of_parameters = typing.get_type_hints(assemble.open_engine.__wrapped__)
+    assert set(parameters) == read - OF_THE_SERVER
+    for name, parameter in parameters.items():
+        assert types_of_parameters[name] == types_of_fields[name], name
+        assert parameter.default == fields[name], name
+        assert type(parameter.default) is type(fields[name]), name
+        assert parameter.kind is (parameter.POSITIONAL_OR_KEYWORD if name == "model" else parameter.KEYWORD_ONLY), name
+
+
+def test_each_parameter_is_described():
+    described = inspect.getdoc(assemble.open_engine).partition("Args:")[2].partition("Raises:")[0]
+    names = [name.strip() for line in described.splitlines() if ": " in line for name in line.split(": ")[0].split(",")]
+    assert [name for name in inspect.signature(assemble.open_engine).parameters if name not in names] == []
+
+
+async def test_parameters_reach_the_configuration(runner_class, monkeypatch):
+    configs: list[Config] = []
+
+    def watched(config: Config, **arguments: object) -> object:
+        configs.append(config)
+        return open_configured_engine(config, **arguments)
+
+    open_configured_engine = assemble.open_configured_engine
+    monkeypatch.setattr(assemble, "open_configured_engine", watched)
+    async with assemble.open_engine("m", max_num_seqs=5, ttft_timeout=3):
+        pass
+    async with assemble.open_engine():
+        pass
+    assert configs == [make_config(model="m", max_num_seqs=5, ttft_timeout=3.0), Config()]
+    check_all_closed(runner_class)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_num_seqs": "16"}, "max_num_seqs is '16', allowed is a whole number"),
+        ({"model": None}, "model is None, allowed is a text"),
+        ({"dtype": "float8"}, "dtype is 'float8', allowed is one of auto, bfloat16"),
+        ({"request_timeout": 0}, "request_timeout is 0, allowed is a number above 0"),
+        ({"kv_transfer_config": 5}, "kv_transfer_config is 5, allowed is a text"),
+    ],
+)
+async def test_a_parameter_of_another_type_is_told_before_anything_is_loaded(options, words, runner_class):
+    with pytest.raises(StartupError, match=words):
+        async with assemble.open_engine(**options):
+            pass
+    assert runner_class.made == []
+
+
+async def test_an_option_of_a_server_is_none_of_an_engine():
+    with pytest.raises(TypeError, match="port"):
+        assemble.open_engine(port=8000)

@@ -1,0 +1,323 @@
+"""Steps that overlap: what readers get is the same, and whatever ends or breaks waits for both steps in flight."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from trioserve.contracts.errors import Draining, EngineFault
+from trioserve.contracts.events import EngineEvent, FinishReason
+from trioserve.contracts.ids import RequestId
+from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult, never_abandoned
+from trioserve.core.engine import EngineCore
+from trioserve.core.settings import CoreSettings
+from trioserve.engine.engine_loop import EngineLoop, ThreadedExecutor
+from trioserve.testing.controlled_steps import ControlledSteps
+from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
+from trioserve.testing.fake_executor import FakeExecutor
+from trioserve.testing.invariants import check_idle
+from trioserve.trio_tools.worker_thread import WorkerThread
+
+TEXT = "one two three four five six seven"
+LONG = SamplingParams(max_tokens=60, temperature=0)
+
+
+def value(fake: FakeEngine, name: str) -> float:
+    lines = fake.metrics.expose().decode().splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name}{{"))
+
+
+async def read(fake: FakeEngine, prompt: str, sampling: SamplingParams) -> list[tuple[object, ...]]:
+    """What a reader makes of it, for each choice: text, tokens, and why it ended."""
+    texts, token_ids = [""] * sampling.n, [[] for _ in range(sampling.n)]
+    ends: list[object] = [None] * sampling.n
+    async with fake.generate(prompt, sampling) as stream:
+        async for delta in stream:
+            texts[delta.index] += delta.text
+            token_ids[delta.index] += delta.token_ids
+            ends[delta.index] = ends[delta.index] or delta.finish_reason
+    return list(zip(texts, token_ids, ends, strict=True))
+
+
+def core_with_a_request(*, output_tokens_max: int) -> EngineCore:
+    core = EngineCore(CoreSettings(block_count=16, block_size=4, context_tokens_max=64, overlap_steps=True))
+    core.add(
+        EngineRequest(
+            id=RequestId("a"),
+            prompt_token_ids=(1, 2, 3),
+            sampling=SamplingParams(temperature=0.0),
+            output_tokens_max=output_tokens_max,
+            stop_token_ids=frozenset(),
+            seed=0,
+        )
+    )
+    return core
+
+
+class Nobody:
+    """As a Delivery: nobody reads."""
+
+    def on_plan(self, plan: StepPlan) -> None:
+        pass
+
+    def on_ended(self, events: list[EngineEvent]) -> None:
+        assert not events
+
+    def on_events(self, events: list[EngineEvent], step_seconds: float) -> None:
+        pass
+
+
+@pytest.mark.parametrize("step_seconds", [0.0, 0.01])
+async def test_answers_are_those_without_overlap(step_seconds, autojump_clock):
+    asked = [
+        (f"prompt {index}" * (index % 4 + 1), SamplingParams(max_tokens=count, seed=index, n=index % 2 + 1, stop=stop))
+        for index, (count, stop) in enumerate(
+            [(1, ()), (2, ()), (20, ()), (9, ()), (60, ("e",)), (60, ("\x01", "a")), (30, ()), (60, ("t",))]
+        )
+    ]
+    answers: dict[bool, list[object]] = {}
+    for overlap_steps in (False, True):
+        got: list[object] = [None] * len(asked)
+
+        async def ask(fake, index, got):
+            await trio.sleep(0.003 * index)
+            got[index] = await read(fake, *asked[index])
+
+        async with open_fake_engine(overlap_steps=overlap_steps, step_seconds=step_seconds, block_count=48) as fake:
+            async with trio.open_nursery() as nursery:
+                for index in range(len(asked)):
+                    nursery.start_soon(ask, fake, index, got)
+            await trio.sleep(1)
+            fake.assert_all_free()
+        answers[overlap_steps] = got
+    assert answers[True] == answers[False]
+
+
+async def test_the_next_step_is_with_the_thread_before_the_result_of_the_last_one_is_taken():
+    begun = threading.Event()
+    taken: list[bool] = []
+    all_taken = trio.Event()
+
+    class Watched(FakeExecutor):
+        def execute(self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned) -> StepResult | None:
+            if plan.step_index == 1:
+                begun.set()
+            return super().execute(plan, is_abandoned)
+
+    class Taken(Nobody):
+        def on_events(self, events: list[EngineEvent], step_seconds: float) -> None:
+            taken.append(begun.wait(10))  # in the event loop, which therefore can do nothing for the next step
+            if len(taken) == 3:
+                all_taken.set()
+
+    core = core_with_a_request(output_tokens_max=3)
+    async with WorkerThread("compute") as thread, trio.open_nursery() as nursery:
+        loop = EngineLoop(core, ThreadedExecutor(Watched(block_count=16, block_size=4), thread), Taken())
+        nursery.start_soon(loop.run)
+        with trio.fail_after(20):
+            await all_taken.wait()
+        nursery.cancel_scope.cancel()
+    assert taken == [True] * 3
+    check_idle(core)
+
+
+async def test_who_leaves_with_two_steps_in_flight_has_its_blocks_until_the_second_is_over(autojump_clock):
+    async with open_fake_engine(overlap_steps=True, step_seconds=1) as fake:
+        async with fake.generate("leaves", LONG, request_id="leaves"):
+            await trio.sleep(2.5)
+            assert len(fake.core.flights) == 2
+        await trio.sleep(1)  # the first of the two is over
+        assert fake.stats().blocks_used > 0
+        await trio.sleep(0.4)
+        assert fake.stats().blocks_used > 0
+        await trio.sleep(0.2)
+        fake.assert_all_free()
+        assert value(fake, "trioserve:aborts_total") == 1
+        assert value(fake, "trioserve:cancel_to_free_steps_sum") == 2
+
+
+async def test_an_aborted_reader_gets_its_end_at_once_and_no_token_after_it(autojump_clock):
+    async with open_fake_engine(overlap_steps=True, step_seconds=1) as fake:
+        async with fake.generate("aborted", LONG, request_id="aborted") as stream:
+            await trio.sleep(2.5)
+            fake.abort(["aborted"])
+            deltas = [delta async for delta in stream]
+            assert trio.current_time() == pytest.approx(2.5)
+            assert deltas[-1].finish_reason is FinishReason.ABORT
+            assert sum(len(delta.token_ids) for delta in deltas) == 2
+            await trio.sleep(5)
+            assert stream.completion_token_count == 2
+        fake.assert_all_free()
+
+
+async def test_a_stop_string_ends_an_answer_and_the_token_behind_it_is_nobodys(autojump_clock):
+    async with open_fake_engine(overlap_steps=True, step_seconds=1, answer=TEXT) as fake:
+        async with fake.generate("say", SamplingParams(stop=("three",), temperature=0)) as stream:
+            deltas = [delta async for delta in stream]
+            count = len("one two three")
+            assert trio.current_time() == count
+            assert "".join(delta.text for delta in deltas) == "one two "
+            assert deltas[-1].finish_reason is FinishReason.STOP
+            assert stream.completion_token_count == count == value(fake, "trioserve:generation_tokens_total")
+            assert fake.stats().blocks_used > 0  # a step that was planned ahead has it once more
+        await trio.sleep(1.1)
+        fake.assert_all_free()
+        assert fake.executor.plans == count + 1
+        assert value(fake, "trioserve:aborts_total") == 0
+        assert value(fake, "trioserve:request_success_total") == 1
+
+
+async def test_an_end_token_is_told_with_its_step_and_not_a_step_later(autojump_clock):
+    async with open_fake_engine(overlap_steps=True, step_seconds=1, answer=TEXT) as fake:
+        (answer,) = await read(fake, "say", SamplingParams(temperature=0))
+        assert (answer[0], answer[2]) == (TEXT, FinishReason.STOP)
+        assert trio.current_time() == len(TEXT) + 1
+        await trio.sleep(1.1)
+        fake.assert_all_free()
+        assert fake.executor.plans == len(TEXT) + 2
+
+
+async def test_an_answer_whose_length_is_known_has_no_step_too_many(autojump_clock):
+    async with open_fake_engine(overlap_steps=True, step_seconds=1) as fake:
+        await read(fake, "say", SamplingParams(max_tokens=5))
+        assert fake.executor.plans == 5
+        fake.assert_all_free()
+
+
+async def test_a_request_that_fails_ends_alone(autojump_clock):
+    async with open_fake_engine(overlap_steps=True, step_seconds=1) as fake:
+        expected: list[object] = []
+
+        async def go_on() -> None:
+            expected.extend(await read(fake, "goes on", SamplingParams(max_tokens=9, temperature=0)))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(go_on)
+            async with fake.generate("fails", LONG, request_id="fails") as stream:
+                await trio.sleep(2.5)
+                fake.fail_request("fails", "it is broken")
+                deltas = [delta async for delta in stream]
+                assert (deltas[-1].finish_reason, deltas[-1].message) == (FinishReason.ERROR, "it is broken")
+        assert expected[0][2] is FinishReason.LENGTH
+        await trio.sleep(2)
+        fake.assert_all_free()
+
+
+async def test_cancelling_waits_for_both_steps(autojump_clock):
+    with trio.CancelScope() as scope:
+        async with open_fake_engine(overlap_steps=True, step_seconds=1) as fake, fake.generate("prompt", LONG):
+            await trio.sleep(2.5)
+            assert len(fake.core.flights) == 2
+            scope.cancel()
+            await trio.sleep_forever()
+    assert trio.current_time() == pytest.approx(4)
+    check_idle(fake.core)
+
+
+async def test_a_cancelled_loop_plans_no_further_step(autojump_clock):
+    core = core_with_a_request(output_tokens_max=60)
+    steps = ControlledSteps(FakeExecutor(block_count=16, block_size=4), seconds=1)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(EngineLoop(core, steps, Nobody()).run)
+        await trio.sleep(2.5)
+        nursery.cancel_scope.cancel()
+    assert trio.current_time() == pytest.approx(4)
+    assert steps.step_count == core.stats().steps_total == 4
+    assert not core.flights
+
+
+async def test_nothing_is_computed_behind_a_step_that_broke_and_everybody_is_told(autojump_clock):
+    told = []
+    with pytest.raises(EngineFault, match="broken"):
+        async with open_fake_engine(overlap_steps=True, step_seconds=1) as fake, trio.open_nursery() as nursery:
+            fake.on_fault = trio.sleep_forever
+
+            async def ask(prompt: str) -> None:
+                with pytest.raises(EngineFault, match="broken"):
+                    await read(fake, prompt, LONG)
+                told.append(prompt)
+
+            nursery.start_soon(ask, "a")
+            nursery.start_soon(ask, "b")
+            await trio.sleep(2.5)
+            plans = fake.executor.plans
+            fake.break_next_step(RuntimeError("broken"))
+            await trio.sleep_forever()
+    assert sorted(told) == ["a", "b"]
+    assert fake.executor.plans == plans
+    assert fake.steps.plan is None
+
+
+async def test_what_breaks_between_two_steps_waits_for_the_one_that_runs(autojump_clock):
+    with pytest.raises(EngineFault, match="no such thing"):
+        async with open_fake_engine(overlap_steps=True, step_seconds=1) as fake, fake.generate("prompt", LONG):
+            await trio.sleep(2.5)
+
+            def update(plan, result, now):
+                raise RuntimeError("no such thing")
+
+            fake.core.update_from_output = update
+            await trio.sleep_forever()
+    assert fake.executor.plans == 4
+    assert fake.steps.plan is None
+
+
+async def test_the_thread_computes_nothing_behind_a_step_that_raised():
+    computed = []
+
+    class Breaking:
+        def execute(self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned) -> StepResult | None:
+            computed.append(plan.step_index)
+            raise RuntimeError("broken")
+
+    async with WorkerThread("compute") as thread:
+        steps = ThreadedExecutor(Breaking(), thread)
+        first, second = (steps.run_step(StepPlan(index, (), 0), never_abandoned) for index in range(2))
+        with pytest.raises(RuntimeError, match="broken"):
+            await first
+        assert await second is None
+    assert computed == [0]
+
+
+async def test_draining_lets_those_that_run_finish(autojump_clock):
+    async with open_fake_engine(overlap_steps=True, step_seconds=1, running_requests_max=1) as fake:
+        ends: dict[str, object] = {}
+
+        async def ask(prompt: str) -> None:
+            try:
+                ends[prompt] = (await read(fake, prompt, SamplingParams(max_tokens=6)))[0][2]
+            except Draining:
+                ends[prompt] = Draining
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask, "runs")
+            await trio.sleep(0.5)
+            nursery.start_soon(ask, "waits")
+            await trio.sleep(2)
+            fake.drain()
+            await fake.wait_until_idle()
+        assert ends == {"runs": FinishReason.LENGTH, "waits": Draining}
+        fake.assert_all_free()
+
+
+async def test_a_step_of_a_paused_engine_has_none_behind_it(autojump_clock):
+    async with open_fake_engine(overlap_steps=True, step_seconds=1, paused=True) as fake, fake.generate("a", LONG):
+        for _ in range(3):
+            assert not (await fake.step()).is_ahead
+        await wait_all_tasks_blocked()
+        assert not fake.core.flights
+        fake.resume()
+        await trio.sleep(2.5)
+        assert len(fake.core.flights) == 2
+
+
+async def test_a_step_lasts_from_the_end_of_the_one_before(autojump_clock):
+    async with open_fake_engine(overlap_steps=True, step_seconds=1) as fake:
+        await read(fake, "say", SamplingParams(max_tokens=8))
+        assert value(fake, "trioserve:step_seconds_count") == 8
+        assert value(fake, "trioserve:step_seconds_sum") == pytest.approx(8)

@@ -1,0 +1,581 @@
+"""What a caller of engine.generate() can rely on, whichever way it leaves."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+import trio.lowlevel
+
+from trioserve.contracts.errors import AlreadyEnded, ContextTooLong, InvalidRequest, Overloaded
+from trioserve.contracts.events import AbortOutcome, FinishReason
+from trioserve.contracts.output import Delta
+from trioserve.contracts.prompt import ChatPrompt
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.engine.request_stream import RequestStream
+from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
+from trioserve.testing.fake_executor import FakeModel
+from trioserve.testing.invariants import check_core, check_idle
+
+PROMPT = "a prompt of some length"
+
+
+def check_all_free(fake: FakeEngine) -> None:
+    check_idle(fake.core)
+    assert len(fake._delivery) == 0
+
+
+async def answer_of(fake: FakeEngine, prompt: str = PROMPT, **sampling: object) -> list[int]:
+    token_ids: list[int] = []
+    async with fake.generate(prompt, SamplingParams(**sampling)) as stream:
+        async for delta in stream:
+            token_ids += delta.token_ids
+    return token_ids
+
+
+async def test_deltas_join_to_the_answer_of_the_model_alone(autojump_clock):
+    model = FakeModel(vocab_size=256)
+    known = list(PROMPT.encode())
+    async with open_fake_engine(model=model) as fake:
+        token_ids = await answer_of(fake, max_tokens=20, temperature=0)
+        for token_id in token_ids:
+            digest = model.digest(known)
+            expected = digest_token(model, digest)
+            assert token_id == expected
+            known.append(token_id)
+        assert len(token_ids) == 20
+        check_all_free(fake)
+
+
+def digest_token(model: FakeModel, digest: int) -> int:
+    class Request:
+        sampling = SamplingParams(temperature=0)
+        prompt_token_ids = ()
+        stop_token_ids = frozenset()
+
+    return model.next_token_id(Request(), (), digest)
+
+
+async def test_only_the_last_delta_of_each_choice_has_a_finish_reason(autojump_clock):
+    async with (
+        open_fake_engine(step_seconds=0.01) as fake,
+        fake.generate(PROMPT, SamplingParams(n=3, max_tokens=5)) as stream,
+    ):
+        reasons: dict[int, list[object]] = {0: [], 1: [], 2: []}
+        async for delta in stream:
+            reasons[delta.index].append(delta.finish_reason)
+    for of_choice in reasons.values():
+        assert of_choice[-1] is FinishReason.LENGTH
+        assert set(of_choice[:-1]) <= {None}
+
+
+async def test_a_slow_reader_finds_its_deltas_merged(autojump_clock):
+    async with open_fake_engine(step_seconds=0.01) as fake:
+        expected = await answer_of(fake, max_tokens=30, temperature=0)
+        async with fake.generate(PROMPT, SamplingParams(max_tokens=30, temperature=0)) as stream:
+            await trio.sleep(10)
+            deltas = [delta async for delta in stream]
+        assert len(deltas) == 1
+        assert list(deltas[0].token_ids) == expected
+        assert deltas[0].finish_reason is FinishReason.LENGTH
+
+
+async def test_leaving_between_two_tokens_frees_the_blocks_before_the_next_schedule(autojump_clock):
+    """S22."""
+    async with open_fake_engine(step_seconds=0.01) as fake:
+        async with fake.generate(PROMPT, SamplingParams(max_tokens=100)) as stream:
+            async for _ in stream:
+                break
+            assert fake.core.stats().blocks_used > 0
+            steps_before = fake.steps.step_count
+        await trio.sleep(0.05)
+        assert fake.steps.step_count <= steps_before + 1
+        check_all_free(fake)
+
+
+async def test_leaving_while_a_forward_pass_runs_frees_the_blocks_right_after_it(autojump_clock):
+    async with open_fake_engine() as fake:
+        fake.steps.hold()
+        async with fake.generate(PROMPT, SamplingParams(max_tokens=100)):
+            await fake.steps.entered()
+            used = fake.core.stats().blocks_used
+            assert used > 0
+        # The forward pass still reads them.
+        assert fake.core.stats().blocks_used == used
+        check_core(fake.core)
+        fake.steps.release()
+        await trio.testing.wait_all_tasks_blocked()
+        assert fake.steps.step_count == 1
+        check_all_free(fake)
+        metrics = fake.metrics.expose().decode()
+        assert 'trioserve:aborts_total{model_name="fake",phase="prefill"} 1.0' in metrics
+        assert 'trioserve:cancel_to_free_seconds_count{model_name="fake",phase="prefill"} 1.0' in metrics
+
+
+async def test_leaving_the_line_frees_the_place_at_once_and_never_runs(autojump_clock):
+    """S32."""
+    async with open_fake_engine(running_requests_max=1) as fake:
+        fake.steps.hold()
+        async with fake.generate(PROMPT, SamplingParams(max_tokens=5)) as first:
+            await fake.steps.entered()
+            async with fake.generate("another", SamplingParams(max_tokens=5)):
+                await trio.testing.wait_all_tasks_blocked()
+                assert fake.core.stats().waiting_count == 1
+            assert fake.core.stats().waiting_count == 0
+            fake.steps.release()
+            assert [delta.finish_reason async for delta in first][-1] is FinishReason.LENGTH
+        assert fake.core.stats().prefix_query_tokens_total == len(PROMPT)
+        check_all_free(fake)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.005, 0.015, 0.025, 0.035])
+async def test_a_deadline_around_a_request_ends_it_at_any_phase(seconds, autojump_clock):
+    async with open_fake_engine(step_seconds=0.01, step_tokens_max=8) as fake:
+        with trio.move_on_after(seconds) as scope:
+            await answer_of(fake, max_tokens=100)
+        assert scope.cancelled_caught
+        await trio.sleep(0.02)
+        check_all_free(fake)
+
+
+async def test_an_error_in_the_body_ends_the_request_and_comes_out_as_it_is(autojump_clock):
+    async with open_fake_engine(step_seconds=0.01) as fake:
+        with pytest.raises(ZeroDivisionError):
+            async with fake.generate(PROMPT) as stream:
+                async for _ in stream:
+                    1 / 0  # noqa: B018
+        await trio.sleep(0.02)
+        check_all_free(fake)
+
+
+async def test_others_do_not_notice_who_leaves(autojump_clock):
+    async with open_fake_engine(step_seconds=0.01) as fake:
+        expected = await answer_of(fake, max_tokens=40, temperature=0)
+
+        async def leave_early(index: int) -> None:
+            async with fake.generate(f"{index} {PROMPT}", SamplingParams(max_tokens=40)) as stream:
+                count = 0
+                async for _ in stream:
+                    count += 1
+                    if count == index:
+                        break
+
+        results = []
+        async with trio.open_nursery() as nursery:
+            for index in range(1, 8):
+                nursery.start_soon(leave_early, index)
+            results.append(await answer_of(fake, max_tokens=40, temperature=0))
+        assert results == [expected]
+        await trio.sleep(0.02)
+        check_all_free(fake)
+
+
+async def test_abort_by_id_gives_the_reader_a_last_delta_and_answers_what_it_did(autojump_clock):
+    async with open_fake_engine(step_seconds=0.01) as fake:
+        assert fake.abort(["mine"]) == {"mine": AbortOutcome.UNKNOWN}
+        async with fake.generate(PROMPT, SamplingParams(max_tokens=100), request_id="mine") as stream:
+            async for delta in stream:
+                if delta.finish_reason is None:
+                    assert fake.abort(["mine", "min", "mine2"]) == {
+                        "mine": AbortOutcome.ABORTED,
+                        "min": AbortOutcome.UNKNOWN,
+                        "mine2": AbortOutcome.UNKNOWN,
+                    }
+                    assert fake.abort(["mine"]) == {"mine": AbortOutcome.ALREADY_FINISHED}
+            assert delta.finish_reason is FinishReason.ABORT
+            assert delta.token_ids == ()
+        assert fake.abort(["mine"]) == {"mine": AbortOutcome.ALREADY_FINISHED}
+        await trio.sleep(0.02)
+        check_all_free(fake)
+
+
+async def test_an_abort_after_the_end_changes_nothing_for_a_reader_who_is_late(autojump_clock):
+    async with (
+        open_fake_engine(step_seconds=0.01) as fake,
+        fake.generate(PROMPT, SamplingParams(max_tokens=3), request_id="mine") as stream,
+    ):
+        await trio.sleep(1)
+        assert fake.abort(["mine"]) == {"mine": AbortOutcome.ALREADY_FINISHED}
+        fake.abort_all("too late")
+        fake.drain()
+        assert [(len(delta.token_ids), delta.finish_reason) async for delta in stream] == [(3, FinishReason.LENGTH)]
+
+
+async def test_two_requests_may_bear_the_same_id(autojump_clock):
+    async with open_fake_engine(step_seconds=0.01) as fake:
+        async with (
+            fake.generate(PROMPT, SamplingParams(max_tokens=100), request_id="same") as first,
+            fake.generate("other", SamplingParams(max_tokens=100), request_id="same") as second,
+        ):
+            await trio.sleep(0.05)
+            assert fake.abort(["same"]) == {"same": AbortOutcome.ABORTED}
+            for stream in (first, second):
+                assert [delta.finish_reason async for delta in stream][-1] is FinishReason.ABORT
+        await trio.sleep(0.02)
+        check_all_free(fake)
+
+
+async def test_an_id_that_is_named_twice_is_aborted_once(autojump_clock):
+    async with (
+        open_fake_engine(step_seconds=0.01) as fake,
+        fake.generate(PROMPT, request_id="mine"),
+    ):
+        assert fake.abort(iter(["mine", "mine"])) == {"mine": AbortOutcome.ABORTED}
+
+
+async def test_late_aborts_are_told_of_the_last_requests_and_no_more(autojump_clock, monkeypatch):
+    monkeypatch.setattr("trioserve.admission.ended_ids.ENDED_IDS_MAX", 2)
+    async with open_fake_engine() as fake:
+        for request_id in ("one", "two", "one", "three"):
+            async with fake.generate(PROMPT, request_id=request_id):
+                pass
+        assert fake.abort(["one", "two", "three"]) == {
+            "one": AbortOutcome.ALREADY_FINISHED,
+            "two": AbortOutcome.UNKNOWN,
+            "three": AbortOutcome.ALREADY_FINISHED,
+        }
+
+
+async def test_leaving_when_some_choices_have_ended_ends_the_others(autojump_clock):
+    async with open_fake_engine(step_seconds=0.01) as fake:
+        async with fake.generate(PROMPT, SamplingParams(n=3, max_tokens=50)) as stream:
+            fake.executor.errors[stream._request.choices[0].sequence_id] = "bad luck"
+            async for delta in stream:
+                if delta.finish_reason is FinishReason.ERROR:
+                    break
+            assert fake.core.stats().running_count + fake.core.stats().waiting_count == 2
+        await trio.sleep(0.02)
+        check_all_free(fake)
+
+
+async def test_choices_with_one_seed_differ_and_are_repeated_with_it(autojump_clock):
+    async with open_fake_engine(step_seconds=0.01) as fake:
+        answers = []
+        for seed in (-1, -1, 2):
+            texts = {0: "", 1: ""}
+            async with fake.generate(PROMPT, SamplingParams(n=2, max_tokens=20, seed=seed)) as stream:
+                async for delta in stream:
+                    texts[delta.index] += delta.text
+            assert texts[0] != texts[1]
+            answers.append(texts)
+        assert answers[0] == answers[1] != answers[2]
+
+
+async def test_usage_is_known_when_the_answer_is_complete(autojump_clock):
+    async with open_fake_engine() as fake:
+        for cached in (0, len(PROMPT) // 4 * 4 - (len(PROMPT) % 4 == 0) * 4):
+            async with fake.generate(PROMPT, SamplingParams(n=2, max_tokens=7, ignore_eos=True)) as stream:
+                assert stream.prompt_token_ids == tuple(PROMPT.encode())
+                async for _ in stream:
+                    pass
+                assert stream.completion_token_count == 14
+                assert stream.cached_token_count == cached
+
+
+async def test_without_max_tokens_the_answer_ends_where_the_context_does(autojump_clock):
+    async with open_fake_engine(context_tokens_max=64) as fake:
+        assert len(await answer_of(fake, ignore_eos=True)) == 64 - len(PROMPT)
+
+
+async def test_the_one_with_the_lower_priority_number_goes_first(autojump_clock):
+    order = []
+    async with (
+        open_fake_engine(step_seconds=0.01, running_requests_max=1) as fake,
+        fake.generate(PROMPT, SamplingParams(max_tokens=3)),
+        trio.open_nursery() as nursery,
+    ):
+        await trio.sleep(0.005)
+
+        async def ask(priority: int) -> None:
+            async with fake.generate("x", SamplingParams(max_tokens=2), priority=priority) as stream:
+                async for _ in stream:
+                    pass
+            order.append(priority)
+
+        for priority in (1, -1, 0):
+            nursery.start_soon(ask, priority)
+            await trio.testing.wait_all_tasks_blocked()
+    assert order == [-1, 0, 1]
+
+
+async def test_prefixes_are_shared_only_between_equal_salts(autojump_clock):
+    async with open_fake_engine() as fake:
+        hits = []
+        for salt in (None, None, "a", "b", "a"):
+            async with fake.generate(PROMPT, SamplingParams(max_tokens=1), cache_salt=salt) as stream:
+                async for _ in stream:
+                    pass
+            hits.append(stream.cached_token_count > 0)
+        assert hits == [False, True, False, False, True]
+
+
+async def test_end_tokens_end_the_answer_unless_they_are_to_be_ignored(autojump_clock):
+    async with open_fake_engine(model=FakeModel(vocab_size=257, stop_token_id=256, stop_period=8)) as fake:
+        ended = await answer_of(fake, max_tokens=100, temperature=0)
+        assert ended[-1] == 256
+        assert 256 not in ended[:-1]
+        assert len(ended) < 100
+        assert len(await answer_of(fake, max_tokens=100, temperature=0, ignore_eos=True)) == 100
+        stopped = await answer_of(fake, max_tokens=100, temperature=0, stop_token_ids=(ended[0],))
+        assert stopped == ended[:1]
+
+
+async def test_a_full_line_refuses_before_it_tokenizes(autojump_clock, monkeypatch):
+    """S14."""
+    async with open_fake_engine(running_requests_max=1, waiting_requests_max=2) as fake:
+        fake.steps.hold()
+        async with fake.generate(PROMPT), fake.generate(PROMPT), trio.open_nursery() as nursery:
+            nursery.start_soon(answer_of, fake)
+            await trio.testing.wait_all_tasks_blocked()
+            monkeypatch.setattr(fake.tokenizer, "encode", lambda *_args, **_kwargs: pytest.fail("tokenized"))
+            with pytest.raises(Overloaded, match="1 requests wait for the model, 1 may") as caught:
+                async with fake.generate(PROMPT):
+                    pass
+            assert caught.value.reason == "queue_full"
+            assert caught.value.retry_after_seconds >= 1
+            monkeypatch.undo()
+            nursery.cancel_scope.cancel()
+        fake.steps.release()
+        await trio.lowlevel.checkpoint()
+        await answer_of(fake, max_tokens=3)
+        check_all_free(fake)
+        assert 'requests_rejected_total{model_name="fake",reason="queue_full"} 1.0' in fake.metrics.expose().decode()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "error", "words"),
+    [
+        ("x" * 128, {}, ContextTooLong, "128 tokens"),
+        ("x" * 100, {"max_tokens": 29}, ContextTooLong, "max_tokens asks for 29"),
+        ("", {}, InvalidRequest, "no tokens"),
+        ([], {}, InvalidRequest, "no tokens"),
+        ([1, 257], {}, InvalidRequest, "token id 257, this model's are 0 to 256"),
+        ([-1], {}, InvalidRequest, "token id -1"),
+        ([10**5000], {}, InvalidRequest, "token id \\.\\.\\.,"),
+        ("half a pair \ud800", {}, InvalidRequest, "U\\+D800"),
+        (ChatPrompt(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), {}, InvalidRequest, "image_url"),
+    ],
+)
+async def test_a_bad_request_is_refused_and_holds_nothing(prompt, sampling, error, words, autojump_clock):
+    async with open_fake_engine() as fake:
+        with pytest.raises(error, match=words):
+            async with (stream := fake.generate(prompt, SamplingParams(**sampling))):
+                pass
+        with pytest.raises(AlreadyEnded):
+            await anext(stream)
+        check_all_free(fake)
+        assert fake._requests == {}
+        assert fake._preparing_count == 0
+
+
+async def test_a_long_prompt_is_tokenized_in_the_text_thread_and_can_be_left_meanwhile():
+    # A real thread and so the real clock; nothing here waits for time to pass.
+    import threading
+
+    async with open_fake_engine(block_count=2048, context_tokens_max=4096) as fake:
+        tokenizer = fake.tokenizer
+        begun, go_on = trio.Event(), threading.Event()
+        token = trio.lowlevel.current_trio_token()
+        encode = tokenizer.encode
+
+        def slow_encode(*arguments: object, **keywords: object) -> list[int]:
+            assert threading.current_thread().name == "trioserve-text"
+            token.run_sync_soon(begun.set)
+            go_on.wait(10)
+            return encode(*arguments, **keywords)
+
+        tokenizer.encode = slow_encode  # type: ignore[method-assign]
+        async with trio.open_nursery() as nursery:
+
+            async def ask() -> None:
+                async with fake.generate("long " * 500):
+                    pytest.fail("was entered")
+
+            nursery.start_soon(ask)
+            await begun.wait()
+            assert fake._preparing_count == 1
+            nursery.cancel_scope.cancel()
+        assert fake._preparing_count == 0
+        assert fake._requests == {}
+        go_on.set()
+
+
+async def test_an_abort_by_id_reaches_a_request_that_is_being_tokenized():
+    import threading
+
+    async with open_fake_engine(block_count=2048, context_tokens_max=4096) as fake:
+        tokenizer = fake.tokenizer
+        begun, go_on = trio.Event(), threading.Event()
+        token = trio.lowlevel.current_trio_token()
+
+        def slow_encode(*_arguments: object, **_keywords: object) -> list[int]:
+            token.run_sync_soon(begun.set)
+            go_on.wait(10)
+            return [1]
+
+        tokenizer.encode = slow_encode  # type: ignore[method-assign]
+        reasons = []
+
+        async def ask() -> None:
+            async with fake.generate("long " * 500, request_id="slow") as stream:
+                reasons.extend([delta.finish_reason async for delta in stream])
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            await begun.wait()
+            assert fake.abort(["slow"]) == {"slow": AbortOutcome.ABORTED}
+        assert reasons == [FinishReason.ABORT]
+        go_on.set()
+        check_all_free(fake)
+
+
+async def test_a_stream_is_used_once_and_only_inside_its_scope(autojump_clock):
+    async with open_fake_engine() as fake:
+        stream = fake.generate(PROMPT, SamplingParams(max_tokens=2))
+        with pytest.raises(AlreadyEnded, match="async with"):
+            await anext(stream)
+        async with stream:
+            pass
+        with pytest.raises(AlreadyEnded, match="async with"):
+            await anext(stream)
+        with pytest.raises(AlreadyEnded, match="entered before"):
+            async with stream:
+                pass
+
+
+async def read_all(stream: RequestStream) -> list[Delta]:
+    return [delta async for delta in stream]
+
+
+WAYS_TO_WAIT = {
+    "reading": read_all,
+    "begun": RequestStream.wait_until_begun,
+}
+
+
+@pytest.mark.parametrize("wait", WAYS_TO_WAIT.values(), ids=WAYS_TO_WAIT)
+async def test_whoever_waits_for_a_stream_that_is_left_elsewhere_is_told(wait, autojump_clock):
+    async with open_fake_engine(paused=True) as fake, trio.open_nursery() as nursery:
+        told = trio.Event()
+
+        async def wait_outside(stream: RequestStream) -> None:
+            with pytest.raises(AlreadyEnded, match="inside its `async with`"):
+                await wait(stream)
+            told.set()
+
+        async with fake.generate(PROMPT) as stream:
+            nursery.start_soon(wait_outside, stream)
+            nursery.start_soon(wait_outside, stream)
+            await trio.testing.wait_all_tasks_blocked()
+        with trio.fail_after(1):
+            await told.wait()
+        with pytest.raises(AlreadyEnded):
+            await wait(stream)
+        check_all_free(fake)
+
+
+async def test_a_stream_that_is_not_entered_has_nothing_to_wait_for(autojump_clock):
+    async with open_fake_engine() as fake:
+        with pytest.raises(AlreadyEnded):
+            await fake.generate(PROMPT).wait_until_begun()
+
+
+async def test_of_several_readers_each_delta_has_one_and_all_see_the_end(autojump_clock):
+    async with open_fake_engine(step_seconds=0.01) as fake:
+        alone = await answer_of(fake, max_tokens=30, temperature=0)
+        read: list[list[Delta]] = []
+
+        async def read_some(stream: RequestStream) -> None:
+            read.append(await read_all(stream))
+
+        async with fake.generate(PROMPT, SamplingParams(max_tokens=30, temperature=0)) as stream:
+            with trio.fail_after(10):
+                async with trio.open_nursery() as nursery:
+                    for _ in range(3):
+                        nursery.start_soon(read_some, stream)
+        token_ids = [token_id for deltas in read for delta in deltas for token_id in delta.token_ids]
+        assert len(read) == 3
+        assert sorted(token_ids) == sorted(alone)
+        reasons = [delta.finish_reason for deltas in read for delta in deltas]
+        assert [reason for reason in reasons if reason is not None] == [FinishReason.LENGTH]
+        check_all_free(fake)
+
+
+async def test_whoever_waits_for_the_begin_is_told_the_end_although_another_has_read_it(autojump_clock):
+    async with open_fake_engine(paused=True) as fake, fake.generate(PROMPT) as stream:
+        fake.abort([stream.id])
+        assert [delta.finish_reason for delta in await read_all(stream)] == [FinishReason.ABORT]
+        for _ in range(2):
+            end = await stream.wait_until_begun()
+            assert end is not None
+            assert end.finish_reason is FinishReason.ABORT
+
+
+async def test_a_stop_string_ends_the_sequence_before_another_step(autojump_clock):
+    """S18: what watches the tokens is not fed after its end."""
+    async with open_fake_engine(step_seconds=0.01) as fake:
+        text = ""
+        async with fake.generate(PROMPT, SamplingParams(max_tokens=60, temperature=0)) as stream:
+            async for delta in stream:
+                text += delta.text
+        stop = next(text[i : i + 2] for i in range(20, len(text)) if text[i : i + 2].isascii())
+        steps_before = fake.steps.step_count
+        shown = ""
+        async with fake.generate(PROMPT, SamplingParams(max_tokens=60, temperature=0, stop=(stop,))) as stream:
+            async for delta in stream:
+                shown += delta.text
+            assert delta.finish_reason is FinishReason.STOP
+            assert delta.stop_reason == stop
+            # Its blocks are back while the reader still holds the stream.
+            check_idle(fake.core)
+            assert stream.completion_token_count < 60
+            assert fake.steps.step_count - steps_before == stream.completion_token_count
+        assert shown == text[: text.index(stop)]
+
+
+async def test_max_tokens_zero_computes_the_prompt_and_shows_nothing(autojump_clock):
+    async with (
+        open_fake_engine() as fake,
+        fake.generate(PROMPT, SamplingParams(max_tokens=0, prompt_logprobs=1)) as stream,
+    ):
+        deltas = [delta async for delta in stream]
+        assert [(delta.text, delta.token_ids, delta.finish_reason) for delta in deltas] == [
+            ("", (), FinishReason.LENGTH)
+        ]
+        assert stream.prompt_logprobs is not None
+        assert len(stream.prompt_logprobs) == len(PROMPT)
+        assert stream.completion_token_count == 0
+
+
+async def test_the_fault_of_one_request_stays_with_it(autojump_clock):
+    async with open_fake_engine(step_seconds=0.01) as fake:
+        async with (
+            fake.generate("unlucky", SamplingParams(max_tokens=20)) as unlucky,
+            fake.generate("lucky", SamplingParams(max_tokens=20)) as lucky,
+        ):
+            fake.executor.errors[unlucky._request.choices[0].sequence_id] = "the logits are not numbers"
+            unlucky_deltas = [delta async for delta in unlucky]
+            lucky_deltas = [delta async for delta in lucky]
+        assert unlucky_deltas[-1].finish_reason is FinishReason.ERROR
+        assert unlucky_deltas[-1].message == "the logits are not numbers"
+        assert lucky_deltas[-1].finish_reason is FinishReason.LENGTH
+        check_all_free(fake)
+
+
+async def test_text_that_cannot_be_made_fails_that_request_alone(autojump_clock, caplog):
+    async with open_fake_engine(step_seconds=0.01) as fake:
+        async with (
+            fake.generate("unlucky", SamplingParams(max_tokens=20)) as unlucky,
+            fake.generate("lucky", SamplingParams(max_tokens=20)) as lucky,
+        ):
+
+            def broken(*_arguments: object) -> None:
+                raise ValueError("no such token")
+
+            unlucky._request.choices[0].output.feed = broken  # type: ignore[assignment,method-assign]
+            deltas = [delta async for delta in unlucky]
+            assert deltas[-1].finish_reason is FinishReason.ERROR
+            assert "no such token" in (deltas[-1].message or "")
+            assert len(deltas[-1].token_ids) == 1
+            assert [delta async for delta in lucky][-1].finish_reason is FinishReason.LENGTH
+        check_all_free(fake)
+    assert "text of a request failed" in caplog.text

@@ -1,0 +1,28 @@
+"""Which bounds of the runtime are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from trioserve.contracts.errors import StartupError
+from trioserve.engine.settings import EngineSettings
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"waiting_requests_max": -1},
+        {"drain_seconds_max": -0.5},
+        {"drain_seconds_max": float("inf")},
+        {"drain_seconds_max": float("nan")},
+        {"last_words_seconds_max": -1},
+        {"last_words_seconds_max": 86_401},
+    ],
+)
+def test_a_setting_out_of_range_is_named(setting):
+    with pytest.raises(StartupError, match=next(iter(setting))):
+        EngineSettings(**setting)
+
+
+def test_nothing_waits_and_nothing_is_awaited_at_zero():
+    EngineSettings(waiting_requests_max=0, drain_seconds_max=0, last_words_seconds_max=0)

@@ -1,0 +1,200 @@
+"""A long text delays none that is shorter, and what is tokenized for its own sake delays no request and has a bound.
+
+Real threads and so the real clock; nothing here waits for time to pass.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import trio
+
+from trioserve.admission.text_threads import (
+    ASIDE_CHARACTERS_MAX,
+    ASIDE_JOBS_MAX,
+    ASIDE_JOBS_OF_ONE_MAX,
+    LONG_CHARACTERS_MAX,
+    SHORT_CHARACTERS_MAX,
+    TextThreads,
+)
+from trioserve.contracts.errors import AlreadyEnded, Overloaded
+from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
+from trioserve.testing.memory_server import open_memory_server
+
+WAIT_SECONDS_MAX = 10  # a test that fails must end
+
+
+class Gate:
+    """Jobs that stay in their threads until it opens."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+        self._begun = threading.Semaphore(0)
+
+    def job(self, *_: object) -> None:
+        self._begun.release()
+        self._open.wait(WAIT_SECONDS_MAX)
+
+    async def wait_until_begun(self) -> None:
+        await trio.to_thread.run_sync(self._begun.acquire, True, WAIT_SECONDS_MAX)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    made = Gate()
+    yield made
+    made.open()
+
+
+def hold_up_long_texts(engine: FakeEngine, gate: Gate, longer_than: int) -> None:
+    encode = engine.tokenizer.encode
+
+    def slow(text: str, **options: Any) -> list[int]:
+        if len(text) > longer_than:
+            gate.job()
+        return encode(text, **options)
+
+    engine.tokenizer.encode = slow  # type: ignore[method-assign]
+
+
+ENGINE: dict[str, Any] = {"context_tokens_max": 150_000, "block_size": 64, "block_count": 2400, "step_tokens_max": 8192}
+
+
+@pytest.mark.parametrize(
+    ("long", "short"),
+    [
+        (SHORT_CHARACTERS_MAX + 1, SHORT_CHARACTERS_MAX),
+        (LONG_CHARACTERS_MAX + 1, SHORT_CHARACTERS_MAX + 1),
+        (LONG_CHARACTERS_MAX + 1, 2000),
+    ],
+)
+async def test_a_long_prompt_delays_none_that_is_much_shorter(long, short, gate):
+    async with open_fake_engine(**ENGINE) as fake:
+        hold_up_long_texts(fake, gate, short)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(fake.encode, "x" * long)
+            await gate.wait_until_begun()
+            with trio.fail_after(WAIT_SECONDS_MAX):
+                assert len(await fake.encode("x" * short)) == short
+            gate.open()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/tokenize", {"prompt": "x" * 5000}), ("/tokenize", {"messages": [{"role": "user", "content": "x" * 5000}]})],
+)
+async def test_tokenizing_delays_no_prompt_however_long(path, body, gate):
+    async with open_memory_server(**ENGINE) as server:
+        hold_up_long_texts(server.engine, gate, 4999)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(server.client().post, path, body)
+            await gate.wait_until_begun()
+            with trio.fail_after(WAIT_SECONDS_MAX):
+                answer = await server.client().post("/v1/completions", {"prompt": "x" * 4000, "max_tokens": 1})
+            assert answer.status == 200
+            gate.open()
+
+
+async def test_of_texts_that_are_tokenized_for_their_own_sake_few_may_wait(gate):
+    async with open_memory_server(**ENGINE) as server:
+        hold_up_long_texts(server.engine, gate, 4999)
+        statuses: list[int] = []
+
+        async def ask() -> None:
+            statuses.append((await server.client().post("/tokenize", {"prompt": "x" * 5000})).status)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(ASIDE_JOBS_MAX):
+                nursery.start_soon(ask)
+            await gate.wait_until_begun()
+            await trio.testing.wait_all_tasks_blocked()
+            for path, body in (("/tokenize", {"prompt": "x" * 5000}), ("/detokenize", {"tokens": [120] * 5000})):
+                with trio.fail_after(WAIT_SECONDS_MAX):
+                    answer = await server.client().post(path, body)
+                assert answer.status == 429
+                said = json.loads(answer.body)["error"]
+                assert answer.headers["x-trioserve-reason"] == "text_queue_full"
+                assert int(answer.headers["retry-after"]) >= 1
+                assert f"at most {ASIDE_JOBS_MAX} may be" in said["message"]
+            assert (await server.client().post("/tokenize", {"prompt": "short"})).status == 200
+            gate.open()
+        assert statuses == [200] * ASIDE_JOBS_MAX
+        assert (await server.client().post("/tokenize", {"prompt": "x" * 5000})).status == 200
+        shown = server.engine.metrics.expose().decode().splitlines()
+        [refused] = [line for line in shown if "requests_rejected_total{" in line and "text_queue_full" in line]
+        assert refused.endswith(" 2.0")
+
+
+async def test_one_key_leaves_room_for_the_texts_of_others(gate):
+    async with TextThreads() as threads, trio.open_nursery() as nursery:
+
+        async def tokenize(owner: str | None) -> None:
+            with threads.aside(owner) as texts:
+                await texts.run(gate.job, size=5000)
+
+        for _ in range(ASIDE_JOBS_OF_ONE_MAX):
+            nursery.start_soon(tokenize, "greedy")
+        await gate.wait_until_begun()
+        await trio.testing.wait_all_tasks_blocked()
+        with pytest.raises(Overloaded, match=f"of this key are tokenized aside, at most {ASIDE_JOBS_OF_ONE_MAX}"):
+            await tokenize("greedy")
+        nursery.start_soon(tokenize, "other")
+        nursery.start_soon(tokenize, None)
+        await trio.testing.wait_all_tasks_blocked()
+        gate.open()
+
+
+async def test_the_longest_text_comes_alone_and_others_after_it(gate):
+    async with TextThreads() as threads, trio.open_nursery() as nursery:
+
+        async def tokenize(size: int) -> None:
+            with threads.aside(None) as texts:
+                await texts.run(gate.job, size=size)
+
+        nursery.start_soon(tokenize, 3 * ASIDE_CHARACTERS_MAX)
+        await gate.wait_until_begun()
+        with pytest.raises(Overloaded, match="would be more than") as refused:
+            await tokenize(1)
+        assert refused.value.retry_after_seconds > 10
+        nursery.cancel_scope.cancel()
+        gate.open()
+
+
+async def test_a_caller_that_leaves_gives_its_place_back_and_its_text_is_kept_no_longer(gate):
+    class Text:
+        pass
+
+    async with TextThreads() as threads:
+
+        async def tokenize(text: Text) -> None:
+            with threads.aside("key") as texts:
+                await texts.run(lambda: gate.job(text), size=5000)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(tokenize, Text())
+            await gate.wait_until_begun()
+            for _ in range(3 * ASIDE_JOBS_OF_ONE_MAX):
+                text = Text()
+                is_kept = weakref.ref(text)
+                async with trio.open_nursery() as inner:
+                    inner.start_soon(tokenize, text)
+                    await trio.testing.wait_all_tasks_blocked()
+                    del text
+                    inner.cancel_scope.cancel()
+                gc.collect()
+                assert is_kept() is None, "the thread has not come to it, and holds it"
+            gate.open()
+        with threads.aside("key") as texts:
+            assert await texts.run(lambda: 1, size=5000) == 1
+    with pytest.raises(AlreadyEnded):
+        await threads.run(lambda: 1, size=5000)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("trioserve-text")]

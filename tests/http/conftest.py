@@ -1,0 +1,310 @@
+"""Clients that speak HTTP/2 and HTTP/1.1 frame by frame to a server in the same program, over streams in memory.
+
+They are written on hyperframe, hpack and h11 rather than on a whole client, so that they can also misbehave.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import h11
+import hpack
+import hyperframe.frame as frames
+import pytest
+import trio
+from trio.testing import memory_stream_pair, wait_all_tasks_blocked
+
+from trioserve.http.exchange import Exchange, Handler
+from trioserve.http.limits import FrontendLimits
+from trioserve.http.server import FrontendServer
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+
+
+@dataclasses.dataclass
+class H2Answer:
+    """What one stream has brought so far."""
+
+    status: int | None = None
+    informational: list[int] = dataclasses.field(default_factory=list)
+    headers: dict[str, str] = dataclasses.field(default_factory=dict)
+    body: bytes = b""
+    ended: bool = False
+    reset_code: int | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.ended or self.reset_code is not None
+
+
+class H2Client:
+    """Sends any frame, and sorts what comes into one H2Answer a stream. Credits nothing by itself."""
+
+    def __init__(self, stream: trio.abc.Stream) -> None:
+        self.stream = stream
+        self.answers: dict[int, H2Answer] = {}
+        self.goaways: list[frames.GoAwayFrame] = []
+        self.frames: list[frames.Frame] = []
+        self.reads: list[int] = []  # DATA frames in each read
+        self.at_eof = False
+        self._next_id = 1
+        self._encoder = hpack.Encoder()
+        self._decoder = hpack.Decoder()
+        self._held = b""
+
+    async def open(self, **settings: int) -> None:
+        frame = frames.SettingsFrame(0)
+        frame.settings = {getattr(frames.SettingsFrame, name): value for name, value in settings.items()}
+        await self.stream.send_all(PREFACE + frame.serialize())
+
+    async def send(self, *sent: frames.Frame) -> None:
+        await self.stream.send_all(b"".join(frame.serialize() for frame in sent))
+
+    def request_frames(
+        self,
+        path: str = "/",
+        *,
+        method: str = "POST",
+        headers: tuple[tuple[str, str], ...] = (),
+        body: bytes = b"",
+        end: bool = True,
+    ) -> tuple[int, list[frames.Frame]]:
+        stream_id = self._next_id
+        self._next_id += 2
+        pseudo = ((":method", method), (":scheme", "http"), (":authority", "test"), (":path", path))
+        head = frames.HeadersFrame(stream_id, data=self._encoder.encode([*pseudo, *headers]), flags=["END_HEADERS"])
+        made: list[frames.Frame] = [head]
+        if body:
+            made.append(frames.DataFrame(stream_id, data=body))
+        if end:
+            made[-1].flags.add("END_STREAM")
+        self.answers[stream_id] = H2Answer()
+        return stream_id, made
+
+    async def request(self, path: str = "/", **arguments) -> int:
+        stream_id, made = self.request_frames(path, **arguments)
+        await self.send(*made)
+        return stream_id
+
+    async def data(self, stream_id: int, data: bytes, *, end: bool = False) -> None:
+        await self.send(frames.DataFrame(stream_id, data=data, flags=["END_STREAM"] if end else []))
+
+    async def reset(self, stream_id: int, code: int = 8) -> None:
+        await self.send(frames.RstStreamFrame(stream_id, error_code=code))
+
+    async def credit(self, stream_id: int, byte_count: int) -> None:
+        await self.send(frames.WindowUpdateFrame(stream_id, window_increment=byte_count))
+
+    async def receive(self) -> None:
+        """One read; sets at_eof at the end."""
+        try:
+            received = await self.stream.receive_some(65536)
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            received = b""
+        if not received:
+            self.at_eof = True
+            return
+        self._held += received
+        data_frames = 0
+        while len(self._held) >= 9:
+            frame, length = frames.Frame.parse_frame_header(memoryview(self._held[:9]))
+            if len(self._held) < 9 + length:
+                break
+            frame.parse_body(memoryview(self._held[9 : 9 + length]))
+            self._held = self._held[9 + length :]
+            self._sort(frame)
+            data_frames += isinstance(frame, frames.DataFrame)
+        self.reads.append(data_frames)
+
+    def _sort(self, frame: frames.Frame) -> None:
+        self.frames.append(frame)
+        if isinstance(frame, frames.GoAwayFrame):
+            self.goaways.append(frame)
+            return
+        # Streams that a test opened by hand are not looked at, but their headers belong to the table.
+        answer = self.answers.get(frame.stream_id) or H2Answer()
+        if isinstance(frame, frames.HeadersFrame):
+            fields = dict(self._decoder.decode(frame.data))
+            status = int(fields.pop(":status"))
+            if status < 200:
+                answer.informational.append(status)
+            else:
+                answer.status = status
+                answer.headers = fields
+        elif isinstance(frame, frames.DataFrame):
+            answer.body += frame.data
+        elif isinstance(frame, frames.RstStreamFrame):
+            answer.reset_code = frame.error_code
+        if "END_STREAM" in frame.flags:
+            answer.ended = True
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Read on until the condition holds. Fails at the end of the connection."""
+        while not condition():
+            assert not self.at_eof, f"the server closed; {self.answers} {self.goaways}"
+            await self.receive()
+
+    async def answer(self, stream_id: int) -> H2Answer:
+        answer = self.answers[stream_id]
+        await self.until(lambda: answer.over)
+        return answer
+
+    async def until_eof(self) -> None:
+        while not self.at_eof:
+            await self.receive()
+
+
+class H11Client:
+    """h11's client side; `raw` sends whatever one likes."""
+
+    def __init__(self, stream: trio.abc.Stream) -> None:
+        self.stream = stream
+        self.protocol = h11.Connection(h11.CLIENT)
+
+    async def raw(self, data: bytes) -> None:
+        await self.stream.send_all(data)
+
+    async def request(
+        self, target: str = "/", *, method: str = "POST", headers: tuple[tuple[str, str], ...] = (), body: bytes = b""
+    ) -> None:
+        fields = [("host", "test"), *headers]
+        if body and not any(name == "transfer-encoding" for name, _ in headers):
+            fields.append(("content-length", str(len(body))))
+        sent = self.protocol.send(h11.Request(method=method, target=target, headers=fields))
+        if body:
+            sent += self.protocol.send(h11.Data(data=body))
+        await self.raw(sent + self.protocol.send(h11.EndOfMessage()))
+
+    async def event(self) -> h11.Event:
+        while True:
+            event = self.protocol.next_event()
+            if event is not h11.NEED_DATA:
+                return event
+            try:
+                received = await self.stream.receive_some(65536)
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                received = b""
+            self.protocol.receive_data(received)
+
+    async def answer(self, *, next_cycle: bool = True) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers and body; raises h11.RemoteProtocolError if it breaks off."""
+        head = await self.event()
+        while isinstance(head, h11.InformationalResponse):
+            head = await self.event()
+        assert isinstance(head, h11.Response), head
+        body = b""
+        while isinstance(event := await self.event(), h11.Data):
+            body += event.data
+        if next_cycle and self.protocol.our_state is h11.DONE and self.protocol.their_state is h11.DONE:
+            self.protocol.start_next_cycle()
+        return head.status_code, {k.decode(): v.decode() for k, v in head.headers}, body
+
+
+class Front:
+    """A server and the nursery its connections run in; each connection is one task there."""
+
+    def __init__(self, handler: Handler, limits: FrontendLimits, nursery: trio.Nursery) -> None:
+        self.server = FrontendServer(handler, limits=limits)
+        self.nursery = nursery
+        self._scopes: list[trio.CancelScope] = []
+
+    def cancel(self) -> None:
+        """Cancel every connection, as leaving the server's nursery would."""
+        for scope in self._scopes:
+            scope.cancel()
+
+    def connect(self, pair: Callable[[], tuple[trio.abc.Stream, trio.abc.Stream]] = memory_stream_pair):
+        ours, theirs = pair()
+        self.nursery.start_soon(self._serve, theirs)
+        return ours
+
+    async def _serve(self, stream: trio.abc.Stream) -> None:
+        with trio.CancelScope() as scope:
+            self._scopes.append(scope)
+            await self.server.serve_connection(stream, peer="test")
+
+    async def h2(self, **settings: int) -> H2Client:
+        client = H2Client(self.connect())
+        await client.open(**settings)
+        return client
+
+    def h11(self) -> H11Client:
+        return H11Client(self.connect())
+
+    @property
+    def connection_count(self) -> int:
+        return len(self.nursery.child_tasks)
+
+    async def settle(self) -> None:
+        await wait_all_tasks_blocked()
+
+
+@pytest.fixture
+async def front(autojump_clock) -> AsyncIterator[Callable[..., Front]]:
+    """front(handler, **limits) -> Front. On the way out, no connection and no task of one may be left."""
+    # pytest-trio takes the clock only from a test that asks for it by name.
+    assert trio.lowlevel.current_clock() is autojump_clock, "a test with `front` has to have `autojump_clock`, too"
+    fronts: list[Front] = []
+    async with trio.open_nursery() as nursery:
+
+        def make(handler: Callable[[Exchange], Awaitable[None]], **limits) -> Front:
+            fronts.append(Front(handler, FrontendLimits(**limits), nursery))
+            return fronts[-1]
+
+        yield make
+        nursery.cancel_scope.cancel()
+    for front in fronts:
+        counters = front.server.counters()
+        assert (counters.connections_open, counters.exchanges_open, counters.request_body_bytes_held) == (0, 0, 0)
+
+
+class Watched:
+    """A handler that waits where it is told, and notes how it ended."""
+
+    def __init__(self, handler: Handler | None = None) -> None:
+        self.begun = trio.Event()
+        self.ended = trio.Event()
+        self.cancelled = False
+        self.running = 0
+        self._handler = handler or self._wait
+
+    @staticmethod
+    async def _wait(exchange: Exchange) -> None:
+        await trio.sleep_forever()
+
+    async def __call__(self, exchange: Exchange) -> None:
+        self.running += 1
+        self.begun.set()
+        try:
+            await self._handler(exchange)
+        except trio.Cancelled:
+            self.cancelled = True
+            raise
+        finally:
+            self.running -= 1
+            self.ended.set()
+
+    async def passes_until_ended(self) -> int:
+        """How many passes of the scheduler go by before the handler has been left."""
+        passes = 0
+        while not self.ended.is_set():
+            await trio.lowlevel.checkpoint()
+            passes += 1
+            assert passes < 100, "the handler was not left"
+        return passes
+
+
+@pytest.fixture
+def watched() -> type[Watched]:
+    return Watched
+
+
+@pytest.fixture
+def h2_client() -> type[H2Client]:
+    return H2Client
+
+
+@pytest.fixture
+def h11_client() -> type[H11Client]:
+    return H11Client

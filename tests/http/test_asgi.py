@@ -1,0 +1,299 @@
+"""The handlers as an ASGI app, driven by hand as a host would; and under Hypercorn on a real socket."""
+
+from __future__ import annotations
+
+import builtins
+import logging
+
+import httpx
+import pytest
+import trio
+import trio.testing
+
+from trioserve.contracts.errors import StartupError
+from trioserve.http.asgi.app import AnswerBrokenOff, AsgiApp
+from trioserve.http.asgi.hypercorn_server import serve_with_hypercorn
+from trioserve.http.limits import FrontendLimits
+from trioserve.http.listener import addresses, open_listeners
+
+
+class Host:
+    """An ASGI host with one request: what the app receives is put in, what it sends is kept."""
+
+    def __init__(self, app: AsgiApp, **scope) -> None:
+        self.app = app
+        self.sent: list[dict] = []
+        self.may_send = trio.Event()
+        self.may_send.set()
+        self.shields_send = False
+        self._put, self._take = trio.open_memory_channel(100)
+        self.scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/a b",
+            "query_string": b"c=d",
+            "headers": [(b"host", b"test"), (b"x-key", b"1")],
+            "http_version": "2",
+            "client": ("192.0.2.7", 99),
+            "root_path": "",
+            **scope,
+        }
+
+    def put(self, body: bytes, *, more_body: bool = False) -> None:
+        self._put.send_nowait({"type": "http.request", "body": body, "more_body": more_body})
+
+    def disconnect(self) -> None:
+        self._put.send_nowait({"type": "http.disconnect"})
+
+    async def run(self) -> None:
+        await self.app(self.scope, self._take.receive, self._send)
+
+    async def _send(self, message) -> None:
+        with trio.CancelScope(shield=self.shields_send):
+            await self.may_send.wait()
+            self.sent.append(message)
+
+    @property
+    def status(self) -> int:
+        return self.sent[0]["status"]
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message["body"] for message in self.sent[1:])
+
+    @property
+    def ended(self) -> bool:
+        return not self.sent[-1].get("more_body", True)
+
+
+async def echo(exchange):
+    body = await exchange.body()
+    fields = [("x-seen", f"{exchange.method} {exchange.path} {exchange.query} {exchange.headers.get('X-Key')}")]
+    await exchange.respond(200, fields, body + exchange.peer.encode())
+
+
+async def stream_for_ever(exchange):
+    await exchange.start(200, [])
+    while True:
+        await exchange.send(bytes(1000))
+
+
+async def test_request_reaches_handler_and_answer_reaches_host(autojump_clock):
+    host = Host(AsgiApp(echo))
+    host.put(b"hel", more_body=True)
+    host.put(b"lo ")
+    await host.run()
+    assert (host.status, host.body, host.ended) == (200, b"hello 192.0.2.7:99", True)
+    fields = dict(host.sent[0]["headers"])
+    assert fields[b"x-seen"] == b"POST /v1/a b c=d 1"
+    assert fields[b"content-length"] == b"18"
+
+
+async def test_mounted_app_sees_its_own_paths(autojump_clock):
+    host = Host(AsgiApp(echo), path="/llm/v1/models", root_path="/llm")
+    host.put(b"")
+    await host.run()
+    assert b"POST /v1/models" in dict(host.sent[0]["headers"])[b"x-seen"]
+
+
+async def test_streamed_answer_is_given_on_as_it_comes(autojump_clock, nursery):
+    go_on = trio.Event()
+
+    async def handler(exchange):
+        await exchange.start(200, [])
+        await exchange.send(b"one")
+        await go_on.wait()
+        await exchange.finish(b"two")
+
+    host = Host(AsgiApp(handler))
+    host.put(b"")
+    nursery.start_soon(host.run)
+    await trio.testing.wait_all_tasks_blocked()
+    assert (host.body, host.ended) == (b"one", False)
+    go_on.set()
+    await trio.testing.wait_all_tasks_blocked()
+    assert (host.body, host.ended) == (b"onetwo", True)
+
+
+@pytest.mark.parametrize("body_complete", [True, False])
+async def test_disconnect_cancels_the_handler_at_once(autojump_clock, nursery, watched, body_complete):
+    async def handler(exchange):
+        await exchange.body()
+        await trio.sleep_forever()
+
+    handler = watched(handler)
+    app = AsgiApp(handler)
+    host = Host(app)
+    host.put(b"abc", more_body=not body_complete)
+    nursery.start_soon(host.run)
+    await trio.testing.wait_all_tasks_blocked()
+    assert app.counters().request_body_bytes_held == 3
+    host.disconnect()
+    assert await handler.passes_until_ended() <= 4
+    assert handler.cancelled
+    await trio.testing.wait_all_tasks_blocked()
+    counters = app.counters()
+    assert (counters.exchanges_left_total, counters.exchanges_open, counters.request_body_bytes_held) == (1, 0, 0)
+    assert len(nursery.child_tasks) == 0
+
+
+async def test_disconnect_reaches_a_handler_although_the_host_is_stuck_in_a_shielded_send(
+    autojump_clock, nursery, watched
+):
+    """S43, S50."""
+    handler = watched(stream_for_ever)
+    app = AsgiApp(handler)
+    host = Host(app)
+    host.shields_send = True
+    host.may_send = trio.Event()
+    host.put(b"")
+    nursery.start_soon(host.run)
+    await trio.testing.wait_all_tasks_blocked()
+    host.disconnect()
+    assert await handler.passes_until_ended() <= 4
+    assert app.counters().exchanges_open == 0
+    assert len(nursery.child_tasks) == 1  # the host's own doing
+    host.may_send.set()
+    await trio.testing.wait_all_tasks_blocked()
+    assert len(nursery.child_tasks) == 0
+
+
+async def test_host_that_takes_nothing_gets_a_bounded_number_of_bytes_and_then_a_stall(autojump_clock, watched):
+    accepted = 0
+
+    async def handler(exchange):
+        nonlocal accepted
+        await exchange.start(200, [])
+        while True:
+            await exchange.send(bytes(1000))
+            accepted += 1000
+
+    handler = watched(handler)
+    app = AsgiApp(handler, FrontendLimits(stream_buffer_bytes_max=10_000, stall_seconds_max=30))
+    host = Host(app)
+    host.may_send = trio.Event()
+    host.put(b"")
+    began_at = trio.current_time()
+
+    async def look():
+        await trio.sleep(10)
+        counters = app.counters()
+        assert (counters.answer_bytes_held, counters.exchanges_behind) == (10_000, 1)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(look)
+        with pytest.raises(AnswerBrokenOff, match="POST /v1/a b"):
+            await host.run()
+    assert app.counters().answer_bytes_held == 0
+    assert trio.current_time() - began_at == pytest.approx(30, abs=0.1)
+    assert (accepted, handler.cancelled) == (10_000, True)
+    assert app.counters().exchanges_stalled_total == 1
+
+
+async def test_body_beyond_the_limit_is_a_413(autojump_clock):
+    host = Host(AsgiApp(echo, FrontendLimits(body_bytes_max=1000)))
+    host.put(bytes(600), more_body=True)
+    host.put(bytes(600), more_body=True)
+    await host.run()
+    assert host.status == 413
+
+
+async def test_exception_before_the_answer_is_a_500(autojump_clock, caplog):
+    async def handler(exchange):
+        raise ZeroDivisionError("a fault")
+
+    host = Host(AsgiApp(handler))
+    await host.run()
+    assert host.status == 500
+    assert "handler failed" in caplog.text
+
+
+async def test_exception_mid_stream_tells_the_host_to_break_off(autojump_clock, caplog):
+    async def handler(exchange):
+        await exchange.start(200, [])
+        raise ZeroDivisionError("a fault")
+
+    host = Host(AsgiApp(handler))
+    with pytest.raises(AnswerBrokenOff):
+        await host.run()
+
+
+async def test_head_request_gets_no_body(autojump_clock):
+    host = Host(AsgiApp(echo), method="HEAD")
+    host.put(b"")
+    await host.run()
+    assert (host.status, host.body, host.ended) == (200, b"", True)
+
+
+async def test_lifespan_is_answered(autojump_clock):
+    messages = iter(["lifespan.startup", "lifespan.shutdown"])
+    sent = []
+
+    async def receive():
+        return {"type": next(messages)}
+
+    async def send(message):
+        sent.append(message["type"])
+
+    await AsgiApp(echo)({"type": "lifespan"}, receive, send)
+    assert sent == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
+
+
+async def test_websockets_are_not_served():
+    with pytest.raises(NotImplementedError, match="websocket"):
+        await AsgiApp(echo)({"type": "websocket"}, None, None)
+
+
+# --- Hypercorn ---
+
+
+async def test_hypercorn_serves_the_handler_and_cancels_it_at_a_disconnect(watched, caplog):
+    handler = watched()
+
+    async def route(exchange):
+        if exchange.path == "/wait":
+            await handler(exchange)
+        else:
+            await echo(exchange)
+
+    listeners = await open_listeners("127.0.0.1", 0)
+    url = f"http://{addresses(listeners)[0]}"
+    stop = trio.Event()
+    async with trio.open_nursery() as nursery:
+
+        async def serve(task_status=trio.TASK_STATUS_IGNORED):
+            await serve_with_hypercorn(
+                route, listeners, shutdown_trigger=stop.wait, drain_seconds_max=1, task_status=task_status
+            )
+
+        with caplog.at_level(logging.WARNING):
+            await nursery.start(serve)
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "buffer without bound" in caplog.text
+        for http2 in (False, True):
+            async with httpx.AsyncClient(http1=not http2, http2=http2, trust_env=False) as client:
+                answer = await client.post(f"{url}/echo", content=b"hello ")
+                assert answer.content.startswith(b"hello 127.0.0.1")
+        async with httpx.AsyncClient(trust_env=False) as client:
+            with trio.move_on_after(10):
+                async with trio.open_nursery() as asking:
+                    asking.start_soon(client.get, f"{url}/wait")
+                    await handler.begun.wait()
+                    asking.cancel_scope.cancel()
+        with trio.fail_after(5):
+            await handler.ended.wait()
+        assert handler.cancelled
+        stop.set()
+
+
+async def test_missing_hypercorn_is_one_clear_sentence(monkeypatch):
+    real_import = builtins.__import__
+
+    def without_hypercorn(name, *arguments, **keywords):
+        if name.startswith("hypercorn"):
+            raise ImportError(name)
+        return real_import(name, *arguments, **keywords)
+
+    monkeypatch.setattr(builtins, "__import__", without_hypercorn)
+    with pytest.raises(StartupError, match=r"pip install 'trioserve\[asgi\]'"):
+        await serve_with_hypercorn(echo, [], shutdown_trigger=trio.sleep_forever, drain_seconds_max=1)

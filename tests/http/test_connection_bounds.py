@@ -1,0 +1,297 @@
+"""Bounds on connections, and on requests of all connections together; what TCP is told; accepts that fail."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+from h2.errors import ErrorCodes
+from trio.testing import lockstep_stream_pair, memory_stream_pair
+
+from trioserve.http.limits import FrontendLimits
+from trioserve.http.listener import open_listeners
+from trioserve.http.server import FrontendServer
+
+REQUEST = b"GET / HTTP/1.1\r\nhost: test\r\n\r\n"
+
+
+async def answer_ok(exchange):
+    await exchange.respond(200, [], b"ok")
+
+
+@asynccontextmanager
+async def listening(handler, **limits) -> AsyncIterator[tuple[FrontendServer, tuple[str, int]]]:
+    """A server on a real socket, and its address. On the way out it is drained; the clients have to have closed."""
+    listeners = await open_listeners("127.0.0.1", 0)
+    server = FrontendServer(handler, limits=FrontendLimits(**limits))
+    async with trio.open_nursery() as nursery:
+        await nursery.start(server.serve, listeners)
+        with trio.fail_after(30):
+            yield server, listeners[0].socket.getsockname()
+        server.drain()
+    assert server.counters().connections_open == 0
+
+
+async def ask(stream) -> None:
+    await stream.send_all(REQUEST)
+    assert (await stream.receive_some()).endswith(b"ok")
+
+
+@pytest.mark.parametrize("first_asks", [True, False])
+async def test_connection_that_is_idle_longest_makes_room_for_a_new_one(first_asks):
+    limits = {"connections_max": 2, "crowded_idle_seconds_min": 1e-6, "close_seconds_max": 1000}
+    async with listening(answer_ok, **limits) as (server, address):
+        first, second = [await trio.open_tcp_stream(*address) for _ in range(2)]
+        if first_asks:  # otherwise it is silent, and has not even said which protocol it speaks
+            await ask(first)
+        while server.counters().connections_total < 2:
+            await trio.lowlevel.checkpoint()
+        await ask(second)
+        third = await trio.open_tcp_stream(*address)
+        await ask(third)
+        assert await first.receive_some() == b""
+        await ask(second)
+        assert server.counters().connections_refused_total["crowded"] == 1
+        for stream in (first, second, third):
+            await stream.aclose()
+
+
+async def test_connection_with_a_request_keeps_its_seat_until_it_is_idle():
+    go_on = trio.Event()
+
+    async def handler(exchange):
+        if exchange.path == "/wait":
+            await go_on.wait()
+        await answer_ok(exchange)
+
+    async with listening(handler, connections_max=1, crowded_idle_seconds_min=1e-6) as (server, address):
+        first = await trio.open_tcp_stream(*address)
+        await first.send_all(REQUEST.replace(b"/ ", b"/wait "))
+        while not server.counters().exchanges_open:
+            await trio.lowlevel.checkpoint()
+        second = await trio.open_tcp_stream(*address)
+        await second.send_all(REQUEST)
+        with trio.move_on_after(0.3):  # three times what it takes to look again
+            await second.receive_some()
+            raise AssertionError("there was no seat for it")
+        go_on.set()
+        assert (await first.receive_some()).endswith(b"ok")
+        assert (await second.receive_some()).endswith(b"ok")
+        for stream in (first, second):
+            await stream.aclose()
+
+
+async def test_idle_http_2_connection_makes_room_with_a_goaway(h2_client):
+    limits = {"connections_max": 1, "crowded_idle_seconds_min": 1e-6, "close_seconds_max": 1000}
+    async with listening(answer_ok, **limits) as (_, address):
+        client = h2_client(await trio.open_tcp_stream(*address))
+        await client.open()
+        await client.answer(await client.request())
+        other = await trio.open_tcp_stream(*address)
+        await ask(other)  # although the first one has not closed its side
+        await client.until_eof()
+        assert [goaway.error_code for goaway in client.goaways] == [ErrorCodes.NO_ERROR]
+        await client.stream.aclose()
+        await other.aclose()
+
+
+async def test_seats_come_back_however_a_client_leaves():
+    """S48: one seat, and clients that leave it at every phase."""
+
+    async def handler(exchange):
+        await exchange.body()
+        await exchange.start(200, [])
+        await exchange.send(b"begun")
+        await trio.sleep_forever()
+
+    phases = [b"", b"GET", b"POST / HTTP/1.1\r\nhost: test\r\ncontent-length: 9\r\n\r\nabc", REQUEST, REQUEST * 2]
+    async with listening(handler, connections_max=1, crowded_idle_seconds_min=1000) as (server, address):
+        for sent in phases * 4:
+            stream = await trio.open_tcp_stream(*address)
+            await stream.send_all(sent)
+            if sent.startswith(REQUEST):
+                received = b""
+                while b"begun" not in received:
+                    received += await stream.receive_some()
+            await stream.aclose()
+        last = await trio.open_tcp_stream(*address)
+        await last.send_all(REQUEST)
+        assert (await last.receive_some()).startswith(b"HTTP/1.1 200")
+        await last.aclose()
+    assert server.counters().exchanges_open == 0
+
+
+async def test_requests_of_all_connections_together_are_bounded(autojump_clock, front, watched):
+    handler = watched()
+    the_front = front(handler, exchanges_max=3)
+    one, other, http1 = await the_front.h2(), await the_front.h2(), the_front.h11()
+    for client in (one, one, other):
+        await client.request()
+    await the_front.settle()
+    refused = await other.request()
+    assert (await other.answer(refused)).reset_code == ErrorCodes.REFUSED_STREAM
+    await http1.request()
+    status, headers, body = await http1.answer(next_cycle=False)
+    assert (status, headers["retry-after"], headers["x-trioserve-reason"]) == (503, "1", "exchanges_max")
+    assert b'"type":"server_error"' in body
+    assert handler.running == 3
+    assert the_front.server.counters().streams_refused_total["exchanges_max"] == 2
+    await one.stream.aclose()
+    await the_front.settle()
+    await other.request()
+    await the_front.settle()
+    assert handler.running == 2
+
+
+async def test_a_share_of_the_exchanges_is_kept_for_callers_who_are_known(autojump_clock, front, watched):
+    """Whoever shows no key gets half of them; whoever does, all that are left."""
+    handler = watched()
+    the_front = front(handler, exchanges_max=4)
+    the_front.server = FrontendServer(
+        handler,
+        limits=FrontendLimits(exchanges_max=4),
+        knows_caller=lambda headers: headers.get("authorization") == "Bearer k",
+    )
+    key = (("authorization", "Bearer k"),)
+    http2, http1 = await the_front.h2(), the_front.h11()
+    unknown = [await http2.request() for _ in range(2)]
+    await the_front.settle()
+    assert (await http2.answer(await http2.request())).reset_code == ErrorCodes.REFUSED_STREAM
+    await http1.request()
+    status, headers, body = await http1.answer(next_cycle=False)
+    assert (status, headers["retry-after"], headers["x-trioserve-reason"]) == (503, "1", "unknown_callers")
+    assert b"send a key" in body
+    await http2.request(headers=key)
+    http1 = the_front.h11()
+    await http1.request(headers=key)
+    await the_front.settle()
+    counters = the_front.server.counters()
+    assert (handler.running, counters.exchanges_open, counters.exchanges_unknown_open) == (4, 4, 2)
+    assert (await http2.answer(await http2.request(headers=key))).reset_code == ErrorCodes.REFUSED_STREAM
+    assert the_front.server.counters().streams_refused_total == {
+        "draining": 0,
+        "exchanges_max": 1,
+        "streams_max": 0,
+        "unknown_callers": 2,
+    }
+    await http2.reset(unknown[0])
+    await the_front.settle()
+    await http2.request()  # whose slot is back
+    await the_front.settle()
+    assert (handler.running, the_front.server.counters().exchanges_unknown_open) == (4, 2)
+    for stream in (http1.stream, http2.stream):
+        await stream.aclose()
+    await the_front.settle()
+    assert the_front.server.counters().exchanges_unknown_open == 0
+
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"  # with empty SETTINGS
+LONG_HEAD = b"GET / HTTP/1.1\r\nhost: test\r\nx-long: " + b"a" * 5000
+
+
+@pytest.mark.parametrize(
+    "sent, reason",
+    [
+        (b"", "silent"),
+        (b"PRI * HTTP/2.0\r\n", "silent"),
+        (b"GET / HTT", "head_timeout"),
+        (PREFACE + b"\0\0\1\1\0\0\0\0\1\x82", "head_timeout"),
+        (LONG_HEAD, "head_too_large"),
+        (PREFACE + b"\0\x20\0\1\0\0\0\0\1" + bytes(8192), "head_too_large"),
+        (b"nonsense\r\n\r\n", "malformed"),
+        (PREFACE + b"\0\0\1\0\0\0\0\0\1x", "malformed"),
+        (PREFACE + b"\xff\xff\xff\0\0\0\0\0\1", "frame_too_large"),
+        (REQUEST + bytes(100_000), "sent_ahead"),
+    ],
+)
+async def test_every_refusal_of_a_connection_is_counted_with_its_reason(autojump_clock, front, watched, sent, reason):
+    the_front = front(watched(), head_bytes_max=4096)
+    stream = the_front.connect()
+    await stream.send_all(sent)
+    while await stream.receive_some():
+        pass
+    refused = the_front.server.counters().connections_refused_total
+    assert {name: count for name, count in refused.items() if count} == {reason: 1}
+
+
+# In HTTP/2 the answer to SETTINGS is the first thing that cannot be sent.
+@pytest.mark.parametrize("sent", [REQUEST, PREFACE])
+async def test_connection_that_takes_nothing_is_counted_as_stalled(autojump_clock, front, sent):
+    async def handler(exchange):
+        await exchange.start(200, [])
+        while True:
+            await exchange.send(bytes(1000))
+
+    the_front = front(handler, stall_seconds_max=30)
+    stream = the_front.connect(lockstep_stream_pair)
+    await stream.send_all(sent)
+    await trio.sleep(31)
+    assert the_front.server.counters().connections_refused_total["stalled"] == 1
+    await stream.aclose()
+
+
+# --- half-open connections ---
+
+
+async def test_tcp_is_told_to_notice_a_machine_that_vanished(monkeypatch):
+    """S11: no FIN comes from a machine without power. Silence is asked after, unacknowledged bytes expire."""
+    options: dict[str, int] = {}
+    serve_connection = FrontendServer.serve_connection
+
+    async def look(self, stream, *, peer):
+        options["keepalive"] = stream.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT"):
+            options[name] = stream.getsockopt(socket.IPPROTO_TCP, getattr(socket, name))
+        await serve_connection(self, stream, peer=peer)
+
+    monkeypatch.setattr(FrontendServer, "serve_connection", look)
+    async with listening(answer_ok, stall_seconds_max=7) as (_, address):
+        stream = await trio.open_tcp_stream(*address)
+        await ask(stream)
+        await stream.aclose()
+    assert options["keepalive"]
+    assert options["TCP_KEEPIDLE"] + options["TCP_KEEPINTVL"] * options["TCP_KEEPCNT"] <= 30
+    assert options["TCP_USER_TIMEOUT"] == 7000
+
+
+# --- accepts that fail ---
+
+
+class BadListener:
+    """accept() fails with each of the errors, then gives a stream, then waits."""
+
+    def __init__(self, *errors: int, stream: trio.abc.Stream) -> None:
+        self.socket = socket.socket()
+        self._errors = list(errors)
+        self._streams = [stream]
+
+    async def accept(self):
+        await trio.lowlevel.checkpoint()
+        if self._errors:
+            raise OSError(self._errors.pop(0), "accept failed")
+        if self._streams:
+            return self._streams.pop()
+        return await trio.sleep_forever()
+
+
+@pytest.mark.parametrize("number", [errno.ECONNABORTED, errno.EPROTO, errno.EPERM, errno.EMFILE, errno.ENOBUFS])
+async def test_accept_that_fails_does_not_end_the_server(autojump_clock, nursery, number):
+    ours, theirs = memory_stream_pair()
+    theirs.setsockopt = lambda *arguments: None
+    theirs.socket = socket.socket()
+    server = FrontendServer(answer_ok)
+    await nursery.start(server.serve, [BadListener(number, number, stream=theirs)])
+    await ask(ours)
+    theirs.socket.close()
+    await ours.aclose()
+    nursery.cancel_scope.cancel()
+
+
+async def test_accept_that_fails_for_a_reason_of_ours_is_told(autojump_clock):
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await FrontendServer(answer_ok).serve([BadListener(errno.EINVAL, stream=memory_stream_pair()[0])])
+    assert caught.group_contains(OSError, match="accept failed")

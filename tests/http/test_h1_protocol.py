@@ -1,0 +1,169 @@
+"""HTTP/1.1 without I/O: whichever of the two parsers reads a request, the same comes out, and the same is answered."""
+
+from __future__ import annotations
+
+import pytest
+
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.http.http1.protocol import BadHead, H1Protocol
+from trioserve.http.message_head import RequestHead
+
+FIELDS = [(b"content-type", b"text/plain")]
+PLAIN = b"POST /a?b HTTP/1.1\r\nhost: test\r\ncontent-length: 5\r\n\r\nhello"
+# Not read by hand: an expectation, an older version, chunks, a connection that ends.
+EXPECTING = PLAIN.replace(b"host", b"expect: 100-continue\r\nhost")
+OLD = PLAIN.replace(b"HTTP/1.1", b"HTTP/1.0")
+CHUNKED = b"POST /a?b HTTP/1.1\r\nhost: test\r\ntransfer-encoding: chunked\r\n\r\n2\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n"
+CLOSING = PLAIN.replace(b"host", b"connection: close\r\nhost")
+BODILESS = b"GET /a?b HTTP/1.1\r\nhost: test\r\n\r\n"
+
+
+def protocol() -> H1Protocol:
+    return H1Protocol(peer="test", head_bytes_max=4096)
+
+
+def read_request(http: H1Protocol, sent: bytes, piece_bytes: int) -> tuple[RequestHead, bytes]:
+    """Give it the bytes in such pieces, as it asks for them. Whatever is left is given then."""
+    pieces = [sent[start : start + piece_bytes] for start in range(0, len(sent), piece_bytes)]
+    while (head := http.next_request()) is None:
+        http.receive(pieces.pop(0))
+    http.begin_body(head)
+    body = b""
+    while (piece := http.next_body_piece()) is not None:
+        body += piece
+        if not piece:
+            http.receive(pieces.pop(0))
+    for piece in pieces:
+        http.receive(piece)
+    return head, body
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 7, 60, 1000])
+@pytest.mark.parametrize("sent", [PLAIN, EXPECTING, OLD, CHUNKED, CLOSING, BODILESS])
+def test_request_comes_out_however_it_is_cut(sent, piece_bytes):
+    http = protocol()
+    assert not http.request_begun
+    head, body = read_request(http, sent, piece_bytes)
+    assert (head.path, head.query, head.headers.get("host"), head.peer) == ("/a", "b", "test", "test")
+    assert (head.method, body) == (("GET", b"") if sent is BODILESS else ("POST", b"hello"))
+    assert http.request_ended
+    assert http.held_bytes == 0
+
+
+@pytest.mark.parametrize("first", [PLAIN, CHUNKED, BODILESS, EXPECTING])
+@pytest.mark.parametrize("second", [PLAIN, CHUNKED, BODILESS, EXPECTING])
+@pytest.mark.parametrize("is_ordinary", [True, False], ids=["by hand", "by h11"])
+@pytest.mark.parametrize("is_streamed", [True, False], ids=["streamed", "whole"])
+def test_requests_follow_each_other_whoever_reads_and_answers_them(first, second, is_ordinary, is_streamed):
+    """Sent ahead, all in one piece."""
+    http = protocol()
+    http.receive(first + second + PLAIN)
+    for sent in (first, second):
+        head, body = read_request(http, b"", 1)
+        assert (head.method, body) == (("GET", b"") if sent is BODILESS else ("POST", b"hello"))
+        if is_streamed:
+            response = http.start_response(200, FIELDS, is_ordinary=is_ordinary, is_http_1_1=True)
+            response += http.send_data(b"one") + http.end_response(b"two")
+            lines, _, rest = response.partition(b"\r\n\r\n")
+            assert b"\r\ntransfer-encoding: chunked" in lines.lower()
+            assert rest == b"3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n"
+        else:
+            response = http.respond(200, [*FIELDS, (b"content-length", b"3")], b"one", is_ordinary=is_ordinary)
+            assert response == b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\ncontent-length: 3\r\n\r\none"
+        assert http.next_cycle()
+    assert http.request_begun
+    assert read_request(http, b"", 1)[1] == b"hello"
+
+
+@pytest.mark.parametrize("sent", [OLD, CLOSING])
+def test_connection_ends_where_the_client_wants_it(sent):
+    http = protocol()
+    read_request(http, sent, 1000)
+    http.respond(200, [*FIELDS, (b"content-length", b"3")], b"one", is_ordinary=True)
+    assert not http.next_cycle()
+
+
+def test_response_with_a_length_of_its_own_is_not_chunked():
+    http = protocol()
+    read_request(http, BODILESS, 1000)
+    fields = [*FIELDS, (b"content-length", b"6")]
+    response = http.start_response(200, fields, is_ordinary=False, is_http_1_1=True)
+    response += http.send_data(b"one") + http.end_response(b"two")
+    assert response.endswith(b"content-length: 6\r\n\r\nonetwo")
+    assert http.next_cycle()
+
+
+def test_client_that_waits_is_told_to_go_on():
+    http = protocol()
+    http.receive(EXPECTING.removesuffix(b"hello"))
+    head = http.next_request()
+    assert head is not None
+    http.begin_body(head)
+    assert http.wants_continue
+    assert http.continue_response() == b"HTTP/1.1 100 \r\n\r\n"
+    assert not http.wants_continue
+    assert http.next_body_piece() == b""
+    http.receive(b"hello")
+    assert http.next_body_piece() == b"hello"
+    assert http.next_body_piece() is None
+
+
+def test_body_at_hand_comes_in_one():
+    http = protocol()
+    http.receive(PLAIN[:-1])
+    head = http.next_request()
+    assert head is not None
+    http.begin_body(head)
+    assert http.body_at_hand() is None
+    http.receive(b"o")
+    assert (http.body_at_hand(), http.request_ended) == (b"hello", True)
+
+
+def test_body_that_nobody_reads_is_passed_over():
+    for sent in (PLAIN, CHUNKED):
+        http = protocol()
+        http.receive(sent[:-3])
+        head = http.next_request()
+        assert head is not None
+        http.begin_body(head)
+        http.drop_body()
+        assert not http.request_ended
+        http.receive(sent[-3:])
+        http.drop_body()
+        assert (http.request_ended, http.held_bytes) == (True, 0)
+
+
+def test_chunk_tells_its_size_before_it_comes():
+    http = protocol()
+    http.receive(CHUNKED[: CHUNKED.index(b"3\r\n")] + b"FFFF\r\n")
+    head = http.next_request()
+    assert head is not None
+    http.begin_body(head)
+    assert (http.next_body_piece(), http.next_body_piece()) == (b"he", b"")
+    assert http.announced_body_bytes == 2 + 0xFFFF
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"), [(b"nonsense\r\n\r\n", 400), (b"GET / HTTP/1.1\r\nhost: test\r\nx: " + b"x" * 5000, 431)]
+)
+def test_bad_head_says_with_which_status_it_is_refused(sent, status):
+    http = protocol()
+    http.receive(sent)
+    with pytest.raises(BadHead) as caught:
+        http.next_request()
+    assert caught.value.status == status
+    assert http.can_refuse
+
+
+def test_broken_chunks_are_an_invalid_request():
+    http = protocol()
+    http.receive(CHUNKED.replace(b"3\r\nllo", b"zz\r\nllo"))
+    head = http.next_request()
+    assert head is not None
+    http.begin_body(head)
+    assert http.next_body_piece() == b"he"
+    with pytest.raises(InvalidRequest):
+        http.next_body_piece()
+    http.drop_body()
+    http.respond(400, [*FIELDS, (b"connection", b"close"), (b"content-length", b"0")], b"", is_ordinary=False)
+    assert not http.next_cycle()

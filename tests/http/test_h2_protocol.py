@@ -1,0 +1,283 @@
+"""What goes past h2 and hpack is what they would have made of it, and leaves their books as they leave them."""
+
+from __future__ import annotations
+
+import copy
+
+import h2.config
+import h2.connection
+import h2.exceptions
+import hpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trioserve.http.http2.fields import is_ordinary
+from trioserve.http.http2.frames import END_HEADERS, END_STREAM, HEADERS, PREFACE, SETTINGS, frame
+from trioserve.http.http2.protocol import initiated_protocol
+from trioserve.http.limits import FrontendLimits
+
+
+def asked(*, is_whole: bool = True):
+    """A server's protocol with one stream, to be answered."""
+    client = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True))
+    client.initiate_connection()
+    client.send_headers(
+        1, [(":method", "GET"), (":path", "/"), (":scheme", "http"), (":authority", "test")], end_stream=is_whole
+    )
+    protocol = initiated_protocol(FrontendLimits())
+    protocol.receive_data(client.data_to_send())
+    client.receive_data(protocol.data_to_send())
+    return protocol, client
+
+
+def answering():
+    """The same, and the head of the answer was sent."""
+    protocol, client = asked()
+    protocol.send_headers(1, [(b":status", b"200")])
+    client.receive_data(protocol.data_to_send())
+    return protocol, client
+
+
+@pytest.mark.parametrize("size", [0, 1, 255, 256, 16384])
+def test_the_same_bytes_and_the_same_windows(size):
+    (ours, client), (theirs, _) = answering(), answering()
+    data = bytes(size)
+    for _ in range(2):
+        theirs.send_data(1, data)
+        frame = ours.data_frame(1, data)
+        assert frame == theirs.data_to_send()
+        assert ours.local_flow_control_window(1) == theirs.local_flow_control_window(1)
+        assert ours.outbound_flow_control_window == theirs.outbound_flow_control_window
+        assert [event.data for event in client.receive_data(frame)] == [data]
+    assert ours.data_to_send() == b""
+    ours.end_stream(1)
+    assert ours.data_to_send()
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize("end_stream", [False, True])
+@pytest.mark.parametrize("value_bytes", [1, 16_300, 16_384, 40_000])
+def test_a_head_is_the_same_bytes_and_the_same_state(value_bytes, end_stream, is_whole):
+    (ours, client), (theirs, _) = asked(is_whole=is_whole), asked(is_whole=is_whole)
+    fields = [(b":status", b"200"), (b"x-own", b"v" * value_bytes)]
+    theirs.send_headers(1, fields, end_stream=end_stream)
+    frames = ours.head_frames(1, fields, end_stream=end_stream)
+    assert frames == theirs.data_to_send()
+    assert states(ours) == states(theirs)
+    client.receive_data(frames)
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize("data", [b"", b"the last"])
+def test_the_end_of_an_answer_is_the_same_bytes_and_the_same_state(data, is_whole):
+    (ours, client), (theirs, _) = asked(is_whole=is_whole), asked(is_whole=is_whole)
+    for protocol in (ours, theirs):
+        protocol.send_headers(1, [(b":status", b"200")])
+    client.receive_data(ours.data_to_send() and theirs.data_to_send())
+    theirs.send_data(1, data, end_stream=True)
+    end = ours.data_frame(1, data, end_stream=True)
+    assert end == theirs.data_to_send()
+    assert states(ours) == states(theirs)
+    assert ours.outbound_flow_control_window == theirs.outbound_flow_control_window
+    client.receive_data(end)
+
+
+@pytest.mark.parametrize("answer", ["head_frames", "data_frame"])
+def test_a_stream_that_was_reset_is_not_answered(answer):
+    protocol, _ = answering()
+    protocol.reset_stream(1)
+    with pytest.raises(h2.exceptions.StreamClosedError):
+        if answer == "head_frames":
+            protocol.head_frames(1, [(b":status", b"200")], end_stream=False)
+        else:
+            protocol.data_frame(1, b"", end_stream=True)
+
+
+def test_nothing_is_answered_after_an_error_of_the_connection():
+    protocol, _ = asked()
+    with pytest.raises(h2.exceptions.ProtocolError):
+        protocol.receive_data(frame(HEADERS, END_HEADERS, 2, b""))
+    with pytest.raises(h2.exceptions.ProtocolError):
+        protocol.head_frames(1, [(b":status", b"200")], end_stream=False)
+
+
+def states(protocol):
+    return protocol.state_machine.state, vars(protocol.streams[1].state_machine)
+
+
+# --- what clients send ---
+
+HEAD = [(b":method", b"POST"), (b":scheme", b"http"), (b":authority", b"test"), (b":path", b"/v1/models")]
+NAMES = [name for name, _ in HEAD] + [
+    b"accept",
+    b"x-own_2",
+    b"content-length",
+    b"cookie",
+    b"host",
+    b"te",
+    b"connection",
+    b"keep-alive",
+    b"upgrade",
+    b"transfer-encoding",
+    b"proxy-connection",
+    b":status",
+    b":protocol",
+    b":own",
+    b"",
+]
+VALUES = [
+    b"",
+    b"1",
+    b"test",
+    b"http",
+    b"trailers",
+    b"CONNECT",
+    b"a b",
+    b" a",
+    b"a\t",
+    b"a\n",
+    b"a\nx-other\nb",
+    b"\xe9",
+    b"\0",
+]
+FIELD = st.tuples(st.sampled_from(NAMES) | st.binary(max_size=3), st.sampled_from(VALUES) | st.binary(max_size=3))
+CHANGES = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), st.integers(0, 9), FIELD),
+        st.tuples(st.just("take"), st.integers(0, 9), st.none()),
+        st.tuples(st.just("join"), st.integers(0, 9), st.none()),
+    ),
+    max_size=3,
+)
+
+
+def changed(changes) -> list[tuple[bytes, bytes]]:
+    fields = [*HEAD, (b"accept", b"*/*")]
+    for change, index, field in changes:
+        if change == "put":
+            fields.insert(index, field)
+        elif change == "take":
+            del fields[index : index + 1]
+        elif index + 1 < len(fields):  # what looks like two fields is one
+            (name, value), (name_2, value_2) = fields[index : index + 2]
+            fields[index : index + 2] = [(name, b"\n".join((value, name_2, value_2)))]
+    return fields
+
+
+class Blocks:
+    """The header blocks of a client, which keeps hpack's table or says something about it that may be wrong."""
+
+    def __init__(self) -> None:
+        self._encoder = hpack.Encoder()
+        self._made: list[bytes] = []
+
+    def of(self, changes, kind: str, number: int) -> bytes:
+        if kind in ("again", "earlier") and self._made:
+            return self._made[-1 if kind == "again" else number % len(self._made)]
+        if kind == "other table":
+            self._encoder.header_table_size = number * 40
+        fields = changed(changes)
+        if kind == "apart":  # in a table of its own, as if the last one was lost
+            block = copy.deepcopy(self._encoder).encode(fields)
+        else:
+            block = self._encoder.encode(fields, huffman=number % 2 == 0)
+        self._made.append(block)
+        return block
+
+
+HEADS = st.lists(
+    st.tuples(
+        CHANGES,
+        st.sampled_from(["in turn", "in turn", "again", "earlier", "apart", "other table"]),
+        st.integers(0, 110),
+        st.booleans(),
+    ),
+    max_size=6,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(HEADS)
+def test_heads_are_read_as_h2_and_hpack_read_them(heads):
+    blocks = Blocks()
+    check([(blocks.of(changes, kind, number), is_whole) for changes, kind, number, is_whole in heads])
+
+
+ACCEPT = (b"accept", b"*/*")
+ALMOST_ORDINARY = {
+    "a field twice": [*HEAD[:3], HEAD[0]],
+    "a field more than once": [*HEAD, HEAD[0]],
+    "a pseudo-header too late": [*HEAD[:3], ACCEPT, HEAD[3]],
+    "no path": HEAD[:3],
+    "CONNECT": [(b":method", b"CONNECT"), *HEAD[1:]],
+    "an empty path": [*HEAD[:3], (b":path", b"")],
+    "another host": [*HEAD, (b"host", b"other")],
+    "two cookies": [*HEAD, (b"cookie", b"a=b"), ACCEPT, (b"cookie", b"c=d")],
+    "a blank first": [*HEAD, (b"accept", b" a")],
+    "a blank last": [*HEAD, (b"accept", b"a ")],
+    "two lines": [*HEAD, (b"accept", b"a\nb")],
+    "two lines that look like a field": [*HEAD, (b"accept", b"a\nx-other\nb")],
+    "te": [*HEAD, (b"te", b"gzip")],
+    "no name": [*HEAD, (b"", b"a")],
+    "upper case": [*HEAD, (b"Accept", b"a")],
+    "a colon": [*HEAD, (b"x:y", b"a")],
+    **{
+        name: [*HEAD, (name.encode(), b"a")]
+        for name in ("connection", "keep-alive", "proxy-connection", "transfer-encoding", "upgrade")
+    },
+}
+
+
+@pytest.mark.parametrize("head", ALMOST_ORDINARY.values(), ids=ALMOST_ORDINARY.keys())
+def test_what_is_almost_ordinary_is_left_to_h2(head):
+    assert is_ordinary([*HEAD, ACCEPT, (b"x-own_2", b""), (b"x-own_2", b"a b")])
+    assert not is_ordinary(head)
+    check([(hpack.Encoder().encode(head), True)])
+
+
+def test_a_block_that_names_a_place_in_the_table_means_what_stands_there():
+    encoder = hpack.Encoder()
+    first = [encoder.encode([*HEAD, (b"x-own", b"1")]) for _ in range(2)]
+    second = encoder.encode([*HEAD, (b"x-own", b"2")])
+    assert check([(block, True) for block in (*first, first[1])]) == 3
+    assert check([(block, True) for block in (*first, second, first[1])]) == 3, "the path is another field by then"
+
+
+def check(blocks) -> int:
+    """blocks: each with whether its request has no body. Returns how many of them were right."""
+    ours, theirs = initiated_protocol(FrontendLimits()), initiated_protocol(FrontendLimits())
+    theirs.decoder = hpack.Decoder(max_header_list_size=FrontendLimits().head_bytes_max)
+    for protocol in (ours, theirs):
+        protocol.receive_data(PREFACE + frame(SETTINGS, 0, 0, b""))
+    for number, (block, is_whole) in enumerate(blocks):
+        sent = frame(HEADERS, END_HEADERS | (END_STREAM if is_whole else 0), 1 + 2 * number, block)
+        outcomes = [outcome(protocol, sent) for protocol in (ours, theirs)]
+        assert outcomes[0] == outcomes[1]
+        assert ours.data_to_send() == theirs.data_to_send()
+        assert ours.decoder.header_table.dynamic_entries == theirs.decoder.header_table.dynamic_entries
+        assert ours.decoder.header_table.maxsize == theirs.decoder.header_table.maxsize
+        if isinstance(outcomes[0], tuple):
+            return number
+    return len(blocks)
+
+
+def outcome(protocol, sent: bytes):
+    try:
+        return [repr(event) for event in protocol.receive_data(sent)]
+    except h2.exceptions.ProtocolError as error:
+        return type(error), str(error), error.error_code
+
+
+def test_a_block_that_came_before_is_not_read_again():
+    protocol = initiated_protocol(FrontendLimits())
+    decoder = protocol.decoder
+    block = b"".join(b"\0" + bytes((len(name),)) + name + bytes((len(value),)) + value for name, value in HEAD)
+    assert decoder.decode(block) == HEAD
+    assert decoder.decode(bytes(bytearray(block))) is decoder.decode(block)
+    large = block + b"\0\1x\x7f\x81\x07" + b"v" * 1024
+    assert decoder.decode(large) == decoder.decode(large)
+    assert decoder.decode(large) is not decoder.decode(large), "what is remembered has a bound"
+    assert not protocol.config.validate_inbound_headers
+    assert decoder.decode(block + b"\0\1X\1v") == [*HEAD, (b"X", b"v")]
+    assert protocol.config.validate_inbound_headers

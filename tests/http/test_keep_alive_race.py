@@ -1,0 +1,53 @@
+"""A delta that comes in the moment in which the reader's patience ends is sent, and sent once."""
+
+from __future__ import annotations
+
+import trio
+
+from trioserve.api.openai.generation import KEEP_ALIVE_SECONDS, KeepAlive, read_streams
+from trioserve.contracts.output import Delta
+from trioserve.trio_tools.deadline_keeper import DeadlineKeeper
+
+
+class OneDelta:
+    """A stream whose one delta comes when the event is set."""
+
+    def __init__(self) -> None:
+        self.arrived = trio.Event()
+        self.is_over = False
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self) -> Delta:
+        if self.is_over:
+            raise StopAsyncIteration
+        await self.arrived.wait()
+        self.is_over = True
+        return Delta(index=0, text="kept", token_ids=(1,))
+
+
+async def test_a_delta_at_the_moment_of_a_keep_alive_is_taken(autojump_clock):
+    stream, taken, kept_alive = OneDelta(), [], []
+
+    async def take(index: int, delta: Delta) -> None:
+        taken.append(delta.text)
+        await trio.lowlevel.checkpoint()  # as exchanges do: the bytes are queued, and then somebody else has a turn
+
+    async def keep_alive() -> None:
+        kept_alive.append(trio.current_time())
+
+    keeper = DeadlineKeeper()
+    async with trio.open_nursery() as nursery:
+
+        async def read() -> None:
+            await read_streams([stream], take, keep_alive=KeepAlive(keep_alive, keeper.set))
+            nursery.cancel_scope.cancel()
+
+        nursery.start_soon(keeper.run)
+        nursery.start_soon(read)
+        await trio.testing.wait_all_tasks_blocked()
+        stream.arrived.set()
+        autojump_clock.jump(KEEP_ALIVE_SECONDS)  # the reader is awake already, and its patience is over
+    assert taken == ["kept"]
+    assert kept_alive == []

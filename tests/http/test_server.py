@@ -1,0 +1,441 @@
+"""The server as a whole: draining, refusing late streams, bounds on connections, TLS, and real sockets."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+
+import httpx
+import hyperframe.frame as frames
+import pytest
+import trio
+import trustme
+from h2.errors import ErrorCodes
+from trio.testing import memory_stream_pair, wait_all_tasks_blocked
+
+from trioserve.http.limits import FrontendLimits
+from trioserve.http.listener import addresses, open_listeners, tls_context
+from trioserve.http.server import FrontendServer
+
+
+async def answer_ok(exchange):
+    await exchange.respond(200, [("x-http-version", exchange.http_version)], b"ok")
+
+
+async def echo_slowly(exchange):
+    body = await exchange.body()
+    await exchange.start(200, [("content-type", "text/event-stream")])
+    for byte in body:
+        await exchange.send(bytes([byte]))
+    await exchange.finish()
+
+
+class Gate:
+    """A handler that begins to stream and finishes when told."""
+
+    def __init__(self) -> None:
+        self.open = trio.Event()
+
+    async def __call__(self, exchange):
+        await exchange.start(200, [])
+        await exchange.send(b"begun")
+        await self.open.wait()
+        await exchange.send(b" and finished")
+        await exchange.finish()
+
+
+async def read_all(stream):
+    received = b""
+    while piece := await stream.receive_some():
+        received += piece
+    return received
+
+
+# --- draining ---
+
+
+async def test_drain_says_goaway_finishes_what_runs_and_refuses_late_streams(autojump_clock, front):
+    gate = Gate()
+    the_front = front(gate)
+    client = await the_front.h2()
+    running = await client.request()
+    await client.until(lambda: client.answers[running].body == b"begun")
+    the_front.server.drain()
+    late = await client.request()
+    assert (await client.answer(late)).reset_code == ErrorCodes.REFUSED_STREAM
+    assert [(goaway.last_stream_id, goaway.error_code) for goaway in client.goaways] == [(running, 0)]
+    gate.open.set()
+    assert (await client.answer(running)).body == b"begun and finished"
+    await client.until_eof()
+    await client.stream.aclose()
+    await the_front.settle()
+    assert the_front.connection_count == 0
+    assert the_front.server.counters().streams_refused_total["draining"] == 1
+
+
+HALVES_HTTP1 = {
+    "body": b"POST / HTTP/1.1\r\nhost: test\r\ncontent-length: 9\r\n\r\no",
+    "body, none of it": b"POST / HTTP/1.1\r\nhost: test\r\ncontent-length: 9\r\n\r\n",
+    "chunked body": b"POST / HTTP/1.1\r\nhost: test\r\ntransfer-encoding: chunked\r\n\r\n9\r\no",
+    "body behind a 100": b"POST / HTTP/1.1\r\nhost: test\r\ncontent-length: 9\r\nexpect: 100-continue\r\n\r\n",
+    "head": b"POST / HTTP/1.1\r\nhost: te",
+}
+
+
+@pytest.mark.parametrize("half", HALVES_HTTP1.values(), ids=HALVES_HTTP1)
+async def test_drain_refuses_half_a_request_at_once_on_http1(autojump_clock, front, watched, half):
+    handler = watched(echo_slowly)
+    the_front = front(handler)
+    clients = [the_front.h11() for _ in range(3)]
+    for client in clients:
+        await client.raw(half)
+    await the_front.settle()
+    began_at = trio.current_time()
+    the_front.server.drain()
+    await the_front.settle()
+    assert (the_front.server.counters().exchanges_open, handler.running) == (0, 0)
+    for client in clients:
+        received = await read_all(client.stream)
+        received = received.removeprefix(b"HTTP/1.1 100 \r\n\r\n")
+        assert received.startswith(b"HTTP/1.1 503 ")
+        assert b"connection: close" in received.lower()
+        assert b"x-trioserve-reason: draining" in received
+    await the_front.settle()
+    assert trio.current_time() == began_at
+    await trio.sleep(1.1)  # for clients that leave their end open
+    assert the_front.connection_count == 0
+    assert the_front.server.counters().streams_refused_total["draining"] == 3
+    assert the_front.server.counters().exchanges_left_total == 0
+
+
+async def test_drain_refuses_half_a_request_at_once_on_http2(autojump_clock, front, watched):
+    """Its stream, and no other one."""
+    gate = Gate()
+
+    async def handle(exchange):
+        await (gate(exchange) if exchange.path == "/whole" else echo_slowly(exchange))
+
+    handler = watched(handle)
+    the_front = front(handler)
+    client = await the_front.h2()
+    halves = [await client.request(body=body, end=False) for body in (b"o", b"")]
+    whole = await client.request("/whole", body=b"one")
+    await the_front.settle()
+    the_front.server.drain()
+    for half in halves:
+        assert (await client.answer(half)).reset_code == ErrorCodes.REFUSED_STREAM
+    assert handler.running == 1
+    gate.open.set()
+    assert (await client.answer(whole)).ended
+    await client.until_eof()
+    assert the_front.server.counters().streams_refused_total["draining"] == 2
+
+
+async def test_drain_lets_a_request_be_read_that_has_come(autojump_clock, front):
+    """Its handler asks for the body later."""
+    go_on = trio.Event()
+
+    async def handler(exchange):
+        await go_on.wait()
+        await echo_slowly(exchange)
+
+    the_front = front(handler)
+    http2, plain, chunked = await the_front.h2(), the_front.h11(), the_front.h11()
+    stream_id = await http2.request(body=b"onetwo")
+    await plain.request(body=b"onetwo")
+    await chunked.request(headers=(("transfer-encoding", "chunked"),), body=b"onetwo")
+    await the_front.settle()
+    the_front.server.drain()
+    await the_front.settle()
+    go_on.set()
+    assert (await http2.answer(stream_id)).body == b"onetwo"
+    for client in (plain, chunked):
+        assert (await client.answer(next_cycle=False))[2] == b"onetwo"
+
+
+async def test_drain_ends_idle_connections_at_once(autojump_clock, front):
+    the_front = front(answer_ok)
+    h2, h11, silent = await the_front.h2(), the_front.h11(), the_front.connect()
+    await h2.answer(await h2.request())
+    await h11.request()
+    await h11.answer()
+    began_at = trio.current_time()
+    the_front.server.drain()
+    await h2.until_eof()
+    assert await h11.stream.receive_some() == b""
+    assert await silent.receive_some() == b""
+    assert [goaway.error_code for goaway in h2.goaways] == [0]
+    for stream in (h2.stream, h11.stream, silent):
+        await stream.aclose()
+    await the_front.settle()
+    assert trio.current_time() == began_at
+    assert the_front.connection_count == 0
+
+
+async def test_drain_closes_http_1_1_behind_the_running_answer(autojump_clock, front):
+    gate = Gate()
+    the_front = front(gate)
+    client = the_front.h11()
+    await client.request()
+    await the_front.settle()
+    the_front.server.drain()
+    gate.open.set()
+    assert (await client.answer())[2] == b"begun and finished"
+    assert await client.stream.receive_some() == b""
+
+
+async def test_drain_before_the_answer_says_connection_close(autojump_clock, front):
+    begun, go_on = trio.Event(), trio.Event()
+
+    async def handler(exchange):
+        begun.set()
+        await go_on.wait()
+        await answer_ok(exchange)
+
+    the_front = front(handler)
+    client = the_front.h11()
+    await client.request()
+    await begun.wait()
+    the_front.server.drain()
+    go_on.set()
+    status, headers, _ = await client.answer(next_cycle=False)
+    assert (status, headers["connection"]) == (200, "close")
+
+
+async def test_cancelling_while_draining_resets_what_still_runs(autojump_clock, front):
+    the_front = front(Gate())
+    client = await the_front.h2()
+    running = await client.request()
+    await client.until(lambda: client.answers[running].body == b"begun")
+    the_front.server.drain()
+    await trio.sleep(30)
+    the_front.cancel()
+    await client.until_eof()
+    assert client.answers[running].reset_code == ErrorCodes.CANCEL
+
+
+async def test_goaway_of_the_client_while_draining(autojump_clock, front):
+    gate = Gate()
+    the_front = front(gate)
+    client = await the_front.h2()
+    running = await client.request()
+    await client.send(frames.GoAwayFrame(0, last_stream_id=0))
+    await the_front.settle()
+    the_front.server.drain()
+    gate.open.set()
+    assert (await client.answer(running)).body == b"begun and finished"
+
+
+# --- real sockets ---
+
+
+@pytest.mark.parametrize("http2", [False, True])
+async def test_httpx_over_real_sockets(http2):
+    listeners = await open_listeners("127.0.0.1", 0)
+    server = FrontendServer(echo_slowly)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(server.serve, listeners)
+        async with httpx.AsyncClient(http1=not http2, http2=http2, trust_env=False) as client:
+            url = f"http://{addresses(listeners)[0]}/"
+            for _ in range(3):
+                answer = await client.post(url, content=b"hello")
+                assert (answer.status_code, answer.content) == (200, b"hello")
+                assert answer.http_version == ("HTTP/2" if http2 else "HTTP/1.1")
+            async with client.stream("POST", url, content=bytes(1000)) as streamed:
+                assert len(b"".join([piece async for piece in streamed.aiter_bytes()])) == 1000
+        server.drain()
+    counters = server.counters()
+    assert (counters.connections_total, counters.connections_http2_total) == (1, int(http2))
+    assert (counters.connections_open, counters.exchanges_total, counters.exchanges_left_total) == (0, 4, 0)
+
+
+async def test_tcp_reset_cancels_the_handler(watched):
+    """S11."""
+    handler = watched()
+    listeners = await open_listeners("127.0.0.1", 0)
+    server = FrontendServer(handler)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(server.serve, listeners)
+        host, port = listeners[0].socket.getsockname()
+        stream = await trio.open_tcp_stream(host, port)
+        await stream.send_all(b"GET / HTTP/1.1\r\nhost: test\r\n\r\n")
+        await handler.begun.wait()
+        stream.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        await stream.aclose()
+        with trio.fail_after(5):
+            await handler.ended.wait()
+        server.drain()
+    assert handler.cancelled
+
+
+async def test_http_1_0_answer_that_breaks_off_ends_in_a_tcp_reset(caplog):
+    async def handler(exchange):
+        await exchange.start(200, [])
+        await exchange.send(b"some")
+        raise ZeroDivisionError("a fault")
+
+    listeners = await open_listeners("127.0.0.1", 0)
+    server = FrontendServer(handler)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(server.serve, listeners)
+        stream = await trio.open_tcp_stream(*listeners[0].socket.getsockname())
+        await stream.send_all(b"GET / HTTP/1.0\r\n\r\n")
+        with pytest.raises(trio.BrokenResourceError), trio.fail_after(5):
+            await read_all(stream)
+        await stream.aclose()
+        server.drain()
+
+
+async def test_413_reaches_a_client_that_is_still_sending():
+    async def handler(exchange):
+        await exchange.body()
+
+    listeners = await open_listeners("127.0.0.1", 0)
+    server = FrontendServer(handler, limits=FrontendLimits(body_bytes_max=1000))
+    async with trio.open_nursery() as nursery:
+        await nursery.start(server.serve, listeners)
+        stream = await trio.open_tcp_stream(*listeners[0].socket.getsockname())
+        await stream.send_all(b"POST / HTTP/1.1\r\nhost: test\r\ncontent-length: 1000000\r\n\r\n")
+        await stream.send_all(bytes(500_000))
+        assert (await read_all(stream)).startswith(b"HTTP/1.1 413 ")
+        await stream.aclose()
+        server.drain()
+
+
+async def test_drained_server_refuses_connections():
+    gate = Gate()
+    listeners = await open_listeners("127.0.0.1", 0)
+    address = listeners[0].socket.getsockname()
+    server = FrontendServer(gate)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(server.serve, listeners)
+        stream = await trio.open_tcp_stream(*address)
+        await stream.send_all(b"GET / HTTP/1.1\r\nhost: test\r\n\r\n")
+        await stream.receive_some()
+        server.drain()
+        await wait_all_tasks_blocked()
+        with pytest.raises(OSError, match="connect"):
+            await trio.open_tcp_stream(*address)
+        gate.open.set()
+        assert (await read_all(stream)).endswith(b" and finished\r\n0\r\n\r\n")
+        await stream.aclose()
+
+
+async def test_connections_beyond_the_limit_wait_for_a_seat():
+    listeners = await open_listeners("127.0.0.1", 0)
+    address = listeners[0].socket.getsockname()
+    server = FrontendServer(answer_ok, limits=FrontendLimits(connections_max=2))
+    request = b"GET / HTTP/1.1\r\nhost: test\r\n\r\n"
+    async with trio.open_nursery() as nursery:
+        await nursery.start(server.serve, listeners)
+        streams = [await trio.open_tcp_stream(*address) for _ in range(3)]
+        for stream in streams:
+            await stream.send_all(request)
+        for stream in streams[:2]:
+            assert (await stream.receive_some()).endswith(b"ok")
+        await wait_all_tasks_blocked()
+        assert server.counters().connections_total == 2
+        await streams[0].aclose()
+        assert (await streams[2].receive_some()).endswith(b"ok")
+        for stream in streams:
+            await stream.aclose()
+        server.drain()
+
+
+# --- TLS ---
+
+
+@pytest.fixture
+def authority() -> trustme.CA:
+    return trustme.CA()
+
+
+@pytest.fixture
+def server_context(authority, tmp_path) -> ssl.SSLContext:
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    issued = authority.issue_cert("test")
+    issued.cert_chain_pems[0].write_to_path(certificate)
+    issued.private_key_pem.write_to_path(key)
+    return tls_context(Path(certificate), Path(key))
+
+
+def secured(stream, authority, protocols):
+    context = ssl.create_default_context()
+    authority.configure_trust(context)
+    context.set_alpn_protocols(protocols)
+    return trio.SSLStream(stream, context, server_hostname="test", https_compatible=True)
+
+
+@pytest.mark.parametrize("protocols", [["h2", "http/1.1"], ["http/1.1"], []])
+async def test_tls_agrees_on_a_protocol(autojump_clock, nursery, authority, server_context, h2_client, protocols):
+    server = FrontendServer(answer_ok, ssl_context=server_context)
+    ours, theirs = memory_stream_pair()
+    nursery.start_soon(server.serve_connection, theirs)
+    stream = secured(ours, authority, protocols)
+    await stream.do_handshake()
+    assert stream.selected_alpn_protocol() == (protocols[0] if protocols else None)
+    if "h2" in protocols:
+        client = h2_client(stream)
+        await client.open()
+        answer = await client.answer(await client.request())
+        assert (answer.headers["x-http-version"], answer.body) == ("2", b"ok")
+    else:
+        await stream.send_all(b"GET / HTTP/1.1\r\nhost: test\r\n\r\n")
+        assert (await stream.receive_some()).endswith(b"ok")
+    await stream.aclose()
+    await wait_all_tasks_blocked()
+    assert server.counters().connections_open == 0
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nhost: test\r\n\r\n"])
+async def test_handshake_that_fails_or_never_ends(autojump_clock, nursery, server_context, caplog, sent):
+    server = FrontendServer(answer_ok, ssl_context=server_context, limits=FrontendLimits(tls_handshake_seconds_max=10))
+    ours, theirs = memory_stream_pair()
+    nursery.start_soon(server.serve_connection, theirs)
+    began_at = trio.current_time()
+    await ours.send_all(sent)
+    await read_all(ours)
+    assert trio.current_time() - began_at == pytest.approx(0 if sent else 10, abs=0.1)
+    assert server.counters().connections_failed_total == 0
+    assert [record for record in caplog.records if record.levelname != "DEBUG"] == []
+
+
+async def test_drain_ends_a_handshake_at_once(autojump_clock, nursery, server_context):
+    server = FrontendServer(answer_ok, ssl_context=server_context)
+    ours, theirs = memory_stream_pair()
+    nursery.start_soon(server.serve_connection, theirs)
+    began_at = trio.current_time()
+    await ours.send_all(b"\x16\x03\x01")  # of a hello
+    await wait_all_tasks_blocked()
+    server.drain()
+    assert await read_all(ours) == b""
+    assert trio.current_time() == began_at
+
+
+async def test_leaving_over_tls_cancels_the_handler(autojump_clock, nursery, authority, server_context, watched):
+    handler = watched()
+    server = FrontendServer(handler, ssl_context=server_context)
+    ours, theirs = memory_stream_pair()
+    nursery.start_soon(server.serve_connection, theirs)
+    stream = secured(ours, authority, ["http/1.1"])
+    await stream.send_all(b"GET / HTTP/1.1\r\nhost: test\r\n\r\n")
+    await handler.begun.wait()
+    await ours.aclose()  # without TLS's own goodbye
+    assert await handler.passes_until_ended() < 10
+    assert handler.cancelled
+
+
+# --- faults of our own ---
+
+
+async def test_fault_of_a_connection_stays_there(autojump_clock, front, caplog, monkeypatch):
+    the_front = front(answer_ok)
+    client, other = await the_front.h2(), await the_front.h2()
+    await other.answer(await other.request())
+    with monkeypatch.context() as patched:
+        patched.setattr("trioserve.http.http2.connection.request_head", lambda event, peer: 1 / 0)
+        await client.request()
+        await client.until_eof()
+    assert [record.getMessage() for record in caplog.records] == ["connection failed peer=test"]
+    assert the_front.server.counters().connections_failed_total == 1
+    assert (await other.answer(await other.request())).body == b"ok"

@@ -1,0 +1,152 @@
+"""TLS: versions, protocols, and clients that show certificates, with an authority of the test's own."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import trio
+import trustme
+from trio.testing import memory_stream_pair, wait_all_tasks_blocked
+
+from trioserve.contracts.errors import StartupError
+from trioserve.http.listener import tls_context
+from trioserve.http.server import FrontendServer
+
+REQUEST = b"GET / HTTP/1.1\r\nhost: test\r\nconnection: close\r\n\r\n"
+
+
+async def answer_ok(exchange):
+    await exchange.respond(200, [], b"ok")
+
+
+class Files:
+    """An authority, and what it has signed, as files."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.authority = trustme.CA()
+        issued = self.authority.issue_cert("test")
+        self.certificate, self.key, self.ca = (directory / name for name in ("certificate.pem", "key.pem", "ca.pem"))
+        issued.cert_chain_pems[0].write_to_path(self.certificate)
+        issued.private_key_pem.write_to_path(self.key)
+        self.authority.cert_pem.write_to_path(self.ca)
+
+    def server_context(self, **options: object) -> ssl.SSLContext:
+        return tls_context(self.certificate, self.key, **options)
+
+    def client_context(self) -> ssl.SSLContext:
+        context = ssl.create_default_context()
+        self.authority.configure_trust(context)
+        return context
+
+
+@pytest.fixture
+def files(tmp_path) -> Files:
+    return Files(tmp_path)
+
+
+@pytest.fixture
+def connect(autojump_clock, nursery) -> Callable[..., object]:
+    """connect(server, client_context) -> a stream whose server side is served."""
+
+    def connect_to(server: FrontendServer, context: ssl.SSLContext) -> trio.SSLStream:
+        ours, theirs = memory_stream_pair()
+        nursery.start_soon(server.serve_connection, theirs)
+        return trio.SSLStream(ours, context, server_hostname="test", https_compatible=True)
+
+    return connect_to
+
+
+async def fetch(stream) -> bytes:
+    await stream.send_all(REQUEST)
+    received = b""
+    while piece := await stream.receive_some():
+        received += piece
+    await stream.aclose()
+    return received
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+async def test_current_versions_are_spoken(autojump_clock, files, connect, version):
+    server = FrontendServer(answer_ok, ssl_context=files.server_context())
+    context = files.client_context()
+    context.minimum_version = context.maximum_version = version
+    assert (await fetch(connect(server, context))).endswith(b"ok")
+
+
+@pytest.mark.filterwarnings("ignore:ssl.TLSVersion.TLSv1_1 is deprecated:DeprecationWarning")
+async def test_version_that_is_too_old_is_refused(autojump_clock, files, connect):
+    client_context, server_context = files.client_context(), files.server_context()
+    for context in (client_context, server_context):
+        context.set_ciphers("DEFAULT:@SECLEVEL=0")  # or OpenSSL would refuse by itself
+    client_context.minimum_version = client_context.maximum_version = ssl.TLSVersion.TLSv1_1
+    server = FrontendServer(answer_ok, ssl_context=server_context)
+    with pytest.raises(trio.BrokenResourceError):
+        await fetch(connect(server, client_context))
+    await wait_all_tasks_blocked()
+    assert server.counters().connections_refused_total["tls_handshake"] == 1
+    # It is our minimum that refuses: without it, they agree.
+    server_context.minimum_version = ssl.TLSVersion.TLSv1_1
+    assert (await fetch(connect(server, client_context))).endswith(b"ok")
+
+
+# --- client certificates ---
+
+
+def shown(files: Files, who: str) -> ssl.SSLContext:
+    """A client's context: with a certificate of our authority, of another one, or with none."""
+    context = files.client_context()
+    if who != "nobody":
+        signer = files.authority if who == "ours" else trustme.CA()
+        signer.issue_cert("client@example.org").configure_cert(context)
+    return context
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+@pytest.mark.parametrize(
+    "wanted, who, served",
+    [
+        ("none", "nobody", True),
+        ("none", "strangers", True),
+        ("optional", "nobody", True),
+        ("optional", "ours", True),
+        ("optional", "strangers", False),
+        ("required", "nobody", False),
+        ("required", "ours", True),
+        ("required", "strangers", False),
+    ],
+)
+async def test_client_certificates(autojump_clock, files, connect, version, wanted, who, served):
+    options = {} if wanted == "none" else {"ca_certificates": files.ca, "client_certificates": wanted}
+    server = FrontendServer(answer_ok, ssl_context=files.server_context(**options))
+    context = shown(files, who)
+    context.minimum_version = context.maximum_version = version
+    if served:
+        assert (await fetch(connect(server, context))).endswith(b"ok")
+    else:
+        with pytest.raises(trio.BrokenResourceError):
+            await fetch(connect(server, context))
+    await wait_all_tasks_blocked()
+    counters = server.counters()
+    assert counters.exchanges_total == served
+    assert counters.connections_refused_total["tls_handshake"] == (not served)
+    assert (counters.connections_open, counters.connections_failed_total) == (0, 0)
+
+
+@pytest.mark.parametrize("options", [{"ca_certificates": "ca"}, {"client_certificates": "required"}])
+def test_half_of_what_client_certificates_need_is_one_clear_sentence(files, options):
+    options = {name: files.ca if value == "ca" else value for name, value in options.items()}
+    with pytest.raises(StartupError, match="both are needed"):
+        files.server_context(**options)
+
+
+@pytest.mark.parametrize("content", [None, "", "no certificate"])
+def test_ca_file_that_cannot_be_used_is_one_clear_sentence(files, content):
+    path = files.directory / "other.pem"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(StartupError, match=r"other\.pem"):
+        files.server_context(ca_certificates=path, client_certificates="required")

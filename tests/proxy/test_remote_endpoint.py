@@ -1,0 +1,133 @@
+"""One server and the connections to it: what goes out, and which connection is used again."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from trioserve.contracts.endpoint import EndpointId
+from trioserve.contracts.errors import EndpointLost, InvalidRequest
+from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteEndpoint
+from trioserve.testing.memory_stream import MemoryEnd, memory_connection
+
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+
+
+class Server:
+    """Takes connections; a test answers on them by hand."""
+
+    def __init__(self) -> None:
+        self.ends: list[MemoryEnd] = []
+        self.remote = RemoteEndpoint(
+            EndpointId("a"),
+            EndpointAddress(scheme="http", host="far", port=80, path="/base"),
+            headers=(("authorization", "Bearer key"),),
+            open_stream=self.connect,
+        )
+
+    async def connect(self) -> trio.abc.Stream:
+        client, end = memory_connection()
+        self.ends.append(end)
+        return client
+
+    async def ask(self, answer: bytes, *, closes: bool = False) -> bytes:
+        """The body that a request gets; the newest connection answers it."""
+        body: list[bytes | None] = []
+
+        async def request() -> None:
+            async with self.remote.request("POST", "/v1/x", [("x-a", "b")], b"{}") as got:
+                body.append(await got.whole(1000))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(request)
+            await wait_all_tasks_blocked()
+            with contextlib.suppress(trio.BrokenResourceError):  # who has what it wants may be gone
+                await self.ends[-1].send_all(answer)
+                if closes:
+                    await self.ends[-1].send_eof()
+        assert body[0] is not None
+        return body[0]
+
+
+async def test_a_request_goes_out_as_it_was_given():
+    server = Server()
+    assert await server.ask(OK) == b"ok"
+    assert await server.ends[0].receive_some(1000) == (
+        b"POST /base/v1/x HTTP/1.1\r\nhost: far\r\nauthorization: Bearer key\r\nx-a: b\r\ncontent-length: 2\r\n\r\n{}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "closes", "connections"),
+    [
+        (OK, False, 1),
+        (OK + b"more than was asked for", False, 2),
+        (b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\nok", False, 2),
+        (b"HTTP/1.1 200 OK\r\n\r\nok", True, 2),
+    ],
+)
+async def test_a_connection_is_used_again_only_after_an_answer_that_ended_beyond_doubt(answer, closes, connections):
+    server = Server()
+    assert await server.ask(answer, closes=closes) == b"ok"
+    assert await server.ask(OK) == b"ok"
+    assert len(server.ends) == connections
+
+
+async def test_a_server_that_answers_and_takes_no_more_is_heard_and_its_connection_not_used_again():
+    server = Server()
+
+    async def connect() -> trio.abc.Stream:
+        client, end = memory_connection()
+        await end.send_all(b"HTTP/1.1 413 Too Large\r\ncontent-length: 0\r\n\r\n")
+        await client.send_eof()  # nothing can be sent any more
+        return client
+
+    server.remote._open_stream = connect
+    async with server.remote.request("POST", "/v1/x", [], b"{}") as answer:
+        assert answer.status == 413
+        assert await answer.whole(1000) == b""
+    assert not server.remote._idle
+
+
+@pytest.mark.parametrize(
+    ("path", "headers"),
+    [
+        ("/v1/x", [("x-a", "b\r\nx-c: d")]),
+        ("/v1/x", [("x-a", "b\nGET / HTTP/1.1")]),
+        ("/v1/x", [("x-a: 1\r\nx-b", "c")]),
+        ("/v1/x", [("x a", "b")]),
+        ("/v1/x", [("x-a", "\0")]),
+        ("/v1/x", [("x-a", "\u20ac")]),
+        ("/v1/x y", []),
+        ("/v1/x\r\nx: y", []),
+    ],
+)
+async def test_what_would_be_another_request_is_not_sent(path, headers):
+    server = Server()
+    with pytest.raises(InvalidRequest):
+        async with server.remote.request("POST", path, headers, b"{}"):
+            pass
+    assert server.ends == []
+
+
+async def test_an_answer_that_is_none_loses_the_endpoint():
+    server = Server()
+    with pytest.raises(BaseExceptionGroup) as raised:
+        await server.ask(b"SSH-2.0-OpenSSH_9.2\r\n\r\n")
+    assert raised.group_contains(EndpointLost, match='"a" broke off its answer: it begins with')
+
+
+async def test_an_endpoint_that_was_removed_keeps_no_connection_of_a_request_that_ends_later():
+    server = Server()
+
+    async def remove() -> None:
+        await wait_all_tasks_blocked()
+        server.remote.close()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(remove)
+        assert await server.ask(OK) == b"ok"
+    assert not server.remote._idle

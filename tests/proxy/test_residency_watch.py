@@ -1,0 +1,212 @@
+"""What is believed of an endpoint's cache: whatever its stream says, for as long as it says it, and not a bit more."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+import trio
+
+from trioserve.contracts.block_hash import HASH_SCHEME
+from trioserve.contracts.endpoint import EndpointId
+from trioserve.contracts.kv_events import BlocksRemoved, BlocksStored, ResidencySnapshot
+from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteEndpoint
+from trioserve.proxy.residency_watch import RETRY_SECONDS_MAX, RETRY_SECONDS_MIN, STALE_SECONDS, watch_residency
+from trioserve.router.policies import KvAware
+from trioserve.testing.memory_stream import MemoryEnd, memory_connection
+
+A = EndpointId("a")
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+END = b"0\r\n\r\n"
+ALIVE = b": keep-alive\n\n"
+
+
+def names(text: str) -> list[bytes]:
+    return [letter.encode() for letter in text]
+
+
+def event(value: object) -> bytes:
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+def snapshot(text: str, *, sequence: int = 0, left: int = 0, **fields: object) -> bytes:
+    described = {"epoch": "e", "model": "m", "block_size": 1, "hash_scheme": HASH_SCHEME, **fields}
+    return event(ResidencySnapshot(sequence=sequence, left=left, hashes=names(text), **described))
+
+
+def stored(sequence: int, text: str) -> bytes:
+    return event(BlocksStored(sequence=sequence, hashes=names(text)))
+
+
+def removed(sequence: int, text: str) -> bytes:
+    return event(BlocksRemoved(sequence=sequence, hashes=names(text)))
+
+
+class Endpoint:
+    """Plays a script on each connection: bytes of events, seconds of silence, or an answer of its own (raw).
+
+    connected_at: when. Without a script left nobody can connect.
+    """
+
+    def __init__(self, *scripts: Sequence[bytes | float]) -> None:
+        self.scripts = list(scripts)
+        self.connected_at: list[float] = []
+        self.policy = KvAware(chance=None)  # type: ignore[arg-type]
+        self.nursery: trio.Nursery
+
+    async def connect(self) -> MemoryEnd:
+        self.connected_at.append(trio.current_time())
+        if not self.scripts:
+            raise ConnectionRefusedError(111, "Connection refused")
+        near, far = memory_connection()
+        self.nursery.start_soon(self.play, far, self.scripts.pop(0))
+        return near
+
+    async def play(self, stream: MemoryEnd, script: Sequence[bytes | float]) -> None:
+        try:
+            await stream.receive_some()
+            for move in script:
+                if isinstance(move, float):
+                    await trio.sleep(move)
+                elif move.startswith((b"data", b":")):
+                    await stream.send_all(b"%x\r\n%b\r\n" % (len(move), move))
+                else:
+                    await stream.send_all(move)
+                    if move is END or b"content-length" in move:
+                        await stream.aclose()
+                        return
+            await trio.sleep_forever()
+        except trio.BrokenResourceError:
+            pass
+
+    def known(self) -> str | None:
+        """What the policy believes, in letters."""
+        residency = self.policy._resident._by_endpoint.get(A)
+        return None if residency is None else b"".join(sorted(residency.hashes)).decode()
+
+
+@asynccontextmanager
+async def watched(*scripts: Sequence[bytes | float]) -> AsyncIterator[Endpoint]:
+    endpoint = Endpoint(*scripts)
+    remote = RemoteEndpoint(A, EndpointAddress(scheme="http", host="a", port=80), open_stream=endpoint.connect)
+    async with trio.open_nursery() as endpoint.nursery:
+        scope = trio.CancelScope()
+
+        async def watch() -> None:
+            with scope:
+                await watch_residency(remote, endpoint.policy)
+
+        endpoint.nursery.start_soon(watch)
+        await trio.sleep(0.01)
+        yield endpoint
+        scope.cancel()
+        await trio.sleep(0.01)
+        assert endpoint.known() is None, "nobody listens any more"
+        endpoint.nursery.cancel_scope.cancel()
+
+
+# --- what is told ---
+
+
+async def test_a_snapshot_and_its_changes_are_believed(autojump_clock):
+    moves = [HEAD, snapshot("abc", sequence=7), stored(7, "de"), removed(9, "ad"), stored(11, "a")]
+    async with watched(moves) as endpoint:
+        assert endpoint.known() == "abce"
+
+
+async def test_a_snapshot_counts_only_when_it_is_complete(autojump_clock):
+    moves = [HEAD, snapshot("ab", left=1), 1.0, snapshot("c", left=0)]
+    async with watched(moves) as endpoint:
+        assert endpoint.known() is None
+        await trio.sleep(1)
+        assert endpoint.known() == "abc"
+
+
+async def test_another_snapshot_replaces_what_was_known(autojump_clock):
+    moves = [HEAD, snapshot("ab"), 1.0, snapshot("xy", sequence=50, left=1), 1.0, snapshot("z", sequence=50)]
+    async with watched([*moves, stored(50, "w")]) as endpoint:
+        assert endpoint.known() == "ab"
+        await trio.sleep(1)
+        assert endpoint.known() is None
+        await trio.sleep(1)
+        assert endpoint.known() == "wxyz"
+
+
+async def test_events_may_be_cut_anywhere(autojump_clock):
+    whole = snapshot("ab") + ALIVE + stored(0, "c")
+    pieces = [b"%x\r\n%b\r\n" % (len(piece), piece) for piece in (whole[:9], whole[9:150], whole[150:])]
+    async with watched([HEAD, *pieces]) as endpoint:
+        assert endpoint.known() == "abc"
+
+
+# --- what is not believed ---
+
+
+@pytest.mark.parametrize(
+    "moves",
+    [
+        [HEAD, snapshot("a"), stored(1, "b")],
+        [HEAD, snapshot("a", sequence=5), stored(5, "bc"), removed(6, "b")],
+        [HEAD, stored(0, "b")],
+        [HEAD, snapshot("a", left=1), stored(0, "b")],
+        [HEAD, snapshot("a", hash_scheme="sha256")],
+        [HEAD, snapshot("a", block_size=0)],
+        [HEAD, snapshot("a"), b"data: {}\n\n"],
+        [HEAD, snapshot("a"), b"data: " + b"x" * 70_000 + b"\n\n"],
+        [HEAD, snapshot("a"), END],
+        [HEAD, snapshot("a"), b"no chunk\r\n"],
+        [b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n"],
+        [b"HTTP/1.1 200 OK\r\ncontent-length: 15\r\n\r\n{'data': 'mine'}"],
+        [b"no HTTP\r\n\r\n"],
+    ],
+)
+async def test_a_stream_that_cannot_be_followed_is_left_and_read_anew(moves, autojump_clock):
+    async with watched(moves, [HEAD, snapshot("z"), ALIVE]) as endpoint:
+        assert endpoint.known() is None
+        await trio.sleep(2 * RETRY_SECONDS_MIN)
+        assert endpoint.known() == "z"
+        assert len(endpoint.connected_at) == 2
+
+
+async def test_an_event_without_an_end_is_not_kept(autojump_clock):
+    endless = [b"data: " + b"x" * 60_000] * 20
+    async with watched([HEAD, snapshot("a"), *endless], [HEAD, snapshot("z")]) as endpoint:
+        await trio.sleep(2 * RETRY_SECONDS_MIN)
+        assert endpoint.known() == "z"
+
+
+async def test_silence_is_believed_for_a_while_and_then_no_more(autojump_clock):
+    async with watched([HEAD, snapshot("a")], [HEAD, snapshot("b")]) as endpoint:
+        await trio.sleep(STALE_SECONDS - 0.1)
+        assert endpoint.known() == "a"
+        await trio.sleep(0.2)
+        assert endpoint.known() is None
+        await trio.sleep(RETRY_SECONDS_MIN)
+        assert endpoint.known() == "b"
+
+
+async def test_signs_of_life_are_enough(autojump_clock):
+    async with watched([HEAD, snapshot("a"), *[5.0, ALIVE] * 4, 5.0]) as endpoint:
+        await trio.sleep(24)
+        assert endpoint.known() == "a"
+        assert len(endpoint.connected_at) == 1
+
+
+async def test_a_head_that_does_not_come_is_not_waited_for(autojump_clock):
+    async with watched([], [HEAD, snapshot("b")]) as endpoint:
+        await trio.sleep(STALE_SECONDS + 2 * RETRY_SECONDS_MIN)
+        assert endpoint.known() == "b"
+
+
+async def test_who_cannot_be_reached_is_asked_less_and_less_often_but_never_given_up(autojump_clock):
+    async with watched() as endpoint:
+        await trio.sleep(100)
+        pauses = [late - early for early, late in zip(endpoint.connected_at, endpoint.connected_at[1:], strict=False)]
+        assert pauses == sorted(pauses)
+        assert pauses[0] == pytest.approx(2 * RETRY_SECONDS_MIN)
+        assert pauses[-1] == pytest.approx(RETRY_SECONDS_MAX)
+        endpoint.scripts = [[HEAD, snapshot("a")]]
+        await trio.sleep(RETRY_SECONDS_MAX)
+        assert endpoint.known() == "a"

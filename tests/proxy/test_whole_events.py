@@ -1,0 +1,58 @@
+"""Events out of bytes that are cut anywhere."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trioserve.contracts.errors import EndpointLost
+from trioserve.proxy import whole_events
+from trioserve.proxy.whole_events import WholeEvents, is_comment
+
+ENDS = ("\n\n", "\r\n\r\n", "\r\r", "\n\r\n", "\r\n\n", "\r\n\r")
+LINES = st.sampled_from(["data: x", "data: y\r\ndata: z", ": ping", "id: 1\nevent: e\rdata", "data: \u2028é"])
+
+
+@given(events=st.lists(st.tuples(LINES, st.sampled_from(ENDS)), max_size=6), data=st.data())
+def test_whole_events_come_out_wherever_they_are_cut(events, data):
+    stream = "".join(line + end for line, end in events).encode()
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
+    whole, came = WholeEvents(), b""
+    for begin, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+        events_now = whole.feed(stream[begin:end])
+        came += events_now
+        assert events_now == b"" or came.endswith((b"\n\n", b"\r\r", b"\n\r", b"\r\n\n", b"\n\r\n"))
+    assert came + whole.rest == stream
+    assert whole.rest in (b"", b"\n"), "an LF whose CR was the end already is all that may be left"
+
+
+def test_nothing_comes_before_its_event_is_whole():
+    whole = WholeEvents()
+    assert whole.feed(b"data: 1") == b""
+    assert whole.feed(b"\n") == b""
+    assert whole.feed(b"\ndata: 2\n\ndata: 3") == b"data: 1\n\ndata: 2\n\n"
+    assert whole.rest == b"data: 3"
+
+
+def test_a_line_is_no_event():
+    whole = WholeEvents()
+    assert whole.feed(b"data: 1\r\n") == b""
+    assert whole.feed(b"data: 2\r\n") == b""
+    assert whole.feed(b"\r\n") == b"data: 1\r\ndata: 2\r\n\r\n"
+
+
+def test_an_event_without_an_end_is_given_up(monkeypatch):
+    monkeypatch.setattr(whole_events, "EVENT_BYTES_MAX", 10)
+    whole = WholeEvents()
+    assert whole.feed(b"x" * 20 + b"\n\n" + b"y" * 10) == b"x" * 20 + b"\n\n"
+    with pytest.raises(EndpointLost, match="more than 10 bytes"):
+        whole.feed(b"y")
+
+
+@pytest.mark.parametrize(
+    "events, expected",
+    [(b"", True), (b"\n", True), (b": a\r\n\r\n", True), (b":\r\r: b\n\n", True), (b": a\n\ndata: 1\n\n", False)],
+)
+def test_comments(events, expected):
+    assert is_comment(events) is expected

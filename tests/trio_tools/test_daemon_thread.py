@@ -1,0 +1,106 @@
+"""Calls that are left alone when their caller goes."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import types
+
+import pytest
+import trio
+
+from trioserve import assemble
+from trioserve.contracts.errors import ModelLoadError
+from trioserve.model.loading.default_model import DOWNLOAD_THREAD
+from trioserve.trio_tools.daemon_thread import call_abandonable
+
+GIVE_UP_SECONDS = 20  # who waits for the download after all must not wait for ever
+
+
+class Download:
+    """Stands in for snapshot_download: begins, and does not end before it is released."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.released = threading.Event()
+        self.error: Exception | None = None
+
+    def __call__(self, name: str, **options: object) -> str:
+        self.begun.set()
+        self.released.wait(GIVE_UP_SECONDS)
+        if self.error is not None:
+            raise self.error
+        return "/nowhere/downloaded"
+
+
+@pytest.fixture
+def download(monkeypatch):
+    """Released at the end, and no thread of it is left then."""
+    stand_in = Download()
+    module = types.ModuleType("huggingface_hub")
+    module.snapshot_download = stand_in  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "huggingface_hub", module)
+    yield stand_in
+    stand_in.released.set()
+    for thread in download_threads():
+        thread.join()
+
+
+def download_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == DOWNLOAD_THREAD]
+
+
+async def test_a_download_is_left_when_its_engine_is(download):
+    async with trio.open_nursery() as nursery:
+
+        async def load() -> None:
+            async with assemble.open_engine("org/model"):
+                raise AssertionError("opened")
+
+        nursery.start_soon(load)
+        await trio.to_thread.run_sync(download.begun.wait)
+        nursery.cancel_scope.cancel()
+    assert not download.released.is_set()  # and yet everything was left
+    assert [thread.daemon for thread in download_threads()] == [True]
+    assert not [thread for thread in threading.enumerate() if thread.name in ("trioserve-text", "trioserve-compute")]
+
+
+async def test_an_abandoned_call_that_ends_later_disturbs_nobody(download):
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        await call_abandonable(download, "org/model", thread_name=DOWNLOAD_THREAD)
+    assert scope.cancelled_caught
+    [thread] = download_threads()
+    download.error = ValueError("for nobody")
+    download.released.set()
+    await trio.to_thread.run_sync(thread.join)
+    await trio.testing.wait_all_tasks_blocked()
+
+
+def test_a_call_that_outlives_its_program_disturbs_nobody(download, monkeypatch):
+    broken: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", broken.append)
+
+    async def main() -> None:
+        with trio.move_on_after(0):
+            await call_abandonable(download, "org/model", thread_name=DOWNLOAD_THREAD)
+
+    trio.run(main)
+    [thread] = download_threads()
+    download.released.set()
+    thread.join()
+    assert broken == []
+
+
+async def test_a_download_that_ends_is_waited_for(download):
+    download.released.set()
+    with pytest.raises(ModelLoadError, match="/nowhere/downloaded"):
+        async with assemble.open_engine("org/model"):
+            raise AssertionError("opened")
+    assert download_threads() == []
+
+
+async def test_what_it_returns_or_raises_comes_back():
+    assert await call_abandonable(int, "7", thread_name="t") == 7
+    with pytest.raises(ValueError, match="invalid literal"):
+        await call_abandonable(int, "seven", thread_name="t")

@@ -1,0 +1,161 @@
+"""The order of stopping: readiness, the line, the running ones, last words, the end."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+
+from trioserve.contracts.errors import Draining, EngineFault
+from trioserve.contracts.events import FinishReason
+from trioserve.contracts.kv_transfer_params import KVTransferParams
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.engine.engine import Engine
+from trioserve.testing.fake_engine import open_fake_engine
+from trioserve.testing.invariants import check_idle
+from trioserve.testing.scripted_connector import ScriptedConnector
+from trioserve.trio_tools.service import Service
+from trioserve.trio_tools.settings import StoppingSettings
+
+
+class ScriptedFrontEnd:
+    """Clients that ask as soon as it serves; each notes how its request ended, after `tell_seconds` of telling."""
+
+    def __init__(self, engine: Engine, prompts: list[str], *, tell_seconds: float = 0.0) -> None:
+        self.engine = engine
+        self.prompts = prompts
+        self.tell_seconds = tell_seconds
+        self.ends: dict[str, object] = {}
+        self.drained = trio.Event()
+
+    async def serve(self, *, task_status: trio.TaskStatus[None]) -> None:
+        task_status.started()
+        async with trio.open_nursery() as nursery:
+            for prompt in self.prompts:
+                nursery.start_soon(self.ask, prompt)
+            await self.drained.wait()
+
+    async def ask(self, prompt: str) -> None:
+        end: object = "cancelled"
+        try:
+            async with self.engine.generate(prompt, SamplingParams(max_tokens=100)) as stream:
+                async for delta in stream:
+                    end = delta.finish_reason
+        except (Draining, EngineFault) as error:
+            end = type(error)
+        finally:
+            self.ends[prompt] = end
+        await trio.sleep(self.tell_seconds)
+
+    def drain(self) -> None:
+        self.drained.set()
+
+
+async def run_with_orders_at(service: Service, *times: float) -> None:
+    sender, orders = trio.open_memory_channel[object](8)
+
+    async def give_orders() -> None:
+        for time in times:
+            await trio.sleep_until(time)
+            sender.send_nowait("stop")
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(give_orders)
+        await service.run(orders)
+        nursery.cancel_scope.cancel()
+
+
+async def test_drain_lets_running_requests_finish_and_returns_when_the_last_has(autojump_clock):
+    """S36: the model goes after the last of them."""
+    async with open_fake_engine(step_seconds=0.1, running_requests_max=2) as fake:
+        front_end = ScriptedFrontEnd(fake, ["one", "two", "three"])
+        await run_with_orders_at(Service(fake, front_end, StoppingSettings(drain_seconds_max=60)), 1)
+        # 100 steps of 0.1 s, whatever the deadline is.
+        assert trio.current_time() == pytest.approx(10.0, abs=0.3)
+        assert sorted(map(str, front_end.ends.values())) == sorted(map(str, [FinishReason.LENGTH] * 2 + [Draining]))
+        check_idle(fake.core)
+
+
+async def test_the_deadline_ends_running_requests_with_a_last_word(autojump_clock):
+    """S21."""
+    async with open_fake_engine(step_seconds=0.1) as fake:
+        front_end = ScriptedFrontEnd(fake, ["one"])
+        await run_with_orders_at(Service(fake, front_end, StoppingSettings(drain_seconds_max=3)), 1)
+        assert trio.current_time() == pytest.approx(4.0, abs=0.01)
+        assert front_end.ends == {"one": FinishReason.ABORT}
+
+
+async def test_a_second_order_ends_the_draining(autojump_clock):
+    async with open_fake_engine(step_seconds=0.1) as fake:
+        front_end = ScriptedFrontEnd(fake, ["one"])
+        await run_with_orders_at(Service(fake, front_end, StoppingSettings(drain_seconds_max=60)), 1, 2)
+        assert trio.current_time() == pytest.approx(2.0, abs=0.01)
+        assert front_end.ends == {"one": FinishReason.ABORT}
+
+
+async def test_a_third_order_ends_the_last_words(autojump_clock):
+    async with open_fake_engine(step_seconds=0.1) as fake:
+        front_end = ScriptedFrontEnd(fake, ["one"], tell_seconds=1000)
+        settings = StoppingSettings(drain_seconds_max=60, last_words_seconds_max=60)
+        await run_with_orders_at(Service(fake, front_end, settings), 1, 2, 3)
+        assert trio.current_time() == pytest.approx(3.0, abs=0.01)
+        assert front_end.ends == {"one": FinishReason.ABORT}
+
+
+async def test_clients_that_cannot_be_told_do_not_hold_the_exit_up(autojump_clock):
+    async with open_fake_engine(step_seconds=0.1) as fake:
+        front_end = ScriptedFrontEnd(fake, ["one"], tell_seconds=1000)
+        settings = StoppingSettings(drain_seconds_max=3, last_words_seconds_max=2)
+        await run_with_orders_at(Service(fake, front_end, settings), 1)
+        assert trio.current_time() == pytest.approx(6.0, abs=0.01)
+
+
+async def test_a_fault_of_the_engine_reaches_every_client_before_the_server_ends(autojump_clock):
+    """S21: neither do faults leave clients in silence."""
+    with pytest.raises(EngineFault):
+        async with open_fake_engine(step_seconds=0.1) as fake:
+            front_end = ScriptedFrontEnd(fake, ["one", "two"], tell_seconds=1)
+            service = Service(fake, front_end, StoppingSettings())
+            fake.on_fault = service.pass_on_fault
+
+            async def break_it() -> None:
+                await trio.sleep(0.5)
+                fake.steps.fault = RuntimeError("broken")
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(break_it)
+                await run_with_orders_at(service)
+    assert front_end.ends == {"one": EngineFault, "two": EngineFault}
+    assert trio.current_time() == pytest.approx(1.6, abs=0.11)
+
+
+async def test_what_is_held_for_another_engine_is_waited_for_like_a_running_request(autojump_clock):
+    async def serve_with_a_hold(seconds: float, settings: StoppingSettings) -> None:
+        async with open_fake_engine(connector=ScriptedConnector, hold_seconds_max=seconds) as fake:
+            asked = KVTransferParams(do_remote_decode=True)
+            async with fake.generate("prompt", SamplingParams(max_tokens=1), kv_transfer=asked) as stream:
+                assert [delta async for delta in stream]
+                stream.keep_hold()
+            service = Service(fake, ScriptedFrontEnd(fake, []), settings, wait_for_rest=fake.wait_until_idle)
+            await run_with_orders_at(service, trio.current_time() + 1)
+
+    await serve_with_a_hold(20.0, StoppingSettings(drain_seconds_max=60))
+    assert trio.current_time() == pytest.approx(20.0, abs=0.01)
+    begun_at = trio.current_time()
+    await serve_with_a_hold(200.0, StoppingSettings(drain_seconds_max=60, last_words_seconds_max=2))
+    assert trio.current_time() - begun_at == pytest.approx(1 + 60 + 2, abs=0.01)
+
+
+async def test_nobody_waits_for_what_is_held_by_an_engine_that_broke(autojump_clock):
+    with pytest.raises(EngineFault):
+        async with open_fake_engine(connector=ScriptedConnector) as fake:
+            asked = KVTransferParams(do_remote_decode=True)
+            async with fake.generate("prompt", SamplingParams(max_tokens=1), kv_transfer=asked) as stream:
+                assert [delta async for delta in stream]
+                stream.keep_hold()
+            service = Service(fake, ScriptedFrontEnd(fake, []), StoppingSettings(), wait_for_rest=fake.wait_until_idle)
+            fake.on_fault = service.pass_on_fault
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(run_with_orders_at, service)
+                await trio.sleep(1)
+                fake.connector.break_down(OSError("the network is gone"))
+    assert trio.current_time() == pytest.approx(1.0, abs=0.01)

@@ -1,0 +1,395 @@
+"""Waiting line, then lease, then endpoint: the router as a Trio program sees it. Decides nothing; see router/core.
+
+with dispatch.enter(request) as turn:           # refusals rise here; leaving gives back whatever it holds
+    endpoint = await turn.lease()               # or here, for those that had to wait
+    with turn.attempt():
+        ...                                     # the request goes there; turn.first_token() once it answers
+
+A request that is split has two leases, one after the other: turn.leg says what is to be done with the one in hand, and
+turn.prefilled() gives the first one back.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+
+import trio
+
+from trioserve.admission.ended_ids import EndedIds
+from trioserve.contracts.endpoint import EndpointId, EndpointLoad, Leg, PairOutcome, RoutedRequest
+from trioserve.contracts.errors import Draining, EndpointLost, RequestAborted, TrioserveError
+from trioserve.contracts.events import AbortOutcome
+from trioserve.contracts.kv_transfer import EngineRole
+from trioserve.router.core import Fault, RouterCore, RouterStats
+from trioserve.router.endpoint_state import EndpointState
+from trioserve.router.policies import Chance, Policy, PolicyFactory
+from trioserve.router.settings import RouterSettings
+from trioserve.router.ticket import Ticket, TicketState
+
+__all__ = ["Dispatch", "Fault", "Turn"]
+
+RETRY_SECONDS = 5.0
+
+
+class Dispatch:
+    """One router. Every method belongs to the thread of the Trio program that runs it.
+
+    on_gone: told of an endpoint that was drained and is empty. on_wait_over: told how many seconds a request has waited
+    when it gets its lease, or is refused in the line. on_paired: told how many seconds a request that is split took
+    from the end of its prompt to the first token of its answer.
+    """
+
+    def __init__(self, settings: RouterSettings, policy: PolicyFactory, *, chance: Chance | None = None) -> None:
+        self.core = RouterCore(
+            settings, policy, on_change=self._wake_turn, chance=chance or random.Random(), on_gone=self._note_gone
+        )
+        self.on_gone: Callable[[EndpointId], None] = lambda id: None
+        self.on_wait_over: Callable[[float], object] = lambda seconds: None
+        self.on_paired: Callable[[float], object] = lambda seconds: None
+        self._turns: dict[int, Turn] = {}
+        self._ended_ids = EndedIds()
+        self._ticks_at = math.inf
+        self._sooner = trio.Event()
+        self._idle = trio.Event()
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Does what only time brings: waits that are over, endpoints that may be probed. Runs until cancelled."""
+        task_status.started()
+        while True:
+            self._sooner = trio.Event()
+            self._ticks_at = self.core.next_tick(trio.current_time())
+            with trio.move_on_at(self._ticks_at):
+                await self._sooner.wait()
+            self.core.tick(trio.current_time())
+
+    def block_sizes(self, request: RoutedRequest) -> frozenset[int]:
+        """In which sizes of blocks the policy wants the request named; none if it has no choice to make."""
+        given = [state for state in self.core.endpoints.values() if request.model in state.models and state.is_given]
+        legs: tuple[Leg | None, ...] = tuple(Leg) if self.core.will_be_split(request) else (None,)
+        has_choice = any(sum(state.is_meant_for(leg) for state in given) > 1 for leg in legs)
+        return self.core.policy.block_sizes() if has_choice else frozenset()
+
+    @contextmanager
+    def preparing(self, request: RoutedRequest) -> Iterator[None]:
+        """Count a request while it is read, before it enters. Raises as `enter` does, and then holds nothing."""
+        self.core.prepare(request, trio.current_time())
+        try:
+            yield
+        finally:
+            self.core.prepared(request)
+
+    @contextmanager
+    def enter(self, request: RoutedRequest, *, id: str | None = None, owner: str | None = None) -> Iterator[Turn]:
+        """A place in line, or a lease at once. id: under which it may be seen and aborted by its owner, or by those who
+        may see everything. Raises Overloaded, Draining or NoEndpoint, and then holds nothing."""
+        turn = self.begin(request, id=id, owner=owner)
+        try:
+            yield turn
+        finally:
+            self.leave(turn)
+
+    def begin(self, request: RoutedRequest, *, id: str | None = None, owner: str | None = None) -> Turn:
+        """The same for those whose scope is not a `with` block here. The caller owes `leave`."""
+        ticket = self.core.enter(request, trio.current_time())
+        turn = self._turns[ticket.index] = Turn(self, self.core, ticket, id=id, owner=owner)
+        if ticket.state is TicketState.WAITING:
+            self.retime()  # the end of its wait may be the next thing that time brings
+        return turn
+
+    def leave(self, turn: Turn) -> None:
+        """Whatever it holds is back. Nothing to do when it has left."""
+        if self._turns.pop(turn.index, None) is not None:
+            self.core.leave(turn.ticket, trio.current_time())
+            if turn.id is not None:
+                self._ended_ids.note(turn.id, turn.owner)
+            if not self._turns:
+                self._idle.set()
+
+    def abort(self, ids: Iterable[str], *, owner: str | None = None) -> dict[str, AbortOutcome]:
+        """End requests by their ids: out of the line, or from their endpoint, at once; their clients are told. Never
+        raises. owner: only theirs; those of others are unknown."""
+        turns: dict[str | None, list[Turn]] = {}
+        for turn in self.live_turns(owner=owner):
+            turns.setdefault(turn.id, []).append(turn)
+        outcomes = {}
+        for id in dict.fromkeys(ids):
+            found = turns.get(id, [])
+            unfinished = [turn for turn in found if not turn.is_ended]
+            for turn in unfinished:
+                turn.end(RequestAborted("the request was aborted by its id"))
+            if unfinished:
+                outcomes[id] = AbortOutcome.ABORTED
+            elif found or self._ended_ids.knows(id, owner=owner):
+                outcomes[id] = AbortOutcome.ALREADY_FINISHED
+            else:
+                outcomes[id] = AbortOutcome.UNKNOWN
+        return outcomes
+
+    def live_turns(self, *, owner: str | None = None) -> list[Turn]:
+        """Every request that is entered and not left, oldest first. owner: only theirs."""
+        return [turn for turn in self._turns.values() if owner in (None, turn.owner)]
+
+    def note_load(self, id: EndpointId, load: EndpointLoad, *, sent_when_asked: int) -> None:
+        self.core.note_load(id, load, trio.current_time(), sent_when_asked=sent_when_asked)
+        self.retime()
+
+    def stats(self) -> RouterStats:
+        return self.core.stats()
+
+    @property
+    def endpoints(self) -> Collection[EndpointState]:
+        """Those that there are, to be looked at."""
+        return self.core.endpoints.values()
+
+    @property
+    def policy(self) -> Policy:
+        """Who chooses among them."""
+        return self.core.policy
+
+    @property
+    def is_draining(self) -> bool:
+        return self.core.is_draining
+
+    def is_endpoint_draining(self, id: EndpointId) -> bool:
+        return self.core.is_endpoint_draining(id)
+
+    def is_pair_there(self, model: str) -> bool:
+        """Whether a request for the model can be split: there are endpoints for both of its legs."""
+        return self.core.is_pair_there(model)
+
+    def add_endpoint(
+        self,
+        id: EndpointId,
+        models: Iterable[str] = (),
+        *,
+        leases_max: int | None = None,
+        role: EngineRole | None = None,
+    ) -> None:
+        """It gets requests once it is known to be well. Raises StartupError for an id that is taken."""
+        self.core.add_endpoint(id, models, trio.current_time(), leases_max=leases_max, role=role)
+
+    @property
+    def wants_prefix(self) -> bool:
+        """Whether it matters that requests name their prefixes."""
+        return self.core.policy.wants_prefix
+
+    @property
+    def sent_total(self) -> int:
+        """Requests that were sent anywhere; to be kept when an endpoint is asked for its load."""
+        return self.core.sent_total
+
+    def set_models(self, id: EndpointId, models: Iterable[str]) -> None:
+        self.core.set_models(id, models, trio.current_time())
+        self.retime()
+
+    def set_role(self, id: EndpointId, role: EngineRole | None) -> None:
+        self.core.set_role(id, role, trio.current_time())
+        self.retime()
+
+    def drain_endpoint(self, id: EndpointId) -> None:
+        self.core.drain_endpoint(id, trio.current_time())
+        self.retime()
+
+    def note_health(self, id: EndpointId, is_well: bool, *, hangs: bool) -> None:
+        """A health check ended. hangs: it got no answer, or the answer that a step there does not end. What an endpoint
+        that is ejected for that has not begun to answer is taken from it, to be tried elsewhere."""
+        was_given = self._is_given(id)
+        self.core.note_health(id, is_well, trio.current_time())
+        if hangs and was_given and not self._is_given(id):
+            for turn in list(self._turns.values()):
+                turn.take_from(id)
+        self.retime()
+
+    def drain(self) -> None:
+        """Take nothing new, refuse who waits."""
+        self.core.drain(trio.current_time())
+
+    def abort_all(self, message: str) -> None:
+        """End those that are at an endpoint, too; each client is told the message."""
+        for turn in list(self._turns.values()):
+            turn.end(Draining(message, reason="draining", retry_after_seconds=RETRY_SECONDS))
+
+    async def wait_until_idle(self) -> None:
+        """Returns when no turn is entered. For use after drain()."""
+        while self._turns:
+            if self._idle.is_set():
+                self._idle = trio.Event()
+            await self._idle.wait()
+
+    def retime(self) -> None:
+        """Something has changed that may bring the next tick forward."""
+        if self.core.next_tick(trio.current_time()) < self._ticks_at:
+            self._sooner.set()
+
+    def _is_given(self, id: EndpointId) -> bool:
+        state = self.core.endpoints.get(id)
+        return state is not None and state.is_given
+
+    def _note_gone(self, id: EndpointId) -> None:
+        self.on_gone(id)
+
+    def _wake_turn(self, ticket: Ticket) -> None:
+        turn = self._turns.get(ticket.index)
+        if turn is not None:  # one that is just entering looks for itself
+            turn.wake()
+
+
+class Turn:
+    """One request, from entering the line to leaving it."""
+
+    def __init__(
+        self, dispatch: Dispatch, core: RouterCore, ticket: Ticket, *, id: str | None, owner: str | None
+    ) -> None:
+        self.ticket = ticket
+        self.id = id
+        self.owner = owner
+        self._dispatch = dispatch
+        self._core = core
+        self._changed = trio.Event()
+        self._attempt: trio.CancelScope | None = None
+        self._end: TrioserveError | None = None
+
+    async def lease(self) -> EndpointId:
+        """Wait for an endpoint. Raises what refuses the request: Overloaded when it waited too long here, QueueWaitOver
+        when its own time is over, Draining, NoEndpoint, RequestAborted."""
+        ticket = self.ticket
+        while ticket.state is TicketState.WAITING and self._end is None:
+            self._changed = trio.Event()
+            await self._changed.wait()
+        if self._end is not None:
+            raise self._end
+        if ticket.prefilled_by is None:
+            self._dispatch.on_wait_over(trio.current_time() - ticket.entered_at)
+        if ticket.refusal is not None:
+            raise ticket.refusal
+        assert ticket.endpoint is not None
+        return ticket.endpoint
+
+    @property
+    def index(self) -> int:
+        """Of its arrival at this router."""
+        return self.ticket.index
+
+    @property
+    def model(self) -> str:
+        return self.ticket.request.model
+
+    @property
+    def priority(self) -> int:
+        return self.ticket.request.priority
+
+    @property
+    def entered_at(self) -> float:
+        return self.ticket.entered_at
+
+    @property
+    def leased_at(self) -> float:
+        """When it got the lease in hand."""
+        return self.ticket.leased_at
+
+    @property
+    def endpoint(self) -> EndpointId | None:
+        """Where its lease is, or was when it went back at the first token."""
+        return self.ticket.endpoint
+
+    @property
+    def prefilled_by(self) -> EndpointId | None:
+        """The endpoint that computed its prompt for another one."""
+        return self.ticket.prefilled_by
+
+    @property
+    def pair_outcome(self) -> PairOutcome | None:
+        """What became of its being split."""
+        return self.ticket.pair_outcome
+
+    @property
+    def has_token(self) -> bool:
+        """Its client has seen a token."""
+        return self.ticket.has_token
+
+    @property
+    def leg(self) -> Leg | None:
+        """What is to be done with the lease in hand; None: the whole request. To be looked at after each `lease`."""
+        return self.ticket.leg
+
+    @property
+    def state(self) -> str:
+        """Where it is, in a word: "waiting" and "running", or what of a split request is being done."""
+        if self.ticket.leg is Leg.DECODE:
+            return "handover" if self.is_in_line else "decode"
+        if self.is_in_line:
+            return "waiting"
+        return "running" if self.ticket.leg is None else "prefill"
+
+    @property
+    def is_in_line(self) -> bool:
+        """It waits, or has a lease that it has not used yet."""
+        ticket = self.ticket
+        return ticket.state in (TicketState.WAITING, TicketState.LEASED) and not ticket.is_sent
+
+    def sent(self) -> None:
+        """The request goes to its endpoint: for those whose attempt is not a `with` block here."""
+        self._core.sent(self.ticket)
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """The request goes to its endpoint. Raises EndpointLost if the router takes it from there, Draining if it ends
+        the request."""
+        self.sent()
+        with trio.CancelScope() as scope:
+            self._attempt = scope
+            try:
+                yield
+            finally:
+                self._attempt = None  # from here on the end of the request is not the attempt's
+        if scope.cancelled_caught:
+            raise self._end or EndpointLost(f'the endpoint "{self.ticket.endpoint}" does not answer any more')
+
+    def first_token(self, *, is_last: bool = False) -> None:
+        """The endpoint has begun to answer. is_last: all of its answer is there, so that nobody knows when it began."""
+        ticket, now = self.ticket, trio.current_time()
+        if ticket.leg is Leg.DECODE and not ticket.has_token and not is_last:
+            self._dispatch.on_paired(now - ticket.prefilled_at)
+        self._core.first_token(ticket, now)
+
+    def prefilled(self, *, outcome: PairOutcome | None = None) -> None:
+        """The endpoint has computed the prompt, and its seat there is free: `lease` again, for the rest. outcome: why
+        one endpoint has to do that alone; None: the blocks are held for a decode endpoint."""
+        self._core.prefilled(self.ticket, trio.current_time(), outcome=outcome)
+        self._dispatch.retime()
+
+    def hold_lost(self) -> None:
+        """The blocks are held no longer. Legal at any moment."""
+        self._core.hold_lost(self.ticket, trio.current_time())
+        self._dispatch.retime()
+
+    def failed(self, fault: Fault, *, busy_seconds: float = 1.0) -> bool:
+        """The endpoint failed the request before it began to answer. True: `lease` again; False: it has ended here."""
+        is_waiting = self._core.failed(self.ticket, fault, trio.current_time(), busy_seconds=busy_seconds)
+        self._dispatch.retime()
+        return is_waiting
+
+    def wake(self) -> None:
+        self._changed.set()
+
+    def take_from(self, id: EndpointId) -> None:
+        """End the attempt if it is at this endpoint and has brought nothing."""
+        if self._attempt is not None and self.ticket.endpoint == id and not self.ticket.has_token:
+            self._attempt.cancel()
+
+    @property
+    def is_ended(self) -> bool:
+        """Somebody has ended it, or the line has refused it."""
+        return self._end is not None or self.ticket.state is TicketState.ENDED
+
+    def end(self, reason: TrioserveError) -> None:
+        """End it, wherever it is. In line its place is free at once; an attempt ends with its scope."""
+        self._end = reason
+        if self._attempt is not None:
+            self._attempt.cancel()
+        else:
+            self._core.leave(self.ticket, trio.current_time())
+            self.wake()

@@ -1,0 +1,69 @@
+"""Our own engine as an endpoint: who waits before it, in which order, and how much may. What decides is the router."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trioserve.admission.dispatch import Dispatch
+from trioserve.admission.settings import AdmissionSettings
+from trioserve.contracts.endpoint import EndpointId, RoutedRequest
+from trioserve.contracts.prompt import ChatPrompt, Prompt
+from trioserve.router.policies import RoundRobin
+from trioserve.router.settings import RouterSettings
+
+__all__ = ["LOCAL_ENDPOINT", "LOCAL_MODEL", "WAITING_DEPTH_MAX", "local_dispatch", "local_request"]
+
+LOCAL_ENDPOINT = EndpointId("local")
+LOCAL_MODEL = "local"
+"""One engine has one line, by whichever of its names its model is asked for."""
+
+WAITING_DEPTH_MAX = 4  # prepared already when seats come free, so that no seat waits for a tokenizer
+TOKEN_CHARACTERS = 4  # of English text, on average
+
+
+def local_dispatch(running_requests_max: int, settings: AdmissionSettings) -> Dispatch:
+    """A router with one endpoint, which takes as many sequences as may run and a few more. With those who wait in its
+    line they are running_requests_max + waiting_requests_max, for requests of one sequence."""
+    waiting_depth = min(WAITING_DEPTH_MAX, settings.waiting_requests_max // 2)
+    dispatch = Dispatch(
+        RouterSettings(
+            queue_requests_max=settings.waiting_requests_max - waiting_depth,
+            queue_prompt_tokens_max=settings.waiting_prompt_tokens_max,
+            queue_seconds_max=settings.waiting_seconds_max,
+            leases_max=running_requests_max + waiting_depth,
+            sequences_max=running_requests_max + settings.waiting_requests_max,
+        ),
+        RoundRobin,
+    )
+    dispatch.add_endpoint(LOCAL_ENDPOINT, (LOCAL_MODEL,))
+    dispatch.note_health(LOCAL_ENDPOINT, True, hangs=False)
+    return dispatch
+
+
+def local_request(prompt: Prompt, *, tenant: str, priority: int, sequences: int) -> RoutedRequest:
+    """What the line is told of a request. Its tokens are guessed from its length: nothing is tokenized before it has a
+    lease."""
+    return RoutedRequest(
+        model=LOCAL_MODEL,
+        tenant=tenant,
+        priority=priority,
+        sequences=sequences,
+        prompt_tokens=_token_count(prompt),
+    )
+
+
+def _token_count(prompt: Prompt) -> int:
+    if isinstance(prompt, ChatPrompt):
+        return sum(map(_character_count, prompt.messages)) // TOKEN_CHARACTERS + 1
+    if isinstance(prompt, str):
+        return len(prompt) // TOKEN_CHARACTERS + 1
+    return len(prompt)
+
+
+def _character_count(message: dict[str, Any]) -> int:
+    """Of its text; whether the message is one is not asked here."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return len(content)
+    texts = [part.get("text") for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    return sum(len(text) for text in texts if isinstance(text, str))

@@ -1,0 +1,130 @@
+"""Prompts to token ids and back, without holding up the event loop: short ones here, long ones in a text thread, and
+none that is too long for the model whatever its tokens turn out to be."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+from trioserve.admission.text_threads import LONG_CHARACTERS_MAX, TextRunner
+from trioserve.contracts.arguments import refuse, shown
+from trioserve.contracts.errors import ContextTooLong, InvalidRequest
+from trioserve.contracts.prompt import ChatPrompt, Prompt
+from trioserve.text.chat_template import ChatTemplate
+from trioserve.text.tokenizer import Tokenizer
+
+__all__ = ["PromptEncoder"]
+
+INLINE_CHARACTERS_MAX = 1000  # well under a millisecond; a longer piece of Python would show in everybody's latency
+TOKEN_CHARACTERS = 1  # what a token counts for that is looked at: about a microsecond
+VALUE_CHARACTERS = 8  # what a value that is no text counts for
+CHAT_VALUES_MAX = 8192  # that are gone through for a chat's size, in a millisecond or two; with more it is a long one
+LONGEST = LONG_CHARACTERS_MAX + 1
+
+T = TypeVar("T")
+
+
+class PromptEncoder:
+    """texts: where long ones are worked on. context_tokens_max: a prompt that is certain to have more tokens is refused
+    before it is tokenized. One that may fit is encoded and counted, and whoever runs it compares: so a text's tokens
+    can be counted here up to a length of context_tokens_max times the longest token, and a text that does fit is never
+    refused."""
+
+    def __init__(self, tokenizer: Tokenizer, texts: TextRunner, *, vocab_size: int, context_tokens_max: int) -> None:
+        self._tokenizer = tokenizer
+        self._texts = texts
+        self._vocab_size = vocab_size
+        self._context_tokens_max = context_tokens_max
+
+    async def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt. Raises InvalidRequest, ContextTooLong; a cancelled caller leaves at once."""
+        if isinstance(prompt, ChatPrompt):
+            return await self.run(lambda: self._encode_chat(prompt), size=_chat_size(prompt))
+        if isinstance(prompt, str):
+            return await self.run(
+                lambda: self._encode_text(prompt, add_special_tokens=add_special_tokens, param="prompt"),
+                size=len(prompt),
+            )
+        if len(prompt) > self._context_tokens_max:
+            raise ContextTooLong(
+                f"the prompt has {len(prompt)} tokens, this model takes {self._context_tokens_max}: shorten it",
+                param="prompt",
+            )
+        return await self.run(lambda: self._checked(prompt), size=len(prompt) * TOKEN_CHARACTERS)
+
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of token ids. Raises InvalidRequest for an id that the model does not have."""
+        return await self.run(
+            lambda: self._tokenizer.decode(self._checked(token_ids), skip_special_tokens=skip_special_tokens),
+            size=len(token_ids) * TOKEN_CHARACTERS,
+        )
+
+    async def run(self, function: Callable[[], T], *, size: int) -> T:
+        """Call a function of values: here if it is short, else where long texts are worked on. size: see TextRunner."""
+        return function() if size <= INLINE_CHARACTERS_MAX else await self._texts.run(function, size=size)
+
+    def _encode_chat(self, prompt: ChatPrompt) -> list[int]:
+        tokenizer = self._tokenizer
+        template = tokenizer.chat_template
+        if prompt.chat_template is not None:
+            template = ChatTemplate(prompt.chat_template, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
+        if template is None:
+            raise InvalidRequest(
+                "this model has no chat template: use completions with a prompt, or send a chat_template",
+                param="messages",
+            )
+        # The template writes the special tokens itself, and may leave out what the messages hold: only its text counts.
+        return self._encode_text(template.render(prompt), add_special_tokens=False, param="messages")
+
+    def _encode_text(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
+        token_count_min = self._tokenizer.token_count_min(text)
+        if token_count_min > self._context_tokens_max:
+            raise ContextTooLong(
+                f"the prompt has {len(text)} characters, which are at least {token_count_min} tokens, and this model "
+                f"takes {self._context_tokens_max}: shorten it",
+                param=param,
+            )
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def _checked(self, token_ids: Sequence[int]) -> list[int]:
+        try:
+            checked = list(map(operator.index, token_ids))  # a float would pass what follows, and break a step
+        except TypeError:
+            stranger = next((token_id for token_id in token_ids if not _is_whole(token_id)), token_ids)
+            refuse("prompt", stranger, "a list of token ids (int)", verb="holds")
+        if checked and not (min(checked) >= 0 and max(checked) < self._vocab_size):
+            token_id = next(token_id for token_id in checked if not 0 <= token_id < self._vocab_size)
+            raise InvalidRequest(
+                f"the prompt has token id {shown(token_id)}, this model's are 0 to {self._vocab_size - 1}",
+                param="prompt",
+            )
+        return checked
+
+
+def _is_whole(value: object) -> bool:
+    try:
+        operator.index(value)  # type: ignore[arg-type]  # that is the question
+    except TypeError:
+        return False
+    return True
+
+
+def _chat_size(prompt: ChatPrompt) -> int:
+    """How much there is to render, in characters; LONGEST if that is not soon told. What a template of the request's
+    own does is not told by any length."""
+    if prompt.chat_template is not None:
+        return LONGEST
+    size = value_count = 0
+    waiting: list[Iterable[Any]] = [prompt.messages, prompt.tools or (), (prompt.template_arguments,)]
+    while waiting:
+        for value in waiting.pop():
+            size += len(value) if isinstance(value, str) else VALUE_CHARACTERS
+            value_count += 1
+            if size > LONG_CHARACTERS_MAX or value_count > CHAT_VALUES_MAX:
+                return LONGEST
+            if isinstance(value, dict):
+                waiting += (value.keys(), value.values())
+            elif isinstance(value, list | tuple):
+                waiting.append(value)
+    return size

@@ -1,0 +1,44 @@
+"""How the router's own counts become metrics: at every scrape, so that its core need not know of them."""
+
+from __future__ import annotations
+
+from trioserve.admission.dispatch import Dispatch
+from trioserve.contracts.endpoint import EndpointId
+from trioserve.metrics.registry import Metrics
+
+__all__ = ["show_router"]
+
+
+def show_router(metrics: Metrics, dispatch: Dispatch) -> None:
+    """Have every exposition of `metrics` show what the router says at that moment. Once for each router."""
+    dispatch.on_wait_over = metrics.queue_wait_seconds.observe
+    dispatch.on_paired = metrics.pair_handover_seconds.observe
+    seen = dispatch.stats()
+    ejections_seen: dict[EndpointId, int] = {}
+
+    def show() -> None:
+        nonlocal seen
+        stats = dispatch.stats()
+        metrics.queued_requests.set(stats.waiting)
+        metrics.admissions_total.inc(stats.admissions_total - seen.admissions_total)
+        metrics.retries_total.inc(stats.retries_total - seen.retries_total)
+        for reason, total in stats.rejections_total.items():
+            metrics.rejections_total.labels(reason).inc(total - seen.rejections_total.get(reason, 0))
+        for outcome, total in stats.pairs_total.items():
+            metrics.pairs_total.labels(outcome.value).inc(total - seen.pairs_total[outcome])
+        seen = stats
+        gauges = (metrics.endpoint_leases, metrics.endpoint_in_flight, metrics.endpoint_healthy)
+        for gauge in (*gauges, metrics.endpoint_resident_blocks):
+            gauge.clear()  # endpoints that are gone are not shown
+        for state in dispatch.endpoints:
+            metrics.endpoint_leases.labels(state.id).set(state.leases)
+            metrics.endpoint_in_flight.labels(state.id).set(state.in_flight)
+            metrics.endpoint_healthy.labels(state.id).set(state.is_given)
+            resident = dispatch.policy.resident_count(state.id)
+            if resident is not None:
+                metrics.endpoint_resident_blocks.labels(state.id).set(resident)
+            ejections = metrics.endpoint_ejections_total.labels(state.id)
+            ejections.inc(max(0, state.ejections_total - ejections_seen.get(state.id, 0)))
+            ejections_seen[state.id] = state.ejections_total
+
+    metrics.on_scrape(show)

@@ -1,0 +1,101 @@
+"""Who may use the API: whoever sends one of the configured keys as a bearer token (RFC 6750)."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable
+
+import msgspec
+
+from trioserve.api.caller import ANYBODY, AccessRules, Caller, CallerKind
+from trioserve.api.error_responses import REASON_HEADER, ErrorAnswer, Refusal
+from trioserve.contracts.errors import StartupError
+
+__all__ = ["ApiKeys"]
+
+
+PRIORITY_MIN_WITH_KEYS = 0  # the one that requests have which ask for none
+
+
+class ApiKeys:
+    """The configured keys, as digests, and what those who send them may do. Without any, everybody may do everything.
+
+    Raises StartupError for a key that no header could carry, and for rules that need keys which are not there.
+    """
+
+    def __init__(
+        self, keys: Iterable[str] = (), *, admin_key: str | None = None, rules: AccessRules | None = None
+    ) -> None:
+        self.rules = rules or AccessRules()
+        self._callers: dict[bytes, Caller] = {}
+        for kind, given in ((CallerKind.ORDINARY, keys), (CallerKind.GATEWAY, self.rules.gateway_api_keys)):
+            for key in given:
+                self._add(key, kind)
+        if admin_key is not None:
+            if not self._callers:
+                raise StartupError("an admin key is set, but no API key: without those, everybody sees every request")
+            self._add(admin_key, CallerKind.ADMIN)
+        self._check_rules(has_admin=admin_key is not None)
+        self._nobody = msgspec.structs.replace(ANYBODY, priority_min=self.rules.priority_min)
+
+    def caller(self, authorization: str | None) -> Caller:
+        """Who sends this value of the Authorization header. Raises Refusal (401) unless it holds a key, or there are
+        none."""
+        if not self._callers:
+            return self._nobody
+        scheme, _, token = (authorization or "").partition(" ")
+        given = _digest(token.strip())
+        # Every key is compared, and in constant time: how long a refusal takes tells nothing about any of them.
+        matches = [hmac.compare_digest(given, digest) for digest in self._callers]
+        if scheme.lower() != "bearer" or not any(matches):
+            what = "no API key came" if authorization is None else "the API key is wrong"
+            raise Refusal(
+                ErrorAnswer(
+                    status=401,
+                    type="invalid_request_error",
+                    code="invalid_api_key",
+                    message=f'{what}: send it as "Authorization: Bearer KEY"',
+                    headers=(("www-authenticate", 'Bearer realm="trioserve"'), (REASON_HEADER, "invalid_api_key")),
+                )
+            )
+        return self._callers[given]
+
+    def _add(self, key: str, kind: CallerKind) -> None:
+        """The last kind counts of a key that is given as several: what is trusted more comes later."""
+        digest = _checked_digest(key)
+        if kind is CallerKind.ADMIN:
+            self._callers[digest] = Caller(kind=kind)
+            return
+        rules, least = self.rules, None
+        if kind is CallerKind.ORDINARY:
+            least = PRIORITY_MIN_WITH_KEYS if rules.priority_min is None else rules.priority_min
+        self._callers[digest] = Caller(
+            kind=kind,
+            owner=digest.hex(),
+            priority_min=least,
+            salt_key=None if rules.shares_prefix_cache else _salt_key(digest),
+        )
+
+    def _check_rules(self, *, has_admin: bool) -> None:
+        rules = self.rules
+        if rules.metrics_need_key and not has_admin:
+            raise StartupError("--metrics-need-key is set, but no --admin-api-key, with which they are read then")
+        if rules.load_needs_key and not self._callers:
+            raise StartupError("--load-needs-key is set, but no API key: see --api-key")
+
+
+def _salt_key(digest: bytes) -> bytes:
+    """Equal on every server that has the key, so that those which exchange blocks name them alike."""
+    return hashlib.blake2b(digest, digest_size=32, person=b"trioserve salt").digest()
+
+
+def _checked_digest(key: str) -> bytes:
+    """Raises StartupError for a key that no header could carry."""
+    if not key or not all("!" <= character <= "~" for character in key):
+        raise StartupError("an API key must be 1 or more printable ASCII characters without blanks")
+    return _digest(key)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()

@@ -1,0 +1,178 @@
+"""What goes for every path of every API here: request ids, API keys, errors, counting, one line in the log."""
+
+from __future__ import annotations
+
+import abc
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import msgspec
+import trio
+
+from trioserve.api.api_keys import ApiKeys
+from trioserve.api.caller import check_is_admin
+from trioserve.api.error_responses import REASON_HEADER, ErrorAnswer, Refusal, error_answer
+from trioserve.api.request_end import Outcome, end_line
+from trioserve.api.responder import Answering, request_id_from
+from trioserve.contracts.errors import TrioserveError
+from trioserve.http.message_head import printable
+
+if TYPE_CHECKING:
+    from trioserve.http.exchange import Exchange
+    from trioserve.http.headers import Headers
+    from trioserve.metrics.registry import Metrics
+
+__all__ = ["BaseApp", "Operation", "Route"]
+
+logger = logging.getLogger(__name__)
+
+CallType = TypeVar("CallType", bound=Answering)
+METRICS_PATH = "/metrics"
+LOAD_PATH = "/load"
+OTHER_PATH = "other"
+"""The name of all unknown paths in metrics."""
+
+Operation = Callable[[CallType], Awaitable[None]]
+
+
+class Route(msgspec.Struct, Generic[CallType], frozen=True, kw_only=True):
+    """path: also its name in metrics. needs_key: whether API keys, if there are any, guard it. The operator may close
+    others, too (see AccessRules)."""
+
+    path: str
+    operations: dict[str, Operation[CallType]]
+    needs_key: bool = True
+
+    def operation(self, method: str) -> Operation[CallType]:
+        """Raises Refusal (405)."""
+        # The exchange drops the body of an answer to HEAD.
+        operation = self.operations.get("GET" if method == "HEAD" else method)
+        if operation is None:
+            allowed = sorted({*self.operations, *(["HEAD"] if "GET" in self.operations else [])})
+            raise Refusal(
+                ErrorAnswer(
+                    status=405,
+                    type="invalid_request_error",
+                    code="method_not_allowed",
+                    message=f"{self.path} does not take {method}, allowed is: {', '.join(allowed)}",
+                    headers=(("allow", ", ".join(allowed)), (REASON_HEADER, "method_not_allowed")),
+                )
+            )
+        return operation
+
+
+class BaseApp(abc.ABC, Generic[CallType]):
+    """A handler of exchanges: answers every one, and turns every error into an answer while there is still time."""
+
+    def __init__(self, keys: ApiKeys, metrics: Metrics) -> None:
+        self._keys = keys
+        self._metrics = metrics
+        self._open_count = self._open_shown = 0
+        self._counts: dict[tuple[str, int | None], int] = {}  # since the last scrape, by path and status
+        metrics.on_scrape(self._show_counts)
+
+    @abc.abstractmethod
+    def route(self, path: str) -> Route[CallType] | None:
+        """What is at this path, if anything."""
+
+    @abc.abstractmethod
+    def new_call(self, exchange: Exchange) -> CallType: ...
+
+    @abc.abstractmethod
+    def end_fields(self, call: CallType) -> dict[str, object]:
+        """What the log says of the call's work besides what it says of every call."""
+
+    async def __call__(self, exchange: Exchange) -> None:
+        route = self.route(exchange.path)
+        call = self.new_call(exchange)
+        self._open_count += 1
+        began_at = trio.current_time()
+        try:
+            await self._answer(call, route)
+        finally:
+            self._open_count -= 1
+            self._count(route, call.status)
+            if logger.isEnabledFor(logging.DEBUG):
+                logger.debug("%s", self._end_line(call, seconds=trio.current_time() - began_at))
+
+    def knows_caller(self, headers: Headers) -> bool:
+        """Whether the head of a request holds a key. Without any keys, everybody is known."""
+        try:
+            self._keys.caller(headers.get("authorization"))
+        except Refusal:
+            return False
+        return True
+
+    def note_preflight(self, exchange: Exchange, status: int) -> None:
+        """Count an answer that was given in the app's stead."""
+        self._count(self.route(exchange.path), status)
+        if logger.isEnabledFor(logging.DEBUG):
+            fields = {"method": exchange.method, "path": printable(exchange.path), "status": status}
+            logger.debug("%s", end_line({**fields, "outcome": Outcome.FINISHED}))
+
+    def _count(self, route: Route[CallType] | None, status: int | None) -> None:
+        key = (OTHER_PATH if route is None else route.path, status)
+        self._counts[key] = self._counts.get(key, 0) + 1
+
+    def _show_counts(self) -> None:
+        """At every scrape: a metric with labels costs more than a look into a dict, and each request has one."""
+        self._metrics.streams_open.inc(self._open_count - self._open_shown)
+        self._open_shown = self._open_count
+        for (path, status), count in self._counts.items():
+            self._metrics.http_requests_total.labels(path, str(status or "left")).inc(count)
+        self._counts.clear()
+
+    async def _answer(self, call: CallType, route: Route[CallType] | None) -> None:
+        try:
+            call.request_id = request_id_from(call.exchange.headers.get("x-request-id")) or call.request_id
+            if route is None or route.needs_key or self._is_closed(route.path):
+                call.caller = self._keys.caller(call.exchange.headers.get("authorization"))
+            if route is None:
+                raise _not_found(call.exchange.path)
+            self._check_may_read(call, route.path)
+            await route.operation(call.exchange.method)(call)
+            call.outcome = Outcome.FINISHED
+        except TrioserveError as error:
+            if not await call.fail(error_answer(error)):
+                raise
+        except Exception as error:
+            logger.exception("request failed request=%s path=%s", call.request_id, printable(call.exchange.path))
+            if not await call.fail(error_answer(error)):
+                raise
+
+    def _is_closed(self, path: str) -> bool:
+        """Whether the operator has closed a path that is open otherwise."""
+        rules = self._keys.rules
+        return (rules.metrics_need_key and path == METRICS_PATH) or (rules.load_needs_key and path == LOAD_PATH)
+
+    def _check_may_read(self, call: CallType, path: str) -> None:
+        """Metrics count what everybody does; where they are closed, they are the admin's. Raises Refusal (403)."""
+        if path == METRICS_PATH and self._is_closed(path):
+            check_is_admin(call.caller, "metrics are read with the admin's API key: see --admin-api-key")
+
+    def _end_line(self, call: CallType, *, seconds: float) -> str:
+        return end_line(
+            {
+                "request": call.request_id,
+                "method": call.exchange.method,
+                "path": printable(call.exchange.path),
+                "status": call.status,
+                "outcome": call.outcome,
+                "reason": call.reason,
+                "seconds": f"{seconds:.3f}",
+                **self.end_fields(call),
+            }
+        )
+
+
+def _not_found(path: str) -> Refusal:
+    return Refusal(
+        ErrorAnswer(
+            status=404,
+            type="invalid_request_error",
+            code="not_found",
+            message=f"there is nothing at {path}",
+            headers=((REASON_HEADER, "not_found"),),
+        )
+    )

@@ -1,0 +1,172 @@
+"""The one table from our errors to status, body and headers, in OpenAI's shape."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from trioserve.contracts.deadlines import Deadline
+from trioserve.contracts.errors import (
+    ContextTooLong,
+    Draining,
+    EndpointLost,
+    EngineFault,
+    InvalidRequest,
+    NoEndpoint,
+    Overloaded,
+    RequestAborted,
+    RequestFailed,
+    StepOverdue,
+    TrioserveError,
+    UnknownModel,
+)
+from trioserve.contracts.events import FinishReason
+from trioserve.contracts.output import Delta
+from trioserve.http.exchange import BodyTimeout, BodyTooLarge
+
+__all__ = ["REASON_HEADER", "ErrorAnswer", "Refusal", "deadline_refusal", "error_answer", "foreign_end"]
+
+REASON_HEADER = "x-trioserve-reason"
+"""On every refusal: one word for programs, where the message is a sentence for people."""
+
+
+MESSAGE_CHARACTERS_MAX = 2000  # messages repeat what came, and that may be megabytes
+
+
+class ErrorAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """One error as clients see it. `type` and `code` are OpenAI's where it has them. A long message is cut."""
+
+    status: int
+    type: str
+    code: str | None
+    message: str
+    param: str | None = None
+    headers: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.message) > MESSAGE_CHARACTERS_MAX:
+            msgspec.structs.force_setattr(self, "message", self.message[:MESSAGE_CHARACTERS_MAX] + " ...")
+
+    def body(self) -> dict[str, dict[str, str | None]]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+class Refusal(TrioserveError):
+    """An error that only HTTP knows: no such path, wrong key, an answer that somebody else ended."""
+
+    def __init__(self, answer: ErrorAnswer) -> None:
+        super().__init__(answer.message)
+        self.answer = answer
+
+
+_CALLER = "invalid_request_error"
+_SERVER = "server_error"
+
+# The first row whose class fits counts, so a class stands above those it inherits from.
+TABLE: tuple[tuple[type[TrioserveError], int, str, str | None], ...] = (
+    (BodyTooLarge, 413, _CALLER, "body_too_large"),
+    (BodyTimeout, 408, _CALLER, "body_timeout"),
+    (ContextTooLong, 400, _CALLER, "context_length_exceeded"),
+    (UnknownModel, 404, _CALLER, "model_not_found"),
+    (InvalidRequest, 400, _CALLER, None),
+    (Draining, 503, "service_unavailable_error", "draining"),
+    (StepOverdue, 503, "service_unavailable_error", "step_overdue"),
+    (NoEndpoint, 503, "service_unavailable_error", "no_endpoint"),
+    (Overloaded, 429, "rate_limit_error", "overloaded"),
+    (RequestAborted, 503, _SERVER, "request_aborted"),
+    (EndpointLost, 502, _SERVER, "endpoint_lost"),
+    (RequestFailed, 500, _SERVER, "request_failed"),
+    (EngineFault, 500, _SERVER, "engine_fault"),
+)
+
+_INTERNAL = ErrorAnswer(
+    status=500,
+    type=_SERVER,
+    code="internal_error",
+    message="the server failed on this request; its log has more under the request's id",
+    headers=((REASON_HEADER, "internal_error"),),
+)
+
+
+def error_answer(error: Exception) -> ErrorAnswer:
+    """What the client is told. Errors that nobody raised on purpose keep their text to themselves."""
+    if isinstance(error, Refusal):
+        return error.answer
+    row = next((row for row in TABLE if isinstance(error, row[0])), None)
+    if row is None:
+        return _INTERNAL
+    _, status, error_type, code = row
+    headers: list[tuple[str, str]] = []
+    reason = code
+    if isinstance(error, Overloaded):
+        reason = error.reason
+        headers.append(("retry-after", str(max(1, math.ceil(error.retry_after_seconds)))))
+    if reason is not None:
+        headers.append((REASON_HEADER, reason))
+    return ErrorAnswer(
+        status=status,
+        type=error_type,
+        code=code,
+        message=str(error),
+        param=_param(error),
+        headers=tuple(headers),
+    )
+
+
+def _param(error: Exception) -> str | None:
+    if isinstance(error, UnknownModel):
+        return error.param or "model"
+    return error.param if isinstance(error, InvalidRequest) else None
+
+
+DEADLINE_RETRY_SECONDS = 5
+
+
+def deadline_refusal(deadline: Deadline, message: str) -> Refusal:
+    """The error of a request whose time is over. Time ran out here, not for good: the same request may well make it a
+    little later."""
+    return Refusal(
+        ErrorAnswer(
+            status=504,
+            type=_SERVER,
+            code=deadline.value,
+            message=message,
+            headers=(("retry-after", str(DEADLINE_RETRY_SECONDS)), (REASON_HEADER, deadline.value)),
+        )
+    )
+
+
+_ENDED: dict[FinishReason, tuple[int, str, str]] = {
+    FinishReason.ABORT: (
+        503,
+        "request_aborted",
+        "the request was aborted by the server before its answer was complete",
+    ),
+    FinishReason.DEADLINE: (504, "deadline_exceeded", "the request's deadline passed before its answer was complete"),
+}
+
+
+def foreign_end(delta: Delta) -> TrioserveError | None:
+    """The error to raise if another's hand ended this choice: clients know only the finish reasons "stop" and "length",
+    and half an answer must not look like a whole one."""
+    if delta.finish_reason is FinishReason.ERROR:
+        return RequestFailed(delta.message or "the engine could not go on with this request")
+    if delta.finish_reason not in _ENDED:
+        return None
+    status, code, message = _ENDED[delta.finish_reason]
+    headers: list[tuple[str, str]] = []
+    if delta.finish_reason is FinishReason.DEADLINE:
+        # Time ran out here, not for good: the same request may well make it a little later.
+        headers.append(("retry-after", str(DEADLINE_RETRY_SECONDS)))
+        code = str(delta.stop_reason or code)
+    headers.append((REASON_HEADER, code))
+    return Refusal(
+        ErrorAnswer(
+            status=status,
+            type=_SERVER,
+            code=code,
+            message=delta.message or message,
+            headers=tuple(headers),
+        )
+    )

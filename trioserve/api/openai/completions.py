@@ -1,0 +1,275 @@
+"""POST /v1/completions: one or more prompts in, their continuations out, whole or piece by piece.
+
+Several prompts are one call: each has a stream of its own, and when one of them fails the others are cancelled and the
+call fails with that error. Choice number prompt_index * n + i is choice i of that prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, cast
+
+from trioserve.api.deadline_fields import deadlines_of
+from trioserve.api.openai.generation import (
+    Choice,
+    Usage,
+    collect,
+    read_streams,
+    transfer_fields,
+    usage_of,
+    wait_until_begun,
+    wait_until_released,
+)
+from trioserve.api.openai.logprobs import CompletionLogprobs, prompt_logprobs
+from trioserve.api.openai.request_types import CompletionBody
+from trioserve.api.request_context import Call
+from trioserve.api.sse import DONE, ChunkWriter, encode, one_line_json, transfer_field
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.output import Delta
+from trioserve.contracts.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from trioserve.engine.request_stream import RequestStream
+
+__all__ = ["create_completion"]
+
+PROMPTS_MAX = 128  # evaluation tools send batches of up to this size; each prompt takes n seats in the queue
+
+TextPrompt = str | list[int]
+
+
+async def create_completion(call: Call) -> None:
+    body = await call.body(CompletionBody)
+    model = call.model_name(body.model)
+    _check(body)
+    prompts = _prompts(body)
+    sampling = _sampling(body, call.engine.default_sampling)
+    head: dict[str, object] = {
+        "id": f"cmpl-{call.request_id}",
+        "object": "text_completion",
+        "created": call.surroundings.unix_seconds(),
+        "model": model,
+    }
+    deadlines = deadlines_of(body, call.exchange.headers)
+    async with AsyncExitStack() as scopes:
+        streams = [
+            await scopes.enter_async_context(
+                call.generate(
+                    prompt, sampling, body, deadlines, add_special_tokens=body.add_special_tokens is not False
+                )
+            )
+            for prompt in prompts
+        ]
+        answer = _Answer(call, body, sampling.n, streams)
+        await answer.read_echoes(prompts)
+        if body.stream:
+            await wait_until_begun(streams[0])
+            await call.start_events()
+            events = _CompletionEvents(answer, head)
+
+            async def send(stream_index: int, delta: Delta) -> None:
+                if piece := events.of(stream_index, delta):
+                    await call.exchange.send(piece)
+
+            await read_streams(streams, send, keep_alive=call.keep_alive)
+            if streams[0].is_held:
+                await wait_until_released(streams[0], call.keep_alive)
+        else:
+            choices = await collect(streams, sampling.n)
+            if streams[0].is_held:  # a client that leaves before it knows of the hold ends it
+                await call.answer(answer.whole(head, choices))
+                streams[0].keep_hold()
+    # The engine's part is over, and its scopes left: a slow client keeps nothing but its own bytes waiting.
+    if body.stream:
+        await call.finish(events.end())
+    elif call.status is None:
+        await call.answer(answer.whole(head, choices))
+
+
+def _check(body: CompletionBody) -> None:
+    body.check()
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise InvalidRequest(
+            f"best_of is {body.best_of}, but choices are not ranked here: leave it out, use n", param="best_of"
+        )
+    if body.max_tokens == 0 and not body.echo:
+        raise InvalidRequest("max_tokens is 0, allowed is 1 or more (or 0 with echo)", param="max_tokens")
+    if body.kv_transfer_params is not None and len(_prompts(body)) > 1:
+        raise InvalidRequest(
+            f"prompt has {len(_prompts(body))} prompts, but kv_transfer_params are those of one: send them one by one",
+            param="kv_transfer_params",
+        )
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequest("prompt_logprobs is not available when stream is true", param="prompt_logprobs")
+
+
+def _prompts(body: CompletionBody) -> list[TextPrompt]:
+    """The four shapes of `prompt` as a list of prompts."""
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise InvalidRequest("prompt is an empty list", param="prompt")
+    kind = type(prompt[0])
+    if any(type(item) is not kind for item in prompt):
+        raise InvalidRequest("prompt mixes strings, token ids and lists: it must be a list of one kind", param="prompt")
+    if kind is int:
+        return [cast("list[int]", prompt)]
+    if len(prompt) > PROMPTS_MAX:
+        raise InvalidRequest(f"prompt has {len(prompt)} prompts, at most {PROMPTS_MAX} are allowed", param="prompt")
+    for index, item in enumerate(prompt):
+        if not item and kind is list:
+            raise InvalidRequest(f"prompt[{index}] has no tokens, at least one is needed", param=f"prompt[{index}]")
+    return cast("list[TextPrompt]", prompt)
+
+
+def _sampling(body: CompletionBody, defaults: SamplingParams) -> SamplingParams:
+    given: dict[str, object] = {"max_tokens": body.max_tokens}
+    if body.logprobs is not None:
+        given["logprobs"] = body.logprobs
+        if body.echo and body.prompt_logprobs is None:
+            given["prompt_logprobs"] = body.logprobs
+    return body.sampling(defaults, **given)
+
+
+class _Answer:
+    """What whole and streamed answers share: echoes, and how a choice is written down."""
+
+    def __init__(self, call: Call, body: CompletionBody, choice_count: int, streams: Sequence[RequestStream]) -> None:
+        self.body = body
+        self.streams = streams
+        self.choice_count = choice_count
+        self._engine = call.engine
+        self.echoes = [""] * len(streams)
+
+    async def read_echoes(self, prompts: Sequence[TextPrompt]) -> None:
+        if self.body.echo:
+            self.echoes = [
+                prompt if isinstance(prompt, str) else await self._engine.decode(prompt) for prompt in prompts
+            ]
+
+    def new_logprobs(self) -> CompletionLogprobs:
+        return CompletionLogprobs(self._engine.tokenizer)
+
+    def echoed_logprobs(self, stream: RequestStream, logprobs: CompletionLogprobs) -> dict[str, object] | None:
+        """Those of the prompt's own tokens, if the client wants both them and the prompt."""
+        if not self.body.echo or self.body.logprobs is None or stream.prompt_logprobs is None:
+            return None
+        return logprobs.take(stream.prompt_token_ids, stream.prompt_logprobs)
+
+    def usage(self) -> Usage:
+        return usage_of(self.streams)
+
+    def whole(self, head: dict[str, object], choices: list[list[Choice]]) -> dict[str, object]:
+        return {**head, "choices": self.choices(choices), "usage": self.usage(), **transfer_fields(choices[0])}
+
+    def choices(self, choices: list[list[Choice]]) -> list[dict[str, object]]:
+        return [
+            self._choice(stream_index, choice_index, choice)
+            for stream_index, of_stream in enumerate(choices)
+            for choice_index, choice in enumerate(of_stream)
+        ]
+
+    def _choice(self, stream_index: int, choice_index: int, choice: Choice) -> dict[str, object]:
+        stream = self.streams[stream_index]
+        written: dict[str, object] = {
+            "index": stream_index * self.choice_count + choice_index,
+            "text": self.echoes[stream_index] + choice.text,
+            "logprobs": self._logprobs(stream, choice),
+            "finish_reason": choice.finish_reason.value if choice.finish_reason else None,
+            "stop_reason": choice.stop_reason,
+        }
+        if self.body.return_token_ids:
+            written["token_ids"] = choice.token_ids
+            written["prompt_token_ids"] = stream.prompt_token_ids
+        if self.body.prompt_logprobs is not None and stream.prompt_logprobs is not None:
+            written["prompt_logprobs"] = prompt_logprobs(self._engine.tokenizer, stream.prompt_logprobs)
+        return written
+
+    def _logprobs(self, stream: RequestStream, choice: Choice) -> dict[str, object] | None:
+        if self.body.logprobs is None:
+            return None
+        logprobs = self.new_logprobs()
+        prompt = self.echoed_logprobs(stream, logprobs)
+        output = logprobs.take(choice.token_ids, choice.logprobs)
+        if prompt is None:
+            return output
+        return {name: [*cast("list[object]", prompt[name]), *cast("list[object]", output[name])] for name in output}
+
+
+class _CompletionEvents:
+    """The events of one streamed call."""
+
+    def __init__(self, answer: _Answer, head: dict[str, object]) -> None:
+        self._answer = answer
+        self._body = answer.body
+        self._writer = ChunkWriter(head, null_usage=answer.body.wants_usage)
+        self._logprobs: dict[int, CompletionLogprobs] = {}
+        # For events of nothing but text, if the client wants no more.
+        self._around_text: dict[int, tuple[bytes, bytes]] = {}
+        self._wants_text_only = not (
+            answer.body.logprobs is not None or answer.body.return_token_ids or answer.body.wants_continuous_usage
+        )
+        self._has_one_choice = answer.choice_count * len(answer.streams) == 1
+        self._last = b""
+
+    def of(self, stream_index: int, delta: Delta) -> bytes:
+        """The events of one delta; nothing if there is nothing to show yet. Those with which the only choice ends are
+        in `end`: one write less, but for an answer that goes on, since its KV is held."""
+        index = stream_index * self._answer.choice_count + delta.index
+        around = self._around_text.get(index)
+        if around is not None and delta.finish_reason is None:
+            return around[0] + one_line_json(delta.text) + around[1] if delta.text else b""
+        events = []
+        if index not in self._logprobs:
+            self._logprobs[index] = self._answer.new_logprobs()
+            events.append(self._first(index, stream_index))
+            if self._wants_text_only:
+                self._around_text[index] = self._writer.around(
+                    b'{"index":%d,"text":' % index, b',"logprobs":null,"finish_reason":null}'
+                )
+        logprobs = None
+        if self._body.logprobs is not None and delta.logprobs:
+            logprobs = self._logprobs[index].take(delta.token_ids, delta.logprobs)
+        token_ids = b""
+        if self._body.return_token_ids and delta.token_ids:
+            token_ids = b',"token_ids":' + encode(delta.token_ids)
+        if delta.text or delta.finish_reason is not None or logprobs is not None or token_ids:
+            finish = b"null"
+            if delta.finish_reason is not None:
+                finish = encode(delta.finish_reason.value) + b',"stop_reason":' + encode(delta.stop_reason)
+            fields = transfer_field(delta)
+            events.append(self._chunk(index, delta.text, logprobs, finish + token_ids, fields))
+        if delta.finish_reason is not None and self._has_one_choice and delta.kv_transfer is None:
+            self._last = b"".join(events)
+            return b""
+        return b"".join(events)
+
+    def end(self) -> bytes:
+        usage = self._writer.chunk(b"", usage=self._answer.usage()) if self._body.wants_usage else b""
+        return self._last + usage + DONE
+
+    def _first(self, index: int, stream_index: int) -> bytes:
+        """The prompt, for those who want it back."""
+        if not self._body.echo and not self._body.return_token_ids:
+            return b""
+        stream = self._answer.streams[stream_index]
+        prompt_token_ids = b""
+        if self._body.return_token_ids:
+            prompt_token_ids = b',"prompt_token_ids":' + encode(stream.prompt_token_ids)
+        logprobs = self._answer.echoed_logprobs(stream, self._logprobs[index])
+        return self._chunk(index, self._answer.echoes[stream_index], logprobs, b"null" + prompt_token_ids)
+
+    def _chunk(
+        self, index: int, text: str, logprobs: dict[str, object] | None, end: bytes, fields: bytes = b""
+    ) -> bytes:
+        """end: the finish reason and whatever follows it. fields: of the chunk itself (see ChunkWriter)."""
+        choice = b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}' % (
+            index,
+            encode(text),
+            b"null" if logprobs is None else encode(logprobs),
+            end,
+        )
+        usage = self._answer.usage() if self._body.wants_continuous_usage else None
+        return self._writer.chunk(choice, usage=usage, fields=fields)

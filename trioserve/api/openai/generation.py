@@ -1,0 +1,258 @@
+"""From the streams of one call to its answer: reading several as one, collecting whole choices, counting tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import msgspec
+import trio
+
+from trioserve.api.error_responses import foreign_end
+from trioserve.contracts.errors import TrioserveError
+from trioserve.contracts.events import FinishReason, TokenLogprob
+from trioserve.contracts.kv_transfer_params import KVTransferParams
+from trioserve.contracts.output import Delta
+
+if TYPE_CHECKING:
+    from trioserve.engine.request_stream import RequestStream
+    from trioserve.trio_tools.deadline_keeper import Alarm
+
+__all__ = [
+    "Choice",
+    "KeepAlive",
+    "Usage",
+    "collect",
+    "read_streams",
+    "transfer_fields",
+    "usage_of",
+    "wait_until_begun",
+    "wait_until_released",
+]
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+def usage_of(streams: Sequence[RequestStream]) -> Usage:
+    """The tokens of a call so far; a prompt counts once, however many choices it has."""
+    prompt_tokens = sum(len(stream.prompt_token_ids) for stream in streams)
+    completion_tokens = sum(stream.completion_token_count for stream in streams)
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(sum(stream.cached_token_count for stream in streams)),
+    )
+
+
+class Choice:
+    """One whole choice, put together from its deltas."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.kv_transfer: KVTransferParams | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def take(self, delta: Delta) -> None:
+        self.texts.append(delta.text)
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs or ()
+        if delta.finish_reason is not None:
+            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+            self.kv_transfer = delta.kv_transfer
+
+
+async def wait_until_begun(stream: RequestStream) -> None:
+    """Returns when the request runs, and so its answer may begin with status 200. Raises what ended it in the line."""
+    end = await stream.wait_until_begun()
+    error = None if end is None else foreign_end(end)
+    if error is not None:
+        raise error
+
+
+async def collect(streams: Sequence[RequestStream], choice_count: int) -> list[list[Choice]]:
+    """Every choice of every stream, complete. Raises what read_streams raises."""
+    choices = [[Choice() for _ in range(choice_count)] for _ in streams]
+
+    async def take(stream_index: int, delta: Delta) -> None:
+        choices[stream_index][delta.index].take(delta)
+
+    await read_streams(streams, take)
+    return choices
+
+
+KEEP_ALIVE_SECONDS = 15.0  # proxies and load balancers close a silent connection after 30 to 60
+
+Take = Callable[[int, Delta], Awaitable[None]]
+T = TypeVar("T")
+
+
+class KeepAlive(NamedTuple):
+    """send: says that the answer goes on. call_at: has a function called at a time of Trio's clock, as Engine does."""
+
+    send: Callable[[], Awaitable[None]]
+    call_at: Callable[[float, Callable[[], None]], Alarm]
+
+
+async def read_streams(streams: Sequence[RequestStream], take: Take, *, keep_alive: KeepAlive | None = None) -> None:
+    """Give every delta of every stream to `take(stream_index, delta)`, one at a time, until all streams have ended.
+
+    keep_alive is sent when KEEP_ALIVE_SECONDS have passed without a delta, and again after as many.
+
+    While `take` waits, at most one delta of each stream is held here; the streams merge what comes meanwhile.
+    Raises what a stream or `take` raises, and what `foreign_end` says of a choice that another's hand ended (after its
+    last text). The first of these ends the reading of all: the caller leaves the streams' scopes, and so cancels them.
+    """
+    if len(streams) > 1:
+        await _read_merged(streams, take, keep_alive)
+    elif keep_alive is None:
+        await _read(0, streams[0], take)
+    else:
+        await _read_patiently(streams[0], take, keep_alive)
+
+
+def transfer_fields(choices: Iterable[Choice]) -> dict[str, object]:
+    """`kv_transfer_params` of a whole answer, where there are some."""
+    params = next((choice.kv_transfer for choice in choices if choice.kv_transfer is not None), None)
+    return {} if params is None else {"kv_transfer_params": params}
+
+
+async def wait_until_released(stream: RequestStream, keep_alive: KeepAlive) -> None:
+    """Returns when nothing of the stream is held for another engine; keep_alive is sent meanwhile. So the client's
+    leaving ends the hold like everything else."""
+    while stream.is_held:
+        with trio.move_on_after(KEEP_ALIVE_SECONDS):
+            await stream.wait_until_released()
+            return
+        await keep_alive.send()
+
+
+async def _read(index: int, stream: RequestStream, take: Take) -> None:
+    async for delta in stream:
+        await _take(index, delta, take)
+
+
+async def _read_patiently(stream: RequestStream, take: Take, keep_alive: KeepAlive) -> None:
+    deltas = aiter(stream)
+    patience = _Patience(keep_alive.call_at)
+    try:
+        while True:
+            delta = None
+            with patience.new_scope() as scope:
+                try:
+                    while True:
+                        patience.waiting_since = trio.current_time()
+                        delta = await deltas.__anext__()
+                        patience.waiting_since = None
+                        if scope.cancel_called:
+                            break  # by the same moment that brought the delta
+                        await _take(0, delta, take)
+                        delta = None
+                except StopAsyncIteration:
+                    return
+            patience.waiting_since = None
+            if delta is not None:
+                await _take(0, delta, take)
+            else:
+                await keep_alive.send()
+    finally:
+        patience.end()
+
+
+class _Patience:
+    """Cancels a wait that has lasted KEEP_ALIVE_SECONDS. A deadline of the scope itself, set for each delta, would cost
+    as much as the delta; this is one alarm, which looks every KEEP_ALIVE_SECONDS whether it is needed.
+
+    waiting_since: None while nothing is waited for, and nothing may be cancelled.
+    """
+
+    def __init__(self, call_at: Callable[[float, Callable[[], None]], Alarm]) -> None:
+        self.waiting_since: float | None = None
+        self._call_at = call_at
+        self._scope = trio.CancelScope()
+        self._alarm = call_at(trio.current_time() + KEEP_ALIVE_SECONDS, self._look)
+
+    def new_scope(self) -> trio.CancelScope:
+        self._scope = trio.CancelScope()
+        return self._scope
+
+    def end(self) -> None:
+        self._alarm.cancel()
+
+    def _look(self) -> None:
+        now = trio.current_time()
+        due = (now if self.waiting_since is None else self.waiting_since) + KEEP_ALIVE_SECONDS
+        if due <= now:
+            self._scope.cancel()
+            due = now + KEEP_ALIVE_SECONDS
+        self._alarm = self._call_at(due, self._look)
+
+
+async def _take(index: int, delta: Delta, take: Take) -> None:
+    end = None if delta.finish_reason is None else foreign_end(delta)
+    if end is None:
+        await take(index, delta)
+        return
+    if delta.text:
+        await take(index, msgspec.structs.replace(delta, finish_reason=None))
+    raise end
+
+
+async def _read_merged(streams: Sequence[RequestStream], take: Take, keep_alive: KeepAlive | None) -> None:
+    failure: TrioserveError | None = None
+    sender, receiver = trio.open_memory_channel[tuple[int, Delta] | TrioserveError](0)
+    async with trio.open_nursery() as nursery:
+        with sender:
+            for index, stream in enumerate(streams):
+                nursery.start_soon(_pump, index, stream, sender.clone())
+        try:
+            while True:
+                item = await _patiently(receiver.receive, keep_alive)
+                if isinstance(item, TrioserveError):
+                    raise item
+                await take(*item)
+        except trio.EndOfChannel:
+            pass
+        except TrioserveError as error:
+            # Kept, and raised outside: the nursery would wrap it in a group.
+            failure = error
+            nursery.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+
+
+async def _patiently(receive: Callable[[], Awaitable[T]], keep_alive: KeepAlive | None) -> T:
+    """What `receive` brings. Giving up and asking again loses nothing: neither a stream nor a channel hands anything to
+    a reader that was cancelled."""
+    if keep_alive is None:
+        return await receive()
+    while True:
+        with trio.move_on_after(KEEP_ALIVE_SECONDS):
+            return await receive()
+        await keep_alive.send()
+
+
+async def _pump(
+    index: int, stream: RequestStream, sender: trio.MemorySendChannel[tuple[int, Delta] | TrioserveError]
+) -> None:
+    with sender:
+        try:
+            await _read(index, stream, lambda index, delta: sender.send((index, delta)))
+        except TrioserveError as error:
+            await sender.send(error)

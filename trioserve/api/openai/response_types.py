@@ -1,0 +1,290 @@
+"""What answers look like, as types: for the API's description and for whoever checks answers against it.
+
+Answers are not made of these: streamed ones are put together from bytes, whole ones from dicts, where that is faster or
+shorter. That both agree is what the tests of the description show.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from trioserve.api.openai.generation import Usage
+from trioserve.contracts.events import AbortOutcome, Phase
+from trioserve.contracts.kv_transfer import EngineRole
+from trioserve.contracts.kv_transfer_params import KVTransferParams
+
+__all__ = [
+    "Alive",
+    "Hangs",
+    "ChatCompletion",
+    "ChatCompletionChunk",
+    "Completion",
+    "Detokenized",
+    "Error",
+    "LiveRequests",
+    "Load",
+    "Model",
+    "Models",
+    "NotReady",
+    "Ready",
+    "RequestAbort",
+    "RequestAborts",
+    "Tokenized",
+    "Version",
+]
+
+
+class Answer(msgspec.Struct, forbid_unknown_fields=True):
+    """What all have in common: no field that is not described."""
+
+
+# --- errors ---
+
+
+class ErrorDetail(Answer):
+    """message: for people. type, code: for programs, OpenAI's where it has them. param: the field at fault."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(Answer):
+    error: ErrorDetail
+
+
+# --- chat ---
+
+FinishReason = Literal["stop", "length"]
+
+
+class PromptToken(Answer):
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptToken] | None]
+"""For each token of the prompt an object by token id; none for the first."""
+
+
+class TopLogprob(Answer):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(Answer):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Answer):
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class ChatMessage(Answer):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(Answer):
+    """token_ids: when return_token_ids was asked for."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletion(Answer):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    kv_transfer_params: KVTransferParams | UnsetType = UNSET
+
+
+class ChatDelta(Answer):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(Answer):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletionChunk(Answer):
+    """The data of one event of a streamed chat completion; choices is empty in the one with the usage at the end.
+    kv_transfer_params: with the finish_reason, when the KV is held for another engine."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    kv_transfer_params: KVTransferParams | UnsetType = UNSET
+
+
+# --- text ---
+
+
+class CompletionLogprobs(Answer):
+    """Four lists of equal length."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(Answer):
+    """finish_reason: null only in an event of a stream, as long as the choice goes on."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class Completion(Answer):
+    """A whole text completion, or the data of one event of a streamed one (without usage, or null, but at the end).
+    kv_transfer_params: with the finish_reason, when the KV is held for another engine."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+    kv_transfer_params: KVTransferParams | UnsetType = UNSET
+
+
+# --- models, tokens ---
+
+
+class Model(Answer):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: None
+    max_model_len: int
+
+
+class Models(Answer):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Tokenized(Answer):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(Answer):
+    prompt: str
+
+
+# --- requests that live ---
+
+
+class LiveRequest(Answer):
+    """age_seconds: since it came. blocks: of the KV cache, in use, or held for another engine (state "held")."""
+
+    id: str
+    object: Literal["request"]
+    state: str
+    phase: Phase
+    priority: int
+    age_seconds: float
+    prompt_tokens: int
+    completion_tokens: int
+    blocks: int
+
+
+class LiveRequests(Answer):
+    object: Literal["list"]
+    data: list[LiveRequest]
+
+
+class RequestAbort(Answer):
+    id: str
+    object: Literal["request.abort"]
+    result: AbortOutcome
+
+
+class RequestAborts(Answer):
+    object: Literal["list"]
+    data: list[RequestAbort]
+
+
+# --- operations ---
+
+
+class Alive(Answer):
+    status: Literal["alive"]
+
+
+class Hangs(Answer):
+    """message: how old the step in flight is."""
+
+    status: Literal["hangs"]
+    reason: Literal["step_overdue"]
+    message: str
+
+
+class Ready(Answer):
+    ready: Literal[True]
+
+
+class NotReady(Answer):
+    """reason: "loading", "draining", "engine_fault" or "step_overdue". message: with the last one, how old the step in
+    flight is."""
+
+    ready: Literal[False]
+    reason: str
+    message: str | UnsetType = UNSET
+
+
+class Load(Answer):
+    """running, waiting: sequences. seats: how many may run at a time. kv_usage: share of the KV cache in use.
+    role: what the engine is meant for, where it gives KV to other engines or takes it."""
+
+    running: int
+    waiting: int
+    seats: int | None
+    kv_usage: float
+    role: EngineRole | UnsetType = UNSET
+
+
+class Version(Answer):
+    version: str

@@ -1,0 +1,76 @@
+"""POST /tokenize and /detokenize, in vLLM's shape: what a prompt becomes before the model sees it, and the way back.
+
+They have no place in the queue and no lease, so what is long is done aside from requests, and few may do it at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from trioserve.api.openai.chat_prompt import chat_prompt
+from trioserve.api.openai.request_types import DetokenizeBody, TokenizeBody
+from trioserve.api.request_context import Call
+from trioserve.contracts.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from trioserve.admission.prompt_encoder import PromptEncoder
+    from trioserve.engine.engine import Engine
+
+__all__ = ["detokenize", "tokenize"]
+
+T = TypeVar("T")
+
+
+async def tokenize(call: Call) -> None:
+    body = await call.body(TokenizeBody)
+    call.model_name(body.model)
+    with call.engine.tokenizing(owner=call.owner) as texts:
+        token_ids = await _token_ids(call, body, texts)
+        strings = await _gone_through(call, texts, _token_texts, token_ids) if body.return_token_strs else None
+    await call.answer(
+        {
+            "count": len(token_ids),
+            "max_model_len": call.engine.model.context_tokens_max,
+            "tokens": token_ids,
+            "token_strs": strings,
+        }
+    )
+
+
+async def detokenize(call: Call) -> None:
+    body = await call.body(DetokenizeBody)
+    call.model_name(body.model)
+    with call.engine.tokenizing(owner=call.owner) as texts:
+        await _gone_through(call, texts, _check_token_ids, body.tokens)
+        prompt = await texts.decode(body.tokens)
+    await call.answer({"prompt": prompt})
+
+
+async def _gone_through(
+    call: Call, texts: PromptEncoder, look: Callable[[Engine, Sequence[int]], T], token_ids: Sequence[int]
+) -> T:
+    """What `look` makes of the tokens, here if they are few. A client that leaves does not wait for many."""
+    return await texts.run(lambda: look(call.engine, token_ids), size=len(token_ids))
+
+
+def _token_texts(engine: Engine, token_ids: Sequence[int]) -> list[str]:
+    return [engine.tokenizer.token_text(token_id) for token_id in token_ids]
+
+
+def _check_token_ids(engine: Engine, token_ids: Sequence[int]) -> None:
+    vocab_size = engine.model.vocab_size
+    for index, token_id in enumerate(token_ids):
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(
+                f"tokens[{index}] is {token_id}, allowed is 0 to {vocab_size - 1}", param=f"tokens[{index}]"
+            )
+
+
+async def _token_ids(call: Call, body: TokenizeBody, texts: PromptEncoder) -> list[int]:
+    prompt = body.prompt
+    if (prompt is None) == (body.messages is None):
+        raise InvalidRequest("send either prompt or messages", param="prompt" if prompt is None else "messages")
+    if prompt is None:
+        return await texts.encode(chat_prompt(body, trust_chat_template=call.trust_chat_template))
+    return await texts.encode(prompt, add_special_tokens=body.add_special_tokens is not False)

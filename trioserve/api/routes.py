@@ -1,0 +1,116 @@
+"""Path to handler, and nothing more: the API of a server with an engine."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from trioserve.api.api_keys import ApiKeys
+from trioserve.api.app import BaseApp, Route
+from trioserve.api.caller import AccessRules
+from trioserve.api.openai.chat import create_chat_completion
+from trioserve.api.openai.completions import create_completion
+from trioserve.api.openai.generation import usage_of
+from trioserve.api.openai.models import MODEL_PATH, list_models, read_model
+from trioserve.api.openai.tokenize import detokenize, tokenize
+from trioserve.api.openapi import openapi_document
+from trioserve.api.operations.health import read_health, read_load, read_metrics, read_ready, read_version
+from trioserve.api.operations.kv_events import stream_kv_events
+from trioserve.api.operations.live_requests import REQUEST_PATH, abort_request, abort_requests, list_requests
+from trioserve.api.request_context import Call
+from trioserve.api.responder import TENANT_HEADER
+from trioserve.api.sse import encode
+from trioserve.http.clock_and_ids import Surroundings
+
+if TYPE_CHECKING:
+    from trioserve.engine.engine import Engine
+    from trioserve.http.exchange import Exchange
+
+__all__ = ["ROUTES", "App"]
+
+
+async def read_openapi(call: Call) -> None:
+    """What all routes take and give, in OpenAPI 3.1."""
+    await call.answer_bytes(_openapi_json(), "application/json")
+
+
+@functools.cache
+def _openapi_json() -> bytes:
+    return encode(openapi_document([*ROUTES.values(), MODEL, REQUEST]))
+
+
+ROUTES = {
+    route.path: route
+    for route in (
+        Route(path="/v1/chat/completions", operations={"POST": create_chat_completion}),
+        Route(path="/v1/completions", operations={"POST": create_completion}),
+        Route(path="/v1/models", operations={"GET": list_models}),
+        Route(path="/v1/requests", operations={"GET": list_requests}),
+        Route(path="/v1/requests/abort", operations={"POST": abort_requests}),
+        Route(path="/kv_events", operations={"GET": stream_kv_events}),
+        Route(path="/tokenize", operations={"POST": tokenize}),
+        Route(path="/detokenize", operations={"POST": detokenize}),
+        Route(path="/health", operations={"GET": read_health}, needs_key=False),
+        Route(path="/ready", operations={"GET": read_ready}, needs_key=False),
+        Route(path="/load", operations={"GET": read_load}, needs_key=False),
+        Route(path="/version", operations={"GET": read_version}, needs_key=False),
+        Route(path="/metrics", operations={"GET": read_metrics}, needs_key=False),
+        Route(path="/openapi.json", operations={"GET": read_openapi}, needs_key=False),
+    )
+}
+REQUEST = Route[Call](path=REQUEST_PATH + "{request}", operations={"DELETE": abort_request})
+MODEL = Route[Call](path=MODEL_PATH + "{model}", operations={"GET": read_model})
+
+
+class App(BaseApp[Call]):
+    """The handler of a server with an engine.
+
+    api_keys: any of them opens the routes that need one; without any, all are open.
+    admin_api_key: opens them, too, and sees the requests of every key; the others see those that they made.
+    trust_request_chat_template: requests may bring their own chat template.
+    access: what callers may choose, and which further routes need a key.
+    tenant_header: whose values tell tenants apart, between which the line is fair: of all callers where there are no
+    keys, and otherwise of those whom the operator trusts. The others are told apart by their keys.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        api_keys: Iterable[str] = (),
+        admin_api_key: str | None = None,
+        access: AccessRules | None = None,
+        trust_request_chat_template: bool = False,
+        tenant_header: str = TENANT_HEADER,
+        surroundings: Surroundings | None = None,
+    ) -> None:
+        super().__init__(ApiKeys(api_keys, admin_key=admin_api_key, rules=access), engine.metrics)
+        self._engine = engine
+        self._trust_chat_template = trust_request_chat_template
+        self._tenant_header = tenant_header
+        self._surroundings = surroundings or Surroundings()
+
+    def route(self, path: str) -> Route[Call] | None:
+        if path.startswith(MODEL_PATH) and len(path) > len(MODEL_PATH):
+            return MODEL
+        if path.startswith(REQUEST_PATH) and len(path) > len(REQUEST_PATH) and path not in ROUTES:
+            return REQUEST
+        return ROUTES.get(path)
+
+    def new_call(self, exchange: Exchange) -> Call:
+        return Call(
+            exchange,
+            self._engine,
+            self._surroundings,
+            trust_chat_template=self._trust_chat_template,
+            tenant_header=self._tenant_header,
+        )
+
+    def end_fields(self, call: Call) -> dict[str, object]:
+        usage = usage_of(call.streams)
+        return {
+            # Until a prompt has been tokenized nobody knows.
+            "prompt_tokens": usage.prompt_tokens or None,
+            "completion_tokens": usage.completion_tokens if usage.prompt_tokens else None,
+        }

@@ -1,0 +1,429 @@
+"""A prefill/decode pair against one server with the same cores: what long prompts do to streams that decode meanwhile,
+and how fast KV travels between the two, beside a plain copy of as many bytes over a socket of this machine.
+
+All servers are processes of their own, started by this command and seen from outside. Rounds of the two are measured in
+turn, so that a noisy machine is noisy for both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import pathlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from statistics import median
+
+import msgspec
+import trio
+
+from trioserve.bench.client import Failure, FailureKind, stream_opener
+from trioserve.bench.disagg.settings import DisaggregatedSettings
+from trioserve.bench.disagg.socket_copy import copying_process, seconds_to_receive
+from trioserve.bench.http1 import Http1Client
+from trioserve.bench.load import AnswerReader, Load, PlannedRequest, Tally
+from trioserve.bench.report import Machine, Measurement, Spread
+from trioserve.bench.run import (
+    EXIT_INTERRUPTED,
+    EXIT_REQUESTS_FAILED,
+    EXIT_UNREACHABLE,
+    PlainAnswer,
+    cancel_on_signal,
+    common_headers,
+)
+from trioserve.bench.scrape import Scrape
+from trioserve.bench.settings import BenchSettings, Target
+from trioserve.bench.startup import STOP_SECONDS_MAX, free_port, wait_until_ready
+
+__all__ = [
+    "CopyFigures",
+    "DisaggregatedReport",
+    "RoundFigures",
+    "TransferFigures",
+    "disaggregated_json",
+    "disaggregated_text",
+    "main",
+]
+
+READY_SECONDS_MAX = 120.0
+LONG_OUTPUT_TOKENS = 8  # enough to be sent on to a decode side, and little to decode
+COPIES = 5
+LOOKS_SECONDS = 0.01
+COMPLETIONS = "/v1/completions"
+
+
+class RoundFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """One round at one server or pair. itl_ms: of the streams that decode until the last long prompt is answered.
+    ttft_ms: of the long prompts. seconds: as long as that took."""
+
+    is_pair: bool
+    seconds: float
+    itl_ms: Spread
+    ttft_ms: Spread
+    output_tokens_per_second: float
+
+
+class TransferFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What the decode side counted: blocks and bytes that came, in how many seconds of loading (several loads at a time
+    count each), and how many loads failed."""
+
+    transfers: int
+    blocks: int
+    bytes: int
+    seconds: float
+    failures: int
+
+    @property
+    def bytes_per_second(self) -> float:
+        return self.bytes / self.seconds if self.seconds else 0.0
+
+
+class CopyFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """seconds: of a plain socket copy of so many bytes, each time that it was tried."""
+
+    bytes: int
+    seconds: list[float]
+
+    @property
+    def bytes_per_second(self) -> float:
+        return self.bytes / median(self.seconds)
+
+
+class DisaggregatedReport(msgspec.Struct, frozen=True, kw_only=True):
+    """alone: transfers one at a time, while nobody computes. loaded: those of the rounds. copy: in turn with the ones
+    alone."""
+
+    settings: DisaggregatedSettings
+    date: str
+    machine: Machine
+    rounds: list[RoundFigures]
+    alone: TransferFigures | None
+    loaded: TransferFigures | None
+    copy: CopyFigures | None
+
+
+class _CannotMeasure(Exception):
+    """Why, in a sentence."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def main(settings: DisaggregatedSettings) -> int:
+    """Measure, print, and return the exit code as bench does. What was measured before an interruption is printed."""
+    rounds: list[RoundFigures] = []
+    alone: TransferFigures | None = None
+    loaded: TransferFigures | None = None
+    copy: CopyFigures | None = None
+    exit_code = 0
+    try:
+        with _one_server(settings) as one, _pair(settings) as (pair, decode):
+            alone, copy = _alone(settings, pair, decode)
+            before = trio.run(_scrape, decode)
+            for number in range(settings.rounds):
+                for url in (one, pair):
+                    rounds.append(trio.run(_round, settings, url, number, url == pair))
+                    _tell(f"round {number + 1} at {'the pair' if url == pair else 'one server'} is measured")
+            loaded = _transfers(before, trio.run(_scrape, decode))
+    except KeyboardInterrupt:
+        exit_code = EXIT_INTERRUPTED
+    except _CannotMeasure as error:
+        _tell(f"trioserve bench: {error}")
+        exit_code = error.exit_code
+    if not rounds:
+        return exit_code
+    report = DisaggregatedReport(
+        settings=settings,
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        machine=Machine.here(),
+        rounds=rounds,
+        alone=alone,
+        loaded=loaded,
+        copy=copy,
+    )
+    print(disaggregated_text(report), end="", file=sys.stderr if settings.json_path == "-" else sys.stdout)
+    if settings.json_path == "-":
+        sys.stdout.write(disaggregated_json(report).decode())
+    elif settings.json_path is not None:
+        pathlib.Path(settings.json_path).write_bytes(disaggregated_json(report))
+    return exit_code
+
+
+def disaggregated_text(report: DisaggregatedReport) -> str:
+    """A line for each of the two, medians over the rounds, and what travelled."""
+    settings = report.settings
+    lines = [
+        "| | ITL p50 | ITL p99 | ITL max | TTFT of long prompts p50 | p99 | tokens/s of the streams |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    p99 = {}
+    for is_pair, name in ((False, "one server"), (True, "prefill/decode pair")):
+        rounds = [each for each in report.rounds if each.is_pair == is_pair]
+        if not rounds:
+            continue
+        p99[is_pair] = median(each.itl_ms.p99 for each in rounds)
+        cells = [
+            f"{median(each.itl_ms.p50 for each in rounds):.1f} ms",
+            f"{p99[is_pair]:.1f} ms",
+            f"{max(each.itl_ms.max for each in rounds):.1f} ms",
+            f"{median(each.ttft_ms.p50 for each in rounds):.0f} ms",
+            f"{median(each.ttft_ms.p99 for each in rounds):.0f} ms",
+            f"{median(each.output_tokens_per_second for each in rounds):.1f}",
+        ]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    lines.append("")
+    if len(p99) == 2 and p99[False] > 0:
+        lines.append(f"ITL p99 of the pair is {p99[True] / p99[False]:.2f} times that of one server.")
+    if report.alone is not None and report.copy is not None:
+        lines.append(_transfer_line(report.alone, settings.connector, "while nobody computes"))
+        ratio = report.alone.bytes_per_second / report.copy.bytes_per_second
+        lines.append(
+            f"A plain socket copy of {report.copy.bytes / 1e6:.1f} MB, in turn with these: "
+            f"{report.copy.bytes_per_second / 1e9:.2f} GB/s; the transfers come to {ratio:.2f} of that."
+        )
+    if report.loaded is not None:
+        lines.append(_transfer_line(report.loaded, settings.connector, "under the load above"))
+    machine = report.machine
+    lines.append(
+        f"{settings.concurrency} streams of {settings.output_tokens} tokens; meanwhile {settings.requests} prompts of "
+        f"{settings.long_prompt_tokens} tokens, {settings.rate_per_second:g} a second; {settings.threads} threads for "
+        f"one server, {settings.threads // 2} for each of the pair; {settings.rounds} rounds in turn."
+    )
+    lines.append(
+        f"{machine.cpu}, {machine.cores} cores, Python {machine.python}, {report.date}"
+        f"{': ' + settings.label if settings.label else ''}."
+    )
+    return "\n".join(lines) + "\n"
+
+
+def disaggregated_json(report: DisaggregatedReport) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
+
+
+def _transfer_line(transfer: TransferFigures, connector: str, when: str) -> str:
+    if not transfer.transfers:
+        return f"No KV travelled over {connector} {when}: {transfer.failures} transfers failed."
+    return (
+        f"{transfer.transfers} transfers over {connector} {when}: {transfer.blocks} blocks, "
+        f"{transfer.bytes / 1e6:.1f} MB at {transfer.bytes_per_second / 1e9:.2f} GB/s; {transfer.failures} failed."
+    )
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+# --- what is measured ---
+
+
+async def _round(settings: DisaggregatedSettings, url: str, number: int, is_pair: bool) -> RoundFigures:
+    """Raises _CannotMeasure if a request fails, KeyboardInterrupt on a signal."""
+    figures: RoundFigures | _CannotMeasure | None = None
+    async with trio.open_nursery() as nursery:
+        await nursery.start(cancel_on_signal, nursery.cancel_scope)
+        figures = await _Round(settings, url, number, is_pair).measure()
+        nursery.cancel_scope.cancel()
+    if isinstance(figures, _CannotMeasure):
+        raise figures
+    if figures is None:
+        raise KeyboardInterrupt
+    return figures
+
+
+class _Round:
+    def __init__(self, settings: DisaggregatedSettings, url: str, number: int, is_pair: bool) -> None:
+        target = Target.from_url(url)
+        self._settings = settings
+        self._is_pair = is_pair
+        self._client = Http1Client(stream_opener(target, 1), [("host", target.authority), *common_headers(None)])
+        # Other prompts in each round, and the same ones at both: what a cache keeps helps nobody.
+        self._seed = settings.seed + 1000 + number
+        self._streams: list[Measurement] = []
+        self._longs: list[Measurement] = []
+        self._tally = Tally()
+        self._scope = trio.CancelScope()
+        self._failure: _CannotMeasure | None = None
+
+    async def measure(self) -> RoundFigures | _CannotMeasure:
+        settings = self._settings
+        steady = self._load(1_000_000, settings.prompt_tokens, settings.output_tokens, seed=2 * self._seed)
+        longs = self._load(
+            settings.requests, settings.long_prompt_tokens, LONG_OUTPUT_TOKENS, seed=2 * self._seed + 1, rate=True
+        )
+        began_at = trio.current_time()
+        with self._scope:
+            async with trio.open_nursery() as nursery:
+                for planned in longs.warmups():
+                    await self._perform(planned, [])
+                requests = steady.requests()
+                for _ in range(settings.concurrency):
+                    nursery.start_soon(self._decode_on, requests)
+                before = self._tally.output_tokens
+                while self._tally.output_tokens < before + 2 * settings.concurrency:  # noqa: ASYNC110  # no reader tells
+                    await trio.sleep(LOOKS_SECONDS)  # until all decode
+                began_at = trio.current_time()
+                async with trio.open_nursery() as arrivals:
+                    for planned in longs.requests():
+                        await trio.sleep_until(began_at + (planned.arrival_seconds or 0.0))
+                        arrivals.start_soon(self._perform, planned, self._longs)
+                nursery.cancel_scope.cancel()
+        seconds = trio.current_time() - began_at
+        await self._client.aclose()
+        return self._failure or self._figures(seconds)
+
+    async def ask_once(self) -> _CannotMeasure | None:
+        """One long prompt, and nothing else."""
+        settings = self._settings
+        load = self._load(1, settings.long_prompt_tokens, LONG_OUTPUT_TOKENS, seed=2 * self._seed)
+        with self._scope:
+            for planned in load.requests():
+                await self._perform(planned, self._longs)
+        await self._client.aclose()
+        return self._failure
+
+    def _load(self, count: int, prompt_tokens: int, output_tokens: int, *, seed: int, rate: bool = False) -> Load:
+        settings = BenchSettings(
+            requests=count,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            rate_per_second=self._settings.rate_per_second if rate else None,
+            warmup_requests=1,
+            seed=seed,
+        )
+        return Load(settings, model="smollm2", prompt_mode="ids")
+
+    async def _decode_on(self, requests: Iterator[PlannedRequest]) -> None:
+        while True:
+            await self._perform(next(requests), self._streams)
+
+    async def _perform(self, planned: PlannedRequest, measurements: list[Measurement]) -> None:
+        reader = AnswerReader(planned, started_at=trio.current_time(), tally=self._tally)
+        failure: Failure | None = None
+        is_over = False
+        try:
+            with trio.move_on_after(self._settings.timeout_seconds) as scope:
+                failure = await self._client.request("POST", COMPLETIONS, planned.body, reader)
+            if scope.cancelled_caught:
+                message = f"no whole answer within {self._settings.timeout_seconds:g} s"
+                failure = Failure(FailureKind.TIMEOUT, message)
+            is_over = True
+        finally:
+            measurement = reader.measurement(failure, is_over=is_over)
+            measurements.append(measurement)
+        if measurement.failure is not None:
+            self._failure = _CannotMeasure(f"a request failed: {measurement.failure.message}", EXIT_REQUESTS_FAILED)
+            self._scope.cancel()
+
+    def _figures(self, seconds: float) -> RoundFigures | _CannotMeasure:
+        itl = Spread.from_seconds([gap for each in self._streams for gap in each.gaps_seconds])
+        ttft = Spread.from_seconds([each.ttft_seconds for each in self._longs if each.ttft_seconds is not None])
+        if itl is None or ttft is None:
+            return _CannotMeasure("no token came while the long prompts were computed", EXIT_REQUESTS_FAILED)
+        return RoundFigures(
+            is_pair=self._is_pair,
+            seconds=seconds,
+            itl_ms=itl,
+            ttft_ms=ttft,
+            output_tokens_per_second=itl.count / seconds,
+        )
+
+
+def _alone(settings: DisaggregatedSettings, pair: str, decode: str) -> tuple[TransferFigures, CopyFigures]:
+    """Transfers of long prompts, one at a time, and plain copies of as many bytes, in turn."""
+    before = now = trio.run(_scrape, decode)
+    copy_bytes, copy_seconds = 0, []
+    with contextlib.ExitStack() as stack:
+        port = 0
+        for number in range(COPIES):
+            trio.run(_one_long_prompt, settings, pair, number)
+            last, now = now, trio.run(_scrape, decode)
+            if not copy_bytes:
+                copy_bytes = _transfers(last, now).bytes or 1 << 24
+                port = stack.enter_context(copying_process(copy_bytes))
+            copy_seconds.append(seconds_to_receive(port, copy_bytes))
+    return _transfers(before, now), CopyFigures(bytes=copy_bytes, seconds=copy_seconds)
+
+
+async def _one_long_prompt(settings: DisaggregatedSettings, url: str, number: int) -> None:
+    failure = await _Round(settings, url, -1 - number, True).ask_once()
+    if failure is not None:
+        raise failure
+
+
+def _transfers(before: Scrape, after: Scrape) -> TransferFigures:
+    def counted(name: str) -> float:
+        full_name = f"trioserve:kv_transfer_{name}_total"
+        return (after.total(full_name) or 0.0) - (before.total(full_name) or 0.0)
+
+    return TransferFigures(
+        transfers=round(counted("loads_completed")),
+        blocks=round(counted("blocks_received")),
+        bytes=round(counted("bytes_received")),
+        seconds=counted("load_seconds"),
+        failures=round(counted("loads_failed")),
+    )
+
+
+async def _scrape(url: str) -> Scrape:
+    target = Target.from_url(url)
+    client = Http1Client(stream_opener(target, 1), [("host", target.authority), *common_headers(None)])
+    answer = PlainAnswer()
+    failure = await client.request("GET", "/metrics", b"", answer)
+    await client.aclose()
+    if failure is not None:
+        raise _CannotMeasure(f"the decode server does not answer: {failure.message}", EXIT_UNREACHABLE)
+    return Scrape(answer.text())
+
+
+# --- processes ---
+
+
+@contextlib.contextmanager
+def _one_server(settings: DisaggregatedSettings) -> Iterator[str]:
+    with contextlib.ExitStack() as stack:
+        yield _serve(stack, settings, ["--threads", str(settings.threads)])
+
+
+@contextlib.contextmanager
+def _pair(settings: DisaggregatedSettings) -> Iterator[tuple[str, str]]:
+    """The URLs of the router and of the decode server."""
+    connector = msgspec.json.encode({"kv_connector": settings.connector}).decode()
+    threads = ["--threads", str(settings.threads // 2), "--kv-transfer-config", connector]
+    with contextlib.ExitStack() as stack:
+        prefill = _serve(stack, settings, ["--role", "prefill", *threads])
+        decode = _serve(stack, settings, ["--role", "decode", *threads])
+        router = _started(
+            stack, ["route", "--prefill-endpoint", f"p={prefill}", "--decode-endpoint", f"d={decode}"], "the router"
+        )
+        yield router, decode
+
+
+def _serve(stack: contextlib.ExitStack, settings: DisaggregatedSettings, flags: Sequence[str]) -> str:
+    return _started(stack, ["serve", *flags, *settings.server_flags], f"the server ({' '.join(flags)})")
+
+
+def _started(stack: contextlib.ExitStack, words: Sequence[str], name: str) -> str:
+    """The URL of a trioserve that is ready. Raises _CannotMeasure."""
+    port = free_port()
+    command = [sys.executable, "-m", "trioserve", *words, "--port", str(port)]
+    log = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  # the stack closes it
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    stack.callback(_stop, process)
+    if trio.run(functools.partial(wait_until_ready, port, lambda: process.poll() is None, READY_SECONDS_MAX)) is None:
+        log.seek(0)
+        said = log.read().decode(errors="replace").strip().splitlines() or ["nothing"]
+        raise _CannotMeasure(f"{name} did not become ready; its last words: {said[-1]}", EXIT_UNREACHABLE)
+    return f"http://127.0.0.1:{port}"
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_SECONDS_MAX)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

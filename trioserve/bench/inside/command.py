@@ -1,0 +1,82 @@
+"""`python -m trioserve bench inside`: what measures parts of this program in its own process.
+
+Each of these files holds add_arguments(parser) and run(arguments), which returns the exit code. They import what they
+measure, some of them torch, so a file is loaded when it is asked for, and for its own --help.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, cast
+
+__all__ = ["PARTS", "run_inside"]
+
+EXIT_NOTHING_NAMED = 1
+PROGRAM = "python -m trioserve bench inside"
+
+
+class Part(NamedTuple):
+    meaning: str
+    module: str
+
+
+class _Module(Protocol):
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """arguments.open_engine is trioserve.open_engine, which a room does not know."""
+
+
+PARTS = {
+    "core": Part(
+        "what the core costs a step and an abort, however many requests run and wait; no model",
+        "trioserve.bench.inside.core_cost",
+    ),
+    "delivery": Part(
+        "what Python costs a step, from its plan to the text in its readers' hands; no model",
+        "trioserve.bench.inside.delivery_cost",
+    ),
+    "drafts": Part(
+        "what --speculative-ngram brings, with and without it in turns", "trioserve.bench.inside.draft_bench"
+    ),
+    "frontend": Part(
+        "what the front end costs a streamed event and a small request; no model",
+        "trioserve.bench.inside.frontend_cost",
+    ),
+    "gap": Part(
+        "the time between two forward passes, with --overlap-steps and without", "trioserve.bench.inside.step_gap"
+    ),
+    "gpu": Part("whole decode steps on a GPU, beside what its memory allows", "trioserve.bench.inside.gpu_bench"),
+    "served": Part("what a step loses while its tokens go out over HTTP", "trioserve.bench.inside.served_step"),
+    "step": Part(
+        "whole steps on a CPU, native kernels beside plain torch or another checkout",
+        "trioserve.bench.inside.step_bench",
+    ),
+}
+
+
+def run_inside(arguments: Sequence[str], *, open_engine: Callable[..., Any]) -> int:
+    """Measure the part that the first argument names; returns the exit code."""
+    names = argparse.ArgumentParser(
+        prog=PROGRAM,
+        description="Measure parts of this program in one process.",
+        epilog=f"'{PROGRAM} PART --help' shows the flags of one of them.",
+    )
+    subparsers = names.add_subparsers(dest="part", metavar="PART", required=True)
+    for name, part in PARTS.items():
+        subparsers.add_parser(name, help=part.meaning)
+    if not arguments:
+        names.print_help()
+        return EXIT_NOTHING_NAMED
+    chosen = PARTS[names.parse_args(arguments[:1]).part]
+    module = cast(_Module, importlib.import_module(chosen.module))
+    parser = argparse.ArgumentParser(
+        prog=f"{PROGRAM} {arguments[0]}",
+        description=f"Measure {chosen.meaning}.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    module.add_arguments(parser)
+    parser.set_defaults(open_engine=open_engine)
+    return module.run(parser.parse_args(arguments[1:]))

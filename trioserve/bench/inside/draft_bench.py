@@ -1,0 +1,216 @@
+"""What guessing from the prompt brings: tokens a second with drafts and without, in turns, on the real default model.
+
+Two engines in one process, equal but for speculative_ngram, answer the same prompts one after the other, round for
+round, so that whatever else the machine does meets both. A speed is that of answers behind the first token, all streams
+together. Text that repeats what is in the prompt stands beside chats that do not, and one stream beside several.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+
+import msgspec
+import trio
+
+from trioserve.contracts.prompt import ChatPrompt, Prompt
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.engine.engine import Engine
+from trioserve.testing.flag_types import at_least_one
+
+__all__ = ["DraftFigure", "add_arguments", "run", "run_draft_bench"]
+
+OpenEngine = Callable[..., AbstractAsyncContextManager[Engine]]
+
+DRAFT_TOKENS = 8
+ROUNDS = 3
+TOKENS = 128
+KV_CACHE_GIB = 0.25  # more would be claimed by the one engine, for half a minute, while the other one is measured
+
+_STORY = (
+    "The harbour of Lindholm lies in a bay that opens to the west. In the year 1871 a ship with the name "
+    "Amalia came in from Bergen, loaded with timber and dried fish. Her captain, Jonas Vik, had lost two men "
+    "in the storm off Skagen, and he swore that he would never sail in March again. The people of the town "
+    "gave him a room above the bakery, a coat of grey wool, and a place at the long table of the innkeeper "
+    "Marta Holm. He stayed for eleven years. When he left, he took nothing but the coat and a small brass "
+    "compass, and on the quay he left a letter for the baker."
+)
+_CODE = (
+    "class Basket:\n    def __init__(self, owner, capacity=20):\n        self.owner = owner\n"
+    "        self.capacity = capacity\n        self.items = {}\n\n    def add(self, name, price, count=1):\n"
+    "        if self.total_count() + count > self.capacity:\n            raise ValueError('the basket is full')\n"
+    "        old_price, old_count = self.items.get(name, (price, 0))\n"
+    "        self.items[name] = (price, old_count + count)\n\n    def remove(self, name):\n"
+    "        if name not in self.items:\n            raise KeyError(name)\n        del self.items[name]\n\n"
+    "    def total_count(self):\n        return sum(count for price, count in self.items.values())\n\n"
+    "    def total_price(self):\n        return sum(price * count for price, count in self.items.values())\n"
+)
+_QUESTIONS = (
+    "What is the capital of France, and what is it known for?",
+    "Write a short story about a lighthouse keeper and a storm.",
+    "Explain to a child why the sky is blue.",
+    "Give me five tips for a job interview.",
+)
+
+
+class Workload(msgspec.Struct, frozen=True):
+    """prompts: each a stream of its own, all at a time."""
+
+    name: str
+    prompts: tuple[Prompt, ...]
+    temperature: float = 0.0
+
+
+def _chat(text: str) -> ChatPrompt:
+    return ChatPrompt(messages=[{"role": "user", "content": text}])
+
+
+def _copy(text: str, number: int = 0) -> str:
+    """To be continued as a second copy, as an editor's assistant is asked; the number makes it a text of its own."""
+    return f"Version {number}:\n{text}\n\nVersion {number}, once more:\n{text[:40]}"
+
+
+WORKLOADS = (
+    Workload("copies a text", (_copy(_STORY),)),
+    Workload("copies code", (_copy(_CODE),)),
+    Workload("the same, sampled", (_copy(_CODE),), 0.7),
+    Workload("chat, a story", (_chat(_QUESTIONS[1]),)),
+    Workload("chat, tips", (_chat(_QUESTIONS[3]),)),
+    Workload("the same, sampled", (_chat(_QUESTIONS[3]),), 0.7),
+    Workload("4 copies at a time", tuple(_copy(_STORY, number) for number in range(4))),
+    Workload("8 copies at a time", tuple(_copy(_STORY, number) for number in range(8))),
+    Workload("4 chats at a time", tuple(map(_chat, _QUESTIONS))),
+)
+
+
+class DraftFigure(msgspec.Struct, frozen=True, kw_only=True):
+    """One workload. Speeds are those of the best round, in tokens a second of all streams: other work on the machine
+    only ever slows one down. Counts are those of one round with drafts; steps: without drafts there are as many as one
+    stream has tokens."""
+
+    what: str
+    streams: int
+    plain_speed: float
+    draft_speed: float
+    guessed: int
+    accepted: int
+    steps: int
+    tokens: int
+
+    @property
+    def ratio(self) -> float:
+        return self.draft_speed / self.plain_speed
+
+
+async def _measure(engines: tuple[Engine, Engine], workload: Workload, rounds: int, tokens: int) -> DraftFigure:
+    speeds: tuple[list[float], list[float]] = ([], [])
+    counts = (0, 0, 0, 0)
+    for number in range(rounds + 1):  # the first one fills the prefix cache
+        for index, engine in enumerate(engines):
+            before = engine.stats()
+            speed, count = await _run(engine, workload, tokens)
+            after = engine.stats()
+            if number > 0:
+                speeds[index].append(speed)
+            counts = (
+                after.draft_tokens_total - before.draft_tokens_total,
+                after.accepted_tokens_total - before.accepted_tokens_total,
+                after.steps_total - before.steps_total,
+                count,
+            )
+    return DraftFigure(
+        what=workload.name,
+        streams=len(workload.prompts),
+        plain_speed=max(speeds[0]),
+        draft_speed=max(speeds[1]),
+        guessed=counts[0],
+        accepted=counts[1],
+        steps=counts[2],
+        tokens=counts[3],
+    )
+
+
+async def _run(engine: Engine, workload: Workload, tokens: int) -> tuple[float, int]:
+    """Tokens a second behind the first ones, and tokens altogether."""
+    sampling = SamplingParams(temperature=workload.temperature, max_tokens=tokens, ignore_eos=True, seed=1)
+    begun: list[float] = []
+    counts: list[int] = []
+    first_counts: list[int] = []
+
+    async def ask(prompt: Prompt) -> None:
+        count = 0
+        async with engine.generate(prompt, sampling) as stream:
+            async for delta in stream:
+                if count == 0:
+                    begun.append(trio.current_time())
+                    first_counts.append(len(delta.token_ids))
+                count += len(delta.token_ids)
+        counts.append(count)
+
+    async with trio.open_nursery() as nursery:
+        for prompt in workload.prompts:
+            nursery.start_soon(ask, prompt)
+    seconds = trio.current_time() - min(begun)
+    return (sum(counts) - sum(first_counts)) / seconds, sum(counts)
+
+
+async def _main(open_engine: OpenEngine, model: str, draft_tokens: int, rounds: int, tokens: int) -> list[DraftFigure]:
+    figures = []
+    async with (
+        open_engine(model, kv_cache_memory=KV_CACHE_GIB) as plain,
+        open_engine(model, kv_cache_memory=KV_CACHE_GIB, speculative_ngram=draft_tokens) as drafting,
+    ):
+        for workload in WORKLOADS:
+            figures.append(await _measure((plain, drafting), workload, rounds, tokens))
+            _print_row(figures[-1])
+    return figures
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="smollm2", metavar="NAME", help="as serve takes it")
+    parser.add_argument("--draft-tokens", type=at_least_one, default=DRAFT_TOKENS, metavar="N", help="at most, a step")
+    parser.add_argument("--rounds", type=at_least_one, default=ROUNDS, metavar="N", help="of each workload, in turns")
+    parser.add_argument("--tokens", type=at_least_one, default=TOKENS, metavar="N", help="of each answer")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    return run_draft_bench(
+        arguments.open_engine,
+        arguments.model,
+        draft_tokens=arguments.draft_tokens,
+        rounds=arguments.rounds,
+        tokens=arguments.tokens,
+    )
+
+
+def run_draft_bench(
+    open_engine: OpenEngine,
+    model: str = "smollm2",
+    *,
+    draft_tokens: int = DRAFT_TOKENS,
+    rounds: int = ROUNDS,
+    tokens: int = TOKENS,
+) -> int:
+    """Measure, print a table as it grows, and then everything as one line of JSON. A few minutes as it stands.
+    open_engine: trioserve.open_engine, which a room does not know."""
+    load = os.getloadavg()[0]
+    print(f"{model}, {draft_tokens} guesses at most, load average {load:.1f}; tokens a second, the best of {rounds}")
+    print(
+        f"{'':<22}{'streams':>8}{'without':>9}{'with':>9}{'ratio':>7}{'guessed':>9}{'right':>8}{'tokens':>8}{'steps':>7}"
+    )
+    figures = trio.run(_main, open_engine, model, draft_tokens, rounds, tokens)
+    machine = f"{platform.machine()}, Python {platform.python_version()}"
+    print(json.dumps({"machine": machine, "figures": msgspec.to_builtins(figures)}))
+    return 0
+
+
+def _print_row(figure: DraftFigure) -> None:
+    print(
+        f"{figure.what:<22}{figure.streams:>8}{figure.plain_speed:>9.1f}{figure.draft_speed:>9.1f}{figure.ratio:>7.2f}"
+        f"{figure.guessed:>9}{figure.accepted:>8}{figure.tokens:>8}{figure.steps:>7}",
+        flush=True,
+    )

@@ -1,0 +1,230 @@
+"""What the front end costs: CPU time of a streamed event and of a small request, over real sockets, without a model.
+
+The server runs in this process and clients in another, and what is counted is the CPU time of this process alone, so
+that neither the clients nor other programs are in it. The engine is the real one over a model that computes nothing; a
+second run with readers in this process, who read the same streams without HTTP, tells the engine's own part, and that
+is taken off. So an event's cost is all of handler, JSON, SSE, HTTP and socket.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from statistics import median
+
+import msgspec
+import trio
+
+from trioserve.api.routes import App
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult, never_abandoned
+from trioserve.http.limits import FrontendLimits
+from trioserve.http.server import FrontendServer
+from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
+from trioserve.testing.flag_types import at_least_one
+from trioserve.trio_tools.interpreter import prepare_interpreter
+
+__all__ = ["FrontendCost", "add_arguments", "event_cost", "request_cost", "run"]
+
+SHAPES = ((1, 64, 2), (64, 1, 2), (64, 1, 1))  # connections, streams on each, HTTP version
+TOKENS = (100, 1_100)  # of the shorter and of the longer answer, an event for each
+STEP_SECONDS = 0.002  # between two tokens of a stream; less than a model takes, and enough for all to be sent
+SMALL_REQUESTS = 4_000
+ROUNDS = 5
+CLIENT_SECONDS_MAX = 120
+
+
+class FrontendCost(msgspec.Struct, frozen=True, kw_only=True):
+    """One figure: microseconds of CPU time in the server for each event or request, the median of several rounds.
+
+    engine_us: what the engine's part was, and is not in median_us.
+    answer_us: what an answer costs besides its events, the opening of its share of a connection included.
+    """
+
+    what: str
+    connection_count: int
+    stream_count: int
+    http: int
+    median_us: float
+    low_us: float
+    high_us: float
+    engine_us: float = 0.0
+    answer_us: float = 0.0
+
+
+class _NothingComputed:
+    """An executor whose every token is the letter a."""
+
+    def execute(self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned) -> StepResult | None:
+        return StepResult(tuple(97 if chunk.samples else None for chunk in plan.chunks), {}, {}, {})
+
+
+def event_cost(
+    connection_count: int,
+    stream_count: int,
+    http: int,
+    *,
+    tokens: tuple[int, int] = TOKENS,
+    rounds: int = ROUNDS,
+) -> FrontendCost:
+    """Of one event among connection_count * stream_count answers that stream at a time."""
+    answer_count = connection_count * stream_count
+    short, long = tokens
+    event_us: list[float] = []
+    engine_us: list[float] = []
+    answer_us: list[float] = []
+
+    def served(token_count: int) -> tuple[float, float]:
+        """Microseconds and events of an answer."""
+        body = {"prompt": "hello", "max_tokens": token_count, "ignore_eos": True, "stream": True, "temperature": 0}
+        seconds, events = trio.run(
+            _serve, connection_count, stream_count, http, json.dumps(body), 1, answer_count, token_count
+        )
+        return seconds / answer_count * 1e6, events / answer_count  # one delta may hold several tokens
+
+    def read_alone(token_count: int) -> float:
+        return trio.run(_read_without_http, answer_count, token_count) / answer_count * 1e6
+
+    for _ in range(rounds):
+        alone_short, alone_long = read_alone(short), read_alone(long)
+        (short_us, short_events), (long_us, long_events) = served(short), served(long)
+        engine_us.append((alone_long - alone_short) / (long - short))
+        event_us.append((long_us - short_us) / (long_events - short_events) - engine_us[-1])
+        answer_us.append(short_us - alone_short - short_events * event_us[-1])
+    return _cost(
+        "event",
+        connection_count,
+        stream_count,
+        http,
+        event_us,
+        engine_us=median(engine_us),
+        answer_us=median(answer_us),
+    )
+
+
+def request_cost(http: int, *, requests: int = SMALL_REQUESTS, rounds: int = ROUNDS) -> FrontendCost:
+    """Of one small JSON request, of those that 32 connections send one after another."""
+    samples = []
+    for _ in range(rounds):
+        seconds, _events = trio.run(_serve, 32, 1, http, "", requests // 32, 1, 1)
+        samples.append(seconds / (requests // 32 * 32) * 1e6)
+    return _cost("small request", 32, 1, http, samples)
+
+
+def _cost(
+    what: str,
+    connections: int,
+    streams: int,
+    http: int,
+    samples: list[float],
+    *,
+    engine_us: float = 0.0,
+    answer_us: float = 0.0,
+) -> FrontendCost:
+    return FrontendCost(
+        what=what,
+        connection_count=connections,
+        stream_count=streams,
+        http=http,
+        median_us=median(samples),
+        low_us=min(samples),
+        high_us=max(samples),
+        engine_us=engine_us,
+        answer_us=answer_us,
+    )
+
+
+def _engine_options(request_count: int, tokens: int) -> dict[str, int | float]:
+    return {
+        "block_count": request_count * (tokens // 16 + 3),
+        "block_size": 16,
+        "context_tokens_max": tokens + 16,
+        "running_requests_max": request_count,
+        "waiting_requests_max": request_count,
+        "step_tokens_max": 8 * request_count,
+        "step_seconds": STEP_SECONDS,
+    }
+
+
+async def _read_without_http(request_count: int, tokens: int) -> float:
+    """CPU seconds of as many streams that are read in this process."""
+    async with open_fake_engine(enable_prefix_caching=False, **_engine_options(request_count, tokens)) as engine:  # type: ignore[arg-type]
+        engine.steps.executor = _NothingComputed()
+        began = time.process_time()
+        async with trio.open_nursery() as nursery:
+            for _ in range(request_count):
+                nursery.start_soon(_read, engine, tokens)
+        return time.process_time() - began
+
+
+async def _read(engine: FakeEngine, tokens: int) -> None:
+    async with engine.generate("hello", SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0)) as stream:
+        async for _delta in stream:
+            pass
+
+
+async def _serve(
+    connections: int, streams: int, http: int, body: str, repeats: int, request_count: int, tokens: int
+) -> tuple[float, int]:
+    """CPU seconds of serving the clients' process, and how many events it saw."""
+    async with open_fake_engine(enable_prefix_caching=False, **_engine_options(request_count, tokens)) as engine:  # type: ignore[arg-type]
+        engine.steps.executor = _NothingComputed()
+        server = FrontendServer(App(engine), limits=FrontendLimits(streams_max=max(100, streams)))
+        listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        port = listeners[0].socket.getsockname()[1]
+        load = {
+            "port": port,
+            "connections": connections,
+            "streams": streams,
+            "http": http,
+            "body": body,
+            "repeats": repeats,
+        }
+        async with trio.open_nursery() as nursery:
+            await nursery.start(server.serve, listeners)
+            began = time.process_time()
+            with trio.fail_after(CLIENT_SECONDS_MAX):
+                ran = await trio.run_process(
+                    [sys.executable, "-m", "trioserve.bench.inside.frontend_load"],
+                    stdin=json.dumps(load).encode(),
+                    capture_stdout=True,
+                )
+            seconds = time.process_time() - began
+            nursery.cancel_scope.cancel()
+    return seconds, int(ran.stdout)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=at_least_one, default=ROUNDS, metavar="N", help="of each figure")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, print a table as it grows, and then everything as one line of JSON. Some two minutes as it stands."""
+    prepare_interpreter()
+    rounds: int = arguments.rounds
+    print(
+        f"{'':<16}{'connections':>12}{'streams':>9}{'HTTP':>6}{'median us':>11}{'low':>9}{'high':>9}{'engine us':>11}"
+        f"{'answer us':>11}"
+    )
+    costs = []
+    for shape in SHAPES:
+        costs.append(event_cost(*shape, rounds=rounds))
+        _print_row(costs[-1])
+    for http in (1, 2):
+        costs.append(request_cost(http, rounds=rounds))
+        _print_row(costs[-1])
+    machine = f"{platform.machine()}, Python {platform.python_version()}"
+    print(json.dumps({"machine": machine, "costs": msgspec.to_builtins(costs)}))
+    return 0
+
+
+def _print_row(cost: FrontendCost) -> None:
+    print(
+        f"{cost.what:<16}{cost.connection_count:>12}{cost.stream_count:>9}{cost.http:>6}{cost.median_us:>11.1f}"
+        f"{cost.low_us:>9.1f}{cost.high_us:>9.1f}{cost.engine_us:>11.1f}"
+        f"{cost.answer_us:>11.1f}",
+        flush=True,
+    )

@@ -1,0 +1,117 @@
+"""What rounding costs a model's answers: each way to keep its weights, beside float32 from the same file.
+
+    python -m trioserve.bench.inside.quality [--model smollm2] [--tokens 4096]
+
+The text is Python's own language reference, as its interpreter carries it (pydoc_data): it is there on every install,
+and the same for one version of Python. It goes through the model in pieces of 512 tokens, each by itself. Shown are the
+perplexity, how often the most probable token is float32's, and by how much the logprobs of the text's own tokens differ
+(root of the mean square).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import platform
+import sys
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from trioserve.contracts.ids import RequestId
+from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.step import ScheduledChunk, StepPlan
+from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
+from trioserve.model.loading.default_model import resolve_model
+from trioserve.model.runner import ModelRunner
+from trioserve.model.settings import ModelSettings
+from trioserve.text.tokenizer import Tokenizer
+
+__all__ = ["main"]
+
+PIECE_TOKENS = 512
+# Prose rather than grammar tables.
+TOPICS = ("objects", "execmodel", "import", "class", "exceptions", "with", "try", "types")
+
+
+class _Judged(NamedTuple):
+    """Of each token of the text but each piece's first: the logprob of the text's own, and the most probable one."""
+
+    logprobs: npt.NDArray[np.float64]
+    best: list[int]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m trioserve.bench.inside.quality", description="Measure what rounding costs."
+    )
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--tokens", type=int, default=4096)
+    arguments = parser.parse_args()
+    checkpoint = open_checkpoint(resolve_model(arguments.model))
+    pieces = _pieces(checkpoint, arguments.tokens)
+    print(
+        f"{arguments.model}, {sum(map(len, pieces))} tokens of the language reference of Python "
+        f"{platform.python_version()}, in pieces of {PIECE_TOKENS}"
+    )
+    wishes = [ModelSettings(device="cpu", dtype="float32", cpu_kernels="torch")]
+    wishes.append(ModelSettings(device="cpu", dtype="bfloat16", cpu_kernels="torch"))
+    names = ("none", *(("file",) if any(tensor.block_type for tensor in checkpoint.tensors()) else ()), "int8", "int4")
+    wishes += [ModelSettings(device="cpu", dtype="bfloat16", cpu_kernels="native", quantization=name) for name in names]
+    exact: _Judged | None = None
+    for settings in wishes:
+        given = _judged(checkpoint, settings, pieces)
+        exact = exact or given
+        agreeing = sum(one == other for one, other in zip(given.best, exact.best, strict=True)) / len(exact.best)
+        print(
+            f"{settings.cpu_kernels:6} {settings.dtype:8} {settings.quantization:4}  "
+            f"perplexity {math.exp(-given.logprobs.mean()):.3f}  same first choice {100 * agreeing:.2f} %  "
+            f"logprobs off by {math.sqrt(np.square(given.logprobs - exact.logprobs).mean()):.4f}",
+            flush=True,
+        )
+    return 0
+
+
+def _pieces(checkpoint: Checkpoint, token_count: int) -> list[tuple[int, ...]]:
+    from pydoc_data.topics import topics
+
+    if checkpoint.gguf_metadata is not None:
+        tokenizer = Tokenizer.from_gguf(checkpoint.gguf_metadata)
+    else:
+        assert checkpoint.tokenizer_directory is not None
+        tokenizer = Tokenizer.from_directory(checkpoint.tokenizer_directory)
+    tokens = tokenizer.encode("\n".join(topics[name] for name in TOPICS))[:token_count]
+    return [tuple(tokens[start : start + PIECE_TOKENS]) for start in range(0, len(tokens), PIECE_TOKENS)]
+
+
+def _judged(checkpoint: Checkpoint, settings: ModelSettings, pieces: list[tuple[int, ...]]) -> _Judged:
+    runner = ModelRunner.load(checkpoint, settings)
+    try:
+        width = -(-PIECE_TOKENS // runner.block_size)
+        runner.allocate_kv(width)
+        logprobs: list[float] = []
+        best: list[int] = []
+        for piece in pieces:
+            request = EngineRequest(
+                id=RequestId("text"),
+                prompt_token_ids=piece,
+                sampling=SamplingParams(temperature=0.0, prompt_logprobs=1),
+                output_tokens_max=1,
+                stop_token_ids=frozenset(),
+                seed=0,
+            )
+            chunk = ScheduledChunk(request, piece, 0, len(piece), range(width), False)
+            result = runner.execute(StepPlan(0, (chunk,), len(piece)))
+            assert result is not None, "nobody abandons it"
+            for entry in result.prompt_logprobs[request.id]:
+                logprobs.append(entry.logprob)
+                best.append(max(entry.top, key=lambda candidate: candidate[1])[0])
+        return _Judged(np.array(logprobs), best)
+    finally:
+        runner.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

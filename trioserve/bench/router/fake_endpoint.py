@@ -1,0 +1,319 @@
+"""Fake endpoints to measure a router with, in a process of their own: `python -m trioserve.bench.router.fake_endpoint`.
+
+Each speaks as much HTTP/1.1 and of OpenAI's API as a router asks for, over plain sockets and by hand, so that next to
+nothing of what is measured is theirs. Without seats a completion is answered as fast as it can be, or streamed with an
+event in a write of its own every event_seconds, as the steps of an engine would have it. With seats it takes its
+service time, or waits for a seat; /metrics tells of both under vLLM's names. Only a measurement is to talk to it.
+
+Reads its settings as JSON from its first argument, prints the ports as JSON in one line, and ends with its input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import selectors
+import socket
+import sys
+import time
+
+import msgspec
+
+from trioserve.bench.router.slots import Seats
+
+__all__ = ["MODEL", "DepthFigures", "FakeEndpointSettings", "FakeEndpoints", "main"]
+
+MODEL = "fake"
+BACKLOG = 1024
+ENDLESS_SEATS = 10_000  # said by who has no seats, so that no router holds anything back for want of them
+RECEIVE_BYTES = 65_536
+
+_HEAD_END = b"\r\n\r\n"
+_LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
+_TEXT = "three or four words"
+
+
+class FakeEndpointSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """endpoints: how many, each on a port of its own. seats_max: of each; None: every request is answered at once."""
+
+    endpoints: int = 1
+    seats_max: int | None = None
+    service_seconds: float = 0.0
+    event_seconds: float = 0.01
+
+
+class DepthFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """How many waited inside one endpoint since it was last told to measure anew, and how many it answered since."""
+
+    depth_max: int
+    depth_mean: float
+    served: int
+
+
+class _Ask(msgspec.Struct):
+    """at_once: of a streamed answer, all events right away, though each in a write of its own."""
+
+    max_tokens: int = 16
+    stream: bool = False
+    at_once: bool = False
+
+
+def _whole(body: bytes, status: bytes = b"200 OK", kind: bytes = b"application/json") -> bytes:
+    return b"HTTP/1.1 %b\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n%b" % (status, kind, len(body), body)
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def _completion(finish: str | None) -> dict[str, object]:
+    return {
+        "id": "cmpl-0",
+        "object": "text_completion",
+        "created": 1,
+        "model": MODEL,
+        "choices": [{"index": 0, "text": _TEXT, "logprobs": None, "finish_reason": finish}],
+    }
+
+
+_USAGE = {"prompt_tokens": 4, "completion_tokens": 4, "total_tokens": 8}
+_ANSWER = _whole(json.dumps({**_completion("length"), "usage": _USAGE}).encode())
+_STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n"
+    b"transfer-encoding: chunked\r\n\r\n"
+)
+_EVENT = _chunk(b"data: " + json.dumps(_completion(None)).encode() + b"\n\n")
+_LAST_EVENT = _chunk(b"data: " + json.dumps(_completion("length")).encode() + b"\n\n")
+_STREAM_END = _chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+_MODELS = _whole(json.dumps({"object": "list", "data": [{"id": MODEL, "object": "model"}]}).encode())
+_LOAD = _whole(json.dumps({"running": 0, "waiting": 0, "seats": ENDLESS_SEATS}).encode())
+_WELL = _whole(b"{}")
+_UNKNOWN = _whole(b'{"error": {"message": "there is nothing here"}}', b"404 Not Found")
+
+
+class _Client:
+    """One connection. events_left: of the answer that streams on it."""
+
+    def __init__(self, endpoint: _Endpoint, connection: socket.socket, key: int) -> None:
+        self.endpoint = endpoint
+        self.connection = connection
+        self.key = key
+        self.received = b""
+        self.events_left = 0
+
+    def send(self, data: bytes) -> None:
+        # What is sent is small beside the kernel's buffer, and a client of a measurement reads.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.connection.sendall(data)
+
+
+class _Endpoint:
+    """One port. seats: None, every request is answered at once."""
+
+    def __init__(self, listener: socket.socket, seats: Seats | None) -> None:
+        self.listener = listener
+        self.seats = seats
+        self.served = 0
+
+
+class FakeEndpoints:
+    """All endpoints of one process, in one thread."""
+
+    def __init__(self, settings: FakeEndpointSettings) -> None:
+        now = time.monotonic()
+        self._settings = settings
+        self._selector = selectors.DefaultSelector()
+        self._clients: dict[int, _Client] = {}
+        self._streaming: dict[int, _Client] = {}
+        self._next_key = 0
+        self._next_event_at = 0.0
+        self._endpoints: list[_Endpoint] = []
+        for _ in range(settings.endpoints):
+            listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
+            listener.setblocking(False)
+            seats = None
+            if settings.seats_max is not None:
+                seats = Seats(settings.seats_max, settings.service_seconds, now)
+            endpoint = _Endpoint(listener, seats)
+            self._endpoints.append(endpoint)
+            self._selector.register(listener, selectors.EVENT_READ, endpoint)
+
+    @property
+    def ports(self) -> list[int]:
+        return [endpoint.listener.getsockname()[1] for endpoint in self._endpoints]
+
+    def serve(self, ends: socket.socket | int) -> None:
+        """Until there is something to read from `ends`, or it is closed."""
+        self._selector.register(ends, selectors.EVENT_READ, None)
+        while True:
+            for chosen, _ in self._selector.select(self._patience()):
+                if chosen.data is None:
+                    return
+                if isinstance(chosen.data, _Endpoint):
+                    self._accept(chosen.data)
+                else:
+                    self._read(chosen.data)
+            now = time.monotonic()
+            self._end_services(now)
+            self._send_events(now)
+
+    def close(self) -> None:
+        for client in list(self._clients.values()):
+            self._forget(client)
+        for endpoint in self._endpoints:
+            endpoint.listener.close()
+        self._selector.close()
+
+    def _patience(self) -> float | None:
+        moments = [endpoint.seats.next_end for endpoint in self._endpoints if endpoint.seats is not None]
+        if self._streaming:
+            moments.append(self._next_event_at)
+        seconds = min(moments, default=float("inf")) - time.monotonic()
+        return None if seconds == float("inf") else max(0.0, seconds)
+
+    # --- connections ---
+
+    def _accept(self, endpoint: _Endpoint) -> None:
+        try:
+            connection, _ = endpoint.listener.accept()
+        except OSError:
+            return  # it has gone again
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._next_key += 1
+        client = self._clients[self._next_key] = _Client(endpoint, connection, self._next_key)
+        self._selector.register(connection, selectors.EVENT_READ, client)
+
+    def _read(self, client: _Client) -> None:
+        try:
+            received = client.connection.recv(RECEIVE_BYTES)
+        except ConnectionResetError:
+            received = b""
+        if not received:
+            self._forget(client)
+            return
+        client.received += received
+        while True:
+            head_end = client.received.find(_HEAD_END)
+            if head_end < 0:
+                return
+            length = _LENGTH.search(client.received, 0, head_end + 2)
+            body_at = head_end + len(_HEAD_END)
+            end = body_at + (int(length[1]) if length else 0)
+            if len(client.received) < end:
+                return
+            head, body = client.received[:head_end], client.received[body_at:end]
+            client.received = client.received[end:]
+            method, target, _ = head.split(b"\r\n", 1)[0].split(b" ", 2)
+            self._answer(client, method + b" " + target, body)
+
+    def _forget(self, client: _Client) -> None:
+        self._selector.unregister(client.connection)
+        client.connection.close()
+        del self._clients[client.key]
+        self._streaming.pop(client.key, None)
+        if client.endpoint.seats is not None:
+            client.endpoint.seats.leave(client.key, time.monotonic())
+
+    # --- answers ---
+
+    def _answer(self, client: _Client, asked: bytes, body: bytes) -> None:
+        endpoint = client.endpoint
+        if asked == b"POST /v1/completions":
+            self._complete(client, msgspec.json.decode(body, type=_Ask))
+        elif asked in (b"GET /ready", b"GET /health"):
+            client.send(_WELL)
+        elif asked == b"GET /v1/models":
+            client.send(_MODELS)
+        elif asked == b"GET /load" and endpoint.seats is None:
+            client.send(_LOAD)
+        elif asked == b"GET /metrics":
+            client.send(_whole(_metrics(endpoint), kind=b"text/plain; version=0.0.4"))
+        elif asked == b"POST /measure-anew":
+            now = time.monotonic()
+            endpoint.served = 0
+            if endpoint.seats is not None:
+                endpoint.seats.measure_depth_anew(now)
+            client.send(_WELL)
+        elif asked == b"GET /measured":
+            client.send(_whole(msgspec.json.encode(_measured(endpoint, time.monotonic()))))
+        else:
+            client.send(_UNKNOWN)
+
+    def _complete(self, client: _Client, ask: _Ask) -> None:
+        seats = client.endpoint.seats
+        if ask.stream:
+            client.send(_STREAM_HEAD)
+            if ask.at_once:
+                client.endpoint.served += 1
+                for _ in range(ask.max_tokens - 1):
+                    client.send(_EVENT)
+                client.send(_LAST_EVENT + _STREAM_END)
+                return
+            if not self._streaming:
+                self._next_event_at = time.monotonic() + self._settings.event_seconds
+            client.events_left = ask.max_tokens
+            self._streaming[client.key] = client
+        elif seats is None:
+            client.endpoint.served += 1
+            client.send(_ANSWER)
+        else:
+            now = time.monotonic()
+            self._end_services(now)
+            seats.enter(client.key, now)
+
+    def _end_services(self, now: float) -> None:
+        for endpoint in self._endpoints:
+            if endpoint.seats is not None:
+                for key in endpoint.seats.ended(now):
+                    endpoint.served += 1
+                    self._clients[key].send(_ANSWER)
+
+    def _send_events(self, now: float) -> None:
+        """One step: an event for every answer that streams."""
+        if not self._streaming or now < self._next_event_at:
+            return
+        self._next_event_at = now + self._settings.event_seconds
+        for client in list(self._streaming.values()):
+            client.events_left -= 1
+            if client.events_left > 0:
+                client.send(_EVENT)
+            else:
+                client.send(_LAST_EVENT + _STREAM_END)
+                del self._streaming[client.key]
+                client.endpoint.served += 1
+
+
+def _measured(endpoint: _Endpoint, now: float) -> DepthFigures:
+    depth = None if endpoint.seats is None else endpoint.seats.depth
+    return DepthFigures(
+        depth_max=0 if depth is None else depth.most,
+        depth_mean=0.0 if depth is None else depth.mean(now),
+        served=endpoint.served,
+    )
+
+
+def _metrics(endpoint: _Endpoint) -> bytes:
+    running = 0 if endpoint.seats is None else endpoint.seats.running
+    waiting = 0 if endpoint.seats is None else endpoint.seats.waiting
+    return (
+        f'vllm:num_requests_running{{model_name="{MODEL}"}} {running}.0\n'
+        f'vllm:num_requests_waiting{{model_name="{MODEL}"}} {waiting}.0\n'
+        f'vllm:kv_cache_usage_perc{{model_name="{MODEL}"}} 0.0\n'
+    ).encode()
+
+
+def main() -> int:
+    endpoints = FakeEndpoints(msgspec.json.decode(sys.argv[1].encode(), type=FakeEndpointSettings))
+    print(json.dumps(endpoints.ports), flush=True)
+    try:
+        endpoints.serve(sys.stdin.fileno())
+    except KeyboardInterrupt:  # of the measurement, in the same terminal
+        pass
+    finally:
+        endpoints.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

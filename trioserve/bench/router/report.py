@@ -1,0 +1,183 @@
+"""The figures of a router, each with its unit, and how they are shown to people and to programs."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from statistics import median
+
+import msgspec
+
+from trioserve.bench.report import Machine, Spread
+from trioserve.bench.router.bursts import BurstFigures
+from trioserve.bench.router.settings import RouterBenchSettings
+
+__all__ = [
+    "EventFigures",
+    "LatencyFigures",
+    "RouterReport",
+    "ThroughputFigures",
+    "router_json",
+    "router_text",
+]
+
+
+class LatencyFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Small requests one at a time, direct and through the router in turn. turns_added_ms: the difference of the
+    medians of each turn and its neighbour; on a busy machine the least is nearest to what the router itself adds."""
+
+    what: str
+    direct_ms: Spread
+    through_ms: Spread
+    turns_added_ms: list[float]
+
+    @property
+    def added_p50_ms(self) -> float:
+        return self.through_ms.p50 - self.direct_ms.p50
+
+    @property
+    def added_p99_ms(self) -> float:
+        """The difference of the percentiles; no single request need have had it."""
+        return self.through_ms.p99 - self.direct_ms.p99
+
+
+class ThroughputFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """One list entry a round. cpu_seconds: of the router's process, for all requests of the round; None where the
+    system does not tell."""
+
+    connections: int
+    requests: int
+    direct_seconds: list[float]
+    through_seconds: list[float]
+    cpu_seconds: list[float | None]
+
+
+class EventFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Answers that stream side by side through the router, an event of each every event_seconds. cpu_seconds: of the
+    router's process, for all events of a round and the requests that they belong to."""
+
+    streams: int
+    events: int
+    event_seconds: float
+    through_seconds: list[float]
+    cpu_seconds: list[float | None]
+
+
+class RouterReport(msgspec.Struct, frozen=True, kw_only=True):
+    settings: RouterBenchSettings
+    date: str
+    machine: Machine
+    latency: list[LatencyFigures]
+    throughput: ThroughputFigures | None
+    events: EventFigures | None
+    bursts: list[BurstFigures]
+
+    @classmethod
+    def now(
+        cls,
+        settings: RouterBenchSettings,
+        *,
+        latency: list[LatencyFigures],
+        throughput: ThroughputFigures | None,
+        events: EventFigures | None,
+        bursts: list[BurstFigures],
+    ) -> RouterReport:
+        return cls(
+            settings=settings,
+            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            machine=Machine.here(),
+            latency=latency,
+            throughput=throughput,
+            events=events,
+            bursts=bursts,
+        )
+
+
+def router_json(report: RouterReport) -> bytes:
+    """What was measured, and in `figures` what the table says of it."""
+    content = {**msgspec.structs.asdict(report), "figures": _figures(report)}
+    return msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"
+
+
+def router_text(report: RouterReport) -> str:
+    """The tables for people."""
+    machine = report.machine
+    title = f"{report.settings.label}: " if report.settings.label else ""
+    flags = " ".join(report.settings.server_flags) or "no flags"
+    lines = [f"{title}route with {flags}; {machine.cpu}, {machine.cores} cores, Python {machine.python}, {report.date}"]
+    if report.latency:
+        names = ("direct p50", "p99", "through p50", "p99", "added p50", "p99", "p50, least")
+        lines += ["", f"{'one at a time, ms':<26}" + "".join(f"{name:>13}" for name in names)]
+        for each in report.latency:
+            direct, through = each.direct_ms, each.through_ms
+            cells = (
+                direct.p50,
+                direct.p99,
+                through.p50,
+                through.p99,
+                each.added_p50_ms,
+                each.added_p99_ms,
+                min(each.turns_added_ms),
+            )
+            lines.append(f"{each.what:<26}" + "".join(f"{cell:>13.3f}" for cell in cells))
+    figures = _figures(report)
+    if report.throughput is not None or report.events is not None:
+        lines += ["", f"{'of the rounds':<44}{'median':>10}{'best':>10}"]
+        lines += [f"{name:<44}{_shown(middle):>10}{_shown(best):>10}" for name, (middle, best) in figures.items()]
+    for burst in report.bursts:
+        lines += ["", *_burst_lines(burst, report.settings)]
+    return "\n".join(lines) + "\n"
+
+
+def _figures(report: RouterReport) -> dict[str, tuple[float | None, float | None]]:
+    """Median and best of the rounds."""
+    figures: dict[str, tuple[float | None, float | None]] = {}
+    load, events = report.throughput, report.events
+    if load is not None:
+        at = f", {load.connections} at a time"
+        figures[f"requests/s direct{at}"] = _rates(load.direct_seconds, load.requests)
+        figures[f"requests/s through{at}"] = _rates(load.through_seconds, load.requests)
+        figures["router CPU us a request"] = _each_us(load.cpu_seconds, load.requests)
+        figures["requests a second of router CPU"] = _rates(load.cpu_seconds, load.requests)
+    if events is not None:
+        figures[f"events/s through, {events.streams} streams"] = _rates(events.through_seconds, events.events)
+        figures["router CPU us an event"] = _each_us(events.cpu_seconds, events.events)
+    return figures
+
+
+def _burst_lines(burst: BurstFigures, settings: RouterBenchSettings) -> list[str]:
+    depths = " ".join(str(each.depth_max) for each in burst.endpoints)
+    means = " ".join(f"{each.depth_mean:.1f}" for each in burst.endpoints)
+    lines = [
+        f"{settings.bursts} bursts of {settings.burst_seconds:g} s at {settings.burst_load:g} times the "
+        f"{burst.capacity_per_second:g} requests/s of {settings.endpoints} endpoints with {settings.seats_max} seats; "
+        f"route with {' '.join(burst.flags)}",
+        f"waiting inside an endpoint: at most {burst.depth_max} ({depths}), mean {burst.depth_mean:.2f} ({means})",
+        f"{'tenant':<12}{'asked':>8}{'served':>8}{'refused':>9}{'wait ms: p50':>14}{'p99':>9}{'of its fair share':>19}",
+    ]
+    for tenant in burst.tenants:
+        wait = tenant.wait_ms
+        waited = f"{'-':>14}{'-':>9}" if wait is None else f"{wait.p50:>14.0f}{wait.p99:>9.0f}"
+        refused = sum(tenant.refused.values())
+        reasons = ", ".join(f"{count} x {reason}" for reason, count in tenant.refused.items())
+        lines.append(
+            f"{tenant.name:<12}{tenant.asked:>8}{tenant.served:>8}{refused / max(1, tenant.asked):>9.1%}{waited}"
+            f"{tenant.of_fair_share:>19.2f}{'  ' + reasons if reasons else ''}"
+        )
+    return lines
+
+
+def _rates(seconds: Sequence[float | None], count: int) -> tuple[float | None, float | None]:
+    known = [each for each in seconds if each]
+    return (count / median(known), count / min(known)) if known else (None, None)
+
+
+def _each_us(seconds: Sequence[float | None], count: int) -> tuple[float | None, float | None]:
+    known = [each for each in seconds if each is not None]
+    return (1e6 * median(known) / count, 1e6 * min(known) / count) if known else (None, None)
+
+
+def _shown(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"

@@ -1,0 +1,279 @@
+"""A router between clients and pretended endpoints, each in a process of its own, over sockets of this machine.
+
+What a router costs is the difference to the same requests without it, sent in turn in the same run, so that a noisy
+machine is noisy for both; and its processor time, which others on the machine change little.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pathlib
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from statistics import median
+
+import msgspec
+
+from trioserve.bench.report import Spread
+from trioserve.bench.router.bursts import BurstFigures, burst_figures, burst_plan
+from trioserve.bench.router.fake_endpoint import MODEL, DepthFigures, FakeEndpointSettings
+from trioserve.bench.router.report import (
+    EventFigures,
+    LatencyFigures,
+    RouterReport,
+    ThroughputFigures,
+    router_json,
+    router_text,
+)
+from trioserve.bench.router.settings import RouterBenchSettings
+from trioserve.bench.run import EXIT_INTERRUPTED, EXIT_REQUESTS_FAILED, EXIT_UNREACHABLE
+from trioserve.bench.socket_load import Address, Answer, LoadFailed, WireRequest, ask, at_a_time, at_moments, opened
+from trioserve.bench.startup import cpu_seconds, free_port
+
+__all__ = ["main"]
+
+READY_SECONDS_MAX = 60.0
+LOOKS_SECONDS = 0.02
+STOP_SECONDS_MAX = 15.0
+TURN_REQUESTS = 100  # direct, then as many through the router: a noisy second is in both
+FEW_TOKENS = 4
+COMPLETIONS = "/v1/completions"
+
+
+class Router(msgspec.Struct, frozen=True):
+    """A router that is up, and the endpoints behind it."""
+
+    address: Address
+    endpoints: list[Address]
+    pid: int
+
+
+class _NotReady(Exception):
+    """Why there is nothing to measure, in a sentence."""
+
+
+def main(settings: RouterBenchSettings) -> int:
+    """Measure, print, and return the exit code as bench does. What was measured before an interruption is printed."""
+    latency: list[LatencyFigures] = []
+    throughput: ThroughputFigures | None = None
+    events: EventFigures | None = None
+    bursts: list[BurstFigures] = []
+    exit_code = 0
+    try:
+        rows = settings.chosen_rows
+        if {"latency", "throughput", "events"} & set(rows):
+            fast = FakeEndpointSettings(event_seconds=settings.event_seconds)
+            with _endpoints(fast) as ports, _router(ports, settings.server_flags) as router:
+                _warm_up(router, settings)
+                if "latency" in rows:
+                    latency = [_latency(router, settings, stream=stream) for stream in (False, True)]
+                    _tell("latency is measured")
+                if "throughput" in rows:
+                    throughput = _throughput(router, settings)
+                    _tell("throughput is measured")
+                if "events" in rows:
+                    events = _events(router, settings)
+                    _tell("events are measured")
+        if "bursts" in rows:
+            for holds_back in (True, False):
+                bursts.append(_bursts(settings, holds_back=holds_back))
+                _tell(f"bursts are measured, {'requests held back' if holds_back else 'all passed on'}")
+    except KeyboardInterrupt:
+        exit_code = EXIT_INTERRUPTED
+    except _NotReady as error:
+        print(f"trioserve bench: {error}", file=sys.stderr)
+        exit_code = EXIT_UNREACHABLE
+    except LoadFailed as error:
+        print(f"trioserve bench: {error}", file=sys.stderr)
+        exit_code = EXIT_REQUESTS_FAILED
+    if not (latency or throughput or events or bursts):
+        return exit_code
+    report = RouterReport.now(settings, latency=latency, throughput=throughput, events=events, bursts=bursts)
+    print(router_text(report), end="", file=sys.stderr if settings.json_path == "-" else sys.stdout)
+    if settings.json_path == "-":
+        sys.stdout.write(router_json(report).decode())
+    elif settings.json_path is not None:
+        pathlib.Path(settings.json_path).write_bytes(router_json(report))
+    return exit_code
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+# --- what is measured ---
+
+
+def _small(*, stream: bool = False) -> WireRequest:
+    body = {"model": MODEL, "prompt": "three or four words", "max_tokens": FEW_TOKENS}
+    if not stream:
+        return WireRequest(COMPLETIONS, body)
+    return WireRequest(COMPLETIONS, {**body, "stream": True, "at_once": True}, events=FEW_TOKENS)
+
+
+def _warm_up(router: Router, settings: RouterBenchSettings) -> None:
+    """Connections to the endpoint are opened, and Python has seen the code that is measured."""
+    count = min(settings.requests, 300)
+    with opened(router.address, settings.concurrency) as connections:
+        for stream in (False, True):
+            at_a_time(connections, _small(stream=stream), requests=count)
+
+
+def _latency(router: Router, settings: RouterBenchSettings, *, stream: bool) -> LatencyFigures:
+    request = _small(stream=stream)
+    direct_seconds: list[float] = []
+    through_seconds: list[float] = []
+    turns_added_ms = []
+    with opened(router.endpoints[0], 1) as direct, opened(router.address, 1) as through:
+        for left in range(settings.requests * settings.rounds, 0, -TURN_REQUESTS):
+            count = min(left, TURN_REQUESTS)
+            direct_turn = at_a_time(direct, request, requests=count)
+            through_turn = at_a_time(through, request, requests=count)
+            turns_added_ms.append(1e3 * (median(through_turn) - median(direct_turn)))
+            direct_seconds += direct_turn
+            through_seconds += through_turn
+    direct_ms, through_ms = Spread.from_seconds(direct_seconds), Spread.from_seconds(through_seconds)
+    assert direct_ms is not None
+    assert through_ms is not None
+    what = f"{FEW_TOKENS} tokens, streamed" if stream else f"{FEW_TOKENS} tokens"
+    return LatencyFigures(what=what, direct_ms=direct_ms, through_ms=through_ms, turns_added_ms=turns_added_ms)
+
+
+def _throughput(router: Router, settings: RouterBenchSettings) -> ThroughputFigures:
+    request = _small()
+    direct, through, cpu = [], [], []
+    for _ in range(settings.rounds):
+        direct.append(_timed(router.endpoints[0], request, settings.concurrency, settings.requests))
+        before = cpu_seconds(router.pid)
+        through.append(_timed(router.address, request, settings.concurrency, settings.requests))
+        cpu.append(_difference(before, cpu_seconds(router.pid)))
+    return ThroughputFigures(
+        connections=settings.concurrency,
+        requests=settings.requests,
+        direct_seconds=direct,
+        through_seconds=through,
+        cpu_seconds=cpu,
+    )
+
+
+def _events(router: Router, settings: RouterBenchSettings) -> EventFigures:
+    tokens, streams = settings.output_tokens, settings.concurrency
+    body = {"model": MODEL, "prompt": "three or four words", "max_tokens": tokens, "stream": True}
+    request = WireRequest(COMPLETIONS, body, events=tokens)
+    through, cpu = [], []
+    for _ in range(settings.rounds):
+        before = cpu_seconds(router.pid)
+        through.append(_timed(router.address, request, streams, streams))
+        cpu.append(_difference(before, cpu_seconds(router.pid)))
+    return EventFigures(
+        streams=streams,
+        events=streams * tokens,
+        event_seconds=settings.event_seconds,
+        through_seconds=through,
+        cpu_seconds=cpu,
+    )
+
+
+def _bursts(settings: RouterBenchSettings, *, holds_back: bool) -> BurstFigures:
+    seats = FakeEndpointSettings(
+        endpoints=settings.endpoints, seats_max=settings.seats_max, service_seconds=settings.service_seconds
+    )
+    plan = burst_plan(settings)
+    flags = settings.burst_flags(holds_back=holds_back)
+    with _endpoints(seats) as ports, _router(ports, flags) as router:
+        for address in router.endpoints:
+            _ask_once(address, WireRequest("/measure-anew", {}))
+        asked = at_moments(router.address, plan)
+        depths = [
+            msgspec.json.decode(_ask_once(address, WireRequest("/measured")).body, type=DepthFigures)
+            for address in router.endpoints
+        ]
+    return burst_figures(settings, asked, depths, holds_back=holds_back)
+
+
+def _timed(address: Address, request: WireRequest, connections: int, requests: int) -> float:
+    with opened(address, connections) as sockets:
+        began = time.perf_counter()
+        at_a_time(sockets, request, requests=requests)
+        return time.perf_counter() - began
+
+
+def _difference(before: float | None, after: float | None) -> float | None:
+    return None if before is None or after is None else after - before
+
+
+# --- processes ---
+
+
+@contextlib.contextmanager
+def _endpoints(settings: FakeEndpointSettings) -> Iterator[list[int]]:
+    """The ports. The process ends when its input does, so also when this one is killed."""
+    command = [sys.executable, "-m", "trioserve.bench.router.fake_endpoint", msgspec.json.encode(settings).decode()]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            line = process.stdout.readline()
+            if not line:
+                raise _NotReady("the pretended endpoints did not start")
+            yield json.loads(line)
+        finally:
+            process.stdin.close()
+
+
+@contextlib.contextmanager
+def _router(ports: list[int], flags: tuple[str, ...]) -> Iterator[Router]:
+    """Raises _NotReady unless every endpoint is well and has told its load."""
+    port = free_port()
+    command = [sys.executable, "-m", "trioserve", "route", "--port", str(port)]
+    for endpoint in ports:
+        command += ["--endpoint", f"http://127.0.0.1:{endpoint}"]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen([*command, *flags], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        try:
+            address = ("127.0.0.1", port)
+            ready_by = time.monotonic() + READY_SECONDS_MAX
+            while not _all_well(address):
+                if process.poll() is not None or time.monotonic() > ready_by:
+                    log.seek(0)
+                    said = log.read().decode(errors="replace").strip().splitlines() or ["nothing"]
+                    raise _NotReady(f"the router did not become ready; its last words: {said[-1]}")
+                time.sleep(LOOKS_SECONDS)
+            yield Router(address, [("127.0.0.1", endpoint) for endpoint in ports], process.pid)
+        finally:
+            process.terminate()
+            try:
+                process.wait(STOP_SECONDS_MAX)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+class _Endpoint(msgspec.Struct):
+    health: str
+    waiting_depth: int | None
+
+
+class _Endpoints(msgspec.Struct):
+    data: list[_Endpoint]
+
+
+def _all_well(router: Address) -> bool:
+    try:
+        answer = _ask_once(router, WireRequest("/endpoints"))
+    except (OSError, LoadFailed):
+        return False
+    if answer.status != 200:
+        return False
+    endpoints = msgspec.json.decode(answer.body, type=_Endpoints).data
+    return all(each.health == "healthy" and each.waiting_depth is not None for each in endpoints)
+
+
+def _ask_once(address: Address, request: WireRequest) -> Answer:
+    with socket.create_connection(address, timeout=READY_SECONDS_MAX) as connection:
+        return ask(connection, request)

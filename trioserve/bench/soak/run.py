@@ -1,0 +1,350 @@
+"""One soak from start to exit code: looks at the server, sends the load, lets clients leave, looks again."""
+
+from __future__ import annotations
+
+import itertools
+import pathlib
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from typing import TextIO
+
+import msgspec
+import trio
+
+from trioserve.bench.client import Failure, FailureKind, Listener, OpenStream, stream_opener
+from trioserve.bench.load import AnswerReader, Tally
+from trioserve.bench.report import Outcome
+from trioserve.bench.run import (
+    EXIT_INTERRUPTED,
+    EXIT_REQUESTS_FAILED,
+    EXIT_UNREACHABLE,
+    CannotMeasure,
+    PlainAnswer,
+    cancel_on_signal,
+)
+from trioserve.bench.scrape import Scrape
+from trioserve.bench.soak.book import SliceBook, rounds_from
+from trioserve.bench.soak.clients import SoakClients
+from trioserve.bench.soak.plan import Moment, SoakPlan, SoakRequest, Way
+from trioserve.bench.soak.report import SoakReport, soak_json, soak_text
+from trioserve.bench.soak.settings import SoakSettings
+from trioserve.bench.soak.verdict import MEMORY, Ended, Evidence, SoakFigures, is_quiet, missing_series
+
+__all__ = ["Soaked", "main", "soak"]
+
+PATH = "/v1/completions"
+SCRAPE_PERIOD_SECONDS = 2.0
+LOG_SCRAPES = 15  # off a terminal, a line of progress after so many
+QUIET_SECONDS_MAX = 30.0  # a server that is not at rest by then is not coming to rest
+QUIET_PERIOD_SECONDS = 0.2
+FIRST_TOKEN_SECONDS = 0.5  # until the warm-up has shown how long the first token takes
+SETTLING_LINES = 2  # of a slice, so many times the concurrency: until the clients of the last one have gone
+
+
+def main(settings: SoakSettings) -> int:
+    """Soak, print, and return the exit code: 0, 1 when a claim is broken, 2 when the server cannot be reached or is not
+    a trioserve, 130 when interrupted (what was seen until then is printed)."""
+    outcome = trio.run(soak, settings)
+    if isinstance(outcome, CannotMeasure):
+        print(f"trioserve bench: {outcome.message}", file=sys.stderr)
+        return outcome.exit_code
+    print(soak_text(outcome.report), end="", file=sys.stderr if settings.json_path == "-" else sys.stdout)
+    if settings.json_path == "-":
+        sys.stdout.write(soak_json(outcome.report).decode())
+    elif settings.json_path is not None:
+        pathlib.Path(settings.json_path).write_bytes(soak_json(outcome.report))
+    return outcome.exit_code
+
+
+class Soaked(msgspec.Struct, frozen=True):
+    report: SoakReport
+    exit_code: int
+
+
+async def soak(
+    settings: SoakSettings,
+    *,
+    opener: Callable[[int], OpenStream] | None = None,
+    progress: TextIO | None = None,
+) -> Soaked | CannotMeasure:
+    """Run one soak. opener: how to reach the server, by HTTP version (default: as the settings say). progress: where
+    the live line goes (default standard error). SIGINT and SIGTERM let everybody leave, and the verdict is on
+    what was seen until then; they are listened to here, so this has to run in the main thread."""
+    async with trio.open_nursery() as nursery:
+        clients = SoakClients(nursery, settings, opener or (lambda http: stream_opener(settings.target, http)))
+        run = _Soak(settings, clients, progress or sys.stderr)
+        await nursery.start(cancel_on_signal, run.scope)
+        outcome = await run.outcome()
+        await clients.close_all_but_observer()
+        await clients.observer.aclose()
+        nursery.cancel_scope.cancel()
+    return outcome
+
+
+class _Soak:
+    """The tasks of one soak and what they have found so far."""
+
+    def __init__(self, settings: SoakSettings, clients: SoakClients, progress: TextIO) -> None:
+        self.scope = trio.CancelScope()
+        self._settings = settings
+        self._clients = clients
+        self._progress = progress
+        self._tally = Tally()
+        self._typical_seconds = FIRST_TOKEN_SECONDS
+        self._first_token_seconds: list[float] = []
+        self._memory: list[tuple[float, float]] = []
+        self._ended: list[Ended] = []
+        self._control_failed_count = 0
+        self._model = ""
+        self._before: Scrape | None = None
+        self._warm: Scrape | None = None
+        self._half_closes_before = 0
+        self._books: list[SliceBook] = []
+        self._all_sent_at: float | None = None
+        self._duration_seconds = 0.0
+
+    async def outcome(self) -> Soaked | CannotMeasure:
+        with self.scope:
+            refusal = await self._begin()
+            if refusal is not None:
+                return refusal
+            await self._measure()
+        if self._warm is None:
+            return CannotMeasure("interrupted before the end of the warm-up: nothing to judge", EXIT_INTERRUPTED)
+        return await self._judged()
+
+    async def _begin(self) -> CannotMeasure | None:
+        """Look at the server at rest, then warm it up."""
+        settings = self._settings
+        model = await self._find_model()
+        if isinstance(model, CannotMeasure):
+            return model
+        self._model = model
+        before = await self._scrape()
+        refusal = self._unfit(before)
+        if refusal is not None:
+            return refusal
+        self._before = before
+        plan = SoakPlan(settings, model=model)
+        await self._send([SliceBook(plan.warmup())], plan, settings.warmup_requests, "requests of the warm-up")
+        if self._first_token_seconds:
+            self._typical_seconds = statistics.median(self._first_token_seconds)
+        self._ended.clear()
+        self._memory.clear()
+        self._half_closes_before = self._clients.unanswered_half_closes
+        self._warm = await self._scrape()
+        return None if self._warm is not None else self._silent()
+
+    async def _measure(self) -> None:
+        plan = SoakPlan(self._settings, model=self._model)
+        self._books = [SliceBook(piece) for piece in plan.slices()]
+        began_at = trio.current_time()
+        try:
+            await self._send(self._books, plan, self._settings.requests, "requests")
+        finally:
+            self._duration_seconds = trio.current_time() - began_at
+
+    async def _judged(self) -> Soaked | CannotMeasure:
+        """Also of a soak that was interrupted: all of its clients have left then."""
+        assert self._before is not None
+        assert self._warm is not None
+        settings = self._settings
+        await self._clients.close_all_but_observer()
+        quiet_began_at = trio.current_time()
+        end = await self._scrape_at_rest(self._before)
+        if end is None:
+            return self._silent()
+        figures = SoakFigures.from_evidence(
+            Evidence(
+                before=self._before,
+                warm=self._warm,
+                end=end,
+                quiet_seconds=trio.current_time() - quiet_began_at,
+                memory=self._memory,
+                rounds=rounds_from(
+                    self._books,
+                    settled_number=SETTLING_LINES * settings.concurrency,
+                    all_sent_at=quiet_began_at if self._all_sent_at is None else self._all_sent_at,
+                ),
+                ended=self._ended,
+                control_failed_requests=self._control_failed_count,
+                unanswered_half_closes=self._clients.unanswered_half_closes - self._half_closes_before,
+                duration_seconds=self._duration_seconds,
+            )
+        )
+        exit_code = 0 if figures.all_hold else EXIT_REQUESTS_FAILED
+        report = SoakReport.now(settings, model=self._model, figures=figures)
+        return Soaked(report, EXIT_INTERRUPTED if self.scope.cancelled_caught else exit_code)
+
+    def _silent(self) -> CannotMeasure:
+        return CannotMeasure(f"{self._settings.url} does not answer GET /metrics any more", EXIT_UNREACHABLE)
+
+    # --- looking at the server ---
+
+    async def _ask(self, path: str, answer: PlainAnswer) -> Failure | None:
+        with trio.move_on_after(self._settings.timeout_seconds):
+            return await self._clients.observer.request("GET", self._settings.target.path_prefix + path, b"", answer)
+        return Failure(FailureKind.TIMEOUT, f"no answer to GET {path} within {self._settings.timeout_seconds:g} s")
+
+    async def _find_model(self) -> str | CannotMeasure:
+        settings = self._settings
+        answer = PlainAnswer()
+        failure = await self._ask("/v1/models", answer)
+        if failure is not None:
+            return CannotMeasure(f"cannot reach {settings.url}: {failure.message}; is the server up?", EXIT_UNREACHABLE)
+        model = settings.model or answer.first_model()
+        if model is None:
+            return CannotMeasure(
+                f"{settings.url} names no model (GET /v1/models: status {answer.status}, {answer.excerpt()}): "
+                "give --model, and --api-key if the server wants one",
+                EXIT_REQUESTS_FAILED,
+            )
+        return model
+
+    async def _scrape(self) -> Scrape | None:
+        answer = PlainAnswer()
+        failure = await self._ask("/metrics", answer)
+        return Scrape(answer.text()) if failure is None and answer.status == 200 else None
+
+    def _unfit(self, before: Scrape | None) -> CannotMeasure | None:
+        url = self._settings.url
+        missing = missing_series(before or Scrape(""))
+        if before is None or missing:
+            named = f"without {missing[0]}" if before is not None else "not answered"
+            return CannotMeasure(
+                f"bench soak judges what trioserve tells of itself, and GET /metrics of {url} is {named}: "
+                "bench load measures other servers",
+                EXIT_UNREACHABLE,
+            )
+        if not is_quiet(before, before):
+            return CannotMeasure(
+                f"{url} has requests already: a soak needs the server for itself", EXIT_REQUESTS_FAILED
+            )
+        return None
+
+    async def _scrape_at_rest(self, before: Scrape) -> Scrape | None:
+        """The server when nothing of the soak is left there, or as it was seen last."""
+        scrape: Scrape | None = None
+        with trio.move_on_after(QUIET_SECONDS_MAX):
+            while True:
+                scrape = await self._scrape() or scrape
+                if scrape is not None and is_quiet(before, scrape):
+                    break
+                await trio.sleep(QUIET_PERIOD_SECONDS)
+        return scrape
+
+    async def _watch(self, request_count: int, unit: str) -> None:
+        """Take the memory, and show how many requests there were of so many."""
+        began_at = trio.current_time()
+        is_terminal = self._progress.isatty()
+        try:
+            for number in itertools.count(1):
+                await trio.sleep(SCRAPE_PERIOD_SECONDS)
+                scrape = await self._scrape()
+                memory = None if scrape is None else scrape.total(MEMORY)
+                if memory is not None:
+                    self._memory.append((trio.current_time(), memory))
+                if is_terminal or number % LOG_SCRAPES == 0:
+                    elapsed_seconds = trio.current_time() - began_at
+                    resident = "memory unknown" if memory is None else f"{memory / 2**20:.0f} MiB resident"
+                    left_count = sum(one.left for one in self._ended)
+                    line = (
+                        f"{len(self._ended)}/{request_count} {unit}, {left_count} left, {resident}, "
+                        f"{elapsed_seconds:.0f} s"
+                    )
+                    self._progress.write(f"\r\x1b[K{line}" if is_terminal else f"{line}\n")
+                    self._progress.flush()
+        finally:
+            if is_terminal:
+                self._progress.write("\r\x1b[K")
+                self._progress.flush()
+
+    # --- the load ---
+
+    async def _send(self, books: list[SliceBook], plan: SoakPlan, request_count: int, unit: str) -> None:
+        """Returns when all clients of these slices have gone. request_count and unit: for the line of progress."""
+        requests = ((book, request) for book in books for request in plan.requests(book.piece))
+
+        async def worker(shared: Iterator[tuple[SliceBook, SoakRequest]]) -> None:
+            for book, request in shared:  # each worker takes the next one
+                await self._perform(request, book, book.start(trio.current_time()))
+            if self._all_sent_at is None:
+                self._all_sent_at = trio.current_time()
+
+        self._all_sent_at = None
+        async with trio.open_nursery() as watchers:
+            watchers.start_soon(self._watch, request_count, unit)
+            async with trio.open_nursery() as nursery:
+                for _ in range(self._settings.concurrency):
+                    nursery.start_soon(worker, requests)
+            watchers.cancel_scope.cancel()
+
+    async def _perform(self, request: SoakRequest, book: SliceBook, number: int) -> None:
+        planned, leave = request.planned, request.leave
+        delay_seconds = request.delay * self._typical_seconds
+        if planned is None:
+            await trio.sleep(delay_seconds)
+            return
+        started_at = trio.current_time()
+        reader = AnswerReader(planned, started_at=started_at, tally=self._tally)
+        leaving = trio.CancelScope()
+        listener: Listener = reader
+        if leave is not None and leave.moment is Moment.HEAD:
+            listener = _LeavesAfterHead(reader, leaving, delay_seconds)
+        elif leave is not None and leave.moment is not Moment.TOKENS:
+            leaving.deadline = started_at + delay_seconds
+        hang_up_count = self._clients.hang_up_count
+        failure: Failure | None = None
+        with trio.move_on_at(started_at + self._settings.timeout_seconds) as patience, leaving:
+            failure = await self._clients.client_for(request).request(
+                "POST",
+                self._settings.target.path_prefix + PATH,
+                planned.body,
+                listener,
+                withheld_bytes=request.withheld_bytes,
+            )
+        if patience.cancelled_caught:
+            failure = Failure(FailureKind.TIMEOUT, f"no whole answer within {self._settings.timeout_seconds:g} s")
+        measurement = reader.measurement(failure, is_over=not leaving.cancelled_caught)
+        left = leaving.cancelled_caught or measurement.outcome is Outcome.ABORTED
+        if leave is not None and leave.way is Way.HANG_UP:
+            if left:
+                self._clients.hang_up()
+            elif failure is not None and self._clients.hang_up_count > hang_up_count:
+                left = True  # another one on the same connection left, and took this one along
+        outcome = Outcome.ABORTED if left else measurement.outcome
+
+        if request.is_survivor and outcome is Outcome.COMPLETED:
+            book.note_answer(number, trio.current_time(), measurement.gaps_seconds)
+        if book.piece.is_warmup and measurement.ttft_seconds is not None:
+            self._first_token_seconds.append(measurement.ttft_seconds)
+        if book.piece.is_control:
+            self._control_failed_count += outcome is Outcome.FAILED
+        else:
+            self._ended.append(
+                Ended(
+                    outcome=outcome,
+                    failure_name=measurement.failure.name if measurement.failure and not left else None,
+                    moment=None if leave is None else leave.moment,
+                    way=None if leave is None else leave.way,
+                    left=left,
+                )
+            )
+
+
+class _LeavesAfterHead:
+    """Hears an answer for a client that leaves some time after its head has come."""
+
+    def __init__(self, reader: AnswerReader, leaving: trio.CancelScope, delay_seconds: float) -> None:
+        self._reader = reader
+        self._leaving = leaving
+        self._delay_seconds = delay_seconds
+
+    def head(self, status: int) -> None:
+        self._reader.head(status)
+        if status == 200:  # a refusal is heard to its end
+            self._leaving.deadline = trio.current_time() + self._delay_seconds
+
+    def body(self, data: bytes, now_seconds: float) -> bool:
+        return self._reader.body(data, now_seconds)

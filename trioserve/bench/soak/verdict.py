@@ -1,0 +1,305 @@
+"""What a soak has shown, claim by claim: what the server kept, what its memory did, what those felt who stayed."""
+
+from __future__ import annotations
+
+import array
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from trioserve.bench.report import Outcome, Spread, percentile
+from trioserve.bench.scrape import HistogramDifference, Scrape
+from trioserve.bench.soak.plan import Moment, Way
+
+__all__ = [
+    "NEEDED_SERIES",
+    "Claim",
+    "Ended",
+    "Evidence",
+    "PhaseFigures",
+    "Round",
+    "RoundFigures",
+    "SoakFigures",
+    "is_quiet",
+    "missing_series",
+]
+
+MEMORY_CHANGE_MAX = 0.02
+MEMORY_SAMPLES_MIN = 10  # in each half
+ITL_RATIO_MAX = 1.3
+ITL_GAPS_MIN = 1000  # of each kind: ten lie beyond the 99th percentile
+STEPS_TO_FREE_MAX = 1
+PHASES = ("queued", "prefill", "decode")
+
+MEMORY = "process_resident_memory_bytes"
+FREE_SECONDS = "trioserve:cancel_to_free_seconds"
+FREE_STEPS = "trioserve:cancel_to_free_steps"
+LEFT_BEHIND: tuple[tuple[str, str, dict[str, str]], ...] = (
+    ("KV blocks used", "trioserve:kv_blocks", {"state": "used"}),
+    ("KV blocks leased to connectors", "trioserve:kv_blocks", {"state": "held"}),
+    ("places leased to requests", "trioserve:live_requests", {}),
+    ("sequences that run", "trioserve:num_requests_running", {}),
+    ("sequences that wait", "trioserve:num_requests_waiting", {}),
+    ("bytes of bodies", "trioserve:request_body_bytes_held", {}),
+)
+"""Zero once nobody asks for anything."""
+AS_BEFORE = (("tasks", "trioserve:tasks"), ("connections", "trioserve:connections_open"))
+"""Once nobody asks for anything, no more than before the first client came: the server's own, and the one that asks."""
+
+NEEDED_SERIES = (
+    *dict.fromkeys(name for _title, name, _labels in LEFT_BEHIND),
+    *(name for _title, name in AS_BEFORE),
+    f"{FREE_SECONDS}_bucket",
+    f"{FREE_STEPS}_bucket",
+    "trioserve:aborts_total",
+    MEMORY,
+)
+
+
+def missing_series(scrape: Scrape) -> list[str]:
+    return [name for name in NEEDED_SERIES if scrape.total(name) is None]
+
+
+def is_quiet(before: Scrape, now: Scrape) -> bool:
+    """Whether the server has nothing of the soak any more."""
+    return all(claim.holds for claim in _claims_of_the_end(before, now))
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True):
+    """One client, when its request was over. left: it left as planned; else its answer ended, well or not, before."""
+
+    outcome: Outcome
+    failure_name: str | None
+    moment: Moment | None
+    way: Way | None
+    left: bool
+
+
+class Round(msgspec.Struct, frozen=True):
+    """Seconds between the chunks of those who stayed: while others left, and in the control right after it."""
+
+    soak_gaps: array.array[float]
+    control_gaps: array.array[float]
+
+
+class Evidence(msgspec.Struct, frozen=True, kw_only=True):
+    """before: the server at rest, before the first client. warm: when the warm-up was over. end: at rest again, or
+    what was seen last when it did not come to rest within quiet_seconds. memory: at the times (seconds) in between."""
+
+    before: Scrape
+    warm: Scrape
+    end: Scrape
+    quiet_seconds: float
+    memory: Sequence[tuple[float, float]]
+    rounds: Sequence[Round]
+    ended: Sequence[Ended]
+    control_failed_requests: int
+    unanswered_half_closes: int
+    duration_seconds: float
+
+
+class Claim(msgspec.Struct, frozen=True, kw_only=True):
+    """holds: None when there was too little to judge it by. allowed and found: short words for a person."""
+
+    name: str
+    holds: bool | None
+    allowed: str
+    found: str
+
+
+class PhaseFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """From an abort to free blocks, for requests that had come so far. Interpolated within the server's buckets, except
+    for the steps, which are whole numbers; None when there was none."""
+
+    phase: str
+    aborts: int
+    median_ms: float | None
+    p99_ms: float | None
+    median_steps: float | None
+    p99_steps: float | None
+    max_steps: float | None
+
+    @classmethod
+    def between(cls, before: Scrape, after: Scrape, phase: str) -> PhaseFigures:
+        seconds, steps = (
+            HistogramDifference.between(before.buckets(name, phase=phase), after.buckets(name, phase=phase))
+            for name in (FREE_SECONDS, FREE_STEPS)
+        )
+        return cls(
+            phase=phase,
+            aborts=seconds.count,
+            median_ms=_milliseconds(seconds.quantile(0.5)),
+            p99_ms=_milliseconds(seconds.quantile(0.99)),
+            median_steps=steps.bound(0.5),
+            p99_steps=steps.bound(0.99),
+            max_steps=steps.bound(1.0),
+        )
+
+
+class RoundFigures(msgspec.Struct, frozen=True, kw_only=True):
+    soak_p99_ms: float | None
+    control_p99_ms: float | None
+
+
+class SoakFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """left_by_moment and left_by_way count the clients that left as planned; finished_early those whose answer was
+    complete before. memory is resident, the mean of each half of the load after the warm-up."""
+
+    duration_seconds: float
+    quiet_seconds: float
+    requests: int
+    completed_requests: int
+    left_requests: int
+    finished_early_requests: int
+    failed_requests: int
+    control_failed_requests: int
+    errors: dict[str, int]
+    left_by_moment: dict[str, int]
+    left_by_way: dict[str, int]
+    aborts: int
+    cancel_to_free: list[PhaseFigures]
+    memory_first_half_mib: float | None
+    memory_last_half_mib: float | None
+    memory_ratio: float | None
+    itl_ms: Spread | None
+    control_itl_ms: Spread | None
+    itl_p99_ratio: float | None
+    rounds: list[RoundFigures]
+    claims: list[Claim]
+
+    @property
+    def all_hold(self) -> bool:
+        """No claim is broken; what could not be judged is not."""
+        return all(claim.holds is not False for claim in self.claims)
+
+    @classmethod
+    def from_evidence(cls, evidence: Evidence) -> SoakFigures:
+        ended = evidence.ended
+        left = [one for one in ended if one.left]
+        errors: dict[str, int] = {}
+        for one in ended:
+            if one.failure_name is not None:
+                errors[one.failure_name] = errors.get(one.failure_name, 0) + 1
+        if evidence.unanswered_half_closes:
+            errors["half-close unanswered"] = evidence.unanswered_half_closes
+        phases = [PhaseFigures.between(evidence.warm, evidence.end, phase) for phase in PHASES]
+        first, last = _halves(evidence.memory)
+        memory_ratio = _mean(last) / _mean(first) if first and last else None
+        soak_gaps, control_gaps = array.array("d"), array.array("d")
+        for one_round in evidence.rounds:
+            soak_gaps.extend(one_round.soak_gaps)
+            control_gaps.extend(one_round.control_gaps)
+        itl, control_itl = Spread.from_seconds(soak_gaps), Spread.from_seconds(control_gaps)
+        itl_ratio = itl.p99 / control_itl.p99 if itl and control_itl and control_itl.p99 > 0 else None
+        failed = sum(one.outcome is Outcome.FAILED for one in ended)
+        claims = [
+            _claim_of_failures(failed + evidence.control_failed_requests + evidence.unanswered_half_closes),
+            *_claims_of_the_end(evidence.before, evidence.end),
+            _claim_of_memory(memory_ratio, min(len(first), len(last))),
+            _claim_of_latency(itl_ratio, min(len(soak_gaps), len(control_gaps))),
+            _claim_of_steps(phases),
+        ]
+        return cls(
+            duration_seconds=evidence.duration_seconds,
+            quiet_seconds=evidence.quiet_seconds,
+            requests=len(ended),
+            completed_requests=sum(one.outcome is Outcome.COMPLETED and one.moment is None for one in ended),
+            left_requests=len(left),
+            finished_early_requests=sum(one.outcome is Outcome.COMPLETED and one.moment is not None for one in ended),
+            failed_requests=failed,
+            control_failed_requests=evidence.control_failed_requests,
+            errors=errors,
+            left_by_moment={moment.value: sum(one.moment is moment for one in left) for moment in Moment},
+            left_by_way={way.value: sum(one.way is way for one in left) for way in Way},
+            aborts=sum(phase.aborts for phase in phases),
+            cancel_to_free=phases,
+            memory_first_half_mib=_mean(first) / 2**20 if first else None,
+            memory_last_half_mib=_mean(last) / 2**20 if last else None,
+            memory_ratio=memory_ratio,
+            itl_ms=itl,
+            control_itl_ms=control_itl,
+            itl_p99_ratio=itl_ratio,
+            rounds=[
+                RoundFigures(soak_p99_ms=_p99_ms(one.soak_gaps), control_p99_ms=_p99_ms(one.control_gaps))
+                for one in evidence.rounds
+            ],
+            claims=claims,
+        )
+
+
+def _claim_of_failures(failed: int) -> Claim:
+    return Claim(name="failed requests", holds=failed == 0, allowed="0", found=str(failed))
+
+
+def _claims_of_the_end(before: Scrape, end: Scrape) -> list[Claim]:
+    claims = []
+    for title, name, labels in LEFT_BEHIND:
+        value = end.total(name, **labels)
+        found = "-" if value is None else f"{value:g}"
+        claims.append(Claim(name=f"{title}, at the end", holds=value == 0, allowed="0", found=found))
+    for title, name in AS_BEFORE:
+        at_first, value = before.total(name) or 0.0, end.total(name)
+        claims.append(
+            Claim(
+                name=f"{title} more than before, at the end",
+                holds=value is not None and value <= at_first,
+                allowed="0",
+                found="-" if value is None else f"{value - at_first:g}",
+            )
+        )
+    return claims
+
+
+def _claim_of_memory(ratio: float | None, samples_min: int) -> Claim:
+    holds = None
+    if ratio is not None and samples_min >= MEMORY_SAMPLES_MIN:
+        holds = abs(ratio - 1.0) <= MEMORY_CHANGE_MAX
+    return Claim(
+        name="resident memory, last half to first",
+        holds=holds,
+        allowed=f"{1 - MEMORY_CHANGE_MAX:g} to {1 + MEMORY_CHANGE_MAX:g}",
+        found="-" if ratio is None else f"{ratio:.4f}",
+    )
+
+
+def _claim_of_latency(ratio: float | None, gaps_min: int) -> Claim:
+    holds = None
+    if ratio is not None and gaps_min >= ITL_GAPS_MIN:
+        holds = ratio <= ITL_RATIO_MAX
+    return Claim(
+        name="p99 ITL of survivors, to the control's",
+        holds=holds,
+        allowed=f"up to {ITL_RATIO_MAX:g}",
+        found="-" if ratio is None else f"{ratio:.3f}",
+    )
+
+
+def _claim_of_steps(phases: Sequence[PhaseFigures]) -> Claim:
+    worst = max((phase.max_steps for phase in phases if phase.max_steps is not None), default=None)
+    return Claim(
+        name="steps until an aborted request's blocks are free",
+        holds=None if worst is None else worst <= STEPS_TO_FREE_MAX,
+        allowed=f"up to {STEPS_TO_FREE_MAX}",
+        found="-" if worst is None else ("more" if math.isinf(worst) else f"{worst:g}"),
+    )
+
+
+def _halves(memory: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    """The samples in the first and in the last half of the time they cover."""
+    if not memory:
+        return [], []
+    middle = (memory[0][0] + memory[-1][0]) / 2
+    return [value for at, value in memory if at < middle], [value for at, value in memory if at >= middle]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else 1e3 * seconds
+
+
+def _p99_ms(gaps_seconds: Sequence[float]) -> float | None:
+    return 1e3 * percentile(sorted(gaps_seconds), 99) if gaps_seconds else None

@@ -1,0 +1,27 @@
+"""`python -m trioserve bench`: servers measured from outside, and parts of this program from inside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from trioserve.bench.command import main
+
+__all__ = ["run_bench"]
+
+
+def run_bench(arguments: Sequence[str]) -> int:
+    """arguments: what comes after `bench`. Returns the exit code. Raises StartupError."""
+    return main(arguments, run_inside=_run_inside)
+
+
+def _run_inside(arguments: Sequence[str]) -> int:
+    from trioserve.bench.inside.command import run_inside
+
+    return run_inside(arguments, open_engine=_open_engine)
+
+
+def _open_engine(*options: Any, **more: Any) -> Any:
+    from trioserve.assemble import open_engine  # late: kernels are measured on machines without trio
+
+    return open_engine(*options, **more)

@@ -1,0 +1,328 @@
+"""`python -m trioserve disagg`: a router, a prefill server and a decode server on one machine, as one program.
+
+Each is a process of its own, with its output behind its name. The router is started when both servers serve, and ends
+first: what runs through it needs them. If a server is lost, the rest goes on. Loads neither torch nor a model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Literal, TypeVar
+
+import msgspec
+import trio
+
+from trioserve.commands.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
+from trioserve.config import Config, RouteConfig, ServerConfig, add_arguments, config_from
+from trioserve.contracts.endpoint import EndpointId
+from trioserve.contracts.errors import EndpointLost, StartupError
+from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteEndpoint
+
+__all__ = ["DisaggSettings", "Ended", "Happening", "Order", "Serving", "Signalled", "StartAndStop", "run_disagg"]
+
+LINE_BYTES_MAX = 64 * 1024  # of a server's output; what is longer is told in pieces
+HAPPENINGS_MAX = 64  # more than three processes and a user bring about at a time; a signal too many says nothing new
+SERVING = re.compile(r"serving .* at (\S+) ")
+FINDING_SECONDS_MAX = 10.0  # several health checks
+LOOKS_SECONDS = 0.05  # between two questions; there is nobody to wait for at the other end
+
+Name = Literal["router", "prefill", "decode"]
+Kind = TypeVar("Kind", bound=ServerConfig)
+
+
+class DisaggSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """router_args, server_args: flags of `route`, and of `serve` for both servers."""
+
+    router_args: tuple[str, ...] = ()
+    server_args: tuple[str, ...] = ()
+    prefill_port: int = 8001
+    decode_port: int = 8002
+
+    @classmethod
+    def from_arguments(cls, arguments: argparse.Namespace) -> DisaggSettings:
+        """Raises StartupError."""
+        try:
+            router_args, server_args = shlex.split(arguments.router_args), shlex.split(arguments.server_args)
+        except ValueError as error:
+            raise StartupError(f"--router-args or --server-args cannot be split into words: {error}") from None
+        return cls(
+            router_args=tuple(router_args),
+            server_args=tuple(server_args),
+            prefill_port=arguments.prefill_port,
+            decode_port=arguments.decode_port,
+        )
+
+    def commands(self, *, core_count: int) -> dict[Name, list[str]]:
+        """What to start, as arguments of trioserve. Each server gets half of the cores, if nothing else is said: two
+        teams of threads on the same cores are slower than half of them. Raises StartupError for flags that neither
+        takes, before anything is started."""
+        route = _checked(self.router_args, RouteConfig, "--router-args")
+        serve = _checked(self.server_args, Config, "--server-args")
+        threads = [] if serve.threads is not None else ["--threads", str(max(1, core_count // 2))]
+        scheme = "http" if serve.ssl_certfile is None else "https"
+        ports = {"prefill": self.prefill_port, "decode": self.decode_port}
+        if len({route.port or -1, *ports.values()}) < 3:
+            raise StartupError(
+                f"router and servers need a port each, and have {route.port}, {self.prefill_port} and "
+                f"{self.decode_port}"
+            )
+        server = ["serve", *self.server_args, *threads]
+        return {
+            "prefill": [*server, "--role", "prefill", "--port", str(self.prefill_port)],
+            "decode": [*server, "--role", "decode", "--port", str(self.decode_port)],
+            "router": [
+                "route",
+                *self.router_args,
+                "--prefill-endpoint",
+                f"prefill={scheme}://127.0.0.1:{self.prefill_port}",
+                "--decode-endpoint",
+                f"decode={scheme}://127.0.0.1:{self.decode_port}",
+            ],
+        }
+
+
+def _checked(flags: tuple[str, ...], kind: type[Kind], option: str) -> Kind:
+    parser = argparse.ArgumentParser(prog=option, exit_on_error=False, add_help=False)
+    add_arguments(parser, kind)
+    try:
+        parsed, unknown = parser.parse_known_args(flags)
+    except argparse.ArgumentError as error:
+        raise StartupError(f"{option}: {error}") from None
+    if unknown:
+        raise StartupError(f"{option} has {' '.join(unknown)}, which is no option")
+    return config_from(parsed, kind=kind)
+
+
+# --- what decides ---
+
+
+class Serving(msgspec.Struct, frozen=True):
+    """It says that it serves."""
+
+    name: Name
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """Its process is over. code: as Popen has it, below 0 for a signal."""
+
+    name: Name
+    code: int
+
+
+class Signalled(msgspec.Struct, frozen=True):
+    """Ctrl-C or SIGTERM."""
+
+
+Happening = Serving | Ended | Signalled
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What to do with one of them: start it, ask it to stop (once more), or kill it."""
+
+    what: Literal["start", "stop", "kill"]
+    name: Name
+
+
+class StartAndStop:
+    """When which of the three begins and ends. Told what happens, it says what to do.
+
+    is_over: nothing is left, and exit_code is how it ended. is_ready: all three serve, or did until one was lost.
+    """
+
+    def __init__(self) -> None:
+        self.exit_code = 0
+        self._running: set[Name] = set()
+        self._serving: set[Name] = set()
+        self._is_stopping = False
+        self._signal_count = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self._is_stopping and not self._running
+
+    @property
+    def is_ready(self) -> bool:
+        return len(self._serving) == 3 and not self._is_stopping
+
+    def begin(self) -> list[Order]:
+        return self._start("prefill", "decode")
+
+    def note(self, happening: Happening) -> list[Order]:
+        if isinstance(happening, Serving):
+            self._serving.add(happening.name)
+            is_routers_turn = self._serving == {"prefill", "decode"} and not self._is_stopping
+            return self._start("router") if is_routers_turn else []
+        if isinstance(happening, Ended):
+            self._running.discard(happening.name)
+            is_failure = happening.code != 0 or not self._is_stopping
+            if is_failure and not self.exit_code:
+                self.exit_code = max(happening.code, EXIT_FAILED)
+            if not self._is_stopping:
+                # One server alone goes on, by itself: the router sends it whole requests.
+                is_of_use = self.is_ready and "router" in self._running and len(self._running) > 1
+                return [] if is_of_use else self._stop()
+            return self._stop_next() if happening.name == "router" else []
+        self._signal_count += 1
+        if not self._is_stopping:
+            self.exit_code = self.exit_code if self.is_ready else EXIT_INTERRUPTED
+            return self._stop()
+        if self._signal_count == 2:
+            return self._stop_next()  # a second one shortens what the servers let their requests have
+        return [Order("kill", name) for name in sorted(self._running)]
+
+    def _start(self, *names: Name) -> list[Order]:
+        self._running.update(names)
+        return [Order("start", name) for name in names]
+
+    def _stop(self) -> list[Order]:
+        self._is_stopping = True
+        return self._stop_next()
+
+    def _stop_next(self) -> list[Order]:
+        """The router, or if it is gone, the others."""
+        names: list[Name] = ["router"] if "router" in self._running else sorted(self._running)
+        return [Order("stop", name) for name in names]
+
+
+# --- what waits ---
+
+
+def run_disagg(settings: DisaggSettings) -> int:
+    """Until Ctrl-C or SIGTERM, or one of the three ends. Returns the exit code; raises StartupError."""
+    core_count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return trio.run(_run, settings.commands(core_count=core_count))
+
+
+async def _run(commands: dict[Name, list[str]]) -> int:
+    sender, happenings = trio.open_memory_channel[Happening](HAPPENINGS_MAX)
+    decides = StartAndStop()
+    processes: dict[Name, trio.Process] = {}
+    async with trio.open_nursery() as nursery, sender, happenings:
+        await nursery.start(_relay_signals, sender)
+        orders = decides.begin()
+        while True:
+            for order in orders:
+                if order.what == "start":
+                    command = commands[order.name]
+                    process = processes[order.name] = await nursery.start(_serve, order.name, command, sender)
+                    _tell(f"{order.name}: process {process.pid}: python -m trioserve {shlex.join(command)}")
+                elif order.what == "stop":
+                    processes[order.name].terminate()
+                else:
+                    processes[order.name].kill()
+            if decides.is_over:
+                break
+            was_ready = decides.is_ready
+            orders = decides.note(await happenings.receive())
+            if decides.is_ready and not was_ready:
+                _tell("all three serve: requests to the router go to prefill, and then to decode (Ctrl-C stops)")
+        nursery.cancel_scope.cancel()
+    return decides.exit_code
+
+
+async def _relay_signals(
+    sender: trio.MemorySendChannel[Happening], task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+) -> None:
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        task_status.started()
+        async for _ in signals:
+            try:
+                sender.send_nowait(Signalled())
+            except trio.WouldBlock:
+                continue
+
+
+async def _serve(
+    name: Name,
+    command: list[str],
+    sender: trio.MemorySendChannel[Happening],
+    task_status: trio.TaskStatus[trio.Process] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """One process, from its start to its end; cancelling this kills it."""
+    async with trio.open_nursery() as nursery:
+        process: trio.Process = await nursery.start(
+            partial(
+                trio.run_process,
+                [sys.executable, "-m", "trioserve", *command],
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                check=False,
+                deliver_cancel=_kill,
+                # Ctrl-C in a terminal is for us alone: all three at once would be the wrong order.
+                start_new_session=True,
+            )
+        )
+        task_status.started(process)
+        assert process.stderr is not None
+
+        async def tell_serving(url: str) -> None:
+            if name == "router":
+                await _until_both_are_found(url)
+            await sender.send(Serving(name))
+
+        await _relay_lines(name, process.stderr, lambda url: nursery.start_soon(tell_serving, url))
+        code = await process.wait()
+        nursery.cancel_scope.cancel()
+    await sender.send(Ended(name, code))
+
+
+async def _kill(process: trio.Process) -> None:
+    process.kill()
+
+
+async def _until_both_are_found(url: str) -> None:
+    """Until the router has asked both servers how they are; before that it would take one of them for all there is.
+    Gives up where it is not for everybody to ask that, or too much time has passed."""
+    router = RemoteEndpoint(EndpointId("router"), EndpointAddress.parse(url))
+    with trio.move_on_after(FINDING_SECONDS_MAX):
+        while True:
+            try:
+                async with router.request("GET", "/endpoints", [], b"") as answer:
+                    listed = await answer.whole(LINE_BYTES_MAX)
+                if answer.status != 200 or listed is None:
+                    break
+                if all(each.health == "healthy" for each in msgspec.json.decode(listed, type=_Endpoints).data):
+                    break
+            except (EndpointLost, msgspec.DecodeError):
+                break
+            await trio.sleep(LOOKS_SECONDS)
+    router.close()
+
+
+class _Endpoint(msgspec.Struct):
+    health: str
+
+
+class _Endpoints(msgspec.Struct):
+    data: list[_Endpoint]
+
+
+async def _relay_lines(name: Name, output: trio.abc.ReceiveStream, on_serving: Callable[[str], None]) -> None:
+    """What it says goes out behind its name. on_serving: told the URL when it says where it serves."""
+    is_told = False
+    held = b""
+    async for data in output:
+        *lines, held = (held + data).split(b"\n")
+        if len(held) > LINE_BYTES_MAX:
+            lines, held = [*lines, held], b""
+        for line in lines:
+            text = line.decode("utf-8", "replace")
+            _tell(f"{name}: {text}")
+            found = SERVING.match(text)
+            if found is not None and not is_told:
+                is_told = True
+                on_serving(found[1])
+    if held:
+        _tell(f"{name}: {held.decode('utf-8', 'replace')}")
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,51 @@
+"""What a router needs to name the blocks of prompts: the model's tokenizer, without the model. Loads no numpy."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trioserve.contracts.errors import ModelLoadError
+
+if TYPE_CHECKING:
+    from trioserve.proxy.prompt_blocks import PromptBlocks
+    from trioserve.text.tokenizer import Tokenizer
+
+__all__ = ["load_tokenizer", "open_prompt_naming"]
+
+
+@asynccontextmanager
+async def open_prompt_naming(model: str) -> AsyncIterator[PromptBlocks]:
+    """model: as an engine's --model. The text threads live as long as the scope. Raises ModelLoadError."""
+    # Templates and tokenizers take a tenth of a second to import, and most routers need neither.
+    from trioserve.admission.text_threads import TextThreads
+    from trioserve.model.loading.default_model import DOWNLOAD_THREAD, resolve_model
+    from trioserve.proxy.prompt_blocks import PromptBlocks
+    from trioserve.trio_tools.daemon_thread import call_abandonable
+
+    def resolved() -> Path:
+        return resolve_model(model, with_weights=False)
+
+    path = await call_abandonable(resolved, thread_name=DOWNLOAD_THREAD)
+    async with TextThreads() as text_threads:
+        tokenizer = await text_threads.run_cancellable(load_tokenizer, path)
+        yield PromptBlocks(tokenizer, text_threads)
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer that an engine has which serves the model at `path`; the weights need not be there. Raises
+    ModelLoadError."""
+    from trioserve.model.loading.gguf import read_gguf
+    from trioserve.text.tokenizer import Tokenizer
+
+    try:
+        if path.is_dir() and not any(path.glob("*.safetensors")):
+            files = sorted(path.glob("*.gguf"))
+            path = files[0] if len(files) == 1 else path
+        if path.is_dir():
+            return Tokenizer.from_directory(path)
+        return Tokenizer.from_gguf(read_gguf(path).metadata)
+    except OSError as error:
+        raise ModelLoadError(f"cannot read the tokenizer in {path}: {error.strerror or error}") from error

@@ -1,0 +1,255 @@
+"""`python -m trioserve route`: a router before other servers, without an engine. Loads neither torch nor a model."""
+
+from __future__ import annotations
+
+import ssl
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import trio
+
+from trioserve.admission.dispatch import Dispatch
+from trioserve.admission.router_metrics import show_router
+from trioserve.api.api_keys import ApiKeys
+from trioserve.commands.prompt_naming import open_prompt_naming
+from trioserve.commands.serving import NativeFrontEnd, access_rules, frontend_limits, run_until_signal, server_tls
+from trioserve.config import RouteConfig, engine_settings
+from trioserve.contracts.errors import StartupError
+from trioserve.contracts.kv_transfer import EngineRole
+from trioserve.http.cross_origin import CrossOrigin, checked_origins
+from trioserve.http.exchange import Handler
+from trioserve.http.listener import addresses, open_listeners
+from trioserve.http.server import FrontendServer
+from trioserve.metrics.registry import Metrics
+from trioserve.proxy.discovery.file import FileSource, read_endpoints
+from trioserve.proxy.discovery.kubernetes import in_cluster
+from trioserve.proxy.discovery.source import Source
+from trioserve.proxy.endpoint_watch import WatchSettings
+from trioserve.proxy.fleet import EndpointSpec, Fleet
+from trioserve.proxy.router_app import RouterApp
+from trioserve.proxy.router_context import RoutingRules
+from trioserve.router.policies import POLICIES, PolicyFactory
+from trioserve.router.settings import RouterSettings
+from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
+from trioserve.trio_tools.service import Service
+
+if TYPE_CHECKING:
+    from trioserve.proxy.prompt_blocks import PromptBlocks
+
+__all__ = ["Routing", "run_router", "serve_router"]
+
+POLICY_ENTRY_POINTS = "trioserve.policies"
+
+
+def run_router(config: RouteConfig) -> int:
+    """Route until Ctrl-C or SIGTERM, then drain. Returns the exit code; raises StartupError."""
+
+    async def serve(orders: trio.MemoryReceiveChannel[object], announce: Callable[[list[str]], None]) -> None:
+        await serve_router(config, orders, on_serving=announce)
+
+    return run_until_signal(config, serve, what="a router")
+
+
+async def serve_router(
+    config: RouteConfig,
+    orders: trio.MemoryReceiveChannel[object],
+    *,
+    on_serving: Callable[[list[str]], None] = lambda urls: None,
+) -> None:
+    """The whole router in the caller's scope, until an item comes in `orders` and it has drained. Installs no signal
+    handlers. on_serving is told the URLs. Cancelling it ends everything at once."""
+    ApiKeys(config.api_key, admin_key=config.admin_api_key, rules=access_rules(config))
+    checked_origins(config.cors_origin)
+    limits = frontend_limits(config)
+    ssl_context = server_tls(config)
+    routing = Routing(config)
+    if not routing.has_endpoints:
+        raise StartupError(
+            "no endpoint is given: name one with --endpoint http://HOST:PORT, or where to find them with "
+            "--endpoints-file, --endpoints-dns or --endpoints-kubernetes"
+        )
+    async with routing.naming(config.tokenizer) as naming:
+        app = routing.app(naming=naming)
+        handler: Handler = app
+        if config.cors_origin:
+            handler = CrossOrigin(app, config.cors_origin, on_preflight=app.note_preflight)
+        listeners = await open_listeners(config.host, config.port, limits=limits)
+        try:
+            scheme = "http" if ssl_context is None else "https"
+            front_end = NativeFrontEnd(
+                FrontendServer(handler, limits=limits, ssl_context=ssl_context, knows_caller=app.knows_caller),
+                listeners,
+                routing.metrics,
+            )
+            service = Service(routing.dispatch, front_end, routing.settings)
+            with errors_unwrapped():
+                async with routing.running(), trio.open_nursery() as nursery:
+                    await nursery.start(service.run, orders)
+                    on_serving([f"{scheme}://{address}" for address in addresses(listeners)])
+        finally:
+            for listener in listeners:
+                listener.socket.close()
+
+
+class Routing:
+    """The parts of a router. Nothing of it runs before `running`. Making it raises StartupError for what cannot be."""
+
+    def __init__(self, config: RouteConfig) -> None:
+        self._config = config
+        self.dispatch = Dispatch(_router_settings(config), _policy(config.policy))
+        self.fleet = Fleet(
+            self.dispatch,
+            watch=WatchSettings(health_seconds=config.health_interval, load_seconds=config.load_interval),
+            aliases=_aliases(config.model_alias),
+            ssl_context=_endpoint_tls(config),
+        )
+        self._specs = [
+            *(_spec(text, config.endpoint_api_key, None) for text in config.endpoint),
+            *(_spec(text, config.endpoint_api_key, "prefill") for text in config.prefill_endpoint),
+            *(_spec(text, config.endpoint_api_key, "decode") for text in config.decode_endpoint),
+        ]
+        self._sources = _sources(config)
+        for id, count in Counter(spec.endpoint_id for spec in self._specs).items():
+            if count > 1:
+                raise StartupError(f'there are {count} endpoints with the id "{id}": give each its own')
+        self.settings = engine_settings(config)
+        self.metrics = Metrics(None, parts=("frontend", "router"))
+        show_router(self.metrics, self.dispatch)
+
+    @property
+    def has_endpoints(self) -> bool:
+        """Whether there is anything to route to, or somewhere to find it."""
+        return bool(self._specs or self._sources)
+
+    @asynccontextmanager
+    async def naming(self, tokenizer: str | None) -> AsyncIterator[PromptBlocks | None]:
+        """What names the blocks of prompts, if the policy asks for it. tokenizer: the model whose it is. Raises
+        StartupError."""
+        name = self._config.policy
+        if not self.dispatch.policy.wants_residency:
+            if self._config.tokenizer is not None:
+                raise StartupError(
+                    f"the policy {name} does not look at tokens: leave --tokenizer out, or take kv_aware"
+                )
+            yield None
+            return
+        if tokenizer is None:
+            raise StartupError(
+                f"the policy {name} compares a prompt's tokens with the blocks that endpoints have: name the model "
+                "that they serve with --tokenizer MODEL, as in their --model, and start them with --kv-events"
+            )
+        async with open_prompt_naming(tokenizer) as naming:
+            yield naming
+
+    def app(self, *, naming: PromptBlocks | None = None, more_metrics: Callable[[], bytes] = bytes) -> RouterApp:
+        """naming: see `naming`. more_metrics: shown behind the router's own."""
+        config = self._config
+        return RouterApp(
+            self.fleet,
+            self.metrics,
+            rules=RoutingRules(
+                deadlines=self.settings.deadlines,
+                deadlines_max=self.settings.deadlines_max,
+                tenant_header=config.tenant_header,
+                session_header=config.session_header,
+                passes_authorization=not (config.api_key or config.gateway_api_key) and config.endpoint_api_key is None,
+                split_prompt_tokens_min=config.split_min_tokens,
+            ),
+            api_keys=config.api_key,
+            admin_api_key=config.admin_api_key,
+            access=access_rules(config),
+            more_metrics=more_metrics,
+            naming=naming,
+        )
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Leases are given and endpoints watched inside."""
+        async with trio.open_nursery() as nursery:
+            self.fleet.set_all(self._specs, source="configured")
+            await nursery.start(self.dispatch.run)
+            await nursery.start(self.fleet.run)
+            for source in self._sources:
+                nursery.start_soon(source.run, self.fleet)
+            yield
+            nursery.cancel_scope.cancel()
+
+
+def _router_settings(config: RouteConfig) -> RouterSettings:
+    return RouterSettings(
+        queue_requests_max=config.max_queued_requests,
+        queue_prompt_tokens_max=config.max_queued_tokens,
+        queue_seconds_max=config.max_queue_wait,
+        leases_max=config.endpoint_max_requests,
+        sequences_max=config.max_request_sequences,
+        waiting_depth_max=config.endpoint_max_waiting,
+        lease_until=config.lease_until,
+        # Several questions may get lost before what was known is worth nothing.
+        load_seconds_max=max(2.0, 4 * config.load_interval),
+    )
+
+
+def _policy(name: str) -> PolicyFactory:
+    if name in POLICIES:
+        return POLICIES[name]
+    installed = {entry.name: entry for entry in entry_points(group=POLICY_ENTRY_POINTS)}
+    if name not in installed:
+        known = ", ".join([*POLICIES, *sorted(installed)])
+        raise StartupError(f'there is no policy "{name}"; there are: {known}')
+    loaded: PolicyFactory = installed[name].load()
+    return loaded
+
+
+def _aliases(texts: tuple[str, ...]) -> dict[str, str]:
+    aliases = {}
+    for text in texts:
+        name, equals, model = text.partition("=")
+        if not (name and equals and model):
+            raise StartupError(f'--model-alias is "{text}", it must be NAME=MODEL')
+        aliases[name] = model
+    return aliases
+
+
+def _spec(text: str, api_key: str | None, role: EngineRole | None) -> EndpointSpec:
+    """URL, or NAME=URL."""
+    name, equals, url = text.partition("=")
+    if equals and "/" not in name:
+        return EndpointSpec(url=url, id=name, api_key=api_key, role=role)
+    return EndpointSpec(url=text, api_key=api_key, role=role)
+
+
+def _sources(config: RouteConfig) -> list[Source]:
+    """Raises StartupError for what cannot be read at all."""
+
+    def template(url: str) -> EndpointSpec:
+        return EndpointSpec(url=url, api_key=config.endpoint_api_key)
+
+    sources: list[Source] = []
+    if config.endpoints_file is not None:
+        path = Path(config.endpoints_file)
+        read_endpoints(path)
+        sources.append(FileSource(path, api_key=config.endpoint_api_key))
+    if config.endpoints_dns is not None:
+        name, colon, port = config.endpoints_dns.partition(":")
+        if colon and not (port.isdecimal() and 0 < int(port) < 65536):
+            raise StartupError(f'--endpoints-dns is "{config.endpoints_dns}", it must be NAME or NAME:PORT')
+        from trioserve.proxy.discovery.dns import DnsSource  # takes a third of a second to import
+
+        sources.append(DnsSource(name, port=int(port or 80), template=template))
+    if config.endpoints_kubernetes is not None:
+        sources.append(in_cluster(config.endpoints_kubernetes, template=template))
+    return sources
+
+
+def _endpoint_tls(config: RouteConfig) -> ssl.SSLContext | None:
+    if config.endpoint_ca_certs is None:
+        return None
+    path = Path(config.endpoint_ca_certs)
+    try:
+        return ssl.create_default_context(cafile=path)
+    except OSError as error:
+        raise StartupError(f"the CA certificates in {path} cannot be read: {error}") from None

@@ -1,0 +1,158 @@
+"""`python -m trioserve serve`: an engine and a front end before it. Its nursery is the program."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import trio
+
+from trioserve.admission.local_endpoint import LOCAL_ENDPOINT, WAITING_DEPTH_MAX
+from trioserve.api.api_keys import ApiKeys
+from trioserve.api.routes import App
+from trioserve.assemble import default_served_name, open_configured_engine
+from trioserve.commands.route import Routing
+from trioserve.commands.serving import (
+    NativeFrontEnd,
+    access_rules,
+    frontend_limits,
+    optional_path,
+    run_until_signal,
+    server_tls,
+)
+from trioserve.commands.terminal import LoadingBar
+from trioserve.config import Config, engine_settings
+from trioserve.http.asgi.hypercorn_server import serve_with_hypercorn
+from trioserve.http.cross_origin import CrossOrigin, checked_origins
+from trioserve.http.exchange import Handler
+from trioserve.http.listener import addresses, open_listeners
+from trioserve.http.server import FrontendServer
+from trioserve.proxy.fleet import EndpointSpec
+from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteEndpoint
+from trioserve.proxy.router_app import RouterApp
+from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
+from trioserve.trio_tools.service import FrontEnd, Service, Worker
+
+__all__ = ["run_server", "serve_configured"]
+
+
+def run_server(config: Config) -> int:
+    """Serve until Ctrl-C or SIGTERM, then drain. Returns the exit code; raises StartupError and EngineFault."""
+
+    async def serve(orders: trio.MemoryReceiveChannel[object], announce: Callable[[list[str]], None]) -> None:
+        await serve_configured(config, orders, on_serving=announce)
+
+    return run_until_signal(config, serve, what=", ".join(_names(config)))
+
+
+async def serve_configured(
+    config: Config,
+    orders: trio.MemoryReceiveChannel[object],
+    *,
+    on_serving: Callable[[list[str]], None] = lambda urls: None,
+) -> None:
+    """The whole server in the caller's scope, until an item comes in `orders` and it has drained. Installs no signal
+    handlers. on_serving is told the URLs. Cancelling it ends everything at once."""
+    # First of all, so that what cannot be is told before a model is loaded.
+    ApiKeys(config.api_key, admin_key=config.admin_api_key, rules=access_rules(config))
+    checked_origins(config.cors_origin)
+    limits = frontend_limits(config)
+    ssl_context = server_tls(config)
+    routing = Routing(config)
+    # Who connects early waits in the backlog.
+    listeners = await open_listeners(config.host, config.port, limits=limits)
+    try:
+        scheme = "http" if ssl_context is None else "https"
+        urls = [f"{scheme}://{address}" for address in addresses(listeners)]
+        bar = LoadingBar(config.model)
+        async with AsyncExitStack() as scopes:
+            with_engine = open_configured_engine(config, on_progress=bar.progress, on_loaded=bar.loaded)
+            engine = await scopes.enter_async_context(with_engine)
+            worker: Worker = engine
+            app: App | RouterApp
+            app = engines_app = App(
+                engine,
+                api_keys=() if routing.has_endpoints else config.api_key,
+                admin_api_key=None if routing.has_endpoints else config.admin_api_key,
+                access=None if routing.has_endpoints else access_rules(config),
+                trust_request_chat_template=config.trust_request_chat_template,
+                tenant_header=config.tenant_header,
+            )
+            metrics = engine.metrics
+            if routing.has_endpoints:
+                naming = await scopes.enter_async_context(routing.naming(config.tokenizer or config.model))
+                await scopes.enter_async_context(_engine_as_endpoint(engines_app, routing, config))
+                app = routing.app(naming=naming, more_metrics=lambda: engine.metrics.expose(part="engine"))
+                worker, metrics = routing.dispatch, routing.metrics
+            handler: Handler = app
+            if config.cors_origin:
+                handler = CrossOrigin(app, config.cors_origin, on_preflight=app.note_preflight)
+            front_end: FrontEnd
+            if config.frontend == "hypercorn":
+                front_end = _HypercornFrontEnd(handler, listeners, config)
+            else:
+                server = FrontendServer(handler, limits=limits, ssl_context=ssl_context, knows_caller=app.knows_caller)
+                front_end = NativeFrontEnd(server, listeners, metrics)
+            service = Service(worker, front_end, engine_settings(config), wait_for_rest=engine.wait_until_idle)
+            engine.on_fault = service.pass_on_fault
+            with errors_unwrapped():
+                async with trio.open_nursery() as nursery:
+                    await nursery.start(service.run, orders)
+                    on_serving(urls)
+    finally:
+        for listener in listeners:
+            listener.socket.close()
+
+
+@asynccontextmanager
+async def _engine_as_endpoint(app: App, routing: Routing, config: Config) -> AsyncIterator[None]:
+    """The router runs, and the engine is one of its endpoints: reached as the others are, over a connection, but inside
+    of this process. So leaving a request there is what it is everywhere."""
+    server = FrontendServer(app, limits=frontend_limits(config))
+    async with trio.open_nursery() as connections:
+
+        async def connect() -> trio.abc.Stream:
+            ours, engines = trio.socket.socketpair()
+            connections.start_soon(server.serve_connection, trio.SocketStream(engines))
+            return trio.SocketStream(ours)
+
+        address = EndpointAddress.parse("http://" + LOCAL_ENDPOINT)
+        routing.fleet.add(
+            EndpointSpec(url=str(address), id=LOCAL_ENDPOINT, leases_max=config.max_num_seqs + WAITING_DEPTH_MAX),
+            source="this process",
+            remote=RemoteEndpoint(LOCAL_ENDPOINT, address, open_stream=connect),
+        )
+        async with routing.running():
+            yield
+        connections.cancel_scope.cancel()
+
+
+class _HypercornFrontEnd:
+    """Hypercorn's Trio worker, the same."""
+
+    def __init__(self, handler: Handler, listeners: list[trio.SocketListener], config: Config) -> None:
+        self._handler = handler
+        self._listeners = listeners
+        self._config = config
+        self._is_draining = trio.Event()
+        self.drain = self._is_draining.set
+
+    async def serve(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        config = self._config
+        await serve_with_hypercorn(
+            self._handler,
+            self._listeners,
+            shutdown_trigger=self._is_draining.wait,
+            # Its own deadline comes after ours, so that requests end with an error event before they are cut.
+            drain_seconds_max=config.drain_timeout + 2 * engine_settings(config).last_words_seconds_max,
+            limits=frontend_limits(config),
+            certificate=optional_path(config.ssl_certfile),
+            key=optional_path(config.ssl_keyfile),
+            ca_certificates=optional_path(config.ssl_ca_certs),
+            client_certificates=config.ssl_client_certs,
+            task_status=task_status,
+        )
+
+
+def _names(config: Config) -> list[str]:
+    return list(config.served_model_name) or [default_served_name(config.model)]

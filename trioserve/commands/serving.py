@@ -1,0 +1,145 @@
+"""What every server program does: logging, signals that stop it, TLS, our own front end in the order of stopping."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import ssl
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import trio
+
+from trioserve.api.caller import AccessRules
+from trioserve.commands.exit_codes import EXIT_INTERRUPTED
+from trioserve.config import ServerConfig
+from trioserve.contracts.errors import StartupError
+from trioserve.http.counter_metrics import show_counters
+from trioserve.http.limits import FrontendLimits
+from trioserve.http.listener import tls_context
+from trioserve.http.server import FrontendServer
+from trioserve.metrics.registry import Metrics
+from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
+from trioserve.trio_tools.interpreter import keep_what_is_loaded, prepare_interpreter
+
+__all__ = [
+    "NativeFrontEnd",
+    "Serve",
+    "access_rules",
+    "frontend_limits",
+    "optional_path",
+    "run_until_signal",
+    "server_tls",
+]
+
+_IMPORTED_AT = time.perf_counter()
+ORDERS_MAX = 8  # signals that wait to be obeyed; more say nothing new
+
+Serve = Callable[[trio.MemoryReceiveChannel[object], Callable[[list[str]], None]], Awaitable[None]]
+"""Serves until an item comes, and then drains; tells the URLs at which it does."""
+
+
+def run_until_signal(config: ServerConfig, serve: Serve, *, what: str) -> int:
+    """Serve until Ctrl-C or SIGTERM, then drain. Returns the exit code; raises what `serve` raises. what: is served."""
+    logging.basicConfig(
+        level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
+    )
+    for library in ("h2", "hpack"):  # a line for each header field says nothing of a request
+        logging.getLogger(library).setLevel(logging.WARNING)
+    prepare_interpreter()
+    return trio.run(_serve_until_signal, serve, what)
+
+
+async def _serve_until_signal(serve: Serve, what: str) -> int:
+    sender, orders = trio.open_memory_channel[object](ORDERS_MAX)
+    is_serving = trio.Event()
+
+    async def relay_signals(everything: trio.CancelScope, task_status: trio.TaskStatus[None]) -> None:
+        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            task_status.started()
+            async for number in signals:
+                if not is_serving.is_set():
+                    everything.cancel()
+                elif orders.statistics().current_buffer_used < ORDERS_MAX:
+                    sender.send_nowait(number)
+
+    def announce(urls: list[str]) -> None:
+        keep_what_is_loaded()
+        is_serving.set()
+        seconds = _process_seconds()
+        for url in urls:
+            print(f"serving {what} at {url} (ready after {seconds:.1f} s; Ctrl-C stops)", file=sys.stderr, flush=True)
+
+    with errors_unwrapped():
+        async with trio.open_nursery() as nursery:
+            await nursery.start(relay_signals, nursery.cancel_scope)
+            await serve(orders, announce)
+            print("stopped", file=sys.stderr)
+            nursery.cancel_scope.cancel()
+    return 0 if is_serving.is_set() else EXIT_INTERRUPTED
+
+
+def _process_seconds() -> float:
+    """How long this process has lived: what is waited for at a start is also Python itself and every module."""
+    if sys.platform != "linux":
+        return time.perf_counter() - _IMPORTED_AT
+    # Clock ticks from the start of the system to that of the process; field 22 as proc(5) counts, two stand before ")".
+    ticks = int(Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+class NativeFrontEnd:
+    """Our own front end, as the order of stopping sees it."""
+
+    def __init__(self, server: FrontendServer, listeners: list[trio.SocketListener], metrics: Metrics) -> None:
+        self._server = server
+        self._listeners = listeners
+        self.drain = server.drain
+        show_counters(metrics, server.counters)
+
+    async def serve(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        await self._server.serve(self._listeners, task_status=task_status)
+
+
+def access_rules(config: ServerConfig) -> AccessRules:
+    """What callers may do, beside the keys."""
+    return AccessRules(
+        gateway_api_keys=config.gateway_api_key,
+        priority_min=config.priority_min,
+        shares_prefix_cache=config.share_prefix_cache,
+        metrics_need_key=config.metrics_need_key,
+        load_needs_key=config.load_needs_key,
+    )
+
+
+def frontend_limits(config: ServerConfig) -> FrontendLimits:
+    return FrontendLimits(
+        connections_max=config.max_connections,
+        body_bytes_max=config.max_body_bytes,
+        stall_seconds_max=config.stall_timeout,
+    )
+
+
+def server_tls(config: ServerConfig) -> ssl.SSLContext | None:
+    """None without TLS."""
+    if config.ssl_certfile is None:
+        for name in ("ssl_keyfile", "ssl_ca_certs"):
+            if getattr(config, name) is not None:
+                flag = "--" + name.replace("_", "-")
+                raise StartupError(f"{flag} is set, but --ssl-certfile is not: give both for TLS, or neither")
+        if config.ssl_client_certs != "none":
+            raise StartupError("--ssl-client-certs is set, but --ssl-certfile is not: only TLS knows certificates")
+        return None
+    return tls_context(
+        Path(config.ssl_certfile),
+        optional_path(config.ssl_keyfile),
+        ca_certificates=optional_path(config.ssl_ca_certs),
+        client_certificates=config.ssl_client_certs,
+    )
+
+
+def optional_path(name: str | None) -> Path | None:
+    return None if name is None else Path(name)

@@ -1,0 +1,215 @@
+"""`python -m trioserve simulate`: many seeds until one fails, or one of them once more with everything that happens.
+
+The figure of requests per second is that of the processor time of the processes that simulate, so that it speaks of one
+core, whatever else the machine does. Every contract is checked while it is taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
+from pathlib import Path
+
+import msgspec
+
+from trioserve.contracts.errors import StartupError
+from trioserve.simulation.runs import Mode, runs_of
+from trioserve.simulation.verdict import Failure
+
+__all__ = ["SimulateSettings", "run_replay", "run_simulate", "seeds_of"]
+
+STEPS: dict[Mode, int] = {
+    "core": 100,  # events: some fifteen requests
+    "stack": 12,  # clients
+    "router": 150,  # events: some fifty requests
+    "pair": 300,  # events: some ten requests
+}
+CHUNK_SEEDS = 50  # less than a second of work: often enough for a progress line
+REPLAYS_MAX = 3_000  # of a failing history, to cut it down: some ten seconds, and most need a few hundred
+EXIT_FAILED = 1
+
+
+class SimulateSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """seeds: the first, and the one after the last. step_count: events of a history of the core, the router or a pair,
+    or clients of one of the whole stack. job_count: processes. shrinks: whether a failing history is cut down before it
+    is shown."""
+
+    seeds: tuple[int, int]
+    step_count: int = STEPS["core"]
+    job_count: int = 1
+    shrinks: bool = True
+    mode: Mode = "core"
+
+    @classmethod
+    def from_arguments(cls, arguments: argparse.Namespace) -> SimulateSettings:
+        """Raises StartupError for what is out of range."""
+        named: dict[Mode, bool] = {"stack": arguments.stack, "router": arguments.router, "pair": arguments.pair}
+        modes = [mode for mode, is_named in named.items() if is_named]
+        if len(modes) > 1:
+            raise StartupError("--stack, --router and --pair are different simulations: give one of them")
+        mode = modes[0] if modes else "core"
+        step_count = STEPS[mode] if arguments.steps is None else arguments.steps
+        for flag, value in (("--steps", step_count), ("--jobs", arguments.jobs)):
+            if value < 1:
+                raise StartupError(f"{flag} is {value}, it must be at least 1")
+        return cls(
+            seeds=seeds_of(arguments.seeds),
+            step_count=step_count,
+            job_count=arguments.jobs,
+            shrinks=not arguments.no_shrink,
+            mode=mode,
+        )
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """Seeds first to end - 1, for one process at a time."""
+
+    first: int
+    end: int
+    step_count: int
+    mode: Mode
+
+
+class ChunkReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a chunk's seeds in order, up to the first that failed. digests: of their traces, where there are any."""
+
+    history_count: int
+    counts: dict[str, int]
+    digests: list[str]
+    cpu_seconds: float
+    failure: Failure | None = None
+    failed_seed: int = 0
+
+
+def seeds_of(text: str) -> tuple[int, int]:
+    """`0:10000` is 0 to 9999, `7` is 7 alone. Raises StartupError."""
+    begin, colon, end = text.partition(":")
+    try:
+        seeds = (int(begin), int(end) if colon else int(begin) + 1)
+    except ValueError:
+        seeds = (0, 0)
+    if not 0 <= seeds[0] < seeds[1]:
+        raise StartupError(f"--seeds is {text!r}: give the first and the one after the last, like 0:10000")
+    return seeds
+
+
+def run_simulate(settings: SimulateSettings) -> int:
+    """Simulate seed after seed until one fails. Returns the exit code."""
+    first, end = settings.seeds
+    totals: Counter[str] = Counter()
+    digest = blake2b(digest_size=16)
+    history_count, cpu_seconds, started_at = 0, 0.0, time.monotonic()
+    with _reports(settings) as reports:
+        for report in reports:
+            history_count += report.history_count
+            cpu_seconds += report.cpu_seconds
+            totals.update(report.counts)
+            for one in report.digests:
+                digest.update(one.encode())
+            _show_progress(history_count, end - first, totals["requests"] / cpu_seconds)
+            if report.failure is not None:
+                _end_progress()
+                _show_failure(report.failed_seed, report.failure, settings)
+                return EXIT_FAILED
+    _end_progress()
+    for what in sorted(totals):
+        print(f"  {what:<32}{totals[what]:>12,}")
+    if settings.mode == "stack":
+        print(f"  digest of all traces            {digest.hexdigest()}")
+    grants = f" with {totals['grants'] / cpu_seconds:,.0f} grants" if settings.mode == "router" else ""
+    print(
+        f"{history_count:,} histories held, seeds {first} to {end - 1}: {totals['requests']:,} requests, "
+        f"{totals['requests'] / cpu_seconds:,.0f} a second of one core{grants}, "
+        f"{time.monotonic() - started_at:.1f} s with {settings.job_count} process(es)"
+    )
+    return 0
+
+
+def run_replay(what: str, settings: SimulateSettings) -> int:
+    """Let a seed, or the script in a file, happen once more, with a trace on stdout. Returns the exit code."""
+    if what.isdecimal():
+        verdict = runs_of(settings.mode).run_seed(int(what), settings.step_count, trace=print)
+    else:
+        path = Path(what)
+        if not path.is_file():
+            raise StartupError(f"--replay is {what!r}: give a seed, or a file with a script")
+        script = path.read_text(encoding="utf-8")
+        verdict = runs_of(_mode_of(script)).run_script(script, trace=print)
+    if verdict.digest:
+        print(f"digest of the trace: {verdict.digest}")
+    print("every contract held" if verdict.failure is None else f"failed: {verdict.failure}")
+    return 0 if verdict.failure is None else EXIT_FAILED
+
+
+def _mode_of(script: str) -> Mode:
+    """A stack's script begins with its stage, a router's with its settings, a pair's and a core's with their worlds."""
+    lines = [line for line in script.splitlines() if line.strip() and not line.startswith("#")]
+    modes: dict[str, Mode] = {"stage": "stack", "router": "router", "pair": "pair"}
+    return modes.get(lines[0].split()[0], "core") if lines else "core"
+
+
+@contextmanager
+def _reports(settings: SimulateSettings) -> Iterator[Iterator[ChunkReport]]:
+    """In the order of the seeds, so that the first failure is the same whoever finds it first."""
+    first, end = settings.seeds
+    chunks = [
+        Chunk(begin, min(begin + CHUNK_SEEDS, end), settings.step_count, settings.mode)
+        for begin in range(first, end, CHUNK_SEEDS)
+    ]
+    if settings.job_count == 1:
+        yield map(_simulate_chunk, chunks)
+        return
+    with multiprocessing.get_context("spawn").Pool(settings.job_count) as pool:
+        yield pool.imap(_simulate_chunk, chunks)
+
+
+def _simulate_chunk(chunk: Chunk) -> ChunkReport:
+    totals: Counter[str] = Counter()
+    digests = []
+    failure, seed = None, chunk.first
+    runs = runs_of(chunk.mode)
+    started_at = time.process_time()
+    for seed in range(chunk.first, chunk.end):
+        verdict = runs.run_seed(seed, chunk.step_count)
+        totals.update(verdict.counts)
+        digests.append(verdict.digest)
+        failure = verdict.failure
+        if failure is not None:
+            break
+    return ChunkReport(
+        history_count=seed - chunk.first + 1,
+        counts=dict(totals),
+        digests=digests,
+        cpu_seconds=time.process_time() - started_at,
+        failure=failure,
+        failed_seed=seed,
+    )
+
+
+def _show_failure(seed: int, failure: Failure, settings: SimulateSettings) -> None:
+    flag = "" if settings.mode == "core" else f" --{settings.mode}"
+    print(f"seed {seed} failed: {failure}")
+    print(f"the whole of it: python -m trioserve simulate --replay {seed} --steps {settings.step_count}{flag}")
+    if settings.shrinks:
+        plainest = runs_of(settings.mode).shrunk(failure, replays_max=REPLAYS_MAX)
+        lines, lines_left = failure.script.count("\n"), plainest.script.count("\n")
+        print(f"cut down from {lines} lines to {lines_left}, to be kept in a file and given to --replay:")
+        print(f"# seed {seed}: {plainest}".replace("\n", " "))
+        print(plainest.script, end="")
+
+
+def _show_progress(done: int, total: int, rate: float) -> None:
+    if sys.stderr.isatty():
+        line = f"{done:,} of {total:,} histories, {rate:,.0f} requests a second of one core"
+        print(f"\r{line:<78}", end="", file=sys.stderr, flush=True)
+
+
+def _end_progress() -> None:
+    if sys.stderr.isatty():
+        print(file=sys.stderr)

@@ -1,0 +1,204 @@
+"""What a person sees in a terminal: the loading bar, one streamed answer, a chat."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import trio
+
+from trioserve.assemble import Loaded, open_configured_engine
+from trioserve.commands.exit_codes import EXIT_INTERRUPTED
+from trioserve.config import Config
+from trioserve.contracts.events import FinishReason
+from trioserve.contracts.prompt import ChatPrompt, Prompt
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.engine.engine import Engine
+from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
+
+__all__ = ["LoadingBar", "SamplingWishes", "run_chat", "run_generate"]
+
+BAR_CELLS = 30
+
+
+class LoadingBar:
+    """Shows on stderr how far loading is: a bar in a terminal, a line at the beginning and the end elsewhere."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._is_terminal = sys.stderr.isatty()
+        self._percent_shown = -1
+        _say(f"loading {model}" if not self._is_terminal else f"\rloading {model} ...", end="")
+        if not self._is_terminal:
+            _say("")
+
+    def progress(self, done: int, total: int) -> None:
+        """Called with bytes, from any thread."""
+        percent = 100 * done // max(total, 1)
+        if not self._is_terminal or percent == self._percent_shown:
+            return
+        self._percent_shown = percent
+        filled = BAR_CELLS * percent // 100
+        bar = "#" * filled + "." * (BAR_CELLS - filled)
+        _say(f"\rloading {self._model} [{bar}] {percent:3d} %  {done / 1e6:.0f} of {total / 1e6:.0f} MB", end="")
+
+    def loaded(self, loaded: Loaded) -> None:
+        if self._is_terminal:
+            _say("\r\x1b[K", end="")
+        cut = ""
+        if loaded.context_tokens_max < loaded.model_context_tokens_max:
+            cut = f" (of the model's {loaded.model_context_tokens_max})"
+        tokens = loaded.block_count * loaded.block_size
+        _say(
+            f"loaded {self._model} in {loaded.load_seconds:.1f} s: {loaded.dtype} on {loaded.device} by "
+            f"{loaded.computed_by}, {loaded.context_tokens_max} tokens of context{cut}\n"
+            f"KV cache: {loaded.block_count} blocks of {loaded.block_size} tokens fit, {tokens} tokens in all "
+            f"({loaded.kv_cache_bytes / 2**30:.2f} GiB)"
+        )
+
+
+class SamplingWishes(msgspec.Struct, frozen=True, kw_only=True):
+    """What the command line says of sampling; the rest is the model's default."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+
+    @classmethod
+    def from_arguments(cls, arguments: argparse.Namespace) -> SamplingWishes:
+        return cls(**{name: getattr(arguments, name) for name in cls.__struct_fields__})
+
+    def applied_to(self, default: SamplingParams) -> SamplingParams:
+        wishes = {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+        return msgspec.structs.replace(default, **wishes)
+
+
+def run_generate(config: Config, prompt: str, wishes: SamplingWishes, *, raw: bool) -> int:
+    """Write the answer to stdout as it is made; what else there is to say goes to stderr. Ctrl-C ends it."""
+
+    async def main(_interrupts: _Interrupts) -> None:
+        async with _engine(config) as engine:
+            is_chat = not raw and engine.tokenizer.chat_template is not None
+            asked: Prompt = ChatPrompt(messages=[{"role": "user", "content": prompt}]) if is_chat else prompt
+            await _write_answer(engine, asked, wishes.applied_to(engine.default_sampling))
+
+    return _run_interruptible(main)
+
+
+def run_chat(config: Config, wishes: SamplingWishes, *, system: str | None) -> int:
+    """Read lines, answer them. Ctrl-C ends an answer, or at the prompt the chat."""
+
+    async def main(interrupts: _Interrupts) -> None:
+        start: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
+        messages = list(start)
+        lines = _LineReader()
+        async with _engine(config) as engine:
+            sampling = wishes.applied_to(engine.default_sampling)
+            _say("Type a message. /new begins again, Ctrl-C ends an answer, Ctrl-D ends the chat.")
+            while True:
+                _say("> ", end="")
+                line = await lines.read()
+                if line is None:
+                    return
+                if line == "/new":
+                    messages = list(start)
+                elif line:
+                    messages.append({"role": "user", "content": line})
+                    with trio.CancelScope() as interrupts.answer_scope:
+                        answer = await _write_answer(engine, ChatPrompt(messages=list(messages)), sampling)
+                        messages.append({"role": "assistant", "content": answer})
+                    if interrupts.answer_scope.cancelled_caught:
+                        messages.pop()
+                    interrupts.answer_scope = None
+
+    return _run_interruptible(main)
+
+
+class _Interrupts:
+    """Ctrl-C and SIGTERM as cancellation: of the answer under way if there is one, otherwise of everything."""
+
+    def __init__(self) -> None:
+        self.answer_scope: trio.CancelScope | None = None
+        self.have_ended_all = False
+
+    async def watch(self, everything: trio.CancelScope, task_status: trio.TaskStatus[None]) -> None:
+        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            task_status.started()
+            async for number in signals:
+                if number == signal.SIGINT and self.answer_scope is not None:
+                    self.answer_scope.cancel()
+                else:
+                    self.have_ended_all = True
+                    everything.cancel()
+
+
+def _run_interruptible(main: Callable[[_Interrupts], Awaitable[None]]) -> int:
+    async def run() -> int:
+        interrupts = _Interrupts()
+        with errors_unwrapped():
+            async with trio.open_nursery() as nursery:
+                await nursery.start(interrupts.watch, nursery.cancel_scope)
+                await main(interrupts)
+                nursery.cancel_scope.cancel()
+        if interrupts.have_ended_all:
+            _say("\ninterrupted")
+            return EXIT_INTERRUPTED
+        return 0
+
+    return trio.run(run)
+
+
+@asynccontextmanager
+async def _engine(config: Config) -> AsyncIterator[Engine]:
+    bar = LoadingBar(config.model)
+    async with open_configured_engine(config, on_progress=bar.progress, on_loaded=bar.loaded) as engine:
+        yield engine
+
+
+async def _write_answer(engine: Engine, prompt: Prompt, sampling: SamplingParams) -> str:
+    text = ""
+    try:
+        async with engine.generate(prompt, sampling) as stream:
+            async for delta in stream:
+                text += delta.text
+                print(delta.text, end="", flush=True)
+                if delta.finish_reason is FinishReason.LENGTH:
+                    _say("\n(cut off: the limit of tokens is reached)", end="")
+                elif delta.finish_reason is FinishReason.ERROR:
+                    _say(f"\n({delta.message})", end="")
+    finally:
+        print(flush=True)
+    return text
+
+
+class _LineReader:
+    """Lines of standard input without a thread that could not be ended while it reads."""
+
+    def __init__(self) -> None:
+        self._received = b""
+
+    async def read(self) -> str | None:
+        """The next line, stripped; None at the end of input."""
+        while b"\n" not in self._received:
+            try:
+                await trio.lowlevel.wait_readable(0)
+            except PermissionError:  # an ordinary file is always readable
+                await trio.lowlevel.checkpoint()
+            chunk = os.read(0, 65536)
+            if not chunk:
+                rest, self._received = self._received, b""
+                return rest.decode(errors="replace").strip() if rest else None
+            self._received += chunk
+        line, _newline, self._received = self._received.partition(b"\n")
+        return line.decode(errors="replace").strip()
+
+
+def _say(text: str, end: str = "\n") -> None:
+    print(text, end=end, file=sys.stderr, flush=True)

@@ -1,0 +1,566 @@
+"""The engine as a Trio program sees it: ask for text, abort by id, drain, and one place where its faults rise.
+
+Decisions are the core's and tensors the executor's. Here requests are prepared, events become text, and every way out
+of a request leads to one synchronous call.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import secrets
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import cast
+
+import trio
+from msgspec import UNSET
+
+from trioserve.admission.dispatch import Turn
+from trioserve.admission.ended_ids import EndedIds
+from trioserve.admission.local_endpoint import local_dispatch, local_request
+from trioserve.admission.prompt_encoder import PromptEncoder
+from trioserve.admission.router_metrics import show_router
+from trioserve.admission.text_threads import TextRunner, TextThreads
+from trioserve.contracts.arguments import refuse, to_bool, to_float, to_int, to_str
+from trioserve.contracts.deadlines import NO_DEADLINES, Deadline, Deadlines
+from trioserve.contracts.endpoint import EndpointLoad
+from trioserve.contracts.errors import Draining, EngineFault, InvalidRequest, Overloaded, StepOverdue
+from trioserve.contracts.events import (
+    AbortOutcome,
+    FinishReason,
+)
+from trioserve.contracts.kv_transfer import EngineRole, RunningConnector, Started
+from trioserve.contracts.kv_transfer_params import KVTransferParams
+from trioserve.contracts.live import LiveRequestView
+from trioserve.contracts.prompt import Prompt
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.stats import EngineStats
+from trioserve.core.engine import EngineCore
+from trioserve.engine.connector_metrics import show_connector
+from trioserve.engine.delivery import Delivery
+from trioserve.engine.engine_loop import EngineLoop, StepRunner, WhenIdle
+from trioserve.engine.kept_holds import KeptHolds
+from trioserve.engine.kv_events import KvEvents
+from trioserve.engine.live_view import view_of
+from trioserve.engine.model_description import ModelDescription
+from trioserve.engine.open_request import OpenRequest
+from trioserve.engine.request_preparation import (
+    RequestPreparation,
+    checked_kv_transfer,
+    checked_prompt,
+    instance_of,
+    text_or_none,
+)
+from trioserve.engine.request_stream import RequestStream
+from trioserve.engine.settings import EngineSettings
+from trioserve.engine.step_watch import StepWatch
+from trioserve.metrics.engine_gauges import EngineGauges
+from trioserve.metrics.registry import Metrics
+from trioserve.text.tokenizer import Tokenizer
+from trioserve.trio_tools.deadline_keeper import Alarm, DeadlineKeeper
+from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
+
+__all__ = ["Engine", "ModelDescription"]
+
+logger = logging.getLogger(__name__)
+
+
+def _new_request_id() -> str:
+    return f"req-{secrets.token_hex(12)}"
+
+
+class Engine:
+    """Made by open_engine. Every method belongs to the thread of the Trio program that opened it.
+
+    new_request_id: for requests whose caller gives none. kv_events: what came and went in the prefix cache; None where
+    nobody is told. connector: the core's; it runs as long as this does. role: what routers are told; None where KV
+    neither comes from other engines nor goes to them. readers_first and when_idle: see EngineLoop.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: ModelDescription,
+        core: EngineCore,
+        steps: StepRunner,
+        tokenizer: Tokenizer,
+        text_threads: TextThreads,
+        metrics: Metrics,
+        settings: EngineSettings,
+        default_sampling: SamplingParams | None = None,
+        new_request_id: Callable[[], str] = _new_request_id,
+        connector: RunningConnector | None = None,
+        role: EngineRole | None = None,
+        readers_first: bool = False,
+        when_idle: WhenIdle | None = None,
+    ) -> None:
+        self.model = model
+        self.role = role
+        self.tokenizer = tokenizer
+        self.metrics = metrics
+        self.default_sampling = default_sampling or SamplingParams()
+        self.draining = False
+        self.fault: EngineFault | None = None
+        self.on_fault: Callable[[], Awaitable[None]] | None = None  # passes the last words on
+        self._core = core
+        self._connector = connector
+        self._kept_holds = KeptHolds()
+        self.step_watch = StepWatch(settings.step_seconds_max)
+        self._delivery = Delivery(core, metrics, wake=self.wake, step_watch=self.step_watch)
+        self._loop = EngineLoop(core, steps, self._delivery, readers_first=readers_first, when_idle=when_idle)
+        self._text_threads = text_threads
+        self._prompts = self._encoder(text_threads)
+        self._preparation = RequestPreparation(model, tokenizer, role=role)
+        self._settings = settings
+        self._new_request_id = new_request_id
+        self._requests: dict[str, list[OpenRequest]] = {}  # entered and not left, by the id that callers know
+        self._ended_ids = EndedIds()
+        self._preparing_count = 0
+        self._deadline_keeper = DeadlineKeeper()
+        self.dispatch = local_dispatch(core.settings.running_requests_max, settings)
+        self._is_running = False
+        self._steps_scope = trio.CancelScope()
+        self._connector_error: Exception | None = None
+        self._idle = trio.Event()
+        self.kv_events: KvEvents | None = None
+        if settings.kv_events_max:
+            self.kv_events = KvEvents(
+                core.cache,
+                model=model.name,
+                block_size=core.settings.block_size,
+                events_max=settings.kv_events_max,
+            )
+        self._gauges = EngineGauges(metrics, core.stats())
+        metrics.on_scrape(self._set_gauges)
+        if connector is not None:
+            show_connector(metrics, connector.counts)
+        show_router(metrics, self.dispatch)
+
+    # --- the life of the engine ---
+
+    async def run(
+        self,
+        *,
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        """The engine's own task. Ends when cancelled, after the step in flight, with every block back.
+
+        Raises EngineFault when a step or the connector failed: every reader has the fault by then, and `on_fault` had
+        last_words_seconds_max to pass it on. Raises StartupError, and has not started, if the connector cannot start.
+        """
+        if self._connector is None:
+            await self._run_steps(task_status)
+            return
+        with errors_unwrapped():
+            async with trio.open_nursery() as nursery:
+                scope = trio.CancelScope()
+                place = await nursery.start(self._run_connector, self._connector, scope)
+                listens = "" if place is None else f" listens={place}"
+                logger.info("connector runs connector=%s role=%s%s", type(self._connector).__name__, self.role, listens)
+                scope.shield = True  # it is there as long as the core may call it: until the step in flight is over
+                try:
+                    await self._run_steps(task_status)
+                finally:
+                    scope.cancel()
+
+    async def _run_connector(
+        self, connector: RunningConnector, scope: trio.CancelScope, task_status: trio.TaskStatus[object]
+    ) -> None:
+        try:
+            with scope:
+                await connector.run(task_status=cast(Started, task_status))
+                # A promise that it broke: what is held and loaded has its deadlines.
+                logger.warning("connector ended by itself connector=%s", type(connector).__name__)
+        except Exception as error:
+            if not self._is_running:
+                raise
+            if self.fault is not None:
+                logger.exception("the connector failed beside a step")
+            self._connector_error = error  # rises where a step's would, once the step in flight is over
+            self._steps_scope.cancel()
+
+    async def _run_steps(self, task_status: trio.TaskStatus[None]) -> None:
+        self._is_running = True
+        task_status.started()
+        try:
+            with self._steps_scope:
+                await self._loop.run()
+            assert self._connector_error is not None
+            raise self._connector_error
+        except Exception as error:
+            what = "a step of the engine" if self._connector_error is None else "the connector"
+            fault = EngineFault(f"{what} failed: {type(error).__name__}: {error}")
+            self.fault = fault
+            self._kept_holds.clear()  # nobody will report their end
+            self._note_idle()
+            self._end_kv_events()
+            for request in self._live_requests():
+                request.fail(fault)
+            if self.on_fault is not None:
+                with trio.move_on_after(self._settings.last_words_seconds_max):
+                    try:
+                        await self.on_fault()
+                    except Exception:
+                        logger.exception("the fault could not be passed on")  # and must not be hidden by this
+            raise fault from error
+        finally:
+            self._is_running = False
+            self._end_kv_events()
+            if self.fault is None:
+                self.abort_all("the engine was closed")
+                self._core.progress(trio.current_time())  # what the connector lets go of at once is free
+
+    async def keep_deadlines(self) -> None:
+        """The engine's other task, beside run: ends requests whose time has come. Runs until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.dispatch.run)
+            await self._deadline_keeper.run()
+
+    @property
+    def ready(self) -> bool:
+        """Whether a new request would be taken, a full line apart."""
+        return self._is_open and self.step_watch.overdue() is None
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether it goes on with what it has taken."""
+        return self._is_running and not self.draining and self.fault is None
+
+    def drain(self) -> None:
+        """Take nothing new; requests that have not begun to run are refused, the others go on."""
+        self.draining = True
+        self.dispatch.drain()
+        self._end_kv_events()
+        queued = {live.request.id for live in self._core.live_requests() if live.cached_token_count is None}
+        for request in self._live_requests():
+            if all(choice.sequence_id in queued for choice in request.choices):
+                self._delivery.end(request, FinishReason.ABORT)
+                request.fail(self._refused_draining())
+
+    def abort_all(self, message: str) -> None:
+        """End every request, and every hold; each reader gets a last delta with finish_reason ABORT and the message,
+        unless it had one."""
+        for request in self._live_requests():
+            self._delivery.end_with_last_word(request, FinishReason.ABORT, message)
+            self._delivery.end_holds(request)
+        for request in self._kept_holds:
+            self._delivery.end_holds(request)
+
+    async def wait_until_idle(self) -> None:
+        """Returns when no request is entered, and nothing is held for another engine. For use after drain()."""
+        while self._requests or self._kept_holds:
+            if self._idle.is_set():  # otherwise somebody else waits for it, too
+                self._idle = trio.Event()
+            await self._idle.wait()
+
+    # --- requests ---
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        add_special_tokens: bool = True,
+        deadlines: Deadlines | None = None,
+        owner: str | None = None,
+        tenant: str | None = None,
+        kv_transfer: KVTransferParams | None = None,
+    ) -> RequestStream:
+        """A request, to be entered with `async with`; until then it holds nothing.
+
+        Args:
+            prompt: text, token ids (a list, or an array of one dimension), or a ChatPrompt.
+            sampling: how tokens are chosen and when to stop. Default: the model's own.
+            request_id: the caller's own; it need not be unique, and an abort by it ends all that bear it. Default: a
+                new one.
+            priority: PRIORITY_MIN to PRIORITY_MAX (-100 to 100), a lower number runs sooner.
+            cache_salt: prefix blocks are shared only between requests with equal salts.
+            add_special_tokens: of a prompt that is text, begin it as the model's tokenizer says; a chat's template does
+                that itself.
+            deadlines: in seconds from entering; what passes one ends with finish_reason DEADLINE. Default: those that
+                the engine was opened with, whose limits go for all.
+            owner: who may see it and abort it by its id, besides those who may see everything.
+            tenant: the queue is fair between them. Default: the owner.
+            kv_transfer: whether the KV of its prompt is to be taken from another engine (of n choices the first one
+                takes it, the others compute it or hit), or held for one (n = 1; see RequestStream).
+
+        Raises:
+            InvalidRequest: an argument has a wrong type; its `param` names it. What is wrong with the values (a token
+                id that the model does not have, a prompt that is too long) rises on entering.
+        """
+        own_deadlines = instance_of(Deadlines, "deadlines", deadlines, NO_DEADLINES)
+        owner = text_or_none("owner", owner)
+        request = OpenRequest(
+            checked_prompt(prompt),
+            instance_of(SamplingParams, "sampling", sampling, self.default_sampling),
+            request_id=text_or_none("request_id", request_id) or self._new_request_id(),
+            priority=to_int("priority", priority),
+            cache_salt=text_or_none("cache_salt", cache_salt),
+            add_special_tokens=to_bool("add_special_tokens", add_special_tokens),
+            deadlines=own_deadlines.within(self._settings.deadlines, self._settings.deadlines_max),
+            owner=owner,
+            tenant=text_or_none("tenant", tenant) or owner or "",
+            kv_transfer=checked_kv_transfer(kv_transfer),
+        )
+        return RequestStream(request, submit=self._submit, leave=self._leave)
+
+    def abort(
+        self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT, *, owner: str | None = None
+    ) -> dict[str, AbortOutcome]:
+        """End requests by the ids their callers gave. Never waits. A reader gets what came before and a last delta with
+        the reason; the blocks are back at once, or right after the step in flight. What is held of one that had
+        finished comes back when the connector lets it go, which it is told to do.
+
+        request_ids: one id will do, too. owner: only theirs; those of others are unknown. No id is an error: what
+        became of each is what is returned. Raises InvalidRequest, and has ended nothing, for arguments of another type.
+        """
+        if isinstance(request_ids, str):  # otherwise each of its letters were an id
+            request_ids = (request_ids,)
+        request_ids = [to_str("request_ids", request_id, verb="holds") for request_id in request_ids]
+        reason = instance_of(FinishReason, "reason", reason, FinishReason.ABORT)
+        outcomes = {}
+        for request_id in dict.fromkeys(request_ids):
+            requests = [*self._requests.get(request_id, ()), *self._kept_holds.of(request_id)]
+            requests = [request for request in requests if owner in (None, request.owner)]
+            unfinished = [request for request in requests if not request.is_finished]
+            for request in unfinished:
+                self._delivery.end_with_last_word(request, reason, "the request was aborted by its id")
+            for request in requests:
+                self._delivery.end_holds(request)
+            if unfinished:
+                outcomes[request_id] = AbortOutcome.ABORTED
+            elif requests or self._ended_ids.knows(request_id, owner=owner):
+                outcomes[request_id] = AbortOutcome.ALREADY_FINISHED
+            else:
+                outcomes[request_id] = AbortOutcome.UNKNOWN
+        return outcomes
+
+    def live_requests(self, *, owner: str | None = None) -> list[LiveRequestView]:
+        """Every request that is entered and not left, or held, oldest first. owner: only theirs."""
+        sequences = {live.request.id: live for live in self._core.live_requests()}
+        requests = [*self._live_requests(), *self._kept_holds]
+        requests = [request for request in requests if owner in (None, request.owner)]
+        now = trio.current_time()
+        return [
+            view_of(
+                request,
+                [sequences.get(choice.sequence_id) for choice in request.choices],
+                now,
+                held_block_count=self._delivery.held_block_count(request),
+            )
+            for request in sorted(requests, key=lambda request: request.entered_at)
+        ]
+
+    async def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt. Raises InvalidRequest; ContextTooLong for one that is refused without counting."""
+        return await self._prompts.encode(checked_prompt(prompt), add_special_tokens=add_special_tokens)
+
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of token ids. Raises InvalidRequest for an id that the model does not have."""
+        return await self._prompts.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    @contextmanager
+    def tokenizing(self, *, owner: str | None = None) -> Iterator[PromptEncoder]:
+        """Tokens of texts, and texts of tokens, for their own sake: beside all requests, and delaying none. Few may do
+        this at a time, and fewer of one owner; otherwise the encoder raises Overloaded."""
+        try:
+            with self._text_threads.aside(owner) as texts:
+                yield self._encoder(texts)
+        except Overloaded as refusal:
+            self.metrics.requests_rejected_total.labels(refusal.reason).inc()
+            raise
+
+    def call_at(self, at: float, function: Callable[[], None]) -> Alarm:
+        """Have `function` called at a time of Trio's clock, by the engine's one task for this. It must not wait or
+        raise. Raises InvalidRequest for what is no time or no function."""
+        at = to_float("at", at)
+        if math.isnan(at):
+            refuse("at", at, "a time of Trio's clock")
+        if not callable(function):
+            refuse("function", function, "a function without parameters")
+        return self._deadline_keeper.set(at, function)
+
+    def stats(self) -> EngineStats:
+        return self._core.stats()
+
+    def load(self) -> EndpointLoad:
+        """How much there is to do, as a router asks. Waiting are those being tokenized, too."""
+        stats = self._core.stats()
+        return EndpointLoad(
+            running=stats.running_count,
+            waiting=stats.waiting_count + self._preparing_count,
+            seats=self._core.settings.running_requests_max,
+            kv_usage=stats.kv_usage,
+            role=UNSET if self.role is None else self.role,
+        )
+
+    def wake(self) -> None:
+        """There may be something for the step loop to do; a connector calls this when it has something to report.
+        Costs nothing while steps run."""
+        self._loop.wake()
+
+    # --- called by RequestStream ---
+
+    async def _submit(self, request: OpenRequest) -> None:
+        """Take a place in line, wait for a lease, prepare, and hand the sequences to the core. Holds nothing when it
+        raises."""
+        count = request.sampling.n
+        self._preparation.check(request)
+        self._check_open(count)
+        turn = self._turn(request)
+        request.on_gone = lambda: self._leave_line(request, turn)
+        self._requests.setdefault(request.id, []).append(request)
+        try:  # from here on there is something to be given back
+            request.choices = self._preparation.new_choices(request)
+            self._set_alarms(request)
+            self._preparing_count += count
+            try:
+                with request.preparation:
+                    await self._lease(request, turn)
+                    token_ids = await self.encode(request.prompt, add_special_tokens=request.add_special_tokens)
+                    request.prompt_token_ids = tuple(token_ids)
+            finally:
+                self._preparing_count -= count
+            if request.is_finished:
+                return  # aborted meanwhile; its reader finds the last words
+            if not self._is_open:
+                raise self.fault or self._refused_draining()
+            for choice, sequence in zip(request.choices, self._preparation.sequences(request), strict=True):
+                self._core.add(sequence)
+                self._delivery.add(choice)
+        except BaseException:
+            self._leave(request)
+            raise
+        self._loop.wake()
+
+    def _leave(self, request: OpenRequest) -> None:
+        """The one way out of a request's scope. Synchronous; nothing to do when it has finished and is not held."""
+        self._delivery.end(request, FinishReason.ABORT)
+        request.cancel_alarms()
+        if request.is_hold_kept and request.is_held and self.fault is None:
+            self._kept_holds.add(request)
+            request.on_released = lambda: self._forget_hold(request)
+        else:
+            self._delivery.end_holds(request)
+        requests = self._requests[request.id]
+        requests.remove(request)
+        if not requests:
+            del self._requests[request.id]
+        self._ended_ids.note(request.id, request.owner)
+        self._note_idle()
+
+    # --- inside ---
+
+    def _encoder(self, texts: TextRunner) -> PromptEncoder:
+        model = self.model
+        return PromptEncoder(
+            self.tokenizer, texts, vocab_size=model.vocab_size, context_tokens_max=model.context_tokens_max
+        )
+
+    def _forget_hold(self, request: OpenRequest) -> None:
+        if self.fault is None:
+            self._kept_holds.remove(request)
+            self._note_idle()
+
+    def _leave_line(self, request: OpenRequest, turn: Turn) -> None:
+        """The core has nothing of it any more: its place or its lease is another's."""
+        if turn.is_in_line:
+            self._delivery.note_left_line(request.sampling.n)
+        self.dispatch.leave(turn)
+
+    def _check_open(self, count: int) -> None:
+        if self.fault is not None:
+            raise self.fault
+        if not self._is_open:
+            raise self._refused_draining()
+        overdue = self.step_watch.overdue()
+        if overdue is not None:
+            raise self._refused_overdue(overdue)
+        live_max = self._core.settings.running_requests_max + self._settings.waiting_requests_max
+        if count > live_max:
+            raise InvalidRequest(f"n is {count}, but at most {live_max} sequences may run and wait here", param="n")
+
+    def _turn(self, request: OpenRequest) -> Turn:
+        routed = local_request(
+            request.prompt, tenant=request.tenant, priority=request.priority, sequences=request.sampling.n
+        )
+        try:
+            return self.dispatch.begin(routed)
+        except Overloaded as refusal:
+            self._note_refusal(request, refusal)
+            raise
+
+    async def _lease(self, request: OpenRequest, turn: Turn) -> None:
+        try:
+            await turn.lease()
+            if turn.is_in_line:  # otherwise it was ended just when it had got one
+                turn.sent()
+        except Overloaded as refusal:  # the line is drained, or it waited too long, or had to make room
+            self._note_refusal(request, refusal)
+            raise
+
+    def _note_refusal(self, request: OpenRequest, refusal: Overloaded) -> None:
+        self.metrics.requests_rejected_total.labels(refusal.reason).inc()
+        logger.info("refused request=%s reason=%s", request.id, refusal.reason)
+
+    def _refused_draining(self) -> Draining:
+        self.metrics.requests_rejected_total.labels("draining").inc()
+        return Draining(
+            "the server is leaving and takes no new requests: ask another one",
+            reason="draining",
+            retry_after_seconds=5.0,
+        )
+
+    def _refused_overdue(self, overdue: str) -> StepOverdue:
+        self.metrics.requests_rejected_total.labels("step_overdue").inc()
+        return StepOverdue(
+            f"{overdue}: ask another server, or this one again when it is ready",
+            reason="step_overdue",
+            retry_after_seconds=5.0,
+        )
+
+    def _set_alarms(self, request: OpenRequest) -> None:
+        for deadline in Deadline:
+            seconds = request.deadlines.seconds(deadline)
+            if seconds is not None:
+                ring = functools.partial(self._pass_deadline, request, deadline, seconds)
+                request.alarms[deadline] = self._deadline_keeper.set(request.entered_at + seconds, ring)
+
+    def _pass_deadline(self, request: OpenRequest, deadline: Deadline, seconds: float) -> None:
+        if not request.is_finished:
+            self.metrics.deadlines_passed_total.labels(deadline.value).inc()
+            message = f"the request's {deadline.value} of {seconds:g} s has passed"
+            self._delivery.end_with_last_word(request, FinishReason.DEADLINE, message, stop_reason=deadline.value)
+
+    def _live_requests(self) -> list[OpenRequest]:
+        return [request for requests in self._requests.values() for request in requests]
+
+    def _waiting_since(self) -> float | None:
+        """When the first of those that wait or run has come; None if nobody does."""
+        return min((request.entered_at for request in self._live_requests() if not request.is_finished), default=None)
+
+    def _end_kv_events(self) -> None:
+        if self.kv_events is not None:
+            self.kv_events.end()
+
+    def _note_idle(self) -> None:
+        if not (self._requests or self._kept_holds):
+            self._idle.set()
+
+    def _set_gauges(self) -> None:
+        now = trio.current_time()
+        self._gauges.show(
+            self._core.stats(),
+            preparing_count=self._preparing_count,
+            live_count=sum(len(requests) for requests in self._requests.values()),
+            held_count=self._delivery.held_count,
+            task_count=trio.lowlevel.current_statistics().tasks_living,
+            step_seconds=self.step_watch.age_seconds(now),
+            step_seconds_max=self.step_watch.seconds_max,
+            no_progress_seconds=self.step_watch.idle_seconds(now, self._waiting_since()),
+        )

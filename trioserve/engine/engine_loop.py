@@ -1,0 +1,134 @@
+"""One step after another: schedule, forward, update (which takes the aborts first), deliver.
+
+The forward pass runs elsewhere; meanwhile this task waits and the event loop stays live, so that aborts find their
+requests. Cancelling the loop waits for the step in flight: its blocks are being read. Where steps overlap, what happens
+from one step to the next is overlapped_step's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Protocol
+
+import trio
+
+from trioserve.contracts.kv_transfer import TransferEvent
+from trioserve.contracts.step import Executor, IsAbandoned, StepPlan, StepResult
+from trioserve.core.engine import EngineCore
+from trioserve.engine.delivery import Delivery
+from trioserve.engine.overlapped_step import OverlappedSteps
+from trioserve.trio_tools.worker_thread import WorkerThread
+
+__all__ = ["EngineLoop", "StepRunner", "ThreadedExecutor", "WhenIdle"]
+
+READER_TURNS = 3  # in one readers answer, in the next the flusher writes; within a turn no order is promised
+
+
+WhenIdle = Callable[[], Coroutine[Any, Any, bool]]
+
+
+class StepRunner(Protocol):
+    """An executor as seen from the event loop."""
+
+    def run_step(self, plan: StepPlan, is_abandoned: IsAbandoned) -> Coroutine[Any, Any, StepResult | None]:
+        """Hand a plan over, to be computed after those that were handed over before, at the latest when it is awaited;
+        which has to happen, in that order. That ends with the answer, even when cancelled, or with None once
+        is_abandoned has said so. Raises what the executor raises; whatever was handed over behind that is not computed,
+        and its answer is None."""
+        ...
+
+
+class ThreadedExecutor:
+    """Runs an executor's steps in the compute thread. takes_cpu: a step begins on the event loop's CPU. For steps
+    that take every CPU, and do not overlap."""
+
+    def __init__(self, executor: Executor, thread: WorkerThread, *, takes_cpu: bool = False) -> None:
+        self._executor = executor
+        self._thread = thread
+        self._takes_cpu = takes_cpu
+        self._is_broken = False
+
+    def run_step(self, plan: StepPlan, is_abandoned: IsAbandoned) -> Coroutine[Any, Any, StepResult | None]:
+        return self._thread.begin(self._execute, plan, is_abandoned, here=self._takes_cpu)
+
+    def _execute(self, plan: StepPlan, is_abandoned: IsAbandoned) -> StepResult | None:
+        if self._is_broken:
+            return None
+        try:
+            return self._executor.execute(plan, is_abandoned)
+        except BaseException:
+            self._is_broken = True
+            raise
+
+
+class EngineLoop:
+    """readers_first: what a step brought is written before the next one begins. For steps that take the event loop's
+    own core: what readers did meanwhile, one of a step's threads would lose, and the others wait for it. Overlapped
+    steps have no such moment.
+    when_idle: done again and again while there is nothing to compute, until it says that nothing is left to do. What
+    comes meanwhile waits for it, so each time is to be short."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        steps: StepRunner,
+        delivery: Delivery,
+        *,
+        readers_first: bool = False,
+        when_idle: WhenIdle | None = None,
+    ) -> None:
+        self._when_idle = when_idle
+        self._reader_turns = READER_TURNS if readers_first else 0
+        self._core = core
+        self._steps = steps
+        self._delivery = delivery
+        self._overlapped = OverlappedSteps(core, steps.run_step, delivery) if core.settings.overlap_steps else None
+        self._work_arrived = trio.Event()
+        self._is_woken = False
+
+    def wake(self) -> None:
+        """There may be something to do. Costs nothing while steps run."""
+        self._is_woken = True
+        self._work_arrived.set()
+
+    def on_transfer(self, event: TransferEvent) -> None:
+        """A connector reports; at any moment, also while a step runs."""
+        self._delivery.on_ended(self._core.on_transfer(event, trio.current_time()))
+        self.wake()
+
+    async def run(self) -> None:
+        """Runs until cancelled. Whatever a step raises rises here: it is a fault of the engine."""
+        checkpoint: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint_if_cancelled
+        while True:
+            await checkpoint()
+            now = trio.current_time()
+            self._is_woken = False
+            self._delivery.on_ended([*self._core.progress(now), *self._core.expire(now)])
+            plan = self._core.schedule(now)
+            if plan is None:
+                if self._is_woken:  # by the connector, just when the core asked it: there is more to ask
+                    await trio.lowlevel.checkpoint()
+                    continue
+                if self._when_idle is not None:
+                    if not await self._when_idle():
+                        self._when_idle = None
+                    continue
+                self._work_arrived = trio.Event()
+                deadline = self._core.next_deadline()
+                with trio.move_on_at(math.inf if deadline is None else deadline):
+                    await self._work_arrived.wait()
+                continue
+            self._delivery.on_plan(plan)
+            if self._overlapped is not None:
+                await self._overlapped.run(plan)
+                continue
+            started_at = trio.current_time()
+            result = await self._steps.run_step(plan, self._core.abandonment(plan))
+            if result is None:
+                events = self._core.drop_plan(plan, trio.current_time())
+            else:
+                events = self._core.update_from_output(plan, result, trio.current_time())
+            self._delivery.on_events(events, trio.current_time() - started_at)
+            for _ in range(self._reader_turns):
+                await trio.lowlevel.checkpoint()

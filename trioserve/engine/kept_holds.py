@@ -1,0 +1,39 @@
+"""Answered requests whose blocks are held for another engine after their scope was left, by the ids that callers
+know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trioserve.engine.open_request import OpenRequest
+
+__all__ = ["KeptHolds"]
+
+
+class KeptHolds:
+    """As many as there are holds in the core, which bounds them by their blocks."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, list[OpenRequest]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._requests)
+
+    def __iter__(self) -> Iterator[OpenRequest]:
+        """Of a moment: they may go while one iterates."""
+        return iter([request for requests in self._requests.values() for request in requests])
+
+    def of(self, request_id: str) -> list[OpenRequest]:
+        return list(self._requests.get(request_id, ()))
+
+    def add(self, request: OpenRequest) -> None:
+        self._requests.setdefault(request.id, []).append(request)
+
+    def clear(self) -> None:
+        self._requests.clear()
+
+    def remove(self, request: OpenRequest) -> None:
+        requests = self._requests[request.id]
+        requests.remove(request)
+        if not requests:
+            del self._requests[request.id]

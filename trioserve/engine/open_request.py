@@ -1,0 +1,290 @@
+"""The engine's side of a request, from generate() to the end of all that it holds: what was asked, its choices, and
+what its reader has not fetched yet.
+
+A reader that is slower than the engine finds several deltas merged into one: what is kept for it is one delta per
+choice, whose size is bounded by the request's own length.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+
+import trio
+from trio.lowlevel import current_task, reschedule
+
+from trioserve.contracts.deadlines import Deadline, Deadlines
+from trioserve.contracts.errors import AlreadyEnded
+from trioserve.contracts.events import FinishReason, TokenLogprob
+from trioserve.contracts.ids import RequestId
+from trioserve.contracts.kv_transfer_params import KVTransferParams
+from trioserve.contracts.output import Delta
+from trioserve.contracts.prompt import Prompt
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.text.output import ChoiceOutput, merge
+from trioserve.trio_tools.deadline_keeper import Alarm
+from trioserve.trio_tools.woken import WOKEN
+
+__all__ = ["Choice", "OpenRequest"]
+
+
+class ScopeState(enum.Enum):
+    """Of the caller's `async with`."""
+
+    NEW = "new"
+    ENTERED = "entered"
+    LEFT = "left"
+
+
+_ENTERED = ScopeState.ENTERED  # until Python 3.12 looking up a member of an enum is slow
+
+
+class Choice:
+    """One of a request's n answers: its sequence in the engine, and the text it makes."""
+
+    __slots__ = (
+        "first_token_at",
+        "has_run",
+        "held_since",
+        "index",
+        "is_ended",
+        "is_held",
+        "is_mute",
+        "last_token_at",
+        "output",
+        "request",
+        "sequence_id",
+    )
+
+    def __init__(
+        self, request: OpenRequest, index: int, sequence_id: RequestId, output: ChoiceOutput, *, is_mute: bool
+    ) -> None:
+        self.request = request
+        self.index = index
+        self.sequence_id = sequence_id
+        self.output = output
+        self.is_mute = is_mute  # max_tokens is 0: the prompt is computed, the one token it gives is not shown
+        self.is_ended = False  # its last delta was pushed, or its request failed
+        self.is_held = False  # it is over, and a connector holds its blocks for another engine
+        self.held_since = 0.0
+        self.has_run = False  # was in a step, whether or not it lost its blocks again
+        self.first_token_at: float | None = None
+        self.last_token_at = 0.0
+
+
+class OpenRequest:
+    """The engine writes, synchronously; the reader, through its RequestStream, waits and fetches. For the meanings of
+    what was asked see Engine.generate.
+
+    on_gone: called when the core has none of it, and gets none any more. on_released: when no block of it is held any
+    more. preparation: the scope around waiting for a lease, rendering and tokenizing. core_count: choices whose
+    sequences the core has. is_hold_kept: what is held outlives the scope.
+    """
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        priority: int,
+        cache_salt: str | None,
+        add_special_tokens: bool,
+        deadlines: Deadlines,
+        owner: str | None,
+        tenant: str,
+        kv_transfer: KVTransferParams | None = None,
+    ) -> None:
+        self.id = request_id
+        self.kv_transfer = kv_transfer
+        self.is_hold_kept = False
+        self.on_released: Callable[[], None] = lambda: None
+        self.sampling = sampling
+        self.priority = priority
+        self.cache_salt = cache_salt
+        self.add_special_tokens = add_special_tokens
+        self.deadlines = deadlines
+        self.owner = owner
+        self.tenant = tenant
+        self.alarms: dict[Deadline, Alarm] = {}
+        self.prompt = prompt
+        self.prompt_token_ids: tuple[int, ...] = ()
+        self.prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+        self.cached_token_count = 0
+        self.entered_at = 0.0
+        self.choices: list[Choice] = []
+        self.preparation = trio.CancelScope()
+        self.core_count = 0
+        self.on_gone: Callable[[], None] = lambda: None
+        self.scope = ScopeState.NEW
+        self._pending: dict[int, Delta] = {}
+        self._unfinished_count = sampling.n
+        self._first_end: Delta | None = None  # the last delta of the choice that ended first
+        self._error: Exception | None = None
+        self._waiting: list[trio.lowlevel.Task] = []  # most often one, the reader
+        self._begun = trio.Event()
+        self._released: trio.Event | None = None  # while somebody waits for it
+
+    @property
+    def completion_token_count(self) -> int:
+        """Tokens of all choices so far, shown or not."""
+        return sum(choice.output.token_count for choice in self.choices)
+
+    @property
+    def is_finished(self) -> bool:
+        """Every choice has had its last delta, or the request failed."""
+        return all(choice.is_ended for choice in self.choices)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a connector holds blocks of it for another engine: of a choice that is over."""
+        return any(choice.is_held for choice in self.choices)
+
+    # --- the reader's side ---
+
+    def enter(self) -> None:
+        """The scope begins. Raises AlreadyEnded if it has begun before."""
+        if self.scope is not ScopeState.NEW:
+            raise AlreadyEnded(f"request {self.id} was entered before: call generate() again for another one")
+        self.scope = ScopeState.ENTERED
+        self.entered_at = trio.current_time()
+
+    def leave(self) -> None:
+        """The scope is over: whoever still waits for something of it is told so."""
+        self.scope = ScopeState.LEFT
+        self._begun.set()
+        self._end_wait_for_release()
+        self._wake_readers()
+
+    async def next_delta(self) -> Delta:
+        """Raises StopAsyncIteration when each choice has had its last one, and what the request failed with."""
+        if self.scope is not _ENTERED:  # and no call: this is done for every delta
+            self._check_entered()
+        await trio.lowlevel.checkpoint_if_cancelled()
+        while not self._pending:
+            if self._unfinished_count == 0:
+                raise StopAsyncIteration
+            if self._error is not None:
+                raise self._error
+            await self._wait()
+            if self.scope is not _ENTERED:
+                self._check_entered()
+        index = next(iter(self._pending))
+        return self._pending.pop(index)
+
+    async def wait_until_released(self) -> None:
+        """See RequestStream."""
+        await trio.lowlevel.checkpoint_if_cancelled()
+        while self.is_held:
+            self._check_entered()
+            if self._error is not None:
+                raise self._error
+            if self._released is None:
+                self._released = trio.Event()
+            await self._released.wait()
+
+    async def wait_until_begun(self) -> Delta | None:
+        """See RequestStream."""
+        self._check_entered()
+        await self._begun.wait()
+        self._check_entered()
+        if any(choice.has_run for choice in self.choices):
+            return None
+        if self._error is not None:
+            raise self._error
+        return self._first_end
+
+    def _check_entered(self) -> None:
+        if self.scope is not ScopeState.ENTERED:
+            raise AlreadyEnded(f"request {self.id} can be read only inside its `async with`")
+
+    async def _wait(self) -> None:
+        """Until something was pushed. An event for each token would cost more than all else here."""
+        task = current_task()
+        self._waiting.append(task)
+
+        def stop_waiting(_raise_cancel: object) -> trio.lowlevel.Abort:
+            self._waiting.remove(task)
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        await trio.lowlevel.wait_task_rescheduled(stop_waiting)
+
+    # --- the engine's side: synchronous, called while delivering ---
+
+    def note_run(self) -> None:
+        """One more choice of it runs; when all do, the queue is over."""
+        self._begun.set()
+        if all(choice.has_run for choice in self.choices):
+            self._cancel_alarm(Deadline.QUEUE)
+
+    def note_released(self) -> None:
+        """The hold of one of its choices has ended."""
+        if not self.is_held:
+            self._end_wait_for_release()
+            self.on_released()
+
+    def note_first_token(self) -> None:
+        self._cancel_alarm(Deadline.FIRST_TOKEN)
+
+    def cancel_alarms(self) -> None:
+        for deadline in self.alarms:
+            self._cancel_alarm(deadline)
+
+    def _cancel_alarm(self, deadline: Deadline) -> None:
+        alarm = self.alarms.get(deadline)
+        if alarm is not None:
+            alarm.cancel()
+
+    def push(self, delta: Delta) -> None:
+        """Hand a delta to the reader, joined to the one it has not fetched yet."""
+        index, pending = delta.index, self._pending
+        pending[index] = merge(pending[index], delta) if index in pending else delta
+        if delta.finish_reason is not None:
+            self._unfinished_count -= 1
+            self._first_end = self._first_end or delta
+            self._begun.set()
+        self._wake_readers()
+
+    def push_end(
+        self,
+        choice: Choice,
+        reason: FinishReason,
+        message: str | None = None,
+        *,
+        stop_reason: str | None = None,
+        held_back: Delta | None = None,
+        kv_transfer: KVTransferParams | None = None,
+    ) -> None:
+        """The last delta of a choice that ended by another's hand. held_back: the text that had not been shown yet."""
+        choice.is_ended = True
+        self.push(
+            Delta(
+                index=choice.index,
+                text=held_back.text if held_back else "",
+                token_ids=held_back.token_ids if held_back else (),
+                logprobs=held_back.logprobs if held_back else None,
+                finish_reason=reason,
+                stop_reason=stop_reason,
+                message=message,
+                kv_transfer=kv_transfer,
+            )
+        )
+
+    def _end_wait_for_release(self) -> None:
+        if self._released is not None:
+            self._released.set()
+            self._released = None
+
+    def fail(self, error: Exception) -> None:
+        """The reader gets `error` once it has fetched what came before, unless that was all."""
+        self.preparation.cancel()
+        for choice in self.choices:
+            choice.is_ended = True
+        self._error = error
+        self._begun.set()
+        self._end_wait_for_release()
+        self._wake_readers()
+
+    def _wake_readers(self) -> None:
+        while self._waiting:
+            reschedule(self._waiting.pop(), WOKEN)

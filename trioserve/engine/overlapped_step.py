@@ -1,0 +1,83 @@
+"""Steps that overlap: while one is computed the next is planned and handed over, so that the compute thread goes from
+one forward pass to the next without waiting for this one.
+
+What is left between two forward passes is what the next cannot do without: the tokens of the one before. Taking its
+result, delivering it and planning the step after next happen while the next one is computed. What the core makes of it
+is said in core/steps_in_flight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import trio
+
+from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult
+from trioserve.core.engine import EngineCore
+from trioserve.engine.delivery import Delivery
+
+__all__ = ["OverlappedSteps"]
+
+RunStep = Callable[[StepPlan, IsAbandoned], Coroutine[Any, Any, StepResult | None]]
+"""StepRunner.run_step: hands a plan over at once, and is awaited for its answer."""
+
+
+class _Handed:
+    """A plan that was handed over. at: when."""
+
+    __slots__ = ("answer", "at", "plan")
+
+    def __init__(self, plan: StepPlan, answer: Coroutine[Any, Any, StepResult | None]) -> None:
+        self.plan = plan
+        self.answer = answer
+        self.at = trio.current_time()
+
+
+class OverlappedSteps:
+    def __init__(self, core: EngineCore, run_step: RunStep, delivery: Delivery) -> None:
+        self._core = core
+        self._run_step = run_step
+        self._delivery = delivery
+
+    async def run(self, plan: StepPlan) -> None:
+        """Compute this plan, and whatever can be planned behind it, and behind that, until nothing can; the plan is the
+        core's, and told of. When cancelled, no further step is planned, and those in flight are waited for: returns
+        then, too. Whatever a step raises rises here, when no step is in flight."""
+        ended_at = -math.inf
+        out = [self._hand_over(plan)]
+        try:
+            while out:
+                out += self._hand_over_behind()
+                step = out.pop(0)
+                result = await step.answer
+                now = trio.current_time()
+                self._take(step, result, now - max(step.at, ended_at))
+                ended_at = now
+        except BaseException:
+            for step in out:
+                await step.answer  # its blocks are being written
+            raise
+
+    def _hand_over(self, plan: StepPlan) -> _Handed:
+        return _Handed(plan, self._run_step(plan, self._core.abandonment(plan)))
+
+    def _hand_over_behind(self) -> list[_Handed]:
+        now = trio.current_time()
+        self._delivery.on_ended([*self._core.progress(now), *self._core.expire(now)])
+        if trio.current_effective_deadline() == -math.inf:
+            return []  # cancelled: the one in flight is the last
+        plan = self._core.schedule_ahead(now)
+        if plan is None:
+            return []
+        self._delivery.on_plan(plan)
+        return [self._hand_over(plan)]
+
+    def _take(self, step: _Handed, result: StepResult | None, seconds: float) -> None:
+        now = trio.current_time()
+        if result is None:
+            events = self._core.drop_plan(step.plan, now)
+        else:
+            events = self._core.update_from_output(step.plan, result, now)
+        self._delivery.on_events(events, seconds)

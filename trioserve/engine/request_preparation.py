@@ -1,0 +1,174 @@
+"""What a caller asks of an engine: checked before anything is held for it, and then as the core wants it."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Iterable, Mapping, Set, Sized
+from typing import TypeVar
+
+import msgspec
+
+from trioserve.contracts.arguments import refuse, to_bool, to_str
+from trioserve.contracts.errors import ContextTooLong, InvalidRequest
+from trioserve.contracts.ids import RequestId
+from trioserve.contracts.kv_transfer import EngineRole
+from trioserve.contracts.kv_transfer_params import KVTransferParams
+from trioserve.contracts.prompt import ChatPrompt, Prompt
+from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.engine.model_description import ModelDescription
+from trioserve.engine.open_request import Choice, OpenRequest
+from trioserve.text.output import ChoiceOutput
+from trioserve.text.tokenizer import Tokenizer
+
+__all__ = ["SEED_STRIDE", "RequestPreparation", "checked_kv_transfer", "checked_prompt", "instance_of", "text_or_none"]
+
+T = TypeVar("T")
+
+SEED_STRIDE = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: seeds of a request's choices lie far apart
+
+
+class RequestPreparation:
+    """role: the engine's; None where KV neither comes from other engines nor goes to them."""
+
+    def __init__(self, model: ModelDescription, tokenizer: Tokenizer, *, role: EngineRole | None) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._role = role
+        self._sequence_numbers = itertools.count()
+
+    def check(self, request: OpenRequest) -> None:
+        """What this model and this engine cannot do. Raises InvalidRequest."""
+        self._check_vocabulary(request.sampling)
+        self._check_kv_transfer(request)
+
+    def new_choices(self, request: OpenRequest) -> list[Choice]:
+        """Its n choices, with ids for their sequences that no others have."""
+        return [self._new_choice(request, index) for index in range(request.sampling.n)]
+
+    def sequences(self, request: OpenRequest) -> list[EngineRequest]:
+        """What the core gets of it, a sequence for each choice, once its prompt is tokenized. Raises ContextTooLong."""
+        sampling = request.sampling
+        room = self._model.context_tokens_max - len(request.prompt_token_ids)
+        if room < 1:
+            raise ContextTooLong(
+                f"the prompt has {len(request.prompt_token_ids)} tokens, and with at least one of answer this model "
+                f"takes {self._model.context_tokens_max}: shorten it",
+                param="prompt",
+            )
+        stop_token_ids = frozenset(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            stop_token_ids |= frozenset(self._model.eos_token_ids)
+        seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
+        return [
+            EngineRequest(
+                id=choice.sequence_id,
+                prompt_token_ids=request.prompt_token_ids,
+                sampling=sampling,
+                output_tokens_max=room if sampling.max_tokens is None else max(1, sampling.max_tokens),
+                stop_token_ids=stop_token_ids,
+                seed=(seed + choice.index * SEED_STRIDE) % 2**64,
+                priority=request.priority,
+                cache_salt=request.cache_salt,
+                # What one choice has loaded, the others may hit.
+                kv_transfer=request.kv_transfer if choice.index == 0 else None,
+            )
+            for choice in request.choices
+        ]
+
+    def _check_vocabulary(self, sampling: SamplingParams) -> None:
+        vocab_size = self._model.vocab_size
+        for param, token_ids in (
+            ("logit_bias", sampling.logit_bias or ()),
+            ("stop_token_ids", sampling.stop_token_ids),
+        ):
+            for token_id in token_ids:
+                if token_id >= vocab_size:
+                    raise InvalidRequest(
+                        f"{param} names token id {token_id}, this model's are 0 to {vocab_size - 1}", param=param
+                    )
+
+    def _check_kv_transfer(self, request: OpenRequest) -> None:
+        asked = request.kv_transfer
+        if asked is None or not (asked.do_remote_decode or asked.do_remote_prefill):
+            request.kv_transfer = None
+        elif self._role is None:
+            raise InvalidRequest(
+                "kv_transfer_params ask for KV to be exchanged with another engine, but this server was started "
+                "without a connector that does: leave them out, or start it with --kv-transfer-config",
+                param="kv_transfer_params",
+            )
+        elif asked.do_remote_decode and request.sampling.n > 1:
+            raise InvalidRequest(
+                f"n is {request.sampling.n}, but with do_remote_decode it must be 1: one sequence is held for another "
+                "engine",
+                param="n",
+            )
+
+    def _new_choice(self, request: OpenRequest, index: int) -> Choice:
+        # The number makes the id unique even when callers repeat theirs.
+        sequence_id = RequestId(f"{next(self._sequence_numbers)}/{request.id}/{index}")
+        output = ChoiceOutput(self._tokenizer, request.sampling, index=index)
+        return Choice(request, index, sequence_id, output, is_mute=request.sampling.max_tokens == 0)
+
+
+def instance_of(kind: type[T], param: str, value: object, default: T) -> T:
+    """The value, or the default for None. Raises InvalidRequest for one of another type."""
+    if value is None:
+        return default
+    if not isinstance(value, kind):
+        refuse(param, value, f"a {kind.__name__}, or None")
+    return value
+
+
+def text_or_none(param: str, value: object) -> str | None:
+    """Raises InvalidRequest for anything but a text and None."""
+    return None if value is None else to_str(param, value, "a text (str), or None")
+
+
+def checked_prompt(prompt: object) -> Prompt:
+    """The prompt, if it is one of those that there are. The token ids themselves are looked at where texts are
+    tokenized, and what is in a message where it is rendered: both may be long. Raises InvalidRequest."""
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, ChatPrompt):
+        _check_chat(prompt)
+        return prompt
+    is_other = isinstance(prompt, bytes | bytearray | memoryview | Mapping | Set)
+    if is_other or not isinstance(prompt, Sized) or not isinstance(prompt, Iterable):
+        refuse("prompt", prompt, "a text (str), a ChatPrompt, or a list of token ids (int)")
+    return prompt  # type: ignore[return-value]  # an array of numpy, which is no Sequence, does as well
+
+
+def _check_chat(prompt: ChatPrompt) -> None:
+    _check_dicts("messages", prompt.messages)
+    if prompt.tools is not None:
+        _check_dicts("tools", prompt.tools)
+    to_bool("add_generation_prompt", prompt.add_generation_prompt)
+    to_bool("continue_final_message", prompt.continue_final_message)
+    text_or_none("chat_template", prompt.chat_template)
+    if not isinstance(prompt.template_arguments, dict):
+        refuse("template_arguments", prompt.template_arguments, "a dict of names (str) and values")
+    for name in prompt.template_arguments:
+        to_str("template_arguments", name, "a dict of names (str) and values", verb="holds")
+
+
+def _check_dicts(param: str, value: object) -> None:
+    if not isinstance(value, list | tuple):
+        refuse(param, value, "a list of dicts")
+    for item in value:
+        if not isinstance(item, dict):
+            refuse(param, item, "a list of dicts", verb="holds")
+
+
+def checked_kv_transfer(asked: object) -> KVTransferParams | None:
+    """None where nothing is asked for. Raises InvalidRequest for a field of another type, too."""
+    if asked is None:
+        return None
+    if not isinstance(asked, KVTransferParams):
+        refuse("kv_transfer", asked, "a KVTransferParams, or None")
+    try:
+        return msgspec.convert(msgspec.structs.asdict(asked), KVTransferParams)
+    except msgspec.ValidationError as error:
+        refuse("kv_transfer", asked, f"a KVTransferParams whose fields have their types: {error}")

@@ -1,0 +1,120 @@
+"""What a request's task holds: iterate for text, leave to abort.
+
+Entering takes a place in the waiting line, before anything costly is done; leaving, in whichever way, is one
+synchronous call that ends what still runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+
+from trioserve.contracts.events import TokenLogprob
+from trioserve.contracts.output import Delta
+from trioserve.engine.open_request import OpenRequest
+
+__all__ = ["RequestStream"]
+
+
+class RequestStream:
+    """`async with engine.generate(...) as stream: async for delta in stream: ...`.
+
+    Entering raises Overloaded, Draining, InvalidRequest or ContextTooLong, and then holds nothing. Iterating yields the
+    deltas of all choices until each has one with a finish_reason, and raises EngineFault when the engine broke, or
+    Draining when the server is leaving and the request had not begun to run. Several tasks may iterate over one stream:
+    each delta goes to one of them, and the end to all. All that waits for it belongs inside of the scope: whoever still
+    does when the scope is left, in whichever task, gets AlreadyEnded.
+
+    An answer may leave blocks that are held for another engine (is_held; the last delta has kv_transfer then). Leaving
+    the scope ends the hold like everything else, so whoever wants it read waits for that inside
+    (wait_until_released), or says that it may outlive the scope (keep_hold). A hold takes no place and no lease.
+    """
+
+    def __init__(
+        self,
+        request: OpenRequest,
+        *,
+        submit: Callable[[OpenRequest], Awaitable[None]],
+        leave: Callable[[OpenRequest], None],
+    ) -> None:
+        self._request = request
+        self._submit = submit
+        self._leave = leave
+
+    async def __aenter__(self) -> RequestStream:
+        self._request.enter()
+        try:
+            await self._submit(self._request)
+        except BaseException:
+            self._request.leave()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._request.leave()
+        self._leave(self._request)
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    def __anext__(self) -> Awaitable[Delta]:  # not async: a call more for every delta would be seen
+        return self._request.next_delta()
+
+    @property
+    def id(self) -> str:
+        """The caller's own, or the one that it was given."""
+        return self._request.id
+
+    @property
+    def choice_count(self) -> int:
+        """How many choices were asked for: n."""
+        return self._request.sampling.n
+
+    @property
+    def completion_token_count(self) -> int:
+        """Tokens of all choices so far, shown or not."""
+        return self._request.completion_token_count
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        """Known once it is entered."""
+        return self._request.prompt_token_ids
+
+    @property
+    def cached_token_count(self) -> int:
+        """Tokens of the prompt that were found in the prefix cache; known at the end of the first choice."""
+        return self._request.cached_token_count
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
+        """Of the prompt's own tokens, if they were asked for; complete with the first token."""
+        return self._request.prompt_logprobs
+
+    @property
+    def is_finished(self) -> bool:
+        """Every choice has had its last delta, or the request failed."""
+        return self._request.is_finished
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a connector holds blocks of it for another engine: of a choice that is over."""
+        return self._request.is_held
+
+    async def wait_until_released(self) -> None:
+        """Returns when no block of it is held for another engine: they have been read, or nobody wants them any more,
+        or their time is over. At once where none is. Raises EngineFault if the engine breaks meanwhile, AlreadyEnded
+        outside of its scope while something is held."""
+        await self._request.wait_until_released()
+
+    def keep_hold(self) -> None:
+        """Let what is held of it outlive the scope: until it has been read, or is aborted by id, or its time is
+        over. Whoever calls this has told somebody how to read it."""
+        self._request.is_hold_kept = True
+
+    async def wait_until_begun(self) -> Delta | None:
+        """Returns when the request runs; or, if it ended in the line, the delta that says so, which is read as well.
+        Raises what it failed with, and AlreadyEnded outside of its scope. So whoever answers over HTTP can still choose
+        the status."""
+        return await self._request.wait_until_begun()

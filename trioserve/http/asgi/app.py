@@ -1,0 +1,108 @@
+"""The same handlers as an ASGI 3 app: for Hypercorn's Trio worker, or mounted in another Trio app."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import trio
+
+from trioserve.http.asgi.exchange import AsgiExchange, Receive, Send
+from trioserve.http.body_budget import BodyBudget, BodyShare
+from trioserve.http.counters import ConnectionRefusal, FrontendCounters, Tally
+from trioserve.http.exchange import Handler
+from trioserve.http.handler_call import call_handler
+from trioserve.http.headers import Headers
+from trioserve.http.limits import FrontendLimits
+from trioserve.http.message_head import RequestHead
+
+__all__ = ["AnswerBrokenOff", "AsgiApp"]
+
+
+class AnswerBrokenOff(RuntimeError):
+    """Tells the host that an answer will not be completed; ASGI has no message for that."""
+
+
+class AsgiApp:
+    """An ASGI app for one handler; the host has to run Trio. Speaks `http` and `lifespan`.
+
+    Kept, whatever the host: the handler's scope is cancelled when the host reports http.disconnect, and when it takes
+    nothing for stall_seconds_max; at most stream_buffer_bytes_max wait here for one client; bodies are bounded.
+
+    Not kept, because it is the host's to keep (seen with Hypercorn 0.18): the host may itself buffer without bound for
+    an HTTP/2 client that does not read, so that a stall is never seen here. Its `send` may not be cancellable: the
+    handler and all it holds are gone at once, but the call of this app ends only when the host lets go of it. On
+    HTTP/1.1 a disconnect behind a pipelined request is reported late or never.
+    """
+
+    def __init__(self, handler: Handler, limits: FrontendLimits | None = None) -> None:
+        self._handler = handler
+        self._limits = limits or FrontendLimits()
+        self._tally = Tally()
+        self._body_budget = BodyBudget(self._limits)
+        self._exchanges: set[AsgiExchange] = set()
+
+    async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await _live(receive, send)
+        elif scope["type"] == "http":
+            await self._answer(scope, receive, send)
+        else:
+            raise NotImplementedError(f"scope type {scope['type']!r} is not served here, only http and lifespan")
+
+    def counters(self) -> FrontendCounters:
+        """Connections are the host's: those counts stay 0."""
+        unsent = [exchange.unsent_bytes for exchange in self._exchanges if exchange.unsent_bytes]
+        return self._tally.snapshot(self._body_budget, answer_bytes_held=sum(unsent), exchanges_behind=len(unsent))
+
+    async def _answer(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+        share = BodyShare(self._body_budget)
+        exchange = AsgiExchange(_request_head(scope), share, self._limits)
+        self._tally.exchanges_total += 1
+        self._tally.exchanges_open += 1
+        self._exchanges.add(exchange)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(exchange.watch, receive)
+            nursery.start_soon(exchange.forward, send)
+            try:
+                with exchange.scope:
+                    if not await call_handler(self._handler, exchange, exchange.answer):
+                        self._tally.exchanges_failed_total += 1
+                    if exchange.answer.finished:
+                        await exchange.drained()
+            finally:
+                # The handler has let go of everything; the host may keep the rest of this call for a while.
+                share.release()
+                self._exchanges.discard(exchange)
+                self._tally.exchanges_open -= 1
+            nursery.cancel_scope.cancel()
+        self._tally.exchanges_left_total += exchange.gone
+        self._tally.exchanges_stalled_total += exchange.stalled
+        self._tally.connections_refused_total[ConnectionRefusal.BODY_TIMEOUT] += exchange.body_too_slow
+        self._tally.connections_refused_total[ConnectionRefusal.SLOW_READER] += exchange.slow_reader
+        if not exchange.gone and (exchange.stalled or not exchange.answer.finished):
+            raise AnswerBrokenOff(f"the answer to {exchange.method} {exchange.path} was broken off")
+
+
+async def _live(receive: Receive, send: Send) -> None:
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return
+
+
+def _request_head(scope: Mapping[str, Any]) -> RequestHead:
+    path = scope["path"]
+    root = scope.get("root_path", "")
+    if root and (path == root or path.startswith(root.rstrip("/") + "/")):
+        path = path[len(root.rstrip("/")) :] or "/"
+    client = scope.get("client")
+    return RequestHead(
+        method=scope["method"],
+        path=path,
+        query=scope.get("query_string", b"").decode("latin-1"),
+        headers=Headers((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]),
+        http_version=scope["http_version"],
+        peer=f"{client[0]}:{client[1]}" if client else "unknown",
+    )

@@ -1,0 +1,197 @@
+"""One ASGI http request as an exchange: bytes wait here, in a bounded buffer, and a task of its own gives them away.
+
+So a handler is never inside the host's `send`, which may not be cancellable (Hypercorn's is not), and its scope can be
+left at once whatever the host does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import trio
+
+from trioserve.contracts.errors import Overloaded
+from trioserve.http.body_budget import BodyShare
+from trioserve.http.body_pace import BodyPace
+from trioserve.http.clock_and_ids import Surroundings
+from trioserve.http.exchange import BodyTimeout, BodyTooLarge, Exchange, HeaderFields
+from trioserve.http.limits import FrontendLimits
+from trioserve.http.message_head import RequestHead, encode_fields
+from trioserve.http.response_pace import ResponsePace
+from trioserve.http.response_state import AnswerState
+
+__all__ = ["AsgiExchange", "Message", "Receive", "Send"]
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+
+class AsgiExchange(Exchange):
+    """Made, and its scope entered, by AsgiApp, which also runs `watch` and `forward`.
+
+    gone: the client has left. stalled: it took nothing for stall_seconds_max, or, slow_reader, fell so far behind the
+    pace. body_too_slow: its body was given up.
+    """
+
+    def __init__(self, head: RequestHead, share: BodyShare, limits: FrontendLimits) -> None:
+        self.method = head.method
+        self.path = head.path
+        self.query = head.query
+        self.headers = head.headers
+        self.http_version = head.http_version
+        self.peer = head.peer
+        self.scope = trio.CancelScope()
+        self.answer = AnswerState(method=head.method)
+        self.gone = False
+        self.stalled = False
+        self.slow_reader = False
+        self.body_too_slow = False
+        self._share = share
+        self._limits = limits
+        self._surroundings = Surroundings()
+        self._body_ended = False
+        self._body_error: Exception | None = None
+        self._body_bytes_total = 0
+        self._head: Message | None = None
+        self._unsent = bytearray()
+        self._end_given = False  # to the host
+        self._end_taken = False  # by the host
+        self._changed: trio.Event | None = None
+        self._pace = ResponsePace(limits, now=trio.current_time())
+
+    @property
+    def started(self) -> bool:
+        return self.answer.started
+
+    @property
+    def unsent_bytes(self) -> int:
+        return len(self._unsent)
+
+    # --- for the handler ---
+
+    async def body(self) -> bytes:
+        self.answer.check_body_readable()
+        self._share.check_announced(self.headers)
+        pace = BodyPace(self._limits, now=trio.current_time())
+        bytes_seen = self._body_bytes_total
+        with trio.CancelScope(deadline=pace.deadline) as patience:
+            while not self._body_ended and self._body_error is None:
+                await self._change()
+                patience.deadline = pace.arrived(self._body_bytes_total - bytes_seen, now=trio.current_time())
+                bytes_seen = self._body_bytes_total
+        if patience.cancelled_caught:
+            self.body_too_slow = True
+            raise BodyTimeout(pace.lost)
+        if self._body_error is not None:
+            raise self._body_error
+        await trio.lowlevel.checkpoint()
+        return self._share.whole()
+
+    async def respond(self, status: int, headers: HeaderFields, body: bytes) -> None:
+        self._start(status, headers, content_length=len(body))
+        await self.finish(body)
+
+    async def start(self, status: int, headers: HeaderFields) -> None:
+        self._start(status, headers, content_length=None)
+        await trio.lowlevel.checkpoint()
+
+    async def send(self, data: bytes) -> None:
+        self.answer.check_open()
+        if not self.answer.bodiless:
+            await self._hold(data)
+        await trio.lowlevel.checkpoint()
+
+    async def finish(self, last: bytes = b"") -> None:
+        self.answer.check_open()
+        if not self.answer.bodiless:
+            await self._hold(last)
+        self.answer.finish()
+        self._tell()
+        await trio.lowlevel.checkpoint()
+
+    # --- for the app ---
+
+    async def watch(self, receive: Receive) -> None:
+        """Stay in `receive`: Hypercorn's queue of messages is short, and a full one stops a whole connection."""
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                if not self._end_given:  # hosts also say so after a complete answer
+                    self.gone = True
+                    self.scope.cancel()
+                return
+            if self._body_error is None and not self.started:
+                piece = message.get("body", b"")
+                self._body_bytes_total += len(piece)
+                try:
+                    self._share.add(piece)
+                except (BodyTooLarge, Overloaded) as error:  # raised where the body is asked for
+                    self._body_error = error
+            self._body_ended = self._body_ended or not message.get("more_body", False)
+            self._tell()
+
+    async def forward(self, send: Send) -> None:
+        """Give the host what the handler has said, as it comes, several pieces in one message where it lags behind."""
+        while not self._end_taken:
+            if self._head is not None:
+                head, self._head = self._head, None
+                await send(head)
+            elif self._unsent or self.answer.finished:
+                data = bytes(self._unsent)
+                self._unsent.clear()
+                ends = self.answer.finished
+                self._end_given = ends
+                await send({"type": "http.response.body", "body": data, "more_body": not ends})
+                if self._pace.is_running:
+                    now = trio.current_time()
+                    if self._unsent:
+                        self._pace.taken(len(data), now)
+                    else:
+                        self._pace.stop(len(data), now)
+                self._end_taken = ends
+                self._tell()
+            else:
+                await self._change()
+
+    async def drained(self) -> None:
+        """Wait until the host has the whole answer; stalls count as in `send`."""
+        while not self._end_taken:
+            await self._progress()
+
+    def _start(self, status: int, headers: HeaderFields, *, content_length: int | None) -> None:
+        fields = encode_fields(headers, unix_seconds=self._surroundings.unix_seconds(), content_length=content_length)
+        self.answer.start(status)
+        self._head = {"type": "http.response.start", "status": status, "headers": fields}
+        self._tell()
+
+    async def _hold(self, data: bytes) -> None:
+        position = 0
+        while position < len(data):
+            room = self._limits.stream_buffer_bytes_max - len(self._unsent)
+            if room > 0:
+                self._unsent += data[position : position + room]
+                position += room
+                self._tell()
+            else:
+                await self._progress()
+
+    async def _progress(self) -> None:
+        with trio.CancelScope(deadline=self._pace.run(trio.current_time())) as patience:
+            await self._change()
+        if patience.cancelled_caught:
+            self.stalled = True
+            self.slow_reader = self._pace.saw_progress
+            self.scope.cancel()
+            await trio.lowlevel.checkpoint()  # raises Cancelled
+
+    async def _change(self) -> None:
+        if self._changed is None:
+            self._changed = trio.Event()
+        await self._changed.wait()
+
+    def _tell(self) -> None:
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None

@@ -1,0 +1,38 @@
+"""How the front end's counters become metrics: at every scrape, so that whoever counts need not know of metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from trioserve.http.counters import FrontendCounters
+from trioserve.metrics.registry import Metrics
+
+__all__ = ["show_counters"]
+
+
+def show_counters(metrics: Metrics, read: Callable[[], FrontendCounters]) -> None:
+    """Have every exposition of `metrics` show what `read` says at that moment. Once for each front end."""
+    shown: dict[tuple[str, str], int] = {}
+
+    def show() -> None:
+        counters = read()
+        metrics.connections_open.set(counters.connections_open)
+        metrics.clients_slow.set(counters.exchanges_behind)
+        metrics.answer_bytes_held.set(counters.answer_bytes_held)
+        metrics.request_body_bytes_held.set(counters.request_body_bytes_held)
+        # These only grow, and prometheus_client's counters can only be added to.
+        totals = {
+            "connections_total": counters.connections_total,
+            "clients_left_total": counters.exchanges_left_total,
+            "clients_stalled_total": counters.exchanges_stalled_total,
+            "request_body_bytes_total": counters.request_body_bytes_total,
+        }
+        for name, value in totals.items():
+            getattr(metrics, name).inc(value - shown.get((name, ""), 0))
+            shown[name, ""] = value
+        for name in ("connections_refused_total", "streams_refused_total"):
+            for reason, value in getattr(counters, name).items():
+                getattr(metrics, name).labels(reason).inc(value - shown.get((name, reason), 0))
+                shown[name, reason] = value
+
+    metrics.on_scrape(show)

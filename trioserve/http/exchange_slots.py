@@ -1,0 +1,50 @@
+"""Who may begin an exchange: how many are open at a time, and a share that callers nobody knows cannot take.
+
+What makes a caller known is not settled here: that is a predicate, handed in by whoever knows of keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from trioserve.http.counters import StreamRefusal, Tally
+from trioserve.http.headers import Headers
+from trioserve.http.limits import FrontendLimits
+
+__all__ = ["ExchangeSlots", "KnowsCaller"]
+
+KnowsCaller = Callable[[Headers], bool]
+"""Whether the head of a request shows that its caller may use the server. Called once for each request; never waits."""
+
+
+class ExchangeSlots:
+    """The slots of one server. Whoever begins an exchange asks refusal, takes a slot, and gives it back when it ends.
+
+    knows_caller: None where every caller is as good as any other.
+    """
+
+    def __init__(self, limits: FrontendLimits, tally: Tally, knows_caller: KnowsCaller | None) -> None:
+        self._tally = tally
+        self._knows_caller = knows_caller
+        self._open_max = limits.exchanges_max
+        self._unknown_max = max(1, int(limits.exchanges_max * limits.unknown_exchanges_share_max))
+
+    def knows(self, headers: Headers) -> bool:
+        return self._knows_caller is None or self._knows_caller(headers)
+
+    def refusal(self, *, is_known: bool) -> StreamRefusal | None:
+        """Why no exchange of such a caller can begin now, if it cannot."""
+        if self._tally.exchanges_open >= self._open_max:
+            return StreamRefusal.EXCHANGES_MAX
+        if not is_known and self._tally.exchanges_unknown_open >= self._unknown_max:
+            return StreamRefusal.UNKNOWN_CALLERS
+        return None
+
+    def take(self, *, is_known: bool) -> None:
+        self._tally.exchanges_total += 1
+        self._tally.exchanges_open += 1
+        self._tally.exchanges_unknown_open += not is_known
+
+    def give_back(self, *, is_known: bool) -> None:
+        self._tally.exchanges_open -= 1
+        self._tally.exchanges_unknown_open -= not is_known

@@ -1,0 +1,125 @@
+"""One request of an HTTP/1.1 connection as an exchange. Bytes go out where they are given: TCP is the only buffer."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import trio
+
+from trioserve.http.body_budget import BodyShare
+from trioserve.http.body_pace import BodyPace
+from trioserve.http.exchange import BodyTimeout, Exchange, HeaderFields
+from trioserve.http.http1.protocol import EncodedFields, H1Protocol
+from trioserve.http.limits import FrontendLimits
+from trioserve.http.message_head import RequestHead, encode_fields
+from trioserve.http.response_state import AnswerState
+
+__all__ = ["ExchangeOwner", "H11Exchange"]
+
+
+class ExchangeOwner(Protocol):
+    """What an exchange asks of its connection."""
+
+    def body_at_hand(self) -> bytes | None:
+        """What is left of the body, if all of it has come already."""
+
+    async def next_body_piece(self) -> bytes | None:
+        """None at the end. Raises InvalidRequest when the framing is broken."""
+
+    protocol: H1Protocol
+
+    async def write(self, data: bytes) -> None:
+        """Send, or find that the client is gone or takes nothing: then the exchange's scope is cancelled."""
+
+    def body_too_slow(self) -> None:
+        """To be counted: the body was given up."""
+
+    def answer_starts(self) -> bool:
+        """Whether the connection can go on after this answer."""
+
+    def unix_seconds(self) -> int:
+        """The time of day."""
+
+
+class H11Exchange(Exchange):
+    """Made, and its scope entered, by the connection."""
+
+    def __init__(self, owner: ExchangeOwner, head: RequestHead, share: BodyShare, limits: FrontendLimits) -> None:
+        self.method = head.method
+        self.path = head.path
+        self.query = head.query
+        self.headers = head.headers
+        self.http_version = head.http_version
+        self.peer = head.peer
+        self.scope = trio.CancelScope()
+        self.answer = AnswerState(method=head.method)
+        self.share = share
+        self._owner = owner
+        self._limits = limits
+        self._body_read = False
+
+    @property
+    def started(self) -> bool:
+        return self.answer.started
+
+    async def body(self) -> bytes:
+        self.answer.check_body_readable()
+        self.share.check_announced(self.headers)
+        if not self._body_read and (whole := self._owner.body_at_hand()) is not None:
+            self.share.add(whole)
+            self._body_read = True
+        if self._body_read:
+            await trio.lowlevel.checkpoint_if_cancelled()
+            return self.share.whole()
+        pace = BodyPace(self._limits, now=trio.current_time())
+        with trio.CancelScope(deadline=pace.deadline) as patience:
+            while not self._body_read:
+                piece = await self._owner.next_body_piece()
+                if piece is None:
+                    self._body_read = True
+                else:
+                    self.share.add(piece)
+                    patience.deadline = pace.arrived(len(piece), now=trio.current_time())
+        if patience.cancelled_caught:
+            self._owner.body_too_slow()
+            raise BodyTimeout(pace.lost)
+        await trio.lowlevel.checkpoint()
+        return self.share.whole()
+
+    async def respond(self, status: int, headers: HeaderFields, body: bytes) -> None:
+        fields, is_ordinary = self._begin(status, headers, content_length=len(body))
+        body = b"" if self.answer.bodiless else body
+        data = self._owner.protocol.respond(status, fields, body, is_ordinary=is_ordinary)
+        self.answer.finish()
+        await self._owner.write(data)
+
+    async def start(self, status: int, headers: HeaderFields) -> None:
+        fields, is_ordinary = self._begin(status, headers, content_length=None)
+        is_http_1_1 = self.http_version == "1.1"
+        start = self._owner.protocol.start_response
+        await self._owner.write(start(status, fields, is_ordinary=is_ordinary, is_http_1_1=is_http_1_1))
+
+    async def send(self, data: bytes) -> None:
+        self.answer.check_open()
+        if data and not self.answer.bodiless:
+            await self._owner.write(self._owner.protocol.send_data(data))
+        else:
+            await trio.lowlevel.checkpoint()
+
+    async def finish(self, last: bytes = b"") -> None:
+        self.answer.finish()
+        await self._owner.write(self._owner.protocol.end_response(b"" if self.answer.bodiless else last))
+
+    def _begin(self, status: int, headers: HeaderFields, *, content_length: int | None) -> tuple[EncodedFields, bool]:
+        """The fields of the response, which starts now, and whether it is an ordinary one: see H1Protocol.respond."""
+        fields = encode_fields(headers, unix_seconds=self._owner.unix_seconds(), content_length=content_length)
+        self.answer.start(status)
+        goes_on = self._owner.answer_starts()
+        if not goes_on:
+            fields.append((b"connection", b"close"))
+        return fields, goes_on and not self.answer.bodiless and not _has_length(headers)
+
+
+def _has_length(headers: HeaderFields) -> bool:
+    """Then h11 has to see that it is the body's."""
+    return any(name.lower() == "content-length" for name, _ in headers)

@@ -1,0 +1,167 @@
+"""Which bytes of an HTTP/2 connection reach the h2 library, and when a client sends too much of what is useless.
+
+h2 decides what frames mean. This gate stands before it for four reasons: h2 holds a frame of any announced size until
+it is complete; it takes a GOAWAY for the end of the connection, although streams may go on; PRIORITY, which RFC 9113
+deprecates, would only cost time; and floods have to be seen before they are paid for. Knows bytes, does no I/O.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import h2.exceptions
+from h2.errors import ErrorCodes
+
+from trioserve.http.counters import ConnectionRefusal
+from trioserve.http.limits import FrontendLimits
+from trioserve.http.rate_bucket import RateBucket
+
+__all__ = [
+    "CONTINUATION",
+    "DATA",
+    "END_HEADERS",
+    "END_STREAM",
+    "FRAME_BYTES_MAX",
+    "HEADERS",
+    "PREFACE",
+    "SETTINGS",
+    "Flood",
+    "FrameGate",
+    "frame",
+    "goaway_frame",
+]
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"  # RFC 9113, 3.4
+FRAME_BYTES_MAX = 16384  # SETTINGS_MAX_FRAME_SIZE's default; larger frames would only add latency for other streams
+
+HEAD = struct.Struct(">HBBBL")  # of a frame: length, kind, flags, stream (RFC 9113, 4.1)
+HEAD_BYTES = HEAD.size
+KIND_AT = 3
+CRUMB_BYTES_MAX = 128  # DATA that small costs as much as a full frame, and a body of a few of them is no hardship
+DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
+END_STREAM = ACK = 0x1
+END_HEADERS = 0x4
+
+
+class Flood(h2.exceptions.ProtocolError):
+    """The client sends more of something than any client needs."""
+
+    error_code = ErrorCodes.ENHANCE_YOUR_CALM
+
+    def __init__(self, message: str, reason: ConnectionRefusal) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def frame(kind: int, flags: int, stream_id: int, payload: bytes) -> bytes:
+    byte_count = len(payload)
+    return HEAD.pack(byte_count >> 8, byte_count & 0xFF, kind, flags, stream_id) + payload
+
+
+def goaway_frame(last_stream_id: int, error_code: int) -> bytes:
+    """A GOAWAY (RFC 9113, 6.8) behind h2's back, which would refuse to go on with the open streams after its own."""
+    return frame(GOAWAY, 0, 0, struct.pack(">II", last_stream_id, error_code))
+
+
+class FrameGate:
+    """Cuts what the client sends (after the preface) into whole frames and lets pass what h2 should see.
+
+    goaway_received: the client opens no more streams. data_frames_sent: ours, since the client's last control frame; it
+    may answer each with two window updates, the stream's and the connection's.
+    """
+
+    def __init__(self, limits: FrontendLimits, *, now: float) -> None:
+        self.goaway_received = False
+        self.data_frames_sent = 0
+        self._header_block_since: float | None = None
+        self._frame_since = now  # when the incomplete frame that is held began to arrive
+        self._settings_came = False
+        self._header_block_bytes = 0
+        self._header_block_bytes_max = limits.head_bytes_max
+        self._held = bytearray()
+        self._control_frames = RateBucket(
+            per_second=limits.control_frames_per_second_max, burst=limits.control_frames_burst_max, now=now
+        )
+
+    @property
+    def header_block_since(self) -> float | None:
+        """When an unfinished header block began, though it be no more than the head of its first frame."""
+        if self._header_block_since is None and len(self._held) > KIND_AT and self._held[KIND_AT] == HEADERS:
+            return self._frame_since
+        return self._header_block_since
+
+    def pass_on(self, received: bytes | bytearray, now: float) -> bytes:
+        """Take what arrived, return the whole frames for h2. Holds at most one incomplete frame.
+
+        Raises Flood, or FrameTooLargeError as soon as a frame announces more than FRAME_BYTES_MAX; ProtocolError for
+        what h2 does not object to, or not with the code that RFC 9113 asks for.
+        """
+        held = self._held
+        if not held:
+            self._frame_since = now
+        held += received
+        position = 0
+        kept_from = 0
+        kept: list[bytes] = []
+        while len(held) - position >= HEAD_BYTES:
+            byte_count = int.from_bytes(held[position : position + 3], "big")
+            if byte_count > FRAME_BYTES_MAX:
+                raise h2.exceptions.FrameTooLargeError(
+                    f"a frame of {byte_count} bytes came, at most {FRAME_BYTES_MAX} are allowed"
+                )
+            end = position + HEAD_BYTES + byte_count
+            if end > len(held):
+                break
+            if not self._wanted(held, position, byte_count, now):
+                kept.append(bytes(held[kept_from:position]))
+                kept_from = end
+            position = end
+            self._frame_since = now  # of the next one
+        kept.append(bytes(held[kept_from:position]))
+        del held[:position]
+        return b"".join(kept)
+
+    def _wanted(self, held: bytearray, position: int, byte_count: int, now: float) -> bool:
+        kind = held[position + KIND_AT]
+        flags = held[position + 4]
+        if not self._settings_came:
+            if kind != SETTINGS:
+                raise h2.exceptions.ProtocolError("the first frame is not SETTINGS")
+            self._settings_came = True
+        if kind == SETTINGS and flags & ACK and byte_count:
+            raise h2.exceptions.FrameTooLargeError("an acknowledgement of SETTINGS is not empty")
+        if kind == DATA:
+            if byte_count <= CRUMB_BYTES_MAX and not flags & END_STREAM:
+                self._count_control_frame(now)
+            return True
+        if kind in (HEADERS, CONTINUATION):
+            self._follow_header_block(byte_count, ends=bool(flags & END_HEADERS))
+            return True
+        self._count_control_frame(now)
+        if self._header_block_since is not None:
+            return True  # forbidden inside a header block; h2 ends the connection
+        stream_id = int.from_bytes(held[position + 5 : position + 9], "big") & 0x7FFFFFFF
+        if kind == PRIORITY and byte_count == 5 and stream_id:
+            return False
+        if kind == GOAWAY and byte_count >= 8 and not stream_id:
+            self.goaway_received = True
+            return False
+        return kind <= CONTINUATION  # unknown kinds are to be ignored (RFC 9113, 5.5)
+
+    def _follow_header_block(self, byte_count: int, *, ends: bool) -> None:
+        self._header_block_bytes += byte_count
+        if self._header_block_bytes > self._header_block_bytes_max:
+            raise Flood(
+                f"a header block has more than {self._header_block_bytes_max} bytes", ConnectionRefusal.HEAD_TOO_LARGE
+            )
+        if ends:
+            self._header_block_bytes = 0
+            self._header_block_since = None
+        elif self._header_block_since is None:
+            self._header_block_since = self._frame_since
+
+    def _count_control_frame(self, now: float) -> None:
+        self._control_frames.give(2 * self.data_frames_sent)
+        self.data_frames_sent = 0
+        if not self._control_frames.take(now):
+            raise Flood("too many control frames", ConnectionRefusal.CONTROL_FRAMES)

@@ -1,0 +1,140 @@
+"""Where the server can be reached: listening sockets, and TLS with the protocols it offers."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import ssl
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import trio
+
+from trioserve.contracts.errors import StartupError
+from trioserve.http.limits import FrontendLimits
+
+__all__ = ["ClientCertificates", "addresses", "open_listeners", "tls_context"]
+
+BACKLOG = 1024  # connections that the kernel holds for us; it lowers this to its own limit
+
+
+async def open_listeners(
+    host: str | None, port: int, *, limits: FrontendLimits | None = None
+) -> list[trio.SocketListener]:
+    """One listener for each address of `host`: "localhost" has two, for IPv4 and IPv6; None means all interfaces.
+
+    port 0 lets the kernel choose one, the same for every address. An address family that this machine does not have is
+    passed over as long as another one remains. Raises StartupError with one sentence when it cannot be done.
+    """
+    limits = limits or FrontendLimits()
+    if not 0 <= port <= 65535:
+        raise StartupError(f"port is {port}, allowed is 0 to 65535")
+    if host is not None and host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]  # as an IPv6 address is written in a URL
+    try:
+        found = await trio.socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE, proto=socket.IPPROTO_TCP
+        )
+    except OSError as error:
+        raise StartupError(f"the host {host!r} cannot be resolved ({error}): give an address of this machine") from None
+    listeners: list[trio.SocketListener] = []
+    missing: OSError | None = None
+    try:
+        for family, _, _, _, address in dict.fromkeys(found):
+            try:
+                listeners.append(_listen(family, (address[0], port, *address[2:]), limits))
+            except OSError as error:
+                if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
+                    raise
+                missing = error
+            else:
+                port = listeners[-1].socket.getsockname()[1]
+        if not listeners:
+            assert missing is not None
+            raise missing
+    except OSError as error:
+        for listener in listeners:
+            listener.socket.close()
+        raise StartupError(_why_not(host, port, error)) from None
+    return listeners
+
+
+def _listen(family: int, address: tuple[str | int, ...], limits: FrontendLimits) -> trio.SocketListener:
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Connections inherit it.
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, limits.socket_buffer_bytes)
+        if family == socket.AF_INET6:
+            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # IPv4 has its own listener
+        listening.bind(address)
+        listening.listen(BACKLOG)
+        return trio.SocketListener(trio.socket.from_stdlib_socket(listening))
+    except BaseException:
+        listening.close()
+        raise
+
+
+def _why_not(host: str | None, port: int, error: OSError) -> str:
+    place = f"{host or 'all interfaces'} port {port}"
+    if error.errno == errno.EADDRINUSE:
+        return f"{place} is in use by another program: stop it, or choose another port"
+    if error.errno == errno.EACCES:
+        return f"{place} is not allowed for this user: choose a port above 1023"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"{place} cannot be listened on: {host!r} is not an address of this machine"
+    return f"{place} cannot be listened on: {error.strerror or error}"
+
+
+def addresses(listeners: Sequence[trio.SocketListener]) -> list[str]:
+    """host:port of each listener, IPv6 in brackets, as they go into a URL."""
+    names = []
+    for listener in listeners:
+        host, port, *_ = listener.socket.getsockname()
+        names.append(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+    return names
+
+
+ClientCertificates = Literal["none", "optional", "required"]
+
+
+def tls_context(
+    certificate: Path,
+    key: Path | None = None,
+    *,
+    key_password: str | None = None,
+    ca_certificates: Path | None = None,
+    client_certificates: ClientCertificates = "none",
+) -> ssl.SSLContext:
+    """TLS 1.2 or later, offering HTTP/2 and HTTP/1.1. Without `key`, the certificate's file holds it, too.
+
+    client_certificates: whether clients have to show one, signed by one of `ca_certificates`; "optional" checks those
+    that are shown. Raises StartupError when a file cannot be read, or they do not belong together.
+    """
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.options |= ssl.OP_NO_RENEGOTIATION  # HTTP/2 forbids it (RFC 9113, 9.2.1), and it costs us most
+    context.set_alpn_protocols(["h2", "http/1.1"])
+    if (ca_certificates is None) != (client_certificates == "none"):
+        raise StartupError(
+            "to check the certificates of clients, both are needed: a file of CA certificates, and whether client "
+            "certificates are optional or required"
+        )
+    for path in (certificate, key, ca_certificates):
+        if path is not None and not path.is_file():
+            raise StartupError(f"the TLS file {path} does not exist: give a file in PEM format")
+    try:
+        # Without a password, OpenSSL would ask for one on the terminal.
+        context.load_cert_chain(certificate, key, password=key_password or "")
+    except (OSError, ValueError) as error:
+        raise StartupError(
+            f"the TLS certificate {certificate} and its key {key or certificate} cannot be used: {error}"
+        ) from None
+    if ca_certificates is not None:
+        try:
+            context.load_verify_locations(ca_certificates)
+        except OSError as error:
+            raise StartupError(f"the CA certificates {ca_certificates} cannot be used: {error}") from None
+        context.verify_mode = ssl.CERT_REQUIRED if client_certificates == "required" else ssl.CERT_OPTIONAL
+    return context

@@ -1,0 +1,235 @@
+"""A request whose prompt is computed at one endpoint and whose answer is made at another, within one scope.
+
+First it goes to a prefill endpoint, for one token. That one keeps the KV blocks and answers how another engine gets at
+them: kv_transfer_params, which go to the decode endpoint with the client's own body. Its answer is the client's.
+
+Our own servers are asked to stream, and end that stream when the blocks are kept no longer. So the router keeps them by
+keeping the stream, and closing its connection gives them back at once: at the first token of the answer, and whenever
+the client leaves. Other servers have their own ways to end it.
+
+What cannot go that way is one endpoint's, from the prompt to the end (see router/core): without kv_transfer_params, and
+best where the prompt is cached.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import msgspec
+import trio
+
+from trioserve.contracts.endpoint import EndpointId, Leg, PairOutcome
+from trioserve.contracts.errors import EndpointLost, RequestAborted
+from trioserve.proxy.disaggregated_body import prefill_body
+from trioserve.proxy.relay import (
+    Refused,
+    attempt,
+    check_status,
+    error_code,
+    fails_elsewhere,
+    headers_there,
+    lease,
+    model_field,
+)
+from trioserve.proxy.routed_body import TRANSFER_PARAMS, RoutedBody, rewritten
+from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
+
+if TYPE_CHECKING:
+    from trioserve.admission.dispatch import Turn
+    from trioserve.proxy.remote_endpoint import Asking, RemoteAnswer
+    from trioserve.proxy.request_clock import RequestClock
+    from trioserve.proxy.router_context import RouterCall
+
+__all__ = ["forward_pair"]
+
+logger = logging.getLogger(__name__)
+
+PREFILL_BYTES_MAX = 1024 * 1024  # the ids of 100,000 blocks: more is no answer with one token
+ERROR_BYTES_SHOWN = 200
+EVENT_END = b"\n\n"
+
+
+async def forward_pair(call: RouterCall, turn: Turn, raw: bytes, body: RoutedBody, clock: RequestClock) -> None:
+    """Serve a turn that has begun with a leg. Raises what one at a single endpoint does."""
+    with errors_unwrapped():
+        async with trio.open_nursery() as nursery:
+            pair = _Pair(call, turn, raw, body, clock, nursery)
+            try:
+                await pair.serve()
+            finally:
+                pair.let_go()
+            nursery.cancel_scope.cancel()
+
+
+class _Hold:
+    """A prefill that was asked for, and the blocks that are kept for it as long as its stream lasts."""
+
+    def __init__(self, asking: Asking) -> None:
+        self.asking = asking
+        self.watching = trio.CancelScope()
+
+    def close(self) -> None:
+        self.watching.cancel()
+        self.asking.end()
+
+
+class _Pair:
+    """hold: the prefill whose connection is open. params: kv_transfer_params as they came."""
+
+    def __init__(
+        self,
+        call: RouterCall,
+        turn: Turn,
+        raw: bytes,
+        body: RoutedBody,
+        clock: RequestClock,
+        nursery: trio.Nursery,
+    ) -> None:
+        self._call = call
+        self._turn = turn
+        self._raw = raw
+        self._body = body
+        self._clock = clock
+        self._nursery = nursery
+        self._hold: _Hold | None = None
+        self._params = b""
+
+    async def serve(self) -> None:
+        call, turn, clock = self._call, self._turn, self._clock
+        while True:
+            id = call.endpoint = await lease(turn, clock)
+            if turn.leg is Leg.PREFILL:
+                if await self._prefill(id):
+                    return
+                continue
+            fields = self._fields(id)
+            call.prefill_endpoint = turn.prefilled_by if turn.leg is Leg.DECODE else None
+            if turn.leg is Leg.DECODE:
+                fields[TRANSFER_PARAMS] = msgspec.Raw(self._params)
+            else:
+                self.let_go()  # before the same prompt comes again under the same id
+                self._log_whole()
+            if await attempt(call, turn, id, rewritten(self._raw, fields), clock, on_begin=self.let_go):
+                return
+
+    def let_go(self) -> None:
+        """Nobody needs the blocks any more."""
+        hold, self._hold = self._hold, None
+        if hold is not None:
+            hold.close()
+
+    async def _prefill(self, id: EndpointId) -> bool:
+        """Have the prompt computed. Whether that is all: the client was told of a failure."""
+        call, turn = self._call, self._turn
+        is_ours = call.fleet.tells_role(id)
+        sent = prefill_body(call.exchange.path, self._raw, self._fields(id), stream=is_ours)
+        headers = headers_there(call, turn.leg)
+        asking = call.fleet.remote(id).request(call.exchange.method, call.target, headers, sent)
+        hold = self._hold = _Hold(asking)
+        try:
+            with turn.attempt():
+                answer = await asking.begin()
+                outcome = await self._read(id, answer)
+        except (Refused, EndpointLost) as failure:
+            self.let_go()
+            return await fails_elsewhere(call, turn, id, failure)
+        self._clock.note_served(trio.current_time() - turn.leased_at)
+        if outcome is not None:
+            self.let_go()
+        elif is_ours:
+            self._nursery.start_soon(self._watch, hold, answer)
+        turn.prefilled(outcome=outcome)
+        return False
+
+    async def _read(self, id: EndpointId, answer: RemoteAnswer) -> PairOutcome | None:
+        """Read how to get at the blocks of the prompt. None: they are kept. Raises EndpointLost, Refused."""
+        await check_status(answer, Leg.PREFILL)
+        if answer.status != 200:
+            return PairOutcome.NOT_HELD  # it will say the same of the client's own body, or not
+        if (answer.header("content-type") or "").startswith("text/event-stream"):
+            end = await _last_event(id, answer)
+        else:
+            whole = await answer.whole(PREFILL_BYTES_MAX)
+            end = None if whole is None else _parsed(id, whole)
+        if end is None or not end.is_held:
+            return PairOutcome.FINISHED if end is not None and end.is_finished else PairOutcome.NOT_HELD
+        self._params = bytes(end.kv_transfer_params)
+        return None
+
+    async def _watch(self, hold: _Hold, answer: RemoteAnswer) -> None:
+        """Until the blocks are kept no longer."""
+        with hold.watching:
+            try:
+                while await answer.next_piece() is not None:
+                    pass
+            except EndpointLost:
+                pass
+            hold.asking.end()
+            self._turn.hold_lost()
+
+    def _fields(self, id: EndpointId) -> dict[str, object]:
+        model = self._turn.model
+        return {**model_field(self._call, self._body.model, id, model), **self._clock.left()}
+
+    def _log_whole(self) -> None:
+        call, outcome = self._call, self._turn.pair_outcome
+        assert outcome is not None
+        logger.info("not split request=%s endpoint=%s reason=%s", call.request_id, call.endpoint, outcome.value)
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
+class _Answered(msgspec.Struct):
+    """An answer with one token, or an event of one."""
+
+    choices: list[_Choice] = []
+    kv_transfer_params: msgspec.Raw = msgspec.Raw()
+    error: msgspec.Raw = msgspec.Raw()
+
+    @property
+    def is_over(self) -> bool:
+        return any(choice.finish_reason is not None for choice in self.choices)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the whole answer is over, and not only the token that was asked for."""
+        return any(choice.finish_reason not in (None, "length") for choice in self.choices)
+
+    @property
+    def is_held(self) -> bool:
+        return bytes(self.kv_transfer_params).startswith(b"{") and not self.is_finished
+
+
+def _parsed(id: EndpointId, said: bytes) -> _Answered:
+    """Raises EndpointLost for what is no answer, RequestAborted where somebody has ended it."""
+    try:
+        answered = msgspec.json.decode(said, type=_Answered)
+    except msgspec.DecodeError as wrong:
+        raise EndpointLost(f'the endpoint "{id}" answered a prefill with something else: {wrong}') from wrong
+    if bytes(answered.error) not in (b"", b"null"):
+        error = bytes(answered.error)[:ERROR_BYTES_SHOWN].decode(errors="replace")
+        if error_code(said) == "request_aborted":
+            raise RequestAborted(f'the request was aborted at the endpoint "{id}"')
+        raise EndpointLost(f'the endpoint "{id}" failed a prefill: {error}')
+    return answered
+
+
+async def _last_event(id: EndpointId, answer: RemoteAnswer) -> _Answered | None:
+    """The event that ends the answer, as soon as it is there; what follows it only lasts as long as the blocks do. None
+    if it is too large. Raises EndpointLost when it does not come."""
+    held = b""
+    while (piece := await answer.next_piece()) is not None:
+        *events, held = (held + piece).split(EVENT_END)
+        for event in events:
+            for line in event.split(b"\n"):
+                data = line.removeprefix(b"data:").strip()
+                if line.startswith(b"data:") and data != b"[DONE]":
+                    answered = _parsed(id, data)
+                    if answered.is_over:
+                        return answered
+        if len(held) > PREFILL_BYTES_MAX:
+            return None
+    raise EndpointLost(f'the endpoint "{id}" ended a prefill before its token came')

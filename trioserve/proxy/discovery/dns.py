@@ -1,0 +1,81 @@
+"""Endpoints from DNS: every address of a name (A, AAAA), or every target of a service (SRV, RFC 2782)."""
+
+from __future__ import annotations
+
+import logging
+
+import dns.asyncresolver
+import dns.exception
+import dns.resolver
+import trio
+
+from trioserve.proxy.discovery.source import EndpointTemplate, tell
+from trioserve.proxy.fleet import Fleet
+
+__all__ = ["DnsSource"]
+
+logger = logging.getLogger(__name__)
+
+LOOKUP_SECONDS_MAX = 10.0
+# Answers tell how long they hold; asking more often is of no use, and much more seldom leaves the dead in the list.
+AGAIN_SECONDS_MIN = 1.0
+AGAIN_SECONDS_MAX = 30.0
+FAILED_SECONDS = 5.0
+
+
+class DnsSource:
+    """name: to be looked up; with SRV records if it begins with an underscore, such as _http._tcp.llm.example.org.
+    port: of the addresses; SRV records have their own. resolver: for tests; the system's otherwise."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        port: int = 80,
+        scheme: str = "http",
+        template: EndpointTemplate,
+        resolver: dns.asyncresolver.Resolver | None = None,
+    ) -> None:
+        self.name = f"dns:{name}"
+        self._query = name
+        self._port = port
+        self._scheme = scheme
+        self._template = template
+        self._resolver = resolver
+
+    async def run(self, fleet: Fleet) -> None:
+        resolver = self._resolver or dns.asyncresolver.Resolver()
+        while True:
+            try:
+                urls, seconds = await self._look_up(resolver)
+            except (dns.exception.DNSException, OSError) as error:
+                logger.warning("endpoints kept source=%s: %s", self.name, error)
+                seconds = FAILED_SECONDS
+            else:
+                tell(fleet, self.name, [self._template(url) for url in sorted(urls)])
+            await trio.sleep(min(AGAIN_SECONDS_MAX, max(AGAIN_SECONDS_MIN, seconds)))
+
+    async def _look_up(self, resolver: dns.asyncresolver.Resolver) -> tuple[set[str], float]:
+        """The URLs, and for how many seconds they hold."""
+        if self._query.startswith("_"):
+            answer = await resolver.resolve(self._query, "SRV", lifetime=LOOKUP_SECONDS_MAX)
+            records = [(str(record.target).rstrip("."), record.port) for record in answer]
+            assert answer.rrset is not None
+            return {f"{self._scheme}://{host}:{port}" for host, port in records}, answer.rrset.ttl
+        urls: set[str] = set()
+        ttls: list[float] = []
+        failure: dns.exception.DNSException | None = None
+        for kind in ("A", "AAAA"):
+            try:
+                answer = await resolver.resolve(self._query, kind, lifetime=LOOKUP_SECONDS_MAX)
+            except dns.resolver.NoAnswer as error:
+                failure = error
+                continue
+            assert answer.rrset is not None
+            ttls.append(answer.rrset.ttl)
+            for record in answer:
+                host = f"[{record.address}]" if kind == "AAAA" else record.address
+                urls.add(f"{self._scheme}://{host}:{self._port}")
+        if failure is not None and not urls:
+            raise failure
+        return urls, min(ttls)

@@ -1,0 +1,247 @@
+"""Endpoints from Kubernetes: the EndpointSlices of a service, listed once and then watched.
+
+As the API asks of its clients ("Efficient detection of changes"): list, watch from the list's resourceVersion, go on
+from the last one seen when a watch ends, list again when the server no longer knows it (410).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import ssl
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode
+
+import msgspec
+import trio
+
+from trioserve.contracts.endpoint import EndpointId
+from trioserve.contracts.errors import EndpointLost, StartupError
+from trioserve.proxy.discovery.source import EndpointTemplate, tell
+from trioserve.proxy.fleet import Fleet
+from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteAnswer, RemoteEndpoint
+
+__all__ = ["KubernetesSource", "in_cluster"]
+
+logger = logging.getLogger(__name__)
+
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+SLICES_BYTES_MAX = 64 * 1024 * 1024
+LINE_BYTES_MAX = 4 * 1024 * 1024
+WATCH_SECONDS = 300  # then the server ends the watch, and a new one shows that the connection is not dead
+SILENCE_SECONDS_MAX = 30.0  # beyond that: an answer that does not come
+FAILED_SECONDS_MIN, FAILED_SECONDS_MAX = 1.0, 30.0
+
+
+class _Metadata(msgspec.Struct):
+    name: str = ""
+    resourceVersion: str = ""
+
+
+class _Conditions(msgspec.Struct, frozen=True):
+    ready: bool | None = None  # null means yes
+    serving: bool | None = None
+    terminating: bool | None = None
+
+
+class _Endpoint(msgspec.Struct):
+    addresses: list[str] = []
+    conditions: _Conditions = _Conditions()
+
+
+class _Port(msgspec.Struct):
+    name: str | None = None
+    port: int | None = None
+
+
+class _Slice(msgspec.Struct):
+    metadata: _Metadata
+    addressType: str = "IPv4"
+    endpoints: list[_Endpoint] | None = None
+    ports: list[_Port] | None = None
+
+
+class _SliceList(msgspec.Struct):
+    metadata: _Metadata
+    items: list[_Slice] = []
+
+
+class _Event(msgspec.Struct):
+    type: str
+    object: msgspec.Raw
+
+
+class _Status(msgspec.Struct):
+    code: int = 0
+    message: str = ""
+
+
+class _Expired(Exception):
+    """The server does not know the resource version any more."""
+
+
+class KubernetesSource:
+    """The ready endpoints of one service.
+
+    port: the name or number of the service's port; None if it has but one. token: read again for each request, since
+    it is replaced now and then.
+    """
+
+    def __init__(
+        self,
+        api: RemoteEndpoint,
+        *,
+        namespace: str,
+        service: str,
+        port: str | None = None,
+        token: Path | None = None,
+        scheme: str = "http",
+        template: EndpointTemplate,
+    ) -> None:
+        self.name = f"kubernetes:{namespace}/{service}"
+        self._api = api
+        self._namespace = namespace
+        self._service = service
+        self._port = port
+        self._token = token
+        self._scheme = scheme
+        self._template = template
+        self._slices: dict[str, _Slice] = {}
+        self._version = ""
+
+    async def run(self, fleet: Fleet) -> None:
+        failed_seconds = FAILED_SECONDS_MIN
+        try:
+            while True:
+                try:
+                    if not self._version:
+                        await self._list(fleet)
+                    failed_seconds = FAILED_SECONDS_MIN
+                    await self._watch(fleet)
+                except _Expired:
+                    self._version = ""
+                except (EndpointLost, OSError, msgspec.DecodeError, _Unusable) as error:
+                    logger.warning("endpoints kept source=%s: %s", self.name, error)
+                    await trio.sleep(failed_seconds)
+                    failed_seconds = min(FAILED_SECONDS_MAX, 2 * failed_seconds)
+        finally:
+            self._api.close()
+
+    async def _list(self, fleet: Fleet) -> None:
+        with trio.move_on_after(SILENCE_SECONDS_MAX):
+            async with self._api.request("GET", self._path(), await self._headers(), b"") as answer:
+                body = await answer.whole(SLICES_BYTES_MAX)
+                _check(answer, body)
+                listed = msgspec.json.decode(body or b"", type=_SliceList)
+                self._slices = {slice_.metadata.name: slice_ for slice_ in listed.items}
+                self._version = listed.metadata.resourceVersion
+                self._tell(fleet)
+                return
+        raise _Unusable(f"no list came within {SILENCE_SECONDS_MAX:g} s")
+
+    async def _watch(self, fleet: Fleet) -> None:
+        path = self._path(watch="1", resourceVersion=self._version, timeoutSeconds=str(WATCH_SECONDS))
+        with trio.move_on_after(WATCH_SECONDS + SILENCE_SECONDS_MAX):
+            async with self._api.request("GET", path, await self._headers(), b"") as answer:
+                if answer.status != 200:
+                    _check(answer, await answer.whole(LINE_BYTES_MAX))
+                line = bytearray()
+                while (piece := await answer.next_piece()) is not None:
+                    line += piece
+                    *events, rest = line.split(b"\n")
+                    line = bytearray(rest)
+                    if len(line) > LINE_BYTES_MAX:
+                        raise _Unusable(f"an event has more than {LINE_BYTES_MAX} bytes")
+                    for event in events:
+                        if event.strip():
+                            self._take(msgspec.json.decode(event, type=_Event))
+                    if events:
+                        self._tell(fleet)
+
+    def _take(self, event: _Event) -> None:
+        if event.type == "ERROR":
+            status = msgspec.json.decode(event.object, type=_Status)
+            if status.code == 410:
+                raise _Expired
+            raise _Unusable(f"the watch failed with {status.code}: {status.message}")
+        changed = msgspec.json.decode(event.object, type=_Slice)
+        self._version = changed.metadata.resourceVersion
+        if event.type == "DELETED":
+            self._slices.pop(changed.metadata.name, None)
+        elif event.type in ("ADDED", "MODIFIED"):
+            self._slices[changed.metadata.name] = changed
+
+    def _tell(self, fleet: Fleet) -> None:
+        urls = {
+            f"{self._scheme}://{f'[{address}]' if slice_.addressType == 'IPv6' else address}:{port}"
+            for slice_ in self._slices.values()
+            for port in self._ports(slice_)
+            for endpoint in slice_.endpoints or ()
+            if endpoint.conditions.ready is not False and not endpoint.conditions.terminating
+            for address in endpoint.addresses
+        }
+        tell(fleet, self.name, [self._template(url) for url in sorted(urls)])
+
+    def _ports(self, slice_: _Slice) -> list[int]:
+        return [
+            port.port
+            for port in slice_.ports or ()
+            if port.port is not None and self._port in (None, port.name, str(port.port))
+        ]
+
+    def _path(self, **parameters: str) -> str:
+        query = {"labelSelector": f"kubernetes.io/service-name={self._service}", **parameters}
+        if "watch" in parameters:
+            query["allowWatchBookmarks"] = "true"
+        return f"/apis/discovery.k8s.io/v1/namespaces/{quote(self._namespace)}/endpointslices?{urlencode(query)}"
+
+    async def _headers(self) -> list[tuple[str, str]]:
+        if self._token is None:
+            return []
+        token = await trio.to_thread.run_sync(self._token.read_text)
+        return [("authorization", f"Bearer {token.strip()}")]
+
+
+class _Unusable(Exception):
+    """The server's answer is of no use."""
+
+
+def _check(answer: RemoteAnswer, body: bytes | None) -> None:
+    if answer.status == 410:
+        raise _Expired
+    if answer.status != 200 or body is None:
+        said = (body or b"").decode(errors="replace")[:300]
+        raise _Unusable(f"the API server answered with status {answer.status}: {said}")
+
+
+def in_cluster(service: str, *, template: EndpointTemplate, environment: Any = os.environ) -> KubernetesSource:
+    """[NAMESPACE/]SERVICE[:PORT], asked for with the service account of the pod that this runs in.
+
+    Raises StartupError outside of a cluster.
+    """
+    host, port = environment.get("KUBERNETES_SERVICE_HOST"), environment.get("KUBERNETES_SERVICE_PORT", "443")
+    if not host:
+        raise StartupError(
+            "endpoints are to come from Kubernetes, but this is no pod: KUBERNETES_SERVICE_HOST is not set"
+        )
+    try:
+        namespace = (ACCOUNT / "namespace").read_text().strip()
+        context = ssl.create_default_context(cafile=ACCOUNT / "ca.crt")
+    except OSError as error:
+        raise StartupError(f"the service account in {ACCOUNT} cannot be read: {error}") from None
+    before, slash, name = service.rpartition("/")
+    name, _, wanted_port = name.partition(":")
+    api = RemoteEndpoint(
+        EndpointId("kubernetes"),
+        EndpointAddress(scheme="https", host=host, port=int(port)),
+        ssl_context=context,
+    )
+    return KubernetesSource(
+        api,
+        namespace=before if slash else namespace,
+        service=name,
+        port=wanted_port or None,
+        token=ACCOUNT / "token",
+        template=template,
+    )

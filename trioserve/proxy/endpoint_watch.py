@@ -1,0 +1,192 @@
+"""Asks one remote endpoint how it is, what it serves and how much it has to do. A slow one delays nobody else."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Callable
+
+import msgspec
+import trio
+from msgspec import UNSET
+
+from trioserve.admission.dispatch import Dispatch
+from trioserve.contracts.endpoint import EndpointLoad
+from trioserve.contracts.errors import EndpointLost, StartupError
+from trioserve.contracts.kv_transfer import EngineRole
+from trioserve.proxy.remote_endpoint import RemoteEndpoint
+
+__all__ = ["WatchSettings", "load_from_metrics", "watch_endpoint"]
+
+logger = logging.getLogger(__name__)
+
+ANSWER_BYTES_MAX = 8 * 1024 * 1024  # a page of metrics has some 100 KB
+TURNS_FOR_ANSWERS = 2  # one in which their sockets are seen, one in which they are read
+NO_SUCH_PAGE = frozenset({404, 405, 501})
+
+
+class WatchSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """health_seconds, load_seconds: between two questions. answer_seconds_max: how long an answer may take."""
+
+    health_seconds: float = 2.0
+    load_seconds: float = 0.25
+    answer_seconds_max: float = 2.0
+
+    def __post_init__(self) -> None:
+        for field in msgspec.structs.fields(self):
+            value = getattr(self, field.name)
+            if not 0 < value <= 3600:
+                raise StartupError(f"{field.name} is {value}, it must be above 0 and at most 3600 seconds")
+
+
+async def watch_endpoint(
+    remote: RemoteEndpoint,
+    dispatch: Dispatch,
+    settings: WatchSettings,
+    *,
+    learns_models: bool,
+    on_role: Callable[[EngineRole | None], None],
+) -> None:
+    """Runs until cancelled. on_role: told, with each report of load, what the endpoint says it is meant for."""
+    watch = _Watch(remote, dispatch, settings, learns_models=learns_models, on_role=on_role)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(watch.ask_health)
+        nursery.start_soon(watch.ask_load)
+
+
+class _Watch:
+    def __init__(
+        self,
+        remote: RemoteEndpoint,
+        dispatch: Dispatch,
+        settings: WatchSettings,
+        *,
+        learns_models: bool,
+        on_role: Callable[[EngineRole | None], None],
+    ) -> None:
+        self._on_role = on_role
+        self._remote = remote
+        self._dispatch = dispatch
+        self._settings = settings
+        self._learns_models = learns_models
+        self._was_well: bool | None = None
+        self._health_path = "/ready"  # ours; others have /health alone
+        self._load_path: str | None = "/load"
+
+    async def ask_health(self) -> None:
+        while True:
+            answer = await self._ask(self._health_path)
+            if answer is not None and answer[0] in NO_SUCH_PAGE and self._health_path != "/health":
+                self._health_path = "/health"
+                continue
+            # A page that is not there was still answered by somebody.
+            is_well = answer is not None and (answer[0] < 400 or answer[0] in NO_SUCH_PAGE)
+            if is_well and self._learns_models:
+                is_well = await self._learn_models()
+            if is_well != self._was_well:
+                logger.info("endpoint %s endpoint=%s", "well" if is_well else "unwell", self._remote.id)
+                self._was_well = is_well
+            self._dispatch.note_health(self._remote.id, is_well, hangs=answer is None or _says_it_hangs(answer))
+            await trio.sleep(self._settings.health_seconds)
+
+    async def _learn_models(self) -> bool:
+        answer = await self._ask("/v1/models")
+        try:
+            models = [] if answer is None else msgspec.json.decode(answer[1], type=_Models).data
+        except msgspec.DecodeError:
+            models = []
+        if not models:
+            return False
+        self._dispatch.set_models(self._remote.id, [model.id for model in models])
+        return True
+
+    async def ask_load(self) -> None:
+        while self._load_path is not None:
+            sent_total = self._dispatch.sent_total
+            answer = await self._ask(self._load_path)
+            if answer is not None:
+                # Requests that had ended there before it told its load are not in that. Their answers are here, too,
+                # but perhaps not read: taken for ones that run, they would make room a second time once they are.
+                for _ in range(TURNS_FOR_ANSWERS):
+                    await trio.lowlevel.checkpoint()
+                load = self._read_load(answer)
+                if load is not None:
+                    self._on_role(None if load.role is UNSET else load.role)
+                    self._dispatch.note_load(self._remote.id, load, sent_when_asked=sent_total)
+            await trio.sleep(self._settings.load_seconds)
+
+    def _read_load(self, answer: tuple[int, bytes]) -> EndpointLoad | None:
+        status, body = answer
+        if self._load_path == "/load":
+            try:
+                if status == 200:
+                    return msgspec.json.decode(body, type=EndpointLoad)
+            except msgspec.DecodeError:
+                pass
+            if status < 500:
+                self._load_path = "/metrics"
+            return None
+        if status in NO_SUCH_PAGE:
+            self._load_path = None  # it never tells
+            return None
+        return load_from_metrics(body) if status == 200 else None
+
+    async def _ask(self, path: str) -> tuple[int, bytes] | None:
+        """Status and body; None if no answer came in time."""
+        with trio.move_on_after(self._settings.answer_seconds_max):
+            try:
+                async with self._remote.request("GET", path, [], b"") as answer:
+                    body = await answer.whole(ANSWER_BYTES_MAX)
+                    return answer.status, body or b""
+            except EndpointLost:
+                return None
+        return None
+
+
+class _NotReady(msgspec.Struct):
+    reason: str = ""
+
+
+def _says_it_hangs(answer: tuple[int, bytes]) -> bool:
+    """Whether one of our servers says that its step is too old: nobody knows when what it was sent begins there."""
+    status, body = answer
+    if status != 503:
+        return False
+    try:
+        return msgspec.json.decode(body, type=_NotReady).reason == "step_overdue"
+    except msgspec.DecodeError:
+        return False
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+_RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs", "llamacpp:requests_processing")
+_WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs", "llamacpp:requests_deferred")
+_KV_USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage")
+_SAMPLE = re.compile(rb"^([a-zA-Z_:][\w:]*)(?:\{[^\n]*\})? (\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)(?=\s|\Z)", re.MULTILINE)
+_NAMES = frozenset(name.encode() for name in (*_RUNNING, *_WAITING, *_KV_USAGE))
+
+
+def load_from_metrics(page: bytes) -> EndpointLoad | None:
+    """What a page in Prometheus' text format says of load, under the names of vLLM, SGLang or llama.cpp (trioserve has
+    vLLM's, too); of several series with one name, the sum. None if it says nothing, or infinity."""
+    sums: dict[bytes, float] = {}
+    for match in _SAMPLE.finditer(page):
+        name = match[1]
+        if name in _NAMES:
+            sums[name] = sums.get(name, 0.0) + float(match[2])
+
+    def first(names: tuple[str, ...]) -> float | None:
+        return next((sums[name.encode()] for name in names if name.encode() in sums), None)
+
+    running, waiting = first(_RUNNING), first(_WAITING)
+    if running is None or waiting is None or not math.isfinite(running + waiting):
+        return None
+    return EndpointLoad(running=round(running), waiting=round(waiting), kv_usage=min(1.0, first(_KV_USAGE) or 0.0))

@@ -1,0 +1,257 @@
+"""Which endpoints there are at this moment: added, watched, drained. Where they come from is for discovery to know."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable, Iterable, Mapping
+
+import msgspec
+import trio
+
+from trioserve.admission.dispatch import Dispatch
+from trioserve.contracts.endpoint import EndpointId
+from trioserve.contracts.errors import NoEndpoint, StartupError, UnknownModel
+from trioserve.contracts.kv_transfer import EngineRole
+from trioserve.proxy.endpoint_watch import WatchSettings, watch_endpoint
+from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteEndpoint
+from trioserve.proxy.residency_watch import watch_residency
+
+__all__ = ["EndpointSpec", "Fleet"]
+
+
+class EndpointSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is to be known of a remote endpoint before it is asked.
+
+    url: where it is. id: its name here; the URL itself if none is given. api_key: sent to it as a bearer token.
+    models: what it serves, under names of ours for names of its own; None: what it says itself.
+    leases_max: how many sequences it gets at a time; None: the router's setting.
+    role: which part of a request that is split it gets; None: what it says itself, and none if it says nothing.
+    """
+
+    url: str
+    id: str | None = None
+    api_key: str | None = None
+    models: dict[str, str] | None = None
+    leases_max: int | None = None
+    role: EngineRole | None = None
+
+    @property
+    def endpoint_id(self) -> EndpointId:
+        return EndpointId(self.id or str(EndpointAddress.parse(self.url)))
+
+
+class _Member:
+    def __init__(self, spec: EndpointSpec, source: str, remote: RemoteEndpoint) -> None:
+        self.spec = spec
+        self.source = source
+        self.remote = remote
+        self.watch: trio.CancelScope | None = None
+        self.told_role: EngineRole | None = None
+
+
+class Fleet:
+    """The remote endpoints of one router. Every method belongs to the thread of the Trio program that runs it.
+
+    aliases: names that clients may use, for names that endpoints know. connect: makes the endpoint's client; for tests.
+    """
+
+    def __init__(
+        self,
+        dispatch: Dispatch,
+        *,
+        watch: WatchSettings | None = None,
+        aliases: Mapping[str, str] | None = None,
+        ssl_context: ssl.SSLContext | None = None,
+        connect: Callable[[EndpointSpec], RemoteEndpoint] | None = None,
+    ) -> None:
+        self.dispatch = dispatch
+        self.aliases = dict(aliases or {})
+        self._watch_settings = watch or WatchSettings()
+        self._ssl_context = ssl_context
+        self._connect = connect or self._connected
+        self._members: dict[EndpointId, _Member] = {}
+        self._nursery: trio.Nursery | None = None
+        dispatch.on_gone = self._forget
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Watch the endpoints until cancelled; then close what is idle."""
+        try:
+            async with trio.open_nursery() as self._nursery:
+                for member in self._members.values():
+                    self._begin_watch(member)
+                task_status.started()
+                await trio.sleep_forever()
+        finally:
+            self._nursery = None
+            for member in self._members.values():
+                member.remote.close()
+
+    # --- who belongs to it ---
+
+    def add(
+        self, spec: EndpointSpec, *, source: str = "configured", remote: RemoteEndpoint | None = None
+    ) -> EndpointId:
+        """remote: how it is reached, if not over the network. Raises StartupError for a URL that is none, or an id that
+        is taken."""
+        id = spec.endpoint_id
+        remote = remote or self._connect(spec)
+        self.dispatch.add_endpoint(id, spec.models or (), leases_max=spec.leases_max, role=spec.role)
+        known = self._members.get(id)
+        if known is not None:  # it comes back while it was being drained
+            known.remote.close()
+        member = self._members[id] = _Member(spec, source, remote)
+        self._begin_watch(member)
+        return id
+
+    def drain(self, id: EndpointId) -> bool:
+        """Give it nothing more; it is gone when its last request has ended. Whether there was such an endpoint."""
+        member = self._members.get(id)
+        if member is None:
+            return False
+        if member.watch is not None:
+            member.watch.cancel()
+        self.dispatch.drain_endpoint(id)
+        return True
+
+    def set_all(self, specs: Iterable[EndpointSpec], *, source: str) -> None:
+        """These, and no others, are what `source` knows. Those of other sources stay. One whose description has
+        changed is made anew; what runs there goes on.
+
+        Raises StartupError, before anything is changed, if two have the same id.
+        """
+        wanted: dict[EndpointId, EndpointSpec] = {}
+        for spec in specs:
+            id = spec.endpoint_id
+            other = self._members.get(id)
+            if id in wanted or (other is not None and other.source != source):
+                raise StartupError(f'there are two endpoints with the id "{id}": give each its own')
+            wanted[id] = spec
+        for id, member in list(self._members.items()):
+            if member.source == source and wanted.get(id) != member.spec and not self.is_draining(id):
+                self.drain(id)
+        for id, spec in wanted.items():
+            if id not in self._members or self.is_draining(id):
+                self.add(spec, source=source)
+
+    def ids_of(self, source: str) -> frozenset[EndpointId]:
+        """Those that this source has told, and that are not being drained."""
+        return frozenset(
+            id for id, member in self._members.items() if member.source == source and not self.is_draining(id)
+        )
+
+    def is_draining(self, id: EndpointId) -> bool:
+        return self.dispatch.is_endpoint_draining(id)
+
+    def remote(self, id: EndpointId) -> RemoteEndpoint:
+        return self._members[id].remote
+
+    def tells_role(self, id: EndpointId) -> bool:
+        """Whether it said itself what it is meant for, as our servers do."""
+        return self._members[id].told_role is not None
+
+    def specs(self) -> dict[EndpointId, EndpointSpec]:
+        return {id: member.spec for id, member in self._members.items()}
+
+    # --- how it is ---
+
+    def unready_reason(self) -> str | None:
+        """Why no request is taken now, in a word; None if requests are."""
+        if self.dispatch.is_draining:
+            return "draining"
+        return None if any(state.is_given for state in self.dispatch.endpoints) else "no_endpoint"
+
+    def described(self) -> list[dict[str, object]]:
+        """Every endpoint, for operators."""
+        now = trio.current_time()
+        return [
+            {
+                "id": state.id,
+                "object": "endpoint",
+                "url": self._members[state.id].spec.url,
+                "source": self._members[state.id].source,
+                "health": state.health.value,
+                "models": sorted(state.models),
+                "role": state.role,
+                "leases": state.leases,
+                "leases_max": state.leases_max,
+                "in_flight": state.in_flight,
+                "waiting_depth": state.waiting_depth(now),
+                "ejections": state.ejections_total,
+                "resident_blocks": self.dispatch.policy.resident_count(state.id),
+            }
+            for state in self.dispatch.endpoints
+        ]
+
+    # --- models ---
+
+    def models(self) -> list[str]:
+        """Every name that clients may ask for, sorted."""
+        served = {model for state in self.dispatch.endpoints for model in state.models}
+        return sorted(served | {alias for alias, model in self.aliases.items() if model in served})
+
+    def real_model(self, asked: str | None) -> str:
+        """The name that endpoints go by. None is the only model that there is. Raises UnknownModel, and NoEndpoint for
+        None as long as no endpoint has told what it serves."""
+        served = {model for state in self.dispatch.endpoints for model in state.models}
+        if asked is None:
+            if not served and self._is_any_unknown():
+                raise NoEndpoint(
+                    "the request names no model, and no endpoint has told yet what it serves: try again in 1 s",
+                    reason="no_endpoint",
+                    retry_after_seconds=1,
+                )
+            if len(served) != 1:
+                raise UnknownModel(
+                    f"the request names no model, and {len(served)} are served here: name one of "
+                    f"{', '.join(self.models()) or 'them'}",
+                    param="model",
+                )
+            return next(iter(served))
+        model = self.aliases.get(asked, asked)
+        if model not in served and not self._is_any_unknown():
+            raise UnknownModel(
+                f'the model "{asked}" is not served here; served are: {", ".join(self.models()) or "none"}',
+                param="model",
+            )
+        return model
+
+    def model_at(self, id: EndpointId, model: str) -> str:
+        """How the endpoint itself calls it."""
+        return (self._members[id].spec.models or {}).get(model, model)
+
+    def _is_any_unknown(self) -> bool:
+        """Whether an endpoint has not told yet what it serves."""
+        return any(not state.models for state in self.dispatch.endpoints)
+
+    # --- inside ---
+
+    def _connected(self, spec: EndpointSpec) -> RemoteEndpoint:
+        headers = () if spec.api_key is None else (("authorization", f"Bearer {spec.api_key}"),)
+        return RemoteEndpoint(
+            spec.endpoint_id, EndpointAddress.parse(spec.url), headers=headers, ssl_context=self._ssl_context
+        )
+
+    def _begin_watch(self, member: _Member) -> None:
+        if self._nursery is not None:
+            member.watch = trio.CancelScope()
+            self._nursery.start_soon(self._watch, member, member.watch)
+
+    async def _watch(self, member: _Member, scope: trio.CancelScope) -> None:
+        policy = self.dispatch.policy
+        learns = member.spec.models is None
+
+        def note_role(role: EngineRole | None) -> None:
+            member.told_role = role
+            if member.spec.role is None:
+                self.dispatch.set_role(member.remote.id, role)
+
+        with scope:
+            async with trio.open_nursery() as nursery:
+                if policy.wants_residency:
+                    nursery.start_soon(watch_residency, member.remote, policy)
+                await watch_endpoint(
+                    member.remote, self.dispatch, self._watch_settings, learns_models=learns, on_role=note_role
+                )
+
+    def _forget(self, id: EndpointId) -> None:
+        self._members.pop(id).remote.close()

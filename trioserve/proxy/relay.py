@@ -1,0 +1,284 @@
+"""One attempt of a request at one endpoint: what is sent there, and its answer on the way to the client."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from trioserve.admission.dispatch import Fault
+from trioserve.admission.text_threads import TEXT_QUEUE_FULL
+from trioserve.api.error_responses import REASON_HEADER, deadline_refusal
+from trioserve.contracts.endpoint import EndpointId, Leg
+from trioserve.contracts.errors import EndpointLost, QueueWaitOver, TrioserveError
+from trioserve.proxy.remote_endpoint import Unreachable
+from trioserve.proxy.routed_body import TRANSFER_PARAMS
+from trioserve.proxy.whole_events import WholeEvents, is_comment
+
+if TYPE_CHECKING:
+    from trioserve.admission.dispatch import Turn
+    from trioserve.proxy.remote_endpoint import RemoteAnswer
+    from trioserve.proxy.request_clock import RequestClock
+    from trioserve.proxy.router_context import RouterCall
+
+__all__ = ["attempt", "check_status", "error_code", "fails_elsewhere", "headers_there", "lease", "model_field"]
+
+logger = logging.getLogger(__name__)
+
+WHOLE_BYTES_MAX = 256 * 1024  # answers up to here go out in one piece, once they are complete
+ERROR_BYTES_MAX = 64 * 1024
+NOT_ENDPOINTS_FAULT = frozenset({429, 503})
+BROKEN = frozenset({500, 502, 504})
+CLIENTS_FAULT = frozenset({400, 413, 422})
+BUSY_SECONDS_MAX = 5.0
+# Of errors in a stream: somebody has ended the request, and nobody else is to go on with it.
+ENDED_ON_PURPOSE = frozenset({"request_aborted", "queue_timeout", "ttft_timeout", "timeout", "deadline_exceeded"})
+
+ENDPOINT_HEADER = "x-trioserve-endpoint"
+PREFILL_ENDPOINT_HEADER = "x-trioserve-prefill-endpoint"
+CROSS_ORIGIN_PREFIX = "access-control-"  # web pages ask the router, and it says which of them may
+LEG_HEADER = "x-trioserve-leg"
+"""Tells two requests of the same id apart, at endpoints of a request that is split: "prefill" or "decode"."""
+
+# What is between two neighbours (RFC 9110, 7.6.1), and what the router says itself.
+NOT_FORWARDED = frozenset(
+    [
+        "accept-encoding",
+        "authorization",
+        "connection",
+        "content-length",
+        "expect",
+        "forwarded",
+        "host",
+        "keep-alive",
+        "origin",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+        "x-request-id",
+        "x-queue-timeout",
+        "x-ttft-timeout",
+        "x-request-timeout",
+        LEG_HEADER,
+    ]
+)
+NOT_RETURNED = frozenset(
+    [
+        "connection",
+        "content-length",
+        "date",
+        "keep-alive",
+        "proxy-authenticate",
+        "server",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+        "x-request-id",
+    ]
+)
+
+
+class Refused(TrioserveError):
+    """The endpoint answered with an error before it began; the client gets that, unless another one takes over. fault:
+    whose it was; None: nobody's there, so that nobody else is to try."""
+
+    def __init__(self, answer: RemoteAnswer, body: bytes, fault: Fault | None) -> None:
+        super().__init__(f"status {answer.status}")
+        self.answer = answer
+        self.body = body
+        self.fault = fault
+
+
+class TransferFailed(EndpointLost):
+    """The endpoint began its answer with an error: it did not get the KV of the prompt."""
+
+
+async def attempt(
+    call: RouterCall,
+    turn: Turn,
+    id: EndpointId,
+    body: bytes,
+    clock: RequestClock,
+    *,
+    on_begin: Callable[[], None] = lambda: None,
+) -> bool:
+    """Send the request to the endpoint of its lease, and the answer to the client. Whether the client has one; if not,
+    the turn waits for another lease. on_begin: called at the first token.
+
+    Raises EndpointLost when nobody takes the request over, or it is too late for that.
+    """
+    try:
+        with turn.attempt():
+            await _relay(call, turn, id, body, clock, on_begin)
+        return True
+    except (Refused, EndpointLost) as failure:
+        return await fails_elsewhere(call, turn, id, failure)
+
+
+async def fails_elsewhere(call: RouterCall, turn: Turn, id: EndpointId, failure: Refused | EndpointLost) -> bool:
+    """An attempt has failed. False: it goes on elsewhere; True: the client has got what the endpoint said. Raises the
+    failure if there is nothing to tell."""
+    if isinstance(failure, Refused):
+        if failure.fault is None or not turn.failed(failure.fault, busy_seconds=_busy_seconds(failure.answer)):
+            await _pass_on(call, failure.answer, failure.body)
+            return True
+    else:
+        fault = Fault.UNREACHABLE if isinstance(failure, Unreachable) else Fault.BROKE
+        if isinstance(failure, TransferFailed):
+            fault = Fault.TRANSFER
+        if turn.has_token or not turn.failed(fault):
+            raise failure
+    reason = msgspec.json.encode(str(failure)).decode()
+    logger.info("retried request=%s endpoint=%s reason=%s", call.request_id, id, reason)
+    return False
+
+
+async def lease(turn: Turn, clock: RequestClock) -> EndpointId:
+    """Where the request is to go now. Raises what refuses it."""
+    try:
+        return await turn.lease()
+    except QueueWaitOver as over:
+        raise deadline_refusal(clock.first()[0], str(over)) from None
+
+
+async def check_status(answer: RemoteAnswer, leg: Leg | None) -> None:
+    """Raises Refused for an error that is not to be passed on as it comes."""
+    status = answer.status
+    if status not in NOT_ENDPOINTS_FAULT and status not in BROKEN and (status < 400 or leg is not Leg.DECODE):
+        return
+    said = await answer.whole(ERROR_BYTES_MAX) or b""
+    code = error_code(said)
+    fault: Fault | None = Fault.BUSY if status in NOT_ENDPOINTS_FAULT else Fault.BROKE
+    if code in ENDED_ON_PURPOSE or answer.header(REASON_HEADER) == TEXT_QUEUE_FULL:
+        fault = None  # the second says nothing of how much the engine has to do
+    elif status < 500 and status not in NOT_ENDPOINTS_FAULT:
+        # Its prompt was computed with less asked for, so it may be the client's fault after all.
+        is_clients = status in CLIENTS_FAULT and TRANSFER_PARAMS.encode() not in said
+        fault = None if is_clients else Fault.TRANSFER
+    elif leg is Leg.DECODE and code == "request_failed":
+        fault = Fault.TRANSFER
+    raise Refused(answer, said, fault)
+
+
+def model_field(call: RouterCall, asked: str | None, id: EndpointId, model: str) -> dict[str, object]:
+    """The body's model as the endpoint calls it, if the client calls it otherwise."""
+    there = call.fleet.model_at(id, model)
+    return {} if asked == there else {"model": there}
+
+
+async def _relay(
+    call: RouterCall, turn: Turn, id: EndpointId, body: bytes, clock: RequestClock, on_begin: Callable[[], None]
+) -> None:
+    """Raises EndpointLost, Unreachable, TransferFailed, Refused."""
+
+    def begin(*, is_last: bool = False) -> None:
+        turn.first_token(is_last=is_last)
+        clock.stop_first_token()
+        on_begin()
+
+    endpoint = call.fleet.remote(id)
+    async with endpoint.request(call.exchange.method, call.target, headers_there(call, turn.leg), body) as answer:
+        if answer.status >= 400:
+            await check_status(answer, turn.leg)
+        if (answer.header("content-type") or "").startswith("text/event-stream"):
+            await _relay_events(call, turn, answer, begin)
+            return
+        whole = await answer.whole(WHOLE_BYTES_MAX)
+        begin(is_last=True)
+        if whole is not None:
+            await _pass_on(call, answer, whole)
+            return
+        await call.start(answer.status, _headers_back(call, answer), is_events=False)
+        while (piece := await answer.next_piece()) is not None:
+            await call.exchange.send(piece)
+    await call.finish()
+
+
+async def _relay_events(call: RouterCall, turn: Turn, answer: RemoteAnswer, begin: Callable[[], None]) -> None:
+    if not call.exchange.started:  # by an endpoint that was lost before it said anything else
+        await call.start(answer.status, _headers_back(call, answer), is_events=True)
+    whole = WholeEvents()
+    is_over = False
+    while not is_over:
+        piece = await answer.next_piece()
+        is_over = piece is None
+        events = whole.rest if piece is None else whole.feed(piece)
+        if not turn.has_token and not is_comment(events):
+            if turn.leg is Leg.DECODE:
+                _check_first_event(call, events)
+            begin()
+        if events:
+            await call.exchange.send(events)
+    if not turn.has_token:
+        raise EndpointLost(f'the endpoint "{turn.endpoint}" ended its answer before it began')
+    await call.finish()
+
+
+def _check_first_event(call: RouterCall, events: bytes) -> None:
+    """Of an answer whose prompt was computed elsewhere. Raises TransferFailed when it is an error."""
+    data = next((line.removeprefix(b"data:") for line in events.splitlines() if line.startswith(b"data:")), b"")
+    code = error_code(data) if b'"error"' in data else None
+    if code is not None and code not in ENDED_ON_PURPOSE:
+        raise TransferFailed(f'the endpoint "{call.endpoint}" began with an error: {code}')
+
+
+def error_code(said: bytes) -> str | None:
+    """None: it is no error in OpenAI's shape."""
+    try:
+        error = msgspec.json.decode(said, type=_ErrorBody).error
+    except msgspec.DecodeError:
+        return None
+    return None if error is None else str(error.get("code"))
+
+
+class _ErrorBody(msgspec.Struct):
+    error: dict[str, Any] | None = None
+
+
+async def _pass_on(call: RouterCall, answer: RemoteAnswer, body: bytes) -> None:
+    if call.exchange.started:
+        # The head of an answer is out already, so its status cannot be told any more.
+        raise EndpointLost(f"the endpoint answered with status {answer.status} when it was asked again")
+    await call.respond(answer.status, _headers_back(call, answer), body)
+
+
+def headers_there(call: RouterCall, leg: Leg | None) -> list[tuple[str, str]]:
+    tenant_header = call.rules.tenant_header
+    headers = [
+        (name, value)
+        for name, value in call.exchange.headers.items()
+        if name not in NOT_FORWARDED and name != tenant_header
+    ]
+    headers.append(("x-request-id", call.request_id))
+    tenant = call.caller.tenant_told(call.named_tenant)
+    if tenant is not None:
+        headers.append((tenant_header, tenant))
+    if leg is not None:
+        headers.append((LEG_HEADER, leg.value))
+    authorization = call.exchange.headers.get("authorization")
+    if call.rules.passes_authorization and authorization is not None:
+        headers.append(("authorization", authorization))
+    return headers
+
+
+def _headers_back(call: RouterCall, answer: RemoteAnswer) -> list[tuple[str, str]]:
+    headers = [
+        (name, value)
+        for name, value in answer.headers
+        if name not in NOT_RETURNED and not name.startswith(CROSS_ORIGIN_PREFIX)
+    ]
+    headers += [("x-request-id", call.request_id), (ENDPOINT_HEADER, str(call.endpoint))]
+    if call.prefill_endpoint is not None:
+        headers.append((PREFILL_ENDPOINT_HEADER, call.prefill_endpoint))
+    return headers
+
+
+def _busy_seconds(answer: RemoteAnswer) -> float:
+    text = answer.header("retry-after") or ""
+    return min(BUSY_SECONDS_MAX, float(text)) if text.isdecimal() else 1.0

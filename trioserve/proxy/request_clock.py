@@ -1,0 +1,69 @@
+"""The deadlines of one request on its way through the router, wherever it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import trio
+
+from trioserve.api.error_responses import deadline_refusal
+from trioserve.contracts.deadlines import NO_DEADLINES, Deadline, Deadlines
+
+__all__ = ["RequestClock"]
+
+
+class RequestClock:
+    """The deadlines of one request, from its arrival at the router on."""
+
+    def __init__(self, deadlines: Deadlines, now: float) -> None:
+        self._deadlines = deadlines
+        self._moments: dict[Deadline, float] = {}
+        if deadlines is not NO_DEADLINES:
+            for deadline in Deadline:
+                seconds = deadlines.seconds(deadline)
+                if seconds is not None:
+                    self._moments[deadline] = now + seconds
+        self._scope = trio.CancelScope()
+        self._first_token_is_due = deadlines.ttft_timeout is not None
+
+    def at(self, deadline: Deadline) -> float:
+        return self._moments.get(deadline, math.inf)
+
+    def first(self) -> tuple[Deadline, float]:
+        """Which of them passes first for one that waits in line, and when."""
+        return min(self._moments.items(), key=lambda entry: entry[1], default=(Deadline.QUEUE, math.inf))
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Raises Refusal when the time to the first token or to the end has passed."""
+        if not self._moments:  # as most requests have it: a scope would be for nothing
+            yield
+            return
+        self._scope.deadline = min(self.at(Deadline.FIRST_TOKEN), self.at(Deadline.TOTAL))
+        with self._scope:
+            yield
+        if self._scope.cancelled_caught:
+            passed = Deadline.TOTAL
+            if self._first_token_is_due and self.at(Deadline.FIRST_TOKEN) <= self.at(Deadline.TOTAL):
+                passed = Deadline.FIRST_TOKEN
+            seconds = self._deadlines.seconds(passed)
+            raise deadline_refusal(passed, f"the request's {passed.value} of {seconds:g} s has passed")
+
+    def stop_first_token(self) -> None:
+        if self._first_token_is_due:
+            self._first_token_is_due = False
+            self._scope.deadline = self.at(Deadline.TOTAL)
+
+    def note_served(self, seconds: float) -> None:
+        """So long of the time in which it should have left the line it was served, and waits again for the rest."""
+        if Deadline.QUEUE in self._moments:
+            self._moments[Deadline.QUEUE] += seconds
+
+    def left(self) -> dict[str, object]:
+        """The body's deadline fields for an endpoint: what is left of them now."""
+        if not self._moments:
+            return {}
+        now = trio.current_time()
+        return {deadline.value: max(0.001, moment - now) for deadline, moment in self._moments.items()}

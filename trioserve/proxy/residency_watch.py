@@ -1,0 +1,138 @@
+"""Listens to what one remote endpoint tells of its prefix cache. What is lost or silent is not believed any more."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import msgspec
+import trio
+
+from trioserve.contracts.block_hash import HASH_SCHEME, BlockHash
+from trioserve.contracts.errors import EndpointLost
+from trioserve.contracts.kv_events import BlocksStored, KvEvent, ResidencySnapshot
+from trioserve.proxy.remote_endpoint import RemoteAnswer, RemoteEndpoint
+from trioserve.router.policies import Policy
+from trioserve.router.residency import BLOCKS_MAX
+
+__all__ = ["RETRY_SECONDS_MAX", "RETRY_SECONDS_MIN", "STALE_SECONDS", "watch_residency"]
+
+logger = logging.getLogger(__name__)
+
+KV_EVENTS_PATH = "/kv_events"
+STALE_SECONDS = 7.0  # an endpoint gives a sign of life every two
+RETRY_SECONDS_MIN = 0.5
+RETRY_SECONDS_MAX = 10.0  # of a server that tells nothing (vLLM), it is asked as often whether it does by now
+EVENT_BYTES_MAX = 1024 * 1024  # ours have 14 KB
+
+
+async def watch_residency(remote: RemoteEndpoint, policy: Policy) -> None:
+    """Runs until cancelled; from then on it is unknown what the endpoint has."""
+    watch = _Watch(remote, policy)
+    retry_seconds = RETRY_SECONDS_MIN
+    while True:
+        try:
+            await watch.listen()
+            retry_seconds = RETRY_SECONDS_MIN if watch.is_known else min(2 * retry_seconds, RETRY_SECONDS_MAX)
+        finally:
+            watch.lose()
+        await trio.sleep(retry_seconds)
+
+
+class _Broken(Exception):
+    """What came cannot be followed; the stream has to begin anew."""
+
+
+class _Watch:
+    """is_known: what the endpoint has."""
+
+    def __init__(self, remote: RemoteEndpoint, policy: Policy) -> None:
+        self.is_known = False
+        self._remote = remote
+        self._policy = policy
+        self._snapshot: list[BlockHash] = []
+        self._sequence: int | None = None  # of the next change; None: a snapshot is not complete
+        self._last_words = ""
+
+    async def listen(self) -> None:
+        """One stream, until it ends, breaks or is silent."""
+        self._snapshot, self._sequence = [], None
+        with trio.CancelScope(deadline=trio.current_time() + STALE_SECONDS) as silence:
+            try:
+                async with self._remote.request("GET", KV_EVENTS_PATH, [], b"") as answer:
+                    if answer.status == 200:
+                        await self._read(answer, silence)
+                        self._say("the stream ended")
+                    else:
+                        self._say(f"status {answer.status} {answer.header('x-trioserve-reason') or ''}".rstrip())
+            except (EndpointLost, _Broken) as error:
+                self._say(str(error))
+        if silence.cancelled_caught:
+            self._say(f"nothing came for {STALE_SECONDS:g} s")
+
+    def lose(self) -> None:
+        """From now on it is unknown what the endpoint has."""
+        self.is_known = False
+        self._policy.note_unknown(self._remote.id)
+
+    async def _read(self, answer: RemoteAnswer, silence: trio.CancelScope) -> None:
+        lines = _Lines()
+        while (piece := await answer.next_piece()) is not None:
+            silence.deadline = trio.current_time() + STALE_SECONDS
+            for event in lines.events(piece):
+                self._take(event)
+
+    def _take(self, event: KvEvent) -> None:
+        if isinstance(event, ResidencySnapshot):
+            self._take_snapshot(event)
+            return
+        if self._sequence is None or event.sequence != self._sequence:
+            expected = "a snapshot" if self._sequence is None else self._sequence
+            raise _Broken(f"change {event.sequence} came, expected was {expected}")
+        self._sequence += len(event.hashes)
+        if isinstance(event, BlocksStored):
+            self._policy.note_stored(self._remote.id, event.hashes)
+        else:
+            self._policy.note_removed(self._remote.id, event.hashes)
+
+    def _take_snapshot(self, part: ResidencySnapshot) -> None:
+        if part.hash_scheme != HASH_SCHEME or part.block_size < 1:
+            raise _Broken(f'its blocks are named by "{part.hash_scheme}", and here by "{HASH_SCHEME}"')
+        if self._sequence is not None:
+            self._sequence = None  # changes were missed
+            self.lose()
+        self._snapshot += part.hashes[: BLOCKS_MAX - len(self._snapshot)]
+        if part.left:
+            return
+        self._policy.note_resident(self._remote.id, part.block_size, self._snapshot)
+        logger.info("residency known endpoint=%s blocks=%d", self._remote.id, len(self._snapshot))
+        self.is_known = True
+        self._last_words = ""
+        self._snapshot, self._sequence = [], part.sequence
+
+    def _say(self, reason: str) -> None:
+        if reason != self._last_words:  # an endpoint that never tells is logged once
+            logger.info(
+                "residency unknown endpoint=%s reason=%s", self._remote.id, msgspec.json.encode(reason).decode()
+            )
+            self._last_words = reason
+
+
+class _Lines:
+    """Server-sent events out of bytes that are cut anywhere."""
+
+    def __init__(self) -> None:
+        self._held = b""
+        self._decode = msgspec.json.Decoder(KvEvent).decode
+
+    def events(self, piece: bytes) -> Iterator[KvEvent]:
+        """Raises _Broken for what is no event of ours."""
+        *blocks, self._held = (self._held + piece).split(b"\n\n")
+        if len(self._held) > EVENT_BYTES_MAX:
+            raise _Broken("its events have no end")
+        for block in blocks:
+            if block.startswith(b"data: "):
+                try:
+                    yield self._decode(block[len(b"data: ") :])
+                except msgspec.DecodeError as error:
+                    raise _Broken(f"its events are not ours: {error}") from None

@@ -1,0 +1,216 @@
+"""Where the answers of an HTTP/1.1 server begin and end (RFC 9112). Told bytes; waits for nothing.
+
+By hand, since a general parser is half of what a small request costs a router. It is narrower than one: what no server
+in earnest sends (folded header lines, lines without CR, codings besides chunked) is refused, and a connection goes on
+only after an answer whose end is beyond doubt. tests/proxy/test_response_reader.py compares it with h11.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+
+__all__ = ["AnswerHead", "AnswerReader", "BadAnswer"]
+
+HEAD_BYTES_MAX = 65536
+CHUNK_LINE_BYTES_MAX = 4096  # a size and what servers may say of a chunk besides
+
+_STATUS = re.compile(r"HTTP/1\.([01]) ([1-5][0-9][0-9])(?: [^\0\r\n]*)?")
+_FIELDS = re.compile(r"(?:\r\n[-!#$%&'*+.^_`|~0-9A-Za-z]+:[^\0\r\n]*)*")
+_CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n]*)?")
+_TRAILER = re.compile(rb"[-!#$%&'*+.^_`|~0-9A-Za-z]+:[^\0\r\n]*")
+_LENGTH = re.compile(r"[0-9]{1,18}")
+_BODILESS = frozenset({204, 304})
+
+
+class BadAnswer(Exception):
+    """What came is no HTTP/1.1, or ends too early. In words."""
+
+
+class AnswerHead:
+    """headers: names in lower case, repeated ones as they came."""
+
+    __slots__ = ("headers", "status")
+
+    def __init__(self, status: int, headers: list[tuple[str, str]]) -> None:
+        self.status = status
+        self.headers = headers
+
+
+class _Stage(enum.Enum):
+    HEAD = "the head"
+    LENGTH = "a body of known length"
+    CHUNK_LINE = "the line before a chunk"
+    CHUNK = "a chunk"
+    CHUNK_END = "the line end after a chunk"
+    TRAILER = "what follows the last chunk"
+    UNTIL_CLOSE = "a body until the connection closes"
+    ENDED = "nothing"
+
+
+class AnswerReader:
+    """The answers on one connection, one after another, none of them to a HEAD request."""
+
+    def __init__(self) -> None:
+        self._stage = _Stage.ENDED
+        self._held = b""
+        self._left_bytes = 0  # of the body, or of the chunk
+        self._at_end = False
+        self._goes_on = True
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether the last answer has ended so that another one may follow on the same connection."""
+        return self._stage is _Stage.ENDED and self._goes_on and not self._held and not self._at_end
+
+    def begin(self) -> None:
+        """A request is sent: an answer is to come."""
+        assert self.can_go_on
+        self._stage = _Stage.HEAD
+
+    def feed(self, data: bytes) -> None:
+        """What was received; nothing is the end of the connection."""
+        if not data:
+            self._at_end = True
+        else:
+            self._held = self._held + data if self._held else data
+
+    def next_head(self) -> AnswerHead | None:
+        """None: more has to be fed. Heads of interim answers are passed over. Raises BadAnswer."""
+        while True:
+            end = self._held.find(b"\r\n\r\n", 0, HEAD_BYTES_MAX)
+            if end < 0:
+                if len(self._held) >= HEAD_BYTES_MAX:
+                    raise BadAnswer(f"its head has more than {HEAD_BYTES_MAX} bytes")
+                if self._at_end:
+                    raise BadAnswer("it closed the connection within the head" if self._held else "no answer came")
+                return None
+            head, self._held = self._held[:end].decode("latin-1"), self._held[end + 4 :]
+            first, line_end, _ = head.partition("\r\n")
+            status_line = _STATUS.fullmatch(first)
+            if status_line is None:
+                raise BadAnswer(f"it begins with {first[:80]!r}")
+            if _FIELDS.fullmatch(head, len(first)) is None:
+                raise BadAnswer("its head has a line that is no header field")
+            status = int(status_line[2])
+            if status == 101:
+                raise BadAnswer("it changes to a protocol that nobody asked for")
+            if status >= 200:
+                break
+        headers = []
+        if line_end:
+            for line in head[len(first) + 2 :].split("\r\n"):
+                name, _, value = line.partition(":")
+                headers.append((name.lower(), value.strip(" \t")))
+        self._begin_body(status, status_line[1] == "1", headers)
+        return AnswerHead(status, headers)
+
+    def next_piece(self) -> bytes | None:
+        """All of the body that has come since the last call; nothing at its end; None: more has to be fed.
+        Raises BadAnswer."""
+        stage = self._stage
+        if stage is _Stage.LENGTH:
+            return self._next_of_length()
+        if stage is _Stage.ENDED:
+            return b""
+        if stage is _Stage.UNTIL_CLOSE:
+            return self._next_until_close()
+        assert stage is not _Stage.HEAD
+        return self._next_of_chunks()
+
+    def _begin_body(self, status: int, is_1_1: bool, headers: list[tuple[str, str]]) -> None:
+        codings = [value for name, value in headers if name == "transfer-encoding"]
+        lengths = {
+            part.strip(" \t") for name, value in headers if name == "content-length" for part in value.split(",")
+        }
+        options = [
+            part.strip(" \t").lower() for name, value in headers if name == "connection" for part in value.split(",")
+        ]
+        # Where two lengths are told, somebody in between may believe the other one (RFC 9112, 6.3).
+        self._goes_on = is_1_1 and "close" not in options and not (codings and lengths)
+        if status in _BODILESS:
+            self._stage = _Stage.ENDED
+        elif codings:
+            if [coding.lower() for coding in codings] != ["chunked"]:
+                raise BadAnswer(f"its transfer-encoding is {', '.join(codings)[:80]!r}, and not chunked")
+            self._stage = _Stage.CHUNK_LINE
+        elif lengths:
+            if len(lengths) > 1 or _LENGTH.fullmatch(length := lengths.pop()) is None:
+                raise BadAnswer("its content-length is no number")
+            self._left_bytes = int(length)
+            self._stage = _Stage.LENGTH if self._left_bytes else _Stage.ENDED
+        else:
+            self._goes_on = False
+            self._stage = _Stage.UNTIL_CLOSE
+
+    def _next_of_length(self) -> bytes | None:
+        if not self._held:
+            self._check_more_may_come()
+            return None
+        piece, self._held = self._held[: self._left_bytes], self._held[self._left_bytes :]
+        self._left_bytes -= len(piece)
+        if not self._left_bytes:
+            self._stage = _Stage.ENDED
+        return piece
+
+    def _next_until_close(self) -> bytes | None:
+        if not self._held and self._at_end:
+            self._stage = _Stage.ENDED
+            return b""
+        piece, self._held = self._held, b""
+        return piece or None
+
+    def _next_of_chunks(self) -> bytes | None:
+        held, position = self._held, 0
+        if not held:
+            self._check_more_may_come()
+            return None
+        pieces: list[bytes] = []
+        while self._stage is not _Stage.ENDED:
+            if self._stage is _Stage.CHUNK:
+                piece = held[position : position + self._left_bytes]
+                position += len(piece)
+                self._left_bytes -= len(piece)
+                pieces.append(piece)
+                if self._left_bytes:
+                    break
+                self._stage = _Stage.CHUNK_END
+            elif self._stage is _Stage.CHUNK_END:
+                if len(held) < position + 2:
+                    break
+                if held[position : position + 2] != b"\r\n":
+                    raise BadAnswer("a chunk is longer than was told")
+                position += 2
+                self._stage = _Stage.CHUNK_LINE
+            else:
+                end = held.find(b"\r\n", position)
+                line_bytes_max = CHUNK_LINE_BYTES_MAX if self._stage is _Stage.CHUNK_LINE else HEAD_BYTES_MAX
+                if (len(held) if end < 0 else end) - position > line_bytes_max:
+                    raise BadAnswer(f"a line between chunks has more than {line_bytes_max} bytes")
+                if end < 0:
+                    break
+                line, position = held[position:end], end + 2
+                self._take_line(line)
+        self._held = held[position:]
+        whole = b"".join(pieces) if len(pieces) > 1 else (pieces[0] if pieces else b"")
+        if whole or self._stage is _Stage.ENDED:
+            return whole
+        self._check_more_may_come()
+        return None
+
+    def _take_line(self, line: bytes) -> None:
+        if self._stage is _Stage.TRAILER:
+            if not line:
+                self._stage = _Stage.ENDED
+            elif _TRAILER.fullmatch(line) is None:
+                raise BadAnswer("what follows its last chunk is no header field")
+            return
+        size = _CHUNK_SIZE.fullmatch(line)
+        if size is None:
+            raise BadAnswer(f"a chunk begins with {line[:80]!r}")
+        self._left_bytes = int(size[1], 16)
+        self._stage = _Stage.CHUNK if self._left_bytes else _Stage.TRAILER
+
+    def _check_more_may_come(self) -> None:
+        if self._at_end:
+            raise BadAnswer(f"it closed the connection, and {self._stage.value} is missing")

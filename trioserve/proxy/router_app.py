@@ -1,0 +1,223 @@
+"""The API of a router: what goes on to an endpoint, and what the router answers itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import trio
+
+from trioserve.api.api_keys import ApiKeys
+from trioserve.api.app import BaseApp, Route
+from trioserve.api.caller import AccessRules, check_is_admin
+from trioserve.api.error_responses import REASON_HEADER, ErrorAnswer, Refusal
+from trioserve.api.openai.models import MODEL_PATH
+from trioserve.api.openai.request_types import decode_body
+from trioserve.api.operations.health import VERSION
+from trioserve.api.operations.live_requests import REQUEST_PATH, answer_abort, answer_aborts
+from trioserve.contracts.endpoint import EndpointId
+from trioserve.contracts.errors import InvalidRequest, StartupError, UnknownModel
+from trioserve.http.clock_and_ids import Surroundings
+from trioserve.proxy.fleet import EndpointSpec
+from trioserve.proxy.proxied_request import forward
+from trioserve.proxy.router_context import RouterCall, RoutingRules
+
+if TYPE_CHECKING:
+    from trioserve.http.exchange import Exchange
+    from trioserve.metrics.registry import Metrics
+    from trioserve.proxy.fleet import Fleet
+    from trioserve.proxy.prompt_blocks import PromptBlocks
+
+__all__ = ["FORWARDED", "RouterApp"]
+
+FORWARDED = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/embeddings",
+    "/v1/rerank",
+    "/v1/score",
+    "/tokenize",
+    "/detokenize",
+)
+"""Paths whose requests name a model and go to an endpoint that serves it."""
+
+ENDPOINTS_PATH = "/endpoints"
+ENDPOINT_PATH = "/endpoints/"
+"""What follows is the endpoint's id, slashes included."""
+MANAGED_BY_ADMIN = "endpoints are added and drained with the admin's API key: see --admin-api-key"
+
+
+async def list_models(call: RouterCall) -> None:
+    await call.answer({"object": "list", "data": [_card(name) for name in call.fleet.models()]})
+
+
+async def read_model(call: RouterCall) -> None:
+    """Raises UnknownModel."""
+    name = call.exchange.path.removeprefix(MODEL_PATH)
+    if name not in call.fleet.models():
+        raise UnknownModel(f'the model "{name}" is not served here; served are: {", ".join(call.fleet.models())}')
+    await call.answer(_card(name))
+
+
+def _card(name: str) -> dict[str, object]:
+    return {"id": name, "object": "model", "created": STARTED_AT, "owned_by": "trioserve"}
+
+
+STARTED_AT = int(time.time())
+
+
+async def read_health(call: RouterCall) -> None:
+    """200 as long as the event loop turns."""
+    await call.answer({"status": "alive"})
+
+
+async def read_ready(call: RouterCall) -> None:
+    """200 if there is an endpoint that takes requests."""
+    reason = call.fleet.unready_reason()
+    if reason is None:
+        await call.answer({"ready": True})
+    else:
+        await call.answer({"ready": False, "reason": reason}, status=503, headers=((REASON_HEADER, reason),))
+
+
+async def read_version(call: RouterCall) -> None:
+    await call.answer({"version": VERSION})
+
+
+async def list_endpoints(call: RouterCall) -> None:
+    await call.answer({"object": "list", "data": call.fleet.described()})
+
+
+async def add_endpoint(call: RouterCall) -> None:
+    """From now on it gets requests; as soon as it says that it is well."""
+    check_is_admin(call.caller, MANAGED_BY_ADMIN)
+    spec = decode_body(await call.exchange.body(), EndpointSpec)
+    try:
+        id = call.fleet.add(spec)
+    except StartupError as error:
+        raise InvalidRequest(str(error)) from None
+    await call.answer({"id": id, "object": "endpoint"}, status=201)
+
+
+async def drain_endpoint(call: RouterCall) -> None:
+    """It gets nothing more, and is gone when its last request has ended. None of them is lost."""
+    check_is_admin(call.caller, MANAGED_BY_ADMIN)
+    id = EndpointId(call.exchange.path.removeprefix(ENDPOINT_PATH))
+    if not call.fleet.drain(id):
+        raise Refusal(
+            ErrorAnswer(
+                status=404,
+                type="invalid_request_error",
+                code="endpoint_not_found",
+                message=f'there is no endpoint with the id "{id}"; GET {ENDPOINTS_PATH} lists them',
+                headers=((REASON_HEADER, "endpoint_not_found"),),
+            )
+        )
+    await call.answer({"id": id, "object": "endpoint", "draining": True})
+
+
+async def list_requests(call: RouterCall) -> None:
+    """Those that live, wherever they are."""
+    now = trio.current_time()
+    await call.answer(
+        {
+            "object": "list",
+            "data": [
+                {
+                    "id": turn.id,
+                    "object": "request",
+                    "state": turn.state,
+                    "endpoint": None if turn.is_in_line else turn.endpoint,
+                    "prefill_endpoint": turn.prefilled_by,
+                    "priority": turn.priority,
+                    "age_seconds": round(now - turn.entered_at, 3),
+                }
+                for turn in call.fleet.dispatch.live_turns(owner=call.owner)
+            ],
+        }
+    )
+
+
+async def abort_request(call: RouterCall) -> None:
+    """Answers 200 with what it did; 404 if no request of this caller bears the id."""
+    await answer_abort(call, call.fleet.dispatch.abort)
+
+
+async def abort_requests(call: RouterCall) -> None:
+    """Answers with a result for each id, in the order in which they came."""
+    await answer_aborts(call, call.fleet.dispatch.abort)
+
+
+async def read_metrics(call: RouterCall) -> None:
+    metrics = call.metrics
+    await call.answer_bytes(metrics.expose() + call.more_metrics(), metrics.content_type)
+
+
+ROUTES = {
+    route.path: route
+    for route in (
+        *(Route[RouterCall](path=path, operations={"POST": forward}) for path in FORWARDED),
+        Route[RouterCall](path="/v1/models", operations={"GET": list_models}),
+        Route[RouterCall](path="/v1/requests", operations={"GET": list_requests}),
+        Route[RouterCall](path="/v1/requests/abort", operations={"POST": abort_requests}),
+        Route[RouterCall](path=ENDPOINTS_PATH, operations={"GET": list_endpoints, "POST": add_endpoint}),
+        Route[RouterCall](path="/health", operations={"GET": read_health}, needs_key=False),
+        Route[RouterCall](path="/ready", operations={"GET": read_ready}, needs_key=False),
+        Route[RouterCall](path="/version", operations={"GET": read_version}, needs_key=False),
+        Route[RouterCall](path="/metrics", operations={"GET": read_metrics}, needs_key=False),
+    )
+}
+MODEL = Route[RouterCall](path=MODEL_PATH + "{model}", operations={"GET": read_model})
+REQUEST = Route[RouterCall](path=REQUEST_PATH + "{request}", operations={"DELETE": abort_request})
+ENDPOINT = Route[RouterCall](path=ENDPOINT_PATH + "{endpoint}", operations={"DELETE": drain_endpoint})
+
+
+class RouterApp(BaseApp[RouterCall]):
+    """The handler of a router."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        metrics: Metrics,
+        *,
+        rules: RoutingRules | None = None,
+        api_keys: Iterable[str] = (),
+        admin_api_key: str | None = None,
+        access: AccessRules | None = None,
+        more_metrics: Callable[[], bytes] = bytes,
+        surroundings: Surroundings | None = None,
+        naming: PromptBlocks | None = None,
+    ) -> None:
+        """more_metrics: shown behind the router's own. naming: names the blocks of prompts, for a policy that asks."""
+        super().__init__(ApiKeys(api_keys, admin_key=admin_api_key, rules=access), metrics)
+        self._fleet = fleet
+        self._rules = rules or RoutingRules()
+        self._more_metrics = more_metrics
+        self._surroundings = surroundings or Surroundings()
+        self._naming = naming
+
+    def route(self, path: str) -> Route[RouterCall] | None:
+        if path.startswith(MODEL_PATH) and len(path) > len(MODEL_PATH):
+            return MODEL
+        if path.startswith(ENDPOINT_PATH) and len(path) > len(ENDPOINT_PATH):
+            return ENDPOINT
+        if path.startswith(REQUEST_PATH) and len(path) > len(REQUEST_PATH) and path not in ROUTES:
+            return REQUEST
+        return ROUTES.get(path)
+
+    def new_call(self, exchange: Exchange) -> RouterCall:
+        return RouterCall(
+            exchange,
+            self._fleet,
+            self._rules,
+            self._metrics,
+            self._surroundings,
+            more_metrics=self._more_metrics,
+            naming=self._naming,
+        )
+
+    def end_fields(self, call: RouterCall) -> dict[str, object]:
+        fields: dict[str, object] = {"endpoint": call.endpoint}
+        return fields if call.prefill_endpoint is None else {**fields, "prefill_endpoint": call.prefill_endpoint}

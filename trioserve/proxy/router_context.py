@@ -1,0 +1,105 @@
+"""One call of the router's API: what came in, and the router that it goes through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+from urllib.parse import parse_qsl, urlencode
+
+from trioserve.api.responder import TENANT_HEADER, Answering
+from trioserve.contracts.deadlines import Deadlines
+from trioserve.contracts.endpoint import EndpointId
+from trioserve.http.clock_and_ids import Surroundings
+from trioserve.http.limits import SPLIT_PROMPT_TOKENS_MIN
+
+if TYPE_CHECKING:
+    from trioserve.admission.dispatch import Turn
+    from trioserve.http.exchange import Exchange, HeaderFields
+    from trioserve.metrics.registry import Metrics
+    from trioserve.proxy.fleet import Fleet
+    from trioserve.proxy.prompt_blocks import PromptBlocks
+
+__all__ = ["ENDPOINT_PARAMETER", "RouterCall", "RoutingRules"]
+
+ENDPOINT_PARAMETER = "id"
+"""In the query of a request: the one endpoint it may go to."""
+
+
+class RoutingRules:
+    """How requests are read. deadlines: of those that bring none; deadlines_max: what any may have.
+    tenant_header, session_header: whose values tell tenants and sessions apart; which callers' tenants, see Caller.
+    passes_authorization: endpoints get the client's Authorization header, since no key of the router stands in it.
+    split_prompt_tokens_min: a prompt with fewer tokens, as guessed from its length, is computed where its answer is.
+    """
+
+    def __init__(
+        self,
+        *,
+        deadlines: Deadlines | None = None,
+        deadlines_max: Deadlines | None = None,
+        tenant_header: str = TENANT_HEADER,
+        session_header: str = "x-session-id",
+        passes_authorization: bool = True,
+        split_prompt_tokens_min: int = SPLIT_PROMPT_TOKENS_MIN,
+    ) -> None:
+        self.deadlines = deadlines or Deadlines()
+        self.deadlines_max = deadlines_max or Deadlines()
+        self.tenant_header = tenant_header.lower()
+        self.session_header = session_header
+        self.passes_authorization = passes_authorization
+        self.split_prompt_tokens_min = split_prompt_tokens_min
+
+
+class RouterCall(Answering):
+    """Handlers get one of these, and answer it once.
+
+    naming: names the blocks of prompts; None where no policy asks for it.
+    turn: its place or lease, once it has one. endpoint: where it went last. prefill_endpoint: which other one has
+    computed its prompt.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        fleet: Fleet,
+        rules: RoutingRules,
+        metrics: Metrics,
+        surroundings: Surroundings,
+        *,
+        more_metrics: Callable[[], bytes] = bytes,
+        naming: PromptBlocks | None = None,
+    ) -> None:
+        super().__init__(exchange, surroundings)
+        self.fleet = fleet
+        self.rules = rules
+        self.metrics = metrics
+        self.more_metrics = more_metrics
+        self.naming = naming
+        self.turn: Turn | None = None
+        self.endpoint: EndpointId | None = None
+        self.prefill_endpoint: EndpointId | None = None
+
+    def query(self, name: str) -> str | None:
+        return next((value for key, value in parse_qsl(self.exchange.query) if key == name), None)
+
+    @property
+    def named_tenant(self) -> str | None:
+        """Whose the request is, as it says itself; what that counts for is the caller's to say."""
+        return self.exchange.headers.get(self.rules.tenant_header)
+
+    @property
+    def target(self) -> str:
+        """Path and query as an endpoint is to see them."""
+        rest = [(key, value) for key, value in parse_qsl(self.exchange.query) if key != ENDPOINT_PARAMETER]
+        return self.exchange.path + ("?" + urlencode(rest) if rest else "")
+
+    async def start(self, status: int, headers: HeaderFields, *, is_events: bool) -> None:
+        """Begin an answer that comes from elsewhere, with its headers."""
+        self.status = status
+        self._streaming = is_events
+        await self.exchange.start(status, headers)
+
+    async def respond(self, status: int, headers: HeaderFields, body: bytes) -> None:
+        """The same, whole."""
+        self.status = status
+        await self.exchange.respond(status, headers, body)

@@ -1,0 +1,198 @@
+"""One sequence of a simulation: what was asked, what the reference answers, and what the core said. The core's word is
+compared as it comes, with a bookkeeping of its own that shares nothing with the core's."""
+
+from __future__ import annotations
+
+from trioserve.contracts.events import (
+    AbortOutcome,
+    AbortResult,
+    EngineEvent,
+    FinishReason,
+    Phase,
+    PromptLogprobs,
+    RequestFinished,
+    TokensReady,
+)
+from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.step import ScheduledChunk
+from trioserve.simulation.reference_engine import ReferenceAnswer
+
+__all__ = ["Story"]
+
+
+class Story:
+    """order: who goes first, the smaller one. known: prompt and delivered tokens. cached_count: the prompt tokens that
+    were cached when it first ran; None before. message: what its failing step says. lacks_kv: it has to end, since its
+    KV did not come. steps_in_flight: that compute it. computed_end: how far these come. has_surplus: it has ended, and
+    a step in flight computes it once more. loaded_count: the tokens whose KV a connector has brought. draft_counts: of
+    its drafts that were verified: how many, their tokens, those of them that were right."""
+
+    __slots__ = (
+        "aborted_for",
+        "answer",
+        "cached_count",
+        "computed_end",
+        "draft_counts",
+        "finished",
+        "has_surplus",
+        "is_running",
+        "known",
+        "lacks_kv",
+        "loaded_count",
+        "message",
+        "order",
+        "output_count",
+        "prompt_logprobs_count",
+        "request",
+        "steps_in_flight",
+    )
+
+    def __init__(self, request: EngineRequest, arrival_index: int, answer: ReferenceAnswer) -> None:
+        self.request = request
+        self.order = (request.priority, arrival_index)
+        self.answer = answer
+        self.known = list(request.prompt_token_ids)
+        self.output_count = 0
+        self.loaded_count = 0
+        self.lacks_kv = False
+        self.draft_counts = (0, 0, 0)
+        self.prompt_logprobs_count = 0
+        self.cached_count: int | None = None
+        self.is_running = False
+        self.steps_in_flight = 0
+        self.computed_end = 0
+        self.has_surplus = False
+        self.aborted_for: FinishReason | None = None
+        self.message: str | None = None
+        self.finished: RequestFinished | None = None
+
+    @property
+    def phase(self) -> Phase:
+        if self.cached_count is None:
+            return Phase.QUEUED
+        return Phase.DECODE if self.output_count else Phase.PREFILL
+
+    @property
+    def will_have_ended(self) -> bool:
+        """Whether it ends with the step in flight that it is in, whatever that brings: it has all its tokens then."""
+        samples = self.steps_in_flight > 0 and self.computed_end == len(self.known)
+        return samples and self.output_count + 1 == self.request.output_tokens_max
+
+    def take_chunk(self, chunk: ScheduledChunk) -> None:
+        """It computes in the step that begins."""
+        name = self.request.id
+        assert self.is_running, f"{name} computes, and was never admitted"
+        assert self.aborted_for is None, f"{name} computes after its abort"
+        assert chunk.tokens == self.known, f"{name} has {len(self.known)} tokens, its chunk {len(chunk.tokens)}"
+        if self.cached_count is None:
+            self.cached_count = chunk.start - self.loaded_count
+        if self.steps_in_flight:
+            assert chunk.start == self.computed_end, f"{name} goes on at {chunk.start} behind {self.computed_end}"
+            assert not self.will_have_ended, f"{name} has all its tokens with the step in flight, and is planned again"
+        assert chunk.awaits_token == (chunk.start == len(self.known)), f"{name} awaits a token that is known, or not"
+        self.steps_in_flight += 1
+        self.computed_end = chunk.start + chunk.count
+
+    def take_abort(self, result: AbortResult, reason: FinishReason) -> None:
+        """What the core said to an abort of this sequence."""
+        name = self.request.id
+        if self.finished is not None:
+            assert result == AbortResult(AbortOutcome.ALREADY_FINISHED), f"{name} has finished, its abort says {result}"
+            return
+        assert result.outcome is AbortOutcome.ABORTED, f"{name} lives, its abort says {result.outcome}"
+        self.aborted_for = self.aborted_for or reason
+        if self.steps_in_flight:
+            assert result.finished is None, f"{name} is finished while a step reads its blocks"
+        else:
+            assert result.finished is not None, f"{name}: no step reads its blocks, and its abort has to wait"
+            self.take(result.finished)
+
+    def take_update(self, chunk: ScheduledChunk, tokens_before: int) -> None:
+        """All events of the step that it was in have been taken. tokens_before: how many it had before them."""
+        name = self.request.id
+        self.steps_in_flight -= 1
+        if self.has_surplus:
+            self.has_surplus = False
+            assert self.output_count == tokens_before, f"{name}: a token after its end"
+        elif self.aborted_for is not None and self.steps_in_flight:
+            assert self.finished is None, f"{name} is finished while a step reads its blocks"
+        elif self.aborted_for is not None or self.message is not None:
+            assert self.finished is not None, f"{name} ought to have ended with the step, and lives"
+        else:
+            count = self.output_count - tokens_before
+            expected = int(chunk.samples)
+            if chunk.draft:
+                expected += self._verified_count(chunk.draft, tokens_before)
+                drafts, tokens, accepted = self.draft_counts
+                self.draft_counts = (drafts + 1, tokens + len(chunk.draft), accepted + expected - 1)
+            assert count == expected, f"{name}: {count} tokens from a chunk that gives {expected}"
+            if self.output_count == len(self.answer.token_ids):
+                assert self.finished is not None, f"{name} has its whole answer, and no end"
+        # Whoever ends with one step and is in the next: there it is surplus.
+        self.has_surplus = self.finished is not None and self.steps_in_flight > 0
+
+    def _verified_count(self, draft: tuple[int, ...], tokens_before: int) -> int:
+        """How many tokens a draft brings besides the one that every decode does: one for each right guess in a row, as
+        far as the answer goes."""
+        tokens = self.answer.token_ids[tokens_before:]
+        count = 0
+        while count < min(len(draft), len(tokens) - 1) and draft[count] == tokens[count]:
+            count += 1
+        return count
+
+    def take(self, event: EngineEvent) -> None:
+        """Whatever the core says of it."""
+        name = self.request.id
+        assert self.finished is None, f"{name} has finished, and now {event}"
+        if type(event) is RequestFinished:
+            self._take_end(event)
+            return
+        assert self.aborted_for is None, f"{name} was aborted, and now {event}"
+        if type(event) is TokensReady:
+            self._take_tokens(event)
+        elif type(event) is PromptLogprobs:
+            entries = event.logprobs
+            assert self.output_count == 0, f"{name}: prompt logprobs after the first token"
+            begin, self.prompt_logprobs_count = self.prompt_logprobs_count, self.prompt_logprobs_count + len(entries)
+            expected = (self.answer.prompt_logprobs or ())[begin : self.prompt_logprobs_count]
+            assert entries == expected, f"{name}: prompt logprobs from {begin} on are {entries}, expected {expected}"
+
+    def _take_tokens(self, event: TokensReady) -> None:
+        name, begin = self.request.id, self.output_count
+        end = begin + len(event.token_ids)
+        expected = self.answer.token_ids[begin:end]
+        assert end > begin, f"{name}: an event without tokens"
+        assert event.token_ids == expected, f"{name}: tokens {event.token_ids} at {begin}, the reference has {expected}"
+        assert (event.logprobs is None) == (self.answer.logprobs is None), f"{name}: logprobs nobody asked for, or none"
+        assert event.logprobs is None or event.logprobs == (self.answer.logprobs or ())[begin:end], name
+        self.known += event.token_ids
+        self.output_count = end
+
+    def _take_end(self, event: RequestFinished) -> None:
+        name = self.request.id
+        phase, cached_count = self.phase, self.cached_count or 0
+        self.finished = event
+        if self.aborted_for is not None:
+            reason, stop_token_id, message = self.aborted_for, None, None
+        elif self.lacks_kv:
+            reason, stop_token_id, message = FinishReason.ERROR, None, event.message
+            assert message, f"{name}: an error without a word"
+        elif self.message is not None:
+            reason, stop_token_id, message = FinishReason.ERROR, None, self.message
+        else:
+            reason, stop_token_id, message = self.answer.reason, self.answer.stop_token_id, None
+            count = len(self.answer.token_ids)
+            assert self.output_count == count, f"{name} ends with {self.output_count} of {count} tokens"
+            asked = self.answer.prompt_logprobs
+            assert asked is None or self.prompt_logprobs_count == len(asked), f"{name}: prompt logprobs are missing"
+        expected = RequestFinished(
+            request_id=name,
+            reason=reason,
+            phase=phase,
+            stop_token_id=stop_token_id,
+            cached_token_count=cached_count,
+            message=message,
+            kv_transfer=event.kv_transfer,  # transfer_watch knows what is right there
+        )
+        assert event == expected, f"{name} ends with {event}, expected is {expected}"
+        self.is_running = False

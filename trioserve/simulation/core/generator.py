@@ -1,0 +1,272 @@
+"""Makes up histories: from one source of chance a world, and then event after event, with an eye on what is going on.
+
+The author sees what a client or a loop would see (who lives, which step is in flight), not the inside of the core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Literal
+
+from trioserve.contracts.events import FinishReason
+from trioserve.contracts.ids import RequestId
+from trioserve.simulation.core.history import (
+    Abort,
+    Ahead,
+    Arrive,
+    Begin,
+    Break,
+    Drain,
+    Event,
+    Fail,
+    Forward,
+    Inquire,
+    Report,
+    Update,
+    Wait,
+    World,
+)
+from trioserve.simulation.core.simulator import Simulation
+from trioserve.simulation.faults import drawn_faults
+
+__all__ = ["Author"]
+
+INQUIRE, BEGIN, AHEAD, FORWARD, UPDATE = Inquire(), Begin(), Ahead(), Forward(), Update()
+INQUIRE_CHANCE = 0.3  # that the core asks for what the connector has to report, before the next step begins
+AHEAD_CHANCE = 0.5  # that a step is planned ahead before anything else happens to the one in flight
+SALTS = (None, None, None, None, None, "", "s")
+STOPS: tuple[tuple[int, ...], ...] = ((), (), (0,), (0,), (1, 2), (0, 1))
+REPORTS: tuple[Literal["loaded", "failed", "released", "read"], ...] = ("loaded", "failed", "released", "read")
+CALLS = (
+    "num_matched_tokens",
+    "start_load",
+    "load_abandoned",
+    "request_finished",
+    "transfer_params",
+    "hold_expired",
+    "progress",
+)
+WAITS_SHARE = 0.5  # of the reports, those that wait until the core asks
+PROMPT_TOKENS_MAX = 16  # longer ones take longer to simulate and meet the same cases
+OUTPUT_TOKENS_MAX = 10
+
+
+class Author:
+    """One history's. Everything is drawn from `rng`, in the order of the calls."""
+
+    def __init__(self, rng: Random) -> None:
+        self._rng = rng
+        self._random = rng.random
+        self.world = self._drawn_world()
+        self._faults = drawn_faults(rng, has_connector=self.world.has_connector)
+        self._arrival_rate = rng.choice((0.1, 0.25, 0.4))
+        self._live_max = rng.choice((3, 6, 10))
+        self._priorities = rng.choice(((0,), (0,), (0, 0, 1), (-1, 0, 1)))
+        self._arrivals = 0
+        self._aborted: tuple[str, ...] = ()
+        self._lost: set[str] = set()  # nothing is ever reported of these
+        faults = self._faults
+        self._kinds: tuple[tuple[float, Callable[[Simulation], Event | None]], ...] = (
+            (self._arrival_rate, self._arrival),
+            (faults.abort, self._abort),
+            (faults.wait, self._wait),
+            (faults.fail, self._fail),
+            (faults.drain, self._drain),
+            (faults.report, self._report),
+            (faults.strange_report, self._strange_report),
+            (faults.break_calls, self._break),
+        )
+        # Who shares a prefix shares one of these.
+        self._families = [self._tokens(self.world.context_tokens_max) for _ in range(rng.choice((1, 2, 2)))]
+
+    def next_event(self, simulation: Simulation) -> Event:
+        chance = self._random()
+        for rate, drawn in self._kinds:
+            if chance < rate:
+                event = drawn(simulation)
+                if event is not None:
+                    return event
+                break
+            chance -= rate
+        flights = simulation.flights
+        transfers = simulation.transfers
+        if transfers is not None and transfers.connector.outbox and self._random() < INQUIRE_CHANCE:
+            return INQUIRE
+        if not flights:
+            return BEGIN
+        if self.world.overlaps and len(flights) == 1 and self._random() < AHEAD_CHANCE:
+            return AHEAD
+        if not flights[0].is_computed:
+            return FORWARD
+        # The forward pass behind it need not wait for the update.
+        is_next = len(flights) == 2 and not flights[1].is_computed
+        return FORWARD if is_next and self._random() < 0.5 else UPDATE
+
+    # --- the parts ---
+
+    def _below(self, count: int) -> int:
+        return int(self._random() * count)
+
+    def _one(self, values: Sequence[str]) -> str:
+        return values[int(self._random() * len(values))]
+
+    def _some(self, values: Sequence[str]) -> list[str]:
+        """One of them, or two, which may be the same."""
+        return [self._one(values) for _ in range(1 + (self._random() < 0.3))]
+
+    def _tokens(self, count: int) -> tuple[int, ...]:
+        return tuple(self._rng.choices(range(self.world.vocab_size), k=count))
+
+    def _drawn_world(self) -> World:
+        rng = self._rng
+        block_size = rng.choice((1, 2, 3, 4))
+        seats = rng.choice((1, 2, 3, 3, 4, 5))
+        draft_tokens = rng.choice((0, 0, 1, 3, 8))
+        return World(
+            block_count=rng.randint(3, 9) if rng.random() < 0.6 else rng.randint(10, 24),
+            block_size=block_size,
+            running_requests_max=seats,
+            step_tokens_max=seats + rng.choice((0, 1, 3, 8, 16)),
+            # Guesses come from text that repeats itself, and of few tokens most does.
+            vocab_size=rng.choice((1, 2, 2, 4) if draft_tokens else (2, 4, 4, 50)),
+            stop_period=rng.choice((2, 4, 8)),
+            enable_prefix_caching=rng.random() < 0.8,
+            draft_tokens=draft_tokens,
+            draft_step_tokens=rng.choice((2, 4, 16)),
+            has_poor_hash=rng.random() < 0.2,
+            has_connector=rng.random() < 0.4,
+            overlaps=draft_tokens == 0 and rng.random() < 0.6,
+            hold_seconds=rng.choice((0.2, 1.0)),
+            load_seconds=rng.choice((0.2, 1.0)),
+            fails_without_kv=rng.random() < 0.3,
+        )
+
+    def _wait(self, _simulation: Simulation) -> Wait:
+        return Wait(seconds=round(self._random() * self._faults.slow_seconds_max, 3))
+
+    def _fail(self, simulation: Simulation) -> Fail | None:
+        in_step = _in_step(simulation)
+        return Fail(ids=tuple(self._some(in_step))) if in_step else None
+
+    def _drain(self, simulation: Simulation) -> Drain | None:
+        if self._arrivals < 10 or simulation.is_draining:
+            return None
+        return Drain(seconds=round(self._random() * 2, 3))
+
+    def _report(self, simulation: Simulation) -> Report | None:
+        """The end of something that is out, as it should be, or in part, or failed."""
+        assert simulation.transfers is not None
+        connector = simulation.transfers.connector
+        loads = [name for name in connector.loads if name not in self._lost]
+        sends = [name for name in connector.sends if name not in self._lost]
+        waits = self._random() < WAITS_SHARE
+        if sends and (not loads or self._random() < 0.5):
+            return Report(id=self._one(sends), what="read" if self._random() < 0.4 else "released", waits=waits)
+        if not loads:
+            return None
+        name = self._one(loads)
+        chance = self._random()
+        if chance < 0.2:
+            return Report(id=name, what="failed", waits=waits)
+        if chance < 0.7:
+            return Report(id=name, what="loaded", waits=waits)
+        tokens = self._below(connector.loads[RequestId(name)].token_count + 1)
+        return Report(id=name, what="loaded", tokens=tokens, waits=waits)
+
+    def _strange_report(self, simulation: Simulation) -> Report:
+        """Once more, too late, about nobody, of the wrong kind, or with a count that cannot be."""
+        names = list(simulation.stories)[-12:]
+        name = self._one(names) if names and self._random() < 0.8 else "nobody"
+        what = REPORTS[self._below(len(REPORTS))]
+        tokens = (-1, 0, 1, 1000)[self._below(4)] if what == "loaded" and self._random() < 0.5 else None
+        return Report(id=name, what=what, tokens=tokens, waits=self._random() < WAITS_SHARE)
+
+    def _break(self, _simulation: Simulation) -> Break:
+        return Break(calls=() if self._random() < 0.5 else (self._one(CALLS),))
+
+    def _arrival(self, simulation: Simulation) -> Arrive | None:
+        if len(simulation.live) >= self._live_max:
+            return None
+        chance = self._random
+        name = f"r{self._arrivals}"
+        self._arrivals += 1
+        context = self.world.context_tokens_max
+        prompt = self._prompt(simulation)[: min(PROMPT_TOKENS_MAX, context - 1)]
+        output = 1 + self._below(min(OUTPUT_TOKENS_MAX, context - len(prompt)))
+        priority = self._priorities[self._below(len(self._priorities))]
+        if chance() < 0.02:  # one that can never run
+            defect = self._below(4)
+            prompt = () if defect == 0 else prompt
+            output = (output, 0, context, output)[defect]
+            priority = 1000 if defect == 3 else priority
+        remote = self._below(len(prompt) + 2) if self.world.has_connector and chance() < 0.5 else 0
+        is_sent = self.world.has_connector and chance() < 0.4
+        if chance() < self._faults.lost_share:
+            self._lost.add(name)
+        timeout = round(chance() * 2, 3) if chance() < self._faults.timeout_share else None
+        if chance() < 0.6:  # most want nothing special
+            return Arrive(
+                id=name,
+                prompt=prompt,
+                output=output,
+                priority=priority,
+                timeout=timeout,
+                remote=remote,
+                is_sent=is_sent,
+            )
+        return Arrive(
+            id=name,
+            prompt=prompt,
+            output=output,
+            choices=2 + self._below(2) if chance() < 0.25 else 1,
+            priority=priority,
+            salt=SALTS[self._below(len(SALTS))],
+            stops=STOPS[self._below(len(STOPS))],
+            min_tokens=2 if chance() < 0.2 and output >= 2 else 0,
+            logprobs=1 if chance() < 0.15 else None,
+            prompt_logprobs=1 if chance() < 0.15 else None,
+            temperature=1.0 if chance() < 0.3 else 0.0,
+            seed=self._below(3),
+            timeout=timeout,
+            remote=remote,
+            is_sent=is_sent,
+        )
+
+    def _prompt(self, simulation: Simulation) -> tuple[int, ...]:
+        chance = self._random()
+        if chance < 0.15:
+            return self._tokens(1 + self._below(8))
+        if chance < 0.35 and simulation.live:
+            # what another has so far, as in the next turn of a chat, or the same once more
+            known = simulation.live[self._one(list(simulation.live))].known
+            return tuple(known[: 1 + self._below(len(known))]) + self._tokens(self._below(3))
+        family = self._families[self._below(len(self._families))]
+        return family[: 1 + self._below(12)] + self._tokens(self._below(4))
+
+    def _abort(self, simulation: Simulation) -> Abort:
+        chance = self._random()
+        ids: list[str]
+        in_step = _in_step(simulation)
+        if chance < 0.4 and simulation.live:
+            ids = self._some(list(simulation.live))
+        elif chance < 0.65 and in_step:
+            ids = self._some(in_step)
+        elif chance < 0.75 and in_step:
+            ids = in_step  # nobody waits for the step any more
+        elif chance < 0.85 and simulation.stories:
+            ids = self._some(list(simulation.stories)[-8:])  # most of them have ended
+        elif chance < 0.93 and self._aborted:
+            ids = list(self._aborted)  # once more
+        else:
+            known = self._one(list(simulation.live)) if simulation.live else "r"
+            ids = [(known[:-1], f"{known}0", "nobody", "")[self._below(4)], *self._some([known])]
+        self._aborted = tuple(ids)
+        chance = self._random()
+        reason = FinishReason.ABORT if chance < 0.7 else FinishReason.DEADLINE if chance < 0.85 else FinishReason.STOP
+        return Abort(ids=self._aborted, reason=reason)
+
+
+def _in_step(simulation: Simulation) -> list[str]:
+    """In two, if there are two."""
+    return [chunk.request.id for flight in simulation.flights for chunk in flight.plan.chunks]

@@ -1,0 +1,190 @@
+"""What happens in a simulation, as data: the world it happens in, one event after another, and both as readable text.
+
+A history means something whatever is missing from it: an event that has no place any more (an update without a step, an
+abort of somebody who never came) does nothing, or what it would do in real life. So a failing one can be cut down.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.events import FinishReason
+from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
+from trioserve.simulation.script import line_of, parts_of
+
+__all__ = [
+    "Abort",
+    "Ahead",
+    "Arrive",
+    "Begin",
+    "Break",
+    "Drain",
+    "Event",
+    "Fail",
+    "Forward",
+    "History",
+    "Inquire",
+    "Report",
+    "Update",
+    "Wait",
+    "World",
+    "history_of",
+    "script_of",
+]
+
+
+class World(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="world"):
+    """The engine and the model. has_poor_hash: blocks get names that collide all the time. vocab_size: so few tokens
+    that prompts share prefixes by chance. stop_period: one prefix in so many is followed by token 0.
+
+    overlaps: steps may be planned ahead.
+
+    draft_tokens, draft_step_tokens: guesses of a request in a step, and tokens of a step with guesses.
+
+    has_connector: there is one; hold_seconds and load_seconds: how long it may keep blocks, and a request wait for its
+    KV. fails_without_kv: a request whose KV does not come ends with an error, instead of computing it.
+    """
+
+    block_count: int
+    block_size: int
+    running_requests_max: int
+    step_tokens_max: int
+    vocab_size: int = 4
+    stop_period: int = 4
+    enable_prefix_caching: bool = True
+    overlaps: bool = False
+    draft_tokens: int = 0
+    draft_step_tokens: int = 16
+    has_poor_hash: bool = False
+    has_connector: bool = False
+    hold_seconds: float = 1.0
+    load_seconds: float = 1.0
+    fails_without_kv: bool = False
+
+    @property
+    def context_tokens_max(self) -> int:
+        return self.block_count * self.block_size
+
+
+class Arrive(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="arrive"):
+    """A client's request. With choices above 1 it is as many sequences, named id.0, id.1 and so on.
+
+    stops: the tokens that end it. timeout: seconds until it is aborted with reason DEADLINE; None: never. remote: so
+    many tokens of the prompt could be loaded by the connector. is_sent: the connector wants its blocks when it ends.
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    output: int
+    choices: int = 1
+    priority: int = 0
+    salt: str | None = None
+    stops: tuple[int, ...] = ()
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    temperature: float = 0.0
+    seed: int = 0
+    timeout: float | None = None
+    remote: int = 0
+    is_sent: bool = False
+
+    @property
+    def sequence_ids(self) -> list[str]:
+        return [self.id] if self.choices == 1 else [f"{self.id}.{index}" for index in range(self.choices)]
+
+    def can_run(self, context_tokens_max: int) -> bool:
+        """Whether an engine with this context has to take it."""
+        return (
+            len(self.prompt) >= 1
+            and self.output >= 1
+            and len(self.prompt) + self.output <= context_tokens_max
+            and min(self.prompt) >= 0
+            and PRIORITY_MIN <= self.priority <= PRIORITY_MAX
+        )
+
+
+class Abort(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="abort"):
+    """One call, with ids that may live, have ended, never have been, or stand there twice."""
+
+    ids: tuple[str, ...]
+    reason: FinishReason = FinishReason.ABORT
+
+
+class Begin(msgspec.Struct, frozen=True, tag="begin"):
+    """The core schedules a step; from now on the forward pass reads its blocks."""
+
+
+class Ahead(msgspec.Struct, frozen=True, tag="ahead"):
+    """The core plans the step behind the one that is in flight."""
+
+
+class Fail(msgspec.Struct, frozen=True, kw_only=True, tag="fail"):
+    """These fail in the step that runs, or is the next to run, if they are in it."""
+
+    ids: tuple[str, ...]
+
+
+class Forward(msgspec.Struct, frozen=True, tag="forward"):
+    """The forward pass has its result. What comes before the update comes between the two. With two steps in flight it
+    is the first that has none; so the second may have its own before the core takes that of the first."""
+
+
+class Update(msgspec.Struct, frozen=True, tag="update"):
+    """The core takes the result of the step, with two in flight that of the first."""
+
+
+class Wait(msgspec.Struct, frozen=True, kw_only=True, tag="wait"):
+    """Time passes, during a step or between two; deadlines fire."""
+
+    seconds: float
+
+
+class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
+    """Nothing new is taken, who has not begun to run is refused, and after `seconds` the rest is aborted."""
+
+    seconds: float
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="report"):
+    """The connector tells of a load or a send, whether or not there is one. tokens: how many arrived; None: all.
+    waits: it is kept until the core asks for progress."""
+
+    id: str
+    what: Literal["loaded", "failed", "released", "read"]
+    tokens: int | None = None
+    waits: bool = False
+
+
+class Inquire(msgspec.Struct, frozen=True, tag="inquire"):
+    """The core asks the connector for its progress, as it does before each step."""
+
+
+class Break(msgspec.Struct, frozen=True, kw_only=True, tag="break"):
+    """From now on these calls of the connector raise, and no others."""
+
+    calls: tuple[str, ...]
+
+
+Event = Arrive | Abort | Begin | Ahead | Fail | Forward | Update | Wait | Drain | Report | Inquire | Break
+
+
+class History(msgspec.Struct, frozen=True):
+    world: World
+    events: tuple[Event, ...]
+
+
+def script_of(history: History) -> str:
+    """The world, and then one line an event."""
+    return "\n".join(line_of(part) for part in (history.world, *history.events)) + "\n"
+
+
+def history_of(script: str) -> History:
+    """Read what script_of writes, comments apart. Raises InvalidRequest."""
+    world, *events = parts_of(script, World | Event) or [None]
+    if not isinstance(world, World) or any(isinstance(event, World) for event in events):
+        raise InvalidRequest("a history begins with its world, and has one: put 'world block_count=8 ...' first, once")
+    return History(world, tuple(events))

@@ -1,0 +1,428 @@
+"""One history against one core: every event is applied, and after every event all contracts are checked.
+
+What is compared has independent sources. The invariants (invariants.py) read the core's own books. The fake executor
+knows what every KV slot holds; the stories what was asked, promised and said; the step rules who may compute before
+whom. Here the rest is checked: what an abort answers and leaves alone, and that nothing is left at the end.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from trioserve.contracts.block_hash import hash_block
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.events import AbortOutcome, AbortResult, EngineEvent, FinishReason, RequestFinished
+from trioserve.contracts.ids import BlockIndex, RequestId
+from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.step import StepPlan, StepResult
+from trioserve.core.engine import EngineCore
+from trioserve.core.prefix_cache import PrefixChain
+from trioserve.core.request_state import LiveRequest
+from trioserve.core.settings import CoreSettings
+from trioserve.simulation.core.expected import Story
+from trioserve.simulation.core.history import (
+    Abort,
+    Ahead,
+    Arrive,
+    Begin,
+    Break,
+    Drain,
+    Event,
+    Fail,
+    Forward,
+    Inquire,
+    Report,
+    Update,
+    Wait,
+    World,
+)
+from trioserve.simulation.core.progress_rule import check_nobody_could_start
+from trioserve.simulation.core.residency_book import ResidencyBook
+from trioserve.simulation.core.step_rules import check_begun_step, check_no_step_ahead
+from trioserve.simulation.core.transfer_watch import TransferWatch
+from trioserve.simulation.poor_hash import poor_hash
+from trioserve.simulation.reference_engine import ReferenceEngine
+from trioserve.simulation.trace_lines import abort_moment, plan_line
+from trioserve.testing.fake_executor import FakeExecutor, FakeModel
+from trioserve.testing.invariants import check_core, check_idle
+
+__all__ = ["Simulation"]
+
+STEPS_TO_END_MAX = 20_000  # far more than any history needs; who is not done then is in a circle
+EVERYBODY = ""  # in the list of deadlines: the end of a drain
+
+
+class Flight(msgspec.Struct):
+    """A step that is in flight. tables: of its chunks, as they were when it was planned. is_computed: its forward pass
+    has ended, with a result unless it was abandoned. failing: who fails in it."""
+
+    plan: StepPlan
+    tables: list[list[int]]
+    result: StepResult | None = None
+    is_computed: bool = False
+    failing: set[str] = msgspec.field(default_factory=set)
+
+
+class Simulation:
+    """live: sequences that have not ended, in order of arrival. flights: the steps that are in flight, oldest first.
+    transfers: None without a connector. counts: of what came to pass. trace: is told every effect, as a line.
+    """
+
+    def __init__(self, world: World, *, trace: Callable[[str], None] | None = None) -> None:
+        self.world = world
+        self.now = 0.0
+        model = FakeModel(vocab_size=world.vocab_size, stop_token_id=0, stop_period=world.stop_period)
+        self.executor = FakeExecutor(block_count=world.block_count, block_size=world.block_size, model=model)
+        self.transfers = TransferWatch(world, self.executor) if world.has_connector else None
+        self.core = EngineCore(
+            CoreSettings(
+                block_count=world.block_count,
+                block_size=world.block_size,
+                context_tokens_max=world.context_tokens_max,
+                running_requests_max=world.running_requests_max,
+                step_tokens_max=world.step_tokens_max,
+                enable_prefix_caching=world.enable_prefix_caching,
+                overlap_steps=world.overlaps,
+                draft_tokens_max=world.draft_tokens,
+                draft_step_tokens_max=world.draft_step_tokens,
+                hold_seconds_max=world.hold_seconds,
+                remote_kv_seconds_max=world.load_seconds,
+                load_failure_policy="fail" if world.fails_without_kv else "recompute",
+            ),
+            hash_block=poor_hash if world.has_poor_hash else hash_block,
+            connector=None if self.transfers is None else self.transfers.connector,
+        )
+        self._residency = ResidencyBook(self.core.cache)
+        self.stories: dict[str, Story] = {}
+        self.live: dict[str, Story] = {}
+        self.flights: list[Flight] = []
+        self.is_draining = False
+        self.counts: dict[str, int] = {}
+        self._reference = ReferenceEngine(model)
+        self._deadlines: list[tuple[float, int, str]] = []
+        self._trace = trace
+
+    def apply(self, event: Event) -> None:
+        """Let one event happen. Raises whatever the core raises, and AssertionError when a contract is broken."""
+        _HANDLERS[type(event)](self, event)
+        if type(event) not in _CHECKED_ELSEWHERE:
+            self._check()
+        self._count("events")
+
+    def run_to_end(self) -> None:
+        """Let everybody finish; then nothing may be left."""
+        for _ in range(STEPS_TO_END_MAX):
+            if not self.flights and self.live:
+                self.apply(Begin())
+            if self.flights:
+                self.apply(Ahead())
+                self.apply(Forward())
+                self.apply(Update())
+                continue
+            # Nothing can be computed, so whoever lives, and whatever is held, waits for a deadline.
+            deadline = self.core.next_deadline()
+            if deadline is None:
+                break
+            self.apply(Wait(seconds=max(0.0, deadline - self.now)))
+        assert not self.live, f"no end is in sight for {', '.join(self.live)}"
+        if self.transfers is not None:
+            self.transfers.check_end(self.stories)
+        check_idle(self.core)
+        stats = self.core.stats()
+        looked_up = [story for story in self.stories.values() if story.cached_count is not None and self._hits(story)]
+        assert stats.prefix_hit_tokens_total == sum(story.cached_count or 0 for story in looked_up), stats
+        assert stats.prefix_query_tokens_total == sum(len(story.request.prompt_token_ids) for story in looked_up), stats
+        assert stats.preemptions_total == self.counts.get("preempted", 0), stats
+        assert stats.steps_total == self.counts.get("steps", 0), stats
+        counts = (stats.drafts_total, stats.draft_tokens_total, stats.accepted_tokens_total)
+        stories = self.stories.values()
+        expected = tuple(sum(story.draft_counts[index] for story in stories) for index in range(3))
+        assert counts == expected, f"drafts, guesses, right ones: {counts} are counted, {expected} came to pass"
+        self._count("drafts", counts[0])
+        self._count("guesses", counts[1])
+        self._count("guesses that were right", counts[2])
+
+    # --- what happens ---
+
+    def _arrive(self, event: Arrive) -> None:
+        names = event.sequence_ids
+        if self.is_draining:
+            self._count("refused: draining", len(names))
+            return
+        if any(name in self.stories for name in names):
+            return  # the engine's own ids are unique; those above it see to that
+        sampling = SamplingParams(
+            temperature=event.temperature,
+            min_tokens=event.min_tokens,
+            logprobs=event.logprobs,
+            prompt_logprobs=event.prompt_logprobs,
+        )
+        can_run = event.can_run(self.world.context_tokens_max)
+        for index, name in enumerate(names):
+            request = EngineRequest(
+                id=RequestId(name),
+                prompt_token_ids=event.prompt,
+                sampling=sampling,
+                output_tokens_max=event.output,
+                stop_token_ids=frozenset(event.stops),
+                seed=event.seed + index,
+                priority=event.priority,
+                cache_salt=event.salt,
+            )
+            try:
+                self.core.add(request)
+            except InvalidRequest:
+                assert not can_run, f"{name} could run, and was refused"
+                self._count("refused: invalid")
+                continue
+            assert can_run, f"{name} can never run, and was taken"
+            self._count("requests")
+            story = Story(request, len(self.stories), self._reference.answer(request))
+            if self.transfers is not None:
+                self.transfers.note_arrival(name, event)
+            self.stories[name] = self.live[name] = story
+            if event.timeout is not None:
+                heapq.heappush(self._deadlines, (self.now + event.timeout, len(self.stories), name))
+
+    def _abort(self, event: Abort) -> None:
+        self._abort_all(event.ids, event.reason)
+
+    def _begin(self, _event: Begin) -> None:
+        if self.flights:
+            return
+        self._inquire(Inquire())
+        plan = self.core.schedule(self.now)
+        if self._trace is not None:
+            self._trace(plan_line(plan))
+        if plan is None:
+            is_awaited = self.core.next_deadline() is not None
+            assert is_awaited or not self.live, f"{', '.join(self.live)} live, and nothing is computed"
+            check_nobody_could_start(self.core, self._may_load)
+            self._count("steps with nothing to compute")
+            for story in self.live.values():
+                if story.is_running:  # a load has taken what it needs to go on
+                    story.is_running = False
+                    self._count("preempted")
+            return
+        self._take_plan(plan)
+
+    def _ahead(self, _event: Ahead) -> None:
+        if not self.world.overlaps or len(self.flights) != 1:
+            return
+        plan = self.core.schedule_ahead(self.now)
+        if self._trace is not None:
+            self._trace(plan_line(plan))
+        if plan is None:
+            self._count("steps not planned ahead")
+            check_no_step_ahead(self.core, self.live)
+            return
+        self._count("steps planned ahead")
+        self._take_plan(plan)
+
+    def _take_plan(self, plan: StepPlan) -> None:
+        self._count("steps")
+        for name in plan.preempted:
+            assert self.live[name].is_running, f"{name} does not run, and is preempted"
+            self.live[name].is_running = False
+            self._count("preempted")
+        for name in plan.admitted:
+            assert not self.live[name].is_running, f"{name} is admitted twice"
+            self.live[name].is_running = True
+        check_begun_step(
+            self.core,
+            plan,
+            self.live,
+            self.transfers,
+            knows_hashes=not self.world.has_poor_hash,
+            computed=[chunk for flight in self.flights for chunk in flight.plan.chunks],
+        )
+        for chunk in plan.chunks:
+            self.live[chunk.request.id].take_chunk(chunk)
+        self.flights.append(Flight(plan, [list(chunk.block_table) for chunk in plan.chunks]))
+
+    def _fail(self, event: Fail) -> None:
+        flight = self._next_to_compute()
+        if flight is None:
+            return
+        for chunk in flight.plan.chunks:
+            name = chunk.request.id
+            if name in event.ids:
+                self.executor.errors[name] = f"{name} is broken"
+                flight.failing.add(name)
+                self._count("failed")
+
+    def _forward(self, _event: Forward) -> None:
+        flight = self._next_to_compute()
+        if flight is None:
+            return
+        plan = flight.plan
+        stories = [self.stories[chunk.request.id] for chunk in plan.chunks]
+        is_awaited = any(story.aborted_for is None and story.finished is None for story in stories)
+        assert self.core.is_abandoned(plan) != is_awaited, f"somebody waits for step {plan.step_index}: {is_awaited}"
+        flight.result = self.executor.execute(plan, self.core.abandonment(plan))
+        flight.is_computed = True
+
+    def _next_to_compute(self) -> Flight | None:
+        return next((flight for flight in self.flights if not flight.is_computed), None)
+
+    def _update(self, _event: Update) -> None:
+        if not self.flights or not self.flights[0].is_computed:
+            return
+        flight = self.flights.pop(0)
+        plan, result = flight.plan, flight.result
+        for name in flight.failing & self.live.keys():
+            self.live[name].message = f"{name} is broken"
+        stories = [self.stories[chunk.request.id] for chunk in plan.chunks]
+        counts_before = [story.output_count for story in stories]
+        self._count("surplus tokens", sum(story.has_surplus for story in stories))
+        if result is None:
+            self._count("steps abandoned")
+            self._take(self.core.drop_plan(plan, self.now))
+        else:
+            self._take(self.core.update_from_output(plan, result, self.now))
+        for chunk, story, count_before in zip(plan.chunks, stories, counts_before, strict=True):
+            story.take_update(chunk, count_before)
+
+    def _wait(self, event: Wait) -> None:
+        until = self.now + event.seconds
+        while True:
+            deadline = self._deadlines[0][0] if self._deadlines else math.inf
+            core_deadline = self.core.next_deadline()
+            if core_deadline is not None and core_deadline <= min(deadline, until):
+                self.now = max(self.now, core_deadline)
+                self._expire()
+            elif deadline <= until:
+                self.now = max(self.now, deadline)
+                name = heapq.heappop(self._deadlines)[2]
+                self._abort_all(list(self.live) if name == EVERYBODY else [name], FinishReason.DEADLINE)
+                self._check()
+            else:
+                self.now = until
+                return
+
+    def _expire(self) -> None:
+        if self.transfers is not None:
+            self.transfers.overdue(self.live, self.now)
+        self._take(self.core.expire(self.now))
+        self._check()
+        if self.transfers is not None:
+            self.transfers.check_expired(self.now)
+
+    def _report(self, event: Report) -> None:
+        if self.transfers is not None:
+            self._count(f"reports: {event.what}{', when asked' if event.waits else ''}")
+            self._take(self.transfers.report(self.core, event, self.live, self.now))
+
+    def _inquire(self, _event: Inquire) -> None:
+        if self.transfers is not None:
+            self._take(self.transfers.ask(self.core, self.now))
+
+    def _break(self, event: Break) -> None:
+        if self.transfers is not None:
+            self.transfers.take_break(event)
+
+    def _drain(self, event: Drain) -> None:
+        self.is_draining = True
+        self._abort_all([name for name, story in self.live.items() if story.cached_count is None], FinishReason.ABORT)
+        heapq.heappush(self._deadlines, (self.now + event.seconds, 0, EVERYBODY))
+
+    # --- inside ---
+
+    def _may_load(self, live: LiveRequest) -> bool:
+        return self.transfers is not None and self.transfers.could_load(live.request.id)
+
+    def _hits(self, story: Story) -> bool:
+        return self.world.enable_prefix_caching and story.request.sampling.prompt_logprobs is None
+
+    def _take(self, events: Iterable[EngineEvent]) -> None:
+        for event in events:
+            if self._trace is not None:
+                self._trace(f"  {event}")
+            self.stories[event.request_id].take(event)
+            if type(event) is RequestFinished:
+                self._note_end(event)
+
+    def _abort_all(self, names: Sequence[str], reason: FinishReason) -> None:
+        ids = [RequestId(name) for name in names]
+        findable = {name: self._findable_count(story) for name in ids if (story := self.live.get(name)) is not None}
+        ended_before = {name for name in ids if name in self.stories and name not in self.live}
+        results = self.core.abort(ids, reason, now=self.now)
+        assert list(results) == list(dict.fromkeys(ids)), f"an abort of {ids} answers for {list(results)}"
+        for name, result in results.items():
+            if self._trace is not None:
+                self._trace(f"  {name}: {result}")
+            story = self.stories.get(name)
+            self._count(f"aborts: {abort_moment(story)}")
+            if story is None:
+                assert result == AbortResult(AbortOutcome.UNKNOWN), f"{name} was never here, its abort says {result}"
+                continue
+            story.take_abort(result, reason)
+            if result.finished is not None:
+                self._note_end(result.finished)
+        if self.transfers is not None:
+            self.transfers.note_abort(ended_before)
+        for name, before in findable.items():
+            after = self._findable_count(self.stories[name])
+            assert after >= before, f"the abort of {name} threw {before - after} cached blocks away"
+
+    def _findable_count(self, story: Story) -> int:
+        """How many blocks of its known tokens would be a hit for somebody with the same ones."""
+        if story.cached_count is None or not self._hits(story):
+            return 0
+        return len(self.core.cache.match(PrefixChain(story.request.cache_salt), story.known))
+
+    def _note_end(self, event: RequestFinished) -> None:
+        del self.live[event.request_id]
+        self._count(f"ended: {event.reason.value}")
+        if self.transfers is not None:
+            self.transfers.check_params(event)
+
+    def _check(self) -> None:
+        self._count("checks of every contract")
+        core = self.core
+        check_core(core)
+        self._residency.check()
+        names = {live.request.id for live in core.live_requests()}
+        assert names == self.live.keys(), (
+            f"{sorted(names ^ self.live.keys())}: the core and its events tell differently"
+        )
+        running_count = sum([story.is_running for story in self.live.values()])
+        assert len(core.scheduler.running) == running_count, f"{running_count} were told to run, {core.stats()}"
+        if self.transfers is not None:
+            self.transfers.check(core, self.now)
+        for flight in self.flights:
+            for chunk, table in zip(flight.plan.chunks, flight.tables, strict=True):
+                name = chunk.request.id
+                assert chunk.block_table == table, f"{name}: its blocks changed while the step runs"
+                for block in table:
+                    assert core.pool.user_count(BlockIndex(block)) > 0, (
+                        f"block {block} of {name} is let go while the step runs"
+                    )
+
+    def _count(self, what: str, count: int = 1) -> None:
+        self.counts[what] = self.counts.get(what, 0) + count
+
+
+_HANDLERS: dict[type[Event], Callable[[Simulation, Any], None]] = {
+    Arrive: Simulation._arrive,
+    Abort: Simulation._abort,
+    Begin: Simulation._begin,
+    Ahead: Simulation._ahead,
+    Fail: Simulation._fail,
+    Forward: Simulation._forward,
+    Update: Simulation._update,
+    Wait: Simulation._wait,
+    Drain: Simulation._drain,
+    Report: Simulation._report,
+    Inquire: Simulation._inquire,
+    Break: Simulation._break,
+}
+
+# The core sees nothing of the first three, and a wait checks after each thing that comes due.
+_CHECKED_ELSEWHERE = frozenset((Forward, Fail, Break, Wait))

@@ -1,0 +1,174 @@
+"""What a step that begins may hold, and who may start or lose its blocks before whom. Judged from the plan and the
+stories, by rules of its own: it asks the core only how many blocks there are to be had."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from trioserve.contracts.request import PRIORITY_MIN
+from trioserve.contracts.step import ScheduledChunk, StepPlan
+from trioserve.core.drafting import NGRAM_MIN
+from trioserve.core.engine import EngineCore
+from trioserve.simulation.core.expected import Story
+from trioserve.simulation.core.transfer_watch import TransferWatch
+
+__all__ = ["check_begun_step", "check_no_step_ahead"]
+
+
+def check_begun_step(
+    core: EngineCore,
+    plan: StepPlan,
+    live: Mapping[str, Story],
+    transfers: TransferWatch | None,
+    *,
+    knows_hashes: bool,
+    computed: Sequence[ScheduledChunk] = (),
+) -> None:
+    """Assert the rules of one step. live: sequences that have not ended, in order of arrival, running or not as the
+    plan says, and not yet told of their chunks. knows_hashes: blocks have the same name only when they hold the same
+    tokens. computed: the chunks of the step in flight, if this one was planned behind it."""
+    settings = core.settings
+    assert 1 <= plan.token_count <= settings.step_tokens_max, f"{plan.token_count} tokens in one step"
+    assert len(plan.chunks) <= settings.running_requests_max, f"{len(plan.chunks)} sequences in one step"
+    running = [story for story in live.values() if story.is_running]
+    if plan.is_ahead:
+        _check_everybody_goes_on(plan, live, settings.step_tokens_max)
+    assert len(set(plan.preempted)) == len(plan.preempted), f"preempted twice: {plan.preempted}"
+    # Who is admitted in the same step has not been made room for: it uses what a load had reserved.
+    stayed = [story.order for story in running if story.request.id not in plan.admitted]
+    last_order = max(stayed, default=(PRIORITY_MIN, 0))
+    for name in plan.preempted:
+        assert live[name].order > last_order, f"{name} made room for one that comes after it"
+    admitted = [_turn(live[name]) for name in plan.admitted]
+    assert admitted == sorted(admitted), f"admitted out of order: {plan.admitted}"
+    waiting = [
+        story for name, story in live.items() if not (story.is_running or (transfers and transfers.is_loading(name)))
+    ]
+    for chunk in plan.chunks:
+        if chunk.draft:
+            assert not waiting, f"{chunk.request.id} guesses, and {waiting[0].request.id} waits"
+            assert plan.token_count <= settings.draft_step_tokens_max, f"{plan.token_count} tokens, with guesses"
+            _check_draft(chunk, settings.draft_tokens_max)
+    if waiting and not plan.preempted:
+        waiting.sort(key=_turn)
+        chunks = [*computed, *plan.chunks]
+        sharing = [story for story in waiting if _may_wait_for_a_hit(core, chunks, live, story, knows_hashes)]
+        ready_count = sum(map(_is_ready, waiting))
+        loading_later = [
+            story
+            for story in waiting
+            if transfers is not None and transfers.may_wait_to_load(story.request.id, ready_count)
+        ]
+        _check_nobody_was_overtaken(waiting, [*sharing, *loading_later], plan, admitted)
+        seats = settings.running_requests_max - len(running) - len(sharing)
+        if (
+            seats > 0
+            and plan.token_count < settings.step_tokens_max
+            and len(loading_later) <= settings.running_requests_max  # beyond that nobody looks any further
+        ):
+            _check_nobody_waits_in_vain(core, waiting, [*sharing, *loading_later])
+
+
+def check_no_step_ahead(core: EngineCore, live: Mapping[str, Story]) -> None:
+    """No step was planned behind the one in flight: then nobody could be, or there are too few blocks for all."""
+    needed, budget = 0, core.settings.step_tokens_max
+    going_on = [own for own in core.scheduler.running.values() if _goes_on(live[own.request.id])]
+    for own in sorted(going_on, key=lambda own: _due_count(live[own.request.id]) != 1):
+        story = live[own.request.id]
+        count = min(_due_count(story), budget)
+        block_count = -(-(story.computed_end + count) // core.settings.block_size)
+        needed += max(0, block_count - len(own.blocks) - len(own.reserved_blocks))
+        budget -= count
+    assert not going_on or needed > core.pool.available_count, (
+        f"{going_on[0].request.id} could go on, and no step is planned ahead"
+    )
+
+
+def _due_count(story: Story) -> int:
+    """Behind the step in flight. What that one samples is due, too."""
+    return max(1, len(story.known) - story.computed_end)
+
+
+def _check_everybody_goes_on(plan: StepPlan, live: Mapping[str, Story], tokens_max: int) -> None:
+    """A step that is planned ahead has everybody who runs, as far as its tokens go, and decodes first."""
+    planned = {chunk.request.id for chunk in plan.chunks}
+    missing = [story for story in live.values() if _goes_on(story) and story.request.id not in planned]
+    assert not missing or plan.token_count == tokens_max, f"{missing[0].request.id} runs, and is not planned ahead"
+    for story in missing:
+        assert _due_count(story) > 1, f"{story.request.id} decodes, and makes room for a prompt"
+
+
+def _goes_on(story: Story) -> bool:
+    return story.is_running and story.aborted_for is None and not story.will_have_ended
+
+
+def _check_draft(chunk: ScheduledChunk, tokens_max: int) -> None:
+    """It fits what the request may have, and it is what followed some earlier place of its text."""
+    name, known, draft = chunk.request.id, list(chunk.tokens), chunk.draft
+    assert len(draft) <= tokens_max, f"{name} guesses {len(draft)} tokens, {tokens_max} are allowed"
+    output_count = len(known) - len(chunk.request.prompt_token_ids)
+    assert output_count + len(draft) < chunk.request.output_tokens_max, f"{name} guesses beyond its last token"
+    assert output_count > 0, f"{name} guesses before its first token"
+    text = [*known, *draft]
+    for place in range(NGRAM_MIN, len(known)):
+        if known[place - NGRAM_MIN : place] == known[-NGRAM_MIN:] and text[place : place + len(draft)] == list(draft):
+            return
+    raise AssertionError(f"{name} guesses {draft}, which follows nothing that is like its last tokens")
+
+
+Turn = tuple[bool, tuple[int, int]]
+
+
+def _turn(story: Story) -> Turn:
+    """Who goes first, the smaller one: what a connector has brought is used before anything new is begun."""
+    return (not _is_ready(story), story.order)
+
+
+def _is_ready(story: Story) -> bool:
+    return story.loaded_count > 0 and story.cached_count is None
+
+
+def _check_nobody_was_overtaken(
+    waiting: list[Story], passed_over: list[Story], plan: StepPlan, admitted: list[Turn]
+) -> None:
+    for story in waiting:
+        if not admitted or _turn(story) > admitted[-1]:
+            break
+        assert story in passed_over, f"{story.request.id} waits, and was overtaken by {plan.admitted[-1]}"
+
+
+def _check_nobody_waits_in_vain(core: EngineCore, waiting: list[Story], passed_over: list[Story]) -> None:
+    """Seats and tokens are left for the first who waits, so why does it?"""
+    for story in waiting:
+        if not _is_ready(story) and -(-len(story.known) // core.settings.block_size) > core.pool.available_count:
+            return  # nobody overtakes one that does not fit
+        assert story in passed_over, f"{story.request.id} could start, and waits"
+
+
+def _may_wait_for_a_hit(
+    core: EngineCore, chunks: Sequence[ScheduledChunk], live: Mapping[str, Story], story: Story, knows_hashes: bool
+) -> bool:
+    """Whether its next block is being computed by another, so that waiting for a step saves computing it. What a
+    connector has brought can be found after the first step, too."""
+    settings = core.settings
+    if _is_ready(story) or not settings.enable_prefix_caching or story.request.sampling.prompt_logprobs is not None:
+        return False
+    block_size = settings.block_size
+    for chunk in chunks:
+        other = live.get(chunk.request.id)
+        if other is None:
+            continue  # it has ended, and its token is surplus
+        is_first = other.cached_count is None or chunk.start == other.cached_count + other.loaded_count
+        index = (chunk.start - (other.loaded_count if is_first else 0)) // block_size
+        if other.aborted_for is not None:
+            index = 0  # the step before was dropped, perhaps, and with it the names of what it had computed
+        end = (index + 1) * block_size
+        if chunk.count < 2 or end > chunk.start + chunk.count:
+            continue  # completes no block
+        if not knows_hashes:
+            return True  # any block may look like the one it needs
+        if end >= len(story.known):
+            continue
+        if chunk.request.cache_salt == story.request.cache_salt and chunk.tokens[:end] == story.known[:end]:
+            return True
+    return False

@@ -1,0 +1,218 @@
+"""A simulation's connector, and what its dealings with the core must look like from outside.
+
+The fake connector knows what it was asked and what it has out. From that alone follows which blocks are held and until
+when, which reports are about nothing, and who must have been told what.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from trioserve.contracts.events import EngineEvent, FinishReason, RequestFinished
+from trioserve.contracts.ids import BlockIndex, RequestId
+from trioserve.contracts.kv_transfer import HoldKind, LoadFailed, TransferEvent, TransferFault
+from trioserve.contracts.request import EngineRequest
+from trioserve.core.engine import EngineCore
+from trioserve.simulation.core.expected import Story
+from trioserve.simulation.core.history import Arrive, Break, Report, World
+from trioserve.testing.fake_connector import FakeConnector, FakeLoad
+from trioserve.testing.fake_executor import FakeExecutor
+
+__all__ = ["TransferWatch"]
+
+STRAY = (TransferFault.UNKNOWN, TransferFault.DOUBLE, TransferFault.LATE)
+
+
+class TransferWatch:
+    """connector: to be given to the core."""
+
+    def __init__(self, world: World, executor: FakeExecutor) -> None:
+        self.connector = FakeConnector(executor, matched_count=self._matched_count, holds=self._holds)
+        self._world = world
+        self._remote_counts: dict[str, int] = {}
+        self._sent: set[str] = set()
+        self._stray_count = 0
+        self._told: set[str] = set()  # aborted after their ends; some before the connector was told of the end
+        self._was_sent: set[str] = set()
+        self._expired_count = 0
+        self._waiting: list[Report] = []
+        self._asked_at = 0.0
+        # Noted after the event that began the load or the hold, or moved its deadline.
+        self._load_deadlines: dict[str, float] = {}
+        self._hold_deadlines: dict[tuple[str, HoldKind], float] = {}
+
+    def note_arrival(self, name: str, event: Arrive) -> None:
+        self._remote_counts[name] = event.remote
+        if event.is_sent:
+            self._sent.add(name)
+
+    def note_abort(self, ended_names: Iterable[str]) -> None:
+        """After an abort of these, which had ended before: the connector must be told, of sends yet to begin, too."""
+        self._told.update(ended_names)
+        self._check_told()
+
+    def _check_told(self) -> None:
+        for name, send in self.connector.sends.items():
+            is_told = send.is_aborted or name not in self._told
+            assert is_told, f"{name} was aborted after its end, and its connector was not told"
+
+    def is_loading(self, name: str) -> bool:
+        """Whether a request waits for its KV."""
+        load = self.connector.loads.get(RequestId(name))
+        return load is not None and not load.is_abandoned
+
+    def could_load(self, name: str) -> bool:
+        """Whether some of its KV is elsewhere."""
+        return self._remote_counts[name] > 0
+
+    def may_wait_to_load(self, name: str, ready_count: int) -> bool:
+        """Whether a request may have to wait since as many load, or have loaded and wait for a seat, as can run."""
+        pending_count = sum(not load.is_abandoned for load in self.connector.loads.values())
+        return self._remote_counts[name] > 0 and pending_count + ready_count >= self._world.running_requests_max
+
+    def take_break(self, event: Break) -> None:
+        self.connector.raises = set(event.calls)
+
+    def report(self, core: EngineCore, report: Report, live: Mapping[str, Story], now: float) -> list[EngineEvent]:
+        """Let the connector report, at once or when it is asked."""
+        if not report.waits or not self._may_wait(report):
+            return core.on_transfer(self._made(report, live, now), now)
+        self._waiting.append(report)
+        self.connector.outbox.append(lambda: self._made(report, live, self._asked_at))
+        return []
+
+    def ask(self, core: EngineCore, now: float) -> list[EngineEvent]:
+        """Let the core ask for what waits to be reported."""
+        self._asked_at = now
+        is_told = "progress" not in self.connector.raises
+        events = core.progress(now)
+        if is_told:
+            self._waiting.clear()
+        assert not (is_told and self.connector.outbox), "the core has not asked for what there is to report"
+        return events
+
+    def _may_wait(self, report: Report) -> bool:
+        """What is told together is made before the core hears any of it, and the end of a load may begin a send. So it
+        is told alone."""
+        ends_load = report.what in ("loaded", "failed")
+        others = [other for other in self._waiting if other.id == report.id]
+        return not any(ends_load or other.what in ("loaded", "failed") for other in others)
+
+    def _made(self, report: Report, live: Mapping[str, Story], now: float) -> TransferEvent:
+        """What the connector reports. Notes what that means for the request."""
+        connector, request_id = self.connector, RequestId(report.id)
+        event: TransferEvent
+        if report.what == "read":
+            self._stray_count += report.id not in self._was_sent
+            event = connector.still_read(request_id)
+            if request_id in connector.sends:
+                self._hold_deadlines[report.id, HoldKind.SEND] = now + self._world.hold_seconds
+        elif report.what == "released":
+            self._stray_count += request_id not in connector.sends
+            event = connector.released(request_id)
+        else:
+            load = connector.loads.get(request_id)
+            self._stray_count += load is None
+            if report.what == "failed":
+                event = connector.load_failed(request_id)
+            else:
+                event = connector.loaded(request_id, report.tokens)
+            if load is not None and not load.is_abandoned:
+                self._note_load(live[report.id], load, event)
+        return event
+
+    def overdue(self, live: Mapping[str, Story], now: float) -> None:
+        """Before expire: note who has waited for its KV for too long."""
+        for name, deadline in self._load_deadlines.items():
+            if deadline <= now:
+                live[name].lacks_kv = self._world.fails_without_kv
+
+    def check(self, core: EngineCore, now: float) -> None:
+        """Assert that the core keeps its side, at any moment."""
+        connector = self.connector
+        connector.check()
+        self._check_told()
+        self._check_asked()
+        self._check_not_early(now)
+        holds: Counter[BlockIndex] = Counter()
+        hold_deadlines: dict[tuple[str, HoldKind], float] = {}
+        load_deadlines: dict[str, float] = {}
+        hold_deadline = now + self._world.hold_seconds
+        # Nothing will be reported of a load that could not begin, so it is overdue at once.
+        load_deadline = now if "start_load" in connector.raises else now + self._world.load_seconds
+        for name, send in connector.sends.items():
+            holds.update(send.block_table)
+            hold_deadlines[name, HoldKind.SEND] = self._hold_deadlines.get((name, HoldKind.SEND), hold_deadline)
+        for name, load in connector.loads.items():
+            written = load.block_table[load.start // self._world.block_size :]
+            if load.is_abandoned:
+                holds.update(written)
+                hold_deadlines[name, HoldKind.LOAD] = self._hold_deadlines.get((name, HoldKind.LOAD), hold_deadline)
+            else:
+                load_deadlines[name] = self._load_deadlines.get(name, load_deadline)
+                for block in written:
+                    assert core.pool.user_count(block) == 1, f"block {block} is loaded for {name}, and not its own"
+        self._hold_deadlines, self._load_deadlines = hold_deadlines, load_deadlines
+        for index in range(core.pool.block_count):
+            block = BlockIndex(index)
+            count = core.pool.hold_count(block)
+            assert count == holds[block], f"block {block} has {count} holds, its connector has {holds[block]}"
+        deadlines = (*hold_deadlines.values(), *load_deadlines.values())
+        assert core.next_deadline() == min(deadlines, default=None), f"the next deadline is {core.next_deadline()}"
+        assert core.transfers is not None
+        raised_count = core.transfers.faults.totals[TransferFault.RAISED]
+        assert raised_count == connector.raised_count, f"{connector.raised_count} calls raised, {raised_count} counted"
+        stray_count = sum([core.transfers.faults.totals[fault] for fault in STRAY])
+        assert stray_count == self._stray_count, (
+            f"{self._stray_count} reports were about nothing, {stray_count} counted"
+        )
+
+    def check_params(self, event: RequestFinished) -> None:
+        """Who learns that a request has ended learns how to get at what is held of it."""
+        name = event.request_id
+        expected = self.connector.params.get(name) if name in self.connector.finished else None
+        assert event.kv_transfer == expected, f"{name}: its end tells {event.kv_transfer}, the connector {expected}"
+
+    def check_expired(self, now: float) -> None:
+        """After expire: nothing that is overdue is left."""
+        for (name, kind), deadline in self._hold_deadlines.items():
+            assert now < deadline, f"{name} is held until {deadline} ({kind.value}), and it is {now}"
+        for name, deadline in self._load_deadlines.items():
+            assert now < deadline, f"{name} waits for its KV until {deadline}, and it is {now}"
+
+    def check_end(self, stories: Mapping[str, Story]) -> None:
+        """Everybody has ended: each end was told, with its reason, and nothing is out."""
+        connector = self.connector
+        assert not connector.loads, f"loads are out: {sorted(connector.loads)}"
+        assert not connector.sends, f"sends are out: {sorted(connector.sends)}"
+        ends = {story.request.id: story.finished.reason for story in stories.values() if story.finished is not None}
+        assert connector.finished == ends, "the connector was not told of every end, with its reason"
+
+    # --- inside ---
+
+    def _check_asked(self) -> None:
+        """How to get at what is held is asked once, when the hold begins."""
+        connector = self.connector
+        new = connector.sends.keys() - self._was_sent
+        assert new <= connector.asked, f"{sorted(new - connector.asked)}: held, and nobody knows how to get at it"
+        self._was_sent |= new
+
+    def _check_not_early(self, now: float) -> None:
+        new, self._expired_count = self.connector.expired[self._expired_count :], len(self.connector.expired)
+        for name, kind in new:
+            deadline = self._hold_deadlines[name, kind]
+            assert deadline <= now, f"{name} was held until {now} ({kind.value}), and its deadline is {deadline}"
+
+    def _matched_count(self, request: EngineRequest, computed_count: int) -> int:
+        return max(0, self._remote_counts[request.id] - computed_count)
+
+    def _holds(self, request: EngineRequest, _reason: FinishReason) -> bool:
+        return request.id in self._sent
+
+    def _note_load(self, story: Story, load: FakeLoad, event: TransferEvent) -> None:
+        count = 0 if isinstance(event, LoadFailed) else event.token_count  # type: ignore[union-attr]
+        if 0 < count <= load.token_count:
+            story.loaded_count = count
+        else:
+            story.lacks_kv = self._world.fails_without_kv

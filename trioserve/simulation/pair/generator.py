@@ -1,0 +1,127 @@
+"""Makes up histories of a pair: from one source of chance a world, and then event after event."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+from trioserve.simulation.pair.history import (
+    HOSTS,
+    Come,
+    Continue,
+    Cut,
+    Deliver,
+    HostName,
+    Kill,
+    Leave,
+    Lose,
+    PairEvent,
+    PairWait,
+    PairWorld,
+    Refuse,
+    Repeat,
+    Serve,
+    Start,
+    Step,
+    Stop,
+)
+from trioserve.simulation.pair.simulator import PairSimulation
+
+__all__ = ["PairAuthor"]
+
+INDEX_MAX = 100  # beyond what lies on a network at a time
+STOPS: tuple[tuple[int, ...], ...] = ((), (), (0,), (1, 2))
+
+
+class PairAuthor:
+    """One history's. Everything is drawn from `rng`, in the order of the calls. Some histories are quiet: then nothing
+    breaks, and nothing may be left to a deadline."""
+
+    def __init__(self, rng: Random) -> None:
+        self._rng = rng
+        self.world = self._drawn_world()
+        wildness = rng.choice((0.0, 0.0, 0.3, 1.0))
+        self._kinds: tuple[tuple[float, Callable[[PairSimulation], PairEvent | None]], ...] = (
+            (rng.choice((0.03, 0.06)), self._arrival),
+            (rng.choice((0.0, 0.01, 0.03)), self._leave),
+            (0.25, lambda simulation: Step(host=self._host())),
+            (0.15, self._serve),
+            (0.02, self._wait),
+            (rng.choice((0.0, 0.01)), lambda simulation: Refuse(host=self._host())),
+            (0.02 * wildness, lambda simulation: Repeat(index=self._index())),
+            (0.01 * wildness, lambda simulation: Lose(index=self._index())),
+            (0.01 * wildness, lambda simulation: Cut(index=self._index())),
+            (0.01 * wildness, lambda simulation: Stop(host=self._host())),
+            (0.006 * wildness, lambda simulation: Kill(host=self._host())),
+        )
+        self._families = [self._tokens(self.world.context_tokens_max) for _ in range(2)]
+        self._arrivals = 0
+
+    def next_event(self, simulation: PairSimulation) -> PairEvent:
+        for host in simulation.hosts.values():
+            if not host.runs and self._rng.random() < 0.1:
+                return Continue(host=host.name) if host.is_up else Start(host=host.name)
+        chance = self._rng.random()
+        for rate, drawn in self._kinds:
+            if chance < rate:
+                event = drawn(simulation)
+                if event is not None:
+                    return event
+                break
+            chance -= rate
+        return Deliver(index=self._index()) if simulation.network.deliverable() else Step(host=self._host())
+
+    # --- the parts ---
+
+    def _host(self) -> HostName:
+        return HOSTS[self._rng.random() < 0.5]
+
+    def _index(self) -> int:
+        return int(self._rng.random() * INDEX_MAX)
+
+    def _tokens(self, count: int) -> tuple[int, ...]:
+        return tuple(self._rng.choices(range(self.world.vocab_size), k=count))
+
+    def _drawn_world(self) -> PairWorld:
+        rng = self._rng
+        return PairWorld(
+            prefill_blocks=rng.randint(4, 16),
+            decode_blocks=rng.randint(4, 16),
+            prefill_block_size=rng.choice((1, 2, 3, 4)),
+            decode_block_size=rng.choice((1, 2, 3, 4)),
+            running_requests_max=rng.choice((1, 2, 3)),
+            step_tokens_max=rng.choice((3, 4, 8, 16)),
+            chunk_tokens=rng.choice((1, 2, 3, 100)),
+            vocab_size=rng.choice((2, 4, 50)),
+            stop_period=rng.choice((4, 8)),
+            enable_prefix_caching=rng.random() < 0.7,
+            hold_seconds=rng.choice((2.0, 10.0)),
+            load_seconds=rng.choice((2.0, 10.0)),
+            fails_without_kv=rng.random() < 0.15,
+        )
+
+    def _arrival(self, simulation: PairSimulation) -> Come | None:
+        rng = self._rng
+        context = self.world.context_tokens_max
+        if sum(client.state == "open" for client in simulation.clients.values()) >= 6:
+            return None
+        family = self._families[rng.random() < 0.5]
+        prompt = (family[: 1 + int(rng.random() * 10)] + self._tokens(int(rng.random() * 4)))[: context - 1]
+        self._arrivals += 1
+        return Come(
+            id=f"c{self._arrivals}",
+            prompt=prompt,
+            output=1 + int(rng.random() * min(8, context - len(prompt))),
+            stops=rng.choice(STOPS),
+            temperature=rng.choice((0.0, 1.0)),
+        )
+
+    def _leave(self, simulation: PairSimulation) -> Leave | None:
+        waiting = [name for name, client in simulation.clients.items() if client.state == "open"]
+        return Leave(id=self._rng.choice(waiting)) if waiting else None
+
+    def _serve(self, simulation: PairSimulation) -> Serve | None:
+        return Serve(index=self._index()) if simulation.servings() else None
+
+    def _wait(self, _simulation: PairSimulation) -> PairWait:
+        return PairWait(seconds=round(self._rng.choice((0.3, 1.0, 3.0, 8.0)) * self._rng.random(), 3))

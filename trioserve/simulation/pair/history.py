@@ -1,0 +1,175 @@
+"""What happens in a simulation of a pair, as data: an engine for prompts, one for answers, a router, clients, and the
+network between them. As in `history`, an event that has no place any more does nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.simulation.script import line_of, parts_of
+
+__all__ = [
+    "HOSTS",
+    "Come",
+    "Continue",
+    "Cut",
+    "Deliver",
+    "HostName",
+    "Kill",
+    "Leave",
+    "Lose",
+    "PairEvent",
+    "PairHistory",
+    "PairWait",
+    "PairWorld",
+    "Refuse",
+    "Repeat",
+    "Serve",
+    "Start",
+    "Step",
+    "Stop",
+    "history_of",
+    "script_of",
+]
+
+HostName = Literal["prefill", "decode"]
+HOSTS: tuple[HostName, ...] = ("prefill", "decode")
+
+
+class PairWorld(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="pair"):
+    """Both engines, and the model that both have. chunk_tokens: how much KV goes over the network at a time.
+
+    hold_seconds, load_seconds: how long blocks are held from the last sign of life of their reader on, and how long a
+    request waits for its KV. fails_without_kv: then it ends with an error, instead of computing it.
+    """
+
+    prefill_blocks: int = 16
+    decode_blocks: int = 16
+    prefill_block_size: int = 2
+    decode_block_size: int = 2
+    running_requests_max: int = 3
+    step_tokens_max: int = 8
+    chunk_tokens: int = 2
+    vocab_size: int = 4
+    stop_period: int = 8
+    enable_prefix_caching: bool = True
+    hold_seconds: float = 10.0
+    load_seconds: float = 10.0
+    fails_without_kv: bool = False
+
+    @property
+    def context_tokens_max(self) -> int:
+        return min(self.prefill_blocks * self.prefill_block_size, self.decode_blocks * self.decode_block_size)
+
+
+class Come(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="come"):
+    """A client asks the router."""
+
+    id: str
+    prompt: tuple[int, ...]
+    output: int = 1
+    stops: tuple[int, ...] = ()
+    temperature: float = 0.0
+
+
+class Leave(msgspec.Struct, frozen=True, kw_only=True, tag="leave"):
+    """The client is gone; the router ends whatever it has begun for it."""
+
+    id: str
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
+    """An engine begins a step, or ends the one that it has begun."""
+
+    host: HostName
+
+
+class Deliver(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="deliver"):
+    """A message arrives: the first of those on their way one way over a connection. index: of which, beginning anew
+    where there are fewer; so with all that follow."""
+
+    index: int = 0
+
+
+class Repeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="repeat"):
+    """The message that would arrive next is there twice."""
+
+    index: int = 0
+
+
+class Serve(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="serve"):
+    """A holder reads the next piece that somebody has asked for, and sends it."""
+
+    index: int = 0
+
+
+class Lose(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="lose"):
+    """What is on its way over a connection is lost, and all that follows; nobody is told."""
+
+    index: int = 0
+
+
+class Cut(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="cut"):
+    """A connection breaks, and both ends see it."""
+
+    index: int = 0
+
+
+class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
+    """SIGSTOP: nothing happens there, and connections to it still open."""
+
+    host: HostName
+
+
+class Continue(msgspec.Struct, frozen=True, kw_only=True, tag="continue"):
+    host: HostName
+
+
+class Kill(msgspec.Struct, frozen=True, kw_only=True, tag="kill"):
+    """All that it knew is gone, and its connections break."""
+
+    host: HostName
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
+    """It is there again where it was, as another engine."""
+
+    host: HostName
+
+
+class Refuse(msgspec.Struct, frozen=True, kw_only=True, tag="refuse"):
+    """It takes nothing of what arrives from the router next."""
+
+    host: HostName
+
+
+class PairWait(msgspec.Struct, frozen=True, kw_only=True, tag="wait"):
+    """Time passes, and whatever is due happens."""
+
+    seconds: float
+
+
+PairEvent = (
+    Come | Leave | Step | Deliver | Repeat | Serve | Lose | Cut | Stop | Continue | Kill | Start | Refuse | PairWait
+)
+
+
+class PairHistory(msgspec.Struct, frozen=True):
+    world: PairWorld
+    events: tuple[PairEvent, ...]
+
+
+def script_of(history: PairHistory) -> str:
+    """The world, and then one line an event."""
+    return "\n".join(line_of(part) for part in (history.world, *history.events)) + "\n"
+
+
+def history_of(script: str) -> PairHistory:
+    """Read what script_of writes, comments apart. Raises InvalidRequest."""
+    world, *events = parts_of(script, PairWorld | PairEvent) or [None]
+    if not isinstance(world, PairWorld) or any(isinstance(event, PairWorld) for event in events):
+        raise InvalidRequest("a history of a pair begins with its world, and has one: put 'pair ...' first, once")
+    return PairHistory(world, tuple(events))

@@ -1,0 +1,472 @@
+"""One history of a pair, against two real cores and the real books of a connector; all is checked after each event.
+
+The router is a model: what it may do is what any router may do that speaks to both engines and whose clients leave. So
+is the transport (pair_transport). What is compared: every client's tokens are those of the reference engine, whatever
+happened; an executor notices KV that is not its request's own; the invariants read both cores' books; a connector's
+reports must be about what is out. When everybody has gone, both pools are free, without waiting for any deadline if
+nothing broke, and within one otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import msgspec
+
+from trioserve.contracts.events import FinishReason
+from trioserve.contracts.ids import RequestId
+from trioserve.contracts.kv_transfer_params import KVTransferParams
+from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.simulation.pair.history import (
+    HOSTS,
+    Come,
+    Continue,
+    Cut,
+    Deliver,
+    HostName,
+    Kill,
+    Leave,
+    Lose,
+    PairEvent,
+    PairWait,
+    PairWorld,
+    Refuse,
+    Repeat,
+    Serve,
+    Start,
+    Step,
+    Stop,
+)
+from trioserve.simulation.pair.host import AbortIds, Finished, PairHost, Refused, Submit, Tokens
+from trioserve.simulation.pair.network import Connection, Network
+from trioserve.simulation.pair.transport import Holding, Serving
+from trioserve.simulation.reference_engine import ReferenceAnswer, ReferenceEngine
+from trioserve.testing.fake_executor import FakeModel
+from trioserve.testing.invariants import check_idle
+
+__all__ = ["Client", "PairSimulation"]
+
+ROUTER = "router"
+ROUTER_PATIENCE_SECONDS = 60.0  # without a byte of an answer
+ROUNDS_TO_END_MAX = 5_000  # far more than any history needs; who is not done then is in a circle
+
+LegKind = Literal["prefill", "decode", "whole"]
+State = Literal["open", "done", "left", "failed"]
+
+
+class Client:
+    """tokens: what it has got. leg: the one that is out for it. prefilled: the request whose blocks may be held."""
+
+    def __init__(self, event: Come, answer: ReferenceAnswer) -> None:
+        self.event = event
+        self.answer = answer
+        self.tokens: list[int] = []
+        self.state: State = "open"
+        self.leg: Leg | None = None
+        self.prefilled: RequestId | None = None
+        self.leg_count = 0
+        self.was_refused = False
+
+
+class Leg:
+    """A request that the router has sent to an engine; the router's end of its connection."""
+
+    def __init__(self, simulation: PairSimulation, client: Client, kind: LegKind, host: HostName) -> None:
+        self.simulation = simulation
+        self.client = client
+        self.kind = kind
+        self.host = host
+        self.id = RequestId(f"{client.event.id}.{kind}{client.leg_count}")
+        self.connection: Connection | None = None
+
+    def take(self, connection: Connection, message: msgspec.Struct) -> None:
+        self.simulation.take_from_engine(self, connection, message)
+
+    def broke(self, connection: Connection, why: str) -> None:
+        self.simulation.lost(self)
+
+
+class Nobody:
+    """The router's end of a connection that is there for one message."""
+
+    def take(self, connection: Connection, message: msgspec.Struct) -> None:
+        pass
+
+    def broke(self, connection: Connection, why: str) -> None:
+        pass
+
+
+class PairSimulation:
+    """clients: by name, in order of arrival. is_calm: no connection has broken and no message was lost so far. counts:
+    of what came to pass. trace: is told every effect, as a line."""
+
+    def __init__(self, world: PairWorld, *, trace: Callable[[str], None] | None = None) -> None:
+        self.world = world
+        self.now = 0.0
+        self.counts: dict[str, int] = {}
+        self.clients: dict[str, Client] = {}
+        self.is_calm = True
+        self.network = Network(self._runs, self._exists)
+        model = FakeModel(vocab_size=world.vocab_size, stop_token_id=0, stop_period=world.stop_period)
+        self.hosts: dict[HostName, PairHost] = {
+            name: PairHost(name, world, model, self.network, lambda: self.now, self._listener_at) for name in HOSTS
+        }
+        self._reference = ReferenceEngine(model)
+        self._trace = trace
+
+    def apply(self, event: PairEvent) -> None:
+        """Let one event happen. Raises whatever an engine raises, and AssertionError when a contract is broken."""
+        _HANDLERS[type(event)](self, event)
+        self._settle()
+        self._count("events")
+
+    def run_to_end(self) -> None:
+        """Let everybody finish; then nothing may be left."""
+        for name, host in self.hosts.items():
+            self.apply(Continue(host=name))
+            if not host.is_up:
+                self.apply(Start(host=name))
+        gone_at = None
+        for _ in range(ROUNDS_TO_END_MAX):
+            if self._go_on():
+                continue
+            moment = self._next_moment()
+            if moment is not None and moment <= self.now:
+                self.apply(PairWait(seconds=0.0))
+                continue
+            is_gone = all(host.is_idle for host in self.hosts.values())
+            if is_gone and self.is_calm:
+                for host in self.hosts.values():
+                    assert host.hold_count == 0, f"{host.name} holds blocks, and nothing went wrong"
+            if is_gone:
+                gone_at = self.now if gone_at is None else gone_at
+                for host in self.hosts.values():
+                    is_in_time = self.now < gone_at + self.world.hold_seconds
+                    assert host.hold_count == 0 or is_in_time, f"{host.name} holds blocks beyond their deadline"
+            if moment is None:
+                break
+            if self.is_calm:
+                waiting = [name for name, client in self.clients.items() if client.state == "open"]
+                assert not waiting, f"{waiting} wait, nothing is broken, and only time moves on"
+            self.apply(PairWait(seconds=moment - self.now))
+        waiting = [name for name, client in self.clients.items() if client.state == "open"]
+        assert not waiting, f"no end is in sight for {', '.join(waiting)}"
+        for host in self.hosts.values():
+            check_idle(host.core)
+            assert len(host.transport.policy.sends) == len(host.transport.policy.loads) == 0
+            self._note_transfers(host)
+        for client in self.clients.values():
+            self._count(f"clients: {client.state}")
+            is_excused = not self.is_calm or self.world.fails_without_kv or client.was_refused
+            assert client.state != "failed" or is_excused, f"{client.event.id} failed, and nothing went wrong"
+
+    # --- what happens ---
+
+    def _come(self, event: Come) -> None:
+        if event.id in self.clients:
+            return
+        answer = self._reference.answer(self._request(event, RequestId(event.id), event.output, None))
+        self.clients[event.id] = client = Client(event, answer)
+        self._count("requests")
+        self._begin(client, "prefill", "prefill")
+
+    def _leave(self, event: Leave) -> None:
+        client = self.clients.get(event.id)
+        if client is None or client.state != "open":
+            return
+        assert client.leg is not None
+        self._count(f"leaves: {self._phase(client.leg)}")
+        client.state = "left"
+        self._end_leg(client)
+        self._let_go(client)
+
+    def _step(self, event: Step) -> None:
+        host = self.hosts[event.host]
+        if not host.runs:
+            return
+        plan = host.step()
+        if plan is not None:
+            self._count(f"steps: {host.name}")
+            if self._trace is not None:
+                self._trace(f"  {host.name}: {' '.join(str(chunk.request.id) for chunk in plan.chunks)}")
+
+    def _deliver(self, event: Deliver) -> None:
+        ways = self.network.deliverable()
+        if ways:
+            connection, party = ways[event.index % len(ways)]
+            if self._trace is not None:
+                self._trace(f"  to {party}: {connection.ways[party][0]}")
+            self.network.deliver(connection, party)
+            self._count("messages")
+
+    def _repeat(self, event: Repeat) -> None:
+        ways = self.network.deliverable()
+        if ways:
+            connection, party = ways[event.index % len(ways)]
+            if connection.is_open and ROUTER not in connection.ends:  # HTTP repeats nothing
+                connection.ways[party].appendleft(connection.ways[party][0])
+                self._count("messages that came twice")
+
+    def _serve(self, event: Serve) -> None:
+        servings = self.servings()
+        if servings:
+            servings[event.index % len(servings)].go_on()
+
+    def servings(self) -> list[Serving]:
+        """Readers to whom a holder could send something now."""
+        return [serving for host in self.hosts.values() if host.runs for serving in host.transport.servings]
+
+    def _lose(self, event: Lose) -> None:
+        if self.network.connections:
+            connection = self.network.connections[event.index % len(self.network.connections)]
+            connection.is_dead = True
+            for way in connection.ways.values():
+                way.clear()
+            self.is_calm = False
+            self._count("connections that died in silence")
+
+    def _cut(self, event: Cut) -> None:
+        if self.network.connections:
+            self.network.cut(self.network.connections[event.index % len(self.network.connections)], "it broke")
+            self.is_calm = False
+            self._count("connections that broke")
+
+    def _stop(self, event: Stop) -> None:
+        host = self.hosts[event.host]
+        if host.runs:
+            host.is_stopped = True
+            self._count("stops")
+
+    def _continue(self, event: Continue) -> None:
+        self.hosts[event.host].is_stopped = False
+        self._wait(PairWait(seconds=0.0))
+
+    def _kill(self, event: Kill) -> None:
+        host = self.hosts[event.host]
+        if not host.is_up:
+            return
+        self._note_transfers(host)
+        host.is_up = False
+        self.is_calm = False
+        self._count("kills")
+        for connection in [one for one in self.network.connections if host.name in one.ends]:
+            self.network.cut(connection, "the other side was killed")
+
+    def _start(self, event: Start) -> None:
+        host = self.hosts[event.host]
+        if not host.is_up:
+            host.start()
+
+    def _refuse(self, event: Refuse) -> None:
+        self.hosts[event.host].refuses = True
+        self._count("refusals")
+
+    def _wait(self, event: PairWait) -> None:
+        until = self.now + event.seconds
+        while True:
+            moment = self._next_moment()
+            if moment is None or moment > until:
+                self.now = until
+                return
+            self.now = max(self.now, moment)
+            self._do_what_is_due()
+            self._settle()
+
+    def _next_moment(self) -> float | None:
+        """When something happens by itself."""
+        moments = [self.network.next_impatience()]
+        for host in self.hosts.values():
+            if host.runs:
+                moments += [host.timers.next_moment, host.next_deadline()]
+        return min((moment for moment in moments if moment is not None), default=None)
+
+    def _do_what_is_due(self) -> None:
+        """One thing."""
+        impatient = self.network.impatient(self.now)
+        if impatient is not None:
+            self.is_calm = False
+            self.network.give_up(*impatient)
+            return
+        for host in self.hosts.values():
+            if host.runs and host.timers.ring(self.now):
+                return
+        for host in self.hosts.values():
+            deadline = host.next_deadline()
+            if deadline is not None and deadline <= self.now:
+                host.expire()
+
+    def _go_on(self) -> bool:
+        """Whatever can happen without time passing. Returns whether anything could."""
+        if self.network.deliverable():
+            self.apply(Deliver())
+            return True
+        if self.servings():
+            self.apply(Serve())
+            return True
+        before = [self._standing_of(host) for host in self.hosts.values()]
+        for name in self.hosts:
+            self.apply(Step(host=name))
+        after = [self._standing_of(host) for host in self.hosts.values()]
+        return before != after or bool(self.network.deliverable())
+
+    def _standing_of(self, host: PairHost) -> tuple[object, ...]:
+        return host.flight, host.hold_count, self.counts.get(f"steps: {host.name}", 0)
+
+    # --- the router ---
+
+    def _begin(self, client: Client, kind: LegKind, host: HostName, params: KVTransferParams | None = None) -> None:
+        client.leg_count += 1
+        client.leg = leg = Leg(self, client, kind, host)
+        self._count(f"legs: {kind}")
+        output = 1 if kind == "prefill" else client.event.output
+        asked = KVTransferParams(do_remote_decode=True) if kind == "prefill" else params
+        if not self.hosts[host].is_up:
+            self.lost(leg)
+            return
+        leg.connection = self.network.open({ROUTER: leg, host: self.hosts[host]})
+        leg.connection.send(ROUTER, Submit(self._request(client.event, leg.id, output, asked)))
+        leg.connection.patience[ROUTER] = self.now + ROUTER_PATIENCE_SECONDS
+
+    def take_from_engine(self, leg: Leg, connection: Connection, message: msgspec.Struct) -> None:
+        client = leg.client
+        connection.patience[ROUTER] = self.now + ROUTER_PATIENCE_SECONDS
+        if isinstance(message, Refused):
+            self._end_leg(client)
+            self.lost(leg, is_refused=True)
+        elif isinstance(message, Tokens):
+            if leg.kind != "prefill":
+                client.tokens += message.token_ids
+                self._check_answer(client)
+        else:
+            assert isinstance(message, Finished)
+            self._end_leg(client)
+            self._take_end(leg, message)
+
+    def _take_end(self, leg: Leg, end: Finished) -> None:
+        client = leg.client
+        if end.reason not in (FinishReason.LENGTH, FinishReason.STOP):
+            assert end.reason is FinishReason.ERROR, f"{leg.id} ends with {end.reason}, and nobody has aborted it"
+            assert self.world.fails_without_kv, f"{leg.id} failed, and KV that does not come is computed"
+            self.lost(leg)
+        elif leg.kind == "prefill":
+            client.prefilled = None if end.kv_transfer is None else leg.id
+            self._begin(client, "decode", "decode", end.kv_transfer)
+        else:
+            client.state = "done"
+            assert tuple(client.tokens) == client.answer.token_ids, f"{client.event.id} got {client.tokens}"
+            assert end.reason is client.answer.reason, f"{client.event.id} ends with {end.reason}"
+
+    def lost(self, leg: Leg, *, is_refused: bool = False) -> None:
+        """An engine does not answer; another one does, if no token has come of the answer yet."""
+        client = leg.client
+        if client.state != "open" or client.leg is not leg:
+            return
+        self._count(f"legs {'refused' if is_refused else 'lost'}: {leg.kind}")
+        client.leg = None
+        client.was_refused = client.was_refused or is_refused
+        if leg.kind == "decode":
+            self._let_go(client)
+        if leg.kind == "whole" or client.tokens:
+            client.state = "failed"
+            return
+        self._begin(client, "whole", "decode" if leg.kind == "prefill" else "prefill")
+
+    def _end_leg(self, client: Client) -> None:
+        """Close its connection, which ends whatever is still computed for it."""
+        assert client.leg is not None
+        connection = client.leg.connection
+        if connection is not None:
+            if client.leg.kind == "prefill" and client.state == "left":
+                # It may have ended already, and then what is held is held for nobody.
+                connection.send(ROUTER, AbortIds((client.leg.id,)))
+            self.network.close(connection, ROUTER)
+
+    def _let_go(self, client: Client) -> None:
+        """Nobody will read what is held for it."""
+        host = self.hosts["prefill"]
+        if client.prefilled is not None and host.is_up:
+            connection = self.network.open({ROUTER: Nobody(), host.name: host})
+            connection.send(ROUTER, AbortIds((client.prefilled,)))
+            self.network.close(connection, ROUTER)
+        client.prefilled = None
+
+    # --- what must hold ---
+
+    def _settle(self) -> None:
+        """Transports do what their books want done; then everything is checked."""
+        for host in self.hosts.values():
+            if host.runs:
+                host.transport.work()
+        for host in self.hosts.values():
+            if host.is_up:
+                host.check()
+        self._count("checks of both engines")
+
+    def _check_answer(self, client: Client) -> None:
+        count = len(client.tokens)
+        assert tuple(client.tokens) == client.answer.token_ids[:count], (
+            f"{client.event.id} got {client.tokens}, the reference has {client.answer.token_ids}"
+        )
+
+    # --- inside ---
+
+    def _request(
+        self, event: Come, name: RequestId, output: int, kv_transfer: KVTransferParams | None
+    ) -> EngineRequest:
+        return EngineRequest(
+            id=name,
+            prompt_token_ids=event.prompt,
+            sampling=SamplingParams(temperature=event.temperature),
+            output_tokens_max=output,
+            stop_token_ids=frozenset(event.stops),
+            seed=0,
+            kv_transfer=kv_transfer,
+        )
+
+    def _phase(self, leg: Leg) -> str:
+        """Where a client's request is."""
+        core = self.hosts[leg.host].core
+        live = next((live for live in core.live_requests() if live.request.id == leg.id), None)
+        if live is None:
+            return f"{leg.kind} is on its way"
+        return f"{leg.kind} is {live.status.value}"
+
+    def _runs(self, party: str) -> bool:
+        return party == ROUTER or any(host.runs for name, host in self.hosts.items() if name == party)
+
+    def _exists(self, party: str) -> bool:
+        return party == ROUTER or any(host.is_up for name, host in self.hosts.items() if name == party)
+
+    def _listener_at(self, name: str) -> Holding | None:
+        return next((host.transport.listener for host in self.hosts.values() if host.name == name and host.is_up), None)
+
+    def _note_transfers(self, host: PairHost) -> None:
+        policy = host.transport.policy
+        for load_end, count in policy.loads.ends.items():
+            self._count(f"loads: {load_end.value}", count)
+        for send_end, count in policy.sends.ends.items():
+            self._count(f"holds: {send_end.value}", count)
+        self._count("loads that went on over another connection", policy.loads.resumed_total)
+
+    def _count(self, what: str, count: int = 1) -> None:
+        self.counts[what] = self.counts.get(what, 0) + count
+
+
+_HANDLERS: dict[type[PairEvent], Callable[[PairSimulation, Any], None]] = {
+    Come: PairSimulation._come,
+    Leave: PairSimulation._leave,
+    Step: PairSimulation._step,
+    Deliver: PairSimulation._deliver,
+    Repeat: PairSimulation._repeat,
+    Serve: PairSimulation._serve,
+    Lose: PairSimulation._lose,
+    Cut: PairSimulation._cut,
+    Stop: PairSimulation._stop,
+    Continue: PairSimulation._continue,
+    Kill: PairSimulation._kill,
+    Start: PairSimulation._start,
+    Refuse: PairSimulation._refuse,
+    PairWait: PairSimulation._wait,
+}

@@ -1,0 +1,360 @@
+"""A transport for the books of a stream connector (connectors.stream.policy) without tasks: it does what holder.py and
+reader.py do there, one message after another, over a network that somebody else moves.
+
+All that is decided (what is held, what may be read or written, who is told, how often something is tried again) is
+decided by the books, which are the real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+
+from trioserve.connectors.stream.chunks import Chunks
+from trioserve.connectors.stream.frames import Tell
+from trioserve.connectors.stream.loads import Load
+from trioserve.connectors.stream.options import StreamOptions
+from trioserve.connectors.stream.policy import StreamPolicy
+from trioserve.connectors.stream.sends import Send
+from trioserve.connectors.stream.sources import Source
+from trioserve.contracts.ids import BlockIndex
+from trioserve.contracts.kv_transfer import ConnectorSetup, KVLayout
+from trioserve.simulation.pair.network import Connection, End, Network, Timers
+from trioserve.testing.fake_executor import FakeExecutor
+
+__all__ = ["PORTS", "PairTransport", "Serving"]
+
+HERE = "127.0.0.1"
+PORTS = {"prefill": 1, "decode": 2}
+SILENCE_SECONDS = 4.0
+HEARTBEAT_SECONDS = 2.5
+TELL_FAILURES_MAX = 3
+
+Slots = tuple[tuple[int, str | None] | None, ...]
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """A reader wants the KV of these positions, without the first pieces."""
+
+    engine_id: str
+    request_id: str
+    start: int
+    count: int
+    first: int
+    proof: bytes
+
+
+class Piece(msgspec.Struct, frozen=True):
+    index: int
+    content: Slots
+
+
+class AllSent(msgspec.Struct, frozen=True):
+    """All pieces were sent, and the hold stood when the last was read."""
+
+
+class Aborted(msgspec.Struct, frozen=True):
+    """There is nothing to read, or no more. is_another: this is not the engine that was asked for."""
+
+    message: str
+    is_another: bool = False
+
+
+class Told(msgspec.Struct, frozen=True):
+    """What a holder is told, and by which engine it should be heard."""
+
+    engine_id: str
+    tell: Tell
+
+
+class Gone(msgspec.Struct, frozen=True):
+    """What of it is not held."""
+
+    request_ids: tuple[str, ...]
+
+
+class NoPages:
+    """The policy asks for the layout alone."""
+
+    block_count = 0
+
+    def __init__(self, layout: KVLayout) -> None:
+        self.layout = layout
+
+    def view(self, layer: int, block: BlockIndex) -> memoryview | None:
+        raise AssertionError("what decides does not touch a block")
+
+    def read(self, layer: int, block: BlockIndex) -> memoryview:
+        raise AssertionError("what decides does not touch a block")
+
+    def write(self, layer: int, block: BlockIndex, start: int, content: memoryview) -> None:
+        raise AssertionError("what decides does not touch a block")
+
+
+class PairTransport:
+    """One engine's. policy: to be given to its core. servings: what others have asked for and did not get yet.
+    listener_at: who can be connected to under a name."""
+
+    def __init__(
+        self,
+        name: str,
+        engine_id: str,
+        executor: FakeExecutor,
+        chunk_tokens: int,
+        network: Network,
+        timers: Timers,
+        clock: Callable[[], float],
+        listener_at: Callable[[str], Holding | None],
+    ) -> None:
+        self.name = name
+        self.engine_id = engine_id
+        self.executor = executor
+        self.network = network
+        self.timers = timers
+        self.now = clock
+        self.listener_at = listener_at
+        self.listener = Holding(self)
+        self.layout = KVLayout(
+            model="fake", layer_count=1, block_size=executor.block_size, kv_head_count=1, head_dim=1, dtype="float32"
+        )
+        self.chunk_bytes = chunk_tokens * self.layout.token_bytes
+        setup = ConnectorSetup(
+            engine_id=engine_id, role="both", pages=NoPages(self.layout), options={}, wake=lambda: None
+        )
+        self.policy = StreamPolicy(setup, StreamOptions(), lambda: None)
+        self.policy.address = (HERE, PORTS[name])
+        self.servings: list[Serving] = []
+        self._tellers: dict[Source, Teller] = {}
+
+    def work(self) -> None:
+        """Begin what the books want done, as the transport's task does whenever it is woken."""
+        for load in self.policy.loads.take_new():
+            self.policy.loads.begun(load, self.now())
+            self.bring(load)
+        for source in self.policy.loads.take_urgent():
+            teller = self._tellers.get(source)
+            if teller is None:
+                teller = self._tellers[source] = Teller(self, source)
+            teller.tell_now()
+
+    def bring(self, load: Load) -> None:
+        """One attempt at what is missing of a load."""
+        if not load.is_alive:
+            return
+        far = self.open(load.origin.source, bringing := Bringing(self, load))
+        if far is None:
+            self.broken(load, "nobody listens there", is_deaf=True)
+        else:
+            bringing.ask(far)
+
+    def open(self, source: Source, end: End) -> Connection | None:
+        """A connection to whoever listens there; None: nobody does."""
+        far = next((name for name, port in PORTS.items() if (HERE, port) == (source.host, source.port)), None)
+        listener = None if far is None else self.listener_at(far)
+        if far is None or listener is None:
+            return None
+        return self.network.open({self.name: end, far: listener})
+
+    def broken(self, load: Load, why: str, *, is_deaf: bool = False) -> None:
+        seconds = self.policy.loads.broken(load, why, self.now(), is_deaf=is_deaf)
+        if seconds is not None:
+            self.timers.at(self.now() + seconds, partial(self.bring, load))
+
+    def accept(self, connection: Connection, message: msgspec.Struct) -> None:
+        """The first message of a connection from another engine, or a later one of it."""
+        if isinstance(message, Asked):
+            self._serve(connection, message)
+        else:
+            assert isinstance(message, Told)
+            if message.engine_id != self.engine_id:
+                connection.send(self.name, Aborted("another engine listens there", is_another=True))
+                return
+            sends = self.policy.sends
+            sends.released(message.tell.release)
+            connection.send(self.name, Gone(sends.still_wanted(message.tell.keep, self.now())))
+
+    def forget(self, source: Source) -> None:
+        self._tellers.pop(source, None)
+
+    def _serve(self, connection: Connection, asked: Asked) -> None:
+        if asked.engine_id != self.engine_id:
+            connection.send(self.name, Aborted("another engine listens there", is_another=True))
+            return
+        send = self.policy.sends.asked(asked.request_id, asked.start, asked.count, asked.proof, self.now())
+        if isinstance(send, str):
+            connection.send(self.name, Aborted(send))
+        else:
+            Serving(self, connection, send, asked)
+
+
+class Holding:
+    """The holder's end of a connection: whatever comes is for the transport."""
+
+    def __init__(self, transport: PairTransport) -> None:
+        self._transport = transport
+
+    def take(self, connection: Connection, message: msgspec.Struct) -> None:
+        self._transport.accept(connection, message)
+
+    def broke(self, connection: Connection, why: str) -> None:
+        for serving in [one for one in self._transport.servings if one.connection is connection]:
+            serving.end()
+
+
+class Serving:
+    """What one reader has asked for."""
+
+    def __init__(self, transport: PairTransport, connection: Connection, send: Send, asked: Asked) -> None:
+        self.connection = connection
+        self._transport = transport
+        self._send = send
+        self._chunks = Chunks(transport.layout, asked.start, asked.count, transport.chunk_bytes)
+        self._next = asked.first
+        send.stops[self] = self._stop
+        transport.servings.append(self)
+
+    def go_on(self) -> None:
+        """Read the next piece and send it, or say that this was all."""
+        name, send = self._transport.name, self._send
+        if not send.is_alive:
+            self._stop()
+        elif self._next < len(self._chunks):
+            chunk = self._chunks[self._next]
+            content = self._transport.executor.get_slots(send.block_table, chunk.token_start, chunk.token_count)
+            self.connection.send(name, Piece(self._next, content))
+            self._next += 1
+            self._transport.policy.sends.sign_of_life(send, self._transport.now())
+        else:
+            send.was_read = True
+            self.connection.send(name, AllSent())
+            self.end()
+
+    def end(self) -> None:
+        self._send.stops.pop(self, None)
+        if self in self._transport.servings:
+            self._transport.servings.remove(self)
+
+    def _stop(self) -> None:
+        self.connection.send(self._transport.name, Aborted("the hold has ended while it was read"))
+        self.end()
+
+
+class Bringing:
+    """The reader's end: one attempt at a load."""
+
+    def __init__(self, transport: PairTransport, load: Load) -> None:
+        self._transport = transport
+        self._load = load
+        self._chunks = Chunks(transport.layout, load.start, load.token_count, transport.chunk_bytes)
+
+    def ask(self, connection: Connection) -> None:
+        transport, load = self._transport, self._load
+        name, origin = transport.name, load.origin
+        load.stop = partial(transport.network.close, connection, name)
+        asked = Asked(
+            origin.source.engine_id, origin.request_id, load.start, load.token_count, load.next_chunk, load.proof
+        )
+        connection.send(name, asked)
+        connection.patience[name] = transport.now() + SILENCE_SECONDS
+
+    def take(self, connection: Connection, message: msgspec.Struct) -> None:
+        transport, load = self._transport, self._load
+        loads, name = transport.policy.loads, transport.name
+        if not load.is_alive:
+            transport.network.close(connection, name)
+            return
+        connection.patience[name] = transport.now() + SILENCE_SECONDS
+        if isinstance(message, Aborted):
+            transport.network.close(connection, name)
+            loads.failed(load, message.message)
+        elif isinstance(message, Piece) and message.index == load.next_chunk < len(self._chunks):
+            transport.executor.put_slots(load.block_table, self._chunks[message.index].token_start, message.content)
+            loads.came(load, transport.now())
+        elif isinstance(message, AllSent) and load.next_chunk == len(self._chunks):
+            transport.network.close(connection, name)
+            loads.complete(load)
+        else:
+            transport.network.close(connection, name)
+            transport.broken(load, f"{type(message).__name__} came, which is not due")
+
+    def broke(self, connection: Connection, why: str) -> None:
+        self._transport.broken(self._load, why)
+
+
+class Teller:
+    """Tells a holder what is still wanted of it and what no more, at once and then again and again."""
+
+    def __init__(self, transport: PairTransport, source: Source) -> None:
+        self._transport = transport
+        self._source = source
+        self._failure_count = 0
+        self._connection: Connection | None = None
+        self._told: Tell | None = None
+        self._is_due_again = False
+        self._turn = 0
+
+    def tell_now(self) -> None:
+        if self._told is not None:
+            self._is_due_again = True
+            return
+        self._turn += 1
+        transport, source = self._transport, self._source
+        tells = transport.policy.loads.tells(source)
+        if not tells:
+            self._leave()
+            return
+        if self._connection is None:
+            self._connection = transport.open(source, self)
+            if self._connection is None:
+                self._failed(is_final=False)
+                return
+        self._told = tells[0]
+        self._connection.send(transport.name, Told(source.engine_id, self._told))
+        self._connection.patience[transport.name] = transport.now() + SILENCE_SECONDS
+
+    def take(self, connection: Connection, message: msgspec.Struct) -> None:
+        told, self._told = self._told, None
+        connection.patience.clear()
+        if isinstance(message, Gone) and told is not None:
+            self._failure_count = 0
+            self._transport.policy.loads.told(self._source, told, message.request_ids)
+            self._again(0.0 if self._is_due_again else HEARTBEAT_SECONDS)
+        else:
+            self._close()
+            self._failed(is_final=isinstance(message, Aborted))
+
+    def broke(self, connection: Connection, why: str) -> None:
+        self._connection, was_due, self._told = None, self._told, None
+        if was_due is not None:
+            self._failed(is_final=False)
+
+    def _failed(self, *, is_final: bool) -> None:
+        self._told = None
+        self._failure_count += 1
+        if is_final or self._failure_count >= TELL_FAILURES_MAX:
+            self._transport.policy.loads.cannot_tell(self._source)
+            self._again(HEARTBEAT_SECONDS)
+        else:
+            self._again(0.1 * self._failure_count)
+
+    def _again(self, seconds: float) -> None:
+        self._is_due_again = False
+        if not self._transport.policy.loads.tells(self._source):
+            self._leave()
+            return
+        self._transport.timers.at(self._transport.now() + seconds, partial(self._tell_again, self._turn))
+
+    def _tell_again(self, turn: int) -> None:
+        if turn == self._turn:  # otherwise it has been told meanwhile
+            self.tell_now()
+
+    def _leave(self) -> None:
+        self._close()
+        self._transport.forget(self._source)
+
+    def _close(self) -> None:
+        if self._connection is not None:
+            self._transport.network.close(self._connection, self._transport.name)
+            self._connection = None

@@ -1,0 +1,269 @@
+"""The books of a simulated router: who is in line, who has a lease where, and what follows from that for the next.
+
+Kept from what was asked and told alone, never from what the router keeps. Lines, bounds and retries are settled here;
+what one endpoint may be given in router_endpoint_book, whose turn it is in router_line_rules, what of a request may be
+split in router_pair_book.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from trioserve.contracts.endpoint import Leg, PairOutcome
+from trioserve.router.retry_budget import BURST_SECONDS
+from trioserve.simulation.router.endpoint_book import EndpointBook
+from trioserve.simulation.router.history import RouterWorld
+from trioserve.simulation.router.pair_book import check_place, is_next_leg_there, may_do
+from trioserve.simulation.router.queue_rules import Fairness, RoutedStory, check_turn
+
+__all__ = ["RouterBooks"]
+
+
+class RouterBooks:
+    """live: requests that have not ended, in order of arrival. endpoints: those that are not gone. gone: those that
+    went since this was emptied. live_peak: the most that ever lived. pairs: what became of requests that were split."""
+
+    def __init__(self, world: RouterWorld, now: float) -> None:
+        self.world = world
+        self.now = now
+        self.live: dict[str, RoutedStory] = {}
+        self.live_peak = 0
+        self.endpoints: dict[str, EndpointBook] = {}
+        self.gone: list[str] = []
+        self.is_draining = False
+        self.entering: RoutedStory | None = None  # while the router is asked to take it
+        self.pairs: Counter[PairOutcome] = Counter()
+        self._fairness: dict[tuple[str, Leg | None, int], Fairness] = {}
+        self._failure_count = 0
+        self._joined_count = 0
+        self._tries = world.retries_per_second_min * BURST_SECONDS
+        if world.retry_share_max or world.retries_per_second_min:
+            self._tries = max(1.0, self._tries)
+        self._tries_max = self._tries
+        self._tries_at: float | None = None
+
+    # --- looking up ---
+
+    @property
+    def waiting(self) -> list[RoutedStory]:
+        return [story for story in self.live.values() if story.state == "waiting"]
+
+    def serving(self, story: RoutedStory) -> list[EndpointBook]:
+        """Endpoints that it may ever get, wherever it failed."""
+        pinned, model = story.request.pinned, story.request.model
+        return [book for book in self.endpoints.values() if book.serves(model) and pinned in (None, book.id)]
+
+    def taking(self, story: RoutedStory, now: float, *, sequences: int = 1) -> list[str]:
+        """Endpoints that have to take so many of its sequences. It goes where one of them finds a seat."""
+        return [
+            book.id
+            for book in self.serving(story)
+            if book.id not in story.tried and may_do(book, story) and book.must_take(sequences, now)
+            if story.leg is not Leg.PREFILL or not self._is_handover_full(story.request.model)
+        ]
+
+    def is_line_full(self, story: RoutedStory) -> bool:
+        """Whether there is no place in line for one that is new."""
+        beside = [other for other in self.waiting if other.is_beside(story)]
+        tokens = sum(other.request.prompt_tokens for other in beside) + story.request.prompt_tokens
+        is_large = tokens > self.world.queue_prompt_tokens_max
+        return len(beside) >= self.world.queue_requests_max or (bool(beside) and is_large)
+
+    def is_most_in_line(self, story: RoutedStory, entering: RoutedStory) -> bool:
+        """Whether it is the newest of a tenant that has most in a line, and still more than that of one that comes, if
+        it left for it."""
+        if not (story.is_in_line and story.is_beside(entering) and story.request.priority == entering.request.priority):
+            return False
+        line = [other for other in self.waiting if other.is_in_line and other.is_beside(entering)]
+        line = [other for other in line if other.request.priority == story.request.priority]
+        counts = Counter(other.request.tenant for other in line)
+        if counts[story.request.tenant] < max(*counts.values(), counts[entering.request.tenant] + 2):
+            return False
+        return all(
+            other.request.tenant != story.request.tenant or other.line_index <= story.line_index for other in line
+        )
+
+    def makes_room(self, story: RoutedStory, entering: RoutedStory) -> bool:
+        """Whether one that comes has a place in line without it."""
+        beside = [other for other in self.waiting if other.is_beside(entering) and other is not story]
+        tokens = sum(other.request.prompt_tokens for other in beside) + entering.request.prompt_tokens
+        return len(beside) < self.world.queue_requests_max and tokens <= self.world.queue_prompt_tokens_max
+
+    # --- what happens ---
+
+    def enter(self, story: RoutedStory) -> None:
+        """The router has taken it, into its line or beyond."""
+        assert not self.is_draining, f"{story.name} is taken by a router that leaves"
+        self._tries = min(self._tries_max, self._tries + self.world.retry_share_max)
+        self.live[story.name] = story
+        self.live_peak = max(self.live_peak, len(self.live))
+
+    def join(self, story: RoutedStory) -> None:
+        """It stands in a line in which it did not stand before."""
+        self._joined_count += 1
+        story.line_index = self._joined_count
+        self._fairness_of(story).join(story)
+
+    def serve(self, story: RoutedStory) -> None:
+        """It gets a lease out of the line. Asserts that it is its turn."""
+        assert story.state == "waiting", f"{story.name} is {story.state}, and gets a lease"
+        if story.failed_index is None:
+            check_turn(story, self.live.values())
+            self._fairness_of(story).serve(story)
+            self._fairness_of(story).leave(story)
+
+    def give(self, story: RoutedStory, id: str) -> None:
+        """It gets a lease there. Asserts that it may."""
+        name, request = story.name, story.request
+        assert id in self.endpoints, f"{name} has a lease at {id}, which is gone"
+        book = self.endpoints[id]
+        is_begun = story.prefilled_by is not None
+        assert is_begun or not self.is_draining, f"{name} gets a lease of a router that leaves"
+        assert book.serves(request.model), f"{name} asks for {request.model}, and gets {id}, {sorted(book.models)}"
+        assert request.pinned in (None, id), f"{name} asks for {request.pinned}, and gets {id}"
+        assert id not in story.tried, f"{name} failed at {id}, and gets it again"
+        objection = book.objection(1, self.now)
+        assert objection is None, f"{name} gets a lease: {objection}"
+        if request.pinned is None:
+            self._check_nobody_failed_before(story, book)
+        taking = self.taking(story, self.now, sequences=request.sequences)
+        if book.objection(request.sequences, self.now) is not None:
+            assert not taking, f"{name} finds {request.sequences} seats at {taking}, and gets {id}, which has fewer"
+            taking = self.taking(story, self.now)
+        if story.leg is Leg.PREFILL:
+            assert not self._is_handover_full(request.model), f"{name} is begun, and too many wait to be ended"
+        check_place(story, book, [self.endpoints[other] for other in taking])
+        if self.world.policy == "least_loaded" and not (story.leg is None and id == story.prefilled_by):
+            calmer = [other for other in taking if self.endpoints[other].load < book.load]
+            if story.leg is None and book.role != "prefill":
+                calmer = [other for other in calmer if self.endpoints[other].role != "prefill"]
+            assert not calmer, f"{name} gets {id}, and {calmer} have less to do"
+        book.give(name, request.sequences)
+        story.state, story.endpoint, story.failed_index = "leased", id, None
+        story.leased_at = self.now
+
+    def fail(self, story: RoutedStory) -> bool:
+        """Its endpoint, which has been told of it, failed it. Returns whether it has to wait again."""
+        assert story.endpoint is not None
+        story.tried = (*story.tried, story.endpoint)
+        if not self._is_tried_again(story):
+            if story.leg_fault is not None:
+                self.note_pair(story, story.leg_fault)
+            self.end(story)
+            return False
+        self.wait_again(story)
+        return True
+
+    def wait_again(self, story: RoutedStory) -> None:
+        """It was elsewhere, and what it had there is back."""
+        self._failure_count += 1
+        story.state, story.is_sent, story.endpoint = "waiting", False, None
+        story.failed_index = self._failure_count
+
+    def prefilled(self, story: RoutedStory, outcome: PairOutcome | None) -> None:
+        """Its prompt is computed, and what it had there is back."""
+        served_seconds = self.now - story.leased_at
+        story.own_deadline += served_seconds
+        story.wait_ends_at += served_seconds
+        story.prefilled_by, story.leg_fault = story.endpoint, None
+        story.leg, story.is_held = Leg.DECODE, outcome is None
+        if outcome is not None:
+            story.leg = None
+            self.note_pair(story, outcome)
+        self.wait_again(story)
+
+    def make_whole(self) -> None:
+        """Whoever waits for a part that no endpoint may do now waits for one that does everything."""
+        for leg in Leg:
+            waiting = [story for story in self.waiting if story.leg is leg]
+            again = sorted(
+                (story for story in waiting if not story.is_in_line), key=lambda story: story.failed_index or 0
+            )
+            line = sorted((story for story in waiting if story.is_in_line), key=lambda story: story.index)
+            for story in (*again, *line):
+                # Who has no endpoint left at all is refused, and does not go on whole.
+                if self._is_any_left(story) and not is_next_leg_there(story, self.serving(story)):
+                    self._make_whole(story)
+
+    def _make_whole(self, story: RoutedStory) -> None:
+        is_lost = story.leg is Leg.DECODE and not story.is_held
+        self.note_pair(story, story.leg_fault or (PairOutcome.HOLD_LOST if is_lost else PairOutcome.NO_ENDPOINT))
+        if story.is_in_line:
+            self._fairness_of(story).leave(story)
+            story.leg = None
+            self.join(story)
+        else:
+            story.leg = None
+
+    def note_pair(self, story: RoutedStory, outcome: PairOutcome) -> None:
+        if story.is_split and story.outcome is None:
+            story.outcome = outcome
+            self.pairs[outcome] += 1
+
+    def release(self, story: RoutedStory) -> None:
+        """What it has is back."""
+        if story.is_in_line:
+            self._fairness_of(story).leave(story)
+        elif story.state in ("leased", "running_free"):
+            assert story.endpoint is not None
+            book = self.endpoints[story.endpoint]
+            book.let_go(story.name)
+            self.note_drained(book)
+
+    def end(self, story: RoutedStory) -> None:
+        story.state = "ended"
+        if self.live.pop(story.name, None) is not None:
+            self.note_pair(story, PairOutcome.LEFT)
+
+    def note_drained(self, book: EndpointBook) -> None:
+        if book.health == "draining" and not book.in_flight:
+            del self.endpoints[book.id]
+            self.gone.append(book.id)
+
+    # --- what has to hold ---
+
+    def check_nobody_waits_in_vain(self, now: float) -> None:
+        """Progress: whoever waits, first or last, waits because every endpoint that it may have is full."""
+        for story in self.waiting:
+            taking = self.taking(story, now)
+            assert not taking, f"{story.name} waits{'' if story.is_in_line else ' again'}, and {taking} could take it"
+
+    def check_nobody_is_hopeless(self) -> None:
+        for story in self.waiting:
+            assert self._is_any_left(story), f"{story.name} waits, and no endpoint may ever take it"
+
+    def _check_nobody_failed_before(self, story: RoutedStory, book: EndpointBook) -> None:
+        """It is about to get the endpoint: nobody who waits again before it could have had it."""
+        for other in self.waiting:
+            if other.failed_index is None or other.request.model != story.request.model or other is story:
+                continue
+            if story.failed_index is not None and story.failed_index <= other.failed_index:
+                continue
+            is_fitting = book.id in self.taking(other, self.now)
+            assert not is_fitting, f"{other.name} waits again, and {story.name} gets {book.id} before it"
+
+    def _is_any_left(self, story: RoutedStory) -> bool:
+        return any(book.id not in story.tried for book in self.serving(story))
+
+    def _is_tried_again(self, story: RoutedStory) -> bool:
+        if self.is_draining or story.request.pinned is not None or self.now >= story.deadline:
+            return False
+        if len(story.tried) >= self.world.attempts_max:
+            return False
+        if not any(book.health != "ejected" and book.id not in story.tried for book in self.serving(story)):
+            return False
+        if self._tries_at is not None:
+            more = (self.now - self._tries_at) * self.world.retries_per_second_min
+            self._tries = min(self._tries_max, self._tries + more)
+        self._tries_at = self.now
+        if self._tries < 1:
+            return False
+        self._tries -= 1
+        return True
+
+    def _fairness_of(self, story: RoutedStory) -> Fairness:
+        return self._fairness.setdefault((story.request.model, story.leg, story.request.priority), Fairness())
+
+    def _is_handover_full(self, model: str) -> bool:
+        waiting = [story for story in self.waiting if story.leg is Leg.DECODE and story.request.model == model]
+        return len(waiting) >= self.world.handover_waiting_max

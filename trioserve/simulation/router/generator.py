@@ -1,0 +1,247 @@
+"""Makes up histories of a router: settings, endpoints, and event after event, with an eye on what is going on.
+
+The author sees what clients and endpoints would see: who lives and how far it is, and which endpoints there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import TypeVar
+
+from trioserve.contracts.endpoint import Leg
+from trioserve.contracts.kv_transfer import EngineRole
+from trioserve.router.policies import POLICIES
+from trioserve.simulation.router.history import (
+    Add,
+    Answer,
+    Arrive,
+    Ask,
+    Check,
+    Compute,
+    Crowd,
+    Drain,
+    Fail,
+    Leave,
+    Lose,
+    Models,
+    Note,
+    Remove,
+    Role,
+    RouterEvent,
+    RouterWorld,
+    Send,
+    Store,
+    Token,
+    Wait,
+)
+from trioserve.simulation.router.queue_rules import RoutedStory
+from trioserve.simulation.router.simulator import RouterSimulation
+
+__all__ = ["RouterAuthor"]
+
+BLOCKS = "abcdef"
+
+Value = TypeVar("Value")
+
+
+class RouterAuthor:
+    """One history's. Everything is drawn from `rng`, in the order of the calls."""
+
+    def __init__(self, rng: Random) -> None:
+        self._rng = rng
+        self._chance = rng.random
+        self.world = _drawn_world(rng)
+        self._models: Sequence[tuple[str, ...]] = rng.choice(((("m",),), (("m",),), (("m",), ("n",), ("m", "n"))))
+        self._tenants = rng.choice((("",), ("a", "b"), ("a", "b"), ("a", "b", "c", "d")))
+        self._priorities = rng.choice(((0,), (0,), (0, 0, 1), (-1, 0, 1)))
+        self._prompts = rng.choice(((0,), (0, 10, 100), (10, 300)))
+        self._sequences = rng.choice(((1,), (1,), (1, 1, 2), (1, 2, 3, 5), (1, 1, 1, 8, 20)))
+        self._live_max = rng.choice((4, 10, 20, 30, 30))
+        self._pace = rng.choice((0.05, 0.5, 2.0))  # seconds of a wait
+        wildness = rng.random()
+        self._fault_share = rng.choice((0.0, 0.1, 0.3, 0.7)) * (0.5 + wildness / 2)
+        self._lie_share = rng.choice((0.0, 0.0, 0.3))
+        self._roles: Sequence[EngineRole | None] = rng.choice(
+            ((None,), (None,), ("prefill", "decode"), ("prefill", "decode", "both", None), ("both",))
+        )
+        self._split_share = 0.0 if self._roles == (None,) else rng.choice((0.5, 0.8, 1.0))
+        self._names = 0
+        self._tenant = self._tenants[0]  # who came last: tenants come in bursts
+        endpoint_count = rng.choice((1, 1, 2, 2, 2, 3, 3, 4, 6, 12))
+        self._ids = [f"e{index}" for index in range(endpoint_count)]
+        self._opening: list[RouterEvent] = []
+        for id in self._ids[: rng.randint(1, endpoint_count)]:
+            self._opening.append(self._drawn_endpoint(id))
+            if rng.random() < 0.9:
+                self._opening.append(Check(id=id))
+        self._opening.reverse()
+        leaving = rng.choice((0.0, 0.05, 0.1, 0.2))
+        self._kinds: tuple[tuple[float, Callable[[RouterSimulation], RouterEvent | None]], ...] = (
+            (rng.choice((0.15, 0.3, 0.5)), self._arrival),
+            (leaving * wildness, self._leave),
+            (rng.choice((0.0, 0.08, 0.2)), self._report),
+            (0.01 + 0.05 * wildness, self._check),
+            (rng.choice((0.03, 0.1)), self._wait),
+            (rng.choice((0.0, 0.0, 0.01, 0.04)), self._change),
+            (rng.choice((0.0, 0.0, 0.003)), self._crowd),
+            (0.03 if self._split_share else 0.0, self._lose),
+            (0.02 if self.world.policy == "kv_aware" else 0.0, self._store),
+            (rng.choice((0.0, 0.0, 0.0, 0.005)), self._drain),
+        )
+
+    def next_event(self, simulation: RouterSimulation) -> RouterEvent:
+        if self._opening:
+            return self._opening.pop()
+        chance = self._chance()
+        for rate, drawn in self._kinds:
+            if chance < rate:
+                event = drawn(simulation)
+                if event is not None:
+                    return event
+                break
+            chance -= rate
+        return self._step(simulation)
+
+    # --- the parts ---
+
+    def _one(self, values: Sequence[Value]) -> Value:
+        return values[int(self._chance() * len(values))]
+
+    def _drawn_endpoint(self, id: str) -> Add:
+        rng = self._rng
+        return Add(
+            id=id,
+            models=rng.choice(self._models),
+            leases_max=rng.choice((None, None, 1, 2, 5)),
+            seats=rng.choice((1, 2, 2, 4)),
+            strangers=rng.choice((0, 0, 0, 1, 3)),
+            tells_seats=rng.random() < 0.6,
+            role=rng.choice(self._roles),
+        )
+
+    def _step(self, simulation: RouterSimulation) -> RouterEvent:
+        """Somebody who has a lease gets on: to its endpoint, to its first token or a failure, to its end."""
+        busy = [story for story in simulation.books.live.values() if story.state != "waiting"]
+        if not busy:
+            return self._wait(simulation)
+        story = self._one(busy)
+        if not story.is_sent:
+            return Send(name=story.name)
+        if story.leg is Leg.PREFILL and self._chance() >= self._fault_share:
+            return Compute(name=story.name, outcome=self._one((None, None, None, None, "not_held", "finished")))
+        if story.has_token:
+            return Leave(name=story.name) if self._chance() < 0.7 else Token(name=story.name)
+        return self._failure(story) if self._chance() < self._fault_share else Token(name=story.name)
+
+    def _failure(self, story: RoutedStory) -> Fail:
+        faults = ("unreachable", "busy", "broke") if story.leg is not Leg.DECODE else ("busy", "broke", "transfer")
+        fault = self._one(faults)
+        busy_seconds = self._one((0.1, 1.0, 5.0)) if fault == "busy" else 1.0
+        return Fail(name=story.name, fault=fault, busy_seconds=busy_seconds)  # type: ignore[arg-type]
+
+    def _arrival(self, simulation: RouterSimulation) -> Arrive | None:
+        if len(simulation.books.live) >= self._live_max:
+            return None
+        self._names += 1
+        chance = self._chance
+        if chance() < 0.4:
+            self._tenant = self._one(self._tenants)
+        blocks: tuple[str, ...] = ()
+        if self.world.policy in ("prefix_aware", "kv_aware"):
+            blocks = tuple(BLOCKS[: 1 + int(chance() * len(BLOCKS))])
+        can_be_split = chance() < self._split_share
+        return Arrive(
+            name=f"r{self._names}",
+            model=self._one(self._one(self._models)) if chance() < 0.98 else "unknown",
+            tenant=self._tenant,
+            priority=self._one(self._priorities),
+            sequences=1 if can_be_split else self._one(self._sequences),
+            prompt_tokens=self._one(self._prompts),
+            session=self._one(("s", "t", "u")) if self.world.policy == "session" and chance() < 0.8 else None,
+            pinned=self._one(self._ids) if chance() < 0.04 else None,
+            blocks=blocks,
+            patience=round(chance() * 3 * self._pace, 3) if chance() < 0.15 else None,
+            can_be_split=can_be_split,
+        )
+
+    def _leave(self, simulation: RouterSimulation) -> RouterEvent | None:
+        """Anybody, however far it is; sometimes one who has ended, or a failure or a token that comes too late."""
+        if self._chance() < 0.85 and simulation.books.live:
+            return Leave(name=self._one(list(simulation.books.live)))
+        known = list(simulation.stories)[-10:]
+        if not known:
+            return None
+        name = self._one(known)
+        events: tuple[RouterEvent, ...] = (Leave(name=name), Token(name=name), Fail(name=name), Compute(name=name))
+        return self._one(events)
+
+    def _report(self, simulation: RouterSimulation) -> RouterEvent | None:
+        books = list(simulation.books.endpoints.values())
+        if not books:
+            return None
+        book = self._one(books)
+        if book.question is None:
+            return Ask(id=book.id)
+        if book.question.answer is None:
+            is_lie = self._chance() < self._lie_share
+            return Answer(id=book.id, lie=(int(self._chance() * 6), int(self._chance() * 6)) if is_lie else None)
+        return Note(id=book.id)
+
+    def _check(self, simulation: RouterSimulation) -> Check:
+        ill = [book.id for book in simulation.books.endpoints.values() if not book.is_given]
+        if ill and self._chance() < 0.5:
+            return Check(id=self._one(ill))
+        return Check(id=self._one(self._ids), is_well=self._chance() > self._fault_share)
+
+    def _wait(self, simulation: RouterSimulation) -> Wait:
+        return Wait(seconds=round(self._chance() * self._pace, 3), is_late=self._chance() < 0.15)
+
+    def _change(self, simulation: RouterSimulation) -> RouterEvent:
+        id = self._one(self._ids)
+        book = simulation.books.endpoints.get(id)
+        if book is None or book.health == "draining":
+            return self._drawn_endpoint(id)
+        if self._split_share and self._chance() < 0.3:
+            return Role(id=id, role=self._one(self._roles))
+        if self._chance() < 0.3:
+            return Models(id=id, models=self._one(self._models))
+        return Remove(id=id)
+
+    def _lose(self, simulation: RouterSimulation) -> Lose | None:
+        held = [story.name for story in simulation.books.live.values() if story.leg is Leg.DECODE]
+        return Lose(name=self._one(held)) if held else None
+
+    def _crowd(self, simulation: RouterSimulation) -> Crowd:
+        return Crowd(count=120, model=self._one(self._one(self._models)), tenant=self._one(("a", "crowd")))
+
+    def _store(self, simulation: RouterSimulation) -> Store:
+        blocks = tuple(BLOCKS[: 1 + int(self._chance() * len(BLOCKS))])
+        return Store(id=self._one(self._ids), blocks=blocks, is_removed=self._chance() < 0.3)
+
+    def _drain(self, simulation: RouterSimulation) -> Drain | None:
+        return Drain() if self._names >= 10 and not simulation.books.is_draining else None
+
+
+def _drawn_world(rng: Random) -> RouterWorld:
+    ejection_seconds = rng.choice((0.1, 0.7, 2.0))
+    return RouterWorld(
+        policy=rng.choice(list(POLICIES)),
+        seed=rng.randrange(100),
+        queue_requests_max=rng.choice((0, 1, 3, 8, 20, 256, 256)),
+        queue_prompt_tokens_max=rng.choice((50, 400, 1_000_000, 1_000_000)),
+        queue_seconds_max=rng.choice((0.5, 3.0, 20.0, 60.0)),
+        leases_max=rng.choice((1, 2, 3, 4, 7)),
+        sequences_max=rng.choice((4, 12, 256, 256)),
+        waiting_depth_max=rng.choice((0, 0, 1, 4)),
+        lease_until=rng.choice(("first_token", "end")),
+        load_seconds_max=rng.choice((0.3, 2.0, 7.0)),
+        failures_max=rng.choice((1, 2, 3)),
+        ejection_seconds=ejection_seconds,
+        ejection_seconds_max=ejection_seconds * rng.choice((1, 3, 10)),
+        slow_start_seconds=rng.choice((0.0, 0.3, 3.0, 10.0)),
+        retry_share_max=rng.choice((0.0, 0.2, 1.0)),
+        retries_per_second_min=rng.choice((0.0, 0.3, 3.0)),
+        attempts_max=rng.choice((1, 2, 3, 4)),
+        handover_waiting_max=rng.choice((1, 2, 8)),
+    )

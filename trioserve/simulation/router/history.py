@@ -1,0 +1,235 @@
+"""What happens to a router in a simulation, as data: its settings, one event after another, and both as readable text.
+
+As in history.py, an event that has no place any more does nothing, or what it would do in real life.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.kv_transfer import EngineRole
+from trioserve.router.settings import RouterSettings
+from trioserve.simulation.script import line_of, parts_of
+
+__all__ = [
+    "Add",
+    "Answer",
+    "Arrive",
+    "Ask",
+    "Check",
+    "Compute",
+    "Crowd",
+    "Drain",
+    "Fail",
+    "Leave",
+    "Lose",
+    "Models",
+    "Note",
+    "Remove",
+    "Role",
+    "RouterEvent",
+    "RouterHistory",
+    "RouterWorld",
+    "Send",
+    "Store",
+    "Token",
+    "Wait",
+    "history_of",
+    "script_of",
+]
+
+
+class RouterWorld(RouterSettings, frozen=True, kw_only=True, omit_defaults=True, tag="router"):
+    """The router's settings, its policy, and where that takes chance from."""
+
+    policy: str = "least_loaded"
+    seed: int = 0
+
+
+class Add(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="add"):
+    """An endpoint comes, or comes back while it is drained. seats: sequences that can run there; the others wait inside
+    it. strangers: sequences there that the router did not send. tells_seats: whether its reports have the seats. role:
+    which legs of a split request it is meant for."""
+
+    id: str
+    models: tuple[str, ...] = ("m",)
+    leases_max: int | None = None
+    seats: int = 4
+    strangers: int = 0
+    tells_seats: bool = True
+    role: EngineRole | None = None
+
+
+class Role(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="role"):
+    """It says what it is meant for."""
+
+    id: str
+    role: EngineRole | None = None
+
+
+class Models(msgspec.Struct, frozen=True, kw_only=True, tag="models"):
+    """It says what it serves."""
+
+    id: str
+    models: tuple[str, ...]
+
+
+class Remove(msgspec.Struct, frozen=True, kw_only=True, tag="remove"):
+    """It is drained."""
+
+    id: str
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="check"):
+    """A health check of it ends."""
+
+    id: str
+    is_well: bool = True
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True, tag="ask"):
+    """It is asked for its load. A question that is out is given up."""
+
+    id: str
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="answer"):
+    """It looks at itself and answers a question that is out. lie: running and waiting, instead of what is true."""
+
+    id: str
+    lie: tuple[int, int] | None = None
+
+
+class Note(msgspec.Struct, frozen=True, kw_only=True, tag="note"):
+    """The answer arrives at the router."""
+
+    id: str
+
+
+class Store(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="store"):
+    """It says that it holds these blocks, or holds them no longer."""
+
+    id: str
+    blocks: tuple[str, ...]
+    is_removed: bool = False
+
+
+class Arrive(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="arrive"):
+    """A client's request. patience: seconds until its own wait in line is over; None: never. can_be_split: its prompt
+    may be computed at one endpoint and its answer at another."""
+
+    name: str
+    model: str = "m"
+    tenant: str = ""
+    priority: int = 0
+    sequences: int = 1
+    prompt_tokens: int = 0
+    session: str | None = None
+    pinned: str | None = None
+    blocks: tuple[str, ...] = ()
+    patience: float | None = None
+    can_be_split: bool = False
+
+
+class Crowd(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="crowd"):
+    """So many requests, each of which leaves before the next one comes."""
+
+    count: int
+    model: str = "m"
+    tenant: str = ""
+    patience: float | None = None
+
+
+class Send(msgspec.Struct, frozen=True, kw_only=True, tag="send"):
+    """It goes to the endpoint of its lease, and is there."""
+
+    name: str
+
+
+class Token(msgspec.Struct, frozen=True, kw_only=True, tag="token"):
+    """Its endpoint begins to answer, or goes on."""
+
+    name: str
+
+
+class Compute(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="compute"):
+    """Its endpoint has computed its prompt, which was all that it should do. outcome: why the rest is one endpoint's,
+    if it is."""
+
+    name: str
+    outcome: Literal["not_held", "finished"] | None = None
+
+
+class Lose(msgspec.Struct, frozen=True, kw_only=True, tag="lose"):
+    """Where its prompt was computed, its blocks are kept no longer."""
+
+    name: str
+
+
+class Leave(msgspec.Struct, frozen=True, kw_only=True, tag="leave"):
+    """Its scope ends, because it is served or at any other moment, once or again."""
+
+    name: str
+
+
+class Fail(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="fail"):
+    """Its endpoint fails it before the first token."""
+
+    name: str
+    fault: Literal["unreachable", "busy", "broke", "transfer"] = "broke"
+    busy_seconds: float = 1.0
+
+
+class Wait(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="wait"):
+    """Time passes. is_late: nobody calls `tick` on the way, nor at the end; the next wait does."""
+
+    seconds: float
+    is_late: bool = False
+
+
+class Drain(msgspec.Struct, frozen=True, tag="drain"):
+    """The router takes nothing new and refuses whatever was not sent."""
+
+
+RouterEvent = (
+    Add
+    | Models
+    | Role
+    | Remove
+    | Check
+    | Ask
+    | Answer
+    | Note
+    | Store
+    | Arrive
+    | Crowd
+    | Send
+    | Token
+    | Compute
+    | Lose
+    | Leave
+    | Fail
+    | Wait
+    | Drain
+)
+
+
+class RouterHistory(msgspec.Struct, frozen=True):
+    world: RouterWorld
+    events: tuple[RouterEvent, ...]
+
+
+def script_of(history: RouterHistory) -> str:
+    """The settings, and then one line an event."""
+    return "\n".join(line_of(part) for part in (history.world, *history.events)) + "\n"
+
+
+def history_of(script: str) -> RouterHistory:
+    """Read what script_of writes, comments apart. Raises InvalidRequest."""
+    world, *events = parts_of(script, RouterWorld | RouterEvent) or [None]
+    if not isinstance(world, RouterWorld) or any(isinstance(event, RouterWorld) for event in events):
+        raise InvalidRequest("a history of a router begins with its settings, and has them once: put 'router' first")
+    return RouterHistory(world, tuple(events))

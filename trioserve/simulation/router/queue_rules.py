@@ -1,0 +1,134 @@
+"""Who may get a lease before whom: the rules of the line, with books of their own.
+
+Within a model, requests that wait again, after a failure or after their prompt, come first, in the order in which that
+began. There are lines of those whose prompt is computed apart, and of those that go whole. In each it is priority
+first; within a priority tenants take turns, and within a tenant it is first come first served. Turns are fair as start-
+time fair queueing promises (Goyal, Vin and Cheng, 1996): over any time in which a tenant has somebody in line, any
+other, there or coming and going, is served at most as much as that one, plus the largest cost of either.
+
+How many sequences a request has changes nothing of this: it gets its lease in its turn, where one of them finds a seat.
+So nobody is held up by one that does not fit, since whoever is next fits wherever any other would, and nobody has to be
+overtaken for it, once or for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from trioserve.contracts.endpoint import Leg, PairOutcome, RoutedRequest
+from trioserve.router.ticket import Ticket
+from trioserve.router.waiting_queue import SEQUENCE_COST_TOKENS
+
+__all__ = ["Fairness", "RoutedStory", "check_turn"]
+
+
+class RoutedStory:
+    """One request of a simulated router, as it was asked and told. state: by the names of TicketState. failed_index: of
+    the failure, or the end of its prompt, after which it waits again; None while it waits for the first time. deadline:
+    the end of its wait, its own or wait_ends_at, which is the router's. line_index: in the order of joining a line.
+    leg, is_split, prefilled_by, is_held, outcome, leg_fault: as those of a Ticket."""
+
+    def __init__(self, name: str, request: RoutedRequest, index: int, *, wait_ends_at: float) -> None:
+        self.name = name
+        self.request = request
+        self.index = index
+        self.wait_ends_at = wait_ends_at
+        self.own_deadline = request.queue_deadline
+        self.leased_at = 0.0
+        self.line_index = 0
+        self.ticket: Ticket | None = None
+        self.state = "waiting"
+        self.failed_index: int | None = None
+        self.endpoint: str | None = None
+        self.tried: tuple[str, ...] = ()
+        self.is_sent = False
+        self.has_token = False
+        self.leg: Leg | None = None
+        self.is_split = False
+        self.prefilled_by: str | None = None
+        self.is_held = False
+        self.outcome: PairOutcome | None = None
+        self.leg_fault: PairOutcome | None = None
+
+    @property
+    def deadline(self) -> float:
+        return min(self.wait_ends_at, self.own_deadline)
+
+    @property
+    def cost(self) -> int:
+        return self.request.prompt_tokens + self.request.sequences * SEQUENCE_COST_TOKENS
+
+    @property
+    def is_in_line(self) -> bool:
+        return self.state == "waiting" and self.failed_index is None
+
+    @property
+    def moment(self) -> str:
+        """How far it is, for the counts."""
+        if self.leg is not None and self.state != "ended":
+            where = "in line for" if self.state == "waiting" else "leased for" if not self.is_sent else "at"
+            return f"{where} {self.leg.value}{', with a token' if self.has_token else ''}"
+        if self.state == "waiting":
+            return "in line" if self.failed_index is None else "in line again"
+        if self.state == "ended":
+            return "ended"
+        if not self.is_sent:
+            return "leased, not sent"
+        return "after the first token" if self.has_token else "before the first token"
+
+    def is_beside(self, other: RoutedStory) -> bool:
+        return self.request.model == other.request.model and self.leg is other.leg and self is not other
+
+
+class Fairness:
+    """Of the tenants of one model and priority."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, int] = {}
+        self._cost_max: dict[str, int] = {}
+        # By a tenant that has somebody in line, and any other: how much more the other was served since the first has,
+        # and the least that this ever was.
+        self._ahead: dict[str, dict[str, tuple[int, int]]] = {}
+
+    def join(self, story: RoutedStory) -> None:
+        tenant = story.request.tenant
+        self._cost_max[tenant] = max(self._cost_max.get(tenant, 0), story.cost)
+        if tenant not in self._waiting:
+            self._waiting[tenant] = 0
+            self._ahead[tenant] = {}
+        self._waiting[tenant] += 1
+
+    def serve(self, story: RoutedStory) -> None:
+        """Called before it leaves the line."""
+        tenant, cost = story.request.tenant, story.cost
+        for waiting, others in self._ahead.items():
+            if waiting == tenant:
+                continue
+            ahead, least = others.get(tenant, (0, 0))
+            others[tenant] = (ahead + cost, least)
+            bound = self._cost_max[tenant] + self._cost_max[waiting]
+            assert ahead + cost - least <= bound, (
+                f"{tenant!r} was served {ahead + cost - least} more than {waiting!r}, which waits; {bound} are fair"
+            )
+        mine = self._ahead[tenant]
+        for other in self._cost_max:
+            ahead, least = mine.get(other, (0, 0))
+            mine[other] = (ahead - cost, min(least, ahead - cost))
+
+    def leave(self, story: RoutedStory) -> None:
+        tenant = story.request.tenant
+        self._waiting[tenant] -= 1
+        if not self._waiting[tenant]:
+            del self._waiting[tenant], self._ahead[tenant]
+
+
+def check_turn(story: RoutedStory, live: Iterable[RoutedStory]) -> None:
+    """It gets a lease out of the line: those before it have to be out of it."""
+    for other in live:
+        if other.is_in_line and other.is_beside(story):
+            mine, theirs = story.request, other.request
+            assert theirs.priority >= mine.priority, f"{story.name} overtakes {other.name}, whose priority is better"
+            is_peer = (theirs.priority, theirs.tenant) == (mine.priority, mine.tenant)
+            assert not is_peer or other.line_index > story.line_index, (
+                f"{story.name} overtakes {other.name}, which came before"
+            )

@@ -1,0 +1,161 @@
+"""Histories and plans, made to happen: from a seed, from a script, and again and again to cut a failing one down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from random import Random
+from typing import Any, Literal, NamedTuple, Protocol
+
+import msgspec
+
+from trioserve.simulation.apply import EventSimulation, happen
+from trioserve.simulation.script import line_of
+from trioserve.simulation.shrink import Attempts, cut, plainer_history, shrunk_failure, with_defaults
+from trioserve.simulation.verdict import Failure, Trace, Verdict, failure_from, needs_assertions
+
+__all__ = ["Mode", "Runs", "runs_of"]
+
+Mode = Literal["core", "stack", "router", "pair"]
+
+
+class Runs(Protocol):
+    """What a kind of simulation can do."""
+
+    def run_seed(self, seed: int, size: int, *, trace: Trace | None = None) -> Verdict:
+        """Make up a history of so many events, or a plan of so many clients, and let it run to its end."""
+
+    def run_script(self, script: str, *, trace: Trace | None = None) -> Verdict:
+        """Let a history or a plan happen again, and run to its end."""
+
+    def shrunk(self, failure: Failure, *, replays_max: int) -> Failure:
+        """The plainest failure of the same kind that so many replays find."""
+
+
+def runs_of(mode: Mode) -> Runs:
+    """What a kind needs is loaded when it is asked for: a core is simulated without trio, HTTP and the router."""
+    if mode == "stack":
+        return _StackRuns()
+    if mode == "router":
+        from trioserve.simulation.router import generator as router_author
+        from trioserve.simulation.router import history as router_history
+        from trioserve.simulation.router import simulator as router_simulator
+
+        return _EventRuns(
+            author=router_author.RouterAuthor,
+            simulation=router_simulator.RouterSimulation,
+            history=router_history.RouterHistory,
+            history_of=router_history.history_of,
+            script_of=router_history.script_of,
+            plainer=with_defaults,
+        )
+    if mode == "pair":
+        from trioserve.simulation.pair import generator as pair_author
+        from trioserve.simulation.pair import history as pair_history
+        from trioserve.simulation.pair import simulator as pair_simulator
+
+        return _EventRuns(
+            author=pair_author.PairAuthor,
+            simulation=pair_simulator.PairSimulation,
+            history=pair_history.PairHistory,
+            history_of=pair_history.history_of,
+            script_of=pair_history.script_of,
+            plainer=with_defaults,
+        )
+    from trioserve.simulation.core import generator as author
+    from trioserve.simulation.core import history, simulator
+
+    return _EventRuns(
+        author=author.Author,
+        simulation=simulator.Simulation,
+        history=history.History,
+        history_of=history.history_of,
+        script_of=history.script_of,
+        plainer=plainer_history,
+    )
+
+
+class _Author(Protocol):
+    """Makes up a world, and then one event after another, from what has come to pass."""
+
+    @property
+    def world(self) -> Any: ...
+
+    def next_event(self, simulation: Any) -> Any: ...
+
+
+class _EventRuns(NamedTuple):
+    """Of what is a world and events in it. A history is made of these two."""
+
+    author: Callable[[Random], _Author]
+    simulation: Callable[..., EventSimulation]
+    history: Callable[..., Any]
+    history_of: Callable[[str], Any]
+    script_of: Callable[[Any], str]
+    plainer: Callable[..., Any]
+
+    def run_seed(self, seed: int, size: int, *, trace: Trace | None = None) -> Verdict:
+        author = self.author(Random(seed))
+        simulation = self.simulation(author.world, trace=trace)
+        return self._run(simulation, (author.next_event(simulation) for _ in range(size)), trace)
+
+    def run_script(self, script: str, *, trace: Trace | None = None) -> Verdict:
+        return self._run_history(self.history_of(script), trace)
+
+    def shrunk(self, failure: Failure, *, replays_max: int) -> Failure:
+        def replay(history: Any) -> Failure | None:
+            return self._run_history(history, None).failure
+
+        return shrunk_failure(failure, self.history_of(failure.script), replay, self.plainer, replays_max=replays_max)
+
+    def _run_history(self, history: Any, trace: Trace | None) -> Verdict:
+        return self._run(self.simulation(history.world, trace=trace), history.events, trace)
+
+    def _run(self, simulation: EventSimulation, events: Iterable[msgspec.Struct], trace: Trace | None) -> Verdict:
+        def script_of(happened: tuple[Any, ...]) -> str:
+            return self.script_of(self.history(simulation.world, happened))
+
+        return happen(simulation, events, script_of, trace)
+
+
+class _StackRuns:
+    """Of a plan, which is drawn as a whole before anything happens."""
+
+    def run_seed(self, seed: int, size: int, *, trace: Trace | None = None) -> Verdict:
+        from trioserve.simulation.stack.plan import drawn_stack_plan
+
+        return self._run(drawn_stack_plan(Random(seed), size), trace)
+
+    def run_script(self, script: str, *, trace: Trace | None = None) -> Verdict:
+        from trioserve.simulation.stack.plan import stack_plan_of
+
+        return self._run(stack_plan_of(script), trace)
+
+    def shrunk(self, failure: Failure, *, replays_max: int) -> Failure:
+        """The plan with the fewest clients and orders that fails alike."""
+        from trioserve.simulation.stack.plan import StackPlan, stack_plan_of
+
+        plan = stack_plan_of(failure.script)
+
+        def replay(candidate: StackPlan) -> Failure | None:
+            return self._run(candidate, None).failure
+
+        attempts = Attempts(failure, replay, replays_max)
+        if attempts.fails(plan):
+            cut(plan.parts, lambda parts: attempts.fails(StackPlan(plan.stage, parts)))
+        return attempts.plainest
+
+    def _run(self, plan: Any, trace: Trace | None) -> Verdict:
+        from trioserve.simulation.stack.plan import script_of
+        from trioserve.simulation.stack.simulator import StackSimulation
+
+        needs_assertions()
+        simulation = StackSimulation(plan, trace=trace)
+        if trace is not None:
+            trace(line_of(plan.stage))
+            for part in plan.parts:
+                trace(line_of(part))
+        try:
+            simulation.run()
+        except Exception as error:  # whatever it is, it is what is being looked for
+            return Verdict(failure_from(error, script_of(plan)), simulation.counts, simulation.digest)
+        return Verdict(None, simulation.counts, simulation.digest)

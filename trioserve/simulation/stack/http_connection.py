@@ -1,0 +1,110 @@
+"""A simulated client's connection: sends in pieces, reads in pieces, stops reading for a while, and ends."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+
+import trio
+
+from trioserve.simulation.stack.http_plan import Connection
+from trioserve.simulation.stack.http_protocol import Answer, StrictClient
+from trioserve.testing.memory_stream import MemoryEnd
+from trioserve.trio_tools.http_client import Fields
+
+__all__ = ["Caller", "WatchedEnd"]
+
+READ_BYTES = 65536
+
+
+class WatchedEnd(trio.abc.HalfCloseableStream):
+    """The server's end of a connection. told: hears of all that the server sends, and in which order."""
+
+    def __init__(self, end: MemoryEnd, told: Callable[[str, bytes], None]) -> None:
+        self._end = end
+        self._told = told
+        self._is_sending = False
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        assert not self._is_sending, "the server sends from two tasks at a time"
+        self._told("sends", bytes(data))
+        self._is_sending = True
+        try:
+            await self._end.send_all(data)
+        finally:
+            self._is_sending = False
+
+    async def wait_send_all_might_not_block(self) -> None:
+        await self._end.wait_send_all_might_not_block()
+
+    async def send_eof(self) -> None:
+        self._told("ends", b"")
+        await self._end.send_eof()
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes:
+        return await self._end.receive_some(max_bytes)
+
+    async def aclose(self) -> None:
+        self._told("closes", b"")
+        await self._end.aclose()
+
+
+class Caller:
+    """read() is its task. changed: wakes who waits for something of an answer. asks_left: still to be begun."""
+
+    def __init__(self, end: MemoryEnd, connection: Connection, *, ask_count: int) -> None:
+        self.end = end
+        self.connection = connection
+        self.protocol = StrictClient(http=connection.http, window=connection.window)
+        self.changed = trio.lowlevel.ParkingLot()
+        self.asks_left = ask_count
+        self.is_over = False  # nothing more will come
+        self.reads_again_at = 0.0
+        self._sending = trio.Lock()
+        self._sizes: Iterator[int] = itertools.cycle(connection.pieces or (READ_BYTES,))
+
+    async def read(self) -> None:
+        """Until the end of the connection, the server's or ours."""
+        while not self.is_over:
+            await trio.sleep_until(self.reads_again_at)
+            try:
+                received = await self.end.receive_some(next(self._sizes))
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                received = b""
+            self.protocol.receive(received)
+            self.is_over = not received
+            self.changed.unpark_all()
+            if not self.is_over:
+                await self.flush()
+
+    def stop_reading(self, seconds: float) -> None:
+        self.reads_again_at = max(self.reads_again_at, trio.current_time() + seconds)
+
+    async def begin(self, answer: Answer, method: str, path: str, fields: Fields, body: bytes) -> None:
+        """Send a request's head, and a body's first part."""
+        self.protocol.begin(answer, method, path, fields, has_body=bool(fields) and method == "POST")
+        await self.send_body(answer, body, is_last=False)
+
+    async def send_body(self, answer: Answer, data: bytes, *, is_last: bool) -> None:
+        if data and not answer.is_over:
+            self.protocol.send_body(answer, data, is_last=is_last)
+        await self.flush()
+
+    async def flush(self) -> None:
+        async with self._sending:
+            data = self.protocol.unsent()
+            with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+                while data:
+                    size = next(self._sizes)
+                    piece, data = data[:size], data[size:]
+                    await self.end.send_all(piece)
+
+    async def say_goaway(self) -> None:
+        self.protocol.say_goaway()
+        await self.flush()
+
+    async def end_sending(self) -> None:
+        async with self._sending:
+            with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+                await self.end.send_eof()

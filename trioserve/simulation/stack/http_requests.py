@@ -1,0 +1,72 @@
+"""A simulated client's request as bytes, and what its answer has to be."""
+
+from __future__ import annotations
+
+import msgspec
+
+from trioserve.contracts.ids import RequestId
+from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.engine.request_preparation import SEED_STRIDE
+from trioserve.simulation.reference_engine import ReferenceEngine
+from trioserve.simulation.stack.http_plan import Ask
+from trioserve.testing.fake_executor import FakeModel
+from trioserve.trio_tools.http_client import Fields
+
+__all__ = ["KEY", "expected_tokens", "key_of", "request_of"]
+
+KEY = "x-simulated-client"  # the header field that tells the simulation who asks
+
+
+def key_of(ask: Ask) -> str:
+    return f"h{ask.number}"
+
+
+def request_of(ask: Ask) -> tuple[bytes, Fields]:
+    """Its body and its header fields."""
+    body: dict[str, object] = {
+        "prompt": ask.prompts if len(ask.prompts) > 1 else ask.prompts[0],
+        "max_tokens": ask.output,
+        "n": ask.choices,
+        "stream": ask.streamed,
+        "temperature": ask.temperature,
+        "seed": ask.number,
+        "priority": ask.priority,
+        "cache_salt": ask.salt,
+        "return_token_ids": ask.shows_tokens,
+    }
+    if ask.streamed and ask.shows_usage:
+        body["stream_options"] = {"include_usage": True}
+    fields = [("content-type", "application/json"), (KEY, key_of(ask))]
+    if ask.id is not None:
+        fields.append(("x-request-id", ask.id))
+    deadlines = (("timeout", "x-request-timeout", ask.timeout), ("queue_timeout", "x-queue-timeout", ask.queue_timeout))
+    for name, header, seconds in deadlines:
+        if seconds is not None and ask.in_headers:
+            fields.append((header, f"{seconds:g}"))
+        elif seconds is not None:
+            body[name] = seconds
+    data = msgspec.json.encode(body)
+    return data, [*fields, ("content-length", str(len(data)))]
+
+
+def expected_tokens(ask: Ask, model: FakeModel) -> list[tuple[int, ...]]:
+    """Of every choice of every prompt, in the order of their indices."""
+    references = ReferenceEngine(model)
+    return [
+        references.answer(_sequence(ask, prompt, index)).token_ids
+        for prompt in ask.prompts
+        for index in range(ask.choices)
+    ]
+
+
+def _sequence(ask: Ask, prompt: tuple[int, ...], index: int) -> EngineRequest:
+    """What the runtime makes of a choice, as far as the answer depends on it."""
+    return EngineRequest(
+        id=RequestId(f"{ask.number}/{index}"),
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(temperature=ask.temperature),
+        output_tokens_max=ask.output,
+        stop_token_ids=frozenset(),
+        seed=(ask.number + index * SEED_STRIDE) % 2**64,
+    )

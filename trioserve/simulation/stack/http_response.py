@@ -1,0 +1,131 @@
+"""Whether what a client has been sent is an answer that it may get: a correct one, or a beginning of one, or an error
+that says so. Why it ended as it did is not asked here."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from trioserve.simulation.stack.http_plan import Ask
+from trioserve.simulation.stack.http_protocol import Answer
+
+__all__ = ["BROKEN_OFF", "COMPLETE", "outcome_of"]
+
+COMPLETE = "complete"
+BROKEN_OFF = "broken off"
+
+
+def outcome_of(ask: Ask, answer: Answer, expected: Sequence[Sequence[int]]) -> str:
+    """COMPLETE; BROKEN_OFF, before the answer's end; or "500 engine_fault", with the reason of an error, before or in a
+    stream. expected: the tokens of every choice. Raises AssertionError for what no client may see."""
+    if answer.status is None:
+        assert not answer.body, f"{ask.id}: a body without a head"
+        return BROKEN_OFF
+    is_unread = answer.status == 503 and answer.headers.get("x-trioserve-reason") == "draining"  # no app has seen it
+    is_named = ask.id is None or answer.headers.get("x-request-id", ask.id if is_unread else None) == ask.id
+    assert is_named, f"{ask.id}: {answer.headers}"
+    if answer.status != 200:
+        if not answer.is_complete:
+            return BROKEN_OFF
+        error = msgspec.json.decode(answer.body)["error"]
+        assert error["message"], f"{ask.id}: an error without a word"
+        if answer.status == 429:
+            assert int(answer.headers["retry-after"]) >= 1
+        return f"{answer.status} {answer.headers.get('x-trioserve-reason')}"
+    choices = [_Choice(f"{ask.id}, choice {index}", tokens) for index, tokens in enumerate(expected)]
+    if ask.streamed:
+        return _outcome_of_events(ask, answer, choices)
+    if not answer.is_complete:
+        return BROKEN_OFF
+    whole = msgspec.json.decode(answer.body)
+    _take(whole, choices)
+    _check_usage(ask, whole["usage"], choices)
+    for choice in choices:
+        choice.check_complete()
+    return COMPLETE
+
+
+def _outcome_of_events(ask: Ask, answer: Answer, choices: list[_Choice]) -> str:
+    assert answer.headers["content-type"].startswith("text/event-stream"), answer.headers
+    *blocks, rest = bytes(answer.body).split(b"\n\n")
+    assert not (answer.is_complete and rest), f"{ask.id}: half an event at the end of the answer: {rest!r}"
+    end = None
+    for block in blocks:
+        assert end is None, f"{ask.id}: {block!r} after the last event, {end}"
+        if block == b": keep-alive":
+            continue
+        assert block.startswith(b"data: "), f"{ask.id}: {block!r} is no event"
+        value = block.removeprefix(b"data: ")
+        if value == b"[DONE]":
+            end = COMPLETE
+            continue
+        event = msgspec.json.decode(value)
+        if "error" in event:
+            end = f"200 {event['error']['code']}"
+        elif event["choices"]:
+            _take(event, choices)
+        else:
+            assert ask.shows_usage, f"{ask.id}: an event without choices"
+            _check_usage(ask, event["usage"], choices)
+    for choice in choices:
+        if end == COMPLETE:
+            choice.check_complete()
+        else:
+            choice.check_prefix()
+    if answer.is_complete:
+        assert end is not None, f"{ask.id}: the stream ends cleanly without [DONE] and without an error"
+        return end
+    return BROKEN_OFF
+
+
+def _take(value: Any, choices: list[_Choice]) -> None:
+    for choice in value["choices"]:
+        choices[choice["index"]].take(choice)
+
+
+def _check_usage(ask: Ask, usage: Any, choices: list[_Choice]) -> None:
+    assert usage["prompt_tokens"] == sum(map(len, ask.prompts)), f"{ask.id}: {usage}"
+    assert usage["completion_tokens"] == sum(len(choice.tokens) for choice in choices), f"{ask.id}: {usage}"
+
+
+class _Choice:
+    """One choice of an answer, put together. tokens: what the reference says."""
+
+    def __init__(self, name: str, tokens: Sequence[int]) -> None:
+        self.name = name
+        self.tokens = tuple(tokens)
+        self.text = ""
+        self.shown_tokens: list[int] | None = None
+        self.finish_reason: str | None = None
+
+    def take(self, choice: Any) -> None:
+        assert self.finish_reason is None, f"{self.name}: {choice} after its end"
+        self.text += choice["text"]
+        self.finish_reason = choice["finish_reason"]
+        if "token_ids" in choice:
+            self.shown_tokens = [*(self.shown_tokens or ()), *choice["token_ids"]]
+
+    def check_complete(self) -> None:
+        assert self.finish_reason == "length", f"{self.name}: complete, and ended with {self.finish_reason}"
+        assert self.shown_tokens in (None, list(self.tokens)), f"{self.name}: {self.shown_tokens} of {self.tokens}"
+        assert self.text == _text(self.tokens, is_whole=True), f"{self.name}: {self.text!r} of {self.tokens}"
+
+    def check_prefix(self) -> None:
+        assert self.finish_reason in (None, "length"), f"{self.name} ended with {self.finish_reason}"
+        if self.finish_reason is not None:
+            self.check_complete()
+            return
+        counts: Sequence[int] = range(len(self.tokens) + 1)
+        if self.shown_tokens is not None:
+            counts = (len(self.shown_tokens),)
+            assert tuple(self.shown_tokens) == self.tokens[: counts[0]], f"{self.name}: {self.shown_tokens}"
+        texts = {_text(self.tokens[:count], is_whole=is_whole) for count in counts for is_whole in (False, True)}
+        assert self.text in texts, f"{self.name}: {self.text!r} is no beginning of {self.tokens}"
+
+
+def _text(tokens: Sequence[int], *, is_whole: bool) -> str:
+    """Tokens are bytes. Half a character at the end is shown only when it is known that the rest will not come."""
+    return codecs.getincrementaldecoder("utf-8")("replace").decode(bytes(tokens), is_whole)

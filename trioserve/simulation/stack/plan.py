@@ -1,0 +1,214 @@
+"""Who does what and when in a simulation of the stack: drawn from a seed beforehand, so that the order in which tasks
+run changes nothing of it. Times are on a coarse grid: much happens at the same moment, and then the order decides."""
+
+from __future__ import annotations
+
+from random import Random
+
+import msgspec
+
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.simulation.script import line_of, parts_of
+from trioserve.simulation.stack.http_plan import (
+    Ask,
+    Connection,
+    Delete,
+    Front,
+    drawn_asks,
+    drawn_connection,
+    drawn_front,
+)
+from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE
+
+__all__ = [
+    "BLOCK_SIZE",
+    "Client",
+    "Order",
+    "Part",
+    "StackPlan",
+    "Stage",
+    "drawn_stack_plan",
+    "script_of",
+    "stack_plan_of",
+]
+
+GRID_SECONDS = 0.005
+BLOCK_SIZE = 4
+
+
+class Client(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="client"):
+    """A task with a request. number: its own; id: the request's, which others may use, too.
+
+    pause: seconds between two reads. leaves_after: so many deltas; None: reads to the end. patience: seconds until its
+    scope is cancelled. timeout, queue_timeout: the request's own deadlines.
+    """
+
+    number: int
+    id: str
+    at: float
+    prompt: tuple[int, ...]
+    output: int
+    choices: int = 1
+    priority: int = 0
+    salt: str | None = None
+    temperature: float = 0.0
+    pause: float = 0.0
+    leaves_after: int | None = None
+    patience: float | None = None
+    timeout: float | None = None
+    queue_timeout: float | None = None
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="order"):
+    """What the operator does: abort by these ids, or drain, or end what still runs, as after too long a drain."""
+
+    at: float
+    ids: tuple[str, ...] = ()
+    drains: bool = False
+    ends_all: bool = False
+
+
+class Stage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="stage"):
+    """The engine. step_seconds: how long the steps take, in turn. fault_at: the step at which it breaks; None: it does
+    not. overlaps: steps are planned ahead. draft_tokens: guesses of a request in a step. vocab_size: tokens that the
+    model knows; of few it makes text that can be guessed. schedule_seed: decides who goes first among the tasks that
+    can run. front: what clients over HTTP find."""
+
+    block_count: int
+    running_requests_max: int
+    step_tokens_max: int
+    waiting_requests_max: int
+    step_seconds: tuple[float, ...]
+    schedule_seed: int
+    fault_at: int | None = None
+    overlaps: bool = False
+    draft_tokens: int = 0
+    vocab_size: int = BYTE_VOCAB_SIZE - 1
+    front: Front = Front()
+
+
+Part = Client | Order | Connection | Ask | Delete
+
+
+class StackPlan(msgspec.Struct, frozen=True):
+    stage: Stage
+    parts: tuple[Part, ...]
+
+
+def script_of(plan: StackPlan) -> str:
+    """The stage, and then one line for everybody who does something."""
+    return "\n".join(line_of(part) for part in (plan.stage, *plan.parts)) + "\n"
+
+
+def stack_plan_of(script: str) -> StackPlan:
+    """Read what script_of writes, comments apart. Raises InvalidRequest."""
+    stage, *parts = parts_of(script, Stage | Part) or [None]
+    if not isinstance(stage, Stage) or any(isinstance(part, Stage) for part in parts):
+        raise InvalidRequest("a plan begins with its stage, and has one: put 'stage block_count=8 ...' first, once")
+    return StackPlan(stage, tuple(parts))
+
+
+def drawn_stack_plan(rng: Random, client_count: int) -> StackPlan:
+    """So many clients; how many of them come over HTTP is drawn, too."""
+    block_count = rng.randint(6, 20)
+    seats = rng.randint(1, 4)
+    context = block_count * BLOCK_SIZE
+    draws = _Draws(rng, client_count, context, span=rng.choice((0.05, 0.2, 0.5)))
+    http_count = round(client_count * rng.choice((0.0, 0.5, 0.8, 1.0)))
+    parts: list[Part] = [draws.client(number) for number in range(client_count - http_count)]
+    parts += draws.connections(http_count)
+    parts += draws.orders(http_count)
+    draft_tokens = rng.choice((0, 0, 2, 5))
+    stage = Stage(
+        block_count=block_count,
+        running_requests_max=seats,
+        step_tokens_max=seats + rng.choice((0, 4, 12)),
+        waiting_requests_max=rng.choice((2, 40)),
+        step_seconds=tuple(rng.choice((0.0, 0.005, 0.01, 0.04)) for _ in range(5)),
+        schedule_seed=rng.getrandbits(32),
+        fault_at=rng.randint(0, 20) if rng.random() < 0.08 else None,
+        overlaps=draft_tokens == 0 and rng.random() < 0.5,
+        draft_tokens=draft_tokens,
+        vocab_size=rng.choice((1, 2)) if draft_tokens else BYTE_VOCAB_SIZE - 1,
+        front=drawn_front(rng),
+    )
+    return StackPlan(stage, tuple(parts))
+
+
+class _Draws:
+    """What the parts of one plan have in common. span: seconds in which everything begins."""
+
+    def __init__(self, rng: Random, client_count: int, context: int, *, span: float) -> None:
+        self._rng = rng
+        self._client_count = client_count
+        self._context = context
+        self._span = span
+        self._family = tuple(rng.randrange(256) for _ in range(context))
+
+    def moment(self, seconds_max: float) -> float:
+        return round(self._rng.randint(0, round(seconds_max / GRID_SECONDS)) * GRID_SECONDS, 3)
+
+    def maybe(self, chance: float) -> float | None:
+        return round(self.moment(self._span) + GRID_SECONDS, 3) if self._rng.random() < chance else None
+
+    def prompt(self) -> tuple[int, ...]:
+        rng = self._rng
+        own = tuple(rng.randrange(256) for _ in range(rng.randint(1, 6)))
+        return (self._family[: rng.randint(0, 10)] + own)[: self._context - 1]
+
+    def client(self, number: int) -> Client:
+        rng, prompt = self._rng, self.prompt()
+        return Client(
+            number=number,
+            id=f"r{rng.randrange(self._client_count)}",
+            at=self.moment(self._span),
+            prompt=prompt,
+            output=rng.randint(1, min(8, self._context - len(prompt))),
+            choices=rng.choice((1, 1, 1, 2)),
+            priority=rng.choice((0, 0, 0, -1)),
+            salt=rng.choice((None, None, None, "s")),
+            temperature=rng.choice((0.0, 1.0)),
+            pause=rng.choice((0.0, 0.0, 0.005, 0.05)),
+            leaves_after=rng.randint(0, 4) if rng.random() < 0.2 else None,
+            patience=self.maybe(0.25),
+            timeout=self.maybe(0.15),
+            queue_timeout=self.maybe(0.1),
+        )
+
+    def connections(self, ask_count: int) -> list[Part]:
+        """With so many asks, one or several on each."""
+        parts: list[Part] = []
+        begun = number = 0
+        while begun < ask_count:
+            end = min(ask_count, begun + self._rng.randint(1, 4))
+            connection = drawn_connection(self._rng, number, span=self._span, moment=self.moment)
+            parts.append(connection)
+            parts += drawn_asks(
+                self._rng,
+                connection,
+                range(begun, end),
+                span=self._span,
+                moment=self.moment,
+                prompt=self.prompt,
+                context=self._context,
+            )
+            begun, number = end, number + 1
+        return parts
+
+    def orders(self, ask_count: int) -> list[Part]:
+        """What operators do, inside and over HTTP."""
+        rng, count = self._rng, self._client_count
+        parts: list[Part] = []
+        for _ in range(rng.randint(0, count // 2)):
+            if rng.random() < ask_count / count:
+                name = rng.choice(("h", "h", "h", "h", "r"))
+                parts.append(Delete(at=self.moment(1.5 * self._span), id=f"{name}{rng.randrange(ask_count + 1)}"))
+            else:
+                ids = tuple(f"r{rng.randrange(count + 1)}" for _ in range(2))
+                parts.append(Order(at=self.moment(self._span), ids=ids))
+        if rng.random() < 0.2:
+            at = self.moment(self._span)
+            parts.append(Order(at=at, drains=True))
+            if rng.random() < 0.5:
+                parts.append(Order(at=round(at + self.moment(self._span), 3), ends_all=True))
+        return parts

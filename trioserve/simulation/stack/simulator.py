@@ -1,0 +1,373 @@
+"""The whole stack around the core, in virtual time: clients over HTTP (stack_http) and of the runtime itself that read
+slowly, leave, or run out of patience, operators who abort by id and drain, an engine that breaks. Everything is real
+but the model, the network and the clock.
+
+The core is checked wherever a task touches it. Each client knows what it may see: the reference's tokens in order, at
+most one end a choice, nothing after an abort; and what leaving must do at once: none of its sequences computes on.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from hashlib import blake2b
+
+import trio
+from trio.testing import MockClock
+
+from trioserve.contracts.deadlines import Deadlines
+from trioserve.contracts.errors import Draining, EngineFault, Overloaded
+from trioserve.contracts.events import AbortOutcome, FinishReason
+from trioserve.contracts.ids import RequestId
+from trioserve.contracts.output import Delta
+from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult, never_abandoned
+from trioserve.engine.request_preparation import SEED_STRIDE
+from trioserve.engine.request_stream import RequestStream
+from trioserve.simulation.reference_engine import ReferenceEngine
+from trioserve.simulation.stack.http_clients import HttpClients
+from trioserve.simulation.stack.http_plan import Ask, Connection, Delete
+from trioserve.simulation.stack.http_server import MADE_UP, HttpServer
+from trioserve.simulation.stack.idle_watch import IdleWatch
+from trioserve.simulation.stack.plan import BLOCK_SIZE, Client, Order, StackPlan
+from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
+from trioserve.testing.fake_executor import FakeModel
+from trioserve.testing.invariants import check_core
+from trioserve.testing.seeded_schedule import seeded_schedule
+
+__all__ = ["StackSimulation"]
+
+SECONDS_MAX = 10_000.0  # of virtual time: who is not done then waits for something that never comes
+READ = "read to the end"
+BROKEN = "the engine was told to break"
+
+
+class StackSimulation:
+    """One plan, once. counts: of what came to pass. digest: of the trace. trace: is told each of its lines."""
+
+    def __init__(self, plan: StackPlan, *, trace: Callable[[str], None] | None = None) -> None:
+        self.plan = plan
+        self._trace = trace
+        self._digest = blake2b(digest_size=16)
+        self.counts: dict[str, int] = {}
+        self._streams: dict[int, RequestStream] = {}  # of the clients inside, by number
+        self._clients = {part.number: part for part in plan.parts if isinstance(part, Client)}
+        self._untold: set[int] = set()  # clients that entered, and have not learned what became of them
+        self._used_ids: set[str] = set()
+        self._token_counts: dict[int, int] = {}  # of those that were aborted by id, at that moment
+        self._http: HttpServer | None = None
+        self._idle_watch = IdleWatch()
+
+    @property
+    def digest(self) -> str:
+        return self._digest.hexdigest()
+
+    def run(self) -> None:
+        """Raises AssertionError, or whatever the runtime raises, when something is not as it has to be."""
+        with seeded_schedule(self.plan.stage.schedule_seed):
+            clock = MockClock(autojump_threshold=0)
+            trio.run(self._main, clock=clock, instruments=[self._idle_watch])
+        self._idle_watch.check()
+
+    async def _main(self) -> None:
+        stage = self.plan.stage
+        try:
+            with trio.fail_after(SECONDS_MAX):
+                async with open_fake_engine(
+                    block_count=stage.block_count,
+                    block_size=BLOCK_SIZE,
+                    context_tokens_max=stage.block_count * BLOCK_SIZE,
+                    running_requests_max=stage.running_requests_max,
+                    step_tokens_max=stage.step_tokens_max,
+                    waiting_requests_max=stage.waiting_requests_max,
+                    speculative_ngram=stage.draft_tokens,
+                    overlap_steps=stage.overlaps,
+                    model=FakeModel(vocab_size=stage.vocab_size),
+                ) as fake:
+                    self._idle_watch.engine = fake
+                    await self._live(fake)
+                    self._idle_watch.engine = None
+        except EngineFault as fault:
+            if BROKEN not in str(fault):
+                raise (fault.__cause__ or fault) from None  # a check failed inside of a step
+            assert not self._untold, f"the engine broke, and clients {sorted(self._untold)} were not told"
+            assert self._http is not None
+            self._http.check_told()
+            self._http.check_over()
+            self.count("engines broken")
+
+    async def _live(self, fake: FakeEngine) -> None:
+        parts = self.plan.parts
+        asks = [part for part in parts if isinstance(part, Ask)]
+        async with trio.open_nursery() as serving:
+            http = self._http = HttpServer(
+                fake,
+                self.plan.stage.front,
+                asks,
+                serving,
+                tell=self.tell,
+                count=self.count,
+                check=lambda: self.check(fake),
+                before_abort=self._before_abort,
+            )
+            clients = HttpClients(http, asks, (part for part in parts if isinstance(part, Connection)))
+            fake.steps.executor = _WatchedSteps(self, fake, http)
+            fake.on_fault = functools.partial(self._pass_on_fault, fake)
+            async with trio.open_nursery() as nursery:
+                for number, part in enumerate(parts):
+                    if isinstance(part, Client):
+                        nursery.start_soon(self._be_client, fake, part)
+                    elif isinstance(part, Order):
+                        nursery.start_soon(self._be_operator, fake, part)
+                    elif isinstance(part, Delete):
+                        nursery.start_soon(clients.be_operator, part, number)
+                clients.start(nursery)
+            await fake.wait_until_idle()
+            await trio.sleep(2)  # the step that is in flight may still read blocks; connections have last words
+            fake.assert_all_free()
+            self.check(fake)
+            http.check_over()
+        if not fake.draining and self.plan.stage.fault_at is None:  # whoever comes now finds every place free
+            everybody = self.plan.stage.running_requests_max + self.plan.stage.waiting_requests_max
+            number = len(self._clients)
+            last = Client(number=number, id="last", at=0.0, prompt=(1,), output=1, choices=everybody)
+            self._clients[number] = last
+            outcome = await self._be_client(fake, last)
+            assert outcome == READ, f"nobody is left, and one that needs {everybody} places is {outcome}"
+            fake.assert_all_free()
+
+    async def _pass_on_fault(self, fake: FakeEngine) -> None:
+        """As the server does, and clients of the runtime itself have their time, too."""
+        assert self._http is not None
+        self._http.drain()
+        await self._http.wait_until_closed()
+        await fake.wait_until_idle()
+
+    # --- what tasks do ---
+
+    async def _be_client(self, fake: FakeEngine, client: Client) -> str:
+        await trio.sleep(client.at)
+        self.count("requests")
+        sampling = SamplingParams(
+            n=client.choices, temperature=client.temperature, max_tokens=client.output, seed=client.number
+        )
+        stream = fake.generate(
+            list(client.prompt),
+            sampling,
+            request_id=client.id,
+            priority=client.priority,
+            cache_salt=client.salt,
+            deadlines=Deadlines(timeout=client.timeout, queue_timeout=client.queue_timeout),
+        )
+        outcome = "left early"
+        is_new_id = client.id not in self._used_ids
+        # It may have to wait in line until it is inside, and is the engine's from now on.
+        self._streams[client.number] = stream
+        self._used_ids.add(client.id)
+        try:
+            with trio.move_on_after(math.inf if client.patience is None else client.patience) as scope:
+                async with stream:
+                    self._untold.add(client.number)
+                    if await self._read(fake, client, stream):
+                        outcome = READ
+        except Overloaded as error:
+            outcome = "refused: draining" if isinstance(error, Draining) else "refused: full"
+        except EngineFault:
+            outcome = "told of a fault"
+        finally:
+            if is_new_id and not stream._request.choices:  # refused at once: it never had a place
+                self._used_ids.remove(client.id)
+            # However it leaves: from this moment on nothing of it computes but the step in flight.
+            self._streams.pop(client.number, None)
+            self._check_left(fake, client, stream)
+        if scope.cancelled_caught:
+            outcome = "out of patience"
+        self._untold.discard(client.number)
+        self.tell(f"client {client.number} {client.id}: {outcome}")
+        self.count(f"clients: {outcome}")
+        return outcome
+
+    async def _read(self, fake: FakeEngine, client: Client, stream: RequestStream) -> bool:
+        """Whether everything was read."""
+        answers = [
+            ReferenceEngine(fake.executor.model).answer(_sequence(client, index)) for index in range(client.choices)
+        ]
+        counts, ends = [0] * client.choices, [0] * client.choices
+        if client.leaves_after == 0:
+            return False
+        delta_count = 0
+        async for delta in stream:
+            self.tell(f"client {client.number} {client.id}: {_shown(delta)}")
+            index, begin = delta.index, counts[delta.index]
+            name = f"client {client.number}, choice {index}"
+            counts[index] += len(delta.token_ids)
+            expected = answers[index].token_ids
+            assert ends[index] == 0, f"{name}: {delta} after its end"
+            assert delta.token_ids == expected[begin : counts[index]], f"{name}: {delta} at {begin} of {expected}"
+            if delta.finish_reason is not None:
+                ends[index] = 1
+                self._check_end(client, delta, is_complete=counts[index] == len(expected))
+            self.check(fake)
+            delta_count += 1
+            if delta_count == client.leaves_after:
+                return False
+            await trio.sleep(client.pause)
+        assert all(ends), f"client {client.number}: the stream is over, and choices have no end: {ends}"
+        return True
+
+    def _check_end(self, client: Client, delta: Delta, *, is_complete: bool) -> None:
+        reason = delta.finish_reason
+        assert reason is not None
+        self.count(f"ends: {reason.value}")
+        name = f"client {client.number}, choice {delta.index}"
+        if reason is FinishReason.LENGTH:
+            assert is_complete, f"{name} is said to be complete"
+        elif reason is FinishReason.ABORT:
+            assert client.number in self._token_counts, f"{name} was aborted by nobody"
+        else:
+            assert reason is FinishReason.DEADLINE, f"{name} ended with {reason}"
+            assert client.timeout is not None or client.queue_timeout is not None, f"{name} has no deadline"
+
+    def _check_left(self, fake: FakeEngine, client: Client, stream: RequestStream) -> None:
+        sequences = {live.request.id: live for live in fake.core.live_requests()}
+        for choice in stream._request.choices:
+            live = sequences.get(choice.sequence_id)
+            assert live is None or (live.steps_in_flight and live.abort_reason is not None), (
+                f"client {client.number} has left, and {choice.sequence_id} goes on"
+            )
+        before = self._token_counts.pop(client.number, None)
+        count = stream.completion_token_count
+        assert before in (None, count), f"client {client.number} got {count} tokens, {before} before its abort"
+        self.check(fake)
+
+    async def _be_operator(self, fake: FakeEngine, order: Order) -> None:
+        await trio.sleep(order.at)
+        if order.drains:
+            self.tell("drain")
+            fake.drain()
+            assert self._http is not None
+            self._http.drain()
+            for number, stream in self._streams.items():
+                request = stream._request
+                has_begun = any(choice.has_run for choice in request.choices) or not request.core_count
+                assert has_begun or stream.is_finished, f"client {number} had not begun to run, and was not refused"
+            waiting = fake.dispatch.core.stats().waiting
+            assert waiting == 0, f"{waiting} requests were in line, and were not refused"
+            self.check(fake)
+            return
+        if order.ends_all:
+            self._end_all(fake)
+            return
+        unfinished = {
+            number: stream
+            for number, stream in self._streams.items()
+            if stream.id in order.ids and not stream.is_finished
+        }
+        outcomes = fake.abort(order.ids)
+        assert list(outcomes) == list(dict.fromkeys(order.ids))
+        for name, outcome in outcomes.items():
+            self.tell(f"abort {name}: {outcome.value}")
+            self.count(f"aborts: {outcome.value}")
+            numbers = [number for number, stream in unfinished.items() if stream.id == name]
+            known = AbortOutcome.ALREADY_FINISHED if name in self._used_ids else AbortOutcome.UNKNOWN
+            expected = AbortOutcome.ABORTED if numbers else known
+            assert outcome is expected, f"the abort of {name} says {outcome}, with clients {numbers} unfinished"
+            for number in numbers:
+                assert unfinished[number].is_finished, f"client {number} was aborted, and goes on"
+                self._token_counts[number] = unfinished[number].completion_token_count
+        self.check(fake)
+
+    def _end_all(self, fake: FakeEngine) -> None:
+        assert self._http is not None
+        self.tell("end all")
+        for view in fake.live_requests():
+            self._before_abort(view.id)
+            if view.state != "finished":
+                self._http.aborted_ids.add(view.id)
+        fake.abort_all("the server is shutting down")
+        for view in fake.live_requests():
+            assert view.state == "finished", f"{view.id} was ended with all others, and goes on"
+        self.check(fake)
+
+    def _before_abort(self, request_id: str) -> bool:
+        """It is about to be aborted by this id. Whether a client has used it."""
+        for number, stream in self._streams.items():
+            if stream.id == request_id and not stream.is_finished:
+                self._token_counts[number] = stream.completion_token_count
+        return request_id in self._used_ids
+
+    # --- what is noted ---
+
+    def check(self, fake: FakeEngine) -> None:
+        """What has to hold at any moment."""
+        check_core(fake.core)
+        self._idle_watch.check()
+        stage, engine, now = self.plan.stage, fake, trio.current_time()
+        own = [view for view in engine.live_requests() if not view.id.startswith(("h", MADE_UP))]  # not over HTTP
+        assert len(own) == len(self._streams), "the engine knows other requests than are inside"
+        if self._http is not None:
+            self._http.check()
+        live_count = len(list(fake.core.live_requests()))
+        given_count = sum(endpoint.in_flight for endpoint in fake.dispatch.core.endpoints.values())
+        assert live_count <= given_count, f"the core has {live_count} sequences, and was given {given_count}"
+        unfinished_count = sum(view.state != "finished" for view in engine.live_requests())
+        live_max = stage.running_requests_max + stage.waiting_requests_max
+        assert unfinished_count <= live_max, f"{unfinished_count} requests run or wait, {live_max} may"
+        for number, stream in self._streams.items():
+            timeout = self._clients[number].timeout
+            is_over = timeout is not None and now > stream._request.entered_at + timeout
+            assert not is_over or stream.is_finished, f"client {number} has outlived its deadline"
+
+    def tell(self, line: str) -> None:
+        line = f"{trio.current_time():.3f} {line}"
+        self._digest.update(line.encode() + b"\n")
+        if self._trace is not None:
+            self._trace(line)
+
+    def count(self, what: str) -> None:
+        self.counts[what] = self.counts.get(what, 0) + 1
+
+
+class _WatchedSteps:
+    """The executor, with a look at the core before it computes. Says how long the next step takes, and breaks."""
+
+    def __init__(self, simulation: StackSimulation, fake: FakeEngine, http: HttpServer) -> None:
+        self._simulation = simulation
+        self._fake = fake
+        self._http = http
+        self._seconds = itertools.cycle(simulation.plan.stage.step_seconds)
+        fake.steps.seconds = next(self._seconds)
+
+    def execute(self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned) -> StepResult | None:
+        self._simulation.check(self._fake)
+        # What was planned ahead may have been left since: then it is the last step that computes it.
+        self._http.check_step((chunk.request.id for chunk in plan.chunks), self._fake.steps.handed_over_at)
+        self._simulation.count("steps planned ahead" if plan.is_ahead else "steps")
+        if any(chunk.draft for chunk in plan.chunks):
+            self._simulation.count("steps with guesses")
+        chunks = " ".join(f"{chunk.request.id}[{chunk.start}:{chunk.start + chunk.count}]" for chunk in plan.chunks)
+        self._simulation.tell(f"step {plan.step_index}: {chunks}{' abandoned' if is_abandoned() else ''}")
+        if plan.step_index == self._simulation.plan.stage.fault_at:
+            raise RuntimeError(BROKEN)
+        self._fake.steps.seconds = next(self._seconds)
+        return self._fake.executor.execute(plan, is_abandoned)
+
+
+def _sequence(client: Client, index: int) -> EngineRequest:
+    """What the runtime makes of a choice, as far as the answer depends on it."""
+    return EngineRequest(
+        id=RequestId(f"{client.number}/{index}"),
+        prompt_token_ids=client.prompt,
+        sampling=SamplingParams(temperature=client.temperature),
+        output_tokens_max=client.output,
+        stop_token_ids=frozenset(),
+        seed=(client.number + index * SEED_STRIDE) % 2**64,
+    )
+
+
+def _shown(delta: Delta) -> str:
+    end = "" if delta.finish_reason is None else f" {delta.finish_reason.value}"
+    return f"{delta.index}: {','.join(map(str, delta.token_ids))}{end}"
