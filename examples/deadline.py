@@ -1,4 +1,4 @@
-"""A deadline is a cancel scope: after a second the answer ends where it is, and its KV blocks go back.
+"""A deadline is a cancel scope: after a second the response ends where it is, and its KV blocks go back.
 
 python examples/deadline.py
 """

@@ -22,8 +22,8 @@ async def request(port: int, method: str, path: str, body: bytes = b"") -> trio.
 
 async def live_requests(port: int) -> list[dict[str, object]]:
     async with await request(port, "GET", "/v1/requests") as stream:
-        answer = b"".join([piece async for piece in stream])
-    return json.loads(answer.partition(b"\r\n\r\n")[2])["data"]
+        response = b"".join([piece async for piece in stream])
+    return json.loads(response.partition(b"\r\n\r\n")[2])["data"]
 
 
 async def live_once(port: int, is_reached) -> list[dict[str, object]]:

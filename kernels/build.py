@@ -132,7 +132,7 @@ def _compile(compiler: str, flags: tuple[str, ...], library: Path) -> None:
     made = Path(name)
     try:
         sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
-        answer = subprocess.run(
+        response = subprocess.run(
             [compiler, *flags, "-o", str(made), *sources],
             capture_output=True,
             text=True,
@@ -140,8 +140,8 @@ def _compile(compiler: str, flags: tuple[str, ...], library: Path) -> None:
             check=False,
             timeout=COMPILE_SECONDS_MAX,
         )
-        if answer.returncode != 0:
-            first = next((line for line in answer.stderr.splitlines() if "error" in line.lower()), "no reason given")
+        if response.returncode != 0:
+            first = next((line for line in response.stderr.splitlines() if "error" in line.lower()), "no reason given")
             raise CannotBuild(f"{compiler} failed: {first.strip()[:300]}")
         made.chmod(0o755)
         made.rename(library)

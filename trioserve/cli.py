@@ -33,7 +33,7 @@ SERVER_OPTIONS = frozenset(
         "trust_request_chat_template",
     }
 )
-"""What means nothing to a command that answers in the terminal."""
+"""What means nothing to a command that responses in the terminal."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -128,7 +128,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Nam
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="tokens of answer, at most (default: what fits)")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="tokens of response, at most (default: what fits)")
     parser.add_argument(
         "--temperature",
         type=float,
@@ -136,7 +136,7 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
         help="0 takes the likeliest token (default: the model's, or 1)",
     )
     parser.add_argument("--top-p", type=float, metavar="X", help="share of probability to choose from (default: 1)")
-    parser.add_argument("--seed", type=int, metavar="N", help="makes a sampled answer repeatable (default: none)")
+    parser.add_argument("--seed", type=int, metavar="N", help="makes a sampled response repeatable (default: none)")
 
 
 def _add_disagg(parser: argparse.ArgumentParser) -> None:
@@ -171,7 +171,7 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pair",
         action="store_true",
-        help="an engine for prompts, one for answers, and KV on its way between them (default: off)",
+        help="an engine for prompts, one for responses, and KV on its way between them (default: off)",
     )
     parser.add_argument("--no-shrink", action="store_true", help="show a failing history as it is (default: off)")
 

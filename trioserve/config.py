@@ -83,7 +83,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         "size of a request's body; a larger one is refused with 413", "BYTES", ge=1024, le=2**31 - 1,
         )] = FrontendLimits().body_bytes_max
     stall_timeout: Annotated[float, _about(
-        "seconds after which a client that takes nothing of its answer is cancelled", "SECONDS", gt=0, le=86400,
+        "seconds after which a client that takes nothing of its response is cancelled", "SECONDS", gt=0, le=86400,
         )] = FrontendLimits().stall_seconds_max
     tenant_header: Annotated[str, _about(
         "header that tells tenants apart; they share the queue fairly. With API keys each key is a tenant, and the "
@@ -101,7 +101,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ttft_timeout: Annotated[Seconds, _about(
         "the same until its first token, in seconds; default: no limit", "SECONDS")] = None
     request_timeout: Annotated[Seconds, _about(
-        "the same until its answer is complete, in seconds; default: no limit", "SECONDS")] = None
+        "the same until its response is complete, in seconds; default: no limit", "SECONDS")] = None
     max_queue_timeout: Annotated[Seconds, _about(
         "seconds that any request may ask for as its queue timeout; default: no limit", "SECONDS")] = None
     max_ttft_timeout: Annotated[Seconds, _about(
@@ -125,7 +125,7 @@ class RouteConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields
         "the same, for servers that compute prompts and give their KV to a decode endpoint; default: those of the "
         "others that say so", "URL")] = ()
     decode_endpoint: Annotated[tuple[str, ...], _about(
-        "the same, for servers that take the KV of a prompt and make the answer; default: those of the others that say "
+        "the same, for servers that take the KV of a prompt and make the response; default: those of the others that say "
         "so", "URL")] = ()
     split_min_tokens: Annotated[int, _about(
         "tokens of prompt, as guessed from its length, from which on a request goes to a prefill endpoint and then to "
@@ -191,7 +191,7 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
         "how native kernels keep weights: file keeps a quantized GGUF's blocks, int8 and int4 quantize any checkpoint, "
         "none keeps --dtype; auto takes file where it can, else none")] = "auto"
     max_model_len: Annotated[Annotated[int, Meta(ge=2)] | None, _about(
-        "tokens of prompt and answer together; default: what the model takes", "TOKENS")] = None
+        "tokens of prompt and response together; default: what the model takes", "TOKENS")] = None
     max_num_seqs: Annotated[int, _about(
         "sequences that are computed at a time", "N", ge=1, le=4096)] = 64
     max_num_batched_tokens: Annotated[int, _about(

@@ -25,8 +25,8 @@ async def test_a_burst_of_one_tenant_does_not_keep_another_waiting(autojump_cloc
         ended: list[str] = []
 
         async def ask(tenant: str) -> None:
-            async with fake.generate("prompt", SamplingParams(max_tokens=2), tenant=tenant) as answer:
-                async for _ in answer:
+            async with fake.generate("prompt", SamplingParams(max_tokens=2), tenant=tenant) as response:
+                async for _ in response:
                     pass
             ended.append(tenant)
 
@@ -44,8 +44,8 @@ async def test_prompt_tokens_in_line_are_bounded_before_they_are_counted_exactly
     async with open_fake_engine(running_requests_max=1, waiting_requests_max=2, waiting_prompt_tokens_max=20) as fake:
 
         async def ask(prompt: list[int]) -> None:
-            async with fake.generate(prompt) as answer:
-                async for _ in answer:
+            async with fake.generate(prompt) as response:
+                async for _ in response:
                     pass
 
         fake.steps.hold()
@@ -67,11 +67,11 @@ async def test_nobody_waits_longer_than_the_line_allows(autojump_clock, caplog):
         server.engine.steps.hold()
         async with server.engine.generate("in the way"):
             client = server.client()
-            answer = await client.post("/v1/completions", {"prompt": "waits"})
+            response = await client.post("/v1/completions", {"prompt": "waits"})
             assert trio.current_time() == pytest.approx(5.0)
-            assert (answer.status, answer.headers["x-trioserve-reason"]) == (429, "queue_wait_over")
-            assert int(answer.headers["retry-after"]) >= 1
-            line = f"refused request={answer.headers['x-request-id']} reason=queue_wait_over"
+            assert (response.status, response.headers["x-trioserve-reason"]) == (429, "queue_wait_over")
+            assert int(response.headers["retry-after"]) >= 1
+            line = f"refused request={response.headers['x-request-id']} reason=queue_wait_over"
             assert [record.getMessage() for record in caplog.records] == [line]
         server.engine.steps.release()
         await server.assert_all_free()
@@ -107,8 +107,8 @@ async def test_the_tenant_is_a_header(autojump_clock):
         server.engine.dispatch.begin = watched
         client = server.client()
         for headers in ({"x-tenant-id": "blue"}, {}):
-            answer = await client.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers=headers)
-            assert answer.status == 200
+            response = await client.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers=headers)
+            assert response.status == 200
         assert tenants == ["blue", ""]
 
 

@@ -41,7 +41,7 @@ class MemoryExchange(Exchange):
         self.method, self.path, self.query = method, path, ""
         self.headers = Headers(headers)
         self.status: int | None = None
-        self.answer_headers: dict[str, str] = {}
+        self.response_headers: dict[str, str] = {}
         self.data = b""
         self.write_count = 0
         self.finished = False
@@ -71,7 +71,7 @@ class MemoryExchange(Exchange):
         assert self.status is None, "answered twice"
         assert len({name for name, _ in headers}) == len(headers), "a header twice"
         self.status = status
-        self.answer_headers = dict(headers)
+        self.response_headers = dict(headers)
         self.head_sent.set()
         await trio.lowlevel.checkpoint()
 
@@ -93,12 +93,12 @@ class MemoryExchange(Exchange):
         await trio.lowlevel.checkpoint()
 
     def json(self) -> Any:
-        assert self.answer_headers["content-type"] == "application/json"
+        assert self.response_headers["content-type"] == "application/json"
         return json.loads(self.data)
 
     def events(self) -> list[Any]:
         """The events as clients split them: every one is a line of its own, "[DONE]" included as it is."""
-        assert self.answer_headers["content-type"].startswith("text/event-stream")
+        assert self.response_headers["content-type"].startswith("text/event-stream")
         text = self.data.decode()
         events = text.removesuffix("\n\n").split("\n\n")
         assert text.splitlines() == [line for event in events for line in (event, "")]

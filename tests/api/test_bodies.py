@@ -1,4 +1,4 @@
-"""Whatever bytes come as a body: an answer of the 200s or 400s, never a fault of ours."""
+"""Whatever bytes come as a body: a response of the 200s or 400s, never a fault of ours."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ async def test_messages_hold_a_bounded_number_of_values(api: Any) -> None:
 
 
 async def test_what_came_is_repeated_only_in_part(api: Any) -> None:
-    """An answer must not be as long as the body that it refuses."""
+    """A response must not be as long as the body that it refuses."""
     long = "x" * 1_000_000
     for body in (
         {"messages": [{"role": "user", "content": [{"type": long}]}]},

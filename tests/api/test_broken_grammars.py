@@ -1,4 +1,5 @@
-"""Whatever a request asks of the shape of its answer, and however wrong: that request is refused, the engine lives."""
+"""Whatever a request asks of the shape of its response, and however wrong: that request is refused, the engine
+lives."""
 
 from __future__ import annotations
 
@@ -46,9 +47,9 @@ async def test_a_grammar_that_cannot_be_used_is_a_400_and_the_engine_lives(
         async with fake.generate("beside", SamplingParams(max_tokens=20, ignore_eos=True)) as beside:
             for ask in (api.chat, api.complete):
                 for stream in (False, True):
-                    answer = await ask(**fields, stream=stream)
-                    assert answer.status == 400, answer.data
-                    error = answer.json()["error"]
+                    response = await ask(**fields, stream=stream)
+                    assert response.status == 400, response.data
+                    error = response.json()["error"]
                     assert error["type"] == "invalid_request_error"
                     assert error["param"].partition(".")[0] == next(iter(fields))
             assert fake.core.stats().running_count + fake.core.stats().waiting_count == 1

@@ -39,9 +39,9 @@ class Front:
         return self._connect(headers=named)
 
     async def status(self, key: str | None, path: str, body: object = None, **headers: str) -> tuple[int, Any]:
-        async with self.client(key, **headers).ask(path, body, method="GET" if body is None else "POST") as answer:
-            status = await answer.head()
-            return status, await answer.read()
+        async with self.client(key, **headers).ask(path, body, method="GET" if body is None else "POST") as response:
+            status = await response.head()
+            return status, await response.read()
 
     async def cached_tokens(self, key: str | None, prompt: str, headers: Mapping[str, str] = {}, **body: Any) -> int:
         status, said = await self.status(key, PATH, {"prompt": prompt, "max_tokens": 1, **body}, **headers)

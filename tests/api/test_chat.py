@@ -25,43 +25,43 @@ def chunks(exchange: Any) -> list[ChatCompletionChunk]:
     return [ChatCompletionChunk.model_validate(event, strict=True) for event in events]
 
 
-async def test_whole_answer_is_a_chat_completion(api: Any) -> None:
+async def test_whole_response_is_a_chat_completion(api: Any) -> None:
     api.engine.cached_token_count = 3
     exchange = await api.chat(model="org/letters")
-    answer = ChatCompletion.model_validate(exchange.json(), strict=True)
+    response = ChatCompletion.model_validate(exchange.json(), strict=True)
     assert exchange.status == 200
-    assert answer.object == "chat.completion"
-    assert answer.model == "org/letters"
-    assert answer.id == "chatcmpl-" + exchange.answer_headers["x-request-id"]
-    [choice] = answer.choices
+    assert response.object == "chat.completion"
+    assert response.model == "org/letters"
+    assert response.id == "chatcmpl-" + exchange.response_headers["x-request-id"]
+    [choice] = response.choices
     assert (choice.index, choice.finish_reason, choice.logprobs) == (0, "stop", None)
     assert (choice.message.role, choice.message.content) == ("assistant", "Hello!")
-    assert answer.usage is not None
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (9, 6, 15)
-    assert answer.usage.prompt_tokens_details is not None
-    assert answer.usage.prompt_tokens_details.cached_tokens == 3
+    assert response.usage is not None
+    assert (response.usage.prompt_tokens, response.usage.completion_tokens, response.usage.total_tokens) == (9, 6, 15)
+    assert response.usage.prompt_tokens_details is not None
+    assert response.usage.prompt_tokens_details.cached_tokens == 3
     assert api.left()
 
 
-async def test_without_a_model_the_served_one_answers(api: Any) -> None:
+async def test_without_a_model_the_served_one_responses(api: Any) -> None:
     assert (await api.chat()).json()["model"] == "letters"
 
 
 async def test_stream_is_role_then_text_then_finish_then_done(api: Any) -> None:
     exchange = await api.chat(stream=True)
-    answer = chunks(exchange)
-    assert [chunk.choices[0].delta.model_dump(exclude_none=True) for chunk in answer] == [
+    response = chunks(exchange)
+    assert [chunk.choices[0].delta.model_dump(exclude_none=True) for chunk in response] == [
         {"role": "assistant", "content": ""},
         {"content": "Hello"},
         {"content": "!"},
         {},
     ]
-    assert [chunk.choices[0].finish_reason for chunk in answer] == [None, None, None, "stop"]
-    assert {chunk.id for chunk in answer} == {"chatcmpl-" + exchange.answer_headers["x-request-id"]}
+    assert [chunk.choices[0].finish_reason for chunk in response] == [None, None, None, "stop"]
+    assert {chunk.id for chunk in response} == {"chatcmpl-" + exchange.response_headers["x-request-id"]}
     assert all("usage" not in event for event in exchange.events()[:-1])
 
 
-async def test_the_end_of_the_only_choice_leaves_with_the_end_of_the_answer(api: Any) -> None:
+async def test_the_end_of_the_only_choice_leaves_with_the_end_of_the_response(api: Any) -> None:
     assert (await api.chat(stream=True, stream_options={"include_usage": True})).write_count == 2
     both_ends = await api.chat(stream=True, n=2)
     assert both_ends.write_count == 5  # two deltas of each choice, and the end: no choice waits for another one
@@ -92,7 +92,7 @@ async def test_head_of_a_stream_is_sent_before_the_first_token(
         nursery.start_soon(api.app, exchange)
         await exchange.head_sent.wait()
         await trio.testing.wait_all_tasks_blocked()
-        assert exchange.answer_headers["x-request-id"] == "mine"
+        assert exchange.response_headers["x-request-id"] == "mine"
         assert exchange.data == b""
         may_speak.set()
     assert "late" in str(exchange.events())
@@ -107,19 +107,19 @@ async def test_choices_come_apart(api: Any) -> None:
     assert texts == {0: "Hello!", 1: "Hello!", 2: "Hello!"}
 
 
-async def test_the_official_client_reads_whole_and_streamed_answers(api: Any) -> None:
+async def test_the_official_client_reads_whole_and_streamed_responses(api: Any) -> None:
     exchanges = {False: await api.chat(logprobs=True, top_logprobs=2), True: await api.chat(stream=True)}
 
-    def answer(request: httpx.Request) -> httpx.Response:
+    def response(request: httpx.Request) -> httpx.Response:
         exchange = exchanges[b'"stream":true' in request.content]
-        return httpx.Response(exchange.status, headers=exchange.answer_headers, content=exchange.data)
+        return httpx.Response(exchange.status, headers=exchange.response_headers, content=exchange.data)
 
     with openai.OpenAI(
-        api_key="k", base_url="http://x/v1", http_client=httpx.Client(transport=httpx.MockTransport(answer))
+        api_key="k", base_url="http://x/v1", http_client=httpx.Client(transport=httpx.MockTransport(response))
     ) as client:
         whole = client.chat.completions.create(model="letters", messages=[{"role": "user", "content": "Hi"}])
         assert whole.choices[0].message.content == "Hello!"
-        assert whole._request_id == exchanges[False].answer_headers["x-request-id"]
+        assert whole._request_id == exchanges[False].response_headers["x-request-id"]
         stream = client.chat.completions.create(
             model="letters", messages=[{"role": "user", "content": "Hi"}], stream=True
         )
@@ -133,7 +133,7 @@ async def test_the_official_client_raises_what_ends_a_stream(api: Any) -> None:
     ]
     exchange = await api.chat(stream=True)
     transport = httpx.MockTransport(
-        lambda _: httpx.Response(200, headers=exchange.answer_headers, content=exchange.data)
+        lambda _: httpx.Response(200, headers=exchange.response_headers, content=exchange.data)
     )
     with openai.OpenAI(api_key="k", base_url="http://x/v1", http_client=httpx.Client(transport=transport)) as client:
         stream = client.chat.completions.create(
@@ -147,8 +147,8 @@ async def test_the_official_client_raises_what_ends_a_stream(api: Any) -> None:
 
 
 async def test_logprobs_list_every_token_with_its_alternatives(api: Any) -> None:
-    answer = ChatCompletion.model_validate((await api.chat(logprobs=True, top_logprobs=2)).json(), strict=True)
-    logprobs = answer.choices[0].logprobs
+    response = ChatCompletion.model_validate((await api.chat(logprobs=True, top_logprobs=2)).json(), strict=True)
+    logprobs = response.choices[0].logprobs
     assert logprobs is not None
     assert logprobs.content is not None
     assert "".join(entry.token for entry in logprobs.content) == "Hello!"
@@ -178,15 +178,15 @@ async def test_an_impossible_token_has_a_number_for_a_logprob(api: Any) -> None:
             finish_reason=FinishReason.LENGTH,
         )
     ]
-    answer = (await api.chat(logprobs=True)).json()
-    assert answer["choices"][0]["logprobs"]["content"][0]["logprob"] == -9999.0
-    assert answer["choices"][0]["finish_reason"] == "length"
+    response = (await api.chat(logprobs=True)).json()
+    assert response["choices"][0]["logprobs"]["content"][0]["logprob"] == -9999.0
+    assert response["choices"][0]["finish_reason"] == "length"
 
 
 async def test_prompt_logprobs_come_by_token_id(api: Any) -> None:
-    answer = (await api.chat(prompt_logprobs=2)).json()
-    assert answer["prompt_logprobs"][0] is None
-    assert answer["prompt_logprobs"][1] == {
+    response = (await api.chat(prompt_logprobs=2)).json()
+    assert response["prompt_logprobs"][0] is None
+    assert response["prompt_logprobs"][1] == {
         "117": {"logprob": -0.5, "rank": 1, "decoded_token": "u"},
         "118": {"logprob": -1.5, "rank": 2, "decoded_token": "v"},
     }
@@ -302,13 +302,13 @@ async def test_a_template_in_the_request_needs_trust(api: Any, make_api: Any) ->
 
 
 async def test_token_ids_come_when_asked(api: Any) -> None:
-    answer = (await api.chat(return_token_ids=True)).json()
-    assert answer["choices"][0]["token_ids"] == list(map(ord, "Hello!"))
-    assert answer["prompt_token_ids"] == list(api.engine.streams[0].prompt_token_ids)
+    response = (await api.chat(return_token_ids=True)).json()
+    assert response["choices"][0]["token_ids"] == list(map(ord, "Hello!"))
+    assert response["prompt_token_ids"] == list(api.engine.streams[0].prompt_token_ids)
     events = (await api.chat(return_token_ids=True, stream=True)).events()[:-1]
-    assert events[0]["prompt_token_ids"] == answer["prompt_token_ids"]
+    assert events[0]["prompt_token_ids"] == response["prompt_token_ids"]
     streamed = [token_id for event in events for token_id in event["choices"][0].get("token_ids", [])]
-    assert streamed == answer["choices"][0]["token_ids"]
+    assert streamed == response["choices"][0]["token_ids"]
 
 
 # --- refusals ---
@@ -392,13 +392,13 @@ async def test_a_refusal_of_the_engine_has_a_status_even_for_a_stream(api: Any, 
     api.engine.enter_errors = [Overloaded("full", reason="queue_full", retry_after_seconds=2.2)]
     exchange = await api.chat(stream=stream)
     assert exchange.status == 429
-    assert exchange.answer_headers["retry-after"] == "3"
-    assert exchange.answer_headers["x-trioserve-reason"] == "queue_full"
+    assert exchange.response_headers["retry-after"] == "3"
+    assert exchange.response_headers["x-trioserve-reason"] == "queue_full"
     assert exchange.json()["error"]["code"] == "overloaded"
 
     api.engine.enter_errors = [Draining("bye", reason="draining", retry_after_seconds=0)]
     exchange = await api.chat(stream=stream)
-    assert (exchange.status, exchange.answer_headers["retry-after"]) == (503, "1")
+    assert (exchange.status, exchange.response_headers["retry-after"]) == (503, "1")
 
     api.engine.enter_errors = [ContextTooLong("too long", param="messages")]
     exchange = await api.chat(stream=stream)
@@ -416,7 +416,7 @@ ENDS = [
 
 
 @pytest.mark.parametrize("reason, status, code", ENDS)
-async def test_half_an_answer_is_an_error(api: Any, reason: FinishReason, status: int, code: str) -> None:
+async def test_half_a_response_is_an_error(api: Any, reason: FinishReason, status: int, code: str) -> None:
     api.engine.script = api.say("Hel", reason=reason, message="because")
     exchange = await api.chat()
     assert exchange.status == status
@@ -437,7 +437,7 @@ async def test_half_a_stream_ends_with_an_error_and_without_done(
     assert api.left()
 
 
-async def test_an_engine_fault_ends_streams_and_whole_answers(api: Any) -> None:
+async def test_an_engine_fault_ends_streams_and_whole_responses(api: Any) -> None:
     api.engine.script = lambda *_: [Delta(index=0, text="x", token_ids=(1,)), EngineFault("broken")]
     whole = await api.chat()
     assert (whole.status, whole.json()["error"]["code"]) == (500, "engine_fault")
@@ -468,7 +468,7 @@ async def test_a_client_that_leaves_takes_its_request_along(
     assert b'trioserve:streams_open{model_name="letters"} 0.0' in api.engine.metrics.expose()
 
 
-async def test_a_slow_client_of_a_whole_answer_holds_nothing_of_the_engine(api: Any) -> None:
+async def test_a_slow_client_of_a_whole_response_holds_nothing_of_the_engine(api: Any) -> None:
     exchange = api.exchange("POST", CHAT, {"messages": [USER]})
     exchange.gate = trio.Event()
     async with trio.open_nursery() as nursery:

@@ -19,7 +19,7 @@ def chunks(exchange: Any) -> list[Any]:
     *events, done = exchange.events()
     assert done == "[DONE]"
     for event in events:
-        # The client reads chunks with the same class as whole answers, although these nulls are usual in chunks.
+        # The client reads chunks with the same class as whole responses, although these nulls are usual in chunks.
         filled = [
             {**choice, "finish_reason": choice["finish_reason"] or "stop", "logprobs": None}
             for choice in event["choices"]
@@ -36,15 +36,15 @@ def streamed_texts(exchange: Any) -> dict[int, str]:
     return texts
 
 
-async def test_whole_answer_is_a_text_completion(api: Any) -> None:
+async def test_whole_response_is_a_text_completion(api: Any) -> None:
     exchange = await api.complete()
-    answer = Completion.model_validate(exchange.json(), strict=True)
-    assert (answer.object, answer.model) == ("text_completion", "letters")
-    assert answer.id == "cmpl-" + exchange.answer_headers["x-request-id"]
-    [choice] = answer.choices
+    response = Completion.model_validate(exchange.json(), strict=True)
+    assert (response.object, response.model) == ("text_completion", "letters")
+    assert response.id == "cmpl-" + exchange.response_headers["x-request-id"]
+    [choice] = response.choices
     assert (choice.index, choice.text, choice.finish_reason, choice.logprobs) == (0, "Hello!", "stop", None)
-    assert answer.usage is not None
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (3, 6, 9)
+    assert response.usage is not None
+    assert (response.usage.prompt_tokens, response.usage.completion_tokens, response.usage.total_tokens) == (3, 6, 9)
     assert api.left()
 
 
@@ -58,7 +58,7 @@ async def test_stream_gives_text_then_the_finish_reason_then_done(api: Any) -> N
     assert usage["usage"]["total_tokens"] == 9
 
 
-async def test_the_end_of_the_only_choice_leaves_with_the_end_of_the_answer(api: Any) -> None:
+async def test_the_end_of_the_only_choice_leaves_with_the_end_of_the_response(api: Any) -> None:
     assert (await api.complete(stream=True, stream_options={"include_usage": True})).write_count == 2
     both_ends = await api.complete(stream=True, n=2)
     assert both_ends.write_count == 5  # two deltas of each choice, and the end: no choice waits for another one
@@ -74,9 +74,9 @@ async def test_the_end_of_the_only_choice_leaves_with_the_end_of_the_answer(api:
     ],
 )
 async def test_a_prompt_has_four_shapes(api: Any, prompt: Any, prompts: list[Any]) -> None:
-    answer = (await api.complete(prompt=prompt)).json()
+    response = (await api.complete(prompt=prompt)).json()
     assert [stream.prompt for stream in api.engine.streams] == prompts
-    assert [choice["index"] for choice in answer["choices"]] == list(range(len(prompts)))
+    assert [choice["index"] for choice in response["choices"]] == list(range(len(prompts)))
 
 
 @pytest.mark.parametrize(
@@ -149,10 +149,10 @@ async def test_choices_are_numbered_prompt_by_prompt(api: Any, stream: bool) -> 
     if stream:
         assert streamed_texts(exchange) == expected
     else:
-        answer = exchange.json()
-        assert {choice["index"]: choice["text"] for choice in answer["choices"]} == expected
-        assert answer["usage"]["prompt_tokens"] == 4
-        assert answer["usage"]["completion_tokens"] == 8
+        response = exchange.json()
+        assert {choice["index"]: choice["text"] for choice in response["choices"]} == expected
+        assert response["usage"]["prompt_tokens"] == 4
+        assert response["usage"]["completion_tokens"] == 8
     assert len({stream.id for stream in api.engine.streams}) == 1
     assert api.left()
 
@@ -219,8 +219,8 @@ async def test_a_slow_client_stops_the_reading(api: Any, prompt: Any, autojump_c
 
 
 async def test_logprobs_are_four_lists(api: Any) -> None:
-    answer = Completion.model_validate((await api.complete(logprobs=2)).json(), strict=True)
-    logprobs = answer.choices[0].logprobs
+    response = Completion.model_validate((await api.complete(logprobs=2)).json(), strict=True)
+    logprobs = response.choices[0].logprobs
     assert logprobs is not None
     assert logprobs.tokens == list("Hello!")
     assert logprobs.token_logprobs == [-0.5] * 6
@@ -237,8 +237,8 @@ async def test_offsets_count_on_from_chunk_to_chunk(api: Any) -> None:
 
 @pytest.mark.parametrize("prompt", ["ab", [1, 97, 98]])
 async def test_echo_puts_the_prompt_before_each_choice(api: Any, prompt: Any) -> None:
-    answer = (await api.complete(prompt=prompt, echo=True, n=2)).json()
-    assert [choice["text"] for choice in answer["choices"]] == ["abHello!"] * 2
+    response = (await api.complete(prompt=prompt, echo=True, n=2)).json()
+    assert [choice["text"] for choice in response["choices"]] == ["abHello!"] * 2
     assert streamed_texts(await api.complete(prompt=prompt, echo=True, n=2, stream=True)) == {
         0: "abHello!",
         1: "abHello!",
@@ -265,16 +265,16 @@ async def test_a_prompt_alone_can_be_scored(api: Any, stream: bool) -> None:
         assert streamed_texts(exchange) == {0: "ab"}
         assert exchange.events()[-2]["choices"][0]["finish_reason"] == "length"
     else:
-        answer = exchange.json()
-        [choice] = answer["choices"]
+        response = exchange.json()
+        [choice] = response["choices"]
         assert (choice["text"], choice["finish_reason"]) == ("ab", "length")
         assert choice["logprobs"]["token_logprobs"] == [None, -0.5, -0.5]
-        assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (3, 0)
+        assert (response["usage"]["prompt_tokens"], response["usage"]["completion_tokens"]) == (3, 0)
 
 
 async def test_prompt_logprobs_come_by_token_id(api: Any) -> None:
-    answer = (await api.complete(prompt_logprobs=1)).json()
-    assert [entry and list(entry) for entry in answer["choices"][0]["prompt_logprobs"]] == [
+    response = (await api.complete(prompt_logprobs=1)).json()
+    assert [entry and list(entry) for entry in response["choices"][0]["prompt_logprobs"]] == [
         None,
         ["97", "98"],
         ["98", "99"],

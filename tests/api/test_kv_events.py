@@ -12,17 +12,17 @@ from trioserve.api.sse import KEEP_ALIVE
 from trioserve.contracts.kv_events import BlocksStored, KvEvent, ResidencySnapshot
 from trioserve.engine import kv_events
 from trioserve.proxy.prompt_blocks import block_names
-from trioserve.testing.memory_client import MemoryAnswer
+from trioserve.testing.memory_client import MemoryResponse
 from trioserve.testing.memory_server import MemoryServer, open_memory_server
 
 PATH = "/kv_events"
 
 
 class Reader:
-    """Knows what an answer's events say. resident: None until a snapshot is complete."""
+    """Knows what a response's events say. resident: None until a snapshot is complete."""
 
-    def __init__(self, answer: MemoryAnswer) -> None:
-        self.answer = answer
+    def __init__(self, response: MemoryResponse) -> None:
+        self.response = response
         self.events: list[KvEvent] = []
         self.resident: set[bytes] | None = None
         self._snapshot: set[bytes] = set()
@@ -36,7 +36,7 @@ class Reader:
                 scope.cancel()
 
     async def _read_on(self) -> None:
-        async for event in self.answer:
+        async for event in self.response:
             self.take(msgspec.convert(event, KvEvent, builtin_types=()))
 
     def take(self, event: KvEvent) -> None:
@@ -55,18 +55,18 @@ class Reader:
 
 async def say(server: MemoryServer, prompt: str, **fields: object) -> None:
     body = {"prompt": prompt, "max_tokens": 1, **fields}
-    answer = await server.client().post("/v1/completions", body)
-    assert answer.status == 200, answer.body
+    response = await server.client().post("/v1/completions", body)
+    assert response.status == 200, response.body
 
 
 @pytest.mark.fake_engine(kv_events_max=1000, block_count=32)
 async def test_a_reader_knows_what_is_in_the_cache_whatever_comes_and_goes(memory_server):
     await say(memory_server, "good morning")
     resident = memory_server.engine.core.cache.resident_hashes
-    async with memory_server.client().ask(PATH) as answer:
-        reader = Reader(answer)
+    async with memory_server.client().ask(PATH) as response:
+        reader = Reader(response)
         await reader.read()
-        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert response.headers["content-type"].startswith("text/event-stream")
         assert [type(event) for event in reader.events] == [ResidencySnapshot]
         assert reader.resident == set(block_names(b"good morning", 4, None)) | set(resident())
         for index in range(12):
@@ -82,17 +82,17 @@ async def test_the_names_are_those_of_tokens_salt_and_chat_template(memory_serve
     rendered = b"user: hello there\nassistant: "
     await memory_server.client().post("/v1/chat/completions", chat)
     await memory_server.client().post("/v1/chat/completions", {**chat, "cache_salt": "mine"})
-    async with memory_server.client().ask(PATH) as answer:
-        reader = Reader(answer)
+    async with memory_server.client().ask(PATH) as response:
+        reader = Reader(response)
         await reader.read()
     assert set(block_names(rendered, 4, None)) | set(block_names(rendered, 4, "mine")) == reader.resident
     assert len(reader.resident) == 2 * 7
 
 
 async def test_it_is_off_unless_it_is_wanted(memory_server):
-    answer = await memory_server.client().get(PATH)
-    assert (answer.status, answer.headers["x-trioserve-reason"]) == (404, "kv_events_off")
-    assert "--kv-events" in (await answer.json())["error"]["message"]
+    response = await memory_server.client().get(PATH)
+    assert (response.status, response.headers["x-trioserve-reason"]) == (404, "kv_events_off")
+    assert "--kv-events" in (await response.json())["error"]["message"]
     assert memory_server.engine.core.cache.on_residency is None
 
 
@@ -100,8 +100,8 @@ async def test_where_there_are_keys_only_the_admin_reads_it():
     async with open_memory_server(kv_events_max=10, api_keys=("user",), admin_api_key="boss") as server:
         assert (await server.client().get(PATH)).status == 401
         user = server.client(headers={"authorization": "Bearer user"})
-        answer = await user.get(PATH)
-        assert (answer.status, answer.headers["x-trioserve-reason"]) == (403, "not_admin")
+        response = await user.get(PATH)
+        assert (response.status, response.headers["x-trioserve-reason"]) == (403, "not_admin")
         admin = server.client(headers={"authorization": "Bearer boss"})
         async with admin.ask(PATH) as events:
             assert await events.head() == 200
@@ -112,8 +112,8 @@ async def test_where_there_are_keys_only_the_admin_reads_it():
 async def test_a_reader_that_leaves_makes_room_for_another(memory_server, http, monkeypatch):
     monkeypatch.setattr(kv_events, "READERS_MAX", 1)
     for _ in range(3):
-        async with memory_server.client(http=http).ask(PATH) as answer:
-            assert await answer.head() == 200
+        async with memory_server.client(http=http).ask(PATH) as response:
+            assert await response.head() == 200
             refused = await memory_server.client().get(PATH)
             assert (refused.status, refused.headers["x-trioserve-reason"]) == (429, "too_many_readers")
         await memory_server.assert_all_free()
@@ -122,8 +122,8 @@ async def test_a_reader_that_leaves_makes_room_for_another(memory_server, http, 
 @pytest.mark.fake_engine(kv_events_max=64, block_count=512, context_tokens_max=2048, step_tokens_max=2048)
 async def test_a_reader_that_does_not_read_holds_nobody_and_knows_all_in_the_end(memory_server):
     engine = memory_server.engine
-    async with memory_server.client().ask(PATH) as answer:
-        reader = Reader(answer)
+    async with memory_server.client().ask(PATH) as response:
+        reader = Reader(response)
         await reader.read()
         for index in range(100):
             await say(memory_server, f"{index:04}" * 450)
@@ -136,25 +136,25 @@ async def test_a_reader_that_does_not_read_holds_nobody_and_knows_all_in_the_end
 
 @pytest.mark.fake_engine(kv_events_max=10)
 async def test_silence_is_broken_now_and_then(memory_server, autojump_clock):
-    async with memory_server.client().ask(PATH) as answer:
-        await answer.head()
+    async with memory_server.client().ask(PATH) as response:
+        await response.head()
         with trio.move_on_after(3.5 * ALIVE_SECONDS):
-            await answer.read()
-        assert answer.body.count(KEEP_ALIVE) == 3
+            await response.read()
+        assert response.body.count(KEEP_ALIVE) == 3
 
 
 @pytest.mark.fake_engine(kv_events_max=10)
 async def test_the_stream_ends_when_the_engine_leaves(memory_server):
-    async with memory_server.client().ask(PATH) as answer:
-        await answer.head()
+    async with memory_server.client().ask(PATH) as response:
+        await response.head()
         memory_server.engine.drain()
-        await answer.read()
+        await response.read()
     refused = await memory_server.client().get(PATH)
     assert refused.status == 503
 
 
 @pytest.mark.fake_engine(kv_events_max=10)
 async def test_a_question_for_the_head_alone_is_answered_at_once(memory_server):
-    async with memory_server.client(http=2).ask(PATH, method="HEAD") as answer:
-        assert await answer.read() == b""
-        assert answer.status == 200
+    async with memory_server.client(http=2).ask(PATH, method="HEAD") as response:
+        assert await response.read() == b""
+        assert response.status == 200

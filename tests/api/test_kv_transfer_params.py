@@ -1,4 +1,4 @@
-"""`kv_transfer_params` in bodies and answers: vLLM's fields, in vLLM's places."""
+"""`kv_transfer_params` in bodies and responses: vLLM's fields, in vLLM's places."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from trioserve.api.openai import response_types as answers
+from trioserve.api.openai import response_types as responses
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.testing.fake_engine import open_fake_engine
 from trioserve.testing.scripted_connector import ScriptedConnector
@@ -30,21 +30,21 @@ async def opened(make_api, **options):
 
 
 @pytest.mark.parametrize(
-    ("ask", "kind"), [("chat", answers.ChatCompletion), ("complete", answers.Completion)], ids=["chat", "text"]
+    ("ask", "kind"), [("chat", responses.ChatCompletion), ("complete", responses.Completion)], ids=["chat", "text"]
 )
-async def test_a_whole_answer_has_them_at_its_top(ask, kind, make_api, autojump_clock):
+async def test_a_whole_response_has_them_at_its_top(ask, kind, make_api, autojump_clock):
     async with opened(make_api) as (api, fake):
         exchange = await getattr(api, ask)(max_tokens=1, kv_transfer_params=HOLD)
-        answer = msgspec.json.decode(exchange.data, type=kind)
+        response = msgspec.json.decode(exchange.data, type=kind)
         [request_id] = fake.connector.sends
-        assert answer.kv_transfer_params == KVTransferParams(do_remote_prefill=True, remote_request_id=request_id)
+        assert response.kv_transfer_params == KVTransferParams(do_remote_prefill=True, remote_request_id=request_id)
         assert exchange.json()["kv_transfer_params"] == {"do_remote_prefill": True, "remote_request_id": request_id}
 
 
 @pytest.mark.parametrize(
-    ("ask", "kind"), [("chat", answers.ChatCompletionChunk), ("complete", answers.Completion)], ids=["chat", "text"]
+    ("ask", "kind"), [("chat", responses.ChatCompletionChunk), ("complete", responses.Completion)], ids=["chat", "text"]
 )
-async def test_a_streamed_answer_has_them_with_its_finish_reason(ask, kind, make_api, autojump_clock):
+async def test_a_streamed_response_has_them_with_its_finish_reason(ask, kind, make_api, autojump_clock):
     async with opened(make_api, hold_seconds_max=3.0) as (api, _):
         exchange = await getattr(api, ask)(
             max_tokens=3, kv_transfer_params=HOLD, stream=True, stream_options={"include_usage": True}

@@ -12,7 +12,7 @@ from trioserve.testing.invariants import check_idle
 from trioserve.testing.memory_server import MemoryServer, open_memory_server
 
 
-class Answer:
+class Response:
     def __init__(self, raw: bytes) -> None:
         head, _, self.body = raw.partition(b"\r\n\r\n")
         lines = head.decode().split("\r\n")
@@ -25,27 +25,27 @@ class Answer:
 
 
 class Asking:
-    """One request over HTTP/1.1 whose answer ends with the connection."""
+    """One request over HTTP/1.1 whose response ends with the connection."""
 
     def __init__(self, server: MemoryServer) -> None:
         self.stream = server.connect()
         self.raw = b""
 
-    async def ask(self, method: str, path: str, body: object = None, **headers: str) -> Answer:
+    async def ask(self, method: str, path: str, body: object = None, **headers: str) -> Response:
         data = b"" if body is None else json.dumps(body).encode()
         fields = {"host": "test", "connection": "close", "content-length": str(len(data)), **headers}
         head = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in fields.items())
         await self.stream.send_all(f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + data)
         async for piece in self.stream:
             self.raw += piece
-        return Answer(self.raw)
+        return Response(self.raw)
 
 
 def completion(prompt: str = "prompt", **more: object) -> dict[str, object]:
     return {"prompt": prompt, "max_tokens": 100, "temperature": 0, "ignore_eos": True, **more}
 
 
-async def ask(server: MemoryServer, method: str, path: str, body: object = None, **headers: str) -> Answer:
+async def ask(server: MemoryServer, method: str, path: str, body: object = None, **headers: str) -> Response:
     return await Asking(server).ask(method, path, body, **headers)
 
 
@@ -68,20 +68,20 @@ async def test_time_that_ran_out_in_the_line_is_a_504(stream, fields, headers, r
     ):
         await trio.sleep(0.25)
         started_at = trio.current_time()
-        answer = await ask(server, "POST", "/v1/completions", completion(stream=stream, **fields), **headers)
+        response = await ask(server, "POST", "/v1/completions", completion(stream=stream, **fields), **headers)
         assert trio.current_time() - started_at == pytest.approx(seconds, abs=0.01)
-        assert answer.status == 504
-        assert answer.headers["x-trioserve-reason"] == answer.json["error"]["code"] == reason
-        assert int(answer.headers["retry-after"]) > 0
+        assert response.status == 504
+        assert response.headers["x-trioserve-reason"] == response.json["error"]["code"] == reason
+        assert int(response.headers["retry-after"]) > 0
 
 
 async def test_time_that_runs_out_in_the_middle_of_a_stream_is_an_error_event_and_no_clean_end(autojump_clock):
     async with open_memory_server(step_seconds=0.1) as server:
-        answer = await ask(server, "POST", "/v1/completions", completion(stream=True, timeout=1.05))
-        assert answer.status == 200
-        events = [line for line in answer.body.split(b"\n") if line.startswith(b"data: ")]
+        response = await ask(server, "POST", "/v1/completions", completion(stream=True, timeout=1.05))
+        assert response.status == 200
+        events = [line for line in response.body.split(b"\n") if line.startswith(b"data: ")]
         assert json.loads(events[-1].removeprefix(b"data: "))["error"]["code"] == "timeout"
-        assert b"[DONE]" not in answer.body
+        assert b"[DONE]" not in response.body
         assert len(events) > 8
         await trio.sleep(0.2)
         check_idle(server.engine.core)
@@ -97,9 +97,9 @@ async def test_time_that_runs_out_in_the_middle_of_a_stream_is_an_error_event_an
 )
 async def test_a_bad_deadline_is_a_400_that_names_it(fields, headers, param, autojump_clock):
     async with open_memory_server() as server:
-        answer = await ask(server, "POST", "/v1/completions", completion(**fields), **headers)
-        assert answer.status == 400
-        assert answer.json["error"]["param"] == param
+        response = await ask(server, "POST", "/v1/completions", completion(**fields), **headers)
+        assert response.status == 400
+        assert response.json["error"]["param"] == param
 
 
 async def test_a_request_is_listed_and_aborted_by_its_id_and_its_client_gets_a_last_event(autojump_clock):
@@ -116,15 +116,15 @@ async def test_a_request_is_listed_and_aborted_by_its_id_and_its_client_gets_a_l
         assert listed[0]["prompt_tokens"] == 6
 
         assert (await ask(server, "DELETE", "/v1/requests/r/2")).status == 404
-        answer = await ask(server, "DELETE", "/v1/requests/r%2F1")
-        assert (answer.status, answer.json["result"]) == (200, "aborted")
+        response = await ask(server, "DELETE", "/v1/requests/r%2F1")
+        assert (response.status, response.json["result"]) == (200, "aborted")
         await wait_all_tasks_blocked()
         last = [line for line in client.raw.split(b"\n") if line.startswith(b"data: ")][-1]
         assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "request_aborted"
         await trio.sleep(0.2)
         check_idle(server.engine.core)
-        answer = await ask(server, "POST", "/v1/requests/abort", {"ids": ["r/1", "never", "r/1"]})
-        assert [(one["id"], one["result"]) for one in answer.json["data"]] == [
+        response = await ask(server, "POST", "/v1/requests/abort", {"ids": ["r/1", "never", "r/1"]})
+        assert [(one["id"], one["result"]) for one in response.json["data"]] == [
             ("r/1", "already_finished"),
             ("never", "unknown"),
         ]
@@ -159,11 +159,11 @@ async def test_a_key_sees_and_aborts_its_own_requests_and_the_admin_all(autojump
 
 async def test_a_long_prefill_is_bridged_by_comments_which_count_for_nothing(autojump_clock):
     async with open_memory_server(step_seconds=10, step_tokens_max=8) as server:
-        answer = await ask(server, "POST", "/v1/completions", completion("p" * 40, stream=True, max_tokens=2))
+        response = await ask(server, "POST", "/v1/completions", completion("p" * 40, stream=True, max_tokens=2))
         # Five steps of prompt and one of decoding, 10 s each: a comment every 15 s until the first token at 50 s.
-        assert answer.body.count(b": keep-alive\n\n") == 3
-        assert b"data: [DONE]\n\n" in answer.body
-        assert answer.body.index(b": keep-alive") < answer.body.index(b"data: ")
+        assert response.body.count(b": keep-alive\n\n") == 3
+        assert b"data: [DONE]\n\n" in response.body
+        assert response.body.index(b": keep-alive") < response.body.index(b"data: ")
 
 
 async def test_several_prompts_are_bridged_by_comments_too_and_lose_no_token(autojump_clock):
@@ -174,9 +174,9 @@ async def test_several_prompts_are_bridged_by_comments_too_and_lose_no_token(aut
     async with open_memory_server() as server:
         fast = await ask(server, "POST", "/v1/completions", body)
 
-    def texts(answer: Answer) -> dict[int, str]:
+    def texts(response: Response) -> dict[int, str]:
         joined: dict[int, str] = {}
-        for line in answer.body.split(b"\n"):
+        for line in response.body.split(b"\n"):
             if line.startswith(b"data: {"):
                 for choice in json.loads(line.removeprefix(b"data: "))["choices"]:
                     joined[choice["index"]] = joined.get(choice["index"], "") + choice["text"]

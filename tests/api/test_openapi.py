@@ -1,4 +1,4 @@
-"""The API's own description: of every route, and true of the answers that routes give."""
+"""The API's own description: of every route, and true of the responses that routes give."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from trioserve.api.openai import response_types as answers
+from trioserve.api.openai import response_types as responses
 from trioserve.api.openai.request_types import REFUSED
 from trioserve.api.openapi import OPERATIONS
 from trioserve.api.routes import MODEL, REQUEST, ROUTES
@@ -70,23 +70,23 @@ async def test_what_is_refused_is_not_offered(api: Any) -> None:
 @pytest.mark.parametrize(
     "method, path, body, kind",
     [
-        ("POST", "/v1/chat/completions", CHAT, answers.ChatCompletion),
-        ("POST", "/v1/chat/completions", {**CHAT, **EVERYTHING, "logprobs": True}, answers.ChatCompletion),
-        ("POST", "/v1/completions", {"prompt": "ab"}, answers.Completion),
-        ("POST", "/v1/completions", {"prompt": "ab", **EVERYTHING, "logprobs": 1, "echo": True}, answers.Completion),
-        ("GET", "/v1/models", None, answers.Models),
-        ("GET", "/v1/models/org/letters", None, answers.Model),
-        ("GET", "/v1/models/nobody", None, answers.Error),
-        ("POST", "/tokenize", {"prompt": "ab", "return_token_strs": True}, answers.Tokenized),
-        ("POST", "/detokenize", {"tokens": [97]}, answers.Detokenized),
-        ("POST", "/detokenize", {"tokens": "a"}, answers.Error),
-        ("GET", "/nowhere", None, answers.Error),
-        ("GET", "/health", None, answers.Alive),
-        ("GET", "/ready", None, answers.Ready),
-        ("GET", "/version", None, answers.Version),
+        ("POST", "/v1/chat/completions", CHAT, responses.ChatCompletion),
+        ("POST", "/v1/chat/completions", {**CHAT, **EVERYTHING, "logprobs": True}, responses.ChatCompletion),
+        ("POST", "/v1/completions", {"prompt": "ab"}, responses.Completion),
+        ("POST", "/v1/completions", {"prompt": "ab", **EVERYTHING, "logprobs": 1, "echo": True}, responses.Completion),
+        ("GET", "/v1/models", None, responses.Models),
+        ("GET", "/v1/models/org/letters", None, responses.Model),
+        ("GET", "/v1/models/nobody", None, responses.Error),
+        ("POST", "/tokenize", {"prompt": "ab", "return_token_strs": True}, responses.Tokenized),
+        ("POST", "/detokenize", {"tokens": [97]}, responses.Detokenized),
+        ("POST", "/detokenize", {"tokens": "a"}, responses.Error),
+        ("GET", "/nowhere", None, responses.Error),
+        ("GET", "/health", None, responses.Alive),
+        ("GET", "/ready", None, responses.Ready),
+        ("GET", "/version", None, responses.Version),
     ],
 )
-async def test_answers_are_as_described(api: Any, method: str, path: str, body: Any, kind: type) -> None:
+async def test_responses_are_as_described(api: Any, method: str, path: str, body: Any, kind: type) -> None:
     exchange = await api.call(method, path, b"" if body is None else body)
     msgspec.convert(exchange.json(), kind)
 
@@ -94,8 +94,8 @@ async def test_answers_are_as_described(api: Any, method: str, path: str, body: 
 @pytest.mark.parametrize(
     "path, body, kind",
     [
-        ("/v1/chat/completions", CHAT, answers.ChatCompletionChunk),
-        ("/v1/completions", {"prompt": "ab"}, answers.Completion),
+        ("/v1/chat/completions", CHAT, responses.ChatCompletionChunk),
+        ("/v1/completions", {"prompt": "ab"}, responses.Completion),
     ],
 )
 @pytest.mark.parametrize(
@@ -118,11 +118,11 @@ async def test_events_are_as_described(
         msgspec.convert(event, kind)
 
 
-async def test_a_server_that_is_not_ready_and_one_that_is_busy_answer_as_described(api: Any) -> None:
+async def test_a_server_that_is_not_ready_and_one_that_is_busy_response_as_described(api: Any) -> None:
     api.engine.ready = False
-    msgspec.convert((await api.call("GET", "/ready")).json(), answers.NotReady)
+    msgspec.convert((await api.call("GET", "/ready")).json(), responses.NotReady)
     api.engine.enter_errors = [Overloaded("too much", reason="queue_full", retry_after_seconds=2.5)]
     exchange = await api.complete()
-    msgspec.convert(exchange.json(), answers.Error)
+    msgspec.convert(exchange.json(), responses.Error)
     for name in ("retry-after", "x-trioserve-reason", "x-request-id"):
-        assert name in exchange.answer_headers
+        assert name in exchange.response_headers

@@ -15,7 +15,7 @@ BODIES = {
 }
 # What else has to be there, for the field alone to decide.
 COMPANY = {"top_logprobs": {"logprobs": True}, "min_tokens": {"max_tokens": None}}
-# Stricter than the range in one of the two APIs, where an answer without tokens would be nothing.
+# Stricter than the range in one of the two APIs, where a response without tokens would be nothing.
 LEAST = {"max_tokens": 1, "max_completion_tokens": 1}
 
 

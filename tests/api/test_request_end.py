@@ -1,4 +1,4 @@
-"""The one line that a request leaves in the log, and the count of answers."""
+"""The one line that a request leaves in the log, and the count of responses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def fields(line: str) -> dict[str, str]:
     return dict(re.findall(r'(\w+)=("(?:[^"\\]|\\.)*"|\S+)', line))
 
 
-def answers(api: Any) -> dict[tuple[str, str], float]:
+def responses(api: Any) -> dict[tuple[str, str], float]:
     """http_requests_total by path and status."""
     api.engine.metrics.expose()  # they are counted elsewhere until somebody asks
     return {
@@ -152,7 +152,7 @@ def test_words_stand_as_they_are_and_everything_else_is_quoted() -> None:
 PREFLIGHT = {"origin": "https://chat.example.org", "access_control_request_method": "POST"}
 
 
-async def test_preflights_are_counted_like_other_answers(api: Any, lines) -> None:
+async def test_preflights_are_counted_like_other_responses(api: Any, lines) -> None:
     app = api.app
     handler = CrossOrigin(app, ["https://chat.example.org"], on_preflight=app.note_preflight)
     for path in ("/v1/chat/completions", "/v1/chat/completions", "/v1/models/a/b", "/nowhere"):
@@ -161,7 +161,7 @@ async def test_preflights_are_counted_like_other_answers(api: Any, lines) -> Non
         )
         await handler(exchange)
         assert exchange.status == 204
-    assert answers(api) == {
+    assert responses(api) == {
         ("/v1/chat/completions", "204"): 2,
         ("/v1/models/{model}", "204"): 1,
         ("other", "204"): 1,
@@ -175,4 +175,4 @@ async def test_what_is_no_preflight_is_counted_once(api: Any) -> None:
     handler = CrossOrigin(app, ["https://chat.example.org"], on_preflight=app.note_preflight)
     await handler(api.exchange("OPTIONS", "/health", headers={"origin": "https://chat.example.org"}))
     await handler(api.exchange("GET", "/health", headers={"origin": "https://chat.example.org"}))
-    assert answers(api) == {("/health", "405"): 1, ("/health", "200"): 1}
+    assert responses(api) == {("/health", "405"): 1, ("/health", "200"): 1}

@@ -50,7 +50,7 @@ async def test_an_unknown_path_is_404_in_the_shape_of_the_api(api: Any, path: st
 async def test_a_wrong_method_is_405_and_told_the_right_ones(api: Any, method: str, path: str, allow: str) -> None:
     exchange = await api.call(method, path)
     assert exchange.status == 405
-    assert exchange.answer_headers["allow"] == allow
+    assert exchange.response_headers["allow"] == allow
     if method != "HEAD":
         assert exchange.json()["error"]["code"] == "method_not_allowed"
 
@@ -61,7 +61,7 @@ async def test_head_is_answered_like_get_without_a_body(api: Any, path: str) -> 
     assert head.status == get.status == 200
     assert head.data == b""
     assert get.data
-    assert head.answer_headers["content-type"] == get.answer_headers["content-type"]
+    assert head.response_headers["content-type"] == get.response_headers["content-type"]
 
 
 # --- request ids ---
@@ -72,7 +72,7 @@ async def test_the_id_of_the_client_is_kept_everywhere(api: Any, request_id: str
     exchange = await api.call(
         "POST", CHAT, {"messages": [{"role": "user", "content": "Hi"}], "stream": True}, x_request_id=request_id
     )
-    assert exchange.answer_headers["x-request-id"] == request_id
+    assert exchange.response_headers["x-request-id"] == request_id
     assert exchange.events()[0]["id"] == "chatcmpl-" + request_id
     assert api.engine.streams[0].id == request_id
 
@@ -82,11 +82,11 @@ async def test_an_id_that_could_not_be_echoed_is_refused(api: Any, request_id: s
     exchange = await api.call("GET", "/v1/models", x_request_id=request_id)
     assert exchange.status == 400
     assert exchange.json()["error"]["param"] == "X-Request-Id"
-    assert exchange.answer_headers["x-request-id"] != request_id
+    assert exchange.response_headers["x-request-id"] != request_id
 
 
 async def test_every_request_without_an_id_gets_one_of_its_own(api: Any) -> None:
-    ids = {(await api.call("GET", path)).answer_headers["x-request-id"] for path in ("/health", "/nowhere", "/ready")}
+    ids = {(await api.call("GET", path)).response_headers["x-request-id"] for path in ("/health", "/nowhere", "/ready")}
     assert len(ids) == 3
 
 
@@ -108,7 +108,7 @@ async def test_any_of_the_keys_opens_the_api(make_api: Any) -> None:
 async def test_without_a_right_key_the_api_is_closed(make_api: Any, headers: dict[str, str], path: str) -> None:
     exchange = await make_api(api_keys=["first"]).call("GET", path, **headers)
     assert exchange.status == 401
-    assert exchange.answer_headers["www-authenticate"].startswith("Bearer")
+    assert exchange.response_headers["www-authenticate"].startswith("Bearer")
     assert exchange.json()["error"]["code"] == "invalid_api_key"
 
 
@@ -137,7 +137,7 @@ async def test_a_fault_is_a_500_that_tells_nothing_and_a_line_in_the_log(api: An
     assert exchange.json()["error"]["code"] == "internal_error"
     assert b"secret" not in exchange.data
     [record] = caplog.records
-    assert exchange.answer_headers["x-request-id"] in record.getMessage()
+    assert exchange.response_headers["x-request-id"] in record.getMessage()
     assert record.exc_info is not None
 
 
@@ -148,7 +148,7 @@ async def test_a_fault_in_a_stream_is_its_last_event(api: Any) -> None:
     assert b"secret" not in exchange.data
 
 
-async def test_a_fault_after_a_whole_answer_began_goes_to_the_connection(api: Any) -> None:
+async def test_a_fault_after_a_whole_response_began_goes_to_the_connection(api: Any) -> None:
     exchange = api.exchange("GET", "/health")
     exchange.send_error = ValueError("half sent")
     with pytest.raises(ValueError, match="half sent"):

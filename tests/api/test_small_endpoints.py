@@ -13,11 +13,11 @@ from trioserve.contracts.errors import EngineFault
 
 
 async def test_every_served_name_is_a_model(api: Any) -> None:
-    answer = (await api.call("GET", "/v1/models")).json()
-    assert answer["object"] == "list"
-    models = [Model.model_validate(model, strict=True) for model in answer["data"]]
+    response = (await api.call("GET", "/v1/models")).json()
+    assert response["object"] == "list"
+    models = [Model.model_validate(model, strict=True) for model in response["data"]]
     assert [model.id for model in models] == ["letters", "org/letters"]
-    assert {model["max_model_len"] for model in answer["data"]} == {100}
+    assert {model["max_model_len"] for model in response["data"]} == {100}
 
 
 async def test_one_model_is_found_by_its_name(api: Any) -> None:
@@ -44,13 +44,13 @@ async def test_a_model_that_is_not_served_is_404(api: Any) -> None:
     ],
 )
 async def test_a_prompt_or_a_chat_becomes_tokens(api: Any, body: dict[str, Any], tokens: list[int]) -> None:
-    answer = (await api.call("POST", "/tokenize", body)).json()
-    assert answer == {"count": len(tokens), "max_model_len": 100, "tokens": tokens, "token_strs": None}
+    response = (await api.call("POST", "/tokenize", body)).json()
+    assert response == {"count": len(tokens), "max_model_len": 100, "tokens": tokens, "token_strs": None}
 
 
 async def test_tokens_come_as_strings_when_asked(api: Any) -> None:
-    answer = (await api.call("POST", "/tokenize", {"prompt": "ab", "return_token_strs": True})).json()
-    assert answer["token_strs"] == ["\x01", "a", "b"]
+    response = (await api.call("POST", "/tokenize", {"prompt": "ab", "return_token_strs": True})).json()
+    assert response["token_strs"] == ["\x01", "a", "b"]
 
 
 @pytest.mark.parametrize(
@@ -114,5 +114,5 @@ async def test_version_is_a_string(api: Any) -> None:
 async def test_metrics_are_for_scrapers(api: Any) -> None:
     await api.chat()
     exchange = await api.call("GET", "/metrics")
-    assert exchange.answer_headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert exchange.response_headers["content-type"].startswith("text/plain; version=0.0.4")
     assert b'http_requests_total{model_name="letters",path="/v1/chat/completions",status="200"} 1.0' in exchange.data

@@ -23,7 +23,7 @@ def test_no_character_of_a_text_ends_a_line(character: str) -> None:
     assert json.loads(line.removeprefix("data: ")) == {"model": text, "choices": [{"text": text}]}
 
 
-async def test_a_streamed_answer_may_hold_any_character(api: Any) -> None:
+async def test_a_streamed_response_may_hold_any_character(api: Any) -> None:
     api.engine.script = api.say(LINE_ENDS, "\x00\x7fé🙂", '"\\')
     text = LINE_ENDS + "\x00\x7fé🙂" + '"\\'
     events = (await api.chat(stream=True)).events()[:-1]

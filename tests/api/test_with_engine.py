@@ -36,7 +36,7 @@ def content(events: list[Any], index: int = 0) -> str:
     )
 
 
-async def test_whole_and_streamed_answers_are_the_same(make_api: Any, autojump_clock: trio.testing.MockClock) -> None:
+async def test_whole_and_streamed_responses_are_the_same(make_api: Any, autojump_clock: trio.testing.MockClock) -> None:
     async with opened(make_api, step_seconds=0.01) as (api, _):
         for fields in ({"temperature": 0}, {"seed": 7, "n": 3}, {"seed": 7, "logprobs": True}):
             whole = (await api.chat(max_tokens=20, **fields)).json()
@@ -58,7 +58,7 @@ async def test_deep_json_in_tool_arguments_is_the_clients_error(
             await api.check_refused(path, {"messages": messages}, param="messages[0].tool_calls[0]")
 
 
-async def test_several_prompts_answer_as_each_alone(make_api: Any, autojump_clock: trio.testing.MockClock) -> None:
+async def test_several_prompts_response_as_each_alone(make_api: Any, autojump_clock: trio.testing.MockClock) -> None:
     async with opened(make_api, step_seconds=0.01) as (api, _):
         prompts = ["first", "second one", "a third"]
         alone = [(await api.complete(prompt=p, temperature=0)).json()["choices"][0]["text"] for p in prompts]
@@ -69,7 +69,7 @@ async def test_several_prompts_answer_as_each_alone(make_api: Any, autojump_cloc
         assert together["usage"]["prompt_tokens"] == sum(map(len, prompts))
 
 
-async def test_a_prompt_is_scored_with_and_without_an_answer(
+async def test_a_prompt_is_scored_with_and_without_a_response(
     make_api: Any, autojump_clock: trio.testing.MockClock
 ) -> None:
     async with opened(make_api) as (api, _):
@@ -89,8 +89,8 @@ async def test_a_prompt_is_scored_with_and_without_an_answer(
 async def test_cached_tokens_are_told(make_api: Any, autojump_clock: trio.testing.MockClock) -> None:
     async with opened(make_api, block_size=4) as (api, _):
         for cached in (0, 8):
-            answer = (await api.complete(prompt="0123456789", max_tokens=2)).json()
-            assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": cached}
+            response = (await api.complete(prompt="0123456789", max_tokens=2)).json()
+            assert response["usage"]["prompt_tokens_details"] == {"cached_tokens": cached}
 
 
 async def test_a_prompt_beyond_the_context_is_refused_with_its_code(
@@ -115,8 +115,8 @@ async def test_a_burst_beyond_the_line_is_refused_with_a_hint(
             await trio.testing.wait_all_tasks_blocked()
             exchange = await api.complete(prompt="d")
             assert exchange.status == 429
-            assert int(exchange.answer_headers["retry-after"]) >= 1
-            assert exchange.answer_headers["x-trioserve-reason"] == "queue_full"
+            assert int(exchange.response_headers["retry-after"]) >= 1
+            assert exchange.response_headers["x-trioserve-reason"] == "queue_full"
             fake.steps.release()
 
 

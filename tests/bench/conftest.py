@@ -29,7 +29,7 @@ class Call:
         self.path = path
         self.headers = headers
         self.raw_body = body
-        self.left: str | None = None  # how the client left before the answer was complete
+        self.left: str | None = None  # how the client left before the response was complete
         self.left_at: float | None = None
         self.sent_count = 0
         self.scope = trio.CancelScope()
@@ -90,7 +90,7 @@ async def stream_tokens(
 
 
 class ScriptedServer:
-    """Speaks one HTTP version; a handler answers streamed requests, the other answers are fixed."""
+    """Speaks one HTTP version; a handler answers streamed requests, the other responses are fixed."""
 
     def __init__(self, nursery: trio.Nursery, handler: Handler, http: int) -> None:
         self._nursery = nursery
@@ -124,7 +124,7 @@ class ScriptedServer:
             with trio.CancelScope(shield=True), contextlib.suppress(trio.BrokenResourceError):
                 await trio.aclose_forcefully(stream)
 
-    async def _answer(self, call: Call) -> None:
+    async def _response(self, call: Call) -> None:
         streamed = call.method == "POST" and call.body.get("stream", False)
         if call.path.endswith("/v1/models"):
             if self.models is None:
@@ -194,7 +194,7 @@ class ScriptedServer:
 
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(watch)
-                await self._answer(call)
+                await self._response(call)
                 nursery.cancel_scope.cancel()
             handled_count += 1
             if handled_count == self.requests_per_connection or http.our_state is not h11.DONE:
@@ -237,9 +237,9 @@ class ScriptedServer:
                         call.server, call.stream, call.http, call.stream_id = self, stream, http, event.stream_id
                         calls[event.stream_id] = call
                         handled_count += 1
-                        nursery.start_soon(self._answer, call)
+                        nursery.start_soon(self._response, call)
                         if handled_count == self.requests_per_connection:
-                            # As a server that leaves in good order: GOAWAY first, then the answers. h2 itself could
+                            # As a server that leaves in good order: GOAWAY first, then the responses. h2 itself could
                             # not go on after close_connection, so the frame is written by hand.
                             goaway = b"\0\0\x08\x07\0\0\0\0\0" + event.stream_id.to_bytes(4) + bytes(4)
                             await self.write(stream, lambda frame=goaway: frame)

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from trioserve.bench.load import (
     EVENT_BYTES_MAX,
-    AnswerReader,
     EventParser,
     EventTooLong,
     PlannedRequest,
+    ResponseReader,
     Tally,
     excerpt,
 )
@@ -62,14 +62,14 @@ def test_an_event_without_end_is_refused_instead_of_kept():
 
 
 class Heard:
-    """An answer told piece by piece, a list of (seconds, chunk) at a time."""
+    """A response told piece by piece, a list of (seconds, chunk) at a time."""
 
     def __init__(self, *, abort_after_tokens: int | None = None, status: int = 200) -> None:
         planned = PlannedRequest(
             index=0, arrival_seconds=None, body=b"", prompt_token_count=5, abort_after_tokens=abort_after_tokens
         )
         self.tally = Tally()
-        self.reader = AnswerReader(planned, started_at=100.0, tally=self.tally)
+        self.reader = ResponseReader(planned, started_at=100.0, tally=self.tally)
         self.reader.head(status)
 
     def tell(self, seconds: float, chunk: object) -> bool:
@@ -152,7 +152,7 @@ def test_a_client_that_leaves_does_so_with_the_token_it_waited_for():
         ([], "answer incomplete", "without [DONE]"),
     ],
 )
-def test_an_answer_that_is_not_what_was_asked_for_is_a_failure(chunks, name, said):
+def test_a_response_that_is_not_what_was_asked_for_is_a_failure(chunks, name, said):
     heard = Heard()
     for chunk in chunks:
         heard.tell(1, chunk)

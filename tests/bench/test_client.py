@@ -1,4 +1,4 @@
-"""Requests over HTTP/1.1 and HTTP/2: whole answers, the times they are heard, and a client that leaves at once."""
+"""Requests over HTTP/1.1 and HTTP/2: whole responses, the times they are heard, and a client that leaves at once."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def post(client, ear, body=b'{"stream": true}'):
     return client.request("POST", "/p", body, ear)
 
 
-async def answer_twice_a_second(call):
+async def respond_twice_a_second(call):
     await call.start(200)
     await trio.sleep(0.5)
     await call.send(b"first ")
@@ -71,7 +71,7 @@ async def answer_twice_a_second(call):
     await call.finish()
 
 
-async def answer_for_ever(call):
+async def respond_for_ever(call):
     await call.start(200)
     while True:
         await call.send(b"0123456789")
@@ -79,8 +79,8 @@ async def answer_for_ever(call):
 
 
 @both
-async def test_an_answer_is_heard_when_it_comes(start_server, autojump_clock, http):
-    server = start_server(answer_twice_a_second, http=http)
+async def test_a_response_is_heard_when_it_comes(start_server, autojump_clock, http):
+    server = start_server(respond_twice_a_second, http=http)
     async with open_client(http, server.open_stream) as client:
         ear = Ear()
         began_at = trio.current_time()
@@ -92,8 +92,8 @@ async def test_an_answer_is_heard_when_it_comes(start_server, autojump_clock, ht
 
 
 @both
-async def test_an_answer_cut_into_single_bytes_is_the_same(start_server, autojump_clock, http):
-    server = start_server(answer_twice_a_second, http=http)
+async def test_a_response_cut_into_single_bytes_is_the_same(start_server, autojump_clock, http):
+    server = start_server(respond_twice_a_second, http=http)
     server.piece_bytes = 1
     async with open_client(http, server.open_stream) as client:
         ear = Ear()
@@ -103,7 +103,7 @@ async def test_an_answer_cut_into_single_bytes_is_the_same(start_server, autojum
 
 @both
 async def test_connections_are_used_again(start_server, autojump_clock, http):
-    server = start_server(answer_twice_a_second, http=http)
+    server = start_server(respond_twice_a_second, http=http)
     async with open_client(http, server.open_stream) as client:
         for _ in range(3):
             assert await post(client, Ear()) is None
@@ -114,7 +114,7 @@ async def test_connections_are_used_again(start_server, autojump_clock, http):
 async def test_requests_in_flight_share_connections_as_the_version_allows(
     start_server, autojump_clock, http, connections, opened
 ):
-    server = start_server(answer_twice_a_second, http=http)
+    server = start_server(respond_twice_a_second, http=http)
     async with open_client(http, server.open_stream, connections) as client, trio.open_nursery() as nursery:
         ears = [Ear() for _ in range(4)]
         for ear in ears:
@@ -125,7 +125,7 @@ async def test_requests_in_flight_share_connections_as_the_version_allows(
 
 @both
 async def test_a_long_body_arrives_whole_through_small_windows(start_server, autojump_clock, http):
-    server = start_server(answer_twice_a_second, http=http)
+    server = start_server(respond_twice_a_second, http=http)
     server.window_bytes = 1000
     body = b'{"stream": true, "prompt": "' + bytes(b"abcdefg"[i % 7] for i in range(300_000)) + b'"}'
     async with open_client(http, server.open_stream) as client:
@@ -135,7 +135,7 @@ async def test_a_long_body_arrives_whole_through_small_windows(start_server, aut
 
 @pytest.mark.parametrize("http, how", [(1, "close"), (2, "reset CANCEL")])
 async def test_a_cancelled_request_is_left_at_once(start_server, autojump_clock, http, how):
-    server = start_server(answer_for_ever, http=http)
+    server = start_server(respond_for_ever, http=http)
     async with open_client(http, server.open_stream) as client:
         ear = Ear()
         with trio.move_on_after(2.5):
@@ -148,7 +148,7 @@ async def test_a_cancelled_request_is_left_at_once(start_server, autojump_clock,
 
 @pytest.mark.parametrize("http, how", [(1, "close"), (2, "reset CANCEL")])
 async def test_a_listener_that_has_heard_enough_leaves_at_once(start_server, autojump_clock, http, how):
-    server = start_server(answer_for_ever, http=http)
+    server = start_server(respond_for_ever, http=http)
     async with open_client(http, server.open_stream) as client:
         ear = Ear(leave_after=20)
         assert await post(client, ear) is None
@@ -159,7 +159,7 @@ async def test_a_listener_that_has_heard_enough_leaves_at_once(start_server, aut
 
 
 async def test_leaving_one_stream_does_not_touch_the_others(start_server, autojump_clock):
-    server = start_server(answer_twice_a_second, http=2)
+    server = start_server(respond_twice_a_second, http=2)
     async with open_client(2, server.open_stream) as client, trio.open_nursery() as nursery:
         ear = Ear()
         nursery.start_soon(post, client, ear)
@@ -181,7 +181,7 @@ async def test_a_withheld_end_of_the_body_is_never_sent(autojump_clock, http):
     async def listen(client):
         with trio.move_on_after(1):
             await client.request("POST", "/p", b"0123456789", Ear(), withheld_bytes=4)
-            pytest.fail("a request whose body is not complete has no answer")
+            pytest.fail("a request whose body is not complete has no response")
 
     received = b""
     async with open_client(http, open_stream) as client, trio.open_nursery() as nursery:
@@ -207,7 +207,7 @@ async def test_a_withheld_end_of_the_body_is_never_sent(autojump_clock, http):
 
 
 async def test_hanging_up_ends_all_that_runs_and_the_next_request_begins_anew(start_server, autojump_clock):
-    server = start_server(answer_twice_a_second, http=2)
+    server = start_server(respond_twice_a_second, http=2)
     failures = []
 
     async def ask(client):
@@ -247,7 +247,7 @@ async def test_the_next_request_after_a_disconnect_gets_a_new_connection(start_s
         if len(server.calls) == 1:
             await call.drop()
         else:
-            await answer_twice_a_second(call)
+            await respond_twice_a_second(call)
 
     server = start_server(drop_the_first, http=http)
     async with open_client(http, server.open_stream) as client:
@@ -260,7 +260,7 @@ async def test_the_next_request_after_a_disconnect_gets_a_new_connection(start_s
 
 @both
 async def test_a_connection_that_the_server_retired_does_not_fail_the_next_request(start_server, autojump_clock, http):
-    server = start_server(answer_twice_a_second, http=http)
+    server = start_server(respond_twice_a_second, http=http)
     server.requests_per_connection = 2
     async with open_client(http, server.open_stream) as client:
         for _ in range(5):
@@ -270,7 +270,7 @@ async def test_a_connection_that_the_server_retired_does_not_fail_the_next_reque
 
 
 async def test_goaway_lets_earlier_streams_finish_and_sends_later_ones_elsewhere(start_server, autojump_clock):
-    server = start_server(answer_twice_a_second, http=2)
+    server = start_server(respond_twice_a_second, http=2)
     server.requests_per_connection = 2
     server.piece_bytes = 5  # GOAWAY and what follows it come in pieces
     ears = [Ear() for _ in range(5)]
@@ -288,8 +288,8 @@ async def test_goaway_lets_earlier_streams_finish_and_sends_later_ones_elsewhere
     assert server.connection_count == 3
 
 
-async def test_goaway_between_the_frames_of_an_answer_loses_none_of_them(autojump_clock):
-    async def answer_in_one_write(stream):
+async def test_goaway_between_the_frames_of_a_response_loses_none_of_them(autojump_clock):
+    async def response_in_one_write(stream):
         connection = h2.connection.H2Connection(h2.config.H2Configuration(client_side=False))
         connection.initiate_connection()
         await stream.send_all(connection.data_to_send())
@@ -306,7 +306,7 @@ async def test_goaway_between_the_frames_of_an_answer_loses_none_of_them(autojum
 
         async def open_stream():
             client, server = trio.testing.memory_stream_pair()
-            nursery.start_soon(answer_in_one_write, server)
+            nursery.start_soon(response_in_one_write, server)
             return client
 
         async with open_client(2, open_stream) as client:
@@ -316,7 +316,7 @@ async def test_goaway_between_the_frames_of_an_answer_loses_none_of_them(autojum
 
 
 async def test_a_stream_that_goaway_cut_off_is_asked_again_elsewhere(start_server, autojump_clock):
-    server = start_server(answer_twice_a_second, http=2)
+    server = start_server(respond_twice_a_second, http=2)
     server.requests_per_connection = 2
     ears = [Ear() for _ in range(3)]
     async with open_client(2, server.open_stream) as client, trio.open_nursery() as nursery:
@@ -336,7 +336,7 @@ async def test_a_reset_stream_is_named_by_its_code(start_server, autojump_clock)
 
 
 async def test_requests_wait_while_the_server_allows_no_more_streams(start_server, autojump_clock):
-    server = start_server(answer_twice_a_second, http=2)
+    server = start_server(respond_twice_a_second, http=2)
     server.streams_max = 2
     ears = [Ear() for _ in range(5)]
     async with open_client(2, server.open_stream) as client:
@@ -349,7 +349,7 @@ async def test_requests_wait_while_the_server_allows_no_more_streams(start_serve
 
 
 async def test_a_waiting_request_takes_the_place_of_one_that_left(start_server, autojump_clock):
-    server = start_server(answer_for_ever, http=2)
+    server = start_server(respond_for_ever, http=2)
     server.streams_max = 1
     async with open_client(2, server.open_stream) as client, trio.open_nursery() as nursery:
         nursery.start_soon(post, client, Ear())
@@ -367,7 +367,7 @@ async def test_a_waiting_request_takes_the_place_of_one_that_left(start_server, 
 
 @both
 async def test_an_early_refusal_is_heard_although_the_body_is_not_read(autojump_clock, http):
-    """A server that answers 413 after the head of a request, and gives no window for the rest."""
+    """A server that responses 413 after the head of a request, and gives no window for the rest."""
     resets = []
 
     async def refuse(stream):
@@ -423,7 +423,7 @@ async def test_a_server_of_another_protocol_is_told_apart(autojump_clock, http, 
 
 
 @pytest.mark.parametrize(
-    "answer, data, failure_kind, connections",
+    "response, data, failure_kind, connections",
     [
         (b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nabc", b"abc", None, 1),
         (b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 3\r\n\r\nabc", b"abc", None, 2),
@@ -435,7 +435,7 @@ async def test_a_server_of_another_protocol_is_told_apart(autojump_clock, http, 
         (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n", b"abc", FailureKind.DISCONNECT, 2),
     ],
 )
-async def test_the_end_of_an_answer_over_http1(autojump_clock, answer, data, failure_kind, connections):
+async def test_the_end_of_a_response_over_http1(autojump_clock, response, data, failure_kind, connections):
     opened = []
 
     async def open_stream():
@@ -447,7 +447,7 @@ async def test_the_end_of_an_answer_over_http1(autojump_clock, answer, data, fai
     async def serve(server):
         async for asked in server:
             if asked.endswith(b"{}"):
-                for byte in answer:
+                for byte in response:
                     await server.send_all(bytes([byte]))
                 if connections == 2:
                     await server.send_eof()
@@ -458,7 +458,7 @@ async def test_the_end_of_an_answer_over_http1(autojump_clock, answer, data, fai
             failure = await post(client, ear, b"{}")
             assert (failure and failure.kind) is failure_kind
             assert ear.data == data
-            assert ear.status == int(answer.split(b"HTTP/1.1 ")[-1][:3])
+            assert ear.status == int(response.split(b"HTTP/1.1 ")[-1][:3])
         assert len(opened) == connections
 
 
@@ -477,11 +477,11 @@ async def test_a_connection_on_which_a_request_is_unfinished_is_not_used_again(a
     assert len(ends) == 2
 
 
-async def test_a_second_answer_to_one_request_is_a_fault_of_the_server(autojump_clock):
+async def test_a_second_response_to_one_request_is_a_fault_of_the_server(autojump_clock):
     failure = await speak_to(1, b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n" * 2)
     assert failure is not None
     assert failure.kind is FailureKind.PROTOCOL
-    assert "second answer" in failure.message
+    assert "second response" in failure.message
 
 
 async def test_an_http1_server_asked_for_http2_is_told_apart(autojump_clock):
@@ -518,7 +518,7 @@ async def test_a_connection_that_does_not_open_is_given_up(autojump_clock, http)
 
 @both
 async def test_closing_the_client_closes_its_connections(start_server, autojump_clock, http):
-    server = start_server(answer_twice_a_second, http=http)
+    server = start_server(respond_twice_a_second, http=http)
     async with open_client(http, server.open_stream) as client:
         assert await post(client, Ear()) is None
         assert server.open_count == 1
@@ -531,7 +531,7 @@ async def test_closing_the_client_closes_its_connections(start_server, autojump_
 
 @both
 async def test_plain_sockets_carry_both_versions(start_server, http):
-    server = start_server(answer_at_once, http=http)
+    server = start_server(respond_at_once, http=http)
     async with listening(server) as port, open_client(http, opener("http", port, http)) as client:
         ear = Ear()
         assert await post(client, ear) is None
@@ -549,7 +549,7 @@ def authority(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("http, offered", [(1, "http/1.1"), (2, "h2")])
 async def test_tls_agrees_on_the_version_by_alpn(start_server, authority, http, offered):
-    server = start_server(answer_at_once, http=http)
+    server = start_server(respond_at_once, http=http)
     context = tls_context(authority, offered)
     async with listening(server, context) as port, open_client(http, opener("https", port, http)) as client:
         ear = Ear()
@@ -558,7 +558,7 @@ async def test_tls_agrees_on_the_version_by_alpn(start_server, authority, http, 
 
 
 async def test_tls_without_http2_is_refused(start_server, authority):
-    server = start_server(answer_at_once, http=1)
+    server = start_server(respond_at_once, http=1)
     context = tls_context(authority, "http/1.1")
     async with listening(server, context) as port, open_client(2, opener("https", port, 2)) as client:
         failure = await post(client, Ear())
@@ -568,7 +568,7 @@ async def test_tls_without_http2_is_refused(start_server, authority):
 
 
 async def test_an_unknown_certificate_is_refused(start_server):
-    server = start_server(answer_at_once, http=1)
+    server = start_server(respond_at_once, http=1)
     context = tls_context(trustme.CA(), "http/1.1")
     async with listening(server, context) as port, open_client(1, opener("https", port, 1)) as client:
         failure = await post(client, Ear())
@@ -577,7 +577,7 @@ async def test_an_unknown_certificate_is_refused(start_server):
     assert "certificate verify failed" in failure.message
 
 
-async def answer_at_once(call):
+async def respond_at_once(call):
     await call.start(200)
     await call.send(b"hello")
     await call.finish()

@@ -114,12 +114,12 @@ def test_nothing_measured_gives_zeros_and_no_spread():
     assert figures.ttft_ms is None
 
 
-def test_notes_tell_how_tokens_were_counted_and_which_answers_were_odd(bench_settings):
+def test_notes_tell_how_tokens_were_counted_and_which_responses_were_odd(bench_settings):
     measurements = [completed(), completed(tokens=2, counted_by_usage=False)]
     figures = Figures.from_measurements(measurements, duration_seconds=1.0)
     notes = " ".join(figures_notes(figures, measurements, bench_settings(output_tokens=3), "text"))
     assert "usage for 1 requests, from chunks for 1" in notes
-    assert "1 of 2 completed answers do not have the 3 tokens" in notes
+    assert "1 of 2 completed responses do not have the 3 tokens" in notes
     assert "counted as words" in notes
 
 
@@ -147,7 +147,7 @@ def test_the_table_shows_every_figure_in_its_column(bench_settings):
     assert lines[-1] == "A note."
 
 
-def test_the_table_of_a_run_without_answers_has_dashes(bench_settings):
+def test_the_table_of_a_run_without_responses_has_dashes(bench_settings):
     shown = report_text(report(bench_settings, [failed(FailureKind.TIMEOUT, "")], rate_per_second=3.0, http=2))
     assert "over HTTP/2" in shown
     assert "3 requests/s at random" in shown

@@ -84,7 +84,7 @@ async def test_chat_is_measured_on_its_own_path(start_server, bench_settings, au
     assert figures.ttft_ms.p50 == pytest.approx(250)
     assert (figures.output_tokens, figures.requests_counted_by_chunks) == (4, 4)
     assert outcome.report.prompt_mode == "text"
-    assert any("4 of 4 completed answers do not have the 3 tokens" in note for note in outcome.report.notes)
+    assert any("4 of 4 completed responses do not have the 3 tokens" in note for note in outcome.report.notes)
 
 
 async def test_a_server_without_token_ids_gets_words(start_server, tokens, bench_settings, autojump_clock):
@@ -107,7 +107,7 @@ async def test_token_ids_are_insisted_on_when_asked_for(start_server, tokens, be
 
 
 @both
-async def test_an_open_loop_arrives_by_the_clock_and_not_by_the_answers(
+async def test_an_open_loop_arrives_by_the_clock_and_not_by_the_responses(
     start_server, tokens, bench_settings, autojump_clock, http
 ):
     server = start_server(lambda call: tokens(call, first_seconds=100.0), http=http)

@@ -1,4 +1,4 @@
-"""Of each slice count the answers that lie wholly in it, behind its beginning."""
+"""Of each slice count the responses that lie wholly in it, behind its beginning."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from trioserve.bench.soak.book import SliceBook, rounds_from
 from trioserve.bench.soak.plan import Slice
 
 
-def book(begins_at: float, *answers: tuple[int, float, float], is_control: bool = False) -> SliceBook:
+def book(begins_at: float, *responses: tuple[int, float, float], is_control: bool = False) -> SliceBook:
     """answers: the client's number, when it was answered, and its only gap."""
     made = SliceBook(Slice(is_control=is_control, request_indices=range(10)))
     made.start(begins_at)
-    for number, answered_at, gap in answers:
-        made.note_answer(number, answered_at, array.array("d", [gap]))
+    for number, responded_at, gap in responses:
+        made.note_response(number, responded_at, array.array("d", [gap]))
     return made
 
 
@@ -23,7 +23,7 @@ def test_clients_are_numbered_and_the_first_one_begins_the_slice():
     assert made.began_at == 7.0
 
 
-def test_answers_at_the_beginning_or_across_the_end_of_a_slice_do_not_count():
+def test_responses_at_the_beginning_or_across_the_end_of_a_slice_do_not_count():
     rounds = rounds_from(
         [
             book(0.0, (1, 3.0, 0.1), (2, 4.0, 0.2), (3, 10.0, 0.3), (4, 10.5, 0.4)),

@@ -10,7 +10,7 @@ import pytest
 import trio
 import trio.testing
 
-from trioserve.bench.run import CannotMeasure, PlainAnswer
+from trioserve.bench.run import CannotMeasure, PlainResponse
 from trioserve.bench.soak.clients import SoakClients
 from trioserve.bench.soak.plan import Moment, SoakPlan, Way
 from trioserve.bench.soak.run import Soaked, soak
@@ -189,7 +189,7 @@ async def test_a_soak_that_is_interrupted_in_its_warm_up_has_nothing_to_judge(au
     assert "warm-up" in outcome.message
 
 
-async def test_a_half_close_that_the_server_does_not_answer_is_counted_and_given_up(autojump_clock):
+async def test_a_half_close_that_the_server_does_not_response_is_counted_and_given_up(autojump_clock):
     servers = []
 
     async def open_stream() -> trio.abc.Stream:
@@ -205,7 +205,7 @@ async def test_a_half_close_that_the_server_does_not_answer_is_counted_and_given
         clients = SoakClients(nursery, settings(), lambda http: open_stream)
         began_at = trio.current_time()
         with trio.move_on_after(1.0):
-            await clients.client_for(request).request("POST", "/p", b"body", PlainAnswer())
+            await clients.client_for(request).request("POST", "/p", b"body", PlainResponse())
         assert trio.current_time() - began_at == pytest.approx(11.0)
         assert clients.unanswered_half_closes == 1
         while data := await servers[0].receive_some():  # ends: the client has said that it sends no more

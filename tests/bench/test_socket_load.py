@@ -10,9 +10,9 @@ import pytest
 
 from trioserve.bench.router.fake_endpoint import FakeEndpoints, FakeEndpointSettings
 from trioserve.bench.socket_load import (
-    Answer,
     LoadFailed,
     Planned,
+    Response,
     WireRequest,
     ask,
     at_a_time,
@@ -49,20 +49,20 @@ def start() -> Iterator[object]:
 
 
 @pytest.mark.parametrize("data", [WHOLE, CHUNKED, REFUSED])
-def test_an_answer_ends_with_its_last_byte_however_it_is_cut(data):
-    answer = Answer()
-    assert [answer.feed(data[index : index + 1]) for index in range(len(data))] == [False] * (len(data) - 1) + [True]
+def test_a_response_ends_with_its_last_byte_however_it_is_cut(data):
+    response = Response()
+    assert [response.feed(data[index : index + 1]) for index in range(len(data))] == [False] * (len(data) - 1) + [True]
 
 
 def test_a_refusal_tells_its_reason():
-    answer = Answer()
-    answer.feed(REFUSED)
-    assert (answer.reason, answer.closes) == ("429 queue_full", True)
+    response = Response()
+    response.feed(REFUSED)
+    assert (response.reason, response.closes) == ("429 queue_full", True)
 
 
-def test_an_answer_without_a_length_is_refused():
+def test_a_response_without_a_length_is_refused():
     with pytest.raises(LoadFailed, match="no length"):
-        Answer().feed(b"HTTP/1.1 200 OK\r\n\r\n")
+        Response().feed(b"HTTP/1.1 200 OK\r\n\r\n")
 
 
 def test_every_request_is_answered_and_has_its_time(start):
@@ -74,7 +74,7 @@ def test_every_request_is_answered_and_has_its_time(start):
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_streamed_answers_have_as_many_events_as_tokens_were_asked_for(start, at_once):
+def test_streamed_responses_have_as_many_events_as_tokens_were_asked_for(start, at_once):
     [address] = start(event_seconds=0.001)
     body = {**BODY, "stream": True, "at_once": at_once}
     with opened(address, 2) as connections:

@@ -142,9 +142,9 @@ def test_a_shared_prefix_is_computed_before_and_read_once():
     assert row_bound(row_named("e"), COST, 1e6, 1e6) == pytest.approx(16 * 32 / (prompts + 31 * step))
 
 
-def test_answers_that_are_left_count_as_what_is_read_of_them():
+def test_responses_that_are_left_count_as_what_is_read_of_them():
     prompts = 16 * 128 * (1_000 + 64.5 * 2) / 1e6
-    # Of 136 steps of an answer of each kind, 128 have 64 tokens of it on average and 8 have 4.
+    # Of 136 steps of a response of each kind, 128 have 64 tokens of it on average and 8 have 4.
     step = (100_000 + 16 * (128 + (128 * 64 + 8 * 4) / 136) * 10) / 1e6
     assert row_bound(row_named("f"), COST, 1e6, 1e6) == pytest.approx(16 * 68 / (prompts + 67 * step))
 

@@ -16,8 +16,8 @@ from trioserve.trio_tools.http_client import ResponseEnd, ResponseResult
 
 
 @dataclasses.dataclass
-class Answer:
-    """A whole answer, whatever brought it."""
+class Response:
+    """A whole response, whatever brought it."""
 
     status: int
     headers: dict[str, str]
@@ -42,19 +42,19 @@ class Http1Client:
         head = f"POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-length: {len(data) + missing_bytes}\r\n\r\n"
         await self.stream.send_all(head.encode() + data)
 
-    async def answer(self) -> Answer:
-        """Read an answer that comes in one piece, and not as a stream of events."""
+    async def response(self) -> Response:
+        """Read a response that comes in one piece, and not as a stream of events."""
         while True:
             headers, _, data = self.received.partition(b"\r\n\r\n")
             if len(data) >= int(self.headers.get("content-length", "1")):
-                return Answer(int(headers.split()[1]), self.headers, data)
+                return Response(int(headers.split()[1]), self.headers, data)
             piece = await self.stream.receive_some()
             assert piece, f"the server closed after {self.received!r}"
             self.received += piece
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of the answer; empty until they are complete."""
+        """Of the response; empty until they are complete."""
         lines, separator, _ = self.received.decode(errors="replace").partition("\r\n\r\n")
         if not separator:
             return {}
@@ -105,13 +105,13 @@ class Http2Client:
         self._protocol.send_body(self._number, json.dumps(body).encode(), is_last=missing_bytes == 0)
         await self._flush()
 
-    async def answer(self) -> Answer:
-        """Read an answer to its end."""
+    async def response(self) -> Response:
+        """Read a response to its end."""
         while not self.ended:
             piece = await self.stream.receive_some()
             assert piece, f"the server closed after {self.received!r}"
             await self._take(piece)
-        return Answer(self.status, self.headers, self.received)
+        return Response(self.status, self.headers, self.received)
 
     async def read(self) -> None:
         try:

@@ -29,7 +29,7 @@ def small_server():
 @pytest.mark.parametrize("steps_before", [1, 3, 6, 12], ids=lambda count: f"{count} steps")
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
 async def test_a_second_try_finds_what_the_first_has_computed(leaver, stream, steps_before, autojump_clock):
-    """S33: full blocks stay cached when a client leaves, in the middle of its prompt or of its answer. What the step
+    """S33: full blocks stay cached when a client leaves, in the middle of its prompt or of its response. What the step
     in flight computes for nobody does not count."""
     new_client, way = leaver
     async with small_server() as server, trio.open_nursery() as nursery:
@@ -52,7 +52,7 @@ async def test_a_second_try_finds_what_the_first_has_computed(leaver, stream, st
 
         again = new_client(server)
         await again.ask(body(stream=False))
-        usage = (await again.answer()).json["usage"]
+        usage = (await again.response()).json["usage"]
         computed = min(steps_before * STEP_TOKENS, len(PROMPT) - 1)  # the last token is always computed
         assert usage["prompt_tokens_details"]["cached_tokens"] == computed // BLOCK_SIZE * BLOCK_SIZE > 0
         assert usage["completion_tokens"] == 30

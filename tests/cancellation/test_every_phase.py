@@ -23,7 +23,7 @@ def body(prompt: str, *, stream: bool = True, max_tokens: int = 30) -> dict[str,
 
 
 class Scene:
-    """A server with one bystander in the middle of its answer, and the next step held open."""
+    """A server with one bystander in the middle of its response, and the next step held open."""
 
     def __init__(self, server: MemoryServer, bystander) -> None:
         self.server = server
@@ -104,7 +104,7 @@ async def test_before_the_body_is_complete(leaver, http1_client, autojump_clock)
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_in_the_line(leaver, stream, http1_client, autojump_clock):
-    """S28, S32, S37: whole answers like streamed ones."""
+    """S28, S32, S37: whole responses like streamed ones."""
     new_client, way = leaver
     async with scene(http1_client, running_requests_max=1) as here:
         queries_before = here.core.stats().prefix_query_tokens_total
@@ -124,7 +124,7 @@ async def test_in_the_line(leaver, stream, http1_client, autojump_clock):
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("chunks_before", [0, 1, 2])
 async def test_during_a_long_prefill(leaver, stream, chunks_before, http1_client, autojump_clock):
-    """S10, S28: whole answers like streamed ones."""
+    """S10, S28: whole responses like streamed ones."""
     new_client, way = leaver
     async with scene(http1_client) as here:
         client = new_client(here.server)
@@ -149,7 +149,7 @@ async def test_during_a_long_prefill(leaver, stream, chunks_before, http1_client
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_between_two_tokens(leaver, stream, http1_client, autojump_clock):
-    """S22, S28, S31: whole answers like streamed ones."""
+    """S22, S28, S31: whole responses like streamed ones."""
     new_client, way = leaver
     async with scene(http1_client) as here:
         client = new_client(here.server)
@@ -187,7 +187,7 @@ async def test_during_the_last_step(leaver, stream, http1_client, autojump_clock
 
 
 async def test_while_reading_nothing(leaver, http1_client, autojump_clock):
-    """The client stopped reading long ago; its answer is merged and bounded, and its leaving is noticed."""
+    """The client stopped reading long ago; its response is merged and bounded, and its leaving is noticed."""
     new_client, way = leaver
     async with scene(http1_client) as here:
         client = new_client(here.server)

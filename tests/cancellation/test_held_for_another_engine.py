@@ -1,4 +1,4 @@
-"""Prompt and answer in two places: blocks that are held for another engine, and KV that is waited for, are left like
+"""Prompt and response in two places: blocks that are held for another engine, and KV that is waited for, are left like
 everything else. Blocks are counted before, during and after; the connector does what the test says, and when."""
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ async def test_a_client_that_leaves_while_its_blocks_are_held_lets_them_go(leave
         await client.leave("close")
 
 
-async def test_a_streamed_answer_is_over_when_its_blocks_have_been_read(new_client, autojump_clock):
+async def test_a_streamed_response_is_over_when_its_blocks_have_been_read(new_client, autojump_clock):
     async with served() as (server, connector), trio.open_nursery() as nursery:
         client = new_client(server)
         nursery.start_soon(client.read)
@@ -93,7 +93,7 @@ async def test_a_streamed_answer_is_over_when_its_blocks_have_been_read(new_clie
         await client.leave("close")
 
 
-async def test_the_client_of_a_held_answer_is_kept_alive(http1_client, autojump_clock):
+async def test_the_client_of_a_held_response_is_kept_alive(http1_client, autojump_clock):
     async with served(hold_seconds_max=60.0) as (server, connector), trio.open_nursery() as nursery:
         client = http1_client(server)
         nursery.start_soon(client.read)
@@ -124,12 +124,12 @@ async def test_a_hold_that_nobody_ends_ends_by_its_deadline(new_client, autojump
 async def test_an_abort_by_id_finds_what_is_held(stream, autojump_clock):
     async with served() as (server, connector):
         client, operator = server.client(), server.client()
-        async with client.ask("/v1/completions", body(stream=stream), headers={"x-request-id": "mine"}) as answer:
+        async with client.ask("/v1/completions", body(stream=stream), headers={"x-request-id": "mine"}) as response:
             if stream:
-                [event] = [await anext(answer)]
+                [event] = [await anext(response)]
                 assert "kv_transfer_params" in event
             else:
-                assert "kv_transfer_params" in await answer.json()
+                assert "kv_transfer_params" in await response.json()
             await wait_all_tasks_blocked()
             [shown] = (await (await operator.get("/v1/requests")).json())["data"]
             assert (shown["id"], shown["state"], shown["blocks"]) == ("mine", "held", 9)
@@ -142,16 +142,16 @@ async def test_an_abort_by_id_finds_what_is_held(stream, autojump_clock):
             assert told(connector) == 1  # once is enough
             connector.release_all()
             if stream:
-                assert [event async for event in answer] == []  # whole, and nothing more came
-                assert answer.body.endswith(b"data: [DONE]\n\n")
+                assert [event async for event in response] == []  # whole, and nothing more came
+                assert response.body.endswith(b"data: [DONE]\n\n")
         await server.assert_all_free()
 
 
-async def test_a_whole_answer_is_sent_at_once_and_its_hold_outlives_it(autojump_clock):
+async def test_a_whole_response_is_sent_at_once_and_its_hold_outlives_it(autojump_clock):
     async with served(hold_seconds_max=4.0) as (server, connector):
         client = server.client()
-        answer = await client.post("/v1/completions", body(stream=False))
-        assert (await answer.json())["kv_transfer_params"]["do_remote_prefill"]
+        response = await client.post("/v1/completions", body(stream=False))
+        assert (await response.json())["kv_transfer_params"]["do_remote_prefill"]
         client.close()
         await wait_all_tasks_blocked()
         assert told(connector) == 0  # it has left with what it wanted
@@ -190,7 +190,7 @@ async def test_a_drain_that_takes_too_long_ends_what_is_held(new_client, autojum
         connector.release_all()
         await server.engine.wait_until_idle()
         await wait_all_tasks_blocked()
-        assert events_of(client.received)[-1] == "[DONE]"  # the answer was whole before
+        assert events_of(client.received)[-1] == "[DONE]"  # the response was whole before
         await client.leave("close")
 
 
@@ -212,7 +212,7 @@ async def test_a_client_that_leaves_before_its_prompt_is_computed_is_never_held(
         await client.leave("close")
 
 
-# --- the side that makes the answer ---
+# --- the side that makes the response ---
 
 
 async def test_a_client_that_leaves_while_kv_is_on_its_way(leaver, autojump_clock):
@@ -257,17 +257,17 @@ async def test_a_client_that_leaves_after_its_kv_has_come(leaver, autojump_clock
 async def test_kv_that_does_not_come_is_computed_or_refused_with_a_status(stream, policy, autojump_clock):
     async with served(load_failure_policy=policy) as (server, connector):
         client = server.client()
-        async with client.ask("/v1/completions", body(LOAD, stream=stream)) as answer:
+        async with client.ask("/v1/completions", body(LOAD, stream=stream)) as response:
             await wait_all_tasks_blocked()
             connector.fail_loads()
-            status = await answer.head()
+            status = await response.head()
             if policy == "fail":
-                error = (await answer.json())["error"]
+                error = (await response.json())["error"]
                 assert (status, error["code"]) == (500, "request_failed")
                 assert "the other side is gone" in error["message"]
             else:
                 assert status == 200
-                await answer.read()
+                await response.read()
         await server.assert_all_free()
 
 
@@ -292,10 +292,10 @@ async def test_a_request_whose_kv_does_not_come_is_no_business_of_others(new_cli
         nursery.start_soon(bystander.read)
         await bystander.ask(body({}, max_tokens=20))
         client = server.client()
-        async with client.ask("/v1/completions", body(LOAD, prompt=f"another: {PROMPT}")) as answer:
+        async with client.ask("/v1/completions", body(LOAD, prompt=f"another: {PROMPT}")) as response:
             await trio.sleep(0.5)
             connector.fail_loads()
-            assert await answer.head() == 500
+            assert await response.head() == 500
         await trio.sleep(5)
         assert bystander.text == alone["choices"][0]["text"]
         await bystander.leave("close")

@@ -71,7 +71,7 @@ async def check_places(server: MemoryServer, new_client, count: int) -> None:
 
     async def ask(client) -> None:
         await client.ask(body("are there places?"))
-        statuses.append((await client.answer()).status)
+        statuses.append((await client.response()).status)
 
     async with trio.open_nursery() as nursery:
         for client in clients:
@@ -106,31 +106,31 @@ async def test_a_burst_of_long_prompts_never_overshoots(http1_client, http2_clie
             most_live = max(most_live, stats.running_count + stats.waiting_count)
 
         on_plan(server, look)
-        answers = []
+        responses = []
         all_refused = trio.Event()
 
         async def ask(index: int) -> None:
             client = (http1_client, http2_client)[index % 2](server)
             await client.ask(body(f"{index} " + "long " * 500))
-            answers.append(await client.answer())
-            if len(answers) == 35:
+            responses.append(await client.response())
+            if len(responses) == 35:
                 all_refused.set()
 
         async with trio.open_nursery() as nursery:
             for index in range(40):
                 nursery.start_soon(ask, index)
             await all_refused.wait()
-            assert [answer.status for answer in answers] == [429] * 35
+            assert [response.status for response in responses] == [429] * 35
             assert tokenized == []
             assert counted(server)["num_requests_waiting"] == 5
             go_on.set()
-        assert [answer.status for answer in answers[35:]] == [200] * 5
+        assert [response.status for response in responses[35:]] == [200] * 5
         assert len(tokenized) == 5
         assert 1 <= most_live <= 5
-        for answer in answers[:35]:
-            assert int(answer.headers["retry-after"]) >= 1
-            assert answer.headers["x-trioserve-reason"] == "queue_full"
-            assert answer.json["error"]["type"] == "rate_limit_error"
+        for response in responses[:35]:
+            assert int(response.headers["retry-after"]) >= 1
+            assert response.headers["x-trioserve-reason"] == "queue_full"
+            assert response.json["error"]["type"] == "rate_limit_error"
         assert counted(server)["requests_rejected_total queue_full"] == 35
         check_idle(server.engine.core)
 
@@ -154,7 +154,7 @@ async def test_the_line_is_bounded_without_a_setting(http1_client, autojump_cloc
         await wait_all_tasks_blocked()
         client = http1_client(server)
         await client.ask(body("one too many"))
-        assert (await client.answer()).status == 429
+        assert (await client.response()).status == 429
         nursery.cancel_scope.cancel()
         server.engine.steps.release()
 
@@ -170,9 +170,9 @@ async def test_a_request_is_refused_at_once_or_waits_as_long_as_it_says(new_clie
                 asked_at = trio.current_time()
                 client = new_client(server)
                 await client.ask(body("waits", queue_timeout=seconds))
-                answer = await client.answer()
-                reason = answer.headers["x-trioserve-reason"]
-                ended.append((answer.status, reason, round(trio.current_time() - asked_at, 6)))
+                response = await client.response()
+                reason = response.headers["x-trioserve-reason"]
+                ended.append((response.status, reason, round(trio.current_time() - asked_at, 6)))
 
             async with trio.open_nursery() as nursery:
                 for seconds in (1.0, 2.0):
@@ -184,7 +184,7 @@ async def test_a_request_is_refused_at_once_or_waits_as_long_as_it_says(new_clie
         await check_places(server, new_client, 3)
 
 
-async def test_a_place_is_held_until_the_end_of_the_answer_and_not_only_until_its_head(new_client, autojump_clock):
+async def test_a_place_is_held_until_the_end_of_the_response_and_not_only_until_its_head(new_client, autojump_clock):
     """S26: those who run count as long as they run, and those who wait are counted themselves."""
     async with served(running_requests_max=1, waiting_requests_max=1) as server, trio.open_nursery() as nursery:
         first, second = new_client(server), new_client(server)
@@ -196,12 +196,12 @@ async def test_a_place_is_held_until_the_end_of_the_answer_and_not_only_until_it
         assert (counted(server)["num_requests_running"], counted(server)["num_requests_waiting"]) == (1, 1)
         late = new_client(server)
         await late.ask(body("late"))
-        assert (await late.answer()).status == 429
-        await trio.sleep(0.5)  # the first answer is complete
+        assert (await late.response()).status == 429
+        await trio.sleep(0.5)  # the first response is complete
         assert b"[DONE]" in first.received
         again = new_client(server)
         await again.ask(body("again"))
-        assert (await again.answer()).status == 200
+        assert (await again.response()).status == 200
         assert b"[DONE]" in second.received
         nursery.cancel_scope.cancel()
 
@@ -250,7 +250,7 @@ async def test_who_left_the_line_is_in_no_plan(http1_client, http2_client, autoj
 
 # --- places come back ---
 
-# When it leaves, and as what its abort is counted. A prompt takes three steps, an answer three more.
+# When it leaves, and as what its abort is counted. A prompt takes three steps, a response three more.
 PHASES = {
     "sending its body": (0.005, None),
     "being tokenized": (0.005, None),
@@ -258,7 +258,7 @@ PHASES = {
     "before its first chunk is computed": (0.0, "prefill"),
     "in its prompt": (0.015, "prefill"),
     "in its last chunk": (0.025, "prefill"),
-    "in its answer": (0.045, "decode"),
+    "in its response": (0.045, "decode"),
     "in its last token": (0.055, "decode"),
     "after its end": (0.5, None),
 }
@@ -361,7 +361,7 @@ async def test_counters_come_back_and_are_never_below_zero(http1_client, http2_c
                     await client.read()
                 await client.leave(client.ways_to_leave[index // 2 % len(client.ways_to_leave)])
             else:
-                statuses.append((await client.answer()).status)
+                statuses.append((await client.response()).status)
 
         async with trio.open_nursery() as nursery:
             for index in range(400):

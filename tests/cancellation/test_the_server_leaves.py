@@ -44,10 +44,10 @@ async def test_streams_end_whole_or_with_an_error_event_and_who_waits_is_refused
         assert (load.running, load.waiting) == (8, 8)
 
         server.drain()
-        refused = [await client.answer() for client in waiting]
-        for answer in refused:
-            assert (answer.status, answer.headers["x-trioserve-reason"]) == (503, "draining")
-            assert int(answer.headers["retry-after"]) >= 1
+        refused = [await client.response() for client in waiting]
+        for response in refused:
+            assert (response.status, response.headers["x-trioserve-reason"]) == (503, "draining")
+            assert int(response.headers["retry-after"]) >= 1
         assert all(client.was_told_to_go for client in running if isinstance(client, http2_client))
         await trio.sleep(0.1)
         if not in_time:

@@ -1,4 +1,4 @@
-"""The host store beside a real core: what was evicted comes back, and no answer ever changes for it."""
+"""The host store beside a real core: what was evicted comes back, and no response ever changes for it."""
 
 from __future__ import annotations
 
@@ -222,14 +222,14 @@ class History:
         reference = ReferenceEngine(self.executor.model)
         assert set(self.finished) == set(self.requests)
         for name, made in self.requests.items():
-            answer = reference.answer(made).token_ids
-            assert tuple(self.tokens[name]) == answer[: len(self.tokens[name])]
+            response = reference.response(made).token_ids
+            assert tuple(self.tokens[name]) == response[: len(self.tokens[name])]
             if self.finished[name].reason is FinishReason.LENGTH:
-                assert tuple(self.tokens[name]) == answer
+                assert tuple(self.tokens[name]) == response
 
 
 @pytest.mark.parametrize("in_files", [False, True], ids=["memory", "files"])
-def test_any_history_gives_the_answers_that_there_are_without_a_store(tmp_path, in_files):
+def test_any_history_gives_the_responses_that_there_are_without_a_store(tmp_path, in_files):
     """The executor looks at every slot that it reads, so a foreign byte that came back is found at once."""
     loaded = faults = 0
     for seed in range(50):
@@ -264,7 +264,7 @@ class Engine:
         )
         self.count = 0
 
-    def answer(self, prompt: Sequence[int], output_tokens_max: int = 8) -> list[int]:
+    def response(self, prompt: Sequence[int], output_tokens_max: int = 8) -> list[int]:
         self.count += 1
         self.core.add(request(f"r{self.count}", prompt, output_tokens_max))
         tokens: list[int] = []
@@ -298,7 +298,7 @@ def runner() -> ModelRunner:
 def test_a_prompt_whose_blocks_were_evicted_is_loaded_and_answered_as_before(runner, tmp_path, in_files):
     prompts = [[(7919 * (number + 1) * (position + 1)) % 40_000 for position in range(52)] for number in range(3)]
     plain = Engine(runner, 6, None)
-    expected = [plain.answer(prompt) for prompt in prompts]
+    expected = [plain.response(prompt) for prompt in prompts]
 
     def make(pages: KVPages) -> HostPolicy:
         files = BlockFiles(tmp_path, pages.layout) if in_files else None
@@ -310,9 +310,9 @@ def test_a_prompt_whose_blocks_were_evicted_is_loaded_and_answered_as_before(run
         return HostPolicy(settings, pages, lambda: None, files=files)
 
     engine = Engine(runner, 6, make)
-    assert [engine.answer(prompt) for prompt in prompts] == expected
+    assert [engine.response(prompt) for prompt in prompts] == expected
     assert engine.core.stats().loaded_tokens_total == 0
-    assert [engine.answer(prompt) for prompt in prompts] == expected
+    assert [engine.response(prompt) for prompt in prompts] == expected
     assert engine.core.stats().loaded_tokens_total == 3 * 48, "three blocks of 16 each, and 4 tokens were computed"
     assert engine.host is not None
     assert engine.host.counts()["host_loaded_from_files"] == (9 if in_files else 0)

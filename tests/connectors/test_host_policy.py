@@ -313,7 +313,7 @@ def test_a_load_of_less_than_a_block_writes_no_more(make):
 
 
 @pytest.mark.parametrize("in_files", [False, True], ids=["memory", "files"])
-def test_names_that_collide_cost_a_miss_and_never_an_answer(make, in_files):
+def test_names_that_collide_cost_a_miss_and_never_a_response(make, in_files):
     stage = make(in_files=in_files, hash_block=poor_hash)
     salts = (None, "x", "y")
     prompts = [(name, salt) for name in "abcdef" for salt in salts]

@@ -155,9 +155,9 @@ def test_a_reader_that_asks_or_waits_is_a_sign_of_life_once_a_second():
 def test_positions_that_are_not_held_are_refused(start, count):
     books = Books()
     books.hold("a", 9)
-    answer = books.policy.sends.asked("a", start, count, NINE, 0.0)
-    assert isinstance(answer, str)
-    assert "9 are held" in answer
+    response = books.policy.sends.asked("a", start, count, NINE, 0.0)
+    assert isinstance(response, str)
+    assert "9 are held" in response
     assert books.reports() == []
 
 

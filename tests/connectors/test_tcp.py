@@ -382,7 +382,7 @@ async def test_who_asks_without_end_lets_others_run():
             turns = 0
             while there.connector.counts()["heartbeats_received_total"] < questions:
                 await trio.lowlevel.checkpoint()
-            assert turns >= questions - 1, "each answer is a turn of its own"
+            assert turns >= questions - 1, "each response is a turn of its own"
         finally:
             far.wire.close()
             nursery.cancel_scope.cancel()

@@ -732,7 +732,7 @@ async def test_a_reader_that_takes_nothing_loses_its_connection(autojump_clock):
 # --- holders that are not what they should be ---
 
 
-async def impostor(answer: Callable[[Wire], Awaitable[None]], params: KVTransferParams) -> tuple[Side, LoadFailed]:
+async def impostor(response: Callable[[Wire], Awaitable[None]], params: KVTransferParams) -> tuple[Side, LoadFailed]:
     async def open_wire(source: Source) -> Wire:
         ours, theirs = memory_stream_pair()
         end, between = Between(ours), Between(theirs)
@@ -740,7 +740,7 @@ async def impostor(answer: Callable[[Wire], Awaitable[None]], params: KVTransfer
         async def play() -> None:
             wire = StreamWire(between, 5.0, between.close)
             try:
-                await answer(wire)
+                await response(wire)
             except (*BROKEN, Refused):
                 pass
             finally:
@@ -763,8 +763,8 @@ async def impostor(answer: Callable[[Wire], Awaitable[None]], params: KVTransfer
     return here, failed
 
 
-def answers(*content: bytes, engine_id: str = "there", key: bytes = KEY, layout=SMALL_LAYOUT):
-    """A holder that greets as it should and answers whatever it is asked with this."""
+def responses(*content: bytes, engine_id: str = "there", key: bytes = KEY, layout=SMALL_LAYOUT):
+    """A holder that greets as it should and responses whatever it is asked with this."""
 
     async def play(wire: Wire) -> None:
         await greet_reader(wire, Identity(engine_id, layout, key))
@@ -781,30 +781,30 @@ def data(layer: int, start: int, count: int, body: bytes, *, transfer: int = 1, 
 
 
 @pytest.mark.parametrize(
-    ("answer", "expect"),
+    ("response", "expect"),
     [
-        (answers(key=b"x" * 16), "the key is another one"),
-        (answers(engine_id="somebody"), "another engine listens there"),
-        (answers(layout=msgspec.structs.replace(SMALL_LAYOUT, model="other")), 'the model "other"'),
-        (answers(layout=msgspec.structs.replace(SMALL_LAYOUT, layer_count=2**40)), "layers"),
-        (answers(frame(Kind.ABORT, Abort("not for you"))), "127.0.0.1:7000: not for you"),
-        (answers(frame(Kind.ABORT, Abort("one line\nlog expired\x1b" + "x" * 9_000))), "one line?log expired?xxx"),
-        (answers(frame(Kind.ABORT, b"\xff")), "cannot be read"),
-        (answers(b"garbage" * 10), "this is not how engines talk"),
-        (answers(frame(Kind.END, transfer=1)), "is due"),  # before anything came
-        (answers(frame(Kind.TOLD, Told())), "is due"),
-        (answers(data(0, 0, 2, bytes(32), transfer=2)), "of transfer 2"),
-        (answers(data(1, 0, 2, bytes(32))), "is due"),
-        (answers(data(0, 2, 2, bytes(32))), "is due"),
-        (answers(data(0, 0, 1, bytes(16))), "is due"),
-        (answers(data(0, 0, 2, bytes(31))), "is due"),
-        (answers(data(0, 0, 2, bytes(32), checksum=1)), "is not what was sent"),
-        (answers(bytes(frames.data_head(1, 0, 0, 2, 2**32 - 1, 0))), "is due"),
+        (responses(key=b"x" * 16), "the key is another one"),
+        (responses(engine_id="somebody"), "another engine listens there"),
+        (responses(layout=msgspec.structs.replace(SMALL_LAYOUT, model="other")), 'the model "other"'),
+        (responses(layout=msgspec.structs.replace(SMALL_LAYOUT, layer_count=2**40)), "layers"),
+        (responses(frame(Kind.ABORT, Abort("not for you"))), "127.0.0.1:7000: not for you"),
+        (responses(frame(Kind.ABORT, Abort("one line\nlog expired\x1b" + "x" * 9_000))), "one line?log expired?xxx"),
+        (responses(frame(Kind.ABORT, b"\xff")), "cannot be read"),
+        (responses(b"garbage" * 10), "this is not how engines talk"),
+        (responses(frame(Kind.END, transfer=1)), "is due"),  # before anything came
+        (responses(frame(Kind.TOLD, Told())), "is due"),
+        (responses(data(0, 0, 2, bytes(32), transfer=2)), "of transfer 2"),
+        (responses(data(1, 0, 2, bytes(32))), "is due"),
+        (responses(data(0, 2, 2, bytes(32))), "is due"),
+        (responses(data(0, 0, 1, bytes(16))), "is due"),
+        (responses(data(0, 0, 2, bytes(31))), "is due"),
+        (responses(data(0, 0, 2, bytes(32), checksum=1)), "is not what was sent"),
+        (responses(bytes(frames.data_head(1, 0, 0, 2, 2**32 - 1, 0))), "is due"),
     ],
 )
-async def test_a_holder_that_is_not_what_it_should_be_fails_one_load_with_a_sentence(autojump_clock, answer, expect):
+async def test_a_holder_that_is_not_what_it_should_be_fails_one_load_with_a_sentence(autojump_clock, response, expect):
     params = Side("there").hold()
-    here, failed = await impostor(answer, params)
+    here, failed = await impostor(response, params)
     assert expect in failed.message
     assert len(failed.message) < 1_200
     assert list(here.policy.progress()) == []

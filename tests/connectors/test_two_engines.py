@@ -40,16 +40,16 @@ async def text_of(engine, sampling=GREEDY, **more) -> str:
 
 
 @pytest.mark.parametrize("block_size", [16, 8, 48])
-async def test_an_answer_goes_on_from_what_another_engine_has_computed(checkpoint, block_size):
+async def test_a_response_goes_on_from_what_another_engine_has_computed(checkpoint, block_size):
     async with opened(checkpoint) as prefill, opened(checkpoint, block_size=block_size) as decode:
         async with prefill.generate(PROMPT, FIRST, kv_transfer=HELD) as stream:
             params = [delta async for delta in stream][-1].kv_transfer
             assert params is not None
-            answer = await text_of(decode, kv_transfer=params)
+            response = await text_of(decode, kv_transfer=params)
             assert decode.stats().loaded_tokens_total == params.remote_num_tokens - 1
             await stream.wait_until_released()
             assert prefill.stats().blocks_held == 0
-        assert answer == await text_of(prefill)
+        assert response == await text_of(prefill)
 
 
 async def test_what_was_let_go_is_computed_again(checkpoint):
@@ -58,7 +58,7 @@ async def test_what_was_let_go_is_computed_again(checkpoint):
             params = [delta async for delta in stream][-1].kv_transfer
             assert prefill.stats().blocks_held > 0
         with trio.fail_after(30):
-            answer = await text_of(decode, kv_transfer=params)
+            response = await text_of(decode, kv_transfer=params)
         assert decode.stats().loaded_tokens_total == 0
         assert prefill.stats().blocks_held == 0
-        assert answer == await text_of(prefill)
+        assert response == await text_of(prefill)

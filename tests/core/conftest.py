@@ -152,7 +152,7 @@ class Driver:
         return events
 
     def run(self, steps_max: int = 10_000) -> None:
-        """To the end; then nothing is left, and every answer that was not cut short is the reference's."""
+        """To the end; then nothing is left, and every response that was not cut short is the reference's."""
         for _ in range(steps_max):
             if self.step() is None:
                 deadline = self.core.next_deadline()
@@ -166,16 +166,16 @@ class Driver:
         reference = ReferenceEngine(self.executor.model)
         assert set(self.finished) == set(self.requests)
         for name, request in self.requests.items():
-            finished, answer = self.finished[name], reference.answer(request)
+            finished, response = self.finished[name], reference.response(request)
             tokens = tuple(self.tokens[name])
-            assert tokens == answer.token_ids[: len(tokens)], name
-            assert tuple(self.logprobs[name]) == (answer.logprobs or ())[: len(self.logprobs[name])], name
+            assert tokens == response.token_ids[: len(tokens)], name
+            assert tuple(self.logprobs[name]) == (response.logprobs or ())[: len(self.logprobs[name])], name
             prompt_logprobs = tuple(self.prompt_logprobs[name])
-            assert prompt_logprobs == (answer.prompt_logprobs or ())[: len(prompt_logprobs)], name
+            assert prompt_logprobs == (response.prompt_logprobs or ())[: len(prompt_logprobs)], name
             if finished.reason in (FinishReason.STOP, FinishReason.LENGTH):
-                assert tokens == answer.token_ids, name
-                assert (finished.reason, finished.stop_token_id) == (answer.reason, answer.stop_token_id), name
-                assert prompt_logprobs == (answer.prompt_logprobs or ()), name
+                assert tokens == response.token_ids, name
+                assert (finished.reason, finished.stop_token_id) == (response.reason, response.stop_token_id), name
+                assert prompt_logprobs == (response.prompt_logprobs or ()), name
 
     def _take(self, event: EngineEvent) -> None:
         name = str(event.request_id)
@@ -258,7 +258,7 @@ def _arrive(driver: Driver, word: str) -> None:
 
 @pytest.fixture
 def check() -> Callable[..., Driver]:
-    """check(script, expect, **settings): run it to the end, compare steps and answers, and return the driver."""
+    """check(script, expect, **settings): run it to the end, compare steps and responses, and return the driver."""
     return run_script
 
 

@@ -1,7 +1,7 @@
 """Any history of arrivals, aborts, failures and steps, in pools that are too small for it, with and without a connector
 that reports late, twice, never, or about nothing.
 
-After every event the invariants hold, every answer is the one that a lonely request would have had, and when all have
+After every event the invariants hold, every response is the one that a lonely request would have had, and when all have
 gone nothing is left.
 """
 
@@ -24,12 +24,12 @@ from trioserve.core.engine import EngineCore
 from trioserve.core.request_state import RequestStatus
 from trioserve.core.settings import CoreSettings
 from trioserve.simulation.core.residency_book import ResidencyBook
-from trioserve.simulation.reference_engine import ReferenceAnswer, ReferenceEngine
+from trioserve.simulation.reference_engine import ReferenceEngine, ReferenceResponse
 from trioserve.testing.fake_connector import FakeConnector
 from trioserve.testing.fake_executor import FakeExecutor, FakeModel
 from trioserve.testing.invariants import check_core, check_idle
 
-VOCAB_SIZE = 4  # so few that prompts share prefixes, and answers repeat prompts, by chance
+VOCAB_SIZE = 4  # so few that prompts share prefixes, and responses repeat prompts, by chance
 CALLS = [name for name in vars(KVConnector) if not name.startswith("_")]
 HoldKey = tuple[str, HoldKind]
 HOLD_SECONDS_MAX, REMOTE_KV_SECONDS_MAX = 8.0, 4.0
@@ -46,9 +46,9 @@ def poor_hash(parent: BlockHash, token_ids) -> BlockHash:
 class Story:
     """One request, and what the core said about it."""
 
-    def __init__(self, request: EngineRequest, answer: ReferenceAnswer) -> None:
+    def __init__(self, request: EngineRequest, response: ReferenceResponse) -> None:
         self.request = request
-        self.answer = answer
+        self.response = response
         self.token_ids: list[int] = []
         self.logprob_count = 0
         self.prompt_logprobs: list[object] = []
@@ -61,9 +61,9 @@ class Story:
         if isinstance(event, TokensReady):
             assert self.aborted_for is None, "a token after the abort"
             self.token_ids += event.token_ids
-            assert (event.logprobs is None) == (self.answer.logprobs is None)
+            assert (event.logprobs is None) == (self.response.logprobs is None)
             for logprob in event.logprobs or ():
-                assert logprob == self.answer.logprobs[self.logprob_count]
+                assert logprob == self.response.logprobs[self.logprob_count]
                 self.logprob_count += 1
         elif isinstance(event, PromptLogprobs):
             assert self.aborted_for is None, "prompt logprobs after the abort"
@@ -71,8 +71,8 @@ class Story:
             self.prompt_logprobs += event.logprobs
         else:
             self._end(event.reason, event.stop_token_id)
-        assert tuple(self.token_ids) == self.answer.token_ids[: len(self.token_ids)]
-        expected = self.answer.prompt_logprobs or ()
+        assert tuple(self.token_ids) == self.response.token_ids[: len(self.token_ids)]
+        expected = self.response.prompt_logprobs or ()
         assert tuple(self.prompt_logprobs) == expected[: len(self.prompt_logprobs)]
 
     def _end(self, reason: FinishReason, stop_token_id: int | None) -> None:
@@ -82,9 +82,9 @@ class Story:
         elif self.fails:
             assert reason is FinishReason.ERROR
         else:
-            assert (reason, stop_token_id) == (self.answer.reason, self.answer.stop_token_id)
-            assert tuple(self.token_ids) == self.answer.token_ids
-            assert tuple(self.prompt_logprobs) == (self.answer.prompt_logprobs or ())
+            assert (reason, stop_token_id) == (self.response.reason, self.response.stop_token_id)
+            assert tuple(self.token_ids) == self.response.token_ids
+            assert tuple(self.prompt_logprobs) == (self.response.prompt_logprobs or ())
 
 
 class CoreHistory(RuleBasedStateMachine):
@@ -158,9 +158,9 @@ class CoreHistory(RuleBasedStateMachine):
     def arrive(self, data, own, priority, salt, stops, min_tokens, logprobs, prompt_logprobs, temperature, seed):
         prompt = own or [0]
         if self.stories and data.draw(st.sampled_from([True, True, False]), label="shares a prefix"):
-            # a prompt with a part of its answer, as in the next turn of a chat
+            # a prompt with a part of its response, as in the next turn of a chat
             earlier = self.stories[data.draw(st.sampled_from(sorted(self.stories)), label="with")]
-            whole = [*earlier.request.prompt_token_ids, *earlier.answer.token_ids]
+            whole = [*earlier.request.prompt_token_ids, *earlier.response.token_ids]
             prompt = whole[: data.draw(st.integers(1, len(whole)), label="of it")] + own
         room = self.core.settings.context_tokens_max - 1
         prompt = prompt[:room]
@@ -178,7 +178,7 @@ class CoreHistory(RuleBasedStateMachine):
         )
         self.note_arrival(data, request)
         self.core.add(request)
-        self.stories[request.id] = Story(request, self.reference.answer(request))
+        self.stories[request.id] = Story(request, self.reference.response(request))
 
     def note_arrival(self, data, request: EngineRequest) -> None:
         """Something else may have to be known about it."""

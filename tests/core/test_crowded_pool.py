@@ -1,4 +1,4 @@
-"""Crowds in pools that are far too small for them: they take each other's blocks, and everybody gets its answer."""
+"""Crowds in pools that are far too small for them: they take each other's blocks, and everybody gets its response."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ arrivals = st.lists(
 @pytest.mark.parametrize("caching", [True, False])
 @given(crowd=arrivals, block_count=st.integers(11, 14), seats=st.integers(2, 5), more_step_tokens=st.integers(0, 6))
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_everybody_gets_its_answer(drive, caching, crowd, block_count, seats, more_step_tokens):
+def test_everybody_gets_its_response(drive, caching, crowd, block_count, seats, more_step_tokens):
     driver = drive(
         block_count=block_count,
         block_size=BLOCK_SIZE,

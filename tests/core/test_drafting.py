@@ -1,6 +1,6 @@
 """Guesses from a request's own text: where they come from, how many there are, and what the core makes of them.
 
-Whatever is guessed, an answer is the reference's: the drivers compare every token, and every block after every event.
+Whatever is guessed, a response is the reference's: the drivers compare every token, and every block after every event.
 """
 
 from __future__ import annotations

@@ -238,7 +238,7 @@ def test_requests_of_one_step_can_be_aborted_in_any_number(drive):
 @pytest.mark.parametrize("moment", ["between steps", "during a step", "one by one over several steps"])
 def test_any_set_of_requests_can_be_aborted_at_any_time(drive, moment):
     """S19: every subset of two that decode, one in its prompt, one that was preempted and one that waits. What came in
-    one call is one event each, and the others get their whole answers."""
+    one call is one event each, and the others get their whole responses."""
     names = "abcde"
     for subset in range(2 ** len(names)):
         chosen = [name for index, name in enumerate(names) if subset >> index & 1]

@@ -315,7 +315,7 @@ def test_the_connector_hears_of_an_end_when_the_last_step_has_read_the_blocks_an
     check_idle(steps.core)
 
 
-def test_every_answer_is_the_one_without_overlap(steps):
+def test_every_response_is_the_one_without_overlap(steps):
     steps = steps(block_count=12, block_size=2, running_requests_max=3, step_tokens_max=6)
     for index in range(9):
         prompt = (*range(index % 3 + 1), index, *range(index % 4))

@@ -390,10 +390,10 @@ def test_a_load_that_raises_does_not_wait_for_those_that_began_before(drive):
     driver.run()
 
 
-@pytest.mark.parametrize("answer", [-1, None, "8", 2.5], ids=repr)
-def test_a_match_that_is_no_count_is_none(drive, answer):
+@pytest.mark.parametrize("response", [-1, None, "8", 2.5], ids=repr)
+def test_a_match_that_is_no_count_is_none(drive, response):
     driver = drive(connected=True)
-    driver.connector.matched_count = lambda request, computed_count: answer
+    driver.connector.matched_count = lambda request, computed_count: response
     driver.add("a", range(8))
     driver.run()
     assert driver.connector.calls["start_load"] == 0

@@ -50,8 +50,8 @@ class ServerProcess:
         """The value of one series, without the model's label: `metric('kv_blocks{state="used"}')`."""
         name, _brace, labels = series.partition("{")
         wanted = {*filter(None, labels.rstrip("}").split(",")), 'model_name="smollm2"'}
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
-            for line in answer.read().decode().splitlines():
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as response:
+            for line in response.read().decode().splitlines():
                 found = re.fullmatch(r"([\w:]+)\{(.*)\} (\S+)", line)
                 if found and found[1] == name and set(found[2].split(",")) == wanted:
                     return float(found[3])

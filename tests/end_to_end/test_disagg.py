@@ -55,8 +55,8 @@ class Three:
         body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, **fields} if "v1/c" in path else None
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data=data)
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return dict(answer.headers), answer.read().decode()
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return dict(response.headers), response.read().decode()
 
     def metric(self, port: int, name: str) -> float:
         [value] = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", self.ask(port, "/metrics")[1], re.MULTILINE)
@@ -91,7 +91,7 @@ def is_free(port: int) -> bool:
         return attempt.connect_ex(("127.0.0.1", port)) != 0
 
 
-def test_a_pair_answers_like_one_server_and_one_server_goes_on_alone(three):
+def test_a_pair_responses_like_one_server_and_one_server_goes_on_alone(three):
     headers, paired = three.ask(three.router)
     assert (headers["x-trioserve-prefill-endpoint"], headers["x-trioserve-endpoint"]) == ("prefill", "decode")
     received = three.metric(three.decode, "trioserve:kv_transfer_blocks_received_total")

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import trustme
 
-SECONDS_MAX = 120  # until the slowest client has its answer, on a machine that does other things, too
+SECONDS_MAX = 120  # until the slowest client has its response, on a machine that does other things, too
 
 pytestmark = pytest.mark.skipif(
     not (shutil.which("nghttp") and shutil.which("h2load")),
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def nghttp(*arguments: str) -> str:
-    """What it says: with -v every frame, otherwise the bodies of answers. Fails unless everything was answered."""
+    """What it says: with -v every frame, otherwise the bodies of responses. Fails unless everything was answered."""
     ran = subprocess.run(
         ["nghttp", *arguments], capture_output=True, text=True, timeout=SECONDS_MAX, check=False, errors="replace"
     )
@@ -76,7 +76,7 @@ def check_unharmed(server) -> None:
 # --- one request ---
 
 
-def test_answer_to_get(server):
+def test_response_to_get(server):
     assert json.loads(nghttp(server.url + "/health")) == {"status": "alive"}
     check_unharmed(server)
 
@@ -114,7 +114,7 @@ def test_stream_arrives_in_frames_of_its_own_and_ends(server, body_file):
     ],
     ids=" ".join,
 )
-def test_every_manner_of_asking_gets_the_same_answer(server, body_file, manner):
+def test_every_manner_of_asking_gets_the_same_response(server, body_file, manner):
     path = body_file(max_tokens=4)
     plain = nghttp("-d", path, server.url + "/v1/completions")
     output = nghttp(*manner, "-d", path, server.url + "/v1/completions")
@@ -240,12 +240,14 @@ def test_tls_agrees_on_http_2_and_client_certificates_open_the_door(start_server
     assert "alive" not in ran.stdout
     context = ssl.create_default_context(cafile=tmp_path / "ca.pem")
     context.load_cert_chain(tmp_path / "client.pem", tmp_path / "client.key")
-    with urllib.request.urlopen(server.url + "/health", context=context, timeout=SECONDS_MAX) as answer:
-        assert json.loads(answer.read()) == {"status": "alive"}  # HTTP/1.1
+    with urllib.request.urlopen(server.url + "/health", context=context, timeout=SECONDS_MAX) as response:
+        assert json.loads(response.read()) == {"status": "alive"}  # HTTP/1.1
     preflight = {"origin": "https://chat.example.org", "access-control-request-method": "POST"}
     asked = urllib.request.Request(url, method="OPTIONS", headers=preflight)
-    with urllib.request.urlopen(asked, context=context, timeout=SECONDS_MAX) as answer:
-        assert answer.status == 204
-    with urllib.request.urlopen(server.url + "/metrics", context=context, timeout=SECONDS_MAX) as answer:
-        assert re.search(rb'trioserve:http_requests_total\{.*path="/v1/completions",status="204"\} 1\.0', answer.read())
+    with urllib.request.urlopen(asked, context=context, timeout=SECONDS_MAX) as response:
+        assert response.status == 204
+    with urllib.request.urlopen(server.url + "/metrics", context=context, timeout=SECONDS_MAX) as response:
+        assert re.search(
+            rb'trioserve:http_requests_total\{.*path="/v1/completions",status="204"\} 1\.0', response.read()
+        )
     assert server.stop() == 0

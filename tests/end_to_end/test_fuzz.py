@@ -1,5 +1,5 @@
 """Requests made from the API's own description, right ones and wrong ones, over a real socket: no fault of ours, no
-hang, and no answer that is not described. The model is played, so that an answer takes milliseconds."""
+hang, and no response that is not described. The model is played, so that a response takes milliseconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import trio
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from trioserve.api.openai import response_types as answers
+from trioserve.api.openai import response_types as responses
 from trioserve.api.openapi import OPERATIONS
 from trioserve.api.routes import App
 from trioserve.http.limits import FrontendLimits
@@ -27,7 +27,7 @@ from trioserve.testing.invariants import check_idle
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed: pip install '.[test]'")
 
 EXAMPLES = 80  # of each operation and mode; the whole takes half a minute
-ANSWER_SECONDS_MAX = 20  # a hang, rather than a machine with much else to do
+RESPONSE_SECONDS_MAX = 20  # a hang, rather than a machine with much else to do
 
 
 class ServerThread(threading.Thread):
@@ -95,7 +95,7 @@ def session() -> Iterator[requests.Session]:
 
 @pytest.fixture(scope="module")
 def schema(url: str, session: requests.Session) -> Any:
-    document = session.get(url + "/openapi.json", timeout=ANSWER_SECONDS_MAX).json()
+    document = session.get(url + "/openapi.json", timeout=RESPONSE_SECONDS_MAX).json()
     schema = schemathesis.openapi.from_dict(document)
     schema.config.update(base_url=url)
     return schema
@@ -122,13 +122,13 @@ def no_error_in_the_log(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 @pytest.mark.parametrize("mode", list(schemathesis.GenerationMode), ids=lambda mode: mode.value)
 @pytest.mark.parametrize("operation", OPERATIONS, ids=" ".join)
-def test_every_answer_is_described_and_none_is_a_fault(schema, session, operation, mode):
+def test_every_response_is_described_and_none_is_a_fault(schema, session, operation, mode):
     method, path = operation
 
     @fuzzed
     @given(case=schema[path][method].as_strategy(generation_mode=mode))
     def check(case: Any) -> None:
-        response = case.call(session=session, timeout=ANSWER_SECONDS_MAX)
+        response = case.call(session=session, timeout=RESPONSE_SECONDS_MAX)
         # 504 is no fault: a request may ask to be answered within a nanosecond.
         assert response.status_code < 500 or response.status_code == 504, response.text
         case.validate_response(response, excluded_checks=EXCLUDED_CHECKS)
@@ -189,8 +189,8 @@ PROMPTS = st.fixed_dictionaries(
 @pytest.mark.parametrize(
     "path, bodies, whole, event",
     [
-        ("/v1/chat/completions", CHATS, answers.ChatCompletion, answers.ChatCompletionChunk),
-        ("/v1/completions", PROMPTS, answers.Completion, answers.Completion),
+        ("/v1/chat/completions", CHATS, responses.ChatCompletion, responses.ChatCompletionChunk),
+        ("/v1/completions", PROMPTS, responses.Completion, responses.Completion),
     ],
 )
 def test_everything_within_the_ranges_is_answered_as_described(url, session, path, bodies, whole, event):
@@ -200,12 +200,12 @@ def test_everything_within_the_ranges_is_answered_as_described(url, session, pat
     @given(body=bodies, sampling=SAMPLING)
     def check(body: dict[str, Any], sampling: dict[str, Any]) -> None:
         nonlocal answered
-        with session.post(url + path, json={**body, **sampling}, timeout=ANSWER_SECONDS_MAX) as response:
+        with session.post(url + path, json={**body, **sampling}, timeout=RESPONSE_SECONDS_MAX) as response:
             content = response.content
         if response.status_code != 200:
             # An empty prompt, or fields that exclude each other: refused, with the field.
             assert response.status_code == 400
-            assert msgspec.json.decode(content, type=answers.Error).error.param is not None, content
+            assert msgspec.json.decode(content, type=responses.Error).error.param is not None, content
             return
         answered += 1
         if not sampling.get("stream"):

@@ -27,10 +27,10 @@ def test_models_are_listed(client):
 
 
 def test_a_chat_completion(client):
-    answer = client.chat.completions.create(model="smollm2", messages=MESSAGES, temperature=0, max_tokens=20)
-    assert "Paris" in answer.choices[0].message.content
-    assert answer.choices[0].finish_reason == "stop"
-    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    response = client.chat.completions.create(model="smollm2", messages=MESSAGES, temperature=0, max_tokens=20)
+    assert "Paris" in response.choices[0].message.content
+    assert response.choices[0].finish_reason == "stop"
+    assert response.usage.total_tokens == response.usage.prompt_tokens + response.usage.completion_tokens
 
 
 def test_a_streamed_chat_completion_is_the_same_text(client):
@@ -62,7 +62,7 @@ def test_the_stream_helper_of_the_client(client):
 
 
 def test_a_completion_with_everything(client):
-    answer = client.completions.create(
+    response = client.completions.create(
         model="smollm2",
         prompt=["One, two, three,", "The sun rises in the"],
         n=2,
@@ -77,10 +77,10 @@ def test_a_completion_with_everything(client):
         frequency_penalty=0.1,
         logit_bias={"100": -5},
     )
-    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
-    assert answer.choices[0].text.startswith("One, two, three,")
-    assert answer.choices[2].text.startswith("The sun rises in the")
-    logprobs = answer.choices[0].logprobs
+    assert [choice.index for choice in response.choices] == [0, 1, 2, 3]
+    assert response.choices[0].text.startswith("One, two, three,")
+    assert response.choices[2].text.startswith("The sun rises in the")
+    logprobs = response.choices[0].logprobs
     assert logprobs.token_logprobs[0] is None
     assert all(value <= 0 for value in logprobs.token_logprobs[1:])
     assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.text_offset)
@@ -101,17 +101,19 @@ def test_a_streamed_completion_with_several_choices(client):
 
 def test_a_seed_gives_the_same_text_again(client):
     def ask() -> str:
-        answer = client.completions.create(model="smollm2", prompt="Once upon a", max_tokens=16, seed=42, temperature=1)
-        return answer.choices[0].text
+        response = client.completions.create(
+            model="smollm2", prompt="Once upon a", max_tokens=16, seed=42, temperature=1
+        )
+        return response.choices[0].text
 
     assert ask() == ask()
 
 
 def test_chat_logprobs(client):
-    answer = client.chat.completions.create(
+    response = client.chat.completions.create(
         model="smollm2", messages=MESSAGES, temperature=0, max_tokens=5, logprobs=True, top_logprobs=2
     )
-    for entry in answer.choices[0].logprobs.content:
+    for entry in response.choices[0].logprobs.content:
         assert entry.logprob == pytest.approx(entry.top_logprobs[0].logprob)
         assert len(entry.top_logprobs) == 2
         assert bytes(entry.bytes).decode(errors="replace") == entry.token

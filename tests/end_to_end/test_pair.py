@@ -20,8 +20,8 @@ LONG = "The keeper of the lighthouse writes down each ship that passes, its flag
 
 
 def get(url: str) -> object:
-    with urllib.request.urlopen(url, timeout=30) as answer:
-        return json.load(answer)
+    with urllib.request.urlopen(url, timeout=30) as response:
+        return json.load(response)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -33,7 +33,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 class Asker(threading.Thread):
-    """One streamed request. events: decoded, as they come. is_done: its answer was complete. leave() closes."""
+    """One streamed request. events: decoded, as they come. is_done: its response was complete. leave() closes."""
 
     def __init__(self, url: str, prompt: str, max_tokens: int, **fields: object) -> None:
         super().__init__(daemon=True)
@@ -69,7 +69,7 @@ class Asker(threading.Thread):
         self.join(WAIT_SECONDS_MAX)
 
     def text(self) -> str:
-        """Of the whole answer, which has to come."""
+        """Of the whole response, which has to come."""
         self.join(WAIT_SECONDS_MAX)
         assert self.is_done, (self.status, self.error, self.events[-1:])
         return "".join(event["choices"][0]["text"] for event in self.events if event["choices"])
@@ -176,7 +176,7 @@ def partition() -> Iterator[Partition]:
 
 
 @pytest.mark.parametrize("connector", ["tcp", "nixl"])
-def test_answers_are_those_of_a_single_server(start_server, connector):
+def test_responses_are_those_of_a_single_server(start_server, connector):
     if connector == "nixl":
         pytest.importorskip("nixl")
     pair = Pair(start_server, connector)
@@ -312,7 +312,7 @@ def test_a_decode_server_that_stands_still_costs_the_deadline(start_server):
     wait_until(pair.is_clean)
 
 
-def test_parted_servers_cost_the_deadline_and_no_answer(start_server, partition):
+def test_parted_servers_cost_the_deadline_and_no_response(start_server, partition):
     """S03: the load never ends, the request computes its prompt, and the hold ends by itself."""
     pair = Pair(start_server, hold_seconds=2.0, partition=partition)
     bystander = Asker(pair.decode.url, "A long story:", 200)

@@ -52,7 +52,7 @@ PROMPTS = [
 ]
 
 
-class Answer:
+class Response:
     def __init__(self) -> None:
         self.prompt_token_ids: tuple[int, ...] = ()
         self.token_ids: tuple[int, ...] = ()
@@ -62,7 +62,7 @@ class Answer:
 
 class Reference:
     """transformers' own model, float32. Greedy generation gives exactly those tokens each of which is the most likely
-    one after the tokens before it; so a whole answer is checked in one forward pass."""
+    one after the tokens before it; so a whole response is checked in one forward pass."""
 
     def __init__(self) -> None:
         path = find_default_model("smollm2")
@@ -72,9 +72,9 @@ class Reference:
         ).eval()
 
     @torch.inference_mode()
-    def continued(self, prompt_token_ids: tuple[int, ...], answer: tuple[int, ...]) -> tuple[list[int], list[float]]:
-        """The most likely token at each place of the answer, and its log probability."""
-        logits = self.model(torch.tensor([prompt_token_ids + answer])).logits[0, len(prompt_token_ids) - 1 : -1]
+    def continued(self, prompt_token_ids: tuple[int, ...], response: tuple[int, ...]) -> tuple[list[int], list[float]]:
+        """The most likely token at each place of the response, and its log probability."""
+        logits = self.model(torch.tensor([prompt_token_ids + response])).logits[0, len(prompt_token_ids) - 1 : -1]
         best = torch.log_softmax(logits, dim=-1).max(dim=-1)
         return best.indices.tolist(), best.values.tolist()
 
@@ -96,90 +96,90 @@ def reference() -> Reference:
     return Reference()
 
 
-def answers_of(
+def responses_of(
     prompts: list[str] = PROMPTS, *, rounds: int = 1, at_a_time: int = len(PROMPTS), **options: Any
-) -> tuple[list[Answer], EngineStats]:
+) -> tuple[list[Response], EngineStats]:
     """Each prompt's answer in the last of `rounds` rounds, and the engine's figures at the end."""
     sampling = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, logprobs=1)
 
-    async def main() -> tuple[list[Answer], EngineStats]:
+    async def main() -> tuple[list[Response], EngineStats]:
         async with open_engine("smollm2", dtype="float32", max_model_len=512, **options) as engine:
-            answers: list[Answer] = []
+            responses: list[Response] = []
             limiter = trio.CapacityLimiter(at_a_time)
 
-            async def ask(prompt: str, answer: Answer) -> None:
+            async def ask(prompt: str, response: Response) -> None:
                 async with limiter, engine.generate(prompt, sampling) as stream:
                     async for delta in stream:
-                        answer.token_ids += delta.token_ids
-                        answer.logprobs += delta.logprobs or ()
-                    answer.prompt_token_ids = stream.prompt_token_ids
-                    answer.cached_token_count = stream.cached_token_count
+                        response.token_ids += delta.token_ids
+                        response.logprobs += delta.logprobs or ()
+                    response.prompt_token_ids = stream.prompt_token_ids
+                    response.cached_token_count = stream.cached_token_count
 
             for _ in range(rounds):
-                answers = [Answer() for _ in prompts]
+                responses = [Response() for _ in prompts]
                 async with trio.open_nursery() as nursery:
-                    for prompt, answer in zip(prompts, answers, strict=True):
-                        nursery.start_soon(ask, prompt, answer)
+                    for prompt, response in zip(prompts, responses, strict=True):
+                        nursery.start_soon(ask, prompt, response)
             check_idle(engine._core)
-            return answers, engine.stats()
+            return responses, engine.stats()
 
     return trio.run(main)
 
 
-def check_equal(answers: list[Answer], reference: Reference) -> None:
-    for answer in answers:
-        token_ids, logprobs = reference.continued(answer.prompt_token_ids, answer.token_ids)
-        assert len(answer.token_ids) == OUTPUT_TOKENS
-        assert list(answer.token_ids) == token_ids
-        for ours, theirs in zip(answer.logprobs, logprobs, strict=True):
+def check_equal(responses: list[Response], reference: Reference) -> None:
+    for response in responses:
+        token_ids, logprobs = reference.continued(response.prompt_token_ids, response.token_ids)
+        assert len(response.token_ids) == OUTPUT_TOKENS
+        assert list(response.token_ids) == token_ids
+        for ours, theirs in zip(response.logprobs, logprobs, strict=True):
             assert ours.logprob == pytest.approx(theirs, abs=LOGPROB_TOLERANCE)
 
 
 def test_one_after_another_is_what_transformers_generates(reference):
-    answers, stats = answers_of(PROMPTS[:2], at_a_time=1, enable_prefix_caching=False)
-    check_equal(answers, reference)
-    assert [list(answer.token_ids) for answer in answers] == [
-        reference.generated(answer.prompt_token_ids) for answer in answers
+    responses, stats = responses_of(PROMPTS[:2], at_a_time=1, enable_prefix_caching=False)
+    check_equal(responses, reference)
+    assert [list(response.token_ids) for response in responses] == [
+        reference.generated(response.prompt_token_ids) for response in responses
     ]
     assert stats.steps_total >= 2 * OUTPUT_TOKENS
 
 
 def test_batched(reference):
     assert len(PROMPTS) == 20
-    answers, stats = answers_of(enable_prefix_caching=False)
-    check_equal(answers, reference)
+    responses, stats = responses_of(enable_prefix_caching=False)
+    check_equal(responses, reference)
     assert stats.steps_total < 3 * OUTPUT_TOKENS
 
 
 def test_with_prompts_in_chunks(reference):
-    answers, stats = answers_of(enable_prefix_caching=False, max_num_seqs=8, max_num_batched_tokens=11)
-    check_equal(answers, reference)
+    responses, stats = responses_of(enable_prefix_caching=False, max_num_seqs=8, max_num_batched_tokens=11)
+    check_equal(responses, reference)
     assert stats.steps_total > 3 * OUTPUT_TOKENS
 
 
 def test_with_prefix_hits(reference):
-    answers, stats = answers_of(rounds=2)
-    check_equal(answers, reference)
+    responses, stats = responses_of(rounds=2)
+    check_equal(responses, reference)
     assert stats.prefix_hit_tokens_total > 0
-    assert sum(answer.cached_token_count > 0 for answer in answers) >= 8
+    assert sum(response.cached_token_count > 0 for response in responses) >= 8
 
 
 @pytest.mark.parametrize("enable_prefix_caching", [False, True])
 def test_with_preemption(reference, enable_prefix_caching):
     # 36 blocks of 16 tokens, where the 20 sequences want more than 120 at the end.
     memory = 36 * 16 * KV_BYTES_PER_TOKEN / 2**30
-    answers, stats = answers_of(
+    responses, stats = responses_of(
         kv_cache_memory=memory, max_num_batched_tokens=64, enable_prefix_caching=enable_prefix_caching
     )
-    check_equal(answers, reference)
+    check_equal(responses, reference)
     assert stats.blocks_total == 36
     assert stats.preemptions_total > 3
 
 
 def test_with_overlapping_steps(reference):
     memory = 36 * 16 * KV_BYTES_PER_TOKEN / 2**30  # so few blocks that requests give theirs up
-    answers, stats = answers_of(
+    responses, stats = responses_of(
         PROMPTS[:10], overlap_steps=True, kv_cache_memory=memory, max_num_seqs=8, max_num_batched_tokens=64
     )
-    check_equal(answers, reference)
+    check_equal(responses, reference)
     assert stats.preemptions_total > 0

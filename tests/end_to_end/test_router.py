@@ -18,8 +18,8 @@ WAIT_SECONDS_MAX = 120
 
 
 def get(url: str) -> object:
-    with urllib.request.urlopen(url, timeout=30) as answer:
-        return json.load(answer)
+    with urllib.request.urlopen(url, timeout=30) as response:
+        return json.load(response)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -31,7 +31,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 class Asker(threading.Thread):
-    """One streamed request. events: decoded, as they come. is_done: its answer was complete."""
+    """One streamed request. events: decoded, as they come. is_done: its response was complete."""
 
     def __init__(self, url: str, prompt: str, max_tokens: int) -> None:
         super().__init__(daemon=True)
@@ -45,9 +45,9 @@ class Asker(threading.Thread):
 
     def run(self) -> None:
         try:
-            with urllib.request.urlopen(self.request, timeout=WAIT_SECONDS_MAX) as answer:
-                self.endpoint = answer.headers["x-trioserve-endpoint"]
-                for line in answer:
+            with urllib.request.urlopen(self.request, timeout=WAIT_SECONDS_MAX) as response:
+                self.endpoint = response.headers["x-trioserve-endpoint"]
+                for line in response:
                     if line.strip() == b"data: [DONE]":
                         self.is_done = True
                     elif line.startswith(b"data: "):
@@ -99,9 +99,9 @@ def test_a_client_of_the_router_that_is_gone_is_gone_from_the_engine(fleet):
     servers, router = fleet
     body = {"prompt": "Count:", "max_tokens": 1500, "ignore_eos": True, "stream": True}
     request = urllib.request.Request(f"{router.url}/v1/completions", json.dumps(body).encode(), method="POST")
-    with urllib.request.urlopen(request, timeout=WAIT_SECONDS_MAX) as answer:
-        server = servers[answer.headers["x-trioserve-endpoint"]]
-        answer.readline()
+    with urllib.request.urlopen(request, timeout=WAIT_SECONDS_MAX) as response:
+        server = servers[response.headers["x-trioserve-endpoint"]]
+        response.readline()
         assert server.metric('trioserve:kv_blocks{state="used"}') > 0
     wait_until(lambda: server.metric('trioserve:kv_blocks{state="used"}') == 0)
     assert server.metric('trioserve:aborts_total{phase="decode"}') == 1
@@ -130,8 +130,8 @@ def test_a_chat_goes_to_where_its_beginning_is(kv_aware_fleet):
         messages = [{"role": "system", "content": story * 8}, {"role": "user", "content": question}]
         body = json.dumps({"messages": messages, "max_tokens": 1}).encode()
         request = urllib.request.Request(f"{router.url}/v1/chat/completions{query}", body, method="POST")
-        with urllib.request.urlopen(request, timeout=WAIT_SECONDS_MAX) as answer:
-            return answer.headers["x-trioserve-endpoint"]
+        with urllib.request.urlopen(request, timeout=WAIT_SECONDS_MAX) as response:
+            return response.headers["x-trioserve-endpoint"]
 
     def resident() -> dict[str, int]:
         return {each["id"]: each["resident_blocks"] for each in get(f"{router.url}/endpoints")["data"]}
@@ -156,8 +156,8 @@ def test_a_server_with_other_endpoints_knows_what_its_own_engine_has(start_serve
     def ask(query: str = "") -> str:
         body = json.dumps({"prompt": "The lighthouse at the end of the world. " * 16, "max_tokens": 1}).encode()
         request = urllib.request.Request(f"{server.url}/v1/completions{query}", body, method="POST")
-        with urllib.request.urlopen(request, timeout=WAIT_SECONDS_MAX) as answer:
-            return answer.headers["x-trioserve-endpoint"]
+        with urllib.request.urlopen(request, timeout=WAIT_SECONDS_MAX) as response:
+            return response.headers["x-trioserve-endpoint"]
 
     wait_until(lambda: resident() == {"b": 0, "local": 0})
     assert ask("?id=local") == "local"
@@ -196,8 +196,8 @@ def test_the_engine_of_this_process_and_another_server_share_the_load(mixed):
         asker.join(WAIT_SECONDS_MAX)
         assert asker.is_done, (asker.error, asker.events[-1:])
     assert {asker.endpoint for asker in askers} == {"local", "other"}
-    with urllib.request.urlopen(f"{mixed.url}/metrics", timeout=30) as answer:
-        text = answer.read().decode()
+    with urllib.request.urlopen(f"{mixed.url}/metrics", timeout=30) as response:
+        text = response.read().decode()
     assert text.count("# TYPE trioserve:generation_tokens_total counter") == 1
     assert text.count("# TYPE trioserve_router:admissions_total counter") == 1
     assert text.count("# TYPE process_resident_memory_bytes gauge") == 1
@@ -206,9 +206,9 @@ def test_the_engine_of_this_process_and_another_server_share_the_load(mixed):
 def test_a_client_that_leaves_frees_the_blocks_of_the_engine_in_this_process(mixed):
     body = {"prompt": "Count:", "max_tokens": 1500, "ignore_eos": True, "stream": True}
     request = urllib.request.Request(f"{mixed.url}/v1/completions?id=local", json.dumps(body).encode(), method="POST")
-    with urllib.request.urlopen(request, timeout=WAIT_SECONDS_MAX) as answer:
-        assert answer.headers["x-trioserve-endpoint"] == "local"
-        answer.readline()
+    with urllib.request.urlopen(request, timeout=WAIT_SECONDS_MAX) as response:
+        assert response.headers["x-trioserve-endpoint"] == "local"
+        response.readline()
         assert mixed.metric('trioserve:kv_blocks{state="used"}') > 0
     wait_until(lambda: mixed.metric('trioserve:kv_blocks{state="used"}') == 0)
     assert mixed.metric('trioserve:aborts_total{phase="decode"}') == 1

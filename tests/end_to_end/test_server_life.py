@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-ANSWER_SECONDS_MAX = 120
+RESPONSE_SECONDS_MAX = 120
 
 
 def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -23,7 +23,7 @@ def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=ANSWER_SECONDS_MAX,
+        timeout=RESPONSE_SECONDS_MAX,
         check=False,
     )
 
@@ -111,7 +111,7 @@ def test_a_bad_option_is_one_sentence(flags, words):
     check_refusal(run("--port", "0", *flags), *words)
 
 
-def test_generate_answers_one_prompt():
+def test_generate_responses_one_prompt():
     result = run("generate", "--temperature", "0", "--max-tokens", "16", "What is 2 + 2?")
     assert result.returncode == 0
     assert "4" in result.stdout
@@ -134,8 +134,8 @@ def stream(url: str, max_tokens: int) -> list[bytes]:
     """The events of a streamed completion, until the server ends it."""
     body = json.dumps({"prompt": "Once", "max_tokens": max_tokens, "stream": True, "ignore_eos": True}).encode()
     request = urllib.request.Request(f"{url}/v1/completions", data=body, headers={"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=ANSWER_SECONDS_MAX) as answer:
-        return [line for line in answer if line.strip()]
+    with urllib.request.urlopen(request, timeout=RESPONSE_SECONDS_MAX) as response:
+        return [line for line in response if line.strip()]
 
 
 class Client(threading.Thread):
@@ -194,7 +194,7 @@ def test_a_signal_drains_and_running_requests_finish(start_server, number):
     client = Client(server.url, max_tokens=400)
     wait_until_running(server, 1)
     assert server.stop(number) == 0
-    client.join(ANSWER_SECONDS_MAX)
+    client.join(RESPONSE_SECONDS_MAX)
     assert client.error is None
     assert client.events[-1].strip() == b"data: [DONE]"
     assert len(client.events) > 30
@@ -206,7 +206,7 @@ def test_the_deadline_of_a_drain_ends_a_request_with_an_error_event(start_server
     client = Client(server.url, max_tokens=5000)
     wait_until_running(server, 1)
     assert server.stop() == 0
-    client.join(ANSWER_SECONDS_MAX)
+    client.join(RESPONSE_SECONDS_MAX)
     last = json.loads(client.events[-1].removeprefix(b"data: "))
     assert "shutting down" in last["error"]["message"]
 
@@ -218,7 +218,7 @@ def test_a_signal_while_loading_ends_at_once():
         assert "loading" in process.stderr.readline()
         process.send_signal(signal.SIGINT)
         rest = process.stderr.read()
-    assert process.wait(ANSWER_SECONDS_MAX) == 130
+    assert process.wait(RESPONSE_SECONDS_MAX) == 130
     assert "Traceback" not in rest
     assert "serving" not in rest
 

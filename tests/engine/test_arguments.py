@@ -21,7 +21,7 @@ from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 MESSAGES = [{"role": "user", "content": "Hello"}]
 
 
-async def answer_of(fake: FakeEngine, prompt: object = "a prompt", **arguments: object) -> list[int]:
+async def response_of(fake: FakeEngine, prompt: object = "a prompt", **arguments: object) -> list[int]:
     async with fake.generate(prompt, SamplingParams(max_tokens=3, temperature=0), **arguments) as stream:
         return [token_id async for delta in stream for token_id in delta.token_ids]
 
@@ -70,21 +70,21 @@ async def answer_of(fake: FakeEngine, prompt: object = "a prompt", **arguments: 
 )
 async def test_a_wrong_argument_is_refused_by_name_and_holds_nothing(arguments, param, words, autojump_clock):
     async with open_fake_engine(running_requests_max=1, waiting_requests_max=0) as fake:
-        expected = await answer_of(fake)
+        expected = await response_of(fake)
         for _ in range(2):  # the one place is free again
             with pytest.raises(InvalidRequest, match=words) as raised:
                 async with fake.generate(**{"prompt": "a prompt", **arguments}):
                     pass
             assert raised.value.param == param
         fake.assert_all_free()
-        assert await answer_of(fake) == expected
+        assert await response_of(fake) == expected
 
 
 async def test_token_ids_may_be_whole_numbers_of_any_library(autojump_clock):
     async with open_fake_engine() as fake:
-        expected = await answer_of(fake, [104, 105, 106])
+        expected = await response_of(fake, [104, 105, 106])
         for prompt in ((104, 105, 106), range(104, 107), np.arange(104, 107), [np.int32(104), np.uint8(105), 106]):
-            assert await answer_of(fake, prompt, priority=np.int64(1)) == expected
+            assert await response_of(fake, prompt, priority=np.int64(1)) == expected
 
 
 async def test_what_fails_while_a_request_gets_its_place_gives_the_place_back(autojump_clock, monkeypatch):
@@ -95,10 +95,10 @@ async def test_what_fails_while_a_request_gets_its_place_gives_the_place_back(au
         ):  # its choices, its alarms
             monkeypatch.setattr(file, name, None)
             with pytest.raises((TypeError, AttributeError)):
-                await answer_of(fake, deadlines=Deadlines(timeout=5))
+                await response_of(fake, deadlines=Deadlines(timeout=5))
             monkeypatch.undo()
             fake.assert_all_free()
-        assert len(await answer_of(fake)) == 3
+        assert len(await response_of(fake)) == 3
 
 
 @pytest.mark.parametrize("arguments", [{"request_ids": [5]}, {"request_ids": ["r", None]}, {"reason": "abort"}])

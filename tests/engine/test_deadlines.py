@@ -61,7 +61,7 @@ async def test_a_long_prefill_passes_its_ttft_timeout(autojump_clock):
         check_idle(fake.core)
 
 
-async def test_a_total_timeout_ends_an_answer_whose_reader_has_stopped_reading(autojump_clock):
+async def test_a_total_timeout_ends_a_response_whose_reader_has_stopped_reading(autojump_clock):
     async with open_fake_engine(step_seconds=0.1) as fake:
         async with fake.generate("prompt", LONG, deadlines=Deadlines(timeout=1.05)) as stream:
             await trio.sleep(5)
@@ -126,8 +126,8 @@ async def test_live_requests_are_seen_by_their_owner_and_by_those_who_see_all(au
             assert [view.id for view in fake.live_requests(owner="you")] == ["b"]
             assert fake.live_requests(owner="nobody") == []
 
-            answer = fake.abort(["a", "b"], owner="you")
-            assert {name: outcome.value for name, outcome in answer.items()} == {"a": "unknown", "b": "aborted"}
+            response = fake.abort(["a", "b"], owner="you")
+            assert {name: outcome.value for name, outcome in response.items()} == {"a": "unknown", "b": "aborted"}
             assert [view.state for view in fake.live_requests()] == ["running", "finished"]
         await trio.sleep(0.2)
         assert fake.live_requests() == []

@@ -51,7 +51,7 @@ async def test_the_last_delta_says_how_to_get_at_the_blocks(autojump_clock):
 
 
 @pytest.mark.parametrize(
-    ("sampling", "answer"),
+    ("sampling", "response"),
     [
         (SamplingParams(max_tokens=0), None),
         (ONE, None),
@@ -61,8 +61,8 @@ async def test_the_last_delta_says_how_to_get_at_the_blocks(autojump_clock):
     ids=["nothing is shown", "length", "stop string", "end token"],
 )
 @pytest.mark.parametrize("paused", [False, True])
-async def test_however_an_answer_ends_whole_its_blocks_are_held(sampling, answer, paused, autojump_clock):
-    async with engine_with_connector(answer=answer, paused=paused) as fake:
+async def test_however_a_response_ends_whole_its_blocks_are_held(sampling, response, paused, autojump_clock):
+    async with engine_with_connector(response=response, paused=paused) as fake:
         async with fake.generate(PROMPT, sampling, kv_transfer=HOLD) as stream:
             if paused:
                 await fake.step(10)
@@ -77,7 +77,7 @@ async def test_however_an_answer_ends_whole_its_blocks_are_held(sampling, answer
 
 async def test_steps_that_overlap_never_leave_a_hold_that_nobody_knows_of(autojump_clock):
     """An end that was not foreseen is told before the blocks can be held: the hold that follows is given up."""
-    async with engine_with_connector(overlap_steps=True, answer="Hello", step_seconds=0.01) as fake:
+    async with engine_with_connector(overlap_steps=True, response="Hello", step_seconds=0.01) as fake:
         async with fake.generate(PROMPT, SamplingParams(max_tokens=8, stop=("ll",)), kv_transfer=HOLD) as stream:
             last = [delta async for delta in stream][-1]
             assert last.finish_reason is FinishReason.STOP
@@ -90,7 +90,7 @@ async def test_steps_that_overlap_never_leave_a_hold_that_nobody_knows_of(autoju
         fake.assert_all_free()
 
 
-async def test_an_aborted_answer_is_not_held(autojump_clock):
+async def test_an_aborted_response_is_not_held(autojump_clock):
     async with engine_with_connector(step_seconds=0.1) as fake:
         async with fake.generate(PROMPT, SamplingParams(max_tokens=50), kv_transfer=HOLD) as stream:
             await anext(stream)
@@ -157,7 +157,7 @@ async def test_a_held_request_has_no_place_and_no_lease(autojump_clock):
         await held.wait_until_released()
 
 
-async def test_beyond_the_share_that_may_be_held_an_answer_says_nothing_of_kv(autojump_clock):
+async def test_beyond_the_share_that_may_be_held_a_response_says_nothing_of_kv(autojump_clock):
     async with engine_with_connector(block_count=64, held_share_max=0.2) as fake:  # a prompt has 6 blocks
         async with trio.open_nursery() as nursery:
             lasts = []
@@ -180,7 +180,7 @@ async def _hold_until_cancelled(fake: FakeEngine, lasts: list[Delta]) -> None:
         await trio.sleep_forever()
 
 
-async def test_kv_that_comes_from_elsewhere_gives_the_same_answer(autojump_clock):
+async def test_kv_that_comes_from_elsewhere_gives_the_same_response(autojump_clock):
     async with engine_with_connector() as fake:
         computed = await deltas_of(fake, kv_transfer=None)
     async with engine_with_connector() as fake:

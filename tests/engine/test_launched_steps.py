@@ -113,7 +113,7 @@ async def test_a_cancelled_loop_waits_for_all_that_was_launched():
 
 
 @pytest.mark.parametrize("what", ("launch", "finish"))
-async def test_steps_before_one_that_breaks_have_their_answers_and_none_behind_it_is_begun(what):
+async def test_steps_before_one_that_breaks_have_their_responses_and_none_behind_it_is_begun(what):
     device, core, reader = Device(breaks=(what, 2)), make_core(50), Reader(50)
     async with WorkerThread("compute") as thread:
         with pytest.raises(RuntimeError, match=f"cannot {what}"):
@@ -130,10 +130,10 @@ async def test_what_is_handed_over_behind_a_broken_step_is_answered_with_nothing
     device = Device(breaks=(breaks, 0))
     async with WorkerThread("compute") as thread:
         steps = LaunchedSteps(device, thread)
-        answers = [steps.run_step(StepPlan(index, (), 0), never_abandoned) for index in range(2)]
+        responses = [steps.run_step(StepPlan(index, (), 0), never_abandoned) for index in range(2)]
         with pytest.raises(RuntimeError, match=f"cannot {breaks}"):
-            await answers[0]
-        assert await answers[1] is None
+            await responses[0]
+        assert await responses[1] is None
         assert await steps.run_step(StepPlan(2, (), 0), never_abandoned) is None
     assert ("finish", 1) not in device.done
     assert ("launch", 2) not in device.done

@@ -73,14 +73,14 @@ class Nobody:
 
 
 @pytest.mark.parametrize("step_seconds", [0.0, 0.01])
-async def test_answers_are_those_without_overlap(step_seconds, autojump_clock):
+async def test_responses_are_those_without_overlap(step_seconds, autojump_clock):
     asked = [
         (f"prompt {index}" * (index % 4 + 1), SamplingParams(max_tokens=count, seed=index, n=index % 2 + 1, stop=stop))
         for index, (count, stop) in enumerate(
             [(1, ()), (2, ()), (20, ()), (9, ()), (60, ("e",)), (60, ("\x01", "a")), (30, ()), (60, ("t",))]
         )
     ]
-    answers: dict[bool, list[object]] = {}
+    responses: dict[bool, list[object]] = {}
     for overlap_steps in (False, True):
         got: list[object] = [None] * len(asked)
 
@@ -94,8 +94,8 @@ async def test_answers_are_those_without_overlap(step_seconds, autojump_clock):
                     nursery.start_soon(ask, fake, index, got)
             await trio.sleep(1)
             fake.assert_all_free()
-        answers[overlap_steps] = got
-    assert answers[True] == answers[False]
+        responses[overlap_steps] = got
+    assert responses[True] == responses[False]
 
 
 async def test_the_next_step_is_with_the_thread_before_the_result_of_the_last_one_is_taken():
@@ -155,8 +155,8 @@ async def test_an_aborted_reader_gets_its_end_at_once_and_no_token_after_it(auto
         fake.assert_all_free()
 
 
-async def test_a_stop_string_ends_an_answer_and_the_token_behind_it_is_nobodys(autojump_clock):
-    async with open_fake_engine(overlap_steps=True, step_seconds=1, answer=TEXT) as fake:
+async def test_a_stop_string_ends_a_response_and_the_token_behind_it_is_nobodys(autojump_clock):
+    async with open_fake_engine(overlap_steps=True, step_seconds=1, response=TEXT) as fake:
         async with fake.generate("say", SamplingParams(stop=("three",), temperature=0)) as stream:
             deltas = [delta async for delta in stream]
             count = len("one two three")
@@ -173,16 +173,16 @@ async def test_a_stop_string_ends_an_answer_and_the_token_behind_it_is_nobodys(a
 
 
 async def test_an_end_token_is_told_with_its_step_and_not_a_step_later(autojump_clock):
-    async with open_fake_engine(overlap_steps=True, step_seconds=1, answer=TEXT) as fake:
-        (answer,) = await read(fake, "say", SamplingParams(temperature=0))
-        assert (answer[0], answer[2]) == (TEXT, FinishReason.STOP)
+    async with open_fake_engine(overlap_steps=True, step_seconds=1, response=TEXT) as fake:
+        (response,) = await read(fake, "say", SamplingParams(temperature=0))
+        assert (response[0], response[2]) == (TEXT, FinishReason.STOP)
         assert trio.current_time() == len(TEXT) + 1
         await trio.sleep(1.1)
         fake.assert_all_free()
         assert fake.executor.plans == len(TEXT) + 2
 
 
-async def test_an_answer_whose_length_is_known_has_no_step_too_many(autojump_clock):
+async def test_a_response_whose_length_is_known_has_no_step_too_many(autojump_clock):
     async with open_fake_engine(overlap_steps=True, step_seconds=1) as fake:
         await read(fake, "say", SamplingParams(max_tokens=5))
         assert fake.executor.plans == 5

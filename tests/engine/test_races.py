@@ -47,7 +47,7 @@ async def refused_draining(engine: Engine) -> None:
 
 async def test_no_delta_is_lost_when_a_reader_is_cancelled_again_and_again(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake:
-        answers = []
+        responses = []
         for patience in (1000, 0.01, 0.003):
             token_ids: list[int] = []
             reason = None
@@ -58,9 +58,9 @@ async def test_no_delta_is_lost_when_a_reader_is_cancelled_again_and_again(autoj
                         delta = await anext(stream)
                         token_ids += delta.token_ids
                         reason = delta.finish_reason
-            answers.append(token_ids)
-        assert len(answers[0]) == 30
-        assert answers[0] == answers[1] == answers[2]
+            responses.append(token_ids)
+        assert len(responses[0]) == 30
+        assert responses[0] == responses[1] == responses[2]
 
 
 async def test_two_tasks_may_read_one_stream(autojump_clock):
@@ -91,7 +91,7 @@ async def test_two_tasks_may_wait_until_it_is_idle(autojump_clock):
                 await trio.sleep(1)
 
 
-async def test_an_answer_that_was_complete_before_the_fault_is_read_to_its_end(autojump_clock):
+async def test_a_response_that_was_complete_before_the_fault_is_read_to_its_end(autojump_clock):
     with pytest.raises(EngineFault):
         async with open_fake_engine(step_seconds=0.01) as fake:
             fake.on_fault = trio.sleep_forever

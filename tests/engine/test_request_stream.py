@@ -24,7 +24,7 @@ def check_all_free(fake: FakeEngine) -> None:
     assert len(fake._delivery) == 0
 
 
-async def answer_of(fake: FakeEngine, prompt: str = PROMPT, **sampling: object) -> list[int]:
+async def response_of(fake: FakeEngine, prompt: str = PROMPT, **sampling: object) -> list[int]:
     token_ids: list[int] = []
     async with fake.generate(prompt, SamplingParams(**sampling)) as stream:
         async for delta in stream:
@@ -32,11 +32,11 @@ async def answer_of(fake: FakeEngine, prompt: str = PROMPT, **sampling: object) 
     return token_ids
 
 
-async def test_deltas_join_to_the_answer_of_the_model_alone(autojump_clock):
+async def test_deltas_join_to_the_response_of_the_model_alone(autojump_clock):
     model = FakeModel(vocab_size=256)
     known = list(PROMPT.encode())
     async with open_fake_engine(model=model) as fake:
-        token_ids = await answer_of(fake, max_tokens=20, temperature=0)
+        token_ids = await response_of(fake, max_tokens=20, temperature=0)
         for token_id in token_ids:
             digest = model.digest(known)
             expected = digest_token(model, digest)
@@ -70,7 +70,7 @@ async def test_only_the_last_delta_of_each_choice_has_a_finish_reason(autojump_c
 
 async def test_a_slow_reader_finds_its_deltas_merged(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake:
-        expected = await answer_of(fake, max_tokens=30, temperature=0)
+        expected = await response_of(fake, max_tokens=30, temperature=0)
         async with fake.generate(PROMPT, SamplingParams(max_tokens=30, temperature=0)) as stream:
             await trio.sleep(10)
             deltas = [delta async for delta in stream]
@@ -131,7 +131,7 @@ async def test_leaving_the_line_frees_the_place_at_once_and_never_runs(autojump_
 async def test_a_deadline_around_a_request_ends_it_at_any_phase(seconds, autojump_clock):
     async with open_fake_engine(step_seconds=0.01, step_tokens_max=8) as fake:
         with trio.move_on_after(seconds) as scope:
-            await answer_of(fake, max_tokens=100)
+            await response_of(fake, max_tokens=100)
         assert scope.cancelled_caught
         await trio.sleep(0.02)
         check_all_free(fake)
@@ -149,7 +149,7 @@ async def test_an_error_in_the_body_ends_the_request_and_comes_out_as_it_is(auto
 
 async def test_others_do_not_notice_who_leaves(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake:
-        expected = await answer_of(fake, max_tokens=40, temperature=0)
+        expected = await response_of(fake, max_tokens=40, temperature=0)
 
         async def leave_early(index: int) -> None:
             async with fake.generate(f"{index} {PROMPT}", SamplingParams(max_tokens=40)) as stream:
@@ -163,13 +163,13 @@ async def test_others_do_not_notice_who_leaves(autojump_clock):
         async with trio.open_nursery() as nursery:
             for index in range(1, 8):
                 nursery.start_soon(leave_early, index)
-            results.append(await answer_of(fake, max_tokens=40, temperature=0))
+            results.append(await response_of(fake, max_tokens=40, temperature=0))
         assert results == [expected]
         await trio.sleep(0.02)
         check_all_free(fake)
 
 
-async def test_abort_by_id_gives_the_reader_a_last_delta_and_answers_what_it_did(autojump_clock):
+async def test_abort_by_id_gives_the_reader_a_last_delta_and_responses_what_it_did(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake:
         assert fake.abort(["mine"]) == {"mine": AbortOutcome.UNKNOWN}
         async with fake.generate(PROMPT, SamplingParams(max_tokens=100), request_id="mine") as stream:
@@ -249,18 +249,18 @@ async def test_leaving_when_some_choices_have_ended_ends_the_others(autojump_clo
 
 async def test_choices_with_one_seed_differ_and_are_repeated_with_it(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake:
-        answers = []
+        responses = []
         for seed in (-1, -1, 2):
             texts = {0: "", 1: ""}
             async with fake.generate(PROMPT, SamplingParams(n=2, max_tokens=20, seed=seed)) as stream:
                 async for delta in stream:
                     texts[delta.index] += delta.text
             assert texts[0] != texts[1]
-            answers.append(texts)
-        assert answers[0] == answers[1] != answers[2]
+            responses.append(texts)
+        assert responses[0] == responses[1] != responses[2]
 
 
-async def test_usage_is_known_when_the_answer_is_complete(autojump_clock):
+async def test_usage_is_known_when_the_response_is_complete(autojump_clock):
     async with open_fake_engine() as fake:
         for cached in (0, len(PROMPT) // 4 * 4 - (len(PROMPT) % 4 == 0) * 4):
             async with fake.generate(PROMPT, SamplingParams(n=2, max_tokens=7, ignore_eos=True)) as stream:
@@ -271,9 +271,9 @@ async def test_usage_is_known_when_the_answer_is_complete(autojump_clock):
                 assert stream.cached_token_count == cached
 
 
-async def test_without_max_tokens_the_answer_ends_where_the_context_does(autojump_clock):
+async def test_without_max_tokens_the_response_ends_where_the_context_does(autojump_clock):
     async with open_fake_engine(context_tokens_max=64) as fake:
-        assert len(await answer_of(fake, ignore_eos=True)) == 64 - len(PROMPT)
+        assert len(await response_of(fake, ignore_eos=True)) == 64 - len(PROMPT)
 
 
 async def test_the_one_with_the_lower_priority_number_goes_first(autojump_clock):
@@ -308,14 +308,14 @@ async def test_prefixes_are_shared_only_between_equal_salts(autojump_clock):
         assert hits == [False, True, False, False, True]
 
 
-async def test_end_tokens_end_the_answer_unless_they_are_to_be_ignored(autojump_clock):
+async def test_end_tokens_end_the_response_unless_they_are_to_be_ignored(autojump_clock):
     async with open_fake_engine(model=FakeModel(vocab_size=257, stop_token_id=256, stop_period=8)) as fake:
-        ended = await answer_of(fake, max_tokens=100, temperature=0)
+        ended = await response_of(fake, max_tokens=100, temperature=0)
         assert ended[-1] == 256
         assert 256 not in ended[:-1]
         assert len(ended) < 100
-        assert len(await answer_of(fake, max_tokens=100, temperature=0, ignore_eos=True)) == 100
-        stopped = await answer_of(fake, max_tokens=100, temperature=0, stop_token_ids=(ended[0],))
+        assert len(await response_of(fake, max_tokens=100, temperature=0, ignore_eos=True)) == 100
+        stopped = await response_of(fake, max_tokens=100, temperature=0, stop_token_ids=(ended[0],))
         assert stopped == ended[:1]
 
 
@@ -324,7 +324,7 @@ async def test_a_full_line_refuses_before_it_tokenizes(autojump_clock, monkeypat
     async with open_fake_engine(running_requests_max=1, waiting_requests_max=2) as fake:
         fake.steps.hold()
         async with fake.generate(PROMPT), fake.generate(PROMPT), trio.open_nursery() as nursery:
-            nursery.start_soon(answer_of, fake)
+            nursery.start_soon(response_of, fake)
             await trio.testing.wait_all_tasks_blocked()
             monkeypatch.setattr(fake.tokenizer, "encode", lambda *_args, **_kwargs: pytest.fail("tokenized"))
             with pytest.raises(Overloaded, match="1 requests wait for the model, 1 may") as caught:
@@ -336,7 +336,7 @@ async def test_a_full_line_refuses_before_it_tokenizes(autojump_clock, monkeypat
             nursery.cancel_scope.cancel()
         fake.steps.release()
         await trio.lowlevel.checkpoint()
-        await answer_of(fake, max_tokens=3)
+        await response_of(fake, max_tokens=3)
         check_all_free(fake)
         assert 'requests_rejected_total{model_name="fake",reason="queue_full"} 1.0' in fake.metrics.expose().decode()
 
@@ -481,7 +481,7 @@ async def test_a_stream_that_is_not_entered_has_nothing_to_wait_for(autojump_clo
 
 async def test_of_several_readers_each_delta_has_one_and_all_see_the_end(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake:
-        alone = await answer_of(fake, max_tokens=30, temperature=0)
+        alone = await response_of(fake, max_tokens=30, temperature=0)
         read: list[list[Delta]] = []
 
         async def read_some(stream: RequestStream) -> None:

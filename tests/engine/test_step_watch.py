@@ -32,8 +32,8 @@ def value(fake: FakeEngine, name: str) -> float:
 
 async def asked(server: MemoryServer, path: str) -> tuple[int, str | None]:
     """The status, and the reason if there is one."""
-    answer = await server.client().get(path)
-    return answer.status, (await answer.json()).get("reason")
+    response = await server.client().get(path)
+    return response.status, (await response.json()).get("reason")
 
 
 # --- what an honest step may take ---
@@ -108,10 +108,10 @@ async def test_ready_turns_while_a_step_is_too_old_and_back_when_it_ends(autojum
                 assert await asked(server, "/ready") == (200, None)
                 assert fake.ready
                 await trio.sleep(2)
-                answer = await server.client().get("/ready")
-                assert answer.status == 503
-                assert answer.headers["x-trioserve-reason"] == "step_overdue"
-                assert await answer.json() == {
+                response = await server.client().get("/ready")
+                assert response.status == 503
+                assert response.headers["x-trioserve-reason"] == "step_overdue"
+                assert await response.json() == {
                     "ready": False,
                     "reason": "step_overdue",
                     "message": "the step in flight is 61.0 s old, and 60 s are allowed",
@@ -169,11 +169,11 @@ async def test_new_requests_are_refused_while_a_step_is_too_old(autojump_clock):
             with pytest.raises(StepOverdue, match=r"is 61\.0 s old, and 60 s are allowed: ask another server"):
                 async with fake.generate("prompt"):
                     pass
-            answer = await server.client().post(CHAT, {"model": "fake", "prompt": "hello"})
-            assert answer.status == 503
-            assert answer.headers["x-trioserve-reason"] == "step_overdue"
-            assert answer.headers["retry-after"] == "5"
-            assert (await answer.json())["error"]["code"] == "step_overdue"
+            response = await server.client().post(CHAT, {"model": "fake", "prompt": "hello"})
+            assert response.status == 503
+            assert response.headers["x-trioserve-reason"] == "step_overdue"
+            assert response.headers["retry-after"] == "5"
+            assert (await response.json())["error"]["code"] == "step_overdue"
             assert value(fake, "requests_rejected_total") == 2
         fake.resume()
         async with fake.generate("prompt", SamplingParams(max_tokens=1)) as stream:
@@ -227,7 +227,7 @@ async def test_a_deadline_rings_while_a_step_hangs(autojump_clock):
 
 
 async def test_the_age_of_a_step_and_the_time_without_progress_are_shown(autojump_clock):
-    async with open_fake_engine(paused=True, answer="some words") as fake:
+    async with open_fake_engine(paused=True, response="some words") as fake:
         assert [value(fake, name) for name in ("step_age_seconds", "no_progress_seconds")] == [0, 0]
         await trio.sleep(5)
         async with fake.generate("prompt", LONG) as stream:

@@ -99,8 +99,8 @@ async def test_tokenizing_delays_no_prompt_however_long(path, body, gate):
             nursery.start_soon(server.client().post, path, body)
             await gate.wait_until_begun()
             with trio.fail_after(WAIT_SECONDS_MAX):
-                answer = await server.client().post("/v1/completions", {"prompt": "x" * 4000, "max_tokens": 1})
-            assert answer.status == 200
+                response = await server.client().post("/v1/completions", {"prompt": "x" * 4000, "max_tokens": 1})
+            assert response.status == 200
             gate.open()
 
 
@@ -119,11 +119,11 @@ async def test_of_texts_that_are_tokenized_for_their_own_sake_few_may_wait(gate)
             await trio.testing.wait_all_tasks_blocked()
             for path, body in (("/tokenize", {"prompt": "x" * 5000}), ("/detokenize", {"tokens": [120] * 5000})):
                 with trio.fail_after(WAIT_SECONDS_MAX):
-                    answer = await server.client().post(path, body)
-                assert answer.status == 429
-                said = json.loads(answer.body)["error"]
-                assert answer.headers["x-trioserve-reason"] == "text_queue_full"
-                assert int(answer.headers["retry-after"]) >= 1
+                    response = await server.client().post(path, body)
+                assert response.status == 429
+                said = json.loads(response.body)["error"]
+                assert response.headers["x-trioserve-reason"] == "text_queue_full"
+                assert int(response.headers["retry-after"]) >= 1
                 assert f"at most {ASIDE_JOBS_MAX} may be" in said["message"]
             assert (await server.client().post("/tokenize", {"prompt": "short"})).status == 200
             gate.open()

@@ -23,7 +23,7 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 
 @dataclasses.dataclass
-class H2Answer:
+class H2Response:
     """What one stream has brought so far."""
 
     status: int | None = None
@@ -39,11 +39,11 @@ class H2Answer:
 
 
 class H2Client:
-    """Sends any frame, and sorts what comes into one H2Answer a stream. Credits nothing by itself."""
+    """Sends any frame, and sorts what comes into one H2Response a stream. Credits nothing by itself."""
 
     def __init__(self, stream: trio.abc.Stream) -> None:
         self.stream = stream
-        self.answers: dict[int, H2Answer] = {}
+        self.responses: dict[int, H2Response] = {}
         self.goaways: list[frames.GoAwayFrame] = []
         self.frames: list[frames.Frame] = []
         self.reads: list[int] = []  # DATA frames in each read
@@ -79,7 +79,7 @@ class H2Client:
             made.append(frames.DataFrame(stream_id, data=body))
         if end:
             made[-1].flags.add("END_STREAM")
-        self.answers[stream_id] = H2Answer()
+        self.responses[stream_id] = H2Response()
         return stream_id, made
 
     async def request(self, path: str = "/", **arguments) -> int:
@@ -123,32 +123,32 @@ class H2Client:
             self.goaways.append(frame)
             return
         # Streams that a test opened by hand are not looked at, but their headers belong to the table.
-        answer = self.answers.get(frame.stream_id) or H2Answer()
+        response = self.responses.get(frame.stream_id) or H2Response()
         if isinstance(frame, frames.HeadersFrame):
             fields = dict(self._decoder.decode(frame.data))
             status = int(fields.pop(":status"))
             if status < 200:
-                answer.informational.append(status)
+                response.informational.append(status)
             else:
-                answer.status = status
-                answer.headers = fields
+                response.status = status
+                response.headers = fields
         elif isinstance(frame, frames.DataFrame):
-            answer.body += frame.data
+            response.body += frame.data
         elif isinstance(frame, frames.RstStreamFrame):
-            answer.reset_code = frame.error_code
+            response.reset_code = frame.error_code
         if "END_STREAM" in frame.flags:
-            answer.ended = True
+            response.ended = True
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Read on until the condition holds. Fails at the end of the connection."""
         while not condition():
-            assert not self.at_eof, f"the server closed; {self.answers} {self.goaways}"
+            assert not self.at_eof, f"the server closed; {self.responses} {self.goaways}"
             await self.receive()
 
-    async def answer(self, stream_id: int) -> H2Answer:
-        answer = self.answers[stream_id]
-        await self.until(lambda: answer.over)
-        return answer
+    async def response(self, stream_id: int) -> H2Response:
+        response = self.responses[stream_id]
+        await self.until(lambda: response.over)
+        return response
 
     async def until_eof(self) -> None:
         while not self.at_eof:
@@ -187,7 +187,7 @@ class H11Client:
                 received = b""
             self.protocol.receive_data(received)
 
-    async def answer(self, *, next_cycle: bool = True) -> tuple[int, dict[str, str], bytes]:
+    async def response(self, *, next_cycle: bool = True) -> tuple[int, dict[str, str], bytes]:
         """Status, headers and body; raises h11.RemoteProtocolError if it breaks off."""
         head = await self.event()
         while isinstance(head, h11.InformationalResponse):

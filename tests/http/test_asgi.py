@@ -11,7 +11,7 @@ import trio
 import trio.testing
 
 from trioserve.contracts.errors import StartupError
-from trioserve.http.asgi.app import AnswerBrokenOff, AsgiApp
+from trioserve.http.asgi.app import AsgiApp, ResponseBrokenOff
 from trioserve.http.asgi.hypercorn_server import serve_with_hypercorn
 from trioserve.http.limits import FrontendLimits
 from trioserve.http.listener import addresses, open_listeners
@@ -78,7 +78,7 @@ async def stream_for_ever(exchange):
         await exchange.send(bytes(1000))
 
 
-async def test_request_reaches_handler_and_answer_reaches_host(autojump_clock):
+async def test_request_reaches_handler_and_response_reaches_host(autojump_clock):
     host = Host(AsgiApp(echo))
     host.put(b"hel", more_body=True)
     host.put(b"lo ")
@@ -96,7 +96,7 @@ async def test_mounted_app_sees_its_own_paths(autojump_clock):
     assert b"POST /v1/models" in dict(host.sent[0]["headers"])[b"x-seen"]
 
 
-async def test_streamed_answer_is_given_on_as_it_comes(autojump_clock, nursery):
+async def test_streamed_response_is_given_on_as_it_comes(autojump_clock, nursery):
     go_on = trio.Event()
 
     async def handler(exchange):
@@ -182,7 +182,7 @@ async def test_host_that_takes_nothing_gets_a_bounded_number_of_bytes_and_then_a
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(look)
-        with pytest.raises(AnswerBrokenOff, match="POST /v1/a b"):
+        with pytest.raises(ResponseBrokenOff, match="POST /v1/a b"):
             await host.run()
     assert app.counters().answer_bytes_held == 0
     assert trio.current_time() - began_at == pytest.approx(30, abs=0.1)
@@ -198,7 +198,7 @@ async def test_body_beyond_the_limit_is_a_413(autojump_clock):
     assert host.status == 413
 
 
-async def test_exception_before_the_answer_is_a_500(autojump_clock, caplog):
+async def test_exception_before_the_response_is_a_500(autojump_clock, caplog):
     async def handler(exchange):
         raise ZeroDivisionError("a fault")
 
@@ -214,7 +214,7 @@ async def test_exception_mid_stream_tells_the_host_to_break_off(autojump_clock, 
         raise ZeroDivisionError("a fault")
 
     host = Host(AsgiApp(handler))
-    with pytest.raises(AnswerBrokenOff):
+    with pytest.raises(ResponseBrokenOff):
         await host.run()
 
 
@@ -272,8 +272,8 @@ async def test_hypercorn_serves_the_handler_and_cancels_it_at_a_disconnect(watch
         assert "buffer without bound" in caplog.text
         for http2 in (False, True):
             async with httpx.AsyncClient(http1=not http2, http2=http2, trust_env=False) as client:
-                answer = await client.post(f"{url}/echo", content=b"hello ")
-                assert answer.content.startswith(b"hello 127.0.0.1")
+                response = await client.post(f"{url}/echo", content=b"hello ")
+                assert response.content.startswith(b"hello 127.0.0.1")
         async with httpx.AsyncClient(trust_env=False) as client:
             with trio.move_on_after(10):
                 async with trio.open_nursery() as asking:

@@ -31,12 +31,12 @@ async def test_date_created_and_ids_are_those_handed_in(path, prefix, body, http
         ours, theirs = memory_connection()
         nursery.start_soon(server.serve_connection, theirs)
         client = MemoryClient(ours, http=http)
-        answer = await client.post(path, {**body, "max_tokens": 1})
-        value = await answer.json()
+        response = await client.post(path, {**body, "max_tokens": 1})
+        value = await response.json()
         nursery.cancel_scope.cancel()
     assert (value["created"], value["id"]) == (1_700_000_000, f"{prefix}id-0")
-    assert answer.headers["x-request-id"] == "id-0"
-    assert answer.headers["date"] == "Tue, 14 Nov 2023 22:13:20 GMT"
+    assert response.headers["x-request-id"] == "id-0"
+    assert response.headers["date"] == "Tue, 14 Nov 2023 22:13:20 GMT"
 
 
 async def test_a_refusal_of_the_connection_itself_has_that_date_too(autojump_clock):

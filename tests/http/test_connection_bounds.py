@@ -19,7 +19,7 @@ from trioserve.http.server import FrontendServer
 REQUEST = b"GET / HTTP/1.1\r\nhost: test\r\n\r\n"
 
 
-async def answer_ok(exchange):
+async def respond_ok(exchange):
     await exchange.respond(200, [], b"ok")
 
 
@@ -44,7 +44,7 @@ async def ask(stream) -> None:
 @pytest.mark.parametrize("first_asks", [True, False])
 async def test_connection_that_is_idle_longest_makes_room_for_a_new_one(first_asks):
     limits = {"connections_max": 2, "crowded_idle_seconds_min": 1e-6, "close_seconds_max": 1000}
-    async with listening(answer_ok, **limits) as (server, address):
+    async with listening(respond_ok, **limits) as (server, address):
         first, second = [await trio.open_tcp_stream(*address) for _ in range(2)]
         if first_asks:  # otherwise it is silent, and has not even said which protocol it speaks
             await ask(first)
@@ -66,7 +66,7 @@ async def test_connection_with_a_request_keeps_its_seat_until_it_is_idle():
     async def handler(exchange):
         if exchange.path == "/wait":
             await go_on.wait()
-        await answer_ok(exchange)
+        await respond_ok(exchange)
 
     async with listening(handler, connections_max=1, crowded_idle_seconds_min=1e-6) as (server, address):
         first = await trio.open_tcp_stream(*address)
@@ -87,10 +87,10 @@ async def test_connection_with_a_request_keeps_its_seat_until_it_is_idle():
 
 async def test_idle_http_2_connection_makes_room_with_a_goaway(h2_client):
     limits = {"connections_max": 1, "crowded_idle_seconds_min": 1e-6, "close_seconds_max": 1000}
-    async with listening(answer_ok, **limits) as (_, address):
+    async with listening(respond_ok, **limits) as (_, address):
         client = h2_client(await trio.open_tcp_stream(*address))
         await client.open()
-        await client.answer(await client.request())
+        await client.response(await client.request())
         other = await trio.open_tcp_stream(*address)
         await ask(other)  # although the first one has not closed its side
         await client.until_eof()
@@ -133,9 +133,9 @@ async def test_requests_of_all_connections_together_are_bounded(autojump_clock, 
         await client.request()
     await the_front.settle()
     refused = await other.request()
-    assert (await other.answer(refused)).reset_code == ErrorCodes.REFUSED_STREAM
+    assert (await other.response(refused)).reset_code == ErrorCodes.REFUSED_STREAM
     await http1.request()
-    status, headers, body = await http1.answer(next_cycle=False)
+    status, headers, body = await http1.response(next_cycle=False)
     assert (status, headers["retry-after"], headers["x-trioserve-reason"]) == (503, "1", "exchanges_max")
     assert b'"type":"server_error"' in body
     assert handler.running == 3
@@ -160,9 +160,9 @@ async def test_a_share_of_the_exchanges_is_kept_for_callers_who_are_known(autoju
     http2, http1 = await the_front.h2(), the_front.h11()
     unknown = [await http2.request() for _ in range(2)]
     await the_front.settle()
-    assert (await http2.answer(await http2.request())).reset_code == ErrorCodes.REFUSED_STREAM
+    assert (await http2.response(await http2.request())).reset_code == ErrorCodes.REFUSED_STREAM
     await http1.request()
-    status, headers, body = await http1.answer(next_cycle=False)
+    status, headers, body = await http1.response(next_cycle=False)
     assert (status, headers["retry-after"], headers["x-trioserve-reason"]) == (503, "1", "unknown_callers")
     assert b"send a key" in body
     await http2.request(headers=key)
@@ -171,7 +171,7 @@ async def test_a_share_of_the_exchanges_is_kept_for_callers_who_are_known(autoju
     await the_front.settle()
     counters = the_front.server.counters()
     assert (handler.running, counters.exchanges_open, counters.exchanges_unknown_open) == (4, 4, 2)
-    assert (await http2.answer(await http2.request(headers=key))).reset_code == ErrorCodes.REFUSED_STREAM
+    assert (await http2.response(await http2.request(headers=key))).reset_code == ErrorCodes.REFUSED_STREAM
     assert the_front.server.counters().streams_refused_total == {
         "draining": 0,
         "exchanges_max": 1,
@@ -218,7 +218,7 @@ async def test_every_refusal_of_a_connection_is_counted_with_its_reason(autojump
     assert {name: count for name, count in refused.items() if count} == {reason: 1}
 
 
-# In HTTP/2 the answer to SETTINGS is the first thing that cannot be sent.
+# In HTTP/2 the response to SETTINGS is the first thing that cannot be sent.
 @pytest.mark.parametrize("sent", [REQUEST, PREFACE])
 async def test_connection_that_takes_nothing_is_counted_as_stalled(autojump_clock, front, sent):
     async def handler(exchange):
@@ -249,7 +249,7 @@ async def test_tcp_is_told_to_notice_a_machine_that_vanished(monkeypatch):
         await serve_connection(self, stream, peer=peer)
 
     monkeypatch.setattr(FrontendServer, "serve_connection", look)
-    async with listening(answer_ok, stall_seconds_max=7) as (_, address):
+    async with listening(respond_ok, stall_seconds_max=7) as (_, address):
         stream = await trio.open_tcp_stream(*address)
         await ask(stream)
         await stream.aclose()
@@ -283,7 +283,7 @@ async def test_accept_that_fails_does_not_end_the_server(autojump_clock, nursery
     ours, theirs = memory_stream_pair()
     theirs.setsockopt = lambda *arguments: None
     theirs.socket = socket.socket()
-    server = FrontendServer(answer_ok)
+    server = FrontendServer(respond_ok)
     await nursery.start(server.serve, [BadListener(number, number, stream=theirs)])
     await ask(ours)
     theirs.socket.close()
@@ -293,5 +293,5 @@ async def test_accept_that_fails_does_not_end_the_server(autojump_clock, nursery
 
 async def test_accept_that_fails_for_a_reason_of_ours_is_told(autojump_clock):
     with pytest.raises(BaseExceptionGroup) as caught:
-        await FrontendServer(answer_ok).serve([BadListener(errno.EINVAL, stream=memory_stream_pair()[0])])
+        await FrontendServer(respond_ok).serve([BadListener(errno.EINVAL, stream=memory_stream_pair()[0])])
     assert caught.group_contains(OSError, match="accept failed")

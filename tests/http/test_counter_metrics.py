@@ -36,7 +36,7 @@ async def test_counters_are_shown_at_every_scrape(autojump_clock, front):
     client, leaver = await the_front.h2(INITIAL_WINDOW_SIZE=100), the_front.h11()
     stalled = await client.request(body=b"12345678")
     refused = await client.request()
-    assert (await client.answer(refused)).reset_code is not None
+    assert (await client.response(refused)).reset_code is not None
     await the_front.settle()
     assert value(metrics, "connections_open") == 2
     assert value(metrics, "clients_slow") == 1
@@ -45,7 +45,7 @@ async def test_counters_are_shown_at_every_scrape(autojump_clock, front):
     await leaver.request("/wait", body=b"123")
     await the_front.settle()
     await leaver.stream.aclose()
-    await client.answer(stalled)
+    await client.response(stalled)
     await client.stream.aclose()
     await the_front.settle()
     for _ in range(2):  # a scrape adds nothing by itself

@@ -1,4 +1,4 @@
-"""Pages in a browser: which may use the API, and what they may see of an answer."""
+"""Pages in a browser: which may use the API, and what they may see of a response."""
 
 from __future__ import annotations
 
@@ -41,57 +41,57 @@ async def test_preflight_of_an_allowed_page_is_answered_without_the_handler(auto
     """It brings no API key, so it must not get to where keys are checked."""
     handler = Handler()
     client = await front(CrossOrigin(handler, [CHAT, "http://localhost:3000"])).h2()
-    answer = await client.answer(await client.request("/v1/models", method="OPTIONS", headers=PREFLIGHT))
-    assert (answer.status, answer.body, handler.calls) == (204, b"", 0)
-    assert answer.headers["access-control-allow-origin"] == CHAT
-    assert "POST" in answer.headers["access-control-allow-methods"]
-    assert answer.headers["access-control-allow-headers"] == "authorization, content-type, x-stainless-lang"
-    assert answer.headers["vary"] == "origin"
-    assert "access-control-allow-credentials" not in answer.headers
+    response = await client.response(await client.request("/v1/models", method="OPTIONS", headers=PREFLIGHT))
+    assert (response.status, response.body, handler.calls) == (204, b"", 0)
+    assert response.headers["access-control-allow-origin"] == CHAT
+    assert "POST" in response.headers["access-control-allow-methods"]
+    assert response.headers["access-control-allow-headers"] == "authorization, content-type, x-stainless-lang"
+    assert response.headers["vary"] == "origin"
+    assert "access-control-allow-credentials" not in response.headers
 
 
 async def test_preflight_of_another_page_gets_no_permission(autojump_clock, front):
     client = await front(CrossOrigin(Handler(), ["https://other.example.org"])).h2()
-    answer = await client.answer(await client.request(method="OPTIONS", headers=PREFLIGHT))
-    assert answer.status == 204
-    assert not [name for name in answer.headers if name.startswith("access-control")]
+    response = await client.response(await client.request(method="OPTIONS", headers=PREFLIGHT))
+    assert response.status == 204
+    assert not [name for name in response.headers if name.startswith("access-control")]
 
 
 @pytest.mark.parametrize("path, body", [("/stream", b"one two"), ("/", b"two")])
-async def test_answers_to_an_allowed_page_can_be_read_by_it(autojump_clock, front, path, body):
+async def test_responses_to_an_allowed_page_can_be_read_by_it(autojump_clock, front, path, body):
     the_front = front(CrossOrigin(Handler(), [CHAT]))
     h2, http1 = await the_front.h2(), the_front.h11()
-    answer = await h2.answer(await h2.request(path, headers=(("origin", CHAT),), body=b"two"))
+    response = await h2.response(await h2.request(path, headers=(("origin", CHAT),), body=b"two"))
     await http1.request(path, headers=(("Origin", CHAT),), body=b"two")
-    _, headers, http1_body = await http1.answer()
-    assert answer.body == http1_body == body
-    for fields in (answer.headers, headers):
+    _, headers, http1_body = await http1.response()
+    assert response.body == http1_body == body
+    for fields in (response.headers, headers):
         assert fields["access-control-allow-origin"] == CHAT
         assert fields["vary"] == "origin"
         for name in ("x-request-id", "retry-after"):
             assert name in fields["access-control-expose-headers"]
 
 
-async def test_answers_to_other_pages_and_other_clients_are_as_without(autojump_clock, front):
+async def test_responses_to_other_pages_and_other_clients_are_as_without(autojump_clock, front):
     the_front = front(CrossOrigin(Handler(), [CHAT]))
     client = await the_front.h2()
     for headers in ((), (("origin", "https://evil.example.org"),), (("origin", "null"),), (("origin", CHAT + ":81"),)):
-        answer = await client.answer(await client.request(headers=headers, body=b"x"))
-        assert (answer.status, answer.body) == (429, b"x")
-        assert not [name for name in answer.headers if name.startswith("access-control")]
+        response = await client.response(await client.request(headers=headers, body=b"x"))
+        assert (response.status, response.body) == (429, b"x")
+        assert not [name for name in response.headers if name.startswith("access-control")]
 
 
 async def test_every_page_is_allowed_with_a_star(autojump_clock, front):
     client = await front(CrossOrigin(Handler(), ["*"])).h2()
     for headers in ((("origin", "null"),), (("origin", CHAT),)):
-        answer = await client.answer(await client.request(headers=headers))
-        assert answer.headers["access-control-allow-origin"] == "*"
+        response = await client.response(await client.request(headers=headers))
+        assert response.headers["access-control-allow-origin"] == "*"
 
 
 async def test_plain_options_goes_to_the_handler(autojump_clock, front):
     handler = Handler()
     client = await front(CrossOrigin(handler, [CHAT])).h2()
-    await client.answer(await client.request(method="OPTIONS", headers=(("origin", CHAT),)))
+    await client.response(await client.request(method="OPTIONS", headers=(("origin", CHAT),)))
     assert handler.calls == 1
 
 
@@ -99,8 +99,8 @@ async def test_asked_for_header_names_that_are_none_are_not_repeated(autojump_cl
     client = await front(CrossOrigin(Handler(), [CHAT])).h2()
     asked = "good, b@d, <script>, " + ", ".join(f"x-{n}" for n in range(1000))
     headers = (*PREFLIGHT[:2], ("access-control-request-headers", asked))
-    answer = await client.answer(await client.request(method="OPTIONS", headers=headers))
-    allowed = answer.headers["access-control-allow-headers"]
+    response = await client.response(await client.request(method="OPTIONS", headers=headers))
+    allowed = response.headers["access-control-allow-headers"]
     assert allowed.startswith("good, x-0, x-1, ")
     assert len(allowed) <= 2000
 

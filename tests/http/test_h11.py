@@ -21,7 +21,7 @@ async def echo(exchange):
     )
 
 
-async def answer_ok(exchange):
+async def respond_ok(exchange):
     await exchange.respond(200, [], b"ok")
 
 
@@ -35,10 +35,10 @@ async def read_all(stream):
     return received
 
 
-async def test_request_reaches_handler_and_answer_reaches_client(autojump_clock, front):
+async def test_request_reaches_handler_and_response_reaches_client(autojump_clock, front):
     client = front(echo).h11()
     await client.request("/v1/a%20b?c=d&e", body=b"hello")
-    status, headers, body = await client.answer()
+    status, headers, body = await client.response()
     assert (status, body) == (200, b"POSThello")
     assert (headers["x-path"], headers["x-query"], headers["content-length"]) == ("/v1/a b", "c=d&e", "9")
     assert "date" in headers
@@ -49,16 +49,16 @@ async def test_requests_follow_each_other_on_one_connection(autojump_clock, fron
     client = the_front.h11()
     for number in range(5):
         await client.request(body=b"%d" % number)
-        assert (await client.answer())[2] == b"POST%d" % number
+        assert (await client.response())[2] == b"POST%d" % number
     assert the_front.server.counters().connections_total == 1
 
 
 @pytest.mark.parametrize("connection", [None, "keep-alive", "Keep-Alive", "close", "close, te"])
 async def test_the_connection_goes_on_unless_the_client_says_close(autojump_clock, front, connection):
-    client = front(answer_ok).h11()
+    client = front(respond_ok).h11()
     field = "" if connection is None else f"connection: {connection}\r\n"
     await client.raw(f"GET / HTTP/1.1\r\nhost: test\r\n{field}\r\n".encode())
-    status, headers, body = await client.answer()
+    status, headers, body = await client.response()
     assert (status, body) == (200, b"ok")
     is_closed = connection is not None and "close" in connection
     assert (headers.get("connection") == "close") is is_closed
@@ -83,7 +83,7 @@ async def test_requests_sent_ahead_are_answered_one_after_another(autojump_clock
     assert [received.index(b"x-path: /%d" % number) for number in (1, 2, 3, 4)] == sorted(
         received.index(b"x-path: /%d" % number) for number in (1, 2, 3, 4)
     )
-    assert [answer[answer.index(b"\r\n\r\n") + 4 :] for answer in received.split(b"HTTP/1.1 200 OK")[1:]] == [
+    assert [response[response.index(b"\r\n\r\n") + 4 :] for response in received.split(b"HTTP/1.1 200 OK")[1:]] == [
         b"POSTabc",
         b"GET",
         b"POSTx",
@@ -91,7 +91,7 @@ async def test_requests_sent_ahead_are_answered_one_after_another(autojump_clock
     ]
 
 
-async def test_a_length_that_is_not_the_bodys_never_looks_like_an_answer(autojump_clock, front):
+async def test_a_length_that_is_not_the_bodys_never_looks_like_a_response(autojump_clock, front):
     async def handler(exchange):
         await exchange.respond(200, [("Content-Length", "5")], b"ok")
 
@@ -101,7 +101,7 @@ async def test_a_length_that_is_not_the_bodys_never_looks_like_an_answer(autojum
     assert received.count(b"HTTP/1.1 200") <= 1  # the second one would be taken for the rest of the first
 
 
-async def test_chunked_body_and_chunked_answer(autojump_clock, front):
+async def test_chunked_body_and_chunked_response(autojump_clock, front):
     async def handler(exchange):
         body = await exchange.body()
         await exchange.start(200, [])
@@ -112,11 +112,11 @@ async def test_chunked_body_and_chunked_answer(autojump_clock, front):
     client = front(handler).h11()
     for _ in range(2):
         await client.request(headers=(("transfer-encoding", "chunked"),), body=b"hello")
-        status, headers, body = await client.answer()
+        status, headers, body = await client.response()
         assert (status, headers["transfer-encoding"], body) == (200, "chunked", b"hello")
 
 
-async def test_streamed_answer_arrives_piece_by_piece(autojump_clock, front):
+async def test_streamed_response_arrives_piece_by_piece(autojump_clock, front):
     go_on = trio.Event()
 
     async def handler(exchange):
@@ -138,10 +138,10 @@ async def test_streamed_answer_arrives_piece_by_piece(autojump_clock, front):
 async def test_head_request_gets_no_body_and_the_connection_goes_on(autojump_clock, front):
     client = front(echo).h11()
     await client.request(method="HEAD")
-    status, headers, body = await client.answer()
+    status, headers, body = await client.response()
     assert (status, headers["content-length"], body) == (200, "4", b"")
     await client.request(body=b"x")
-    assert (await client.answer())[2] == b"POSTx"
+    assert (await client.response())[2] == b"POSTx"
 
 
 async def test_expect_100_continue_is_answered_when_the_body_is_wanted(autojump_clock, front):
@@ -189,7 +189,7 @@ async def test_offer_to_upgrade_is_passed_over(autojump_clock, front):
 async def test_absolute_form_of_a_proxy_is_understood(autojump_clock, front):
     client = front(echo).h11()
     await client.request("http://elsewhere:80/path?query")
-    _, headers, _ = await client.answer()
+    _, headers, _ = await client.response()
     assert (headers["x-path"], headers["x-query"]) == ("/path", "query")
 
 
@@ -227,14 +227,14 @@ async def test_too_much_sent_ahead_ends_the_connection(autojump_clock, front, wa
 
 
 async def test_body_that_the_handler_does_not_want_is_passed_over_and_the_connection_goes_on(autojump_clock, front):
-    client = front(answer_ok).h11()
+    client = front(respond_ok).h11()
     for _ in range(2):
         await client.request(body=b"abc")
-        assert (await client.answer())[2] == b"ok"
+        assert (await client.response())[2] == b"ok"
 
 
-async def test_early_answer_to_a_body_under_way_closes_after_it(autojump_clock, front):
-    the_front = front(answer_ok)
+async def test_early_response_to_a_body_under_way_closes_after_it(autojump_clock, front):
+    the_front = front(respond_ok)
     client = the_front.h11()
     await client.raw(b"POST / HTTP/1.1\r\nhost: test\r\ncontent-length: 1000000\r\n\r\nabc")
     received = await client.stream.receive_some()
@@ -290,7 +290,7 @@ async def test_announced_length_beyond_the_limit_is_refused_before_its_bytes_com
     else:
         client = await the_front.h2()
         stream_id = await client.request(headers=(("content-length", "1001"),), end=False)
-        assert (await client.answer(stream_id)).status == 413
+        assert (await client.response(stream_id)).status == 413
     assert trio.current_time() == began_at
 
 
@@ -314,7 +314,7 @@ def test_chunk_sizes_are_those_of_h11():
 async def test_body_beyond_the_limit_is_a_413(autojump_clock, front):
     client = front(echo, body_bytes_max=1000).h11()
     await client.request(headers=(("transfer-encoding", "chunked"),), body=bytes(1001))
-    status, _, body = await client.answer(next_cycle=False)
+    status, _, body = await client.response(next_cycle=False)
     assert status == 413
     assert b'"type":"invalid_request_error"' in body
 
@@ -354,8 +354,8 @@ async def test_body_that_stops_arriving_is_a_408(autojump_clock, front):
         (b"CONNECT elsewhere:443 HTTP/1.1\r\nhost: a\r\n\r\n", 405),
     ],
 )
-async def test_malformed_request_gets_a_short_answer_and_a_close(autojump_clock, front, request_bytes, status):
-    the_front = front(answer_ok, head_bytes_max=4096)
+async def test_malformed_request_gets_a_short_response_and_a_close(autojump_clock, front, request_bytes, status):
+    the_front = front(respond_ok, head_bytes_max=4096)
     stream = the_front.connect()
     await stream.send_all(request_bytes)
     received = await read_all(stream)
@@ -410,7 +410,7 @@ async def test_path_cannot_forge_a_log_line(autojump_clock, front, caplog):
 
     client = front(handler).h11()
     await client.request("/%0aERROR forged".replace(" ", "%20") + "%1b[2J" + "x" * 1000)
-    await client.answer()
+    await client.response()
     [record] = caplog.records
     message = record.getMessage()
     assert "path=/\\nERROR forged\\x1b[2Jxxx" in message
@@ -422,17 +422,17 @@ async def test_path_cannot_forge_a_log_line(autojump_clock, front, caplog):
 
 @pytest.mark.parametrize("requests", [0, 1])
 async def test_idle_connection_is_closed(autojump_clock, front, requests):
-    client = front(answer_ok, idle_seconds_max=60, sniff_seconds_max=60).h11()
+    client = front(respond_ok, idle_seconds_max=60, sniff_seconds_max=60).h11()
     for _ in range(requests):
         await client.request()
-        await client.answer()
+        await client.response()
     began_at = trio.current_time()
     assert await client.stream.receive_some() == b""
     assert trio.current_time() - began_at == pytest.approx(60, abs=0.1)
 
 
 async def test_head_that_stops_arriving_is_a_408(autojump_clock, front):
-    client = front(answer_ok, head_seconds_max=5).h11()
+    client = front(respond_ok, head_seconds_max=5).h11()
     await client.raw(b"GET / HTTP/1.1\r\nho")
     began_at = trio.current_time()
     received = await client.stream.receive_some()
@@ -464,22 +464,22 @@ async def test_slow_sender_is_served(autojump_clock, front):
 # --- faults of handlers ---
 
 
-async def test_exception_before_the_answer_is_a_500_and_the_connection_goes_on(autojump_clock, front, caplog):
+async def test_exception_before_the_response_is_a_500_and_the_connection_goes_on(autojump_clock, front, caplog):
     async def handler(exchange):
         if exchange.path == "/bad":
             raise ZeroDivisionError("a fault")
-        await answer_ok(exchange)
+        await respond_ok(exchange)
 
     client = front(handler).h11()
     await client.request("/bad")
-    assert (await client.answer())[0] == 500
+    assert (await client.response())[0] == 500
     await client.request("/good")
-    assert (await client.answer())[0] == 200
+    assert (await client.response())[0] == 200
     assert [record.getMessage() for record in caplog.records] == ["handler failed method=POST path=/bad"]
 
 
 @pytest.mark.parametrize("fault", [True, False])
-async def test_answer_that_is_not_completed_is_seen_to_break_off(autojump_clock, front, caplog, fault):
+async def test_response_that_is_not_completed_is_seen_to_break_off(autojump_clock, front, caplog, fault):
     async def handler(exchange):
         await exchange.start(200, [])
         await exchange.send(b"some")
@@ -490,19 +490,19 @@ async def test_answer_that_is_not_completed_is_seen_to_break_off(autojump_clock,
     client = the_front.h11()
     await client.request()
     with pytest.raises(h11.RemoteProtocolError):
-        await client.answer()
+        await client.response()
     await the_front.settle()
     assert the_front.connection_count == 0
 
 
 @pytest.mark.parametrize("pair", [memory_stream_pair, lockstep_stream_pair])
-async def test_large_answer_arrives_whole(autojump_clock, front, h11_client, pair):
+async def test_large_response_arrives_whole(autojump_clock, front, h11_client, pair):
     async def handler(exchange):
         await exchange.respond(200, [], bytes(range(256)) * 2000)
 
     client = h11_client(front(handler).connect(pair))
     await client.request()
-    assert (await client.answer())[2] == bytes(range(256)) * 2000
+    assert (await client.response())[2] == bytes(range(256)) * 2000
     await client.stream.aclose()
 
 
@@ -543,7 +543,7 @@ async def test_head_request_gets_no_last_bytes_either(autojump_clock, front):
     client = front(handler).h11()
     for method, body in (("HEAD", b""), ("GET", b"last")):
         await client.request(method=method)
-        assert (await client.answer())[2] == body
+        assert (await client.response())[2] == body
 
 
 async def test_pieces_for_an_old_client_are_plain_bytes(autojump_clock, front):

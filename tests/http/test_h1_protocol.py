@@ -54,7 +54,7 @@ def test_request_comes_out_however_it_is_cut(sent, piece_bytes):
 @pytest.mark.parametrize("second", [PLAIN, CHUNKED, BODILESS, EXPECTING])
 @pytest.mark.parametrize("is_ordinary", [True, False], ids=["by hand", "by h11"])
 @pytest.mark.parametrize("is_streamed", [True, False], ids=["streamed", "whole"])
-def test_requests_follow_each_other_whoever_reads_and_answers_them(first, second, is_ordinary, is_streamed):
+def test_requests_follow_each_other_whoever_reads_and_responses_them(first, second, is_ordinary, is_streamed):
     """Sent ahead, all in one piece."""
     http = protocol()
     http.receive(first + second + PLAIN)

@@ -131,7 +131,7 @@ CONNECTION_ERRORS = {
     "8.2.2 te other than trailers": (b"", head(*REQUEST, ("te", "gzip")), Code.PROTOCOL_ERROR),
     "8.3 pseudo-header behind others": (b"", head(*REQUEST[:3], ("x-a", "1"), REQUEST[3]), Code.PROTOCOL_ERROR),
     "8.3 unknown pseudo-header": (b"", head(*REQUEST, (":more", "1")), Code.PROTOCOL_ERROR),
-    "8.3 pseudo-header of an answer": (b"", head(*REQUEST, (":status", "200")), Code.PROTOCOL_ERROR),
+    "8.3 pseudo-header of a response": (b"", head(*REQUEST, (":status", "200")), Code.PROTOCOL_ERROR),
     "8.3.1 no method": (b"", head(*REQUEST[1:]), Code.PROTOCOL_ERROR),
     "8.3.1 no scheme": (b"", head(REQUEST[0], *REQUEST[2:]), Code.PROTOCOL_ERROR),
     "8.3.1 no path": (b"", head(*REQUEST[:3]), Code.PROTOCOL_ERROR),
@@ -188,7 +188,7 @@ async def test_error_of_the_stream(autojump_clock, front, h2_client, before, sen
     [reset] = [frame for frame in client.frames if isinstance(frame, frames.RstStreamFrame)]
     assert (reset.stream_id, Code(reset.error_code)) == (1, code)
     client._next_id = 99
-    assert (await client.answer(await client.request(body=b"next"))).body == b"got next"
+    assert (await client.response(await client.request(body=b"next"))).body == b"got next"
     assert the_front.server.counters().exchanges_open == 0
 
 
@@ -218,7 +218,7 @@ async def test_no_error(autojump_clock, front, h2_client, sent):
     await client.stream.send_all(sent)
     await the_front.settle()
     client._next_id = 99
-    assert (await client.answer(await client.request(body=b"next"))).body == b"got next"
+    assert (await client.response(await client.request(body=b"next"))).body == b"got next"
 
 
 async def test_settings_and_pings_are_acknowledged_in_order(autojump_clock, front, h2_client):
@@ -243,13 +243,13 @@ async def test_window_that_a_setting_made_negative_has_to_open_first(autojump_cl
     the_front = front(handler)
     client = await the_front.h2(INITIAL_WINDOW_SIZE=100)
     stream_id = await client.request()
-    await client.until(lambda: len(client.answers[stream_id].body) == 100)
+    await client.until(lambda: len(client.responses[stream_id].body) == 100)
     await client.stream.send_all(setting(4, 20))  # 80 below zero
     await client.credit(stream_id, 80)
     await the_front.settle()
     await client.credit(stream_id, 5)
-    await client.until(lambda: len(client.answers[stream_id].body) > 100)
-    assert len(client.answers[stream_id].body) == 105
+    await client.until(lambda: len(client.responses[stream_id].body) > 100)
+    assert len(client.responses[stream_id].body) == 105
 
 
 async def test_frames_are_no_larger_than_the_client_allows(autojump_clock, front):
@@ -259,5 +259,5 @@ async def test_frames_are_no_larger_than_the_client_allows(autojump_clock, front
         await exchange.respond(200, [], bytes(50_000))
 
     client = await front(handler).h2()
-    await client.answer(await client.request())
+    await client.response(await client.request())
     assert max(len(frame.data) for frame in client.frames if isinstance(frame, frames.DataFrame)) == 16384

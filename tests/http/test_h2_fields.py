@@ -22,7 +22,7 @@ def test_a_value_of_any_length_is_read_back(value_bytes):
 
 
 @pytest.mark.parametrize("offered", [0, 100, 4096, 2**20])
-def test_answers_follow_each_other_whatever_table_is_offered(offered):
+def test_responses_follow_each_other_whatever_table_is_offered(offered):
     encoder, decoder = FieldEncoder(), hpack.Decoder()
     encoder.header_table_size = offered
     decoder.max_allowed_table_size = offered
@@ -32,7 +32,7 @@ def test_answers_follow_each_other_whatever_table_is_offered(offered):
     assert not decoder.header_table.dynamic_entries
 
 
-def test_an_answer_that_is_in_the_standard_table_is_a_byte():
+def test_a_response_that_is_in_the_standard_table_is_a_byte():
     encoder = FieldEncoder()
     encoder.encode([])
     assert encoder.encode([(b":status", b"200")]) == b"\x88"

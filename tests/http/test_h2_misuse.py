@@ -12,14 +12,14 @@ from trioserve.http.http2.frames import Flood, FrameGate
 from trioserve.http.limits import FrontendLimits
 
 
-async def answer_ok(exchange):
+async def respond_ok(exchange):
     await exchange.respond(200, [], b"ok")
 
 
 async def check_alive(the_front, client):
-    assert (await client.answer(await client.request())).body == b"ok"
+    assert (await client.response(await client.request())).body == b"ok"
     other = await the_front.h2()
-    assert (await other.answer(await other.request())).body == b"ok"
+    assert (await other.response(await other.request())).body == b"ok"
 
 
 async def check_ended(the_front, client, code):
@@ -30,20 +30,20 @@ async def check_ended(the_front, client, code):
     await the_front.settle()
     assert the_front.connection_count == 0
     other = await the_front.h2()
-    assert (await other.answer(await other.request())).body == b"ok"
+    assert (await other.response(await other.request())).body == b"ok"
 
 
 # --- allowed, and harmless ---
 
 
-async def test_data_after_an_early_answer_is_ignored_but_credited(autojump_clock, front):
+async def test_data_after_an_early_response_is_ignored_but_credited(autojump_clock, front):
     """S51: one such frame ended another server."""
-    the_front = front(answer_ok)
+    the_front = front(respond_ok)
     client = await the_front.h2()
     stream_id = await client.request(body=b"abc", end=False)
-    answer = await client.answer(stream_id)
-    await client.until(lambda: answer.reset_code is not None)
-    assert (answer.body, answer.ended, answer.reset_code) == (b"ok", True, ErrorCodes.NO_ERROR)
+    response = await client.response(stream_id)
+    await client.until(lambda: response.reset_code is not None)
+    assert (response.body, response.ended, response.reset_code) == (b"ok", True, ErrorCodes.NO_ERROR)
     for _ in range(100):  # 1.6 MB: more than the connection's window
         await client.data(stream_id, bytes(16384))
         await the_front.settle()
@@ -54,37 +54,37 @@ async def test_data_after_an_early_answer_is_ignored_but_credited(autojump_clock
 
 async def test_priority_frames_are_ignored(autojump_clock, front):
     """S51: 1,001 of them ended another server."""
-    the_front = front(answer_ok)
+    the_front = front(respond_ok)
     client = await the_front.h2()
     await client.send(*(frames.PriorityFrame(2 * n + 1001, depends_on=0, stream_weight=n % 256) for n in range(1001)))
     await check_alive(the_front, client)
 
 
 async def test_headers_with_priority_are_served(autojump_clock, front):
-    client = await front(answer_ok).h2()
+    client = await front(respond_ok).h2()
     stream_id, made = client.request_frames()
     made[0].flags.add("PRIORITY")
     made[0].depends_on, made[0].stream_weight = 0, 15
     await client.send(*made)
-    assert (await client.answer(stream_id)).body == b"ok"
+    assert (await client.response(stream_id)).body == b"ok"
 
 
 async def test_unknown_frames_are_ignored(autojump_clock, front):
-    the_front = front(answer_ok)
+    the_front = front(respond_ok)
     client = await the_front.h2()
     await client.stream.send_all(b"\x00\x00\x04\xfa\x00\x00\x00\x00\x00abcd")
     await check_alive(the_front, client)
 
 
 async def test_frames_may_arrive_byte_by_byte(autojump_clock, front, h2_client):
-    the_front = front(answer_ok)
+    the_front = front(respond_ok)
     client = h2_client(the_front.connect())
     stream_id, made = client.request_frames(body=b"abc")
     opening = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frames.SettingsFrame(0).serialize()
     for byte in opening + b"".join(frame.serialize() for frame in made):
         await client.stream.send_all(bytes([byte]))
         await the_front.settle()
-    assert (await client.answer(stream_id)).body == b"ok"
+    assert (await client.response(stream_id)).body == b"ok"
 
 
 @pytest.mark.parametrize("pieces", [1, 5])
@@ -98,17 +98,17 @@ async def test_data_after_the_end_of_the_request_costs_that_stream_alone(autojum
     await the_front.settle()
     for _ in range(pieces):
         await client.data(stream_id, bytes(1000))
-    answer = await client.answer(stream_id)
-    assert answer.reset_code == ErrorCodes.STREAM_CLOSED
+    response = await client.response(stream_id)
+    assert response.reset_code == ErrorCodes.STREAM_CLOSED
     await the_front.settle()
     assert handler.running == 1
 
 
 async def test_late_reset_and_window_update_of_an_ended_stream_are_ignored(autojump_clock, front):
-    the_front = front(answer_ok)
+    the_front = front(respond_ok)
     client = await the_front.h2()
     stream_id = await client.request()
-    await client.answer(stream_id)
+    await client.response(stream_id)
     await client.credit(stream_id, 100)
     await client.reset(stream_id)
     await check_alive(the_front, client)
@@ -123,8 +123,8 @@ async def test_streams_beyond_the_limit_are_refused_and_the_others_go_on(autojum
     client = await the_front.h2()
     made = [client.request_frames() for _ in range(5)]
     await client.send(*(frame for _, request in made for frame in request))
-    await client.until(lambda: client.answers[made[4][0]].over)
-    codes = [client.answers[stream_id].reset_code for stream_id, _ in made]
+    await client.until(lambda: client.responses[made[4][0]].over)
+    codes = [client.responses[stream_id].reset_code for stream_id, _ in made]
     assert codes == [None, None, None, ErrorCodes.REFUSED_STREAM, ErrorCodes.REFUSED_STREAM]
     await the_front.settle()
     assert handler.running == 3
@@ -132,7 +132,7 @@ async def test_streams_beyond_the_limit_are_refused_and_the_others_go_on(autojum
 
 
 async def test_reset_flood_ends_the_connection(autojump_clock, front):
-    the_front = front(answer_ok, resets_per_second_max=10, resets_burst_max=50)
+    the_front = front(respond_ok, resets_per_second_max=10, resets_burst_max=50)
     client = await the_front.h2()
     for _ in range(51):
         stream_id, made = client.request_frames()
@@ -141,7 +141,7 @@ async def test_reset_flood_ends_the_connection(autojump_clock, front):
 
 
 async def test_resets_below_the_sustained_rate_are_fine(autojump_clock, front):
-    the_front = front(answer_ok, resets_per_second_max=10, resets_burst_max=5)
+    the_front = front(respond_ok, resets_per_second_max=10, resets_burst_max=5)
     client = await the_front.h2()
     for _ in range(50):
         stream_id, made = client.request_frames()
@@ -192,7 +192,7 @@ async def test_control_frame_flood_ends_the_connection(autojump_clock, front, wa
     assert the_front.server.counters().connections_refused_total["control_frames"] == 1
 
 
-def test_each_frame_of_an_answer_allows_two_control_frames_once():
+def test_each_frame_of_a_response_allows_two_control_frames_once():
     gate = FrameGate(FrontendLimits(control_frames_burst_max=10, control_frames_per_second_max=1), now=0.0)
     ping = frames.PingFrame(0).serialize()
     gate.pass_on(frames.SettingsFrame(0).serialize() + 9 * ping, now=0.0)
@@ -205,7 +205,7 @@ def test_each_frame_of_an_answer_allows_two_control_frames_once():
 @pytest.mark.parametrize("size", [0, 1])
 async def test_continuation_flood_ends_the_connection(autojump_clock, front, size):
     """CVE-2024-27316: blocks that never end, of frames that may be empty and so never reach a limit in bytes."""
-    the_front = front(answer_ok)
+    the_front = front(respond_ok)
     client = await the_front.h2()
     flood = [frames.ContinuationFrame(1, data=b"\0" * size) for _ in range(1000)]
     await client.send(frames.HeadersFrame(1, data=b"\x82"), *flood)
@@ -237,7 +237,7 @@ async def test_resets_that_a_client_provokes_from_us_count_as_its_own(autojump_c
 
 
 async def test_table_that_a_client_offers_for_headers_is_not_filled(autojump_clock, front):
-    """Each answer would add to it and search it: gigabytes, and slower with every request."""
+    """Each response would add to it and search it: gigabytes, and slower with every request."""
     number = 0
 
     async def handler(exchange):
@@ -248,8 +248,8 @@ async def test_table_that_a_client_offers_for_headers_is_not_filled(autojump_clo
     client = await front(handler).h2(HEADER_TABLE_SIZE=2**32 - 1)
     client._decoder.max_allowed_table_size = 2**32 - 1
     for _ in range(100):
-        answer = await client.answer(await client.request())
-        assert answer.headers["x-request-id"] == f"{number:0100d}"
+        response = await client.response(await client.request())
+        assert response.headers["x-request-id"] == f"{number:0100d}"
     assert client._decoder.header_table_size == 0
     assert not client._decoder.header_table.dynamic_entries
 
@@ -264,19 +264,19 @@ async def test_window_updates_in_step_with_our_data_are_no_flood(autojump_clock,
 
     client = await front(handler, control_frames_burst_max=20, control_frames_per_second_max=1).h2()
     stream_id = await client.request()
-    answer = client.answers[stream_id]
+    response = client.responses[stream_id]
     credited = 0
-    while not answer.ended:
+    while not response.ended:
         await client.receive()
-        if len(answer.body) > credited:
-            await client.credit(0, len(answer.body) - credited)
-            await client.credit(stream_id, len(answer.body) - credited)
-            credited = len(answer.body)
-    assert len(answer.body) == 2500
+        if len(response.body) > credited:
+            await client.credit(0, len(response.body) - credited)
+            await client.credit(stream_id, len(response.body) - credited)
+            credited = len(response.body)
+    assert len(response.body) == 2500
 
 
-async def test_unread_answers_to_pings_end_the_connection(autojump_clock, front, h2_client):
-    the_front = front(answer_ok, control_bytes_max=2000)
+async def test_unread_responses_to_pings_end_the_connection(autojump_clock, front, h2_client):
+    the_front = front(respond_ok, control_bytes_max=2000)
     client = h2_client(the_front.connect(lockstep_stream_pair))
     await client.open()
     with pytest.raises(trio.BrokenResourceError):
@@ -287,7 +287,7 @@ async def test_unread_answers_to_pings_end_the_connection(autojump_clock, front,
 
 @pytest.mark.parametrize("blocks", [1, 20])
 async def test_header_list_beyond_the_limit_ends_the_connection(autojump_clock, front, blocks):
-    the_front = front(answer_ok, head_bytes_max=2000)
+    the_front = front(respond_ok, head_bytes_max=2000)
     client = await the_front.h2()
     field = client._encoder.encode([("x-long", "a" * 3000)], huffman=False)
     pieces = [field[n * len(field) // blocks : (n + 1) * len(field) // blocks] for n in range(blocks)]
@@ -298,7 +298,7 @@ async def test_header_list_beyond_the_limit_ends_the_connection(autojump_clock, 
 
 
 async def test_header_list_that_unpacks_to_more_than_the_limit_ends_the_connection(autojump_clock, front):
-    the_front = front(answer_ok, head_bytes_max=2000)
+    the_front = front(respond_ok, head_bytes_max=2000)
     client = await the_front.h2()
     _, made = client.request_frames(headers=tuple([("x-same", "a" * 500)] * 10))
     assert len(made[0].data) < 2000
@@ -308,7 +308,7 @@ async def test_header_list_that_unpacks_to_more_than_the_limit_ends_the_connecti
 
 
 async def test_oversized_frame_ends_the_connection_before_it_is_complete(autojump_clock, front):
-    the_front = front(answer_ok)
+    the_front = front(respond_ok)
     client = await the_front.h2()
     await client.stream.send_all(b"\xff\xff\xff\x00\x00\x00\x00\x00\x01" + bytes(1000))
     await check_ended(the_front, client, ErrorCodes.FRAME_SIZE_ERROR)
@@ -328,7 +328,7 @@ async def test_oversized_frame_ends_the_connection_before_it_is_complete(autojum
     ],
 )
 async def test_bad_request_headers_end_the_connection(autojump_clock, front, fields):
-    the_front = front(answer_ok)
+    the_front = front(respond_ok)
     client = await the_front.h2()
     head = client._encoder.encode(fields)
     await client.send(frames.HeadersFrame(1, data=head, flags=["END_HEADERS", "END_STREAM"]))
@@ -354,7 +354,7 @@ async def test_bad_request_headers_end_the_connection(autojump_clock, front, fie
     ],
 )
 async def test_malformed_frames_end_the_connection(autojump_clock, front, raw):
-    the_front = front(answer_ok)
+    the_front = front(respond_ok)
     client = await the_front.h2()
     await client.stream.send_all(raw)
     await client.until_eof()
@@ -391,13 +391,13 @@ async def test_body_of_another_length_than_announced_ends_the_connection(autojum
 
 
 async def test_idle_connection_is_closed_with_goaway(autojump_clock, front):
-    the_front = front(answer_ok, idle_seconds_max=60)
+    the_front = front(respond_ok, idle_seconds_max=60)
     client = await the_front.h2()
     await trio.sleep(50)
-    await client.answer(await client.request())
-    answered_at = trio.current_time()
+    await client.response(await client.request())
+    responded_at = trio.current_time()
     await client.until_eof()
-    assert trio.current_time() - answered_at == pytest.approx(60, abs=0.1)
+    assert trio.current_time() - responded_at == pytest.approx(60, abs=0.1)
     assert [goaway.error_code for goaway in client.goaways] == [ErrorCodes.NO_ERROR]
 
 
@@ -411,7 +411,7 @@ async def test_connection_with_a_running_stream_is_not_idle(autojump_clock, fron
 
 
 async def test_header_block_that_is_never_finished_is_closed(autojump_clock, front):
-    the_front = front(answer_ok, head_seconds_max=10, idle_seconds_max=100)
+    the_front = front(respond_ok, head_seconds_max=10, idle_seconds_max=100)
     client = await the_front.h2()
     began_at = trio.current_time()
     await client.send(frames.HeadersFrame(1, data=b"\x82"))
@@ -421,7 +421,7 @@ async def test_header_block_that_is_never_finished_is_closed(autojump_clock, fro
 
 @pytest.mark.parametrize("opening", [b"", b"PRI * HTTP/2.0\r\n"])
 async def test_client_that_says_nothing_is_closed(autojump_clock, front, opening):
-    the_front = front(answer_ok, sniff_seconds_max=10)
+    the_front = front(respond_ok, sniff_seconds_max=10)
     stream = the_front.connect()
     await stream.send_all(opening)
     began_at = trio.current_time()
@@ -434,17 +434,17 @@ async def test_client_that_says_nothing_is_closed(autojump_clock, front, opening
 # --- faults of handlers ---
 
 
-async def test_exception_before_the_answer_is_a_500_and_one_line_in_the_log(autojump_clock, front, caplog):
+async def test_exception_before_the_response_is_a_500_and_one_line_in_the_log(autojump_clock, front, caplog):
     async def handler(exchange):
         if exchange.path == "/bad":
             raise ZeroDivisionError("a fault")
-        await answer_ok(exchange)
+        await respond_ok(exchange)
 
     the_front = front(handler)
     client = await the_front.h2()
-    answer = await client.answer(await client.request("/bad"))
-    assert answer.status == 500
-    assert b'"type":"server_error"' in answer.body
+    response = await client.response(await client.request("/bad"))
+    assert response.status == 500
+    assert b'"type":"server_error"' in response.body
     assert [record.getMessage() for record in caplog.records] == ["handler failed method=POST path=/bad"]
     assert the_front.server.counters().exchanges_failed_total == 1
     await check_alive(the_front, client)
@@ -456,25 +456,25 @@ async def test_exception_mid_stream_resets_the_stream_alone(autojump_clock, fron
             await exchange.start(200, [])
             await exchange.send(b"some")
             raise ZeroDivisionError("a fault")
-        await answer_ok(exchange)
+        await respond_ok(exchange)
 
     the_front = front(handler)
     client = await the_front.h2()
-    answer = await client.answer(await client.request("/bad"))
-    assert (answer.status, answer.ended, answer.reset_code) == (200, False, ErrorCodes.INTERNAL_ERROR)
+    response = await client.response(await client.request("/bad"))
+    assert (response.status, response.ended, response.reset_code) == (200, False, ErrorCodes.INTERNAL_ERROR)
     await check_alive(the_front, client)
 
 
 @pytest.mark.parametrize("started", [False, True])
-async def test_handler_that_leaves_no_whole_answer(autojump_clock, front, caplog, started):
+async def test_handler_that_leaves_no_whole_response(autojump_clock, front, caplog, started):
     async def handler(exchange):
         if started:
             await exchange.start(200, [])
 
     client = await front(handler).h2()
-    answer = await client.answer(await client.request())
-    assert (answer.status, answer.reset_code) == ((200, ErrorCodes.INTERNAL_ERROR) if started else (500, None))
-    assert "left no whole answer" in caplog.text
+    response = await client.response(await client.request())
+    assert (response.status, response.reset_code) == ((200, ErrorCodes.INTERNAL_ERROR) if started else (500, None))
+    assert "left no whole response" in caplog.text
 
 
 async def test_exception_beside_a_cancellation_stays_in_the_connection(autojump_clock, front, caplog):

@@ -32,7 +32,7 @@ def asked(*, is_whole: bool = True):
 
 
 def answering():
-    """The same, and the head of the answer was sent."""
+    """The same, and the head of the response was sent."""
     protocol, client = asked()
     protocol.send_headers(1, [(b":status", b"200")])
     client.receive_data(protocol.data_to_send())
@@ -70,7 +70,7 @@ def test_a_head_is_the_same_bytes_and_the_same_state(value_bytes, end_stream, is
 
 @pytest.mark.parametrize("is_whole", [False, True])
 @pytest.mark.parametrize("data", [b"", b"the last"])
-def test_the_end_of_an_answer_is_the_same_bytes_and_the_same_state(data, is_whole):
+def test_the_end_of_a_response_is_the_same_bytes_and_the_same_state(data, is_whole):
     (ours, client), (theirs, _) = asked(is_whole=is_whole), asked(is_whole=is_whole)
     for protocol in (ours, theirs):
         protocol.send_headers(1, [(b":status", b"200")])
@@ -83,12 +83,12 @@ def test_the_end_of_an_answer_is_the_same_bytes_and_the_same_state(data, is_whol
     client.receive_data(end)
 
 
-@pytest.mark.parametrize("answer", ["head_frames", "data_frame"])
-def test_a_stream_that_was_reset_is_not_answered(answer):
+@pytest.mark.parametrize("response", ["head_frames", "data_frame"])
+def test_a_stream_that_was_reset_is_not_answered(response):
     protocol, _ = answering()
     protocol.reset_stream(1)
     with pytest.raises(h2.exceptions.StreamClosedError):
-        if answer == "head_frames":
+        if response == "head_frames":
             protocol.head_frames(1, [(b":status", b"200")], end_stream=False)
         else:
             protocol.data_frame(1, b"", end_stream=True)

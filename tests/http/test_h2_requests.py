@@ -18,14 +18,14 @@ async def echo(exchange):
     )
 
 
-async def test_request_reaches_handler_and_answer_reaches_client(autojump_clock, front):
+async def test_request_reaches_handler_and_response_reaches_client(autojump_clock, front):
     client = await front(echo).h2()
-    answer = await client.answer(await client.request("/v1/a%20b?c=d&e", body=b"hello"))
-    assert (answer.status, answer.body, answer.ended) == (200, b"POSThello", True)
-    assert answer.headers["x-path"] == "/v1/a b"
-    assert answer.headers["x-query"] == "c=d&e"
-    assert answer.headers["content-length"] == "9"
-    assert "date" in answer.headers
+    response = await client.response(await client.request("/v1/a%20b?c=d&e", body=b"hello"))
+    assert (response.status, response.body, response.ended) == (200, b"POSThello", True)
+    assert response.headers["x-path"] == "/v1/a b"
+    assert response.headers["x-query"] == "c=d&e"
+    assert response.headers["content-length"] == "9"
+    assert "date" in response.headers
 
 
 async def test_handler_sees_authority_as_host_and_headers_in_any_case(autojump_clock, front):
@@ -36,20 +36,20 @@ async def test_handler_sees_authority_as_host_and_headers_in_any_case(autojump_c
         await exchange.respond(204, [], b"")
 
     client = await front(handler).h2()
-    answer = await client.answer(await client.request(headers=(("x-key", "a"), ("x-key", "b"))))
+    response = await client.response(await client.request(headers=(("x-key", "a"), ("x-key", "b"))))
     assert seen == [("test", "a, b", "2", "test")]
-    assert (answer.status, answer.body) == (204, b"")
+    assert (response.status, response.body) == (204, b"")
 
 
-async def test_small_answer_leaves_in_one_write(autojump_clock, front):
+async def test_small_response_leaves_in_one_write(autojump_clock, front):
     client = await front(echo).h2()
     await client.until(lambda: len(client.frames) >= 2)  # our settings
     seen = len(client.reads)
-    await client.answer(await client.request(body=b"x"))
+    await client.response(await client.request(body=b"x"))
     assert len(client.reads) == seen + 1
 
 
-async def test_streamed_answer_arrives_piece_by_piece(autojump_clock, front):
+async def test_streamed_response_arrives_piece_by_piece(autojump_clock, front):
     go_on = trio.Event()
 
     async def handler(exchange):
@@ -61,13 +61,13 @@ async def test_streamed_answer_arrives_piece_by_piece(autojump_clock, front):
 
     client = await front(handler).h2()
     stream_id = await client.request()
-    answer = client.answers[stream_id]
-    await client.until(lambda: answer.body == b"one")
-    assert answer.status == 200
-    assert not answer.ended
+    response = client.responses[stream_id]
+    await client.until(lambda: response.body == b"one")
+    assert response.status == 200
+    assert not response.ended
     go_on.set()
-    await client.answer(stream_id)
-    assert (answer.body, answer.ended) == (b"onetwo", True)
+    await client.response(stream_id)
+    assert (response.body, response.ended) == (b"onetwo", True)
 
 
 async def test_head_is_sent_before_the_first_byte_of_the_body(autojump_clock, front):
@@ -76,9 +76,9 @@ async def test_head_is_sent_before_the_first_byte_of_the_body(autojump_clock, fr
         await trio.sleep_forever()
 
     client = await front(handler).h2()
-    answer = client.answers[await client.request()]
-    await client.until(lambda: answer.status is not None)
-    assert answer.headers["x-request-id"] == "r-1"
+    response = client.responses[await client.request()]
+    await client.until(lambda: response.status is not None)
+    assert response.headers["x-request-id"] == "r-1"
 
 
 async def test_one_pass_of_many_streams_leaves_in_one_write(autojump_clock, front):
@@ -93,10 +93,10 @@ async def test_one_pass_of_many_streams_leaves_in_one_write(autojump_clock, fron
     client = await front(handler).h2()
     made = [client.request_frames() for _ in range(64)]
     await client.send(*(frame for _, request in made for frame in request))
-    await client.until(lambda: all(answer.status for answer in client.answers.values()))
+    await client.until(lambda: all(response.status for response in client.responses.values()))
     seen = len(client.reads)
     step.set()
-    await client.until(lambda: all(answer.ended for answer in client.answers.values()))
+    await client.until(lambda: all(response.ended for response in client.responses.values()))
     assert client.reads[seen] == 64
 
 
@@ -105,8 +105,8 @@ async def test_many_streams_at_once_do_not_mix(autojump_clock, front):
     made = [client.request_frames(f"/{number}", body=b"%d" % number) for number in range(100)]
     await client.send(*(frame for _, request in made for frame in request))
     for number, (stream_id, _) in enumerate(made):
-        answer = await client.answer(stream_id)
-        assert (answer.headers["x-path"], answer.body) == (f"/{number}", b"POST%d" % number)
+        response = await client.response(stream_id)
+        assert (response.headers["x-path"], response.body) == (f"/{number}", b"POST%d" % number)
 
 
 async def test_a_credit_is_told_though_nothing_more_comes(autojump_clock, front):
@@ -135,11 +135,11 @@ async def test_long_body_is_credited_as_it_is_read(autojump_clock, front):
         end = start + 16384
         await client.until(lambda end=end: window() >= end)
         await client.data(stream_id, body[start:end], end=end == len(body))
-    # The answer is larger than the window of the client, so it has to credit, too.
+    # The response is larger than the window of the client, so it has to credit, too.
     await client.credit(0, 10**6)
     await client.credit(stream_id, 10**6)
-    answer = await client.answer(stream_id)
-    assert answer.body == b"POST" + body
+    response = await client.response(stream_id)
+    assert response.body == b"POST" + body
 
 
 async def test_bodies_that_nobody_reads_do_not_close_the_connection_window_for_others(autojump_clock, front):
@@ -155,8 +155,8 @@ async def test_bodies_that_nobody_reads_do_not_close_the_connection_window_for_o
         for _ in range(4):
             await client.data(stream_id, bytes(15_000))
         await the_front.settle()
-    answer = await client.answer(await client.request("/read", body=b"hello"))
-    assert answer.body == b"POSThello"
+    response = await client.response(await client.request("/read", body=b"hello"))
+    assert response.body == b"POSThello"
     credited = sum(f.window_increment for f in client.frames if isinstance(f, frames.WindowUpdateFrame))
     assert credited >= 1_150_000
 
@@ -166,7 +166,7 @@ async def test_body_in_padded_frames(autojump_clock, front):
     stream_id = await client.request(end=False)
     padded = frames.DataFrame(stream_id, data=b"abc", pad_length=200, flags=["PADDED", "END_STREAM"])
     await client.send(padded)
-    assert (await client.answer(stream_id)).body == b"POSTabc"
+    assert (await client.response(stream_id)).body == b"POSTabc"
 
 
 async def test_body_can_be_read_twice_but_not_after_the_start(autojump_clock, front):
@@ -176,22 +176,22 @@ async def test_body_can_be_read_twice_but_not_after_the_start(autojump_clock, fr
         results.append(await exchange.body())
         results.append(await exchange.body())
         await exchange.start(200, [])
-        with pytest.raises(RuntimeError, match="before the answer starts"):
+        with pytest.raises(RuntimeError, match="before the response starts"):
             await exchange.body()
         await exchange.finish()
 
     client = await front(handler).h2()
-    assert (await client.answer(await client.request(body=b"hello"))).ended
+    assert (await client.response(await client.request(body=b"hello"))).ended
     assert results == [b"hello", b"hello"]
 
 
 async def test_expect_100_continue_is_answered_when_the_body_is_wanted(autojump_clock, front):
     client = await front(echo).h2()
     stream_id = await client.request(headers=(("expect", "100-continue"),), end=False)
-    answer = client.answers[stream_id]
-    await client.until(lambda: answer.informational == [100])
+    response = client.responses[stream_id]
+    await client.until(lambda: response.informational == [100])
     await client.data(stream_id, b"now", end=True)
-    assert (await client.answer(stream_id)).body == b"POSTnow"
+    assert (await client.response(stream_id)).body == b"POSTnow"
 
 
 async def test_trailers_end_a_body(autojump_clock, front):
@@ -199,13 +199,13 @@ async def test_trailers_end_a_body(autojump_clock, front):
     stream_id = await client.request(body=b"abc", end=False)
     trailers = client._encoder.encode([("x-checksum", "1")])
     await client.send(frames.HeadersFrame(stream_id, data=trailers, flags=["END_HEADERS", "END_STREAM"]))
-    assert (await client.answer(stream_id)).body == b"POSTabc"
+    assert (await client.response(stream_id)).body == b"POSTabc"
 
 
 async def test_head_request_gets_no_body(autojump_clock, front):
     client = await front(echo).h2()
-    answer = await client.answer(await client.request(method="HEAD"))
-    assert (answer.status, answer.headers["content-length"], answer.body) == (200, "4", b"")
+    response = await client.response(await client.request(method="HEAD"))
+    assert (response.status, response.headers["content-length"], response.body) == (200, "4", b"")
 
 
 async def test_connect_is_refused(autojump_clock, front):
@@ -213,7 +213,7 @@ async def test_connect_is_refused(autojump_clock, front):
     head = client._encoder.encode([(":method", "CONNECT"), (":authority", "elsewhere:443")])
     stream_id, _ = client.request_frames()
     await client.send(frames.HeadersFrame(stream_id, data=head, flags=["END_HEADERS", "END_STREAM"]))
-    assert (await client.answer(stream_id)).status == 405
+    assert (await client.response(stream_id)).status == 405
 
 
 @pytest.mark.parametrize("announced", [True, False])
@@ -226,17 +226,17 @@ async def test_body_beyond_the_limit_is_answered_with_413(autojump_clock, front,
     client = await front(handler, body_bytes_max=1000).h2()
     headers = (("content-length", "1001"),) if announced else ()
     stream_id = await client.request(headers=headers, body=b"" if announced else bytes(1001), end=False)
-    answer = await client.answer(stream_id)
-    assert answer.status == 413
-    await client.until(lambda: answer.reset_code is not None)
-    assert answer.reset_code == 0
+    response = await client.response(stream_id)
+    assert response.status == 413
+    await client.until(lambda: response.reset_code is not None)
+    assert response.reset_code == 0
 
 
 async def test_handler_that_does_not_care_about_a_large_body_still_gives_413(autojump_clock, front):
     client = await front(echo, body_bytes_max=1000).h2()
-    answer = await client.answer(await client.request(body=bytes(1001)))
-    assert answer.status == 413
-    assert b'"type":"invalid_request_error"' in answer.body
+    response = await client.response(await client.request(body=bytes(1001)))
+    assert response.status == 413
+    assert b'"type":"invalid_request_error"' in response.body
 
 
 async def test_all_bodies_together_are_bounded(autojump_clock, front):
@@ -249,7 +249,7 @@ async def test_all_bodies_together_are_bounded(autojump_clock, front):
     first = await client.request(body=bytes(1000))
     await the_front.settle()
     assert the_front.server.counters().request_body_bytes_held == 1000
-    refused = await client.answer(await client.request(body=bytes(1000)))
+    refused = await client.response(await client.request(body=bytes(1000)))
     assert refused.status == 500  # this handler does not translate Overloaded; error_responses does
     await client.reset(first)
     await the_front.settle()
@@ -259,8 +259,8 @@ async def test_all_bodies_together_are_bounded(autojump_clock, front):
 async def test_body_that_stops_arriving_is_a_408(autojump_clock, front):
     client = await front(echo, body_wait_seconds_max=5).h2()
     began_at = trio.current_time()
-    answer = await client.answer(await client.request(body=b"abc", end=False))
-    assert answer.status == 408
+    response = await client.response(await client.request(body=b"abc", end=False))
+    assert response.status == 408
     assert trio.current_time() - began_at == pytest.approx(5, abs=0.1)
 
 
@@ -283,12 +283,12 @@ async def test_closed_window_holds_at_most_the_bound_and_others_go_on(autojump_c
     stalled = await client.request("/stalled")
     await the_front.settle()
     assert accepted == 25_000
-    small = await client.answer(await client.request("/small"))
+    small = await client.response(await client.request("/small"))
     assert small.body == b"small"
-    await client.until(lambda: len(client.answers[stalled].body) == 5000)
+    await client.until(lambda: len(client.responses[stalled].body) == 5000)
     await client.credit(stalled, 200_000)
     await client.credit(0, 200_000)
-    assert len((await client.answer(stalled)).body) == 100_000
+    assert len((await client.response(stalled)).body) == 100_000
 
 
 async def test_connection_window_is_shared_and_reopened(autojump_clock, front):
@@ -297,11 +297,11 @@ async def test_connection_window_is_shared_and_reopened(autojump_clock, front):
 
     client = await front(handler).h2()
     first, second = await client.request(), await client.request()
-    await client.until(lambda: sum(len(answer.body) for answer in client.answers.values()) == 65535)
-    assert not client.answers[second].ended
+    await client.until(lambda: sum(len(response.body) for response in client.responses.values()) == 65535)
+    assert not client.responses[second].ended
     await client.credit(0, 65535)
-    assert len((await client.answer(first)).body) == 60_000
-    assert len((await client.answer(second)).body) == 60_000
+    assert len((await client.response(first)).body) == 60_000
+    assert len((await client.response(second)).body) == 60_000
 
 
 async def test_larger_initial_window_setting_releases_what_waits(autojump_clock, front):
@@ -310,24 +310,24 @@ async def test_larger_initial_window_setting_releases_what_waits(autojump_clock,
 
     client = await front(handler).h2(INITIAL_WINDOW_SIZE=0)
     stream_id = await client.request()
-    await client.until(lambda: client.answers[stream_id].status == 200)
+    await client.until(lambda: client.responses[stream_id].status == 200)
     setting = frames.SettingsFrame(0)
     setting.settings = {frames.SettingsFrame.INITIAL_WINDOW_SIZE: 50_000}
     await client.send(setting)
-    assert len((await client.answer(stream_id)).body) == 30_000
+    assert len((await client.response(stream_id)).body) == 30_000
 
 
-async def test_large_answer_shares_the_connection_with_small_ones(autojump_clock, front):
+async def test_large_response_shares_the_connection_with_small_ones(autojump_clock, front):
     async def handler(exchange):
         await exchange.respond(200, [], bytes(1_000_000) if exchange.path == "/large" else b"small")
 
     client = await front(handler).h2(INITIAL_WINDOW_SIZE=2_000_000)
     await client.credit(0, 5_000_000)
     large = await client.request("/large")
-    small = await client.answer(await client.request("/small"))
+    small = await client.response(await client.request("/small"))
     assert small.ended
-    assert not client.answers[large].ended
-    assert len((await client.answer(large)).body) == 1_000_000
+    assert not client.responses[large].ended
+    assert len((await client.response(large)).body) == 1_000_000
 
 
 @pytest.mark.parametrize(
@@ -338,7 +338,7 @@ async def test_header_that_would_break_the_message_is_an_error_of_the_handler(au
         await exchange.respond(200, fields, b"")
 
     client = await front(handler).h2()
-    assert (await client.answer(await client.request())).status == 500
+    assert (await client.response(await client.request())).status == 500
     assert "handler failed" in caplog.text
 
 
@@ -353,20 +353,20 @@ async def test_last_bytes_are_held_as_all_others_are(autojump_clock, front):
 
     the_front = front(handler, stream_buffer_bytes_max=20_000)
     client = await the_front.h2(INITIAL_WINDOW_SIZE=5000)
-    small = await client.answer(await client.request())
+    small = await client.response(await client.request())
     assert (small.body, small.ended) == (b"last", True)
-    assert (await client.answer(await client.request(method="HEAD"))).body == b""
+    assert (await client.response(await client.request(method="HEAD"))).body == b""
     is_over = False
     large = await client.request("/large")
     await the_front.settle()
     assert not is_over
     await client.credit(large, 95_000)
     await client.credit(0, 95_000)
-    answer = await client.answer(large)
-    assert (len(answer.body), answer.ended, is_over) == (100_000, True, True)
+    response = await client.response(large)
+    assert (len(response.body), response.ended, is_over) == (100_000, True, True)
 
 
-async def test_answers_out_of_order_are_errors_of_the_handler(autojump_clock, front):
+async def test_responses_out_of_order_are_errors_of_the_handler(autojump_clock, front):
     async def handler(exchange):
         with pytest.raises(RuntimeError, match="not started"):
             await exchange.send(b"x")
@@ -380,5 +380,5 @@ async def test_answers_out_of_order_are_errors_of_the_handler(autojump_clock, fr
             await exchange.send(b"x")
 
     client = await front(handler).h2()
-    answer = await client.answer(await client.request())
-    assert (answer.status, answer.ended) == (200, True)
+    response = await client.response(await client.request())
+    assert (response.status, response.ended) == (200, True)

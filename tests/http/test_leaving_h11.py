@@ -13,7 +13,7 @@ async def before_the_body_is_complete(exchange):
     await exchange.body()
 
 
-async def before_the_answer(exchange):
+async def before_the_response(exchange):
     await exchange.body()
     await trio.sleep_forever()
 
@@ -54,9 +54,9 @@ STRAY = COMPLETE + b"\r\n"
     "phase, sent",
     [
         (before_the_body_is_complete, INCOMPLETE),
-        *[(phase, COMPLETE) for phase in (before_the_answer, mid_stream, after_the_last_byte)],
-        *[(phase, PIPELINED) for phase in (before_the_answer, mid_stream, after_the_last_byte)],
-        *[(phase, STRAY) for phase in (before_the_answer, mid_stream)],
+        *[(phase, COMPLETE) for phase in (before_the_response, mid_stream, after_the_last_byte)],
+        *[(phase, PIPELINED) for phase in (before_the_response, mid_stream, after_the_last_byte)],
+        *[(phase, STRAY) for phase in (before_the_response, mid_stream)],
     ],
 )
 async def test_handler_is_cancelled_within_a_few_passes(autojump_clock, front, watched, phase, sent, leave):
@@ -109,7 +109,7 @@ async def test_close_is_noticed_while_a_write_is_stuck(autojump_clock, front, wa
     assert await handler.passes_until_ended() <= PASSES_MAX
 
 
-@pytest.mark.parametrize("phase", [before_the_answer, mid_stream, while_sending])
+@pytest.mark.parametrize("phase", [before_the_response, mid_stream, while_sending])
 async def test_cancelling_the_server_ends_the_connection_at_once(autojump_clock, front, watched, phase):
     handler = watched(phase)
     the_front = front(handler, close_seconds_max=1)

@@ -14,7 +14,7 @@ async def before_the_body_is_complete(exchange):
     await exchange.body()
 
 
-async def before_the_answer(exchange):
+async def before_the_response(exchange):
     await exchange.body()
     await trio.sleep_forever()
 
@@ -36,7 +36,7 @@ async def after_the_last_byte(exchange):
     await trio.sleep_forever()
 
 
-PHASES = [before_the_body_is_complete, before_the_answer, mid_stream, while_sending, after_the_last_byte]
+PHASES = [before_the_body_is_complete, before_the_response, mid_stream, while_sending, after_the_last_byte]
 
 
 async def reset(client, stream_id):
@@ -131,7 +131,7 @@ async def test_goaway_alone_lets_running_streams_finish(autojump_clock, front):
     await client.send(frames.GoAwayFrame(0, last_stream_id=0), frames.PingFrame(0, opaque_data=b"12345678"))
     await the_front.settle()
     go_on.set()
-    assert (await client.answer(stream_id)).body == b"finished"
+    assert (await client.response(stream_id)).body == b"finished"
     await client.until_eof()
     await client.stream.aclose()
     await the_front.settle()
@@ -175,13 +175,13 @@ async def test_client_that_credits_nothing_is_reset_after_the_stall_limit_and_ot
     client = await the_front.h2(INITIAL_WINDOW_SIZE=100)
     began_at = trio.current_time()
     stalled = await client.request()
-    answer = await client.answer(stalled)
+    response = await client.response(stalled)
     assert trio.current_time() - began_at == pytest.approx(30, abs=0.1)
-    assert (len(answer.body), answer.reset_code) == (100, 8)
+    assert (len(response.body), response.reset_code) == (100, 8)
     assert handler.cancelled
     other = await client.request("/other")
     await client.credit(other, 100)
-    assert (await client.answer(other)).body == b"other"
+    assert (await client.response(other)).body == b"other"
     assert the_front.server.counters().exchanges_stalled_total == 1
 
 
@@ -195,8 +195,8 @@ async def test_stall_limit_holds_for_bytes_that_a_finished_handler_left_behind(a
     stream_id = await client.request()
     await the_front.settle()
     assert handler.ended.is_set()
-    answer = await client.answer(stream_id)
-    assert (len(answer.body), answer.reset_code) == (100, 8)
+    response = await client.response(stream_id)
+    assert (len(response.body), response.reset_code) == (100, 8)
 
 
 async def test_slow_reader_that_makes_progress_is_not_reset(autojump_clock, front):
@@ -208,7 +208,7 @@ async def test_slow_reader_that_makes_progress_is_not_reset(autojump_clock, fron
     for _ in range(9):
         await trio.sleep(25)
         await client.credit(stream_id, 100)
-    assert len((await client.answer(stream_id)).body) == 1000
+    assert len((await client.response(stream_id)).body) == 1000
 
 
 async def test_client_that_reads_no_tcp_loses_its_connection_after_the_stall_limit(
@@ -234,7 +234,7 @@ async def test_reset_is_noticed_while_a_write_is_stuck(autojump_clock, front, wa
     await client.open()
     stream_id = await client.request()
     await the_front.settle()
-    await client.send(frames.PingFrame(0, opaque_data=b"12345678"))  # an answer that cannot be written either
+    await client.send(frames.PingFrame(0, opaque_data=b"12345678"))  # a response that cannot be written either
     await client.reset(stream_id)
     assert await handler.passes_until_ended() <= PASSES_MAX
 
@@ -256,7 +256,7 @@ async def test_cancelling_ends_everything_at_once_even_with_a_stuck_client(autoj
     await handler.ended.wait()
     assert trio.current_time() - began_at <= 1.1
     assert (handler.running, the_front.connection_count) == (0, 0)
-    assert well.answers[stream_id].reset_code == 8
+    assert well.responses[stream_id].reset_code == 8
     assert [goaway.last_stream_id for goaway in well.goaways] == [stream_id]
 
 

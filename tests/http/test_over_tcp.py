@@ -34,7 +34,7 @@ async def test_a_slow_reader_gets_every_byte_over_http1(nursery, h11_client):
     client = h11_client(await trio.open_tcp_stream("127.0.0.1", port))
     await client.request()
     await trio.testing.wait_all_tasks_blocked()  # the server has filled the sockets
-    status, _, body = await client.answer()
+    status, _, body = await client.response()
     assert status == 200
     assert body == PIECE * PIECES
     await client.stream.aclose()
@@ -49,8 +49,8 @@ async def test_a_slow_reader_gets_every_byte_over_http2(nursery, h2_client):
     ids = [await client.request() for _ in range(2)]
     await trio.testing.wait_all_tasks_blocked()
     for stream_id in ids:
-        answer = await client.answer(stream_id)
-        assert (answer.status, answer.body) == (200, PIECE * PIECES)
+        response = await client.response(stream_id)
+        assert (response.status, response.body) == (200, PIECE * PIECES)
     await client.stream.aclose()
     nursery.cancel_scope.cancel()
 
@@ -99,7 +99,7 @@ async def test_a_client_that_resets_while_the_server_writes_leaves(nursery, h2_c
     client = h2_client(stream)
     await client.open()
     await client.request()
-    await client.until(lambda: any(answer.body for answer in client.answers.values()))
+    await client.until(lambda: any(response.body for response in client.responses.values()))
     stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     await stream.aclose()
     with trio.fail_after(30):
@@ -137,8 +137,8 @@ async def test_a_fault_while_flushing_ends_that_connection_alone(nursery, h2_cli
     assert "connection failed" in caplog.text
     good = h2_client(await trio.open_tcp_stream("127.0.0.1", port))
     await good.open()
-    answer = await good.answer(await good.request("/good"))
-    assert answer.body == b"good"
+    response = await good.response(await good.request("/good"))
+    assert response.body == b"good"
     assert server.counters().connections_failed_total == 1
     for client in (bad, good):
         await client.stream.aclose()

@@ -72,10 +72,10 @@ async def take(the_front, http: int, *, byte_count: int, seconds: float) -> tupl
             received += taken
         await client.aclose()
         return received.count(b"\0") == 60_000, ended_at - began_at
-    answer = await client.answer(stream_id)
+    response = await client.response(stream_id)
     again = await client.request(method="HEAD")  # the connection is none the worse
-    assert (await client.answer(again)).status == 200
-    return answer.ended, ended_at - began_at
+    assert (await client.response(again)).status == 200
+    return response.ended, ended_at - began_at
 
 
 @pytest.mark.parametrize("http", [1, 2])
@@ -134,12 +134,12 @@ async def test_readers_of_a_slow_stream_are_not_given_up(autojump_clock, front, 
         client = await the_front.h2(INITIAL_WINDOW_SIZE=0)
         stream_id = await client.request()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(client.answer, stream_id)
+            nursery.start_soon(client.response, stream_id)
             for _ in range(20):
                 await trio.sleep(10)
                 await client.credit(stream_id, PIECE_BYTES)
                 await trio.sleep(60)
-        assert client.answers[stream_id].ended
+        assert client.responses[stream_id].ended
         await client.stream.aclose()
     assert the_front.server.counters().exchanges_stalled_total == 0
 

@@ -18,7 +18,7 @@ from trioserve.http.listener import addresses, open_listeners, tls_context
 from trioserve.http.server import FrontendServer
 
 
-async def answer_ok(exchange):
+async def respond_ok(exchange):
     await exchange.respond(200, [("x-http-version", exchange.http_version)], b"ok")
 
 
@@ -59,13 +59,13 @@ async def test_drain_says_goaway_finishes_what_runs_and_refuses_late_streams(aut
     the_front = front(gate)
     client = await the_front.h2()
     running = await client.request()
-    await client.until(lambda: client.answers[running].body == b"begun")
+    await client.until(lambda: client.responses[running].body == b"begun")
     the_front.server.drain()
     late = await client.request()
-    assert (await client.answer(late)).reset_code == ErrorCodes.REFUSED_STREAM
+    assert (await client.response(late)).reset_code == ErrorCodes.REFUSED_STREAM
     assert [(goaway.last_stream_id, goaway.error_code) for goaway in client.goaways] == [(running, 0)]
     gate.open.set()
-    assert (await client.answer(running)).body == b"begun and finished"
+    assert (await client.response(running)).body == b"begun and finished"
     await client.until_eof()
     await client.stream.aclose()
     await the_front.settle()
@@ -123,10 +123,10 @@ async def test_drain_refuses_half_a_request_at_once_on_http2(autojump_clock, fro
     await the_front.settle()
     the_front.server.drain()
     for half in halves:
-        assert (await client.answer(half)).reset_code == ErrorCodes.REFUSED_STREAM
+        assert (await client.response(half)).reset_code == ErrorCodes.REFUSED_STREAM
     assert handler.running == 1
     gate.open.set()
-    assert (await client.answer(whole)).ended
+    assert (await client.response(whole)).ended
     await client.until_eof()
     assert the_front.server.counters().streams_refused_total["draining"] == 2
 
@@ -148,17 +148,17 @@ async def test_drain_lets_a_request_be_read_that_has_come(autojump_clock, front)
     the_front.server.drain()
     await the_front.settle()
     go_on.set()
-    assert (await http2.answer(stream_id)).body == b"onetwo"
+    assert (await http2.response(stream_id)).body == b"onetwo"
     for client in (plain, chunked):
-        assert (await client.answer(next_cycle=False))[2] == b"onetwo"
+        assert (await client.response(next_cycle=False))[2] == b"onetwo"
 
 
 async def test_drain_ends_idle_connections_at_once(autojump_clock, front):
-    the_front = front(answer_ok)
+    the_front = front(respond_ok)
     h2, h11, silent = await the_front.h2(), the_front.h11(), the_front.connect()
-    await h2.answer(await h2.request())
+    await h2.response(await h2.request())
     await h11.request()
-    await h11.answer()
+    await h11.response()
     began_at = trio.current_time()
     the_front.server.drain()
     await h2.until_eof()
@@ -172,7 +172,7 @@ async def test_drain_ends_idle_connections_at_once(autojump_clock, front):
     assert the_front.connection_count == 0
 
 
-async def test_drain_closes_http_1_1_behind_the_running_answer(autojump_clock, front):
+async def test_drain_closes_http_1_1_behind_the_running_response(autojump_clock, front):
     gate = Gate()
     the_front = front(gate)
     client = the_front.h11()
@@ -180,17 +180,17 @@ async def test_drain_closes_http_1_1_behind_the_running_answer(autojump_clock, f
     await the_front.settle()
     the_front.server.drain()
     gate.open.set()
-    assert (await client.answer())[2] == b"begun and finished"
+    assert (await client.response())[2] == b"begun and finished"
     assert await client.stream.receive_some() == b""
 
 
-async def test_drain_before_the_answer_says_connection_close(autojump_clock, front):
+async def test_drain_before_the_response_says_connection_close(autojump_clock, front):
     begun, go_on = trio.Event(), trio.Event()
 
     async def handler(exchange):
         begun.set()
         await go_on.wait()
-        await answer_ok(exchange)
+        await respond_ok(exchange)
 
     the_front = front(handler)
     client = the_front.h11()
@@ -198,7 +198,7 @@ async def test_drain_before_the_answer_says_connection_close(autojump_clock, fro
     await begun.wait()
     the_front.server.drain()
     go_on.set()
-    status, headers, _ = await client.answer(next_cycle=False)
+    status, headers, _ = await client.response(next_cycle=False)
     assert (status, headers["connection"]) == (200, "close")
 
 
@@ -206,12 +206,12 @@ async def test_cancelling_while_draining_resets_what_still_runs(autojump_clock, 
     the_front = front(Gate())
     client = await the_front.h2()
     running = await client.request()
-    await client.until(lambda: client.answers[running].body == b"begun")
+    await client.until(lambda: client.responses[running].body == b"begun")
     the_front.server.drain()
     await trio.sleep(30)
     the_front.cancel()
     await client.until_eof()
-    assert client.answers[running].reset_code == ErrorCodes.CANCEL
+    assert client.responses[running].reset_code == ErrorCodes.CANCEL
 
 
 async def test_goaway_of_the_client_while_draining(autojump_clock, front):
@@ -223,7 +223,7 @@ async def test_goaway_of_the_client_while_draining(autojump_clock, front):
     await the_front.settle()
     the_front.server.drain()
     gate.open.set()
-    assert (await client.answer(running)).body == b"begun and finished"
+    assert (await client.response(running)).body == b"begun and finished"
 
 
 # --- real sockets ---
@@ -238,9 +238,9 @@ async def test_httpx_over_real_sockets(http2):
         async with httpx.AsyncClient(http1=not http2, http2=http2, trust_env=False) as client:
             url = f"http://{addresses(listeners)[0]}/"
             for _ in range(3):
-                answer = await client.post(url, content=b"hello")
-                assert (answer.status_code, answer.content) == (200, b"hello")
-                assert answer.http_version == ("HTTP/2" if http2 else "HTTP/1.1")
+                response = await client.post(url, content=b"hello")
+                assert (response.status_code, response.content) == (200, b"hello")
+                assert response.http_version == ("HTTP/2" if http2 else "HTTP/1.1")
             async with client.stream("POST", url, content=bytes(1000)) as streamed:
                 assert len(b"".join([piece async for piece in streamed.aiter_bytes()])) == 1000
         server.drain()
@@ -268,7 +268,7 @@ async def test_tcp_reset_cancels_the_handler(watched):
     assert handler.cancelled
 
 
-async def test_http_1_0_answer_that_breaks_off_ends_in_a_tcp_reset(caplog):
+async def test_http_1_0_response_that_breaks_off_ends_in_a_tcp_reset(caplog):
     async def handler(exchange):
         await exchange.start(200, [])
         await exchange.send(b"some")
@@ -324,7 +324,7 @@ async def test_drained_server_refuses_connections():
 async def test_connections_beyond_the_limit_wait_for_a_seat():
     listeners = await open_listeners("127.0.0.1", 0)
     address = listeners[0].socket.getsockname()
-    server = FrontendServer(answer_ok, limits=FrontendLimits(connections_max=2))
+    server = FrontendServer(respond_ok, limits=FrontendLimits(connections_max=2))
     request = b"GET / HTTP/1.1\r\nhost: test\r\n\r\n"
     async with trio.open_nursery() as nursery:
         await nursery.start(server.serve, listeners)
@@ -368,7 +368,7 @@ def secured(stream, authority, protocols):
 
 @pytest.mark.parametrize("protocols", [["h2", "http/1.1"], ["http/1.1"], []])
 async def test_tls_agrees_on_a_protocol(autojump_clock, nursery, authority, server_context, h2_client, protocols):
-    server = FrontendServer(answer_ok, ssl_context=server_context)
+    server = FrontendServer(respond_ok, ssl_context=server_context)
     ours, theirs = memory_stream_pair()
     nursery.start_soon(server.serve_connection, theirs)
     stream = secured(ours, authority, protocols)
@@ -377,8 +377,8 @@ async def test_tls_agrees_on_a_protocol(autojump_clock, nursery, authority, serv
     if "h2" in protocols:
         client = h2_client(stream)
         await client.open()
-        answer = await client.answer(await client.request())
-        assert (answer.headers["x-http-version"], answer.body) == ("2", b"ok")
+        response = await client.response(await client.request())
+        assert (response.headers["x-http-version"], response.body) == ("2", b"ok")
     else:
         await stream.send_all(b"GET / HTTP/1.1\r\nhost: test\r\n\r\n")
         assert (await stream.receive_some()).endswith(b"ok")
@@ -389,7 +389,7 @@ async def test_tls_agrees_on_a_protocol(autojump_clock, nursery, authority, serv
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nhost: test\r\n\r\n"])
 async def test_handshake_that_fails_or_never_ends(autojump_clock, nursery, server_context, caplog, sent):
-    server = FrontendServer(answer_ok, ssl_context=server_context, limits=FrontendLimits(tls_handshake_seconds_max=10))
+    server = FrontendServer(respond_ok, ssl_context=server_context, limits=FrontendLimits(tls_handshake_seconds_max=10))
     ours, theirs = memory_stream_pair()
     nursery.start_soon(server.serve_connection, theirs)
     began_at = trio.current_time()
@@ -401,7 +401,7 @@ async def test_handshake_that_fails_or_never_ends(autojump_clock, nursery, serve
 
 
 async def test_drain_ends_a_handshake_at_once(autojump_clock, nursery, server_context):
-    server = FrontendServer(answer_ok, ssl_context=server_context)
+    server = FrontendServer(respond_ok, ssl_context=server_context)
     ours, theirs = memory_stream_pair()
     nursery.start_soon(server.serve_connection, theirs)
     began_at = trio.current_time()
@@ -429,13 +429,13 @@ async def test_leaving_over_tls_cancels_the_handler(autojump_clock, nursery, aut
 
 
 async def test_fault_of_a_connection_stays_there(autojump_clock, front, caplog, monkeypatch):
-    the_front = front(answer_ok)
+    the_front = front(respond_ok)
     client, other = await the_front.h2(), await the_front.h2()
-    await other.answer(await other.request())
+    await other.response(await other.request())
     with monkeypatch.context() as patched:
         patched.setattr("trioserve.http.http2.connection.request_head", lambda event, peer: 1 / 0)
         await client.request()
         await client.until_eof()
     assert [record.getMessage() for record in caplog.records] == ["connection failed peer=test"]
     assert the_front.server.counters().connections_failed_total == 1
-    assert (await other.answer(await other.request())).body == b"ok"
+    assert (await other.response(await other.request())).body == b"ok"

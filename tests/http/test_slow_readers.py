@@ -63,17 +63,17 @@ class QuickReader:
         client = self.client
         began_at = trio.current_time()
         stream_id = await client.request("/v1/completions", body=body(prompt))
-        answer = client.answers[stream_id]
-        while not answer.over:
-            before = len(answer.body)
+        response = client.responses[stream_id]
+        while not response.over:
+            before = len(response.body)
             await client.receive()
-            credit = len(answer.body) - before
-            if credit and not answer.over:
+            credit = len(response.body) - before
+            if credit and not response.over:
                 await client.credit(0, credit)
                 await client.credit(stream_id, credit)
                 self.times.append(round(trio.current_time() - began_at, 6))
-        assert answer.ended
-        self.received = answer.body
+        assert response.ended
+        self.received = response.body
 
 
 async def quick_reader(server: MemoryServer, h2_client) -> QuickReader:
@@ -160,15 +160,15 @@ async def test_slow_reader_gets_everything_in_fewer_and_longer_events(autojump_c
         client = h2_client(server.connect())
         await client.open(INITIAL_WINDOW_SIZE=0)
         stream_id = await client.request("/v1/completions", body=body("a prompt"))
-        answer = client.answers[stream_id]
+        response = client.responses[stream_id]
         most_held = 0
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(client.answer, stream_id)
-            while not answer.over:
+            nursery.start_soon(client.response, stream_id)
+            while not response.over:
                 await client.credit(stream_id, 500)
                 await trio.sleep(0.2)  # the engine makes ten times as much in this time
                 most_held = max(most_held, server.server.counters().answer_bytes_held)
-        slow_texts, quick_texts = texts(answer.body), texts(quick.received)
+        slow_texts, quick_texts = texts(response.body), texts(quick.received)
         assert "".join(slow_texts) == "".join(quick_texts)
         assert len(slow_texts) < len(quick_texts) / 3
         assert most_held <= BUFFER_BYTES
@@ -198,7 +198,7 @@ async def test_readers_that_stall_do_not_hold_up_the_end_of_the_server(autojump_
 
 
 async def test_reset_is_heard_from_a_client_that_does_not_read(autojump_clock, h2_client):
-    """S31, S43: the request ends with the step in flight, not with its answer."""
+    """S31, S43: the request ends with the step in flight, not with its response."""
     async with opened(stall_seconds_max=1000) as server:
         ours, theirs = memory_stream_pair()
         async with trio.open_nursery() as nursery:

@@ -42,20 +42,20 @@ async def begin(front, http: int, byte_count: int):
         for start in range(0, len(data), 16384):
             await client.data(stream_id, data[start : start + 16384], end=end and start + 16384 >= len(data))
 
-    async def answer() -> tuple[int, bytes]:
-        answered = await client.answer(stream_id)
+    async def response() -> tuple[int, bytes]:
+        answered = await client.response(stream_id)
         return answered.status, answered.body
 
-    return client, send, answer
+    return client, send, response
 
 
-async def answered_at(answer, nursery: trio.Nursery) -> tuple[trio.Event, list]:
-    """An event that tells that the answer came; the list then has it, and when that was."""
+async def responded_at(response, nursery: trio.Nursery) -> tuple[trio.Event, list]:
+    """An event that tells that the response came; the list then has it, and when that was."""
     came = trio.Event()
     told: list = []
 
     async def wait() -> None:
-        told.extend((await answer(), trio.current_time()))
+        told.extend((await response(), trio.current_time()))
         came.set()
 
     nursery.start_soon(wait)
@@ -66,9 +66,9 @@ async def check_cut_off(front, http: int, *, pieces: list[tuple[float, bytes]], 
     """Who sends these pieces, each after so many seconds, gets a 408 `seconds` after the beginning, and is counted."""
     the_front = front(measure)
     began_at = trio.current_time()
-    client, send, answer = await begin(the_front, http, 1_000_000)
+    client, send, response = await begin(the_front, http, 1_000_000)
     async with trio.open_nursery() as nursery:
-        came, told = await answered_at(answer, nursery)
+        came, told = await responded_at(response, nursery)
         for pause, data in pieces:
             with trio.move_on_after(pause):
                 await came.wait()
@@ -92,7 +92,7 @@ async def check_cut_off(front, http: int, *, pieces: list[tuple[float, bytes]], 
         assert the_front.connection_count == 0
     else:
         again = await client.request(body=b"abc")  # the connection is none the worse
-        assert (await client.answer(again)).body == b"3"
+        assert (await client.response(again)).body == b"3"
 
 
 @pytest.mark.parametrize("http", [1, 2])
@@ -124,9 +124,9 @@ async def test_an_honest_upload_over_a_slow_link_is_not(autojump_clock, front, h
     """24 MB at 1 Mbit/s, and a little faster than the pace for five minutes."""
     the_front = front(measure)
     began_at = trio.current_time()
-    _, send, answer = await begin(the_front, http, byte_count)
+    _, send, response = await begin(the_front, http, byte_count)
     async with trio.open_nursery() as nursery:
-        came, told = await answered_at(answer, nursery)
+        came, told = await responded_at(response, nursery)
         for sent in range(bytes_per_second, byte_count + 1, bytes_per_second):
             await trio.sleep(1)
             await send(bytes(bytes_per_second), end=sent == byte_count)
@@ -137,11 +137,11 @@ async def test_an_honest_upload_over_a_slow_link_is_not(autojump_clock, front, h
 
 
 async def test_an_upload_that_pauses_goes_on(autojump_clock, front):
-    _, send, answer = await begin(front(measure), 1, 2_000_000)
+    _, send, response = await begin(front(measure), 1, 2_000_000)
     for _ in range(4):
         await send(bytes(500_000))
         await trio.sleep(25)
-    assert (await answer()) == (200, b"2000000")
+    assert (await response()) == (200, b"2000000")
 
 
 @pytest.mark.parametrize(("bytes_per_second", "is_slow"), [(1, True), (RATE // 2, True), (RATE * 2, False)])
@@ -237,7 +237,7 @@ async def test_data_in_slow_frames_is_no_head(autojump_clock, front):
     for byte in frame:
         await client.stream.send_all(bytes([byte]))
         await trio.sleep(1)
-    assert (await client.answer(stream_id)).body == b"10"
+    assert (await client.response(stream_id)).body == b"10"
 
 
 # --- the arithmetic ---

@@ -18,7 +18,7 @@ from trioserve.http.server import FrontendServer
 REQUEST = b"GET / HTTP/1.1\r\nhost: test\r\nconnection: close\r\n\r\n"
 
 
-async def answer_ok(exchange):
+async def respond_ok(exchange):
     await exchange.respond(200, [], b"ok")
 
 
@@ -71,7 +71,7 @@ async def fetch(stream) -> bytes:
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
 async def test_current_versions_are_spoken(autojump_clock, files, connect, version):
-    server = FrontendServer(answer_ok, ssl_context=files.server_context())
+    server = FrontendServer(respond_ok, ssl_context=files.server_context())
     context = files.client_context()
     context.minimum_version = context.maximum_version = version
     assert (await fetch(connect(server, context))).endswith(b"ok")
@@ -83,7 +83,7 @@ async def test_version_that_is_too_old_is_refused(autojump_clock, files, connect
     for context in (client_context, server_context):
         context.set_ciphers("DEFAULT:@SECLEVEL=0")  # or OpenSSL would refuse by itself
     client_context.minimum_version = client_context.maximum_version = ssl.TLSVersion.TLSv1_1
-    server = FrontendServer(answer_ok, ssl_context=server_context)
+    server = FrontendServer(respond_ok, ssl_context=server_context)
     with pytest.raises(trio.BrokenResourceError):
         await fetch(connect(server, client_context))
     await wait_all_tasks_blocked()
@@ -121,7 +121,7 @@ def shown(files: Files, who: str) -> ssl.SSLContext:
 )
 async def test_client_certificates(autojump_clock, files, connect, version, wanted, who, served):
     options = {} if wanted == "none" else {"ca_certificates": files.ca, "client_certificates": wanted}
-    server = FrontendServer(answer_ok, ssl_context=files.server_context(**options))
+    server = FrontendServer(respond_ok, ssl_context=files.server_context(**options))
     context = shown(files, who)
     context.minimum_version = context.maximum_version = version
     if served:

@@ -132,8 +132,8 @@ def test_a_damaged_library_is_a_reason(compiler: Path) -> None:
 @pytest.mark.parametrize("fails", (False, True))
 def test_the_command_never_fails_the_setup(compiler: Path, fails: bool) -> None:
     write_compiler(compiler.parent, fails=fails)
-    answer = subprocess.run(
+    response = subprocess.run(
         [sys.executable, "-m", "trioserve_kernels.build"], capture_output=True, text=True, check=False
     )
-    assert answer.returncode == 0
-    assert "CPU kernels" in answer.stderr
+    assert response.returncode == 0
+    assert "CPU kernels" in response.stderr

@@ -120,11 +120,11 @@ class StepDriver:
         self._launched += 1
         for chunk, name in zip(chunks, counts, strict=True):
             self._computed[name] += chunk.count
-        answer = self._runner.launch(plan)
+        response = self._runner.launch(plan)
 
         def finish() -> StepResult:
             self._launched -= 1
-            result = answer()
+            result = response()
             for name, token in zip(counts, result.token_ids, strict=True):
                 if token is not None:
                     self.tokens[name].append(token)

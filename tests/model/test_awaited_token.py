@@ -89,7 +89,7 @@ def test_a_prompt_that_goes_on_is_left_out_only_where_it_failed():
         assert [filled_chunk.request.id for _place, filled_chunk in filled] == expected
 
 
-def answers(runner: ModelRunner, *, overlap_steps: bool, seed: int = 0) -> dict[str, list[object]]:
+def responses(runner: ModelRunner, *, overlap_steps: bool, seed: int = 0) -> dict[str, list[object]]:
     """What a core and this runner say to some requests; with overlap in any order that may happen."""
     rng = random.Random(seed)
     core = EngineCore(
@@ -140,13 +140,13 @@ def answers(runner: ModelRunner, *, overlap_steps: bool, seed: int = 0) -> dict[
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_answers_are_those_of_steps_that_do_not_overlap(
+def test_responses_are_those_of_steps_that_do_not_overlap(
     kind: str, cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
     runner = step_driver.load_runner(tiny_checkpoint(kind), cpu_kernels=cpu_kernels)
     try:
-        expected = answers(runner, overlap_steps=False)
+        expected = responses(runner, overlap_steps=False)
         for seed in range(4):
-            assert answers(runner, overlap_steps=True, seed=seed) == expected
+            assert responses(runner, overlap_steps=True, seed=seed) == expected
     finally:
         runner.close()

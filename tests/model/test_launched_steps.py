@@ -89,7 +89,7 @@ class Flight:
         self.finish = runner.launch(plan, core.abandonment(plan))
 
 
-def answers(
+def responses(
     runner: ModelRunner, samplings: tuple[SamplingParams, ...], *, overlaps: bool, seed: int = 0, aborts: bool = False
 ) -> dict[str, list[object]]:
     """What a core and this runner say to some requests, those aside that are aborted; one asks for a token that the
@@ -144,14 +144,14 @@ def answers(
 @pytest.mark.parametrize("samplings", (PLAIN, ASKING), ids=("plain", "asking for more"))
 @pytest.mark.parametrize("enforce_eager", (False, True), ids=("static", "eager"))
 @pytest.mark.usefixtures("fused")
-def test_answers_are_those_of_steps_that_do_not_overlap(
+def test_responses_are_those_of_steps_that_do_not_overlap(
     enforce_eager: bool, samplings: tuple[SamplingParams, ...], tiny_checkpoint: Callable[..., Path]
 ) -> None:
     runner = load(tiny_checkpoint("qwen3"), enforce_eager=enforce_eager)
-    expected = answers(runner, samplings, overlaps=False)
+    expected = responses(runner, samplings, overlaps=False)
     assert sum(map(len, expected.values())) > 40
     for seed in range(6):
-        got = answers(runner, samplings, overlaps=True, seed=seed, aborts=seed > 2)
+        got = responses(runner, samplings, overlaps=True, seed=seed, aborts=seed > 2)
         assert len(got) >= 3
         assert got == {name: expected[name] for name in got}
 

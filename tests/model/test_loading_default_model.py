@@ -25,14 +25,14 @@ def smollm2_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A stand-in for huggingface_hub: it notes what is asked for, and answers or raises `answer`."""
-    seen = SimpleNamespace(calls=[], answer="")
+    """A stand-in for huggingface_hub: it notes what is asked for, and responses or raises `response`."""
+    seen = SimpleNamespace(calls=[], response="")
 
     def snapshot_download(name: str, **options: Any) -> str:
         seen.calls.append((name, options))
-        if isinstance(seen.answer, Exception):
-            raise seen.answer
-        return str(seen.answer)
+        if isinstance(seen.response, Exception):
+            raise seen.response
+        return str(seen.response)
 
     module = ModuleType("huggingface_hub")
     module.snapshot_download = snapshot_download  # type: ignore[attr-defined]
@@ -71,7 +71,7 @@ def test_paths_are_taken_as_they_are(tmp_path: Path, hub: SimpleNamespace, monke
 
 
 def test_hub_name_is_downloaded_without_pickles_and_second_copies(tmp_path: Path, hub: SimpleNamespace) -> None:
-    hub.answer = tmp_path
+    hub.response = tmp_path
     assert resolve_model("org/Some-Model_1.5B") == tmp_path
     [(name, options)] = hub.calls
     assert name == "org/Some-Model_1.5B"
@@ -81,14 +81,14 @@ def test_hub_name_is_downloaded_without_pickles_and_second_copies(tmp_path: Path
 
 
 def test_for_a_tokenizer_alone_no_weights_are_downloaded(tmp_path: Path, hub: SimpleNamespace) -> None:
-    hub.answer = tmp_path
+    hub.response = tmp_path
     assert resolve_model("org/name", with_weights=False) == tmp_path
     [(_, options)] = hub.calls
     assert options["allow_patterns"] == ["*.json", "*.jinja", "*.txt", "tokenizer.model"]
 
 
 def test_patterns_fit_the_real_package(monkeypatch: pytest.MonkeyPatch, hub: SimpleNamespace, tmp_path: Path) -> None:
-    hub.answer = tmp_path
+    hub.response = tmp_path
     resolve_model("org/name")
     [(_, options)] = hub.calls
     monkeypatch.delitem(sys.modules, "huggingface_hub")
@@ -102,7 +102,7 @@ def test_patterns_fit_the_real_package(monkeypatch: pytest.MonkeyPatch, hub: Sim
 
 @pytest.mark.parametrize("error", [OSError("network unreachable\nmany\nlines"), RuntimeError("network unreachable")])
 def test_failed_download_is_one_sentence(hub: SimpleNamespace, error: Exception) -> None:
-    hub.answer = error
+    hub.response = error
     with pytest.raises(ModelLoadError) as caught:
         resolve_model("org/name")
     assert "'org/name' could not be downloaded from the hub (network unreachable)" in str(caught.value)

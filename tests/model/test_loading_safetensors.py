@@ -86,14 +86,14 @@ def test_opening_does_not_import_torch(
         "    assert open_checkpoint(pathlib.Path(path)).config.layer_count == 2\n"
         "print('torch' in sys.modules, 'gguf' in sys.modules)\n"
     )
-    answer = subprocess.run(
+    response = subprocess.run(
         [sys.executable, "-c", program, str(tiny_checkpoint("llama")), str(tiny_gguf("llama"))],
         capture_output=True,
         text=True,
         timeout=60,
         check=True,
     )
-    assert answer.stdout.split() == ["False", "False"]
+    assert response.stdout.split() == ["False", "False"]
 
 
 def test_a_tied_matrix_that_is_stored_twice_and_rotary_frequencies_do_no_harm(copied: Callable[..., Path]) -> None:

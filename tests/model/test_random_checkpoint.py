@@ -73,15 +73,15 @@ def test_greedy_tokens_are_those_of_transformers(
         driver.add(name, prompt)
     driver.generate(list(prompts), 4)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    answers = set()
+    responses = set()
     for name, prompt in prompts.items():
         theirs = list(prompt)
         with torch.inference_mode():
             for _ in range(4):
                 theirs.append(int(model(torch.tensor([theirs])).logits[0, -1].argmax()))
         assert driver.tokens[name] == theirs
-        answers.add(tuple(theirs[-4:]))
-    assert len(answers) > 3
+        responses.add(tuple(theirs[-4:]))
+    assert len(responses) > 3
 
 
 def test_the_same_seed_gives_the_same_weights_however_they_are_cut(

@@ -81,7 +81,7 @@ def conversation(driver: Any) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("kind", ("llama", "mistral", "qwen2-sliding", "qwen3"))
-def test_answers_are_those_of_steps_of_any_shape(
+def test_responses_are_those_of_steps_of_any_shape(
     kind: str,
     tiny_checkpoint: Callable[..., Path],
     step_driver: ModuleType,

@@ -34,8 +34,8 @@ async def main() -> None:
         async with trioserve.open_engine(path, device="cpu", cpu_kernels="native", kv_cache_memory=0.01) as engine:
             for prompt in ("the other", [5, 6, 7, 8], CHAT):
                 for sampling in SAMPLINGS:
-                    async with engine.generate(prompt, msgspec.structs.replace(sampling, max_tokens=6)) as answer:
-                        answered += len([delta async for delta in answer]) > 0
+                    async with engine.generate(prompt, msgspec.structs.replace(sampling, max_tokens=6)) as response:
+                        answered += len([delta async for delta in response]) > 0
             assert engine.metrics.expose()
     assert "torch" not in sys.modules
     print(answered)
@@ -45,7 +45,7 @@ trio.run(main)
 """
 
 
-def test_a_native_engine_answers_every_kind_of_request_without_torch(
+def test_a_native_engine_responses_every_kind_of_request_without_torch(
     tiny_checkpoint: Callable[..., Path], tiny_gguf: Callable[..., Path]
 ) -> None:
     try:

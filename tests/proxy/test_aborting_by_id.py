@@ -22,9 +22,9 @@ def body(**fields: object) -> dict[str, object]:
     return {"model": "fake", "prompt": "hello", "max_tokens": 50, **fields}
 
 
-async def results(answer) -> dict[str, str]:
-    assert answer.status == 200
-    return {each["id"]: each["result"] for each in (await answer.json())["data"]}
+async def results(response) -> dict[str, str]:
+    assert response.status == 200
+    return {each["id"]: each["result"] for each in (await response.json())["data"]}
 
 
 async def test_those_that_run_and_those_in_line_are_listed_and_aborted(open_setup):
@@ -41,16 +41,16 @@ async def test_those_that_run_and_those_in_line_are_listed_and_aborted(open_setu
                 ("runs", "running", "a"),
                 ("waits", "waiting", None),
             ]
-            answer = await setup.client().post("/v1/requests/abort", {"ids": ["waits", "runs", "nobody"]})
-            assert await results(answer) == {"waits": "aborted", "runs": "aborted", "nobody": "unknown"}
+            response = await setup.client().post("/v1/requests/abort", {"ids": ["waits", "runs", "nobody"]})
+            assert await results(response) == {"waits": "aborted", "runs": "aborted", "nobody": "unknown"}
             assert setup.router.dispatch.core.stats().waiting == 0
             await wait_all_tasks_blocked()
             assert engine.stats().blocks_used == 0
             assert [event["error"]["code"] async for event in runs if "error" in event] == ["request_aborted"]
             assert await waits.head() == 503
             assert (await waits.json())["error"]["code"] == "request_aborted"
-        answer = await setup.client().post("/v1/requests/abort", {"ids": ["waits", "runs"]})
-        assert await results(answer) == {"waits": "already_finished", "runs": "already_finished"}
+        response = await setup.client().post("/v1/requests/abort", {"ids": ["waits", "runs"]})
+        assert await results(response) == {"waits": "already_finished", "runs": "already_finished"}
         await setup.assert_all_free()
 
 
@@ -61,10 +61,10 @@ async def test_an_id_of_somebody_else_is_unknown(open_setup):
             await wait_all_tasks_blocked()
             assert (await (await setup.client().get("/v1/requests", headers=other)).json())["data"] == []
             client = setup.client()
-            async with client.ask("/v1/requests/mine", None, method="DELETE", headers=other) as answer:
-                assert await answer.head() == 404
-            async with setup.client().ask("/v1/requests/mine", None, method="DELETE", headers=mine) as answer:
-                assert await answer.head() == 200
+            async with client.ask("/v1/requests/mine", None, method="DELETE", headers=other) as response:
+                assert await response.head() == 404
+            async with setup.client().ask("/v1/requests/mine", None, method="DELETE", headers=mine) as response:
+                assert await response.head() == 200
             assert await asked.head() == 503
         await setup.assert_all_free()
 

@@ -1,4 +1,4 @@
-"""A request whose prompt is computed at one endpoint and whose answer is made at another: what each of them is asked,
+"""A request whose prompt is computed at one endpoint and whose response is made at another: what each of them is asked,
 what the client gets, and that nothing is left anywhere, whoever leaves or fails, and when."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trioserve.testing.pretended_pair import Pair
 TEXT = "/v1/completions"
 CHAT = "/v1/chat/completions"
 PROMPT = "a prompt that is long enough to be computed elsewhere " * 4
-ANSWER = {
+RESPONSE = {
     "id": "cmpl-0",
     "object": "text_completion",
     "choices": [{"index": 0, "text": "good morning", "finish_reason": "length"}],
@@ -36,7 +36,7 @@ def body(**fields: object) -> dict[str, object]:
 async def test_a_prompt_is_computed_at_one_endpoint_and_answered_at_another(open_pair, http):
     async with open_pair() as pair:
         asked = body(stream=True, stream_options={"include_usage": True}, seed=7, min_tokens=3)
-        async with pair.client(http=http).ask(TEXT, asked, headers={"x-request-id": "mine"}) as answer:
+        async with pair.client(http=http).ask(TEXT, asked, headers={"x-request-id": "mine"}) as response:
             prefill = await pair.ask_of("p")
             assert pair.leases() == {"p": 1, "d": 0}
             assert prefill.path == TEXT
@@ -71,10 +71,10 @@ async def test_a_prompt_is_computed_at_one_endpoint_and_answered_at_another(open
             assert prefill.is_gone, "nobody needs the blocks any more"
             decode.token("morning", finish_reason="length")
             decode.finish()
-            assert "".join([event["choices"][0]["text"] async for event in answer]) == "good morning"
-        assert answer.headers["x-trioserve-endpoint"] == "d"
-        assert answer.headers["x-trioserve-prefill-endpoint"] == "p"
-        assert answer.headers["x-request-id"] == "mine"
+            assert "".join([event["choices"][0]["text"] async for event in response]) == "good morning"
+        assert response.headers["x-trioserve-endpoint"] == "d"
+        assert response.headers["x-trioserve-prefill-endpoint"] == "p"
+        assert response.headers["x-request-id"] == "mine"
         assert pair.outcomes() == {"paired": 1}
         await pair.assert_all_free()
 
@@ -84,7 +84,7 @@ async def test_both_endpoints_name_the_prompts_blocks_by_the_salt_of_the_callers
     async with open_pair(api_keys=("alice", "bob")) as pair:
         for key in ("alice", "bob"):
             headers = {"authorization": f"Bearer {key}", "x-tenant-id": "invented"}
-            async with pair.client().ask(TEXT, body(stream=True), headers=headers) as answer:
+            async with pair.client().ask(TEXT, body(stream=True), headers=headers) as response:
                 prefill = await pair.ask_of("p")
                 prefill.hold()
                 decode = await pair.ask_of("d")
@@ -93,16 +93,16 @@ async def test_both_endpoints_name_the_prompts_blocks_by_the_salt_of_the_callers
                 salts.append(decode.body["cache_salt"])
                 decode.token("x", finish_reason="length")
                 decode.finish()
-                assert [event async for event in answer]
+                assert [event async for event in response]
         assert salts[0] != salts[1]
         await pair.assert_all_free()
 
 
-async def test_a_chat_is_split_too_and_its_answer_comes_whole(open_pair, nursery):
+async def test_a_chat_is_split_too_and_its_response_comes_whole(open_pair, nursery):
     async with open_pair() as pair:
         messages = [{"role": "user", "content": PROMPT}]
         chat = {"model": "fake", "messages": messages, "max_completion_tokens": 9, "stream": False}
-        async with pair.client().ask(CHAT, chat) as answer:
+        async with pair.client().ask(CHAT, chat) as response:
             prefill = await pair.ask_of("p")
             assert (prefill.body["max_tokens"], prefill.body["max_completion_tokens"]) == (1, 1)
             prefill.hold()
@@ -111,23 +111,23 @@ async def test_a_chat_is_split_too_and_its_answer_comes_whole(open_pair, nursery
             # The other side has read everything, and so the blocks are kept no longer.
             prefill.finish()
             await wait_all_tasks_blocked()
-            decode.answer(ANSWER)
-            assert await answer.json() == ANSWER
+            decode.response(RESPONSE)
+            assert await response.json() == RESPONSE
         assert pair.outcomes() == {"paired": 1}
         await pair.assert_all_free()
 
 
 async def test_a_server_of_others_is_not_asked_to_stream_and_ends_its_hold_itself(open_pair):
     async with open_pair("w1 w2", roles={"w1": "prefill", "w2": "decode"}) as pair:
-        async with pair.client().ask(TEXT, body(stream=True)) as answer:
+        async with pair.client().ask(TEXT, body(stream=True)) as response:
             prefill = await pair.ask_of("w1")
             assert prefill.body["stream"] is False
-            prefill.answer({**ANSWER, "kv_transfer_params": pair["w1"].params})
+            prefill.response({**RESPONSE, "kv_transfer_params": pair["w1"].params})
             decode = await pair.ask_of("w2")
             assert decode.body["kv_transfer_params"] == pair["w1"].params
             decode.token("x", finish_reason="length")
             decode.finish()
-            await answer.read()
+            await response.read()
         assert pair.outcomes() == {"paired": 1}
         await pair.assert_all_free()
 
@@ -139,11 +139,11 @@ async def test_a_client_cannot_choose_where_servers_connect(open_pair):
             for name in ("kv_transfer_params", "kv\\u005ftransfer_params"):
                 raw = b'{"model": "fake", "prompt": "hi", "max_tokens": 5, "%b": %b}'
                 content = raw % (name.encode(), str(evil).replace("'", '"').replace("True", "true").encode())
-                async with pair.client().ask(TEXT, content) as answer:
+                async with pair.client().ask(TEXT, content) as response:
                     ask = await pair.ask_of("w" if ids == "w" else "d")
                     assert ask.body == {"model": "fake", "prompt": "hi", "max_tokens": 5}
-                    ask.answer(ANSWER)
-                    await answer.read()
+                    ask.response(RESPONSE)
+                    await response.read()
 
 
 @pytest.mark.parametrize(
@@ -159,14 +159,14 @@ async def test_a_client_cannot_choose_where_servers_connect(open_pair):
         body(max_tokens="many"),
     ],
 )
-async def test_what_cannot_be_split_goes_whole_to_where_answers_are_made(open_pair, asked):
+async def test_what_cannot_be_split_goes_whole_to_where_responses_are_made(open_pair, asked):
     async with open_pair() as pair:
-        async with pair.client().ask(TEXT, asked) as answer:
+        async with pair.client().ask(TEXT, asked) as response:
             ask = await pair.ask_of("d")
             assert ask.body == asked
             assert "x-trioserve-leg" not in ask.headers
-            ask.answer(ANSWER)
-            await answer.read()
+            ask.response(RESPONSE)
+            await response.read()
         assert pair.outcomes() == {}
         await pair.assert_all_free()
 
@@ -174,32 +174,32 @@ async def test_what_cannot_be_split_goes_whole_to_where_answers_are_made(open_pa
 @pytest.mark.parametrize("ids", ["p", "d", "p w", "w d", "b", "w1 w2"])
 async def test_without_two_endpoints_for_it_a_request_goes_whole(open_pair, ids):
     async with open_pair(ids) as pair:
-        async with pair.client().ask(TEXT, body()) as answer:
+        async with pair.client().ask(TEXT, body()) as response:
             await wait_all_tasks_blocked()
             [ask] = [ask for endpoint in pair.endpoints.values() for ask in endpoint.open]
             assert ask.body == body()
-            ask.answer(ANSWER)
-            await answer.read()
+            ask.response(RESPONSE)
+            await response.read()
         await pair.assert_all_free()
 
 
 async def test_one_that_is_for_both_is_half_of_a_pair_with_another(open_pair):
-    async with open_pair("b1 b2") as pair, pair.client().ask(TEXT, body()) as answer:
+    async with open_pair("b1 b2") as pair, pair.client().ask(TEXT, body()) as response:
         await wait_all_tasks_blocked()
         [(first, prefill)] = [(id, ask) for id, endpoint in pair.endpoints.items() for ask in endpoint.open]
         prefill.hold()
         decode = await pair.ask_of("b2" if first == "b1" else "b1")
-        decode.answer(ANSWER)
-        await answer.read()
+        decode.response(RESPONSE)
+        await response.read()
         assert pair.outcomes() == {"paired": 1}
         await pair.assert_all_free()
 
 
 async def test_a_role_that_an_operator_gives_stands_above_what_a_server_says(open_pair):
-    async with open_pair("d1 d2", roles={"d1": "prefill"}) as pair, pair.client().ask(TEXT, body()) as answer:
+    async with open_pair("d1 d2", roles={"d1": "prefill"}) as pair, pair.client().ask(TEXT, body()) as response:
         (await pair.ask_of("d1")).hold()
-        (await pair.ask_of("d2")).answer(ANSWER)
-        await answer.read()
+        (await pair.ask_of("d2")).response(RESPONSE)
+        await response.read()
         listed = (await (await pair.client().get("/endpoints")).json())["data"]
         assert {each["id"]: each["role"] for each in listed} == {"d1": "prefill", "d2": "decode"}
 
@@ -207,7 +207,7 @@ async def test_a_role_that_an_operator_gives_stands_above_what_a_server_says(ope
 # --- falling back ---
 
 
-async def answered_whole(pair: Pair, answer: Any, id: str, outcome: str) -> None:
+async def responded_whole(pair: Pair, response: Any, id: str, outcome: str) -> None:
     """The endpoint gets the client's own body, and answers it, streamed if the client asked for that."""
     ask = await pair.ask_of(id)
     assert "kv_transfer_params" not in ask.body
@@ -216,40 +216,40 @@ async def answered_whole(pair: Pair, answer: Any, id: str, outcome: str) -> None
     if ask.body.get("stream"):
         ask.token("good morning", finish_reason="length")
         ask.finish()
-        assert [event["choices"][0]["text"] async for event in answer] == ["good morning"]
+        assert [event["choices"][0]["text"] async for event in response] == ["good morning"]
     else:
-        ask.answer(ANSWER)
-        assert await answer.json() == ANSWER
-        assert answer.headers["x-trioserve-endpoint"] == id
-        assert "x-trioserve-prefill-endpoint" not in answer.headers
+        ask.response(RESPONSE)
+        assert await response.json() == RESPONSE
+        assert response.headers["x-trioserve-endpoint"] == id
+        assert "x-trioserve-prefill-endpoint" not in response.headers
     assert pair.outcomes() == {outcome: 1}
     await pair.assert_all_free()
 
 
 async def test_a_prefill_that_is_not_held_is_finished_where_it_is_cached(open_pair):
-    async with open_pair() as pair, pair.client().ask(TEXT, body()) as answer:
+    async with open_pair() as pair, pair.client().ask(TEXT, body()) as response:
         prefill = await pair.ask_of("p")
         prefill.token(finish_reason="length")
         prefill.finish()
-        await answered_whole(pair, answer, "p", "not_held")
+        await responded_whole(pair, response, "p", "not_held")
 
 
-async def test_an_answer_that_ends_with_its_first_token_is_finished_where_it_is_cached(open_pair):
-    async with open_pair() as pair, pair.client().ask(TEXT, body()) as answer:
+async def test_a_response_that_ends_with_its_first_token_is_finished_where_it_is_cached(open_pair):
+    async with open_pair() as pair, pair.client().ask(TEXT, body()) as response:
         prefill = await pair.ask_of("p")
         prefill.token(finish_reason="stop", kv_transfer_params=pair["p"].params)
-        await answered_whole(pair, answer, "p", "finished")
+        await responded_whole(pair, response, "p", "finished")
 
 
 async def test_what_a_prefill_endpoint_refuses_is_asked_again_as_the_client_asked_it(open_pair):
     """So that the client reads of its own request, and not of what was made of it."""
     async with open_pair() as pair:
-        async with pair.client().ask(TEXT, body(temperature=-1)) as answer:
+        async with pair.client().ask(TEXT, body(temperature=-1)) as response:
             (await pair.ask_of("p")).refuse(400)
             again = await pair.ask_of("p")
             assert again.body == body(temperature=-1)
             again.refuse(400, "too_cold")
-            assert (await answer.json())["error"]["code"] == "too_cold"
+            assert (await response.json())["error"]["code"] == "too_cold"
         await pair.assert_all_free()
 
 
@@ -283,14 +283,14 @@ def babbles(pair: Pair, ask: Ask) -> None:
 @pytest.mark.parametrize("failure", [breaks, is_busy, fails, fails_in_an_event, ends_early, babbles])
 async def test_a_prefill_endpoint_that_fails_is_left_for_another_one(open_pair, failure):
     async with open_pair("p1 p2 d") as pair:
-        async with pair.client().ask(TEXT, body()) as answer:
+        async with pair.client().ask(TEXT, body()) as response:
             await wait_all_tasks_blocked()
             [(first, prefill)] = [(id, ask) for id in ("p1", "p2") for ask in pair[id].open]
             failure(pair, prefill)
             second = await pair.ask_of("p2" if first == "p1" else "p1")
             second.hold()
-            (await pair.ask_of("d")).answer(ANSWER)
-            await answer.read()
+            (await pair.ask_of("d")).response(RESPONSE)
+            await response.read()
         assert pair.outcomes() == {"paired": 1}
         assert pair.router.dispatch.core.stats().retries_total == 1
         await pair.assert_all_free()
@@ -298,17 +298,17 @@ async def test_a_prefill_endpoint_that_fails_is_left_for_another_one(open_pair, 
 
 @pytest.mark.parametrize("failure", [breaks, is_busy, fails, fails_in_an_event, ends_early, babbles])
 async def test_without_another_prefill_endpoint_the_decode_endpoint_does_all(open_pair, failure):
-    async with open_pair() as pair, pair.client().ask(TEXT, body()) as answer:
+    async with open_pair() as pair, pair.client().ask(TEXT, body()) as response:
         failure(pair, await pair.ask_of("p"))
-        await answered_whole(pair, answer, "d", "prefill_failed")
+        await responded_whole(pair, response, "d", "prefill_failed")
 
 
 async def test_a_prefill_endpoint_that_cannot_be_reached_is_left(open_pair):
     async with open_pair() as pair:
         pair.router.fleet.remote(EndpointId("p")).close()
         pair["p"].is_reachable = False
-        async with pair.client().ask(TEXT, body()) as answer:
-            await answered_whole(pair, answer, "d", "prefill_failed")
+        async with pair.client().ask(TEXT, body()) as response:
+            await responded_whole(pair, response, "d", "prefill_failed")
 
 
 @pytest.mark.parametrize(
@@ -325,21 +325,21 @@ async def test_a_prefill_endpoint_that_cannot_be_reached_is_left(open_pair):
 )
 async def test_when_the_decode_endpoint_fails_the_prefill_endpoint_finishes(open_pair, failure, outcome):
     """S07: the decode side refuses, and nothing of the prefill stays."""
-    async with open_pair() as pair, pair.client().ask(TEXT, body(stream=True)) as answer:
+    async with open_pair() as pair, pair.client().ask(TEXT, body(stream=True)) as response:
         prefill = await pair.ask_of("p")
         prefill.hold()
         failure(pair, await pair.ask_of("d"))
         await wait_all_tasks_blocked()
         assert prefill.is_gone
-        await answered_whole(pair, answer, "p", outcome)
+        await responded_whole(pair, response, "p", outcome)
 
 
 async def test_what_the_client_got_wrong_is_told_once(open_pair):
     async with open_pair() as pair:
-        async with pair.client().ask(TEXT, body(max_tokens=10**6)) as answer:
+        async with pair.client().ask(TEXT, body(max_tokens=10**6)) as response:
             (await pair.ask_of("p")).hold()
             (await pair.ask_of("d")).refuse(400, "context_length_exceeded")
-            assert await answer.head() == 400
+            assert await response.head() == 400
         assert pair.router.dispatch.core.stats().retries_total == 0
         await pair.assert_all_free()
 
@@ -348,12 +348,12 @@ async def test_what_the_client_got_wrong_is_told_once(open_pair):
 @pytest.mark.parametrize("where", ["p", "d"])
 async def test_who_ended_on_purpose_is_not_begun_anew(open_pair, status, code, where):
     async with open_pair() as pair:
-        async with pair.client().ask(TEXT, body()) as answer:
+        async with pair.client().ask(TEXT, body()) as response:
             prefill = await pair.ask_of("p")
             if where == "d":
                 prefill.hold()
             (await pair.ask_of(where)).refuse(status, code)
-            assert await answer.head() == status
+            assert await response.head() == status
         assert pair.router.dispatch.core.stats().retries_total == 0
         assert {state._failures_in_a_row for state in pair.router.dispatch.core.endpoints.values()} == {0}
         await pair.assert_all_free()
@@ -361,11 +361,11 @@ async def test_who_ended_on_purpose_is_not_begun_anew(open_pair, status, code, w
 
 async def test_a_prefill_that_was_aborted_there_is_not_begun_anew(open_pair):
     async with open_pair() as pair:
-        async with pair.client().ask(TEXT, body()) as answer:
+        async with pair.client().ask(TEXT, body()) as response:
             prefill = await pair.ask_of("p")
             prefill.event(error={"message": "x", "type": "server_error", "code": "request_aborted"})
             prefill.finish()
-            assert await answer.head() == 503
+            assert await response.head() == 503
         assert not pair["d"].open
         await pair.assert_all_free()
 
@@ -374,7 +374,7 @@ async def test_one_that_waits_again_is_ended_by_an_abort(open_pair):
     async with (
         open_pair("p d1 d2", leases_max=1) as pair,
         pair.client().ask(TEXT, body(n=2)),
-        pair.client().ask(TEXT, body(stream=True), headers={"x-request-id": "mine"}) as answer,
+        pair.client().ask(TEXT, body(stream=True), headers={"x-request-id": "mine"}) as response,
     ):
         (await pair.ask_of("p")).hold()
         await wait_all_tasks_blocked()
@@ -386,12 +386,12 @@ async def test_one_that_waits_again_is_ended_by_an_abort(open_pair):
         assert "aborted" in str(await aborted.json())
         await wait_all_tasks_blocked()
         assert pair["p"].held_count == 0
-        assert await answer.head() == 503
+        assert await response.head() == 503
 
 
 async def test_the_next_decode_endpoint_gets_the_same_blocks_while_they_are_held(open_pair):
     async with open_pair("p d1 d2") as pair:
-        async with pair.client().ask(TEXT, body(stream=True)) as answer:
+        async with pair.client().ask(TEXT, body(stream=True)) as response:
             prefill = await pair.ask_of("p")
             prefill.hold()
             await wait_all_tasks_blocked()
@@ -402,7 +402,7 @@ async def test_the_next_decode_endpoint_gets_the_same_blocks_while_they_are_held
             assert pair["p"].held_count == 1
             again.token(finish_reason="length")
             again.finish()
-            events = [event async for event in answer]
+            events = [event async for event in response]
         assert [event["choices"][0]["text"] for event in events] == ["x"]
         assert pair.outcomes() == {"paired": 1}
         health = pair.router.dispatch.core.stats().health
@@ -411,7 +411,7 @@ async def test_the_next_decode_endpoint_gets_the_same_blocks_while_they_are_held
 
 
 async def test_blocks_that_are_kept_no_longer_are_not_asked_for_again(open_pair):
-    async with open_pair("p d1 d2") as pair, pair.client().ask(TEXT, body()) as answer:
+    async with open_pair("p d1 d2") as pair, pair.client().ask(TEXT, body()) as response:
         prefill = await pair.ask_of("p")
         prefill.hold()
         await wait_all_tasks_blocked()
@@ -419,13 +419,13 @@ async def test_blocks_that_are_kept_no_longer_are_not_asked_for_again(open_pair)
         prefill.finish()
         await wait_all_tasks_blocked()
         decode.refuse(503)
-        await answered_whole(pair, answer, "p", "decode_failed")
+        await responded_whole(pair, response, "p", "decode_failed")
 
 
 @pytest.mark.parametrize("ends", [Ask.finish, Ask.hang_up])
 async def test_blocks_that_go_while_it_waits_for_a_decode_endpoint_end_that_wait(open_pair, ends):
     async with open_pair(leases_max=1) as pair:
-        async with pair.client().ask(TEXT, body(n=2)) as other, pair.client().ask(TEXT, body()) as answer:
+        async with pair.client().ask(TEXT, body(n=2)) as other, pair.client().ask(TEXT, body()) as response:
             in_the_way = await pair.ask_of("d")
             prefill = await pair.ask_of("p")
             prefill.hold()
@@ -434,9 +434,9 @@ async def test_blocks_that_go_while_it_waits_for_a_decode_endpoint_end_that_wait
             ends(prefill)
             whole = await pair.ask_of("p")
             assert "kv_transfer_params" not in whole.body
-            whole.answer(ANSWER)
-            assert await answer.json() == ANSWER
-            in_the_way.answer(ANSWER)
+            whole.response(RESPONSE)
+            assert await response.json() == RESPONSE
+            in_the_way.response(RESPONSE)
             await other.read()
         assert pair.outcomes() == {"hold_lost": 1}
         await pair.assert_all_free()
@@ -444,41 +444,41 @@ async def test_blocks_that_go_while_it_waits_for_a_decode_endpoint_end_that_wait
 
 async def test_without_a_healthy_decode_endpoint_the_prefill_endpoint_finishes(open_pair):
     async with open_pair(leases_max=1) as pair:
-        async with pair.client().ask(TEXT, body(n=2)) as other, pair.client().ask(TEXT, body()) as answer:
+        async with pair.client().ask(TEXT, body(n=2)) as other, pair.client().ask(TEXT, body()) as response:
             in_the_way = await pair.ask_of("d")
             (await pair.ask_of("p")).hold()
             await wait_all_tasks_blocked()
             pair.router.fleet.drain(EndpointId("d"))
             whole = await pair.ask_of("p")
             assert "kv_transfer_params" not in whole.body
-            whole.answer(ANSWER)
-            assert await answer.json() == ANSWER
-            in_the_way.answer(ANSWER)
+            whole.response(RESPONSE)
+            assert await response.json() == RESPONSE
+            in_the_way.response(RESPONSE)
             await other.read()
         assert pair.outcomes() == {"no_endpoint": 1}
         await pair.assert_all_free()
 
 
 async def test_after_the_first_token_a_failure_is_the_clients(open_pair):
-    async with open_pair() as pair, pair.client().ask(TEXT, body(stream=True)) as answer:
+    async with open_pair() as pair, pair.client().ask(TEXT, body(stream=True)) as response:
         (await pair.ask_of("p")).hold()
         decode = await pair.ask_of("d")
         decode.token()
         await wait_all_tasks_blocked()
         decode.hang_up()
-        events = [event async for event in answer]
+        events = [event async for event in response]
         assert events[-1]["error"]["code"] == "endpoint_lost"
         await pair.assert_all_free()
 
 
 async def test_attempts_are_bounded_over_both_legs(open_pair):
-    async with open_pair("p1 p2 d1 d2", attempts_max=3) as pair, pair.client().ask(TEXT, body()) as answer:
+    async with open_pair("p1 p2 d1 d2", attempts_max=3) as pair, pair.client().ask(TEXT, body()) as response:
         for _ in range(3):
             await wait_all_tasks_blocked()
             [ask] = [ask for endpoint in pair.endpoints.values() for ask in endpoint.open]
             ask.refuse(503, "too_much")
-        assert await answer.head() == 503
-        assert (await answer.json())["error"]["code"] == "too_much"
+        assert await response.head() == 503
+        assert (await response.json())["error"]["code"] == "too_much"
         await pair.assert_all_free()
 
 
@@ -544,17 +544,17 @@ async def at(pair: Pair, moment: Any, *, http: int = 1, **fields: object) -> Asy
     async with pair.client().ask(TEXT, IN_THE_WAY.get(moment, body()), headers={"x-request-id": "other"}) as other:
         if moment not in IN_THE_WAY:
             (await pair.ask_of("p")).refuse(400)
-            (await pair.ask_of("p")).answer(ANSWER)
+            (await pair.ask_of("p")).response(RESPONSE)
             await other.read()
         await wait_all_tasks_blocked()
         before = {id: endpoint.open for id, endpoint in pair.endpoints.items()}
         held = {id: endpoint.held_count for id, endpoint in pair.endpoints.items()}
         leases = pair.leases()
         headers = {"x-request-id": "mine"}
-        async with pair.client(http=http).ask(TEXT, body(stream=True, **fields), headers=headers) as answer:
+        async with pair.client(http=http).ask(TEXT, body(stream=True, **fields), headers=headers) as response:
             await wait_all_tasks_blocked()
             await moment(pair)
-            yield answer
+            yield response
         await wait_all_tasks_blocked()
         assert {id: endpoint.open for id, endpoint in pair.endpoints.items()} == before
         assert {id: endpoint.held_count for id, endpoint in pair.endpoints.items()} == held
@@ -575,41 +575,41 @@ async def test_a_client_that_leaves_takes_both_legs_along(open_pair, moment, htt
 @pytest.mark.parametrize("moment", MOMENTS)
 async def test_an_abort_by_id_ends_both_legs(open_pair, moment):
     async with open_pair(leases_max=1) as pair:
-        async with at(pair, moment) as answer:
+        async with at(pair, moment) as response:
             aborted = await pair.client().post("/v1/requests/abort", {"ids": ["mine"]})
             assert [each["result"] for each in (await aborted.json())["data"]] == ["aborted"]
             await wait_all_tasks_blocked()
-            if await answer.head() == 200:
-                events = [event async for event in answer]
+            if await response.head() == 200:
+                events = [event async for event in response]
                 assert events[-1]["error"]["code"] == "request_aborted"
             else:
-                assert (await answer.json())["error"]["code"] == "request_aborted"
+                assert (await response.json())["error"]["code"] == "request_aborted"
         await pair.assert_all_free()
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
 async def test_the_time_of_a_request_covers_both_legs(open_pair, moment, autojump_clock):
     async with open_pair(leases_max=1) as pair:
-        async with at(pair, moment, timeout=10) as answer:
-            if await answer.head() == 200:
-                assert [event async for event in answer][-1]["error"]["code"] == "timeout"
+        async with at(pair, moment, timeout=10) as response:
+            if await response.head() == 200:
+                assert [event async for event in response][-1]["error"]["code"] == "timeout"
             else:
-                assert (answer.status, (await answer.json())["error"]["code"]) == (504, "timeout")
+                assert (response.status, (await response.json())["error"]["code"]) == (504, "timeout")
             assert trio.current_time() == pytest.approx(10, abs=0.1)
         await pair.assert_all_free()
 
 
 async def test_the_time_to_the_first_token_covers_both_legs(open_pair, autojump_clock):
     async with open_pair() as pair:
-        async with pair.client().ask(TEXT, body(ttft_timeout=10, timeout=100)) as answer:
+        async with pair.client().ask(TEXT, body(ttft_timeout=10, timeout=100)) as response:
             prefill = await pair.ask_of("p")
             await trio.sleep(4)
             prefill.hold()
             decode = await pair.ask_of("d")
             assert decode.body["ttft_timeout"] == pytest.approx(6, abs=0.1)
             assert decode.body["timeout"] == pytest.approx(96, abs=0.1)
-            assert await answer.head() == 504
-            assert (await answer.json())["error"]["code"] == "ttft_timeout"
+            assert await response.head() == 504
+            assert (await response.json())["error"]["code"] == "ttft_timeout"
             assert trio.current_time() == pytest.approx(10, abs=0.1)
         await pair.assert_all_free()
 
@@ -618,7 +618,7 @@ async def test_time_in_which_its_prompt_is_computed_is_no_time_in_line(open_pair
     async with open_pair(leases_max=1) as pair:
         async with (
             pair.client().ask(TEXT, body(n=2)) as other,
-            pair.client().ask(TEXT, body(queue_timeout=2)) as answer,
+            pair.client().ask(TEXT, body(queue_timeout=2)) as response,
         ):
             in_the_way = await pair.ask_of("d")
             prefill = await pair.ask_of("p")
@@ -627,11 +627,11 @@ async def test_time_in_which_its_prompt_is_computed_is_no_time_in_line(open_pair
             await trio.sleep(1.5)
             assert await pair.listed() != []
             assert pair.router.dispatch.core.stats().waiting == 1
-            assert await answer.head() == 504
-            assert (await answer.json())["error"]["code"] == "queue_timeout"
+            assert await response.head() == 504
+            assert (await response.json())["error"]["code"] == "queue_timeout"
             assert trio.current_time() == pytest.approx(32, abs=0.1)
             assert pair["p"].held_count == 0
-            in_the_way.answer(ANSWER)
+            in_the_way.response(RESPONSE)
             await other.read()
         await pair.assert_all_free()
 
@@ -644,14 +644,14 @@ async def test_one_that_waits_for_a_prefill_seat_holds_up_none_that_waits_for_a_
             pair.client().ask(TEXT, body(prompt="short")) as whole,
         ):
             await pair.ask_of("p")
-            (await pair.ask_of("d")).answer(ANSWER)
+            (await pair.ask_of("d")).response(RESPONSE)
             await whole.read()
             assert pair.router.dispatch.core.stats().waiting == 1
             (await pair.ask_of("p")).hold()
-            (await pair.ask_of("d")).answer(ANSWER)
+            (await pair.ask_of("d")).response(RESPONSE)
             await first.read()
             (await pair.ask_of("p")).hold()
-            (await pair.ask_of("d")).answer(ANSWER)
+            (await pair.ask_of("d")).response(RESPONSE)
             await second.read()
         await pair.assert_all_free()
 
@@ -669,22 +669,22 @@ async def test_a_drain_lets_go_on_what_has_its_prompt_and_refuses_what_has_not(o
             await wait_all_tasks_blocked()
             pair.router.drain()
             assert await waiting.head() == 503
-            in_the_way.answer(ANSWER)
+            in_the_way.response(RESPONSE)
             await whole.read()
-            (await pair.ask_of("d")).answer(ANSWER)
-            assert await handed.json() == ANSWER
+            (await pair.ask_of("d")).response(RESPONSE)
+            assert await handed.json() == RESPONSE
             [last] = [ask for ask in pair["p"].open if not ask.is_held]
             last.hold()
-            (await pair.ask_of("d")).answer(ANSWER)
-            assert await prefilling.json() == ANSWER
+            (await pair.ask_of("d")).response(RESPONSE)
+            assert await prefilling.json() == RESPONSE
         await pair.assert_all_free()
 
 
 async def test_an_endpoint_that_hangs_in_a_prefill_is_left_when_its_checks_fail(open_pair, autojump_clock):
     from trioserve.proxy.endpoint_watch import WatchSettings
 
-    watch = WatchSettings(health_seconds=1, load_seconds=1, answer_seconds_max=1)
-    async with open_pair(watch=watch, failures_max=1) as pair, pair.client().ask(TEXT, body()) as answer:
+    watch = WatchSettings(health_seconds=1, load_seconds=1, response_seconds_max=1)
+    async with open_pair(watch=watch, failures_max=1) as pair, pair.client().ask(TEXT, body()) as response:
         prefill = await pair.ask_of("p")
         pair["p"].is_silent = True
         whole = None
@@ -693,8 +693,8 @@ async def test_an_endpoint_that_hangs_in_a_prefill_is_left_when_its_checks_fail(
             whole = next(iter(pair["d"].open), None)
         assert prefill.is_gone
         assert "kv_transfer_params" not in whole.body
-        whole.answer(ANSWER)
-        assert await answer.json() == ANSWER
+        whole.response(RESPONSE)
+        assert await response.json() == RESPONSE
         assert pair.outcomes() == {"prefill_failed": 1}
         await pair.assert_all_free()
 
@@ -702,7 +702,7 @@ async def test_an_endpoint_that_hangs_in_a_prefill_is_left_when_its_checks_fail(
 async def test_what_became_of_pairs_is_counted(open_pair, autojump_clock):
     async with open_pair() as pair:
         for stream in (False, True):
-            async with pair.client().ask(TEXT, body(stream=stream)) as answer:
+            async with pair.client().ask(TEXT, body(stream=stream)) as response:
                 (await pair.ask_of("p")).hold()
                 await trio.sleep(0.15)
                 decode = await pair.ask_of("d")
@@ -710,8 +710,8 @@ async def test_what_became_of_pairs_is_counted(open_pair, autojump_clock):
                     decode.token(finish_reason="length")
                     decode.finish()
                 else:
-                    decode.answer(ANSWER)
-                await answer.read()
+                    decode.response(RESPONSE)
+                await response.read()
         async with pair.client().ask(TEXT, body()):
             await pair.ask_of("p")
         await wait_all_tasks_blocked()
@@ -728,31 +728,31 @@ async def test_what_became_of_pairs_is_counted(open_pair, autojump_clock):
 
 async def test_the_time_in_line_that_is_left_does_not_count_the_prompt(open_pair, autojump_clock):
     async with open_pair() as pair:
-        async with pair.client().ask(TEXT, body(queue_timeout=2)) as answer:
+        async with pair.client().ask(TEXT, body(queue_timeout=2)) as response:
             prefill = await pair.ask_of("p")
             assert prefill.body["queue_timeout"] == pytest.approx(2, abs=0.1)
             await trio.sleep(30)
             prefill.hold()
             decode = await pair.ask_of("d")
             assert decode.body["queue_timeout"] == pytest.approx(2, abs=0.1)
-            decode.answer(ANSWER)
-            await answer.read()
+            decode.response(RESPONSE)
+            await response.read()
         await pair.assert_all_free()
 
 
 async def test_an_error_that_comes_in_pieces_is_one_all_the_same(open_pair):
-    async with open_pair() as pair, pair.client().ask(TEXT, body(stream=True)) as answer:
+    async with open_pair() as pair, pair.client().ask(TEXT, body(stream=True)) as response:
         (await pair.ask_of("p")).hold()
         decode = await pair.ask_of("d")
         for piece in ('data: {"error": {"code": "requ', 'est_failed", "message": "no"}}\n\n'):
             decode.say(piece)
             await wait_all_tasks_blocked()
         decode.finish()
-        await answered_whole(pair, answer, "p", "transfer_failed")
+        await responded_whole(pair, response, "p", "transfer_failed")
 
 
 async def test_a_token_that_comes_in_pieces_comes_whole(open_pair):
-    async with open_pair() as pair, pair.client().ask(TEXT, body(stream=True)) as answer:
+    async with open_pair() as pair, pair.client().ask(TEXT, body(stream=True)) as response:
         (await pair.ask_of("p")).hold()
         decode = await pair.ask_of("d")
         decode.say('data: {"choices": [{"te')
@@ -760,16 +760,16 @@ async def test_a_token_that_comes_in_pieces_comes_whole(open_pair):
         assert pair["p"].held_count == 1
         decode.say('xt": "x"}]}\n\n')
         decode.finish()
-        assert [event["choices"][0]["text"] async for event in answer] == ["x"]
+        assert [event["choices"][0]["text"] async for event in response] == ["x"]
 
 
 async def test_what_was_ended_on_purpose_is_not_begun_anew(open_pair):
-    async with open_pair() as pair, pair.client().ask(TEXT, body(stream=True)) as answer:
+    async with open_pair() as pair, pair.client().ask(TEXT, body(stream=True)) as response:
         (await pair.ask_of("p")).hold()
         decode = await pair.ask_of("d")
         decode.event(error={"message": "time is over", "type": "server_error", "code": "timeout"})
         decode.finish()
-        assert [event["error"]["code"] async for event in answer] == ["timeout"]
+        assert [event["error"]["code"] async for event in response] == ["timeout"]
         await pair.assert_all_free()
 
 
@@ -780,13 +780,13 @@ async def test_a_client_cannot_say_which_part_its_request_is(open_pair):
 
 
 async def test_a_prefill_that_says_too_much_is_not_read_to_its_end(open_pair):
-    async with open_pair() as pair, pair.client().ask(TEXT, body()) as answer:
+    async with open_pair() as pair, pair.client().ask(TEXT, body()) as response:
         prefill = await pair.ask_of("p")
         for _ in range(18):
             prefill.say("x" * 65_536)
             await wait_all_tasks_blocked()
         assert prefill.is_gone
-        await answered_whole(pair, answer, "p", "not_held")
+        await responded_whole(pair, response, "p", "not_held")
 
 
 @pytest.mark.parametrize(("characters", "first"), [(122, "p"), (121, "d")])

@@ -1,4 +1,4 @@
-"""An endpoint that answers its checks, and whose step does not end: it gets nothing until then, and what it has not
+"""An endpoint that responses its checks, and whose step does not end: it gets nothing until then, and what it has not
 begun is done elsewhere."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from trioserve.proxy.endpoint_watch import WatchSettings
 from trioserve.router.endpoint_state import EndpointHealth
 
 CHAT = "/v1/completions"
-WATCH = WatchSettings(health_seconds=1, load_seconds=1, answer_seconds_max=1)
+WATCH = WatchSettings(health_seconds=1, load_seconds=1, response_seconds_max=1)
 ENGINE = {"answer": "abc", "step_seconds": 0.01, "step_seconds_max": 20}
 
 
@@ -29,27 +29,27 @@ async def test_it_is_ejected_and_another_endpoint_gets_its_requests_until_the_st
         # Whoever asks it directly is one that the router knows nothing of.
         async with setup.servers["a"].client().ask(CHAT, body()) as stuck, trio.open_nursery() as nursery:
             await engine.steps.entered()
-            answers = []
+            responses = []
 
             async def ask() -> None:
-                answers.append(await setup.client().post(CHAT, body()))
+                responses.append(await setup.client().post(CHAT, body()))
 
             for _ in range(4):
                 nursery.start_soon(ask)
             await trio.sleep(19)
-            assert [answer.headers["x-trioserve-endpoint"] for answer in answers] == ["b", "b"]
+            assert [response.headers["x-trioserve-endpoint"] for response in responses] == ["b", "b"]
             assert health(setup, "a") is EndpointHealth.HEALTHY
             await trio.sleep(5)
             assert health(setup, "a") is EndpointHealth.EJECTED
-            assert [answer.status for answer in answers] == [200] * 4  # taken from it: it had not begun to answer
-            assert {answer.headers["x-trioserve-endpoint"] for answer in answers} == {"b"}
+            assert [response.status for response in responses] == [200] * 4  # taken from it: it had not begun to answer
+            assert {response.headers["x-trioserve-endpoint"] for response in responses} == {"b"}
             assert (await setup.client().post(CHAT, body())).headers["x-trioserve-endpoint"] == "b"
             engine.steps.release()
             assert await stuck.head() == 200
             await trio.sleep(2)
             assert health(setup, "a") is EndpointHealth.HEALTHY
             later = [await setup.client().post(CHAT, body()) for _ in range(2)]
-            assert {answer.headers["x-trioserve-endpoint"] for answer in later} == {"a", "b"}
+            assert {response.headers["x-trioserve-endpoint"] for response in later} == {"a", "b"}
         await setup.assert_all_free()
 
 
@@ -62,8 +62,10 @@ async def test_before_it_is_ejected_what_it_refuses_is_done_elsewhere(open_setup
         async with setup.servers["a"].client().ask(CHAT, body()):
             await engine.steps.entered()
             await trio.sleep(21)
-            answers = [await setup.client().post(CHAT, body()) for _ in range(2)]
-            assert [(answer.status, answer.headers["x-trioserve-endpoint"]) for answer in answers] == [(200, "b")] * 2
+            responses = [await setup.client().post(CHAT, body()) for _ in range(2)]
+            assert [(response.status, response.headers["x-trioserve-endpoint"]) for response in responses] == [
+                (200, "b")
+            ] * 2
             engine.steps.release()
             await trio.sleep(1)
         await setup.assert_all_free()
@@ -71,10 +73,10 @@ async def test_before_it_is_ejected_what_it_refuses_is_done_elsewhere(open_setup
 
 async def test_a_stream_that_it_has_begun_stays_there(open_setup, autojump_clock):
     async with open_setup(watch=WATCH, failures_max=2, policy="round_robin", engine=ENGINE) as setup:
-        async with setup.client().ask(CHAT, body(stream=True)) as answer:
-            id = answer.headers["x-trioserve-endpoint"] if await answer.head() == 200 else ""
+        async with setup.client().ask(CHAT, body(stream=True)) as response:
+            id = response.headers["x-trioserve-endpoint"] if await response.head() == 200 else ""
             engine = setup.servers[id].engine
-            events = aiter(answer)
+            events = aiter(response)
             assert (await anext(events))["choices"][0]["text"]
             engine.steps.hold()
             await engine.steps.entered()

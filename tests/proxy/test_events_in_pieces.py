@@ -22,24 +22,24 @@ async def said(ask, *pieces: str) -> None:
 @pytest.mark.parametrize("http", [1, 2])
 @pytest.mark.parametrize("cut", ['data: {"choices": [{"text": "ab', 'data: {"choices": []}\n', "data", ": pi"])
 async def test_an_error_is_no_part_of_an_event_that_broke_off(open_pair, cut, http):
-    async with open_pair("w") as pair, pair.client(http=http).ask(TEXT, BODY) as answer:
+    async with open_pair("w") as pair, pair.client(http=http).ask(TEXT, BODY) as response:
         ask = await pair.ask_of("w")
         ask.token("good ")
         await said(ask, cut)
         ask.hang_up()
-        first, error = [event async for event in answer]
+        first, error = [event async for event in response]
         assert first["choices"][0]["text"] == "good "
         assert error["error"]["code"] == "endpoint_lost"
     await pair.assert_all_free()
 
 
 async def test_an_abort_by_id_in_the_middle_of_an_event_is_told_too(open_pair):
-    async with open_pair("w") as pair, pair.client().ask(TEXT, BODY, headers={"x-request-id": "mine"}) as answer:
+    async with open_pair("w") as pair, pair.client().ask(TEXT, BODY, headers={"x-request-id": "mine"}) as response:
         ask = await pair.ask_of("w")
         ask.token("good ")
         await said(ask, 'data: {"choices": [{"text": "ab')
         await pair.client().post("/v1/requests/abort", {"ids": ["mine"]})
-        events = [event async for event in answer]
+        events = [event async for event in response]
         assert events[-1]["error"]["code"] == "request_aborted"
         assert len(events) == 2
     await pair.assert_all_free()
@@ -47,7 +47,7 @@ async def test_an_abort_by_id_in_the_middle_of_an_event_is_told_too(open_pair):
 
 @pytest.mark.parametrize("comment", COMMENTS)
 async def test_a_comment_is_no_token_however_its_lines_end(open_pair, comment):
-    async with open_pair("w w2", policy="round_robin") as pair, pair.client().ask(TEXT, BODY) as answer:
+    async with open_pair("w w2", policy="round_robin") as pair, pair.client().ask(TEXT, BODY) as response:
         await wait_all_tasks_blocked()
         [(first, ask)] = [(id, endpoint.open[0]) for id, endpoint in pair.endpoints.items() if endpoint.open]
         await said(ask, comment)
@@ -55,9 +55,9 @@ async def test_a_comment_is_no_token_however_its_lines_end(open_pair, comment):
         other = await pair.ask_of("w2" if first == "w" else "w")
         other.token("hello")
         other.finish()
-        await answer.read()
-        assert b'"hello"' in answer.body
-        assert b"error" not in answer.body
+        await response.read()
+        assert b'"hello"' in response.body
+        assert b"error" not in response.body
     await pair.assert_all_free()
 
 
@@ -66,36 +66,36 @@ async def test_a_comment_is_no_token_however_its_lines_end(open_pair, comment):
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 1000])
 async def test_events_come_as_they_were_wherever_they_are_cut(open_pair, ids, end, length, autojump_clock):
     stream = f": ping{end}" + "".join(f'data: {{"t":{number}}}{end}' for number in range(3)) + f"data: [DONE]{end}"
-    async with open_pair(ids) as pair, pair.client().ask(TEXT, {**BODY, **(LONG if ids == "p d" else {})}) as answer:
+    async with open_pair(ids) as pair, pair.client().ask(TEXT, {**BODY, **(LONG if ids == "p d" else {})}) as response:
         if ids == "p d":
             (await pair.ask_of("p")).hold()
         ask = await pair.ask_of(ids[-1])
         await said(ask, *(stream[at : at + length] for at in range(0, len(stream), length)))
         ask.end()
         with trio.fail_after(60):
-            await answer.read()
-        assert answer.body.decode() == stream
+            await response.read()
+        assert response.body.decode() == stream
     await pair.assert_all_free()
 
 
 async def test_what_ends_without_an_empty_line_comes_all_the_same(open_pair):
-    async with open_pair("w") as pair, pair.client().ask(TEXT, BODY) as answer:
+    async with open_pair("w") as pair, pair.client().ask(TEXT, BODY) as response:
         ask = await pair.ask_of("w")
         await said(ask, "data: {}\n\ndata: [DONE]\n")
         ask.end()
-        await answer.read()
-        assert answer.body == b"data: {}\n\ndata: [DONE]\n"
+        await response.read()
+        assert response.body == b"data: {}\n\ndata: [DONE]\n"
     await pair.assert_all_free()
 
 
 async def test_what_an_endpoint_allows_to_web_pages_is_not_what_the_router_allows(open_pair):
     async with open_pair("w") as pair:
         page = {"origin": "https://chat.example.org"}
-        async with pair.client().ask(TEXT, {**BODY, "stream": False}, headers=page) as answer:
+        async with pair.client().ask(TEXT, {**BODY, "stream": False}, headers=page) as response:
             ask = await pair.ask_of("w")
             assert "origin" not in ask.headers
-            ask.answer({"choices": []}, headers={"Access-Control-Allow-Origin": "*", "x-other": "kept"})
-            await answer.read()
-            assert answer.headers["x-other"] == "kept"
-            assert not [name for name in answer.headers if name.startswith("access-control-")]
+            ask.response({"choices": []}, headers={"Access-Control-Allow-Origin": "*", "x-other": "kept"})
+            await response.read()
+            assert response.headers["x-other"] == "kept"
+            assert not [name for name in response.headers if name.startswith("access-control-")]
     await pair.assert_all_free()

@@ -59,10 +59,10 @@ async def ask(setup, body: dict[str, object], *, at: str | None = None, key: str
     """Where it went."""
     headers = None if key is None else {"authorization": f"Bearer {key}"}
     path = (CHAT if "messages" in body else COMPLETIONS) + (f"?id={at}" if at else "")
-    answer = await setup.client(headers=headers).post(path, {"max_tokens": 1, **body})
-    assert answer.status == 200, answer.body
+    response = await setup.client(headers=headers).post(path, {"max_tokens": 1, **body})
+    assert response.status == 200, response.body
     await wait_all_tasks_blocked()
-    return answer.headers["x-trioserve-endpoint"]
+    return response.headers["x-trioserve-endpoint"]
 
 
 async def assert_all_free(setup) -> None:
@@ -225,11 +225,11 @@ async def test_no_more_are_read_than_there_is_room_for(open_routed, held_naming,
 async def test_a_drain_refuses_who_is_being_read(open_routed, held_naming, autojump_clock):
     async with open_routed() as setup:
         await known(setup)
-        async with setup.client().ask(COMPLETIONS, text_body(BEGINNING)) as answer:
+        async with setup.client().ask(COMPLETIONS, text_body(BEGINNING)) as response:
             await wait_all_tasks_blocked()
             setup.router.drain()
             held_naming.set()
-            assert await answer.head() == 503
+            assert await response.head() == 503
         await assert_all_free(setup)
 
 
@@ -279,5 +279,5 @@ async def test_what_takes_no_hits_is_not_sent_after_them(open_routed, fields, au
 async def test_only_the_prompt_is_named_and_not_every_body(open_routed, held_naming, autojump_clock):
     async with open_routed() as setup:
         await known(setup)
-        answer = await setup.client().post("/tokenize", {"prompt": BEGINNING})
-        assert answer.status == 200
+        response = await setup.client().post("/tokenize", {"prompt": BEGINNING})
+        assert response.status == 200

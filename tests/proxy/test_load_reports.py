@@ -37,18 +37,18 @@ class Endpoint:
                 if len(self.asked_for_load) == 1:
                     self.tell_load(running=0)
             else:
-                answer(end, {})
+                response(end, {})
 
     def tell_load(self, *, running: int) -> None:
-        answer(self.asked_for_load[-1], {"running": running, "waiting": 0, "seats": 1})
+        response(self.asked_for_load[-1], {"running": running, "waiting": 0, "seats": 1})
 
 
-def answer(end: MemoryEnd, content: object) -> None:
+def response(end: MemoryEnd, content: object) -> None:
     body = json.dumps(content).encode()
     end.send_nowait(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
 
 
-async def test_an_answer_that_came_with_a_report_does_not_make_room_twice(nursery, autojump_clock):
+async def test_a_response_that_came_with_a_report_does_not_make_room_twice(nursery, autojump_clock):
     """The endpoint had ended the request when it told its load, and the router reads the report first."""
     endpoint = Endpoint(nursery)
     watch = WatchSettings(health_seconds=100, load_seconds=1)
@@ -59,7 +59,7 @@ async def test_an_answer_that_came_with_a_report_does_not_make_room_twice(nurser
             await trio.sleep(1.5)
             assert (len(endpoint.requests), len(endpoint.asked_for_load)) == (2, 2)
             endpoint.tell_load(running=1)
-            answer(endpoint.requests[0], {})
+            response(endpoint.requests[0], {})
             await first.read()
             await wait_all_tasks_blocked()
             assert state.in_flight == 1

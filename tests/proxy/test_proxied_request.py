@@ -15,39 +15,39 @@ def body(**fields: object) -> dict[str, object]:
     return {"model": "fake", "prompt": "hello", "max_tokens": 5, **fields}
 
 
-async def test_an_answer_comes_through_whole(open_setup):
+async def test_a_response_comes_through_whole(open_setup):
     async with open_setup(engine={"answer": "good morning"}) as setup:
-        answer = await setup.client().post(CHAT, body(max_tokens=20))
-        assert answer.status == 200
-        assert (await answer.json())["choices"][0]["text"] == "good morning"
-        assert answer.headers["x-trioserve-endpoint"] in "ab"
+        response = await setup.client().post(CHAT, body(max_tokens=20))
+        assert response.status == 200
+        assert (await response.json())["choices"][0]["text"] == "good morning"
+        assert response.headers["x-trioserve-endpoint"] in "ab"
         await setup.assert_all_free()
 
 
-async def test_an_answer_comes_through_in_events(open_setup):
+async def test_a_response_comes_through_in_events(open_setup):
     async with (
         open_setup(engine={"answer": "good morning"}) as setup,
-        setup.client().ask(CHAT, body(max_tokens=20, stream=True), headers={"x-request-id": "mine"}) as answer,
+        setup.client().ask(CHAT, body(max_tokens=20, stream=True), headers={"x-request-id": "mine"}) as response,
     ):
-        text = "".join([event["choices"][0]["text"] async for event in answer])
+        text = "".join([event["choices"][0]["text"] async for event in response])
         assert text == "good morning"
-        assert answer.headers["x-request-id"] == "mine"
-        assert answer.body.endswith(b"data: [DONE]\n\n")
+        assert response.headers["x-request-id"] == "mine"
+        assert response.body.endswith(b"data: [DONE]\n\n")
 
 
 async def test_what_the_endpoint_refuses_is_the_clients(open_setup):
     async with open_setup() as setup:
-        answer = await setup.client().post(CHAT, body(temperature=-1))
-        assert answer.status == 400
-        assert (await answer.json())["error"]["param"] == "temperature"
+        response = await setup.client().post(CHAT, body(temperature=-1))
+        assert response.status == 400
+        assert (await response.json())["error"]["param"] == "temperature"
         await setup.assert_all_free()
 
 
 async def test_an_unknown_model_is_refused_with_those_that_are_served(open_setup):
     async with open_setup(aliases={"nice": "fake"}) as setup:
-        answer = await setup.client().post(CHAT, body(model="other"))
-        assert answer.status == 404
-        assert "served are: fake, nice" in (await answer.json())["error"]["message"]
+        response = await setup.client().post(CHAT, body(model="other"))
+        assert response.status == 404
+        assert "served are: fake, nice" in (await response.json())["error"]["message"]
 
 
 async def test_a_request_without_a_model_comes_too_early_while_no_endpoint_has_told_one(open_setup, autojump_clock):
@@ -70,8 +70,8 @@ async def test_a_request_without_a_model_comes_too_early_while_no_endpoint_has_t
 
 async def test_an_alias_reaches_the_endpoint_under_its_own_name(open_setup):
     async with open_setup(aliases={"nice": "fake"}) as setup:
-        answer = await setup.client().post(CHAT, body(model="nice"))
-        assert answer.status == 200
+        response = await setup.client().post(CHAT, body(model="nice"))
+        assert response.status == 200
         listed = await (await setup.client().get("/v1/models")).json()
         assert [model["id"] for model in listed["data"]] == ["fake", "nice"]
 
@@ -79,7 +79,7 @@ async def test_an_alias_reaches_the_endpoint_under_its_own_name(open_setup):
 @pytest.mark.parametrize("http", [1, 2])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_during_decode_frees_everything_at_both_ends(open_setup, http, stream):
-    """S28, S29, S31, S47: it is the same scope whether the answer is streamed or not."""
+    """S28, S29, S31, S47: it is the same scope whether the response is streamed or not."""
     async with open_setup("a", engine={"paused": True}) as setup:
         engine = setup.servers["a"].engine
         free = engine.stats().blocks_free
@@ -128,9 +128,9 @@ async def test_an_endpoint_that_cannot_be_reached_is_left_for_another(open_setup
         first = (await setup.client().post(CHAT, body())).headers["x-trioserve-endpoint"]
         setup.router.fleet.remote(first).close()
         setup.unreachable.add(first)
-        answer = await setup.client().post(CHAT, body())
-        assert answer.status == 200
-        assert answer.headers["x-trioserve-endpoint"] != first
+        response = await setup.client().post(CHAT, body())
+        assert response.status == 200
+        assert response.headers["x-trioserve-endpoint"] != first
         assert setup.router.dispatch.core.stats().retries_total == 1
         await setup.assert_all_free()
 
@@ -140,9 +140,9 @@ async def test_when_nobody_can_be_reached_the_client_is_told_so(open_setup):
         for id in "ab":
             setup.router.fleet.remote(id).close()
             setup.unreachable.add(id)
-        answer = await setup.client().post(CHAT, body())
-        assert answer.status == 502
-        assert answer.headers["x-trioserve-reason"] == "endpoint_lost"
+        response = await setup.client().post(CHAT, body())
+        assert response.status == 502
+        assert response.headers["x-trioserve-reason"] == "endpoint_lost"
         again = await setup.client().post(CHAT, body())
         assert again.status == 503
         assert again.headers["x-trioserve-reason"] == "no_endpoint"
@@ -152,7 +152,7 @@ async def test_when_nobody_can_be_reached_the_client_is_told_so(open_setup):
 
 async def test_an_endpoint_that_breaks_before_the_first_token_is_replaced_unseen(open_setup, autojump_clock):
     async with open_setup(engine={"paused": True, "answer": "abc"}) as setup:
-        async with setup.client().ask(CHAT, body(stream=True)) as answer:
+        async with setup.client().ask(CHAT, body(stream=True)) as response:
             await trio.sleep(5)
             [first] = [id for id, count in setup.leases().items() if count]
             other = "b" if first == "a" else "a"
@@ -160,21 +160,21 @@ async def test_an_endpoint_that_breaks_before_the_first_token_is_replaced_unseen
             await wait_all_tasks_blocked()
             assert setup.leases() == {first: 0, other: 1}
             setup.servers[other].engine.resume()
-            text = "".join([event["choices"][0]["text"] async for event in answer])
+            text = "".join([event["choices"][0]["text"] async for event in response])
         assert text == "abc"
         await setup.assert_all_free()
 
 
 async def test_an_endpoint_that_breaks_in_the_middle_ends_the_stream_with_an_error(open_setup):
     async with open_setup(engine={"paused": True, "answer": "abc"}) as setup:
-        async with setup.client().ask(CHAT, body(stream=True)) as answer:
+        async with setup.client().ask(CHAT, body(stream=True)) as response:
             await wait_all_tasks_blocked()
             [first] = [id for id, count in setup.leases().items() if count]
             await setup.servers[first].engine.step(2)
             await setup.servers[first].hang_up()
-            events = [event async for event in answer]
+            events = [event async for event in response]
         assert events[-1]["error"]["code"] == "endpoint_lost"
-        assert b"[DONE]" not in answer.body
+        assert b"[DONE]" not in response.body
         assert setup.router.dispatch.core.stats().retries_total == 0
         await setup.assert_all_free()
 
@@ -184,18 +184,18 @@ async def test_an_engine_that_breaks_is_told_to_streaming_clients_and_replaced_f
         # The endpoint itself refuses: its 429 is the client's when nobody else can take it.
         async with setup.client().ask(CHAT, body()):
             await wait_all_tasks_blocked()
-            answer = await setup.client().post(CHAT, body())
-            assert answer.status == 429
-            assert answer.headers["x-trioserve-reason"] == "queue_full"
+            response = await setup.client().post(CHAT, body())
+            assert response.status == 429
+            assert response.headers["x-trioserve-reason"] == "queue_full"
         await setup.assert_all_free()
 
 
 async def test_a_deadline_in_the_queue_is_an_honest_504(open_setup, autojump_clock):
     async with open_setup("a", engine={"paused": True}, leases_max=1) as setup, setup.client().ask(CHAT, body()):
         await wait_all_tasks_blocked()
-        answer = await setup.client().post(CHAT, body(queue_timeout=2))
-        assert answer.status == 504
-        assert answer.headers["x-trioserve-reason"] == "queue_timeout"
+        response = await setup.client().post(CHAT, body(queue_timeout=2))
+        assert response.status == 504
+        assert response.headers["x-trioserve-reason"] == "queue_timeout"
         assert trio.current_time() == pytest.approx(2, abs=0.01)
 
 
@@ -203,7 +203,7 @@ async def test_what_is_left_of_a_deadline_goes_to_the_endpoint(open_setup, autoj
     async with open_setup("a", engine={"paused": True}, leases_max=1) as setup:
         async with (
             setup.client().ask(CHAT, body(max_tokens=1)) as holder,
-            setup.client().ask(CHAT, body(timeout=10, stream=True)) as answer,
+            setup.client().ask(CHAT, body(timeout=10, stream=True)) as response,
         ):
             await trio.sleep(4)
             await setup.servers["a"].engine.step()
@@ -212,7 +212,7 @@ async def test_what_is_left_of_a_deadline_goes_to_the_endpoint(open_setup, autoj
             [request] = setup.servers["a"].engine._live_requests()
             assert request.deadlines.timeout == pytest.approx(6, abs=0.1)
             await setup.servers["a"].engine.step()
-            events = [event async for event in answer]
+            events = [event async for event in response]
         assert events[-1]["error"]["code"] == "timeout"
         assert trio.current_time() == pytest.approx(10, abs=0.1)
         await setup.assert_all_free()
@@ -222,7 +222,7 @@ async def test_an_endpoint_that_hangs_is_left_when_its_checks_fail(open_setup, a
     """S30: one dead backend does not hang the requests of the others."""
     from trioserve.proxy.endpoint_watch import WatchSettings
 
-    watch = WatchSettings(health_seconds=1, load_seconds=1, answer_seconds_max=1)
+    watch = WatchSettings(health_seconds=1, load_seconds=1, response_seconds_max=1)
     async with open_setup(watch=watch, failures_max=2, engine={"answer": "abc", "step_seconds": 0.01}) as setup:
         hanging = trio.Event()
         remote = setup.router.fleet.remote("a")
@@ -246,8 +246,8 @@ async def test_an_endpoint_that_hangs_is_left_when_its_checks_fail(open_setup, a
         remote.close()
         remote._open_stream = connect
         with trio.fail_after(30):
-            answers = [await setup.client().post(CHAT, body()) for _ in range(4)]
-        assert [answer.status for answer in answers] == [200] * 4
+            responses = [await setup.client().post(CHAT, body()) for _ in range(4)]
+        assert [response.status for response in responses] == [200] * 4
         await setup.assert_all_free()
 
 
@@ -265,10 +265,10 @@ async def test_a_drain_refuses_who_waits_and_lets_the_others_finish(open_setup):
 async def test_a_pinned_request_goes_where_it_says(open_setup):
     async with open_setup() as setup:
         for id in "abab":
-            answer = await setup.client().post(f"{CHAT}?id={id}", body())
-            assert answer.headers["x-trioserve-endpoint"] == id
-        answer = await setup.client().post(f"{CHAT}?id=c", body())
-        assert (answer.status, answer.headers["x-trioserve-reason"]) == (503, "no_endpoint")
+            response = await setup.client().post(f"{CHAT}?id={id}", body())
+            assert response.headers["x-trioserve-endpoint"] == id
+        response = await setup.client().post(f"{CHAT}?id=c", body())
+        assert (response.status, response.headers["x-trioserve-reason"]) == (503, "no_endpoint")
 
 
 async def test_endpoints_are_listed_added_and_drained_at_run_time(open_setup):
@@ -302,8 +302,8 @@ async def test_endpoints_are_the_admins_where_there_are_keys(open_setup):
         assert (await user.post("/endpoints", {"url": "http://a"})).status == 403
         assert (await user.get("/endpoints")).status == 200
         admin = setup.client(headers={"authorization": "Bearer admin"})
-        async with admin.ask("/endpoints/a", method="DELETE") as answer:
-            assert await answer.head() == 200
+        async with admin.ask("/endpoints/a", method="DELETE") as response:
+            assert await response.head() == 200
         assert (await setup.client().get("/endpoints")).status == 401
 
 
@@ -312,8 +312,8 @@ async def test_ready_says_whether_anybody_takes_requests(open_setup):
         client = setup.client()
         assert (await client.get("/ready")).status == 200
         setup.router.fleet.drain("a")
-        answer = await client.get("/ready")
-        assert (answer.status, (await answer.json())["reason"]) == (503, "no_endpoint")
+        response = await client.get("/ready")
+        assert (response.status, (await response.json())["reason"]) == (503, "no_endpoint")
 
 
 async def test_what_the_router_counts_is_shown_under_both_names(open_setup, autojump_clock):
@@ -354,16 +354,16 @@ async def test_a_prefix_is_named_for_a_policy_that_looks_at_it_and_for_no_other(
 async def test_an_endpoint_with_too_many_texts_to_tokenize_is_not_taken_for_busy(open_pair):
     """Whoever fills its room for that would otherwise keep it from all requests."""
     async with open_pair("w1") as routed:
-        async with routed.client().ask("/tokenize", {"model": "fake", "prompt": "x"}) as answer:
+        async with routed.client().ask("/tokenize", {"model": "fake", "prompt": "x"}) as response:
             ask = await routed.ask_of("w1")
             ask.refuse(429, "overloaded", headers={"x-trioserve-reason": "text_queue_full", "retry-after": "9"})
-            assert await answer.head() == 429
-            assert answer.headers["x-trioserve-reason"] == "text_queue_full"
-            assert answer.headers["retry-after"] == "9"
-        async with routed.client().ask("/v1/completions", {"model": "fake", "prompt": "x"}) as answer:
+            assert await response.head() == 429
+            assert response.headers["x-trioserve-reason"] == "text_queue_full"
+            assert response.headers["retry-after"] == "9"
+        async with routed.client().ask("/v1/completions", {"model": "fake", "prompt": "x"}) as response:
             ask = await routed.ask_of("w1")
-            ask.answer({"choices": []})
-            assert await answer.head() == 200
+            ask.response({"choices": []})
+            assert await response.head() == 200
         await routed.assert_all_free()
 
 
@@ -371,9 +371,9 @@ async def test_an_endpoint_with_too_many_texts_to_tokenize_is_not_taken_for_busy
 async def test_more_responses_than_a_request_may_ask_for_are_refused_before_it_waits(open_setup, prompts):
     async with open_setup("a") as setup:
         asked = {"model": "fake", "prompt": ["x"] * prompts, "n": 300 // prompts, "max_tokens": 1}
-        answer = await setup.client().post("/v1/completions", asked)
-        assert answer.status == 400
-        error = (await answer.json())["error"]
+        response = await setup.client().post("/v1/completions", asked)
+        assert response.status == 400
+        error = (await response.json())["error"]
         assert error["param"] == "n"
         assert "asks for 300 responses, its n times its prompts, and one request may have 1 to 256" in error["message"]
         await setup.assert_all_free()

@@ -33,7 +33,7 @@ class Server:
         self.ends.append(end)
         return client
 
-    async def ask(self, answer: bytes, *, closes: bool = False) -> bytes:
+    async def ask(self, response: bytes, *, closes: bool = False) -> bytes:
         """The body that a request gets; the newest connection answers it."""
         body: list[bytes | None] = []
 
@@ -45,7 +45,7 @@ class Server:
             nursery.start_soon(request)
             await wait_all_tasks_blocked()
             with contextlib.suppress(trio.BrokenResourceError):  # who has what it wants may be gone
-                await self.ends[-1].send_all(answer)
+                await self.ends[-1].send_all(response)
                 if closes:
                     await self.ends[-1].send_eof()
         assert body[0] is not None
@@ -61,7 +61,7 @@ async def test_a_request_goes_out_as_it_was_given():
 
 
 @pytest.mark.parametrize(
-    ("answer", "closes", "connections"),
+    ("response", "closes", "connections"),
     [
         (OK, False, 1),
         (OK + b"more than was asked for", False, 2),
@@ -69,14 +69,14 @@ async def test_a_request_goes_out_as_it_was_given():
         (b"HTTP/1.1 200 OK\r\n\r\nok", True, 2),
     ],
 )
-async def test_a_connection_is_used_again_only_after_an_answer_that_ended_beyond_doubt(answer, closes, connections):
+async def test_a_connection_is_used_again_only_after_a_response_that_ended_beyond_doubt(response, closes, connections):
     server = Server()
-    assert await server.ask(answer, closes=closes) == b"ok"
+    assert await server.ask(response, closes=closes) == b"ok"
     assert await server.ask(OK) == b"ok"
     assert len(server.ends) == connections
 
 
-async def test_a_server_that_answers_and_takes_no_more_is_heard_and_its_connection_not_used_again():
+async def test_a_server_that_responses_and_takes_no_more_is_heard_and_its_connection_not_used_again():
     server = Server()
 
     async def connect() -> trio.abc.Stream:
@@ -86,9 +86,9 @@ async def test_a_server_that_answers_and_takes_no_more_is_heard_and_its_connecti
         return client
 
     server.remote._open_stream = connect
-    async with server.remote.request("POST", "/v1/x", [], b"{}") as answer:
-        assert answer.status == 413
-        assert await answer.whole(1000) == b""
+    async with server.remote.request("POST", "/v1/x", [], b"{}") as response:
+        assert response.status == 413
+        assert await response.whole(1000) == b""
     assert not server.remote._idle
 
 
@@ -113,11 +113,11 @@ async def test_what_would_be_another_request_is_not_sent(path, headers):
     assert server.ends == []
 
 
-async def test_an_answer_that_is_none_loses_the_endpoint():
+async def test_a_response_that_is_none_loses_the_endpoint():
     server = Server()
     with pytest.raises(BaseExceptionGroup) as raised:
         await server.ask(b"SSH-2.0-OpenSSH_9.2\r\n\r\n")
-    assert raised.group_contains(EndpointLost, match='"a" broke off its answer: it begins with')
+    assert raised.group_contains(EndpointLost, match='"a" broke off its response: it begins with')
 
 
 async def test_an_endpoint_that_was_removed_keeps_no_connection_of_a_request_that_ends_later():

@@ -45,7 +45,7 @@ def removed(sequence: int, text: str) -> bytes:
 
 
 class Endpoint:
-    """Plays a script on each connection: bytes of events, seconds of silence, or an answer of its own (raw).
+    """Plays a script on each connection: bytes of events, seconds of silence, or a response of its own (raw).
 
     connected_at: when. Without a script left nobody can connect.
     """

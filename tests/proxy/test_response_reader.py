@@ -1,4 +1,4 @@
-"""An answer ends where its server meant it to, however its bytes are cut; h11 says the same."""
+"""A response ends where its server meant it to, however its bytes are cut; h11 says the same."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import random
 import h11
 import pytest
 
-from trioserve.proxy.response_reader import CHUNK_LINE_BYTES_MAX, HEAD_BYTES_MAX, AnswerReader, BadAnswer
+from trioserve.proxy.response_reader import CHUNK_LINE_BYTES_MAX, HEAD_BYTES_MAX, BadResponse, ResponseReader
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 def read(data: bytes, *, cuts: tuple[int, ...] = (), closes: bool = False) -> tuple[int, dict[str, str], bytes, bool]:
-    """Status, headers, body, and whether the connection goes on. Raises BadAnswer, or AssertionError if more is to
+    """Status, headers, body, and whether the connection goes on. Raises BadResponse, or AssertionError if more is to
     come."""
-    reader = AnswerReader()
+    reader = ResponseReader()
     reader.begin()
     head, body, has_ended = None, b"", False
     pieces = [data[begin:end] for begin, end in zip((0, *cuts), (*cuts, len(data)), strict=True) if begin != end]
@@ -69,7 +69,7 @@ GOOD = {
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_an_answer_is_what_h11_reads_however_it_is_cut(name):
+def test_a_response_is_what_h11_reads_however_it_is_cut(name):
     data, closes = GOOD[name]
     expected = read_with_h11(data, closes=closes)
     assert read(data, closes=closes)[:3] == expected
@@ -91,7 +91,7 @@ def test_what_is_read_of_damaged_bytes_is_what_h11_reads_of_them(seed):
         )
     try:
         ours = read(bytes(damaged), closes=closes)[:3]
-    except (BadAnswer, AssertionError):
+    except (BadResponse, AssertionError):
         return
     assert ours == read_with_h11(bytes(damaged), closes=closes)
 
@@ -113,8 +113,8 @@ def test_a_connection_goes_on_only_when_the_end_is_beyond_doubt(data, goes_on):
     assert read(data)[3] is goes_on
 
 
-def test_an_answer_follows_another():
-    reader = AnswerReader()
+def test_a_response_follows_another():
+    reader = ResponseReader()
     for text in (b"one", b"two"):
         reader.begin()
         reader.feed(b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\n" + text)
@@ -124,7 +124,7 @@ def test_an_answer_follows_another():
 
 
 def test_events_that_have_come_together_are_one_piece():
-    reader = AnswerReader()
+    reader = ResponseReader()
     reader.begin()
     reader.feed(CHUNKED + b"1\r\na\r\n1\r\nb\r\n2\r\nc")
     reader.next_head()
@@ -136,7 +136,7 @@ def test_events_that_have_come_together_are_one_piece():
 @pytest.mark.parametrize(
     ("data", "closes", "why"),
     [
-        (b"", True, "no answer came"),
+        (b"", True, "no response came"),
         (b"HTTP/1.1 200 OK\r\n", True, "within the head"),
         (b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhell", True, "a body of known length is missing"),
         (CHUNKED + b"5\r\nhell", True, "a chunk is missing"),
@@ -160,6 +160,6 @@ def test_events_that_have_come_together_are_one_piece():
         (b"HTTP/1.1 200 OK\r\nx: " + b"a" * HEAD_BYTES_MAX, False, "its head has more than"),
     ],
 )
-def test_what_is_no_answer_or_breaks_off_is_told(data, closes, why):
-    with pytest.raises(BadAnswer, match=why):
+def test_what_is_no_response_or_breaks_off_is_told(data, closes, why):
+    with pytest.raises(BadResponse, match=why):
         read(data, closes=closes)

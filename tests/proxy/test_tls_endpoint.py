@@ -1,4 +1,4 @@
-"""An endpoint behind TLS: trusted or not, and left in the middle of an answer."""
+"""An endpoint behind TLS: trusted or not, and left in the middle of a response."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ async def test_leaving_reaches_an_endpoint_behind_tls_at_once(authority):
         for _ in range(2):  # the second one over a connection of its own: the first one was closed
             async with remote.request(
                 "POST", "/v1/completions", [("content-type", "application/json")], BODY
-            ) as answer:
-                assert answer.status == 200
-                assert b"data: " in (await answer.next_piece() or b"")
+            ) as response:
+                assert response.status == 200
+                assert b"data: " in (await response.next_piece() or b"")
                 assert fake.stats().blocks_used > 0
             with trio.fail_after(10):
                 while fake.stats().blocks_used:  # by the step in flight

@@ -555,7 +555,7 @@ def test_a_probe_that_finds_the_endpoint_busy_leaves_it_alone(make_router):
     assert waiting.state is TicketState.LEASED
 
 
-def test_the_longest_of_several_busy_answers_counts(make_router):
+def test_the_longest_of_several_busy_responses_counts(make_router):
     router = make_router()
     router.endpoint("a")
     first, second = router.sent(), router.sent()

@@ -1,4 +1,4 @@
-"""Requests whose prompt is computed at one endpoint and whose answer is made at another: who waits where, and what
+"""Requests whose prompt is computed at one endpoint and whose response is made at another: who waits where, and what
 becomes of those that cannot go on so."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def computed(router, **fields: object):
     return ticket
 
 
-def test_a_request_has_a_lease_for_its_prompt_and_then_one_for_its_answer(pair):
+def test_a_request_has_a_lease_for_its_prompt_and_then_one_for_its_response(pair):
     router = pair()
     ticket = split(router)
     assert (ticket.leg, ticket.endpoint, leases(router)) == (Leg.PREFILL, "p", {"p": 1, "d": 0})

@@ -27,7 +27,6 @@ from trioserve.simulation.core.history import (
 )
 from trioserve.simulation.router.history import (
     Add,
-    Answer,
     Ask,
     Check,
     Crowd,
@@ -35,6 +34,7 @@ from trioserve.simulation.router.history import (
     Models,
     Note,
     Remove,
+    Response,
     RouterHistory,
     RouterWorld,
     Send,
@@ -176,7 +176,7 @@ ROUTER = RouterHistory(
         *(ArriveAtRouter(name=f"d{index}") for index in range(4)),
         Send(name="a"),
         Ask(id="e0"),
-        Answer(id="e0", lie=(1, 2)),
+        Response(id="e0", lie=(1, 2)),
         Note(id="e0"),
         FailAtEndpoint(name="a", fault="busy", busy_seconds=0.2),
         Crowd(count=3, tenant="u", patience=1.0),

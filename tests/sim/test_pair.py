@@ -150,7 +150,7 @@ def test_a_client_that_leaves_gives_both_sides_blocks_back_without_a_deadline(ph
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("host", ["prefill", "decode"])
-def test_an_engine_that_is_killed_leaves_nothing_at_the_other_and_no_wrong_answer(phase, host):
+def test_an_engine_that_is_killed_leaves_nothing_at_the_other_and_no_wrong_response(phase, host):
     played = Played()
     played.until(getattr(played, phase)).do(Kill(host=host))
     played.end()
@@ -191,7 +191,7 @@ def test_a_reader_that_is_slow_keeps_its_hold_by_signs_of_life():
     assert (counts["holds: expired"], counts["loads: completed"]) == (0, 1)
 
 
-def test_a_decode_side_that_refuses_leaves_the_answer_to_the_prefill_side():
+def test_a_decode_side_that_refuses_leaves_the_response_to_the_prefill_side():
     """S07."""
     played = Played()
     counts = played.do(Refuse(host="decode")).end()

@@ -53,7 +53,7 @@ def test_what_a_server_sends_over_http_is_the_same_in_every_process(seed):
 
 
 def test_every_byte_that_the_server_sends_is_in_the_trace(monkeypatch):
-    """A second later, and nothing else is different: the date, and in the answers `created`."""
+    """A second later, and nothing else is different: the date, and in the responses `created`."""
 
     def lines() -> list[str]:
         told: list[str] = []

@@ -1,4 +1,4 @@
-"""What a simulated client takes for a correct answer over HTTP, and what it objects to."""
+"""What a simulated client takes for a correct response over HTTP, and what it objects to."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import pytest
 
 from trioserve.simulation.stack.http_plan import Ask
-from trioserve.simulation.stack.http_protocol import Answer, StrictClient
+from trioserve.simulation.stack.http_protocol import Response, StrictClient
 from trioserve.simulation.stack.http_response import BROKEN_OFF, COMPLETE, outcome_of
 
 TOKENS = [tuple("añb".encode())]  # the middle character is two tokens
@@ -24,12 +24,12 @@ def error_event(code: str) -> bytes:
 
 
 def outcome(body: bytes, *, is_complete: bool = True, status: int = 200, streamed: bool = True) -> str:
-    answer = Answer()
-    answer.status, answer.is_complete = status, is_complete
-    answer.headers = {"x-request-id": "h0", "content-type": "text/event-stream; charset=utf-8"}
-    answer.body += body
+    response = Response()
+    response.status, response.is_complete = status, is_complete
+    response.headers = {"x-request-id": "h0", "content-type": "text/event-stream; charset=utf-8"}
+    response.body += body
     ask = Ask(number=0, connection=0, id="h0", prompts=((1,),), output=4, streamed=streamed)
-    return outcome_of(ask, answer, TOKENS)
+    return outcome_of(ask, response, TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def outcome(body: bytes, *, is_complete: bool = True, status: int = 200, streame
         (b"", False, BROKEN_OFF),
     ],
 )
-def test_a_whole_answer_or_a_beginning_is_taken(body, is_complete, expected):
+def test_a_whole_response_or_a_beginning_is_taken(body, is_complete, expected):
     assert outcome(body, is_complete=is_complete) == expected
 
 
@@ -73,7 +73,7 @@ def test_anything_else_is_objected_to(body, is_complete, objection):
 def test_what_is_not_http_is_objected_to():
     one, two = StrictClient(http=1), StrictClient(http=2, window=100)
     for client in (one, two):
-        client.begin(Answer(), "GET", "/", [], has_body=False)
+        client.begin(Response(), "GET", "/", [], has_body=False)
     with pytest.raises(AssertionError, match=r"broke HTTP/1\.1"):
         one.receive(b"nonsense\r\n\r\n")
     with pytest.raises(AssertionError, match="broke HTTP/2"):
@@ -82,16 +82,16 @@ def test_what_is_not_http_is_objected_to():
         StrictClient(http=1).receive(b"HTTP/1.1 200 OK\r\n\r\n")
 
 
-def test_answers_to_pipelined_requests_are_told_apart():
+def test_responses_to_pipelined_requests_are_told_apart():
     client = StrictClient(http=1)
-    answers = [Answer(), Answer(), Answer()]
-    for answer in answers:
-        client.begin(answer, "GET", "/", [], has_body=False)
+    responses = [Response(), Response(), Response()]
+    for response in responses:
+        client.begin(response, "GET", "/", [], has_body=False)
     ok = b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\n"
     for byte in (ok + b"a", ok + b"b", ok):
         for position in range(len(byte)):
             client.receive(byte[position : position + 1])
     client.receive(b"")
-    assert [bytes(answer.body) for answer in answers] == [b"a", b"b", b""]
-    assert [answer.is_complete for answer in answers] == [True, True, False]
-    assert answers[2].lost
+    assert [bytes(response.body) for response in responses] == [b"a", b"b", b""]
+    assert [response.is_complete for response in responses] == [True, True, False]
+    assert responses[2].lost

@@ -33,7 +33,7 @@ async def test_it_says_what_it_is_told(options, expected):
 
 async def test_a_script_survives_preemption(autojump_clock):
     async with (
-        open_fake_engine(answer=lambda prompt: prompt * 3, block_count=12, context_tokens_max=48) as engine,
+        open_fake_engine(response=lambda prompt: prompt * 3, block_count=12, context_tokens_max=48) as engine,
         trio.open_nursery() as nursery,
     ):
 
@@ -46,14 +46,14 @@ async def test_a_script_survives_preemption(autojump_clock):
 
 
 async def test_the_end_and_the_limit_hold_for_a_script():
-    async with open_fake_engine(answer="one two three") as engine:
+    async with open_fake_engine(response="one two three") as engine:
         assert await text_of(engine, max_tokens=3) == "one"
         assert await text_of(engine, stop=["two"]) == "one "
 
 
 async def test_only_one_kind_of_script_is_taken():
     with pytest.raises(AssertionError, match="give one of"):
-        async with open_fake_engine(answer="x", next_token=len):
+        async with open_fake_engine(response="x", next_token=len):
             pass
 
 
@@ -61,7 +61,7 @@ async def test_only_one_kind_of_script_is_taken():
 
 
 async def test_a_paused_engine_does_nothing_by_itself():
-    async with open_fake_engine(paused=True, answer="abc") as engine, engine.generate("hello") as stream:
+    async with open_fake_engine(paused=True, response="abc") as engine, engine.generate("hello") as stream:
         await wait_all_tasks_blocked()
         assert (engine.stats().steps_total, engine.stats().waiting_count) == (0, 1)
         plan = await engine.step()
@@ -103,7 +103,7 @@ async def test_step_brings_requests_of_tasks_that_were_just_started():
 
 
 async def test_pausing_lets_the_step_in_flight_go_on(autojump_clock):
-    async with open_fake_engine(step_seconds=1, answer="abcdef") as engine, engine.generate("hello") as stream:
+    async with open_fake_engine(step_seconds=1, response="abcdef") as engine, engine.generate("hello") as stream:
         await wait_all_tasks_blocked()
         engine.pause()
         assert (await anext(stream)).text == "a"
@@ -139,7 +139,7 @@ async def test_between_steps_blocks_come_back_at_once():
 
 
 async def test_leaving_a_held_step_by_an_error_lets_it_go_on():
-    async with open_fake_engine(paused=True, answer="a") as engine, engine.generate("hello") as stream:
+    async with open_fake_engine(paused=True, response="a") as engine, engine.generate("hello") as stream:
         with pytest.raises(ZeroDivisionError):
             async with engine.held_step():
                 raise ZeroDivisionError
@@ -169,7 +169,7 @@ async def test_a_broken_engine_tells_its_readers_and_its_opener():
 
 async def test_a_failing_request_fails_alone():
     async with (
-        open_fake_engine(paused=True, answer="ok") as engine,
+        open_fake_engine(paused=True, response="ok") as engine,
         engine.generate("hello", request_id="bad") as bad,
         engine.generate("hello, too", request_id="good") as good,
     ):

@@ -47,7 +47,7 @@ def test_chunks_and_blocks_do_not_matter_for_the_token():
     stage = Stage()
     assert stage.step(chunk(a, 0, 3, [5, 3])).token_ids == (None,)
     assert stage.step(chunk(a, 3, 2, [5, 3, 4])).token_ids == whole
-    assert whole == ReferenceEngine(FakeModel()).answer(a).token_ids[:1]
+    assert whole == ReferenceEngine(FakeModel()).response(a).token_ids[:1]
 
 
 def test_a_shared_prefix_is_read_and_not_written_again():
@@ -122,22 +122,22 @@ def test_a_plan_that_contradicts_itself_is_refused(chunks, more):
 
 
 def test_a_temperature_makes_the_seed_count_and_nothing_else_does():
-    def answer(**more: object) -> tuple[int, ...]:
-        return ReferenceEngine(FakeModel()).answer(request("a", output_tokens_max=8, **more)).token_ids
+    def response(**more: object) -> tuple[int, ...]:
+        return ReferenceEngine(FakeModel()).response(request("a", output_tokens_max=8, **more)).token_ids
 
-    assert answer(seed=1) == answer(seed=2)
-    assert answer(seed=1, temperature=1.0) != answer(seed=2, temperature=1.0)
-    assert answer(seed=1, temperature=1.0) == answer(seed=1, temperature=1.0, priority=3, cache_salt="x")
+    assert response(seed=1) == response(seed=2)
+    assert response(seed=1, temperature=1.0) != response(seed=2, temperature=1.0)
+    assert response(seed=1, temperature=1.0) == response(seed=1, temperature=1.0, priority=3, cache_salt="x")
 
 
 def test_the_end_token_comes_but_not_before_min_tokens():
-    def answer(min_tokens: int):
+    def response(min_tokens: int):
         engine = ReferenceEngine(FakeModel(vocab_size=16, stop_token_id=5, stop_period=2))
         stops = frozenset({5})
-        return engine.answer(request("a", output_tokens_max=40, stop_token_ids=stops, min_tokens=min_tokens))
+        return engine.response(request("a", output_tokens_max=40, stop_token_ids=stops, min_tokens=min_tokens))
 
     for min_tokens in (0, 10, 30):
-        got = answer(min_tokens)
+        got = response(min_tokens)
         assert (got.reason, got.stop_token_id, got.token_ids[-1]) == (FinishReason.STOP, 5, 5)
         assert got.token_ids.index(5) == len(got.token_ids) - 1 >= min_tokens
 
@@ -147,10 +147,10 @@ def test_logprobs_agree_with_each_other():
     a = request("a", (1, 2, 3, 4), logprobs=8, prompt_logprobs=2)
     first = stage.step(chunk(a, 0, 3, [0, 1]))
     second = stage.step(chunk(a, 3, 1, [0, 1]))
-    answer = ReferenceEngine(stage.executor.model).answer(a)
-    assert first.prompt_logprobs["a"] + second.prompt_logprobs["a"] == answer.prompt_logprobs[1:]
+    response = ReferenceEngine(stage.executor.model).response(a)
+    assert first.prompt_logprobs["a"] + second.prompt_logprobs["a"] == response.prompt_logprobs[1:]
     chosen = second.logprobs["a"]
-    assert chosen == answer.logprobs[0]
+    assert chosen == response.logprobs[0]
     assert dict(chosen.top)[chosen.token_id] == chosen.logprob
     assert [logprob for _, logprob in chosen.top] == sorted((logprob for _, logprob in chosen.top), reverse=True)
-    assert [entry.token_id for entry in answer.prompt_logprobs[1:]] == [2, 3, 4]
+    assert [entry.token_id for entry in response.prompt_logprobs[1:]] == [2, 3, 4]

@@ -1,4 +1,4 @@
-"""The client of the testing kit: whole answers, streams, and every way to leave, over both versions of HTTP."""
+"""The client of the testing kit: whole responses, streams, and every way to leave, over both versions of HTTP."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ def http(request: pytest.FixtureRequest) -> int:
     return request.param
 
 
-async def test_whole_answers_one_after_another(http):
-    async with open_memory_server(answer="abc") as server:
+async def test_whole_responses_one_after_another(http):
+    async with open_memory_server(response="abc") as server:
         client = server.client(http=http)
         for _ in range(3):
-            answer = await client.post("/v1/completions", BODY, headers={"x-request-id": "mine"})
-            assert (answer.status, answer.headers["x-request-id"]) == (200, "mine")
-            assert (await answer.json())["choices"][0]["text"] == "abc"
+            response = await client.post("/v1/completions", BODY, headers={"x-request-id": "mine"})
+            assert (response.status, response.headers["x-request-id"]) == (200, "mine")
+            assert (await response.json())["choices"][0]["text"] == "abc"
         assert (await client.get("/health")).status == 200
         assert server.connection_count == 1
         await server.assert_all_free()
 
 
 async def test_a_stream_is_a_sequence_of_events(http):
-    async with open_memory_server(answer="abc", paused=True) as server:
-        async with server.client(http=http).ask("/v1/completions", STREAM) as answer:
+    async with open_memory_server(response="abc", paused=True) as server:
+        async with server.client(http=http).ask("/v1/completions", STREAM) as response:
             await server.engine.step()
-            assert await answer.head() == 200
-            assert (await anext(aiter(answer)))["choices"][0]["text"] == "a"
+            assert await response.head() == 200
+            assert (await anext(aiter(response)))["choices"][0]["text"] == "a"
             server.engine.resume()
-            assert "".join([event["choices"][0]["text"] async for event in answer]) == "bc"
-            assert answer.is_complete
-            assert answer.body.endswith(b"data: [DONE]\n\n")
+            assert "".join([event["choices"][0]["text"] async for event in response]) == "bc"
+            assert response.is_complete
+            assert response.body.endswith(b"data: [DONE]\n\n")
         await server.assert_all_free()
 
 
-async def test_leaving_the_answer_leaves_the_request(http):
+async def test_leaving_the_response_leaves_the_request(http):
     async with open_memory_server(paused=True) as server:
         client = server.client(http=http)
         async with client.ask("/v1/completions", STREAM):
@@ -69,7 +69,7 @@ async def test_leaving_by_cancellation_does_the_same(http):
 async def test_every_way_to_leave_frees_the_blocks(http, way):
     async with open_memory_server(paused=True) as server:
         client = server.client(http=http)
-        async with client.ask("/v1/completions", STREAM) as answer:
+        async with client.ask("/v1/completions", STREAM) as response:
             await server.engine.step()
             assert server.engine.stats().blocks_used > 0
             if way == "half_close":
@@ -78,26 +78,26 @@ async def test_every_way_to_leave_frees_the_blocks(http, way):
                 getattr(client, way)()
             await server.assert_all_free()
             with pytest.raises(ConnectionLost):
-                await answer.read()
+                await response.read()
 
 
 async def test_a_body_can_stay_incomplete(http):
     async with open_memory_server() as server:
         client = server.client(http=http)
-        async with client.ask("/v1/completions", BODY, withheld_bytes=1) as answer:
+        async with client.ask("/v1/completions", BODY, withheld_bytes=1) as response:
             await wait_all_tasks_blocked()
             assert server.server.counters().exchanges_open == 1
-            assert answer.status is None
+            assert response.status is None
         await server.assert_all_free()
 
 
 async def test_many_requests_share_an_http2_connection():
-    async with open_memory_server(answer=lambda prompt: prompt * 2) as server, trio.open_nursery() as nursery:
+    async with open_memory_server(response=lambda prompt: prompt * 2) as server, trio.open_nursery() as nursery:
         client = server.client(http=2)
 
         async def ask(prompt: str) -> None:
-            answer = await client.post("/v1/completions", {"prompt": prompt, "max_tokens": 50})
-            assert (await answer.json())["choices"][0]["text"] == prompt * 2
+            response = await client.post("/v1/completions", {"prompt": prompt, "max_tokens": 50})
+            assert (await response.json())["choices"][0]["text"] == prompt * 2
 
         for number in range(8):
             nursery.start_soon(ask, f"p{number}")
@@ -115,8 +115,8 @@ async def test_http1_has_one_request_at_a_time():
 async def test_large_bodies_pass_in_both_directions(http):
     async with open_memory_server(context_tokens_max=300_000, block_count=100_000) as server:
         prompt = "x" * 200_000
-        answer = await server.client(http=http).post("/tokenize", {"prompt": prompt})
-        assert (await answer.json())["count"] == len(prompt)
+        response = await server.client(http=http).post("/tokenize", {"prompt": prompt})
+        assert (await response.json())["count"] == len(prompt)
 
 
 async def test_a_client_that_does_not_read_holds_the_server_back(http, autojump_clock):
@@ -164,11 +164,11 @@ async def test_httpx_streams():
     import httpx
 
     async with (
-        open_memory_server(answer="abc") as server,
+        open_memory_server(response="abc") as server,
         httpx.AsyncClient(transport=MemoryTransport(server.client), base_url="http://memory") as web,
-        web.stream("POST", "/v1/completions", json=STREAM) as answer,
+        web.stream("POST", "/v1/completions", json=STREAM) as response,
     ):
-        assert answer.status_code == 200
-        *events, last = [line.removeprefix("data: ") async for line in answer.aiter_lines() if line]
+        assert response.status_code == 200
+        *events, last = [line.removeprefix("data: ") async for line in response.aiter_lines() if line]
         assert "".join(json.loads(event)["choices"][0]["text"] for event in events) == "abc"
         assert last == "[DONE]"

@@ -101,8 +101,8 @@ def test_a_prompt_and_its_continuation_join_to_the_whole_text(sentence_piece: To
     text = "the quick brown fox"
     token_ids = sentence_piece.encode(text)
     for cut in range(2, len(token_ids)):
-        answer = "".join(streamed(sentence_piece, token_ids[cut:], skip=True, continues_text=True))
-        assert sentence_piece.decode(token_ids[:cut]) + answer == text
+        response = "".join(streamed(sentence_piece, token_ids[cut:], skip=True, continues_text=True))
+        assert sentence_piece.decode(token_ids[:cut]) + response == text
 
 
 def test_a_text_that_holds_the_replacement_character_is_not_held_back(byte_level: Tokenizer) -> None:

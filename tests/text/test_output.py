@@ -228,7 +228,7 @@ def test_stop_strings_end_a_choice_where_a_search_of_its_text_does(
     assert deltas[-1].stop_reason == reason
 
 
-def test_answers_keep_the_space_that_joins_them_to_the_prompt(sentence_piece: Tokenizer) -> None:
+def test_responses_keep_the_space_that_joins_them_to_the_prompt(sentence_piece: Tokenizer) -> None:
     token_ids = sentence_piece.encode("the dog", add_special_tokens=False)
     assert text_of(one_by_one(sentence_piece, token_ids, finished())) == " the dog"
 
@@ -257,7 +257,7 @@ token_lists = strategies.lists(strategies.integers(0, 300) | strategies.integers
     stop=strategies.lists(strategies.sampled_from(["e", "th", "he ", "�", "é"]), max_size=2),
     with_logprobs=strategies.booleans(),
 )
-def test_any_steps_merge_to_the_same_answer(
+def test_any_steps_merge_to_the_same_response(
     token_ids: list[int], cuts: list[int], stop: list[str], with_logprobs: bool, byte_level: Tokenizer
 ) -> None:
     sampling = SamplingParams(stop=tuple(stop), logprobs=0 if with_logprobs else None)

@@ -69,7 +69,7 @@ async def test_run_cancellable_leaves_at_once_and_drops_what_was_not_begun():
     assert ran == []
 
 
-async def test_the_answer_of_a_job_that_was_left_is_thrown_away():
+async def test_the_response_of_a_job_that_was_left_is_thrown_away():
     begun, go_on = trio.Event(), threading.Event()
     token = trio.lowlevel.current_trio_token()
 
@@ -87,7 +87,7 @@ async def test_the_answer_of_a_job_that_was_left_is_thrown_away():
         assert await thread.run(lambda: "next") == "next"
 
 
-async def test_the_thread_keeps_neither_a_job_nor_its_answer():
+async def test_the_thread_keeps_neither_a_job_nor_its_response():
     class Large:
         pass
 
@@ -119,26 +119,28 @@ async def test_what_is_begun_is_done_in_order_and_waited_for_also_when_cancelled
     assert done == ["first", "second"]
 
 
-async def test_an_answer_that_is_there_already_gives_others_their_turn():
+async def test_a_response_that_is_there_already_gives_others_their_turn():
     turns = []
 
     async def other() -> None:
         turns.append("other")
 
     async with WorkerThread("test") as thread, trio.open_nursery() as nursery:
-        answers = [thread.begin(lambda: "answer") for _ in range(2)]
+        responses = [thread.begin(lambda: "answer") for _ in range(2)]
         await thread.run(lambda: None)  # those before it are done, too
         nursery.start_soon(other)
-        assert [await answer for answer in answers] == ["answer"] * 2  # one turn may still come before the other's
+        assert [await response for response in responses] == [
+            "answer"
+        ] * 2  # one turn may still come before the other's
         assert turns == ["other"]
 
 
 async def test_an_error_of_what_was_begun_is_raised_where_it_is_awaited():
     async with WorkerThread("test") as thread:
-        answer = thread.begin(lambda: 1 / 0)
+        response = thread.begin(lambda: 1 / 0)
         await thread.run(lambda: None)
         with pytest.raises(ZeroDivisionError):
-            await answer
+            await response
 
 
 class NothingComputed:

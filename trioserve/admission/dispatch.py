@@ -39,7 +39,7 @@ class Dispatch:
 
     on_gone: told of an endpoint that was drained and is empty. on_wait_over: told how many seconds a request has waited
     when it gets its lease, or is refused in the line. on_paired: told how many seconds a request that is split took
-    from the end of its prompt to the first token of its answer.
+    from the end of its prompt to the first token of its response.
     """
 
     def __init__(self, settings: RouterSettings, policy: PolicyFactory, *, chance: Chance | None = None) -> None:
@@ -194,8 +194,8 @@ class Dispatch:
         self.retime()
 
     def note_health(self, id: EndpointId, is_well: bool, *, hangs: bool) -> None:
-        """A health check ended. hangs: it got no answer, or the answer that a step there does not end. What an endpoint
-        that is ejected for that has not begun to answer is taken from it, to be tried elsewhere."""
+        """A health check ended. hangs: it got no response, or the response that a step there does not end. What an
+        endpoint that is ejected for that has not begun to answer is taken from it, to be tried elsewhere."""
         was_given = self._is_given(id)
         self.core.note_health(id, is_well, trio.current_time())
         if hangs and was_given and not self._is_given(id):
@@ -349,7 +349,8 @@ class Turn:
             raise self._end or EndpointLost(f'the endpoint "{self.ticket.endpoint}" does not answer any more')
 
     def first_token(self, *, is_last: bool = False) -> None:
-        """The endpoint has begun to answer. is_last: all of its answer is there, so that nobody knows when it began."""
+        """The endpoint has begun to answer. is_last: all of its response is there, so that nobody knows when it
+        began."""
         ticket, now = self.ticket, trio.current_time()
         if ticket.leg is Leg.DECODE and not ticket.has_token and not is_last:
             self._dispatch.on_paired(now - ticket.prefilled_at)

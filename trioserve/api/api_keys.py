@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import msgspec
 
 from trioserve.api.caller import ANYBODY, AccessRules, Caller, CallerKind
-from trioserve.api.error_responses import REASON_HEADER, ErrorAnswer, Refusal
+from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
 from trioserve.contracts.errors import StartupError
 
 __all__ = ["ApiKeys"]
@@ -51,7 +51,7 @@ class ApiKeys:
         if scheme.lower() != "bearer" or not any(matches):
             what = "no API key came" if authorization is None else "the API key is wrong"
             raise Refusal(
-                ErrorAnswer(
+                ErrorResponse(
                     status=401,
                     type="invalid_request_error",
                     code="invalid_api_key",

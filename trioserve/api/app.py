@@ -12,9 +12,9 @@ import trio
 
 from trioserve.api.api_keys import ApiKeys
 from trioserve.api.caller import check_is_admin
-from trioserve.api.error_responses import REASON_HEADER, ErrorAnswer, Refusal, error_answer
+from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal, error_response
 from trioserve.api.request_end import Outcome, end_line
-from trioserve.api.responder import Answering, request_id_from
+from trioserve.api.responder import Responder, request_id_from
 from trioserve.contracts.errors import TrioserveError
 from trioserve.http.message_head import printable
 
@@ -27,7 +27,7 @@ __all__ = ["BaseApp", "Operation", "Route"]
 
 logger = logging.getLogger(__name__)
 
-CallType = TypeVar("CallType", bound=Answering)
+CallType = TypeVar("CallType", bound=Responder)
 METRICS_PATH = "/metrics"
 LOAD_PATH = "/load"
 OTHER_PATH = "other"
@@ -46,12 +46,12 @@ class Route(msgspec.Struct, Generic[CallType], frozen=True, kw_only=True):
 
     def operation(self, method: str) -> Operation[CallType]:
         """Raises Refusal (405)."""
-        # The exchange drops the body of an answer to HEAD.
+        # The exchange drops the body of a response to HEAD.
         operation = self.operations.get("GET" if method == "HEAD" else method)
         if operation is None:
             allowed = sorted({*self.operations, *(["HEAD"] if "GET" in self.operations else [])})
             raise Refusal(
-                ErrorAnswer(
+                ErrorResponse(
                     status=405,
                     type="invalid_request_error",
                     code="method_not_allowed",
@@ -63,7 +63,7 @@ class Route(msgspec.Struct, Generic[CallType], frozen=True, kw_only=True):
 
 
 class BaseApp(abc.ABC, Generic[CallType]):
-    """A handler of exchanges: answers every one, and turns every error into an answer while there is still time."""
+    """A handler of exchanges: answers every one, and turns every error into a response while there is still time."""
 
     def __init__(self, keys: ApiKeys, metrics: Metrics) -> None:
         self._keys = keys
@@ -89,7 +89,7 @@ class BaseApp(abc.ABC, Generic[CallType]):
         self._open_count += 1
         began_at = trio.current_time()
         try:
-            await self._answer(call, route)
+            await self._response(call, route)
         finally:
             self._open_count -= 1
             self._count(route, call.status)
@@ -105,7 +105,7 @@ class BaseApp(abc.ABC, Generic[CallType]):
         return True
 
     def note_preflight(self, exchange: Exchange, status: int) -> None:
-        """Count an answer that was given in the app's stead."""
+        """Count a response that was given in the app's stead."""
         self._count(self.route(exchange.path), status)
         if logger.isEnabledFor(logging.DEBUG):
             fields = {"method": exchange.method, "path": printable(exchange.path), "status": status}
@@ -123,7 +123,7 @@ class BaseApp(abc.ABC, Generic[CallType]):
             self._metrics.http_requests_total.labels(path, str(status or "left")).inc(count)
         self._counts.clear()
 
-    async def _answer(self, call: CallType, route: Route[CallType] | None) -> None:
+    async def _response(self, call: CallType, route: Route[CallType] | None) -> None:
         try:
             call.request_id = request_id_from(call.exchange.headers.get("x-request-id")) or call.request_id
             if route is None or route.needs_key or self._is_closed(route.path):
@@ -134,11 +134,11 @@ class BaseApp(abc.ABC, Generic[CallType]):
             await route.operation(call.exchange.method)(call)
             call.outcome = Outcome.FINISHED
         except TrioserveError as error:
-            if not await call.fail(error_answer(error)):
+            if not await call.fail(error_response(error)):
                 raise
         except Exception as error:
             logger.exception("request failed request=%s path=%s", call.request_id, printable(call.exchange.path))
-            if not await call.fail(error_answer(error)):
+            if not await call.fail(error_response(error)):
                 raise
 
     def _is_closed(self, path: str) -> bool:
@@ -168,7 +168,7 @@ class BaseApp(abc.ABC, Generic[CallType]):
 
 def _not_found(path: str) -> Refusal:
     return Refusal(
-        ErrorAnswer(
+        ErrorResponse(
             status=404,
             type="invalid_request_error",
             code="not_found",

@@ -13,7 +13,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from trioserve.api.error_responses import REASON_HEADER, ErrorAnswer, Refusal
+from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
 from trioserve.api.openai.request_types import check_cache_salt
 from trioserve.contracts.errors import InvalidRequest
 
@@ -106,7 +106,7 @@ def check_is_admin(caller: Caller, message: str) -> None:
     """Raises Refusal (403) for an owner of some requests only. message: what is the admin's, in a sentence."""
     if caller.owner is not None:
         raise Refusal(
-            ErrorAnswer(
+            ErrorResponse(
                 status=403,
                 type="invalid_request_error",
                 code="not_admin",

@@ -25,7 +25,7 @@ from trioserve.contracts.events import FinishReason
 from trioserve.contracts.output import Delta
 from trioserve.http.exchange import BodyTimeout, BodyTooLarge
 
-__all__ = ["REASON_HEADER", "ErrorAnswer", "Refusal", "deadline_refusal", "error_answer", "foreign_end"]
+__all__ = ["REASON_HEADER", "ErrorResponse", "Refusal", "deadline_refusal", "error_response", "foreign_end"]
 
 REASON_HEADER = "x-trioserve-reason"
 """On every refusal: one word for programs, where the message is a sentence for people."""
@@ -34,7 +34,7 @@ REASON_HEADER = "x-trioserve-reason"
 MESSAGE_CHARACTERS_MAX = 2000  # messages repeat what came, and that may be megabytes
 
 
-class ErrorAnswer(msgspec.Struct, frozen=True, kw_only=True):
+class ErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
     """One error as clients see it. `type` and `code` are OpenAI's where it has them. A long message is cut."""
 
     status: int
@@ -53,11 +53,11 @@ class ErrorAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Refusal(TrioserveError):
-    """An error that only HTTP knows: no such path, wrong key, an answer that somebody else ended."""
+    """An error that only HTTP knows: no such path, wrong key, a response that somebody else ended."""
 
-    def __init__(self, answer: ErrorAnswer) -> None:
-        super().__init__(answer.message)
-        self.answer = answer
+    def __init__(self, response: ErrorResponse) -> None:
+        super().__init__(response.message)
+        self.response = response
 
 
 _CALLER = "invalid_request_error"
@@ -80,7 +80,7 @@ TABLE: tuple[tuple[type[TrioserveError], int, str, str | None], ...] = (
     (EngineFault, 500, _SERVER, "engine_fault"),
 )
 
-_INTERNAL = ErrorAnswer(
+_INTERNAL = ErrorResponse(
     status=500,
     type=_SERVER,
     code="internal_error",
@@ -89,10 +89,10 @@ _INTERNAL = ErrorAnswer(
 )
 
 
-def error_answer(error: Exception) -> ErrorAnswer:
+def error_response(error: Exception) -> ErrorResponse:
     """What the client is told. Errors that nobody raised on purpose keep their text to themselves."""
     if isinstance(error, Refusal):
-        return error.answer
+        return error.response
     row = next((row for row in TABLE if isinstance(error, row[0])), None)
     if row is None:
         return _INTERNAL
@@ -104,7 +104,7 @@ def error_answer(error: Exception) -> ErrorAnswer:
         headers.append(("retry-after", str(max(1, math.ceil(error.retry_after_seconds)))))
     if reason is not None:
         headers.append((REASON_HEADER, reason))
-    return ErrorAnswer(
+    return ErrorResponse(
         status=status,
         type=error_type,
         code=code,
@@ -127,7 +127,7 @@ def deadline_refusal(deadline: Deadline, message: str) -> Refusal:
     """The error of a request whose time is over. Time ran out here, not for good: the same request may well make it a
     little later."""
     return Refusal(
-        ErrorAnswer(
+        ErrorResponse(
             status=504,
             type=_SERVER,
             code=deadline.value,
@@ -141,15 +141,15 @@ _ENDED: dict[FinishReason, tuple[int, str, str]] = {
     FinishReason.ABORT: (
         503,
         "request_aborted",
-        "the request was aborted by the server before its answer was complete",
+        "the request was aborted by the server before its response was complete",
     ),
-    FinishReason.DEADLINE: (504, "deadline_exceeded", "the request's deadline passed before its answer was complete"),
+    FinishReason.DEADLINE: (504, "deadline_exceeded", "the request's deadline passed before its response was complete"),
 }
 
 
 def foreign_end(delta: Delta) -> TrioserveError | None:
     """The error to raise if another's hand ended this choice: clients know only the finish reasons "stop" and "length",
-    and half an answer must not look like a whole one."""
+    and half a response must not look like a whole one."""
     if delta.finish_reason is FinishReason.ERROR:
         return RequestFailed(delta.message or "the engine could not go on with this request")
     if delta.finish_reason not in _ENDED:
@@ -162,7 +162,7 @@ def foreign_end(delta: Delta) -> TrioserveError | None:
         code = str(delta.stop_reason or code)
     headers.append((REASON_HEADER, code))
     return Refusal(
-        ErrorAnswer(
+        ErrorResponse(
             status=status,
             type=_SERVER,
             code=code,

@@ -1,4 +1,4 @@
-"""The API's own description, OpenAPI 3.1: paths from the routes, bodies and answers from their types, what each path
+"""The API's own description, OpenAPI 3.1: paths from the routes, bodies and responses from their types, what each path
 does and may answer from the table here. It is served, and tests hold it against what the server really does."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from trioserve.api.deadline_fields import HEADERS as DEADLINE_HEADERS
-from trioserve.api.openai import response_types as answers
+from trioserve.api.openai import response_types
 from trioserve.api.openai.request_types import (
     REFUSED,
     AbortBody,
@@ -37,12 +37,12 @@ class DescribedOperation(msgspec.Struct, frozen=True, kw_only=True):
     """What a method on a path takes and gives.
 
     answer: type of the JSON with status 200, or the media type of what is no JSON. event: the type of a stream's events
-    when the body has `"stream": true`; kinds: the types of those of a stream that is the whole answer. errors: statuses
-    that come with an Error. path_parameter: what it is.
+    when the body has `"stream": true`; kinds: the types of those of a stream that is the whole response. errors:
+    statuses that come with an Error. path_parameter: what it is.
     """
 
     summary: str
-    answer: type | str
+    response: type | str
     description: str = ""
     body: type | None = None
     event: type | None = None
@@ -61,8 +61,8 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
         summary="Answer a chat",
         description="Fields, and their meanings, are OpenAI's and vLLM's. Fields that are not named here are ignored.",
         body=ChatBody,
-        answer=answers.ChatCompletion,
-        event=answers.ChatCompletionChunk,
+        response=response_types.ChatCompletion,
+        event=response_types.ChatCompletionChunk,
         errors=_GENERATES,
         takes_deadlines=True,
     ),
@@ -70,15 +70,15 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
         summary="Continue one or more prompts",
         description="Choice number prompt_index * n + i is choice i of that prompt. As above for everything else.",
         body=CompletionBody,
-        answer=answers.Completion,
-        event=answers.Completion,
+        response=response_types.Completion,
+        event=response_types.Completion,
         errors=_GENERATES,
         takes_deadlines=True,
     ),
-    ("GET", "/v1/models"): DescribedOperation(summary="List the names that are served", answer=answers.Models),
+    ("GET", "/v1/models"): DescribedOperation(summary="List the names that are served", response=response_types.Models),
     ("GET", "/v1/models/{model}"): DescribedOperation(
         summary="Find a model by its name",
-        answer=answers.Model,
+        response=response_types.Model,
         errors=(400, 404),
         path_parameter="name of the model, slashes included",
     ),
@@ -86,52 +86,54 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
         summary="List the requests that live",
         description="Those of the caller's key; all of them with the admin key, or where there are no keys. Answered "
         "ones, too, while their blocks are held for another engine.",
-        answer=answers.LiveRequests,
+        response=response_types.LiveRequests,
     ),
     ("DELETE", "/v1/requests/{request}"): DescribedOperation(
         summary="Abort a request",
         description="Its blocks are free with the next step. The client of its stream gets an error event. Of one that "
-        "has its answer, and whose blocks are held for another engine, the hold is ended.",
-        answer=answers.RequestAbort,
+        "has its response, and whose blocks are held for another engine, the hold is ended.",
+        response=response_types.RequestAbort,
         errors=(400, 404),
         path_parameter="the request's X-Request-Id",
     ),
     ("POST", "/v1/requests/abort"): DescribedOperation(
         summary="Abort several requests",
         body=AbortBody,
-        answer=answers.RequestAborts,
+        response=response_types.RequestAborts,
         errors=_READS_BODY,
     ),
     ("POST", "/tokenize"): DescribedOperation(
         summary="Show the tokens of a prompt or a chat",
         body=TokenizeBody,
-        answer=answers.Tokenized,
+        response=response_types.Tokenized,
         errors=(*_READS_BODY, 404),
     ),
     ("POST", "/detokenize"): DescribedOperation(
         summary="Show the text of tokens",
         body=DetokenizeBody,
-        answer=answers.Detokenized,
+        response=response_types.Detokenized,
         errors=(*_READS_BODY, 404),
     ),
     ("GET", "/kv_events"): DescribedOperation(
         summary="Read which blocks the prefix cache holds, and each change from then on",
         description="A snapshot, in one part or several, then changes, numbered in order. Another snapshot means that "
         "changes were missed. Only where the server was started with --kv-events; with API keys, only for the admin's.",
-        answer="text/event-stream",
+        response="text/event-stream",
         kinds=(ResidencySnapshot, BlocksStored, BlocksRemoved),
         errors=(400, 403, 404, 429, 503),
     ),
     ("GET", "/health"): DescribedOperation(
-        summary="Whether the process lives, and its engine does not hang", answer=answers.Alive, not_ready=answers.Hangs
+        summary="Whether the process lives, and its engine does not hang",
+        response=response_types.Alive,
+        not_ready=response_types.Hangs,
     ),
     ("GET", "/ready"): DescribedOperation(
-        summary="Whether requests are taken", answer=answers.Ready, not_ready=answers.NotReady
+        summary="Whether requests are taken", response=response_types.Ready, not_ready=response_types.NotReady
     ),
-    ("GET", "/load"): DescribedOperation(summary="How much there is to do", answer=answers.Load),
-    ("GET", "/version"): DescribedOperation(summary="Version of the server", answer=answers.Version),
-    ("GET", "/metrics"): DescribedOperation(summary="Metrics, in Prometheus' text format", answer="text/plain"),
-    ("GET", "/openapi.json"): DescribedOperation(summary="This description", answer="application/json"),
+    ("GET", "/load"): DescribedOperation(summary="How much there is to do", response=response_types.Load),
+    ("GET", "/version"): DescribedOperation(summary="Version of the server", response=response_types.Version),
+    ("GET", "/metrics"): DescribedOperation(summary="Metrics, in Prometheus' text format", response="text/plain"),
+    ("GET", "/openapi.json"): DescribedOperation(summary="This description", response="application/json"),
 }
 
 STATUSES = {
@@ -148,11 +150,11 @@ STATUSES = {
 }
 
 _STRING = {"type": "string"}
-_ANSWER_HEADERS = {
+_RESPONSE_HEADERS = {
     "X-Request-Id": {"description": "the request's id: its client's, or the server's", "schema": _STRING},
 }
 _REFUSAL_HEADERS = {
-    **_ANSWER_HEADERS,
+    **_RESPONSE_HEADERS,
     "X-Trioserve-Reason": {"description": "why, in one word for programs", "schema": _STRING},
     "Retry-After": {"description": "seconds, where it may help", "schema": {"type": "string", "pattern": "^[0-9]+$"}},
 }
@@ -219,30 +221,30 @@ def _operation(described: DescribedOperation, route: Route[Call], method: str) -
 
 
 def _responses(described: DescribedOperation, *, needs_key: bool) -> dict[str, Any]:
-    if isinstance(described.answer, str):
-        content: dict[str, Any] = {described.answer: {}}
+    if isinstance(described.response, str):
+        content: dict[str, Any] = {described.response: {}}
         if described.kinds:
-            content[described.answer] = {
+            content[described.response] = {
                 "x-description": 'Each event is one line "data: JSON", where JSON is as in x-event. Lines that begin '
                 "with a colon say that the server lives.",
                 "x-event": {"anyOf": [_ref(kind) for kind in described.kinds]},
             }
     else:
-        content = {"application/json": {"schema": _ref(described.answer)}}
+        content = {"application/json": {"schema": _ref(described.response)}}
     if described.event is not None:
         # No schema: some tools take it for that of the whole body, and some for that of an event.
         content["text/event-stream"] = {
             "x-description": 'With "stream": true. Each event is one line "data: JSON", where JSON is as in x-event. '
-            'The last one is "data: [DONE]", or, if the answer could not be completed, an Error. Lines that begin '
+            'The last one is "data: [DONE]", or, if the response could not be completed, an Error. Lines that begin '
             "with a colon keep the connection alive.",
-            "x-event": {"anyOf": [_ref(described.event), _ref(answers.Error)]},
+            "x-event": {"anyOf": [_ref(described.event), _ref(response_types.Error)]},
         }
-    responses: dict[str, Any] = {"200": {"description": "As asked.", "headers": _ANSWER_HEADERS, "content": content}}
+    responses: dict[str, Any] = {"200": {"description": "As asked.", "headers": _RESPONSE_HEADERS, "content": content}}
     for status in sorted({*described.errors, *([401] if needs_key else [])}):
         responses[str(status)] = {
             "description": STATUSES[status],
             "headers": _REFUSAL_HEADERS,
-            "content": {"application/json": {"schema": _ref(answers.Error)}},
+            "content": {"application/json": {"schema": _ref(response_types.Error)}},
         }
     if described.not_ready is not None:
         responses["503"] = {
@@ -256,7 +258,7 @@ def _responses(described: DescribedOperation, *, needs_key: bool) -> dict[str, A
 def _components() -> dict[str, Any]:
     used: dict[str, type] = {}
     for described in OPERATIONS.values():
-        kinds = (described.body, described.answer, described.event, described.not_ready, answers.Error)
+        kinds = (described.body, described.response, described.event, described.not_ready, response_types.Error)
         for kind in (*kinds, *described.kinds):
             if isinstance(kind, type):
                 used[kind.__name__] = kind

@@ -8,7 +8,7 @@ import msgspec
 
 from trioserve.api.openai.generation import KeepAlive
 from trioserve.api.openai.request_types import GenerationBody, decode_body
-from trioserve.api.responder import Answering
+from trioserve.api.responder import Responder
 from trioserve.api.sse import KEEP_ALIVE
 from trioserve.contracts.errors import UnknownModel
 from trioserve.http.clock_and_ids import Surroundings
@@ -26,7 +26,7 @@ __all__ = ["Call"]
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
-class Call(Answering):
+class Call(Responder):
     """Handlers get one of these, and answer it once.
 
     trust_chat_template: the request may bring its own chat template. It runs sandboxed, but may still take long.

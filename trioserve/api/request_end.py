@@ -18,9 +18,9 @@ class Outcome(enum.StrEnum):
     LEFT = "left"
     """Cancelled: the client left or took nothing, or the server did not wait any longer."""
     REFUSED = "refused"
-    """The answer was an error, with a status of its own."""
+    """The response was an error, with a status of its own."""
     FAILED = "failed"
-    """It broke off: an error came when the head of the answer was out."""
+    """It broke off: an error came when the head of the response was out."""
 
 
 def end_line(fields: Mapping[str, object]) -> str:

@@ -1,11 +1,12 @@
-"""The ways to answer a request of the API, with the headers that every answer carries. What was asked is elsewhere."""
+"""The ways to answer a request of the API, with the headers that every response carries. What was asked is
+elsewhere."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from trioserve.api.caller import ANYBODY, Caller
-from trioserve.api.error_responses import REASON_HEADER, ErrorAnswer
+from trioserve.api.error_responses import REASON_HEADER, ErrorResponse
 from trioserve.api.request_end import Outcome
 from trioserve.api.sse import encode, error_event
 from trioserve.contracts.errors import InvalidRequest
@@ -14,18 +15,18 @@ from trioserve.http.clock_and_ids import Surroundings
 if TYPE_CHECKING:
     from trioserve.http.exchange import Exchange
 
-__all__ = ["REQUEST_ID_HEADER", "TENANT_HEADER", "Answering", "request_id_from"]
+__all__ = ["REQUEST_ID_HEADER", "TENANT_HEADER", "Responder", "request_id_from"]
 
 REQUEST_ID_HEADER = "x-request-id"
 TENANT_HEADER = "x-tenant-id"
 REQUEST_ID_CHARACTERS_MAX = 128  # it is repeated in headers, log lines and every event
 
 
-class Answering:
-    """Whoever has one answers it once: with `answer`, or `start_events`, `exchange.send` and `finish`.
+class Responder:
+    """Whoever has one answers it once: with `response`, or `start_events`, `exchange.send` and `finish`.
 
-    request_id: the client's, or ours; the client has it in the head of every answer.
-    status: of the answer; None as long as there is none.
+    request_id: the client's, or ours; the client has it in the head of every response.
+    status: of the response; None as long as there is none.
     caller: who asks, as the API key tells.
     outcome, reason: how it ended so far, and why if not as asked.
     """
@@ -45,18 +46,19 @@ class Answering:
         """Whose requests this caller may see and abort, and to whom a new one belongs; None: all, and nobody's."""
         return self.caller.owner
 
-    async def answer(self, value: object, *, status: int = 200, headers: tuple[tuple[str, str], ...] = ()) -> None:
+    async def response(self, value: object, *, status: int = 200, headers: tuple[tuple[str, str], ...] = ()) -> None:
         """Send `value` as JSON."""
-        await self.answer_bytes(encode(value), "application/json", status=status, headers=headers)
+        await self.response_bytes(encode(value), "application/json", status=status, headers=headers)
 
-    async def answer_bytes(
+    async def response_bytes(
         self, body: bytes, content_type: str, *, status: int = 200, headers: tuple[tuple[str, str], ...] = ()
     ) -> None:
         self.status = status
         await self.exchange.respond(status, self._head(content_type, headers), body)
 
     async def start_events(self) -> None:
-        """Send the head of a streamed answer, whose events go to the exchange; the client has the request's id now."""
+        """Send the head of a streamed response, whose events go to the exchange; the client has the request's id
+        now."""
         self.status = 200
         self._streaming = True
         # Buffering proxies (nginx) would hold tokens back.
@@ -66,12 +68,12 @@ class Answering:
     async def finish(self, last: bytes = b"") -> None:
         await self.exchange.finish(last)
 
-    async def fail(self, error: ErrorAnswer) -> bool:
+    async def fail(self, error: ErrorResponse) -> bool:
         """Tell the client of an error: as a response, or, in a stream, as its last event. False if it is too late."""
         self.reason = dict(error.headers).get(REASON_HEADER) or error.code or error.type
         self.outcome = Outcome.FAILED if self.exchange.started else Outcome.REFUSED
         if not self.exchange.started:
-            await self.answer(error.body(), status=error.status, headers=error.headers)
+            await self.response(error.body(), status=error.status, headers=error.headers)
             return True
         if self._streaming:
             await self.exchange.finish(error_event(error))

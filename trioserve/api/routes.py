@@ -32,7 +32,7 @@ __all__ = ["ROUTES", "App"]
 
 async def read_openapi(call: Call) -> None:
     """What all routes take and give, in OpenAPI 3.1."""
-    await call.answer_bytes(_openapi_json(), "application/json")
+    await call.response_bytes(_openapi_json(), "application/json")
 
 
 @functools.cache

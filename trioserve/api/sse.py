@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from trioserve.api.error_responses import ErrorAnswer
+from trioserve.api.error_responses import ErrorResponse
 from trioserve.contracts.output import Delta
 
 __all__ = ["DONE", "ChunkWriter", "encode", "error_event", "one_line_json", "transfer_field"]
@@ -13,7 +13,7 @@ KEEP_ALIVE = b": keep-alive\n\n"
 """A comment, which every reader of events skips."""
 
 DONE = b"data: [DONE]\n\n"
-"""The last event of an answer that is complete; one that broke off ends without it."""
+"""The last event of a response that is complete; one that broke off ends without it."""
 
 encode = msgspec.json.Encoder().encode
 
@@ -23,7 +23,7 @@ _LINE_ENDS = ((b"\xc2\x85", rb"\u0085"), (b"\xe2\x80\xa8", rb"\u2028"), (b"\xe2\
 
 
 class ChunkWriter:
-    """The events of one streamed answer: the same JSON object each time, but for its choices and usage.
+    """The events of one streamed response: the same JSON object each time, but for its choices and usage.
 
     head: the fields that all chunks share, one at least. null_usage: chunks without usage say `"usage": null`, as
     OpenAI's do when the client asked for usage at the end.
@@ -40,7 +40,7 @@ class ChunkWriter:
         return self._head + _one_line(choice) + b"]" + fields + end
 
     def around(self, choice_begin: bytes, choice_end: bytes) -> tuple[bytes, bytes]:
-        """What stands before and behind the one value in which most events of an answer differ. Both in ASCII."""
+        """What stands before and behind the one value in which most events of a response differ. Both in ASCII."""
         return self._head + choice_begin, choice_end + b"]" + self._end
 
 
@@ -54,9 +54,9 @@ def one_line_json(value: object) -> bytes:
     return _one_line(encode(value))
 
 
-def error_event(answer: ErrorAnswer) -> bytes:
-    """What a client gets when the answer cannot be completed after it began."""
-    return b"data: " + _one_line(encode(answer.body())) + b"\n\n"
+def error_event(response: ErrorResponse) -> bytes:
+    """What a client gets when the response cannot be completed after it began."""
+    return b"data: " + _one_line(encode(response.body())) + b"\n\n"
 
 
 def _one_line(data: bytes) -> bytes:

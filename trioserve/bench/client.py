@@ -1,6 +1,6 @@
 """What the two clients share: how a request is asked and heard, why it failed, how a connection is opened.
 
-The body of an answer is handed to its listener in the task that reads the socket, with the time at which it was read:
+The body of a response is handed to its listener in the task that reads the socket, with the time at which it was read:
 no task switch and no queue lies between the wire and the clock. What the bytes mean is the listener's matter.
 """
 
@@ -39,13 +39,13 @@ OpenStream = Callable[[], Awaitable[trio.abc.Stream]]
 
 class FailureKind(enum.Enum):
     CONNECT = "connect"  # no connection
-    DISCONNECT = "disconnect"  # the connection ended before the answer did
+    DISCONNECT = "disconnect"  # the connection ended before the response did
     UNPROCESSED = "unprocessed"  # the same, and the server says, or shows, that it never saw the request
     RESET = "reset"  # the server reset the HTTP/2 stream
     PROTOCOL = "protocol"  # not HTTP, or not this version
     TIMEOUT = "timeout"
     STATUS = "status"  # another status than 200
-    ANSWER = "answer"  # status 200, but not the stream of tokens that was asked for
+    RESPONSE = "answer"  # status 200, but not the stream of tokens that was asked for
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -75,11 +75,11 @@ class Client(Protocol):
     async def request(
         self, method: str, path: str, body: bytes, listener: Listener, *, withheld_bytes: int = 0
     ) -> Failure | None:
-        """Send one request and return when its answer has ended or the listener has left.
+        """Send one request and return when its response has ended or the listener has left.
 
-        Returns None, or why there was no whole answer; a status is not judged here. Leaving by cancellation resets the
-        stream or closes the connection at once. withheld_bytes: so much at the end of the body is announced and never
-        sent, for a client that leaves before.
+        Returns None, or why there was no whole response; a status is not judged here. Leaving by cancellation resets
+        the stream or closes the connection at once. withheld_bytes: so much at the end of the body is announced and
+        never sent, for a client that leaves before.
         """
 
     async def aclose(self) -> None: ...
@@ -150,7 +150,7 @@ def _attempt_reasons(cause: BaseException | None) -> str:
 
 
 def disconnected(kind: FailureKind) -> Failure:
-    return Failure(kind, "the server closed the connection before the answer was complete")
+    return Failure(kind, "the server closed the connection before the response was complete")
 
 
 # --- HTTP/2 ---------------------------------------------------------------------------------------------------------

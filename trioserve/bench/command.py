@@ -175,7 +175,7 @@ _FLAGS = {
     "prompt_tokens": Flag("--prompt-tokens", "tokens of each prompt", _INTEGER),
     "long_prompt_tokens": Flag("--long-prompt-tokens", "tokens of the long prompts", _INTEGER),
     "prefix_tokens": Flag("--prefix-tokens", "tokens at the start that all prompts share", _INTEGER),
-    "output_tokens": Flag("--output-tokens", "tokens of each answer", _INTEGER),
+    "output_tokens": Flag("--output-tokens", "tokens of each response", _INTEGER),
     "prompt_mode": Flag(
         "--prompt-mode",
         "prompts as token ids (exact lengths) or words (one word is about one token); auto: ids where the server takes "
@@ -207,7 +207,7 @@ compared."""
 MEASUREMENTS = (
     Measurement(
         name="load",
-        meaning="send requests to any OpenAI-compatible server and time the answers",
+        meaning="send requests to any OpenAI-compatible server and time the responses",
         settings=BenchSettings,
         module="trioserve.bench.run",
         meanings={
@@ -229,7 +229,7 @@ MEASUREMENTS = (
         meanings={
             "prompt_tokens": "tokens of a short prompt, at most",
             "long_prompt_tokens": "tokens of a long prompt, at most",
-            "output_tokens": "tokens of an answer, at most",
+            "output_tokens": "tokens of a response, at most",
             "warmup_requests": "requests before anything is judged",
         },
     ),
@@ -242,7 +242,7 @@ MEASUREMENTS = (
             "server_flags": "flags of route in one text, such as --flags='--policy session'",
             "rows": f"names of rows, of {', '.join(ROUTER_ROWS)}, separated by commas",
             "requests": "requests to measure in each round",
-            "output_tokens": "events of an answer that is streamed",
+            "output_tokens": "events of a response that is streamed",
             "seed": "seed of the bursts' arrivals",
         },
     ),
@@ -255,7 +255,7 @@ MEASUREMENTS = (
         meanings={
             "server_flags": "flags of every serve in one text, such as --flags='--cpu-kernels torch'",
             "concurrency": "streams that decode all the time",
-            "output_tokens": "tokens of each of their answers",
+            "output_tokens": "tokens of each of their responses",
             "prompt_tokens": "tokens of each of their prompts",
             "requests": "long prompts that arrive meanwhile",
             "rate_per_second": "long prompts/s, random arrivals",

@@ -70,7 +70,7 @@ class Http1Client:
 
 
 class _Http1Connection:
-    """One connection and the request on it. Where the parser is told of an answer, it calls back here."""
+    """One connection and the request on it. Where the parser is told of a response, it calls back here."""
 
     def __init__(self, stream: trio.abc.Stream) -> None:
         self.stream = stream
@@ -78,7 +78,7 @@ class _Http1Connection:
         self._was_used = False
         self._parser = httptools.HttpResponseParser(self)
 
-    def _begin_answer(self, listener: Listener) -> None:
+    def _begin_response(self, listener: Listener) -> None:
         self._listener = listener
         self._status = 0  # of the final head, once it has come
         self._is_framed = False  # it says where its body ends, other than by the end of the connection
@@ -93,7 +93,7 @@ class _Http1Connection:
 
     def on_headers_complete(self) -> None:
         if self._is_whole:
-            raise ValueError("a second answer to one request")
+            raise ValueError("a second response to one request")
         status = self._parser.get_status_code()
         if status >= 200:
             self._status = status
@@ -114,7 +114,7 @@ class _Http1Connection:
         self.reusable = False
         silent_end = FailureKind.UNPROCESSED if self._was_used else FailureKind.DISCONNECT
         self._was_used = True
-        self._begin_answer(listener)
+        self._begin_response(listener)
         try:
             await self.stream.send_all(head + body)
         except trio.BrokenResourceError:
@@ -135,7 +135,7 @@ class _Http1Connection:
                 self._parser.feed_data(data)
             except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
                 reason = error.__context__ or error  # what was raised here, where that is the reason
-                return Failure(FailureKind.PROTOCOL, f"the answer is not HTTP/1.1: {reason}")
+                return Failure(FailureKind.PROTOCOL, f"the response is not HTTP/1.1: {reason}")
             if self._body:
                 found = self._body[0] if len(self._body) == 1 else b"".join(self._body)
                 self._body.clear()

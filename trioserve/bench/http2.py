@@ -224,7 +224,7 @@ class _Http2Connection:
         return exchange.failure
 
     def leave(self, exchange: _Exchange) -> None:
-        """Reset the stream: neither the rest of the answer nor that of the request goes over the wire any more."""
+        """Reset the stream: neither the rest of the response nor that of the request goes over the wire any more."""
         self.protocol.reset(exchange.stream_id)
         self._writer.unpark()
         exchange.finish()

@@ -1,4 +1,4 @@
-"""What is asked, and what the answers say: arrivals, prompts and leavers from a seed, and streamed chunks turned into
+"""What is asked, and what the responses say: arrivals, prompts and leavers from a seed, and streamed chunks turned into
 figures. All that is known of the OpenAI-compatible API stands here; nothing here sends or waits."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from trioserve.bench.client import Failure, FailureKind
 from trioserve.bench.report import Measurement, Outcome
 from trioserve.bench.settings import BenchSettings
 
-__all__ = ["AnswerReader", "EventParser", "EventTooLong", "Load", "PlannedRequest", "PromptMode", "Tally", "excerpt"]
+__all__ = ["ResponseReader", "EventParser", "EventTooLong", "Load", "PlannedRequest", "PromptMode", "Tally", "excerpt"]
 
 PromptMode = Literal["ids", "text"]
 
@@ -222,8 +222,8 @@ class Tally:
         self.output_tokens = 0
 
 
-class AnswerReader:
-    """Hears one streamed answer and takes its times; for a client that leaves, it also says when.
+class ResponseReader:
+    """Hears one streamed response and takes its times; for a client that leaves, it also says when.
 
     A gap lies between two chunks that carry tokens. Several tokens in one chunk make one gap, and are one token for
     abort_after_tokens, unless the chunk lists their ids.
@@ -262,7 +262,9 @@ class AnswerReader:
                 else:
                     self._hear(_decode_chunk(event), now_seconds)
         except (msgspec.MsgspecError, UnicodeDecodeError, EventTooLong) as error:
-            self._failure = Failure(FailureKind.ANSWER, f"a chunk of the stream cannot be read: {error}", "unreadable")
+            self._failure = Failure(
+                FailureKind.RESPONSE, f"a chunk of the stream cannot be read: {error}", "unreadable"
+            )
         leaves_after = self._planned.abort_after_tokens
         self._has_left = leaves_after is not None and self._token_count >= leaves_after
         return self._failure is None and not self._has_left
@@ -270,7 +272,7 @@ class AnswerReader:
     def _hear(self, chunk: _Chunk, now_seconds: float) -> None:
         if chunk.error is not None:
             message = excerpt(msgspec.json.encode(chunk.error))
-            self._failure = self._failure or Failure(FailureKind.ANSWER, f"error in the stream: {message}", "error")
+            self._failure = self._failure or Failure(FailureKind.RESPONSE, f"error in the stream: {message}", "error")
         if chunk.usage is not None:
             self._usage = chunk.usage
         for choice in chunk.choices:
@@ -312,15 +314,15 @@ class AnswerReader:
         )
 
     def _shortcoming(self) -> Failure | None:
-        """Why an answer that ended in good order is not the one that was asked for."""
+        """Why a response that ended in good order is not the one that was asked for."""
         if self._status != 200:
             message = f"status {self._status}: {excerpt(self._refusal)}"
             return Failure(FailureKind.STATUS, message, str(self._status))
         if self._finish_reason in CUT_OFF_REASONS:
-            message = f"the server ended the answer with finish_reason {self._finish_reason}"
-            return Failure(FailureKind.ANSWER, message, str(self._finish_reason))
+            message = f"the server ended the response with finish_reason {self._finish_reason}"
+            return Failure(FailureKind.RESPONSE, message, str(self._finish_reason))
         if not self._is_done and self._finish_reason is None:
-            return Failure(FailureKind.ANSWER, "the stream ended without [DONE] or a finish_reason", "incomplete")
+            return Failure(FailureKind.RESPONSE, "the stream ended without [DONE] or a finish_reason", "incomplete")
         return None
 
 

@@ -184,7 +184,7 @@ def figures_notes(
     odd_count = sum(one.output_tokens != settings.output_tokens for one in completed)
     if odd_count:
         notes.append(
-            f"{odd_count} of {len(completed)} completed answers do not have the {settings.output_tokens} tokens they "
+            f"{odd_count} of {len(completed)} completed responses do not have the {settings.output_tokens} tokens they "
             "were asked for."
         )
     if prompt_mode == "text" and figures.requests_counted_by_chunks:

@@ -1,4 +1,4 @@
-"""One measurement from start to exit code: finds the server and its model, sends the load, hears the answers."""
+"""One measurement from start to exit code: finds the server and its model, sends the load, hears the responses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trioserve.bench.client import (
 )
 from trioserve.bench.http1 import Http1Client
 from trioserve.bench.http2 import Http2Client
-from trioserve.bench.load import AnswerReader, Load, PlannedRequest, PromptMode, Tally, excerpt
+from trioserve.bench.load import Load, PlannedRequest, PromptMode, ResponseReader, Tally, excerpt
 from trioserve.bench.report import (
     BenchReport,
     Figures,
@@ -38,7 +38,7 @@ __all__ = [
     "EXIT_UNREACHABLE",
     "CannotMeasure",
     "Measured",
-    "PlainAnswer",
+    "PlainResponse",
     "cancel_on_signal",
     "common_headers",
     "main",
@@ -49,7 +49,7 @@ EXIT_REQUESTS_FAILED = 1
 EXIT_UNREACHABLE = 2
 EXIT_INTERRUPTED = 130  # what shells show for SIGINT
 
-PLAIN_ANSWER_BYTES_MAX = 1 << 24
+PLAIN_RESPONSE_BYTES_MAX = 1 << 24
 TERMINAL_PERIOD_SECONDS = 0.25
 LOG_PERIOD_SECONDS = 5.0
 
@@ -163,14 +163,14 @@ class _Run:
 
     async def _find_model(self) -> CannotMeasure | None:
         settings = self._settings
-        answer = PlainAnswer()
-        failure = await self._ask("GET", "/v1/models", b"", answer)
+        response = PlainResponse()
+        failure = await self._ask("GET", "/v1/models", b"", response)
         if failure is not None:
             return self._unreachable(failure)
-        self._model = settings.model or answer.first_model()
+        self._model = settings.model or response.first_model()
         if self._model is None:
             return CannotMeasure(
-                f"{settings.url} names no model (GET /v1/models: status {answer.status}, {answer.excerpt()}): "
+                f"{settings.url} names no model (GET /v1/models: status {response.status}, {response.excerpt()}): "
                 "give --model, and --api-key if the server wants one",
                 EXIT_REQUESTS_FAILED,
             )
@@ -184,26 +184,28 @@ class _Run:
             modes = ["ids"] if settings.prompt_mode == "ids" else ["ids", "text"]
         refusals: list[str] = []
         for mode in modes:
-            answer = PlainAnswer()
+            response = PlainResponse()
             load = Load(settings, model=self._model or "", prompt_mode=mode)
-            failure = await self._ask("POST", self._path, load.probe_body(), answer)
+            failure = await self._ask("POST", self._path, load.probe_body(), response)
             if failure is not None:
                 return self._unreachable(failure)
-            if answer.status == 200:
+            if response.status == 200:
                 self._prompt_mode = mode
                 if refusals:
                     self._notes.append(f"Prompts are words: the server does not take token ids ({refusals[0]}).")
                 return None
-            refusals.append(f"status {answer.status}, {answer.excerpt()}")
+            refusals.append(f"status {response.status}, {response.excerpt()}")
         return CannotMeasure(
             f"{settings.url} refuses a small request to {self._path} for {self._model}: {refusals[-1]}",
             EXIT_REQUESTS_FAILED,
         )
 
-    async def _ask(self, method: str, path: str, body: bytes, answer: PlainAnswer) -> Failure | None:
+    async def _ask(self, method: str, path: str, body: bytes, response: PlainResponse) -> Failure | None:
         with trio.move_on_after(self._settings.timeout_seconds):
-            return await self._client.request(method, self._settings.target.path_prefix + path, body, answer)
-        return Failure(FailureKind.TIMEOUT, f"no answer to {method} {path} within {self._settings.timeout_seconds:g} s")
+            return await self._client.request(method, self._settings.target.path_prefix + path, body, response)
+        return Failure(
+            FailureKind.TIMEOUT, f"no response to {method} {path} within {self._settings.timeout_seconds:g} s"
+        )
 
     def _unreachable(self, failure: Failure) -> CannotMeasure:
         http = "HTTP/2" if self._settings.http == 2 else "HTTP/1.1"
@@ -250,7 +252,7 @@ class _Run:
 
     async def _perform(self, planned: PlannedRequest, started_at: float, measurements: list[Measurement]) -> None:
         timeout_seconds = self._settings.timeout_seconds
-        reader = AnswerReader(planned, started_at=started_at, tally=self._tally)
+        reader = ResponseReader(planned, started_at=started_at, tally=self._tally)
         failure: Failure | None = None
         is_over = False
         try:
@@ -258,7 +260,7 @@ class _Run:
                 path = self._settings.target.path_prefix + self._path
                 failure = await self._client.request("POST", path, planned.body, reader)
             if scope.cancelled_caught:
-                failure = Failure(FailureKind.TIMEOUT, f"no whole answer within {timeout_seconds:g} s")
+                failure = Failure(FailureKind.TIMEOUT, f"no whole response within {timeout_seconds:g} s")
             is_over = True
         finally:
             # Also when the measurement is interrupted: the tokens that came until then were served.
@@ -306,8 +308,8 @@ class _Run:
         return Measured(report, exit_code)
 
 
-class PlainAnswer:
-    """Hears an answer that is no stream: its status and its body."""
+class PlainResponse:
+    """Hears a response that is no stream: its status and its body."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -318,7 +320,7 @@ class PlainAnswer:
 
     def body(self, data: bytes, now_seconds: float) -> bool:
         self._body += data
-        return len(self._body) <= PLAIN_ANSWER_BYTES_MAX
+        return len(self._body) <= PLAIN_RESPONSE_BYTES_MAX
 
     def first_model(self) -> str | None:
         """The id of the first model, if this is a list of models."""

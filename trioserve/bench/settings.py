@@ -129,7 +129,7 @@ class BenchSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise StartupError("--prompt-mode ids needs --endpoint completions: chat messages are text")
         if self.abort_fraction > 0.0 and self.abort_after_tokens >= self.output_tokens:
             raise StartupError(
-                f"--abort-after-tokens is {self.abort_after_tokens}, but an answer has only {self.output_tokens}: "
+                f"--abort-after-tokens is {self.abort_after_tokens}, but a response has only {self.output_tokens}: "
                 "it must be below --output-tokens"
             )
         check_api_key(self.api_key)

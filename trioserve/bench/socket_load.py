@@ -1,7 +1,7 @@
 """Clients of small requests that cost next to nothing: plain sockets, in one thread, without a library.
 
-What is measured is what stands between them and the answer, down to some ten microseconds; a client that spends more
-than that on a request would be measured itself. They look at every answer's status, and read it to its end.
+What is measured is what stands between them and the response, down to some ten microseconds; a client that spends more
+than that on a request would be measured itself. They look at every response's status, and read it to its end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 
 __all__ = [
     "Address",
-    "Answer",
+    "Response",
     "Asked",
     "LoadFailed",
     "Planned",
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 RECEIVE_BYTES = 262_144
-ANSWER_SECONDS_MAX = 60.0  # without one the measurement is given up
+RESPONSE_SECONDS_MAX = 60.0  # without one the measurement is given up
 
 _HEAD_END = b"\r\n\r\n"
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
@@ -43,11 +43,11 @@ Address = tuple[str, int]
 
 
 class LoadFailed(Exception):
-    """The figures would mean nothing: an answer was wrong, or none came. One sentence."""
+    """The figures would mean nothing: a response was wrong, or none came. One sentence."""
 
 
-class Answer:
-    """One answer in the making. Its body's bytes, chunk sizes included where there are any, are in `body`."""
+class Response:
+    """One response in the making. Its body's bytes, chunk sizes included where there are any, are in `body`."""
 
     __slots__ = ("_body_at", "_is_chunked", "_length", "_received", "status")
 
@@ -71,7 +71,7 @@ class Answer:
             length = _LENGTH.search(received, 0, end + 2)
             self._is_chunked = length is None and _CHUNKED.search(received, 0, end + 2) is not None
             if length is None and not self._is_chunked:
-                raise LoadFailed(f"an answer tells no length: {received[:end]!r}")
+                raise LoadFailed(f"a response tells no length: {received[:end]!r}")
             self._length = 0 if length is None else int(length[1])
         if self._is_chunked:
             return received.endswith(_LAST_CHUNK)
@@ -93,7 +93,7 @@ class Answer:
 
 
 class WireRequest:
-    """A request as its bytes. events: how many its answer has to have; None: it is not streamed."""
+    """A request as its bytes. events: how many its response has to have; None: it is not streamed."""
 
     def __init__(
         self, path: str, body: object = None, *, headers: Iterable[tuple[str, str]] = (), events: int | None = None
@@ -110,13 +110,13 @@ class WireRequest:
         self.data = "\r\n".join(lines).encode() + _HEAD_END + content
         self.events = events
 
-    def check(self, answer: Answer) -> None:
+    def check(self, response: Response) -> None:
         """Raises LoadFailed."""
-        events = None if self.events is None else answer.body.count(b"data: {")
-        if answer.status != 200 or events != self.events:
+        events = None if self.events is None else response.body.count(b"data: {")
+        if response.status != 200 or events != self.events:
             raise LoadFailed(
-                f"an answer has status {answer.status} and {events} events, not 200 and {self.events}: "
-                f"{answer.body[:300]!r}"
+                f"a response has status {response.status} and {events} events, not 200 and {self.events}: "
+                f"{response.body[:300]!r}"
             )
 
 
@@ -136,13 +136,13 @@ class Planned(msgspec.Struct, frozen=True):
     request: WireRequest
 
 
-def ask(connection: socket.socket, request: WireRequest) -> Answer:
-    """Send it over a connection that is free, and wait for the whole answer, whatever its status."""
+def ask(connection: socket.socket, request: WireRequest) -> Response:
+    """Send it over a connection that is free, and wait for the whole response, whatever its status."""
     connection.sendall(request.data)
-    answer = Answer()
-    while not answer.feed(_received(connection)):
+    response = Response()
+    while not response.feed(_received(connection)):
         pass
-    return answer
+    return response
 
 
 @contextlib.contextmanager
@@ -163,12 +163,12 @@ def at_a_time(connections: Sequence[socket.socket], request: WireRequest, *, req
     seconds: list[float] = []
     left = requests
     began: dict[socket.socket, float] = {}
-    answers: dict[socket.socket, Answer] = {}
+    responses: dict[socket.socket, Response] = {}
 
     def send(connection: socket.socket) -> None:
         nonlocal left
         left -= 1
-        answers[connection] = Answer()
+        responses[connection] = Response()
         began[connection] = time.perf_counter()
         connection.sendall(request.data)
 
@@ -178,11 +178,11 @@ def at_a_time(connections: Sequence[socket.socket], request: WireRequest, *, req
             send(connection)
         while len(seconds) < requests:
             for connection in _ready(selector):
-                answer = answers[connection]
-                if not answer.feed(_received(connection)):
+                response = responses[connection]
+                if not response.feed(_received(connection)):
                     continue
                 seconds.append(time.perf_counter() - began[connection])
-                request.check(answer)
+                request.check(response)
                 if left > 0:
                     send(connection)
     return seconds
@@ -196,7 +196,7 @@ def at_moments(address: Address, plan: Sequence[Planned]) -> list[Asked]:
     asked: list[Asked] = []
     pending = deque(sorted(plan, key=lambda planned: planned.at_seconds))
     idle: list[socket.socket] = []
-    flights: dict[socket.socket, tuple[Planned, Answer]] = {}
+    flights: dict[socket.socket, tuple[Planned, Response]] = {}
     with selectors.DefaultSelector() as selector:
         try:
             began_at = time.perf_counter()
@@ -207,23 +207,23 @@ def at_moments(address: Address, plan: Sequence[Planned]) -> list[Asked]:
                     connection = idle.pop() if idle else _opened(address)
                     if connection not in selector.get_map():
                         selector.register(connection, selectors.EVENT_READ)
-                    flights[connection] = (planned, Answer())
+                    flights[connection] = (planned, Response())
                     connection.sendall(planned.request.data)
-                patience = max(0.0, pending[0].at_seconds - now) if pending else ANSWER_SECONDS_MAX
+                patience = max(0.0, pending[0].at_seconds - now) if pending else RESPONSE_SECONDS_MAX
                 for connection in _ready(selector, patience, is_due=bool(pending)):
                     if connection not in flights:  # the server ends one that nobody uses
                         selector.unregister(connection)
                         idle.remove(connection)
                         connection.close()
                         continue
-                    planned, answer = flights[connection]
-                    if not answer.feed(_received(connection)):
+                    planned, response = flights[connection]
+                    if not response.feed(_received(connection)):
                         continue
                     seconds = time.perf_counter() - began_at - planned.at_seconds
-                    outcome = "" if answer.status == 200 else answer.reason
+                    outcome = "" if response.status == 200 else response.reason
                     asked.append(Asked(planned.key, outcome, seconds))
                     del flights[connection]
-                    if answer.closes:
+                    if response.closes:
                         selector.unregister(connection)
                         connection.close()
                     else:
@@ -235,18 +235,18 @@ def at_moments(address: Address, plan: Sequence[Planned]) -> list[Asked]:
 
 
 def _opened(address: Address) -> socket.socket:
-    connection = socket.create_connection(address, timeout=ANSWER_SECONDS_MAX)
+    connection = socket.create_connection(address, timeout=RESPONSE_SECONDS_MAX)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
 
 
 def _ready(
-    selector: selectors.BaseSelector, patience: float = ANSWER_SECONDS_MAX, *, is_due: bool = False
+    selector: selectors.BaseSelector, patience: float = RESPONSE_SECONDS_MAX, *, is_due: bool = False
 ) -> list[socket.socket]:
     """is_due: that nothing comes is no failure, since something is to be sent then."""
     chosen = selector.select(patience)
     if not chosen and not is_due:
-        raise LoadFailed(f"no answer came for {patience:g} s")
+        raise LoadFailed(f"no response came for {patience:g} s")
     return [key.fileobj for key, _ in chosen if isinstance(key.fileobj, socket.socket)]
 
 
@@ -254,7 +254,7 @@ def _received(connection: socket.socket) -> bytes:
     try:
         data = connection.recv(RECEIVE_BYTES)
     except TimeoutError:
-        raise LoadFailed(f"no answer came for {ANSWER_SECONDS_MAX:g} s") from None
+        raise LoadFailed(f"no response came for {RESPONSE_SECONDS_MAX:g} s") from None
     if not data:
-        raise LoadFailed("a connection was closed before its answer was complete")
+        raise LoadFailed("a connection was closed before its response was complete")
     return data

@@ -23,7 +23,7 @@ import trio
 from trioserve.bench.client import stream_opener
 from trioserve.bench.http1 import Http1Client
 from trioserve.bench.report import Machine
-from trioserve.bench.run import EXIT_INTERRUPTED, EXIT_UNREACHABLE, PlainAnswer, common_headers
+from trioserve.bench.run import EXIT_INTERRUPTED, EXIT_UNREACHABLE, PlainResponse, common_headers
 from trioserve.bench.settings import Target
 from trioserve.bench.startup_settings import StartupSettings
 
@@ -186,10 +186,10 @@ async def wait_until_ready(port: int, is_alive: Callable[[], bool], seconds_max:
     client = Http1Client(stream_opener(target, 1), [("host", target.authority), *common_headers(None)])
     with trio.move_on_after(seconds_max):
         while is_alive():
-            answer = PlainAnswer()
-            # Who connects while the model is loaded waits in the backlog: the answer is then the first one given.
-            failure = await client.request("GET", READY_PATH, b"", answer)
-            if failure is None and answer.status == 200:
+            response = PlainResponse()
+            # Who connects while the model is loaded waits in the backlog: the response is then the first one given.
+            failure = await client.request("GET", READY_PATH, b"", response)
+            if failure is None and response.status == 200:
                 ready_at = time.perf_counter()
                 await client.aclose()
                 return ready_at

@@ -23,7 +23,7 @@ from trioserve.bench.run import (
     EXIT_INTERRUPTED,
     EXIT_REQUESTS_FAILED,
     CannotMeasure,
-    PlainAnswer,
+    PlainResponse,
     common_headers,
     measure,
 )
@@ -145,26 +145,28 @@ def row_bound(row: Row, cost: Cost, bytes_per_second: float, flops_per_second: f
     new, seen = settings.prompt_tokens - settings.prefix_tokens, settings.prefix_tokens
     prompt_flops = new * cost.token_flops + new * (seen + (new + 1) / 2) * cost.attended_token_flops
     prompts = max(settings.concurrency * prompt_flops / flops_per_second, cost.weight_bytes / bytes_per_second)
-    tokens = _tokens_of_answer(settings)
+    tokens = _tokens_of_response(settings)
     seconds = prompts + (tokens - 1) * _step_seconds(settings, cost, bytes_per_second)
     return settings.concurrency * (1 if row.counts_requests else tokens) / seconds
 
 
-def _tokens_of_answer(settings: BenchSettings) -> float:
+def _tokens_of_response(settings: BenchSettings) -> float:
     """On average, with those that are not read to their end."""
-    return sum(share * tokens for share, tokens in _answers(settings))
+    return sum(share * tokens for share, tokens in _responses(settings))
 
 
-def _answers(settings: BenchSettings) -> tuple[tuple[float, int], ...]:
-    """Which share of the answers has how many tokens."""
+def _responses(settings: BenchSettings) -> tuple[tuple[float, int], ...]:
+    """Which share of the responses has how many tokens."""
     left = settings.abort_fraction
     return (1 - left, settings.output_tokens), (left, min(settings.abort_after_tokens, settings.output_tokens))
 
 
 def _step_seconds(settings: BenchSettings, cost: Cost, bytes_per_second: float) -> float:
-    """Reading the weights and the keys and values of the context: behind the prompt half of the answer, on average over
-    the steps, of which a longer answer has more; what all share is there once."""
-    answered = sum(share * tokens * tokens / 2 for share, tokens in _answers(settings)) / _tokens_of_answer(settings)
+    """Reading the weights and the keys and values of the context: behind the prompt half of the response, on average
+    over the steps, of which a longer answer has more; what all share is there once."""
+    answered = sum(share * tokens * tokens / 2 for share, tokens in _responses(settings)) / _tokens_of_response(
+        settings
+    )
     own = settings.prompt_tokens - settings.prefix_tokens + answered
     context = settings.prefix_tokens + settings.concurrency * own
     return (cost.weight_bytes + context * cost.token_kv_bytes) / bytes_per_second
@@ -264,14 +266,14 @@ async def _cost(url: str, api_key: str | None) -> Cost | None:
     """What the server says of itself; None if it says nothing, as others than trioserve do."""
     target = Target.from_url(url)
     client = Http1Client(stream_opener(target, 1), [("host", target.authority), *common_headers(api_key)])
-    answer = PlainAnswer()
+    response = PlainResponse()
     failure: Failure | None = None
     with trio.move_on_after(10.0):
-        failure = await client.request("GET", target.path_prefix + "/metrics", b"", answer)
+        failure = await client.request("GET", target.path_prefix + "/metrics", b"", response)
     await client.aclose()
-    if failure is not None or answer.status != 200:
+    if failure is not None or response.status != 200:
         return None
-    scrape = Scrape(answer.text())
+    scrape = Scrape(response.text())
     names = ("step_weight_bytes", "token_kv_bytes", "token_flops", "attended_token_flops")
     told = [scrape.total(f"trioserve:{name}") or 0.0 for name in names]
     return Cost(*told) if all(told) else None

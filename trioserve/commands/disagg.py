@@ -285,9 +285,9 @@ async def _until_both_are_found(url: str) -> None:
     with trio.move_on_after(FINDING_SECONDS_MAX):
         while True:
             try:
-                async with router.request("GET", "/endpoints", [], b"") as answer:
-                    listed = await answer.whole(LINE_BYTES_MAX)
-                if answer.status != 200 or listed is None:
+                async with router.request("GET", "/endpoints", [], b"") as response:
+                    listed = await response.whole(LINE_BYTES_MAX)
+                if response.status != 200 or listed is None:
                     break
                 if all(each.health == "healthy" for each in msgspec.json.decode(listed, type=_Endpoints).data):
                     break

@@ -1,4 +1,4 @@
-"""What a person sees in a terminal: the loading bar, one streamed answer, a chat."""
+"""What a person sees in a terminal: the loading bar, one streamed response, a chat."""
 
 from __future__ import annotations
 
@@ -81,19 +81,19 @@ class SamplingWishes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_generate(config: Config, prompt: str, wishes: SamplingWishes, *, raw: bool) -> int:
-    """Write the answer to stdout as it is made; what else there is to say goes to stderr. Ctrl-C ends it."""
+    """Write the response to stdout as it is made; what else there is to say goes to stderr. Ctrl-C ends it."""
 
     async def main(_interrupts: _Interrupts) -> None:
         async with _engine(config) as engine:
             is_chat = not raw and engine.tokenizer.chat_template is not None
             asked: Prompt = ChatPrompt(messages=[{"role": "user", "content": prompt}]) if is_chat else prompt
-            await _write_answer(engine, asked, wishes.applied_to(engine.default_sampling))
+            await _write_response(engine, asked, wishes.applied_to(engine.default_sampling))
 
     return _run_interruptible(main)
 
 
 def run_chat(config: Config, wishes: SamplingWishes, *, system: str | None) -> int:
-    """Read lines, answer them. Ctrl-C ends an answer, or at the prompt the chat."""
+    """Read lines, answer them. Ctrl-C ends a response, or at the prompt the chat."""
 
     async def main(interrupts: _Interrupts) -> None:
         start: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
@@ -101,7 +101,7 @@ def run_chat(config: Config, wishes: SamplingWishes, *, system: str | None) -> i
         lines = _LineReader()
         async with _engine(config) as engine:
             sampling = wishes.applied_to(engine.default_sampling)
-            _say("Type a message. /new begins again, Ctrl-C ends an answer, Ctrl-D ends the chat.")
+            _say("Type a message. /new begins again, Ctrl-C ends a response, Ctrl-D ends the chat.")
             while True:
                 _say("> ", end="")
                 line = await lines.read()
@@ -111,29 +111,29 @@ def run_chat(config: Config, wishes: SamplingWishes, *, system: str | None) -> i
                     messages = list(start)
                 elif line:
                     messages.append({"role": "user", "content": line})
-                    with trio.CancelScope() as interrupts.answer_scope:
-                        answer = await _write_answer(engine, ChatPrompt(messages=list(messages)), sampling)
-                        messages.append({"role": "assistant", "content": answer})
-                    if interrupts.answer_scope.cancelled_caught:
+                    with trio.CancelScope() as interrupts.response_scope:
+                        response = await _write_response(engine, ChatPrompt(messages=list(messages)), sampling)
+                        messages.append({"role": "assistant", "content": response})
+                    if interrupts.response_scope.cancelled_caught:
                         messages.pop()
-                    interrupts.answer_scope = None
+                    interrupts.response_scope = None
 
     return _run_interruptible(main)
 
 
 class _Interrupts:
-    """Ctrl-C and SIGTERM as cancellation: of the answer under way if there is one, otherwise of everything."""
+    """Ctrl-C and SIGTERM as cancellation: of the response under way if there is one, otherwise of everything."""
 
     def __init__(self) -> None:
-        self.answer_scope: trio.CancelScope | None = None
+        self.response_scope: trio.CancelScope | None = None
         self.have_ended_all = False
 
     async def watch(self, everything: trio.CancelScope, task_status: trio.TaskStatus[None]) -> None:
         with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
             task_status.started()
             async for number in signals:
-                if number == signal.SIGINT and self.answer_scope is not None:
-                    self.answer_scope.cancel()
+                if number == signal.SIGINT and self.response_scope is not None:
+                    self.response_scope.cancel()
                 else:
                     self.have_ended_all = True
                     everything.cancel()
@@ -162,7 +162,7 @@ async def _engine(config: Config) -> AsyncIterator[Engine]:
         yield engine
 
 
-async def _write_answer(engine: Engine, prompt: Prompt, sampling: SamplingParams) -> str:
+async def _write_response(engine: Engine, prompt: Prompt, sampling: SamplingParams) -> str:
     text = ""
     try:
         async with engine.generate(prompt, sampling) as stream:

@@ -62,7 +62,7 @@ AGENTS_MAX = 64  # engines that are known at a time
 _never_freed: list[Agent] = []
 """Of connectors that ended while a READ could still land in their buffers: these stay until the process ends."""
 
-Answer = TypeVar("Answer")
+Response = TypeVar("Response")
 log = logging.getLogger(__name__)
 
 
@@ -143,7 +143,7 @@ class Nixl:
         assert self._agent is not None
         return self._agent.metadata
 
-    async def call(self, call: Callable[..., Answer], *arguments: object) -> Answer:
+    async def call(self, call: Callable[..., Response], *arguments: object) -> Response:
         return await trio.to_thread.run_sync(call, *arguments, limiter=self._one_call)
 
     async def open(self) -> None:
@@ -261,7 +261,7 @@ class NixlReader(Reader):
         request_id = load.origin.request_id
         ask = PlacesAsked(request_id, load.start, load.token_count, load.proof)
         await far.wire.send([frame(Kind.PLACES_ASKED, ask, transfer=far.transfer_count)])
-        found = await receive_body(far.wire, await self.receive_answer(far, Kind.PLACES), Places, PLACES_BYTES_MAX)
+        found = await receive_body(far.wire, await self.receive_response(far, Kind.PLACES), Places, PLACES_BYTES_MAX)
         if not found.layers:
             await super().read_over(far, load)
             return
@@ -302,7 +302,7 @@ class NixlReader(Reader):
         is_all = load.next_chunk + len(batch) == len(chunks)
         ask = HaveRead(load.origin.request_id, load.start, load.token_count, load.proof, byte_count, is_all)
         await far.wire.send([frame(Kind.HAVE_READ, ask, transfer=far.transfer_count)])
-        await self.receive_answer(far, Kind.END)
+        await self.receive_response(far, Kind.END)
         done = 0
         for chunk in batch:
             end = done + chunk.token_count * token_bytes
@@ -325,7 +325,7 @@ class NixlTransport:
         ) -> Reader:
             return NixlReader(policy, identity, note, open_wire, self._nixl, options.window_bytes)
 
-        self._stream = StreamTransport(policy, self._answer, make_reader)
+        self._stream = StreamTransport(policy, self._response, make_reader)
 
     def wake(self) -> None:
         self._stream.wake()
@@ -338,7 +338,7 @@ class NixlTransport:
         finally:
             await self._nixl.close()
 
-    async def _answer(self, far: Far, head: Head) -> bool:
+    async def _response(self, far: Far, head: Head) -> bool:
         if head.kind is Kind.PLACES_ASKED:
             await self._tell_places(far, head.transfer, await receive_body(far.wire, head, PlacesAsked))
         elif head.kind is Kind.HAVE_READ:

@@ -20,7 +20,7 @@ class Deadline(enum.Enum):
 
     QUEUE = "queue_timeout"  # until it begins to run
     FIRST_TOKEN = "ttft_timeout"  # until it has a token
-    TOTAL = "timeout"  # until its answer is complete
+    TOTAL = "timeout"  # until its response is complete
 
 
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,7 +25,7 @@ long prompt."""
 
 
 class Leg(enum.Enum):
-    """A part of a request whose prompt is computed at one endpoint and whose answer is made at another."""
+    """A part of a request whose prompt is computed at one endpoint and whose response is made at another."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -39,7 +39,7 @@ class PairOutcome(enum.Enum):
     NO_ENDPOINT = "no_endpoint"  # none was there any more for the part that was next
     PREFILL_FAILED = "prefill_failed"
     NOT_HELD = "not_held"  # the prompt is computed, but its blocks are not kept for anybody
-    FINISHED = "finished"  # the answer was over with its first token
+    FINISHED = "finished"  # the response was over with its first token
     HOLD_LOST = "hold_lost"  # the blocks were kept, and are not any more
     DECODE_FAILED = "decode_failed"
     TRANSFER_FAILED = "transfer_failed"  # the second endpoint could not get at the blocks
@@ -57,7 +57,7 @@ class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True):
     blocks: by block size in tokens, the names of the prompt's leading blocks as an engine with such blocks has them
     (see contracts/block_hash), as many as can be a hit; a size that is not there was not asked for, or nobody knows.
     queue_deadline: the moment from which waiting in line is over for it.
-    can_be_split: its prompt may be computed at one endpoint and its answer at another, if there are such two.
+    can_be_split: its prompt may be computed at one endpoint and its response at another, if there are such two.
     """
 
     model: str

@@ -38,7 +38,7 @@ class InvalidRequest(TrioserveError):
 
 
 class ContextTooLong(InvalidRequest):
-    """Prompt, or prompt and answer together, do not fit the model's context."""
+    """Prompt, or prompt and response together, do not fit the model's context."""
 
 
 class UnknownModel(InvalidRequest):

@@ -61,8 +61,8 @@ __all__ = [
 ]
 
 EngineRole = Literal["prefill", "decode", "both"]
-"""What an engine is meant for when prompts are computed in one place and answers in another. It is a router's hint: an
-engine of any role can do everything, so that a transfer that fails costs time and not an answer."""
+"""What an engine is meant for when prompts are computed in one place and responses in another. It is a router's hint:
+an engine of any role can do everything, so that a transfer that fails costs time and not a response."""
 
 
 class HoldKind(enum.Enum):
@@ -124,7 +124,7 @@ class KVConnector(Protocol):
         """How many tokens of the prompt, from position `computed_count` on, the connector could load; 0: none.
 
         Has no side effect and may be called again, with the same or another computed_count. A larger number than the
-        prompt has is cut: at least the last token is always computed here. An answer that is no count is taken for 0.
+        prompt has is cut: at least the last token is always computed here. A response that is no count is taken for 0.
         """
         ...
 
@@ -164,7 +164,7 @@ class KVConnector(Protocol):
 
     def transfer_params(self, request_id: RequestId) -> KVTransferParams | None:
         """What the other side has to know to read the blocks that are held of this request; the client gets it with the
-        end of its answer. None: nobody has to know anything."""
+        end of its response. None: nobody has to know anything."""
         ...
 
     def request_aborted_after_finish(self, request_id: RequestId) -> None:

@@ -8,11 +8,11 @@ __all__ = ["KVTransferParams"]
 
 
 class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`kv_transfer_params` in requests and answers, in the shape of vLLM's NIXL flow. Fields that are not known are
+    """`kv_transfer_params` in requests and responses, in the shape of vLLM's NIXL flow. Fields that are not known are
     ignored.
 
-    To the prefill side goes do_remote_decode: compute the prompt, and hold its blocks for somebody else. Its answer has
-    all the rest and do_remote_prefill, and is passed on to the decode side as it is.
+    To the prefill side goes do_remote_decode: compute the prompt, and hold its blocks for somebody else. Its response
+    has all the rest and do_remote_prefill, and is passed on to the decode side as it is.
 
     remote_engine_id: of the engine that holds the blocks, new with each start. remote_request_id: its name for the
     request. remote_block_ids: the blocks there, in order; a list for each cache group where there are groups.

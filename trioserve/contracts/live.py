@@ -15,7 +15,7 @@ class LiveRequestView(msgspec.Struct, frozen=True, kw_only=True):
     id: the caller's. state: "preparing" (being tokenized), "waiting", "running" (at least one choice computes),
     "finished" (answered, and its reader still there) or "held" (answered, and its blocks are kept for another engine,
     whether or not its reader is there). phase: how far the furthest choice has come. age_seconds: since it was entered.
-    Token counts: of the prompt, and of all answers so far. block_count: KV blocks in use or held, shared ones counted
+    Token counts: of the prompt, and of all responses so far. block_count: KV blocks in use or held, shared ones counted
     once for each choice.
     """
 

@@ -1,4 +1,4 @@
-"""What a caller sees of an answer: text that is safe to show, piece by piece."""
+"""What a caller sees of a response: text that is safe to show, piece by piece."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Delta"]
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """One piece of one choice (index 0 .. n - 1).
 
-    text: may be empty while a character or a possible stop string is incomplete; the pieces join to the whole answer.
+    text: may be empty while a character or a possible stop string is incomplete; the pieces join to the whole response.
     token_ids: the tokens that arrived since the last delta, end token included; logprobs: None, or one per token.
     finish_reason: set on the choice's last delta, and on no other. stop_reason: the stop string or stop token id that
     ended it, or the name of the deadline that passed; None for the model's own end token. message: says what happened

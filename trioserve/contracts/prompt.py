@@ -14,7 +14,7 @@ class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """Messages to be rendered with the model's chat template.
 
     messages: plain dicts as in OpenAI's API (role, content, ...), content as a string or a list of text parts.
-    continue_final_message: the last message is the beginning of the answer (then add_generation_prompt is off).
+    continue_final_message: the last message is the beginning of the response (then add_generation_prompt is off).
     """
 
     messages: list[dict[str, Any]]

@@ -75,7 +75,7 @@ class StepPlan(msgspec.Struct, frozen=True):
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """The answer to a plan.
+    """The response to a plan.
 
     token_ids: one per chunk, in the plan's order, what follows its last known token; None for a chunk that does not
     sample, that failed, or whose request failed in the step before. logprobs: by request, for those that asked.
@@ -135,7 +135,7 @@ class LaunchingExecutor(Executor, Protocol):
     """An executor whose device computes by itself: a step can be begun while the one before it is not over."""
 
     def launch(self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned) -> Callable[[], StepResult | None]:
-        """Begin what execute does; what comes back waits for it and gives the answer. Steps are finished in the order
+        """Begin what execute does; what comes back waits for it and gives the response. Steps are finished in the order
         in which they were begun, and at most two have not been. May leave all of it to the finishing, where a step
         needs to know what the one before it sampled."""
         ...

@@ -14,7 +14,7 @@ from trioserve.core.transfer_faults import TransferFaults
 
 __all__ = ["ConnectorGuard"]
 
-Answer = TypeVar("Answer")
+Response = TypeVar("Response")
 
 
 class ConnectorGuard:
@@ -75,7 +75,7 @@ class ConnectorGuard:
         raised = object()
         return self._call(call, arguments, raised) is not raised
 
-    def _call(self, call: Callable[..., Answer], arguments: tuple[object, ...], otherwise: Answer) -> Answer:
+    def _call(self, call: Callable[..., Response], arguments: tuple[object, ...], otherwise: Response) -> Response:
         try:
             return call(*arguments)
         except Exception as error:

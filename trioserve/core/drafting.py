@@ -2,7 +2,7 @@
 
 This is prompt lookup decoding (Apoorv Saxena, 2023, github.com/apoorvumang/prompt-lookup-decoding), known as the ngram
 speculator of vLLM and as prompt_lookup_num_tokens of transformers. A guess is only ever computed beside the real next
-token, which tells whether it was right; so what is guessed here changes how fast an answer comes, and nothing of it.
+token, which tells whether it was right; so what is guessed here changes how fast a response comes, and nothing of it.
 
 Others search the whole text again for every guess. Here earlier places are found as deflate finds them (RFC 1951,
 section 4): every place is entered once, under a hash of the tokens before it, in a chain that starts with the latest.

@@ -95,7 +95,7 @@ class EngineCore:
             )
         if prompt_count + request.output_tokens_max > self.settings.context_tokens_max:
             raise ContextTooLong(
-                f"prompt and answer may have {self.settings.context_tokens_max} tokens together, but the prompt has "
+                f"prompt and response may have {self.settings.context_tokens_max} tokens together, but the prompt has "
                 f"{prompt_count} and max_tokens asks for {request.output_tokens_max}: shorten the prompt or lower "
                 "max_tokens",
                 param="max_tokens",
@@ -189,8 +189,8 @@ class EngineCore:
         return events
 
     def update_from_output(self, plan: StepPlan, result: StepResult, now: float) -> list[EngineEvent]:
-        """Take the answer to `plan`, the oldest in flight: first the aborts that came while it ran, then the tokens of
-        those that stay."""
+        """Take the response to `plan`, the oldest in flight: first the aborts that came while it ran, then the tokens
+        of those that stay."""
         assert len(result.token_ids) == len(plan.chunks)
         lives = self._land(plan, now)
         events: list[EngineEvent] = []

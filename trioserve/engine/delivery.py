@@ -36,7 +36,7 @@ __all__ = ["Delivery"]
 
 logger = logging.getLogger(__name__)
 
-WHOLE = (FinishReason.STOP, FinishReason.LENGTH)  # an answer that ended so is complete
+WHOLE = (FinishReason.STOP, FinishReason.LENGTH)  # a response that ended so is complete
 
 
 class Delivery:
@@ -281,5 +281,5 @@ def _text_failed(choice: Choice, token_ids: tuple[int, ...], error: Exception) -
         text="",
         token_ids=token_ids,
         finish_reason=FinishReason.ERROR,
-        message=f"the answer could not be turned into text: {error}",
+        message=f"the response could not be turned into text: {error}",
     )

@@ -21,17 +21,17 @@ from trioserve.engine.delivery import Delivery
 __all__ = ["OverlappedSteps"]
 
 RunStep = Callable[[StepPlan, IsAbandoned], Coroutine[Any, Any, StepResult | None]]
-"""StepRunner.run_step: hands a plan over at once, and is awaited for its answer."""
+"""StepRunner.run_step: hands a plan over at once, and is awaited for its response."""
 
 
 class _Handed:
     """A plan that was handed over. at: when."""
 
-    __slots__ = ("answer", "at", "plan")
+    __slots__ = ("at", "plan", "response")
 
-    def __init__(self, plan: StepPlan, answer: Coroutine[Any, Any, StepResult | None]) -> None:
+    def __init__(self, plan: StepPlan, response: Coroutine[Any, Any, StepResult | None]) -> None:
         self.plan = plan
-        self.answer = answer
+        self.response = response
         self.at = trio.current_time()
 
 
@@ -51,13 +51,13 @@ class OverlappedSteps:
             while out:
                 out += self._hand_over_behind()
                 step = out.pop(0)
-                result = await step.answer
+                result = await step.response
                 now = trio.current_time()
                 self._take(step, result, now - max(step.at, ended_at))
                 ended_at = now
         except BaseException:
             for step in out:
-                await step.answer  # its blocks are being written
+                await step.response  # its blocks are being written
             raise
 
     def _hand_over(self, plan: StepPlan) -> _Handed:

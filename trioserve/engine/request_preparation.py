@@ -53,7 +53,7 @@ class RequestPreparation:
         room = self._model.context_tokens_max - len(request.prompt_token_ids)
         if room < 1:
             raise ContextTooLong(
-                f"the prompt has {len(request.prompt_token_ids)} tokens, and with at least one of answer this model "
+                f"the prompt has {len(request.prompt_token_ids)} tokens, and with at least one of response this model "
                 f"takes {self._model.context_tokens_max}: shorten it",
                 param="prompt",
             )

@@ -25,7 +25,7 @@ class RequestStream:
     each delta goes to one of them, and the end to all. All that waits for it belongs inside of the scope: whoever still
     does when the scope is left, in whichever task, gets AlreadyEnded.
 
-    An answer may leave blocks that are held for another engine (is_held; the last delta has kv_transfer then). Leaving
+    A response may leave blocks that are held for another engine (is_held; the last delta has kv_transfer then). Leaving
     the scope ends the hold like everything else, so whoever wants it read waits for that inside
     (wait_until_released), or says that it may outlive the scope (keep_hold). A hold takes no place and no lease.
     """

@@ -1,5 +1,5 @@
-"""What an answer takes from outside of the program: the time of day, and ids that nobody gave. A simulation hands in
-its own, so that every byte of an answer follows from a seed."""
+"""What a response takes from outside of the program: the time of day, and ids that nobody gave. A simulation hands in
+its own, so that every byte of a response follows from a seed."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ async def close_after(stream: trio.abc.Stream, last_words: bytes, *, seconds_max
 
     Without the reading, a TCP stack answers bytes that nobody read with a reset, which may overtake the last words
     (RFC 9112, 9.6). TLS has no half to end: there the reading would only hold up the close, which may be the end of
-    an answer, so it is done only where more is expected from the client. Always closes the stream, cancelled or not.
+    a response, so it is done only where more is expected from the client. Always closes the stream, cancelled or not.
     """
     try:
         with (

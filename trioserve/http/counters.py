@@ -16,8 +16,8 @@ __all__ = ["ConnectionRefusal", "FrontendCounters", "StreamRefusal", "Tally"]
 class ConnectionRefusal(enum.StrEnum):
     """Which bound ended a connection. Each has its limit in limits.py, or is a rule of the protocol."""
 
-    ANSWERS_UNREAD = "answers_unread"
-    """It does not read the answers to its control frames."""
+    RESPONSES_UNREAD = "answers_unread"
+    """It does not read the responses to its control frames."""
     BODY_TIMEOUT = "body_timeout"
     """A body fell too far behind its pace. On HTTP/2 it is the stream that ends, and the connection goes on."""
     CONTROL_FRAMES = "control_frames"
@@ -57,9 +57,9 @@ class FrontendCounters(msgspec.Struct, frozen=True, kw_only=True):
     exchanges_unknown_open: int
     """Of those, whose caller has shown no API key where keys are asked for."""
     exchanges_behind: int
-    """Whose client is slower than its answer, so that bytes wait here for it."""
+    """Whose client is slower than its response, so that bytes wait here for it."""
     answer_bytes_held: int
-    """All that wait here for clients, the answers to control frames included."""
+    """All that wait here for clients, the responses to control frames included."""
     request_body_bytes_held: int
     request_body_bytes_total: int
     connections_total: int
@@ -74,7 +74,7 @@ class FrontendCounters(msgspec.Struct, frozen=True, kw_only=True):
     exchanges_stalled_total: int
     """Cancelled because the client took nothing for stall_seconds_max, or fell so far behind the pace."""
     exchanges_failed_total: int
-    """The handler raised, or returned without a whole answer."""
+    """The handler raised, or returned without a whole response."""
     streams_refused_total: Mapping[StreamRefusal, int]
 
 

@@ -17,7 +17,7 @@ __all__ = ["CrossOrigin", "checked_origins"]
 EXPOSED = "x-request-id, retry-after, x-trioserve-reason"
 METHODS = "GET, HEAD, POST, DELETE"
 ASKED_CHARACTERS_MAX = 2000  # of header names, which are repeated; OpenAI's client for browsers sends about ten
-PREFLIGHT_SECONDS = "600"  # for which a browser may remember the answer; Chromium allows two hours at most
+PREFLIGHT_SECONDS = "600"  # for which a browser may remember the response; Chromium allows two hours at most
 
 ORIGIN_FIELD = ("vary", "origin")  # caches must not give one page's answer to another
 
@@ -38,7 +38,7 @@ def checked_origins(origins: Iterable[str]) -> frozenset[str]:
 class CrossOrigin:
     """A handler around another one. origins: as browsers send them ("https://chat.example.org"), or "*" for all pages.
 
-    on_preflight is told of each answer that the other handler will not see, and of its status.
+    on_preflight is told of each response that the other handler will not see, and of its status.
     Raises StartupError as checked_origins does.
     """
 
@@ -87,7 +87,7 @@ class CrossOrigin:
 
 
 class _Amended(Exchange):
-    """The same exchange, with more header fields in its answer."""
+    """The same exchange, with more header fields in its response."""
 
     def __init__(self, exchange: Exchange, fields: HeaderFields) -> None:
         self.method = exchange.method

@@ -25,16 +25,16 @@ class BodyTimeout(InvalidRequest):
 
 
 class Exchange(abc.ABC):
-    """One request and its answer.
+    """One request and its response.
 
     The handler runs in a cancel scope of its own, which is cancelled at once when the client leaves: it resets the
     stream, closes the connection or its sending half, takes nothing for stall_seconds_max, or falls so far behind the
     pace of responses. So a handler needs no case for a client that is gone; whatever it holds hangs from that scope.
     One task at a time may use an exchange.
 
-    An answer is `respond`, or `start`, any number of `send`, then `finish`; another order is a RuntimeError. A handler
-    that returns without an answer, or raises an Exception, before `started` makes a 500; later than that the client
-    sees the answer break off (stream reset, connection closed), never a complete one.
+    A response is `respond`, or `start`, any number of `send`, then `finish`; another order is a RuntimeError. A handler
+    that returns without a response, or raises an Exception, before `started` makes a 500; later than that the client
+    sees the response break off (stream reset, connection closed), never a complete one.
 
     The connection adds what frames the message: content-length for `respond`, transfer-encoding, connection, date.
     After HEAD, and with status 204 or 304, bodies are dropped. Header names and values are checked: a line break or a
@@ -56,11 +56,11 @@ class Exchange(abc.ABC):
     @property
     @abc.abstractmethod
     def started(self) -> bool:
-        """Whether the head of the answer was given to the connection; after that the status is fixed."""
+        """Whether the head of the response was given to the connection; after that the status is fixed."""
 
     @abc.abstractmethod
     async def body(self) -> bytes:
-        """The whole body of the request; a second call gives the same bytes. To be awaited before the answer starts.
+        """The whole body of the request; a second call gives the same bytes. To be awaited before the response starts.
 
         A body that has not come whole when the server begins to leave is not waited for: the exchange is cancelled.
 
@@ -72,11 +72,11 @@ class Exchange(abc.ABC):
 
     @abc.abstractmethod
     async def respond(self, status: int, headers: HeaderFields, body: bytes) -> None:
-        """Give one whole answer. Returns when at most stream_buffer_bytes_max of it are still unsent."""
+        """Give one whole response. Returns when at most stream_buffer_bytes_max of it are still unsent."""
 
     @abc.abstractmethod
     async def start(self, status: int, headers: HeaderFields) -> None:
-        """Begin a streamed answer; the head is on its way when this returns, before the first byte of the body."""
+        """Begin a streamed response; the head is on its way when this returns, before the first byte of the body."""
 
     @abc.abstractmethod
     async def send(self, data: bytes) -> None:

@@ -65,9 +65,10 @@ class FrontendLimits(msgspec.Struct, frozen=True, kw_only=True):
     """HTTP/1.1: read while a response is under way, so that a close is noticed behind it. Beyond this the connection
     ends: a client that sends so much ahead has lost count."""
 
-    # --- one answer ---
+    # --- one response ---
     stream_buffer_bytes_max: int = 64 * 1024
-    """Held for one client that is slower than its answer; then `send` waits, and the engine's stream merges deltas."""
+    """Held for one client that is slower than its response; then `send` waits, and the engine's stream merges
+    deltas."""
     socket_buffer_bytes: int = 256 * 1024
     """The kernel's send buffer of a connection (SO_SNDBUF). Left alone it grows to megabytes, and a client that stopped
     reading would go unnoticed for as long."""

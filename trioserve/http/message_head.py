@@ -1,4 +1,4 @@
-"""How the head of a message is read and written: the request's target, the fields of an answer, the date."""
+"""How the head of a message is read and written: the request's target, the fields of a response, the date."""
 
 from __future__ import annotations
 
@@ -52,8 +52,9 @@ def split_target(target: str) -> tuple[str, str]:
 def encode_fields(
     fields: HeaderFields, *, unix_seconds: int, content_length: int | None = None
 ) -> list[tuple[bytes, bytes]]:
-    """The fields of an answer as they go out: lower-case names, checked, with a date, and content-length if it is given
-    and the handler did not set it (for HEAD it knows the length of a body that is not there). unix_seconds: the date.
+    """The fields of a response as they go out: lower-case names, checked, with a date, and content-length if it is
+    given and the handler did not set it (for HEAD it knows the length of a body that is not there). unix_seconds: the
+    date.
 
     Raises ValueError for a name or value that would break the message, and for fields that the connection itself sets.
     """

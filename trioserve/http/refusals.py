@@ -1,5 +1,5 @@
-"""Answers that the front end gives by itself, in the error shape of OpenAI's API: what never reached a handler, or what
-a handler left without an answer. The table from our errors to status and body is error_responses.py."""
+"""Responses that the front end gives by itself, in the error shape of OpenAI's API: what never reached a handler, or
+what a handler left without a response. The table from our errors to status and body is error_responses.py."""
 
 from __future__ import annotations
 

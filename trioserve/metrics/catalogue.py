@@ -256,7 +256,7 @@ CATALOGUE: tuple[Metric, ...] = (
         name="tasks",
         kind="gauge",
         unit="tasks",
-        meaning="Trio tasks of the whole process, the one that answers this scrape included.",
+        meaning="Trio tasks of the whole process, the one that responses this scrape included.",
     ),
     Metric(
         name="step_seconds",
@@ -575,14 +575,14 @@ CATALOGUE: tuple[Metric, ...] = (
         name="clients_slow",
         kind="gauge",
         unit="requests",
-        meaning="HTTP requests whose client is slower than its answer, so that bytes wait for it.",
+        meaning="HTTP requests whose client is slower than its response, so that bytes wait for it.",
         part="frontend",
     ),
     Metric(
         name="answer_bytes_held",
         kind="gauge",
         unit="bytes",
-        meaning="What waits for clients that are slower than their answers.",
+        meaning="What waits for clients that are slower than their responses.",
         part="frontend",
     ),
     Metric(
@@ -610,7 +610,7 @@ CATALOGUE: tuple[Metric, ...] = (
         name="http_requests_total",
         kind="counter",
         unit="requests",
-        meaning='HTTP requests by route and status. Unknown paths are "other"; status "left": gone before any answer.',
+        meaning='HTTP requests by route and status. Unknown paths are "other"; status "left": gone before any response.',
         labels=(Label("path"), Label("status")),
         part="frontend",
     ),
@@ -661,7 +661,7 @@ CATALOGUE: tuple[Metric, ...] = (
         name="pairs_total",
         kind="counter",
         unit="requests",
-        meaning="Requests that were to have their prompt computed at one endpoint and their answer made at another, by "
+        meaning="Requests that were to have their prompt computed at one endpoint and their response made at another, by "
         "what became of that.",
         labels=(Label("outcome", tuple(outcome.value for outcome in PairOutcome)),),
         part="router",

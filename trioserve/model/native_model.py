@@ -292,7 +292,7 @@ def _singles(count: int) -> Float32Array:
 
 
 class _StepArrays:
-    """A plan as the arrays that the kernels read, and room for their answers. Rows are in the plan's order."""
+    """A plan as the arrays that the kernels read, and room for their responses. Rows are in the plan's order."""
 
     def __init__(self, chunks: Sequence[ScheduledChunk], block_size: int) -> None:
         token_ids: list[int] = []

@@ -238,7 +238,7 @@ class ModelRunner:
 
 
 class _Step:
-    """What of a plan can be computed: chunks, and with their results the answer to the plan."""
+    """What of a plan can be computed: chunks, and with their results the response to the plan."""
 
     def __init__(self, plan: StepPlan, chunks: Iterable[tuple[int, ScheduledChunk]], vocab_size: int) -> None:
         """chunks: each with its place in the plan. Where a fault shows, its request gets an error."""

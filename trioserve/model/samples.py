@@ -26,7 +26,7 @@ __all__ = [
     "sampled_rows",
 ]
 
-NOT_FINITE = "the model gave a result that is no number (NaN or infinity) for this request; its answer cannot go on"
+NOT_FINITE = "the model gave a result that is no number (NaN or infinity) for this request; its response cannot go on"
 NOTHING_LEFT = "min_tokens and logit_bias leave no token that may be sampled: lower min_tokens or change logit_bias"
 
 # Logits of this many prompt tokens at a time: 128 rows of a vocabulary of 150,000 are 77 MB in float32.

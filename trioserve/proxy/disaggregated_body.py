@@ -1,4 +1,5 @@
-"""Which bodies may have their prompt computed at one endpoint and their answer made at another; what goes to the first.
+"""Which bodies may have their prompt computed at one endpoint and their response made at another; what goes to the
+first.
 
 The second one gets the client's own body, with the kv_transfer_params that the first one has answered.
 """
@@ -37,7 +38,7 @@ class _SplitBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def can_be_split(path: str, raw: bytes, body: RoutedBody) -> bool:
-    """One prompt with one answer of more than a token, and nothing asked about the prompt itself: its KV is all that
+    """One prompt with one response of more than a token, and nothing asked about the prompt itself: its KV is all that
     goes from one endpoint to the other."""
     if path not in (CHAT_PATH, COMPLETIONS_PATH) or (body.n or 1) != 1 or body.prompt_count != 1:
         return False

@@ -1,10 +1,10 @@
-"""A request whose prompt is computed at one endpoint and whose answer is made at another, within one scope.
+"""A request whose prompt is computed at one endpoint and whose response is made at another, within one scope.
 
-First it goes to a prefill endpoint, for one token. That one keeps the KV blocks and answers how another engine gets at
-them: kv_transfer_params, which go to the decode endpoint with the client's own body. Its answer is the client's.
+First it goes to a prefill endpoint, for one token. That one keeps the KV blocks and responses how another engine gets
+at them: kv_transfer_params, which go to the decode endpoint with the client's own body. Its response is the client's.
 
 Our own servers are asked to stream, and end that stream when the blocks are kept no longer. So the router keeps them by
-keeping the stream, and closing its connection gives them back at once: at the first token of the answer, and whenever
+keeping the stream, and closing its connection gives them back at once: at the first token of the response, and whenever
 the client leaves. Other servers have their own ways to end it.
 
 What cannot go that way is one endpoint's, from the prompt to the end (see router/core): without kv_transfer_params, and
@@ -37,7 +37,7 @@ from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 if TYPE_CHECKING:
     from trioserve.admission.dispatch import Turn
-    from trioserve.proxy.remote_endpoint import Asking, RemoteAnswer
+    from trioserve.proxy.remote_endpoint import Asking, RemoteResponse
     from trioserve.proxy.request_clock import RequestClock
     from trioserve.proxy.router_context import RouterCall
 
@@ -45,7 +45,7 @@ __all__ = ["forward_pair"]
 
 logger = logging.getLogger(__name__)
 
-PREFILL_BYTES_MAX = 1024 * 1024  # the ids of 100,000 blocks: more is no answer with one token
+PREFILL_BYTES_MAX = 1024 * 1024  # the ids of 100,000 blocks: more is no response with one token
 ERROR_BYTES_SHOWN = 200
 EVENT_END = b"\n\n"
 
@@ -129,8 +129,8 @@ class _Pair:
         hold = self._hold = _Hold(asking)
         try:
             with turn.attempt():
-                answer = await asking.begin()
-                outcome = await self._read(id, answer)
+                response = await asking.begin()
+                outcome = await self._read(id, response)
         except (Refused, EndpointLost) as failure:
             self.let_go()
             return await fails_elsewhere(call, turn, id, failure)
@@ -138,30 +138,30 @@ class _Pair:
         if outcome is not None:
             self.let_go()
         elif is_ours:
-            self._nursery.start_soon(self._watch, hold, answer)
+            self._nursery.start_soon(self._watch, hold, response)
         turn.prefilled(outcome=outcome)
         return False
 
-    async def _read(self, id: EndpointId, answer: RemoteAnswer) -> PairOutcome | None:
+    async def _read(self, id: EndpointId, response: RemoteResponse) -> PairOutcome | None:
         """Read how to get at the blocks of the prompt. None: they are kept. Raises EndpointLost, Refused."""
-        await check_status(answer, Leg.PREFILL)
-        if answer.status != 200:
+        await check_status(response, Leg.PREFILL)
+        if response.status != 200:
             return PairOutcome.NOT_HELD  # it will say the same of the client's own body, or not
-        if (answer.header("content-type") or "").startswith("text/event-stream"):
-            end = await _last_event(id, answer)
+        if (response.header("content-type") or "").startswith("text/event-stream"):
+            end = await _last_event(id, response)
         else:
-            whole = await answer.whole(PREFILL_BYTES_MAX)
+            whole = await response.whole(PREFILL_BYTES_MAX)
             end = None if whole is None else _parsed(id, whole)
         if end is None or not end.is_held:
             return PairOutcome.FINISHED if end is not None and end.is_finished else PairOutcome.NOT_HELD
         self._params = bytes(end.kv_transfer_params)
         return None
 
-    async def _watch(self, hold: _Hold, answer: RemoteAnswer) -> None:
+    async def _watch(self, hold: _Hold, response: RemoteResponse) -> None:
         """Until the blocks are kept no longer."""
         with hold.watching:
             try:
-                while await answer.next_piece() is not None:
+                while await response.next_piece() is not None:
                     pass
             except EndpointLost:
                 pass
@@ -182,8 +182,8 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class _Answered(msgspec.Struct):
-    """An answer with one token, or an event of one."""
+class _Responded(msgspec.Struct):
+    """A response with one token, or an event of one."""
 
     choices: list[_Choice] = []
     kv_transfer_params: msgspec.Raw = msgspec.Raw()
@@ -195,7 +195,7 @@ class _Answered(msgspec.Struct):
 
     @property
     def is_finished(self) -> bool:
-        """Whether the whole answer is over, and not only the token that was asked for."""
+        """Whether the whole response is over, and not only the token that was asked for."""
         return any(choice.finish_reason not in (None, "length") for choice in self.choices)
 
     @property
@@ -203,10 +203,10 @@ class _Answered(msgspec.Struct):
         return bytes(self.kv_transfer_params).startswith(b"{") and not self.is_finished
 
 
-def _parsed(id: EndpointId, said: bytes) -> _Answered:
-    """Raises EndpointLost for what is no answer, RequestAborted where somebody has ended it."""
+def _parsed(id: EndpointId, said: bytes) -> _Responded:
+    """Raises EndpointLost for what is no response, RequestAborted where somebody has ended it."""
     try:
-        answered = msgspec.json.decode(said, type=_Answered)
+        answered = msgspec.json.decode(said, type=_Responded)
     except msgspec.DecodeError as wrong:
         raise EndpointLost(f'the endpoint "{id}" answered a prefill with something else: {wrong}') from wrong
     if bytes(answered.error) not in (b"", b"null"):
@@ -217,11 +217,11 @@ def _parsed(id: EndpointId, said: bytes) -> _Answered:
     return answered
 
 
-async def _last_event(id: EndpointId, answer: RemoteAnswer) -> _Answered | None:
-    """The event that ends the answer, as soon as it is there; what follows it only lasts as long as the blocks do. None
-    if it is too large. Raises EndpointLost when it does not come."""
+async def _last_event(id: EndpointId, response: RemoteResponse) -> _Responded | None:
+    """The event that ends the response, as soon as it is there; what follows it only lasts as long as the blocks do.
+    None if it is too large. Raises EndpointLost when it does not come."""
     held = b""
-    while (piece := await answer.next_piece()) is not None:
+    while (piece := await response.next_piece()) is not None:
         *events, held = (held + piece).split(EVENT_END)
         for event in events:
             for line in event.split(b"\n"):

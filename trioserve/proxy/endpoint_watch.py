@@ -21,17 +21,17 @@ __all__ = ["WatchSettings", "load_from_metrics", "watch_endpoint"]
 
 logger = logging.getLogger(__name__)
 
-ANSWER_BYTES_MAX = 8 * 1024 * 1024  # a page of metrics has some 100 KB
-TURNS_FOR_ANSWERS = 2  # one in which their sockets are seen, one in which they are read
+RESPONSE_BYTES_MAX = 8 * 1024 * 1024  # a page of metrics has some 100 KB
+TURNS_FOR_RESPONSES = 2  # one in which their sockets are seen, one in which they are read
 NO_SUCH_PAGE = frozenset({404, 405, 501})
 
 
 class WatchSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """health_seconds, load_seconds: between two questions. answer_seconds_max: how long an answer may take."""
+    """health_seconds, load_seconds: between two questions. response_seconds_max: how long a response may take."""
 
     health_seconds: float = 2.0
     load_seconds: float = 0.25
-    answer_seconds_max: float = 2.0
+    response_seconds_max: float = 2.0
 
     def __post_init__(self) -> None:
         for field in msgspec.structs.fields(self):
@@ -76,24 +76,24 @@ class _Watch:
 
     async def ask_health(self) -> None:
         while True:
-            answer = await self._ask(self._health_path)
-            if answer is not None and answer[0] in NO_SUCH_PAGE and self._health_path != "/health":
+            response = await self._ask(self._health_path)
+            if response is not None and response[0] in NO_SUCH_PAGE and self._health_path != "/health":
                 self._health_path = "/health"
                 continue
             # A page that is not there was still answered by somebody.
-            is_well = answer is not None and (answer[0] < 400 or answer[0] in NO_SUCH_PAGE)
+            is_well = response is not None and (response[0] < 400 or response[0] in NO_SUCH_PAGE)
             if is_well and self._learns_models:
                 is_well = await self._learn_models()
             if is_well != self._was_well:
                 logger.info("endpoint %s endpoint=%s", "well" if is_well else "unwell", self._remote.id)
                 self._was_well = is_well
-            self._dispatch.note_health(self._remote.id, is_well, hangs=answer is None or _says_it_hangs(answer))
+            self._dispatch.note_health(self._remote.id, is_well, hangs=response is None or _says_it_hangs(response))
             await trio.sleep(self._settings.health_seconds)
 
     async def _learn_models(self) -> bool:
-        answer = await self._ask("/v1/models")
+        response = await self._ask("/v1/models")
         try:
-            models = [] if answer is None else msgspec.json.decode(answer[1], type=_Models).data
+            models = [] if response is None else msgspec.json.decode(response[1], type=_Models).data
         except msgspec.DecodeError:
             models = []
         if not models:
@@ -104,20 +104,20 @@ class _Watch:
     async def ask_load(self) -> None:
         while self._load_path is not None:
             sent_total = self._dispatch.sent_total
-            answer = await self._ask(self._load_path)
-            if answer is not None:
-                # Requests that had ended there before it told its load are not in that. Their answers are here, too,
+            response = await self._ask(self._load_path)
+            if response is not None:
+                # Requests that had ended there before it told its load are not in that. Their responses are here, too,
                 # but perhaps not read: taken for ones that run, they would make room a second time once they are.
-                for _ in range(TURNS_FOR_ANSWERS):
+                for _ in range(TURNS_FOR_RESPONSES):
                     await trio.lowlevel.checkpoint()
-                load = self._read_load(answer)
+                load = self._read_load(response)
                 if load is not None:
                     self._on_role(None if load.role is UNSET else load.role)
                     self._dispatch.note_load(self._remote.id, load, sent_when_asked=sent_total)
             await trio.sleep(self._settings.load_seconds)
 
-    def _read_load(self, answer: tuple[int, bytes]) -> EndpointLoad | None:
-        status, body = answer
+    def _read_load(self, response: tuple[int, bytes]) -> EndpointLoad | None:
+        status, body = response
         if self._load_path == "/load":
             try:
                 if status == 200:
@@ -133,12 +133,12 @@ class _Watch:
         return load_from_metrics(body) if status == 200 else None
 
     async def _ask(self, path: str) -> tuple[int, bytes] | None:
-        """Status and body; None if no answer came in time."""
-        with trio.move_on_after(self._settings.answer_seconds_max):
+        """Status and body; None if no response came in time."""
+        with trio.move_on_after(self._settings.response_seconds_max):
             try:
-                async with self._remote.request("GET", path, [], b"") as answer:
-                    body = await answer.whole(ANSWER_BYTES_MAX)
-                    return answer.status, body or b""
+                async with self._remote.request("GET", path, [], b"") as response:
+                    body = await response.whole(RESPONSE_BYTES_MAX)
+                    return response.status, body or b""
             except EndpointLost:
                 return None
         return None
@@ -148,9 +148,9 @@ class _NotReady(msgspec.Struct):
     reason: str = ""
 
 
-def _says_it_hangs(answer: tuple[int, bytes]) -> bool:
+def _says_it_hangs(response: tuple[int, bytes]) -> bool:
     """Whether one of our servers says that its step is too old: nobody knows when what it was sent begins there."""
-    status, body = answer
+    status, body = response
     if status != 503:
         return False
     try:

@@ -37,11 +37,11 @@ logger = logging.getLogger(__name__)
 
 
 async def forward(call: RouterCall) -> None:
-    """Send the request to an endpoint and its answer to the client."""
+    """Send the request to an endpoint and its response to the client."""
     try:
         await _forward(call)
     except (Overloaded, Refusal) as refusal:
-        reason = refusal.reason if isinstance(refusal, Overloaded) else refusal.answer.code
+        reason = refusal.reason if isinstance(refusal, Overloaded) else refusal.response.code
         logger.info("refused request=%s reason=%s endpoint=%s", call.request_id, reason, call.endpoint or "none")
         raise
 

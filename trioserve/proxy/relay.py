@@ -1,4 +1,4 @@
-"""One attempt of a request at one endpoint: what is sent there, and its answer on the way to the client."""
+"""One attempt of a request at one endpoint: what is sent there, and its response on the way to the client."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trioserve.proxy.whole_events import WholeEvents, is_comment
 
 if TYPE_CHECKING:
     from trioserve.admission.dispatch import Turn
-    from trioserve.proxy.remote_endpoint import RemoteAnswer
+    from trioserve.proxy.remote_endpoint import RemoteResponse
     from trioserve.proxy.request_clock import RequestClock
     from trioserve.proxy.router_context import RouterCall
 
@@ -88,15 +88,15 @@ class Refused(TrioserveError):
     """The endpoint answered with an error before it began; the client gets that, unless another one takes over. fault:
     whose it was; None: nobody's there, so that nobody else is to try."""
 
-    def __init__(self, answer: RemoteAnswer, body: bytes, fault: Fault | None) -> None:
-        super().__init__(f"status {answer.status}")
-        self.answer = answer
+    def __init__(self, response: RemoteResponse, body: bytes, fault: Fault | None) -> None:
+        super().__init__(f"status {response.status}")
+        self.response = response
         self.body = body
         self.fault = fault
 
 
 class TransferFailed(EndpointLost):
-    """The endpoint began its answer with an error: it did not get the KV of the prompt."""
+    """The endpoint began its response with an error: it did not get the KV of the prompt."""
 
 
 async def attempt(
@@ -108,8 +108,8 @@ async def attempt(
     *,
     on_begin: Callable[[], None] = lambda: None,
 ) -> bool:
-    """Send the request to the endpoint of its lease, and the answer to the client. Whether the client has one; if not,
-    the turn waits for another lease. on_begin: called at the first token.
+    """Send the request to the endpoint of its lease, and the response to the client. Whether the client has one; if
+    not, the turn waits for another lease. on_begin: called at the first token.
 
     Raises EndpointLost when nobody takes the request over, or it is too late for that.
     """
@@ -125,8 +125,8 @@ async def fails_elsewhere(call: RouterCall, turn: Turn, id: EndpointId, failure:
     """An attempt has failed. False: it goes on elsewhere; True: the client has got what the endpoint said. Raises the
     failure if there is nothing to tell."""
     if isinstance(failure, Refused):
-        if failure.fault is None or not turn.failed(failure.fault, busy_seconds=_busy_seconds(failure.answer)):
-            await _pass_on(call, failure.answer, failure.body)
+        if failure.fault is None or not turn.failed(failure.fault, busy_seconds=_busy_seconds(failure.response)):
+            await _pass_on(call, failure.response, failure.body)
             return True
     else:
         fault = Fault.UNREACHABLE if isinstance(failure, Unreachable) else Fault.BROKE
@@ -147,15 +147,15 @@ async def lease(turn: Turn, clock: RequestClock) -> EndpointId:
         raise deadline_refusal(clock.first()[0], str(over)) from None
 
 
-async def check_status(answer: RemoteAnswer, leg: Leg | None) -> None:
+async def check_status(response: RemoteResponse, leg: Leg | None) -> None:
     """Raises Refused for an error that is not to be passed on as it comes."""
-    status = answer.status
+    status = response.status
     if status not in NOT_ENDPOINTS_FAULT and status not in BROKEN and (status < 400 or leg is not Leg.DECODE):
         return
-    said = await answer.whole(ERROR_BYTES_MAX) or b""
+    said = await response.whole(ERROR_BYTES_MAX) or b""
     code = error_code(said)
     fault: Fault | None = Fault.BUSY if status in NOT_ENDPOINTS_FAULT else Fault.BROKE
-    if code in ENDED_ON_PURPOSE or answer.header(REASON_HEADER) == TEXT_QUEUE_FULL:
+    if code in ENDED_ON_PURPOSE or response.header(REASON_HEADER) == TEXT_QUEUE_FULL:
         fault = None  # the second says nothing of how much the engine has to do
     elif status < 500 and status not in NOT_ENDPOINTS_FAULT:
         # Its prompt was computed with less asked for, so it may be the client's fault after all.
@@ -163,7 +163,7 @@ async def check_status(answer: RemoteAnswer, leg: Leg | None) -> None:
         fault = None if is_clients else Fault.TRANSFER
     elif leg is Leg.DECODE and code == "request_failed":
         fault = Fault.TRANSFER
-    raise Refused(answer, said, fault)
+    raise Refused(response, said, fault)
 
 
 def model_field(call: RouterCall, asked: str | None, id: EndpointId, model: str) -> dict[str, object]:
@@ -183,30 +183,30 @@ async def _relay(
         on_begin()
 
     endpoint = call.fleet.remote(id)
-    async with endpoint.request(call.exchange.method, call.target, headers_there(call, turn.leg), body) as answer:
-        if answer.status >= 400:
-            await check_status(answer, turn.leg)
-        if (answer.header("content-type") or "").startswith("text/event-stream"):
-            await _relay_events(call, turn, answer, begin)
+    async with endpoint.request(call.exchange.method, call.target, headers_there(call, turn.leg), body) as response:
+        if response.status >= 400:
+            await check_status(response, turn.leg)
+        if (response.header("content-type") or "").startswith("text/event-stream"):
+            await _relay_events(call, turn, response, begin)
             return
-        whole = await answer.whole(WHOLE_BYTES_MAX)
+        whole = await response.whole(WHOLE_BYTES_MAX)
         begin(is_last=True)
         if whole is not None:
-            await _pass_on(call, answer, whole)
+            await _pass_on(call, response, whole)
             return
-        await call.start(answer.status, _headers_back(call, answer), is_events=False)
-        while (piece := await answer.next_piece()) is not None:
+        await call.start(response.status, _headers_back(call, response), is_events=False)
+        while (piece := await response.next_piece()) is not None:
             await call.exchange.send(piece)
     await call.finish()
 
 
-async def _relay_events(call: RouterCall, turn: Turn, answer: RemoteAnswer, begin: Callable[[], None]) -> None:
+async def _relay_events(call: RouterCall, turn: Turn, response: RemoteResponse, begin: Callable[[], None]) -> None:
     if not call.exchange.started:  # by an endpoint that was lost before it said anything else
-        await call.start(answer.status, _headers_back(call, answer), is_events=True)
+        await call.start(response.status, _headers_back(call, response), is_events=True)
     whole = WholeEvents()
     is_over = False
     while not is_over:
-        piece = await answer.next_piece()
+        piece = await response.next_piece()
         is_over = piece is None
         events = whole.rest if piece is None else whole.feed(piece)
         if not turn.has_token and not is_comment(events):
@@ -216,12 +216,12 @@ async def _relay_events(call: RouterCall, turn: Turn, answer: RemoteAnswer, begi
         if events:
             await call.exchange.send(events)
     if not turn.has_token:
-        raise EndpointLost(f'the endpoint "{turn.endpoint}" ended its answer before it began')
+        raise EndpointLost(f'the endpoint "{turn.endpoint}" ended its response before it began')
     await call.finish()
 
 
 def _check_first_event(call: RouterCall, events: bytes) -> None:
-    """Of an answer whose prompt was computed elsewhere. Raises TransferFailed when it is an error."""
+    """Of a response whose prompt was computed elsewhere. Raises TransferFailed when it is an error."""
     data = next((line.removeprefix(b"data:") for line in events.splitlines() if line.startswith(b"data:")), b"")
     code = error_code(data) if b'"error"' in data else None
     if code is not None and code not in ENDED_ON_PURPOSE:
@@ -241,11 +241,11 @@ class _ErrorBody(msgspec.Struct):
     error: dict[str, Any] | None = None
 
 
-async def _pass_on(call: RouterCall, answer: RemoteAnswer, body: bytes) -> None:
+async def _pass_on(call: RouterCall, response: RemoteResponse, body: bytes) -> None:
     if call.exchange.started:
-        # The head of an answer is out already, so its status cannot be told any more.
-        raise EndpointLost(f"the endpoint answered with status {answer.status} when it was asked again")
-    await call.respond(answer.status, _headers_back(call, answer), body)
+        # The head of a response is out already, so its status cannot be told any more.
+        raise EndpointLost(f"the endpoint answered with status {response.status} when it was asked again")
+    await call.respond(response.status, _headers_back(call, response), body)
 
 
 def headers_there(call: RouterCall, leg: Leg | None) -> list[tuple[str, str]]:
@@ -267,10 +267,10 @@ def headers_there(call: RouterCall, leg: Leg | None) -> list[tuple[str, str]]:
     return headers
 
 
-def _headers_back(call: RouterCall, answer: RemoteAnswer) -> list[tuple[str, str]]:
+def _headers_back(call: RouterCall, response: RemoteResponse) -> list[tuple[str, str]]:
     headers = [
         (name, value)
-        for name, value in answer.headers
+        for name, value in response.headers
         if name not in NOT_RETURNED and not name.startswith(CROSS_ORIGIN_PREFIX)
     ]
     headers += [("x-request-id", call.request_id), (ENDPOINT_HEADER, str(call.endpoint))]
@@ -279,6 +279,6 @@ def _headers_back(call: RouterCall, answer: RemoteAnswer) -> list[tuple[str, str
     return headers
 
 
-def _busy_seconds(answer: RemoteAnswer) -> float:
-    text = answer.header("retry-after") or ""
+def _busy_seconds(response: RemoteResponse) -> float:
+    text = response.header("retry-after") or ""
     return min(BUSY_SECONDS_MAX, float(text)) if text.isdecimal() else 1.0

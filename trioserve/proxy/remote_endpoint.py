@@ -17,10 +17,10 @@ import trio
 
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import EndpointLost, InvalidRequest, StartupError
-from trioserve.proxy.response_reader import AnswerHead, AnswerReader, BadAnswer
+from trioserve.proxy.response_reader import BadResponse, ResponseHead, ResponseReader
 from trioserve.trio_tools.tcp_stream import TcpStream
 
-__all__ = ["Asking", "EndpointAddress", "RemoteAnswer", "RemoteEndpoint", "Unreachable"]
+__all__ = ["Asking", "EndpointAddress", "RemoteResponse", "RemoteEndpoint", "Unreachable"]
 
 CONNECT_SECONDS_MAX = 5.0
 IDLE_CONNECTIONS_MAX = 128  # as many as are in use in a burst; each costs a socket at both ends
@@ -76,10 +76,10 @@ class EndpointAddress(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.scheme}://{self.authority}{self.path}"
 
 
-class RemoteAnswer:
-    """An answer whose head is here. headers: names in lower case."""
+class RemoteResponse:
+    """A response whose head is here. headers: names in lower case."""
 
-    def __init__(self, head: AnswerHead, connection: _Connection) -> None:
+    def __init__(self, head: ResponseHead, connection: _Connection) -> None:
         self.status = head.status
         self.headers = head.headers
         self._connection = connection
@@ -132,10 +132,10 @@ class RemoteEndpoint:
         self._is_closed = False
 
     def request(self, method: str, path: str, headers: list[tuple[str, str]], body: bytes) -> Asking:
-        """Send a request, any but HEAD; the scope holds the answer. Leaving it before the body's end closes the
+        """Send a request, any but HEAD; the scope holds the response. Leaving it before the body's end closes the
         connection.
 
-        Raises Unreachable if there is no connection, EndpointLost if it breaks before the head of the answer, and
+        Raises Unreachable if there is no connection, EndpointLost if it breaks before the head of the response, and
         InvalidRequest for a header that cannot be sent.
         """
         return Asking(self, self._encoded(method, path, headers, body))
@@ -155,9 +155,9 @@ class RemoteEndpoint:
         except UnicodeEncodeError:
             raise InvalidRequest("a header field has a character beyond latin-1: leave it out") from None
 
-    async def send(self, data: bytes) -> tuple[_Connection, AnswerHead]:
+    async def send(self, data: bytes) -> tuple[_Connection, ResponseHead]:
         """Over a connection that is there, or else a new one. A server may close an idle connection just when it is
-        used again; that is no fault of the request, if it comes at once and nothing of an answer has come."""
+        used again; that is no fault of the request, if it comes at once and nothing of a response has come."""
         while (idle := self._take_idle()) is not None:
             race_ends_at = trio.current_time() + CLOSE_RACE_SECONDS
             try:
@@ -224,7 +224,7 @@ class RemoteEndpoint:
 
 
 class Asking:
-    """The scope of one request: holds its answer, and its connection. For those whose scope is no `async with` block,
+    """The scope of one request: holds its response, and its connection. For those whose scope is no `async with` block,
     there are `begin`, and `end` from then on at any moment, also again."""
 
     __slots__ = ("_connection", "_data", "_endpoint")
@@ -234,16 +234,16 @@ class Asking:
         self._data = data
         self._connection: _Connection | None = None
 
-    async def begin(self) -> RemoteAnswer:
+    async def begin(self) -> RemoteResponse:
         self._connection, head = await self._endpoint.send(self._data)
-        return RemoteAnswer(head, self._connection)
+        return RemoteResponse(head, self._connection)
 
     def end(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
             self._endpoint.give_back(connection)
 
-    async def __aenter__(self) -> RemoteAnswer:
+    async def __aenter__(self) -> RemoteResponse:
         return await self.begin()
 
     async def __aexit__(self, *error: object) -> None:
@@ -251,13 +251,13 @@ class Asking:
 
 
 class _Connection:
-    """One connection and the request on it. heard: something of an answer has come."""
+    """One connection and the request on it. heard: something of a response has come."""
 
     def __init__(self, stream: trio.abc.Stream, id: EndpointId) -> None:
         self._stream = stream
         self._tcp = stream if isinstance(stream, TcpStream) else None
         self._id = id
-        self._reader = AnswerReader()
+        self._reader = ResponseReader()
         self._is_sent = True  # the whole of the last request
         self.heard = False
 
@@ -265,13 +265,13 @@ class _Connection:
     def is_reusable(self) -> bool:
         return self._is_sent and self._reader.can_go_on
 
-    async def send(self, data: bytes) -> AnswerHead:
+    async def send(self, data: bytes) -> ResponseHead:
         """Raises EndpointLost."""
         self._reader.begin()
         self.heard = self._is_sent = False
         try:
             if self._tcp is not None:
-                # Waiting for the answer lets the others have a turn; before that there is nothing to wait for.
+                # Waiting for the response lets the others have a turn; before that there is nothing to wait for.
                 data = data[self._tcp.try_send(data) :]
             if data:
                 await self._stream.send_all(data)
@@ -281,7 +281,7 @@ class _Connection:
         try:
             while (head := self._reader.next_head()) is None:
                 await self._receive()
-        except BadAnswer as error:
+        except BadResponse as error:
             raise self._lost(error) from error
         return head
 
@@ -289,7 +289,7 @@ class _Connection:
         try:
             while (piece := self._reader.next_piece()) is None:
                 await self._receive()
-        except BadAnswer as error:
+        except BadResponse as error:
             raise self._lost(error) from error
         return piece or None
 
@@ -301,8 +301,8 @@ class _Connection:
         self.heard = self.heard or bool(data)
         self._reader.feed(data)
 
-    def _lost(self, error: BadAnswer) -> EndpointLost:
-        return EndpointLost(f'the endpoint "{self._id}" broke off its answer: {error}')
+    def _lost(self, error: BadResponse) -> EndpointLost:
+        return EndpointLost(f'the endpoint "{self._id}" broke off its response: {error}')
 
     def close(self) -> None:
         """At once, without waiting: this is what tells the server that nobody wants the rest."""

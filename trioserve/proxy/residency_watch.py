@@ -11,7 +11,7 @@ import trio
 from trioserve.contracts.block_hash import HASH_SCHEME, BlockHash
 from trioserve.contracts.errors import EndpointLost
 from trioserve.contracts.kv_events import BlocksStored, KvEvent, ResidencySnapshot
-from trioserve.proxy.remote_endpoint import RemoteAnswer, RemoteEndpoint
+from trioserve.proxy.remote_endpoint import RemoteEndpoint, RemoteResponse
 from trioserve.router.policies import Policy
 from trioserve.router.residency import BLOCKS_MAX
 
@@ -59,12 +59,12 @@ class _Watch:
         self._snapshot, self._sequence = [], None
         with trio.CancelScope(deadline=trio.current_time() + STALE_SECONDS) as silence:
             try:
-                async with self._remote.request("GET", KV_EVENTS_PATH, [], b"") as answer:
-                    if answer.status == 200:
-                        await self._read(answer, silence)
+                async with self._remote.request("GET", KV_EVENTS_PATH, [], b"") as response:
+                    if response.status == 200:
+                        await self._read(response, silence)
                         self._say("the stream ended")
                     else:
-                        self._say(f"status {answer.status} {answer.header('x-trioserve-reason') or ''}".rstrip())
+                        self._say(f"status {response.status} {response.header('x-trioserve-reason') or ''}".rstrip())
             except (EndpointLost, _Broken) as error:
                 self._say(str(error))
         if silence.cancelled_caught:
@@ -75,9 +75,9 @@ class _Watch:
         self.is_known = False
         self._policy.note_unknown(self._remote.id)
 
-    async def _read(self, answer: RemoteAnswer, silence: trio.CancelScope) -> None:
+    async def _read(self, response: RemoteResponse, silence: trio.CancelScope) -> None:
         lines = _Lines()
-        while (piece := await answer.next_piece()) is not None:
+        while (piece := await response.next_piece()) is not None:
             silence.deadline = trio.current_time() + STALE_SECONDS
             for event in lines.events(piece):
                 self._take(event)

@@ -1,8 +1,8 @@
-"""Where the answers of an HTTP/1.1 server begin and end (RFC 9112). Told bytes; waits for nothing.
+"""Where the responses of an HTTP/1.1 server begin and end (RFC 9112). Told bytes; waits for nothing.
 
 By hand, since a general parser is half of what a small request costs a router. It is narrower than one: what no server
 in earnest sends (folded header lines, lines without CR, codings besides chunked) is refused, and a connection goes on
-only after an answer whose end is beyond doubt. tests/proxy/test_response_reader.py compares it with h11.
+only after a response whose end is beyond doubt. tests/proxy/test_response_reader.py compares it with h11.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import re
 
-__all__ = ["AnswerHead", "AnswerReader", "BadAnswer"]
+__all__ = ["ResponseHead", "ResponseReader", "BadResponse"]
 
 HEAD_BYTES_MAX = 65536
 CHUNK_LINE_BYTES_MAX = 4096  # a size and what servers may say of a chunk besides
@@ -23,11 +23,11 @@ _LENGTH = re.compile(r"[0-9]{1,18}")
 _BODILESS = frozenset({204, 304})
 
 
-class BadAnswer(Exception):
+class BadResponse(Exception):
     """What came is no HTTP/1.1, or ends too early. In words."""
 
 
-class AnswerHead:
+class ResponseHead:
     """headers: names in lower case, repeated ones as they came."""
 
     __slots__ = ("headers", "status")
@@ -48,8 +48,8 @@ class _Stage(enum.Enum):
     ENDED = "nothing"
 
 
-class AnswerReader:
-    """The answers on one connection, one after another, none of them to a HEAD request."""
+class ResponseReader:
+    """The responses on one connection, one after another, none of them to a HEAD request."""
 
     def __init__(self) -> None:
         self._stage = _Stage.ENDED
@@ -60,11 +60,11 @@ class AnswerReader:
 
     @property
     def can_go_on(self) -> bool:
-        """Whether the last answer has ended so that another one may follow on the same connection."""
+        """Whether the last response has ended so that another one may follow on the same connection."""
         return self._stage is _Stage.ENDED and self._goes_on and not self._held and not self._at_end
 
     def begin(self) -> None:
-        """A request is sent: an answer is to come."""
+        """A request is sent: a response is to come."""
         assert self.can_go_on
         self._stage = _Stage.HEAD
 
@@ -75,26 +75,26 @@ class AnswerReader:
         else:
             self._held = self._held + data if self._held else data
 
-    def next_head(self) -> AnswerHead | None:
-        """None: more has to be fed. Heads of interim answers are passed over. Raises BadAnswer."""
+    def next_head(self) -> ResponseHead | None:
+        """None: more has to be fed. Heads of interim responses are passed over. Raises BadResponse."""
         while True:
             end = self._held.find(b"\r\n\r\n", 0, HEAD_BYTES_MAX)
             if end < 0:
                 if len(self._held) >= HEAD_BYTES_MAX:
-                    raise BadAnswer(f"its head has more than {HEAD_BYTES_MAX} bytes")
+                    raise BadResponse(f"its head has more than {HEAD_BYTES_MAX} bytes")
                 if self._at_end:
-                    raise BadAnswer("it closed the connection within the head" if self._held else "no answer came")
+                    raise BadResponse("it closed the connection within the head" if self._held else "no response came")
                 return None
             head, self._held = self._held[:end].decode("latin-1"), self._held[end + 4 :]
             first, line_end, _ = head.partition("\r\n")
             status_line = _STATUS.fullmatch(first)
             if status_line is None:
-                raise BadAnswer(f"it begins with {first[:80]!r}")
+                raise BadResponse(f"it begins with {first[:80]!r}")
             if _FIELDS.fullmatch(head, len(first)) is None:
-                raise BadAnswer("its head has a line that is no header field")
+                raise BadResponse("its head has a line that is no header field")
             status = int(status_line[2])
             if status == 101:
-                raise BadAnswer("it changes to a protocol that nobody asked for")
+                raise BadResponse("it changes to a protocol that nobody asked for")
             if status >= 200:
                 break
         headers = []
@@ -103,11 +103,11 @@ class AnswerReader:
                 name, _, value = line.partition(":")
                 headers.append((name.lower(), value.strip(" \t")))
         self._begin_body(status, status_line[1] == "1", headers)
-        return AnswerHead(status, headers)
+        return ResponseHead(status, headers)
 
     def next_piece(self) -> bytes | None:
         """All of the body that has come since the last call; nothing at its end; None: more has to be fed.
-        Raises BadAnswer."""
+        Raises BadResponse."""
         stage = self._stage
         if stage is _Stage.LENGTH:
             return self._next_of_length()
@@ -132,11 +132,11 @@ class AnswerReader:
             self._stage = _Stage.ENDED
         elif codings:
             if [coding.lower() for coding in codings] != ["chunked"]:
-                raise BadAnswer(f"its transfer-encoding is {', '.join(codings)[:80]!r}, and not chunked")
+                raise BadResponse(f"its transfer-encoding is {', '.join(codings)[:80]!r}, and not chunked")
             self._stage = _Stage.CHUNK_LINE
         elif lengths:
             if len(lengths) > 1 or _LENGTH.fullmatch(length := lengths.pop()) is None:
-                raise BadAnswer("its content-length is no number")
+                raise BadResponse("its content-length is no number")
             self._left_bytes = int(length)
             self._stage = _Stage.LENGTH if self._left_bytes else _Stage.ENDED
         else:
@@ -179,14 +179,14 @@ class AnswerReader:
                 if len(held) < position + 2:
                     break
                 if held[position : position + 2] != b"\r\n":
-                    raise BadAnswer("a chunk is longer than was told")
+                    raise BadResponse("a chunk is longer than was told")
                 position += 2
                 self._stage = _Stage.CHUNK_LINE
             else:
                 end = held.find(b"\r\n", position)
                 line_bytes_max = CHUNK_LINE_BYTES_MAX if self._stage is _Stage.CHUNK_LINE else HEAD_BYTES_MAX
                 if (len(held) if end < 0 else end) - position > line_bytes_max:
-                    raise BadAnswer(f"a line between chunks has more than {line_bytes_max} bytes")
+                    raise BadResponse(f"a line between chunks has more than {line_bytes_max} bytes")
                 if end < 0:
                     break
                 line, position = held[position:end], end + 2
@@ -203,14 +203,14 @@ class AnswerReader:
             if not line:
                 self._stage = _Stage.ENDED
             elif _TRAILER.fullmatch(line) is None:
-                raise BadAnswer("what follows its last chunk is no header field")
+                raise BadResponse("what follows its last chunk is no header field")
             return
         size = _CHUNK_SIZE.fullmatch(line)
         if size is None:
-            raise BadAnswer(f"a chunk begins with {line[:80]!r}")
+            raise BadResponse(f"a chunk begins with {line[:80]!r}")
         self._left_bytes = int(size[1], 16)
         self._stage = _Stage.CHUNK if self._left_bytes else _Stage.TRAILER
 
     def _check_more_may_come(self) -> None:
         if self._at_end:
-            raise BadAnswer(f"it closed the connection, and {self._stage.value} is missing")
+            raise BadResponse(f"it closed the connection, and {self._stage.value} is missing")

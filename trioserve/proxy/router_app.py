@@ -1,4 +1,4 @@
-"""The API of a router: what goes on to an endpoint, and what the router answers itself."""
+"""The API of a router: what goes on to an endpoint, and what the router responses itself."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import trio
 from trioserve.api.api_keys import ApiKeys
 from trioserve.api.app import BaseApp, Route
 from trioserve.api.caller import AccessRules, check_is_admin
-from trioserve.api.error_responses import REASON_HEADER, ErrorAnswer, Refusal
+from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
 from trioserve.api.openai.models import MODEL_PATH
 from trioserve.api.openai.request_types import decode_body
 from trioserve.api.operations.health import VERSION
-from trioserve.api.operations.live_requests import REQUEST_PATH, answer_abort, answer_aborts
+from trioserve.api.operations.live_requests import REQUEST_PATH, respond_to_abort, respond_to_aborts
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import InvalidRequest, StartupError, UnknownModel
 from trioserve.http.clock_and_ids import Surroundings
@@ -50,7 +50,7 @@ MANAGED_BY_ADMIN = "endpoints are added and drained with the admin's API key: se
 
 
 async def list_models(call: RouterCall) -> None:
-    await call.answer({"object": "list", "data": [_card(name) for name in call.fleet.models()]})
+    await call.response({"object": "list", "data": [_card(name) for name in call.fleet.models()]})
 
 
 async def read_model(call: RouterCall) -> None:
@@ -58,7 +58,7 @@ async def read_model(call: RouterCall) -> None:
     name = call.exchange.path.removeprefix(MODEL_PATH)
     if name not in call.fleet.models():
         raise UnknownModel(f'the model "{name}" is not served here; served are: {", ".join(call.fleet.models())}')
-    await call.answer(_card(name))
+    await call.response(_card(name))
 
 
 def _card(name: str) -> dict[str, object]:
@@ -70,24 +70,24 @@ STARTED_AT = int(time.time())
 
 async def read_health(call: RouterCall) -> None:
     """200 as long as the event loop turns."""
-    await call.answer({"status": "alive"})
+    await call.response({"status": "alive"})
 
 
 async def read_ready(call: RouterCall) -> None:
     """200 if there is an endpoint that takes requests."""
     reason = call.fleet.unready_reason()
     if reason is None:
-        await call.answer({"ready": True})
+        await call.response({"ready": True})
     else:
-        await call.answer({"ready": False, "reason": reason}, status=503, headers=((REASON_HEADER, reason),))
+        await call.response({"ready": False, "reason": reason}, status=503, headers=((REASON_HEADER, reason),))
 
 
 async def read_version(call: RouterCall) -> None:
-    await call.answer({"version": VERSION})
+    await call.response({"version": VERSION})
 
 
 async def list_endpoints(call: RouterCall) -> None:
-    await call.answer({"object": "list", "data": call.fleet.described()})
+    await call.response({"object": "list", "data": call.fleet.described()})
 
 
 async def add_endpoint(call: RouterCall) -> None:
@@ -98,7 +98,7 @@ async def add_endpoint(call: RouterCall) -> None:
         id = call.fleet.add(spec)
     except StartupError as error:
         raise InvalidRequest(str(error)) from None
-    await call.answer({"id": id, "object": "endpoint"}, status=201)
+    await call.response({"id": id, "object": "endpoint"}, status=201)
 
 
 async def drain_endpoint(call: RouterCall) -> None:
@@ -107,7 +107,7 @@ async def drain_endpoint(call: RouterCall) -> None:
     id = EndpointId(call.exchange.path.removeprefix(ENDPOINT_PATH))
     if not call.fleet.drain(id):
         raise Refusal(
-            ErrorAnswer(
+            ErrorResponse(
                 status=404,
                 type="invalid_request_error",
                 code="endpoint_not_found",
@@ -115,13 +115,13 @@ async def drain_endpoint(call: RouterCall) -> None:
                 headers=((REASON_HEADER, "endpoint_not_found"),),
             )
         )
-    await call.answer({"id": id, "object": "endpoint", "draining": True})
+    await call.response({"id": id, "object": "endpoint", "draining": True})
 
 
 async def list_requests(call: RouterCall) -> None:
     """Those that live, wherever they are."""
     now = trio.current_time()
-    await call.answer(
+    await call.response(
         {
             "object": "list",
             "data": [
@@ -142,17 +142,17 @@ async def list_requests(call: RouterCall) -> None:
 
 async def abort_request(call: RouterCall) -> None:
     """Answers 200 with what it did; 404 if no request of this caller bears the id."""
-    await answer_abort(call, call.fleet.dispatch.abort)
+    await respond_to_abort(call, call.fleet.dispatch.abort)
 
 
 async def abort_requests(call: RouterCall) -> None:
     """Answers with a result for each id, in the order in which they came."""
-    await answer_aborts(call, call.fleet.dispatch.abort)
+    await respond_to_aborts(call, call.fleet.dispatch.abort)
 
 
 async def read_metrics(call: RouterCall) -> None:
     metrics = call.metrics
-    await call.answer_bytes(metrics.expose() + call.more_metrics(), metrics.content_type)
+    await call.response_bytes(metrics.expose() + call.more_metrics(), metrics.content_type)
 
 
 ROUTES = {

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, urlencode
 
-from trioserve.api.responder import TENANT_HEADER, Answering
+from trioserve.api.responder import TENANT_HEADER, Responder
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.http.clock_and_ids import Surroundings
@@ -29,7 +29,7 @@ class RoutingRules:
     """How requests are read. deadlines: of those that bring none; deadlines_max: what any may have.
     tenant_header, session_header: whose values tell tenants and sessions apart; which callers' tenants, see Caller.
     passes_authorization: endpoints get the client's Authorization header, since no key of the router stands in it.
-    split_prompt_tokens_min: a prompt with fewer tokens, as guessed from its length, is computed where its answer is.
+    split_prompt_tokens_min: a prompt with fewer tokens, as guessed from its length, is computed where its response is.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class RoutingRules:
         self.split_prompt_tokens_min = split_prompt_tokens_min
 
 
-class RouterCall(Answering):
+class RouterCall(Responder):
     """Handlers get one of these, and answer it once.
 
     naming: names the blocks of prompts; None where no policy asks for it.
@@ -94,7 +94,7 @@ class RouterCall(Answering):
         return self.exchange.path + ("?" + urlencode(rest) if rest else "")
 
     async def start(self, status: int, headers: HeaderFields, *, is_events: bool) -> None:
-        """Begin an answer that comes from elsewhere, with its headers."""
+        """Begin a response that comes from elsewhere, with its headers."""
         self.status = status
         self._streaming = is_events
         await self.exchange.start(status, headers)

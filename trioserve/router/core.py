@@ -5,7 +5,7 @@
     router.enter(request, now)          -> Ticket: in line, or with a lease already; raises what refuses it
     router.leave(ticket, now)           the one way out: its place or lease is back; legal at any moment, ever again
     router.sent(ticket)                 the request goes to its endpoint
-    router.first_token(ticket, now)     the endpoint answers: from here on it is not tried elsewhere
+    router.first_token(ticket, now)     the endpoint responses: from here on it is not tried elsewhere
     router.failed(ticket, fault, now)   -> whether the ticket is in line again, for another endpoint
     router.prefilled(ticket, now)       one endpoint has computed the prompt of a request that is split
     router.hold_lost(ticket, now)       and keeps its blocks no longer
@@ -577,14 +577,14 @@ class RouterCore:
             self.policy.forget(state.id)
             self._on_gone(state.id)
 
-    # --- requests whose prompt is computed apart from their answer ---
+    # --- requests whose prompt is computed apart from their response ---
 
     def will_be_split(self, request: RoutedRequest) -> bool:
         """Whether it would be, if it entered now."""
         return request.can_be_split and request.pinned is None and self.is_pair_there(request.model)
 
     def is_pair_there(self, model: str, tried: tuple[EndpointId, ...] = ()) -> bool:
-        """Whether one endpoint may compute a prompt and another one answer."""
+        """Whether one endpoint may compute a prompt and another one response."""
         there = [state for state in self._serving(model) if state.is_given and state.id not in tried]
         first = {state.id for state in there if state.is_meant_for(Leg.PREFILL)}
         second = {state.id for state in there if state.is_meant_for(Leg.DECODE)}

@@ -171,7 +171,7 @@ class EndpointState:
         self.note_success(now)
 
     def note_success(self, now: float) -> None:
-        """A request got its first token there, or a health check its answer."""
+        """A request got its first token there, or a health check its response."""
         self._failures_in_a_row = 0
         if self.health in (EndpointHealth.STARTING, EndpointHealth.PROBING):
             if self._owes_slow_start:

@@ -13,7 +13,7 @@ __all__ = ["RouterSettings"]
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     """queue_requests_max, queue_prompt_tokens_max: what may wait for one model in each of its lines: that of requests
-        whose prompt is computed apart from their answer, and that of the others. 0 requests: nothing waits, who finds
+        whose prompt is computed apart from their response, and that of the others. 0 requests: nothing waits, who finds
         no free endpoint is refused at once.
     queue_seconds_max: how long anybody waits in line.
     leases_max: sequences at one endpoint, unless the endpoint has a limit of its own.

@@ -1,4 +1,4 @@
-"""The answer to compare with: one request at a time, from its own tokens, without blocks, batches or a cache.
+"""The response to compare with: one request at a time, from its own tokens, without blocks, batches or a cache.
 
 It reads the rules of contracts.request and contracts.sampling, and shares no code with the core.
 """
@@ -11,12 +11,12 @@ from trioserve.contracts.events import FinishReason, TokenLogprob
 from trioserve.contracts.request import EngineRequest
 from trioserve.testing.fake_executor import FakeModel
 
-__all__ = ["ReferenceAnswer", "ReferenceEngine"]
+__all__ = ["ReferenceResponse", "ReferenceEngine"]
 
 
-class ReferenceAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole answer. stop_token_id is the last of token_ids when reason is STOP. logprobs and prompt_logprobs are None
-    when the request did not ask for them; the first prompt token's entry is None."""
+class ReferenceResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole response. stop_token_id is the last of token_ids when reason is STOP. logprobs and prompt_logprobs are
+    None when the request did not ask for them; the first prompt token's entry is None."""
 
     token_ids: tuple[int, ...]
     reason: FinishReason
@@ -29,7 +29,7 @@ class ReferenceEngine:
     def __init__(self, model: FakeModel) -> None:
         self.model = model
 
-    def answer(self, request: EngineRequest) -> ReferenceAnswer:
+    def response(self, request: EngineRequest) -> ReferenceResponse:
         """What an engine must answer to `request`, if nobody aborts it and nothing fails."""
         model, sampling = self.model, request.sampling
         digest = model.digest(request.prompt_token_ids)
@@ -47,7 +47,7 @@ class ReferenceEngine:
                 break
             known.append(token_id)
             digest = model.digest((token_id,), digest)
-        return ReferenceAnswer(
+        return ReferenceResponse(
             token_ids=tuple(token_ids),
             reason=FinishReason.LENGTH if stop_token_id is None else FinishReason.STOP,
             stop_token_id=stop_token_id,

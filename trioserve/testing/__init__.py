@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from trioserve.testing.accounting import assert_all_free
     from trioserve.testing.fake_engine import FakeEngine, InjectedFault, open_fake_engine
     from trioserve.testing.httpx_transport import MemoryTransport
-    from trioserve.testing.memory_client import ConnectionLost, MemoryAnswer, MemoryClient
+    from trioserve.testing.memory_client import ConnectionLost, MemoryClient, MemoryResponse
     from trioserve.testing.memory_server import MemoryServer, open_memory_server
     from trioserve.testing.memory_stream import MemoryEnd, memory_connection
     from trioserve.testing.scripted_connector import ScriptedConnector
@@ -22,7 +22,7 @@ _HOMES = {
     "ConnectionLost": "memory_client",
     "FakeEngine": "fake_engine",
     "InjectedFault": "fake_engine",
-    "MemoryAnswer": "memory_client",
+    "MemoryResponse": "memory_client",
     "MemoryClient": "memory_client",
     "MemoryEnd": "memory_stream",
     "MemoryServer": "memory_server",
@@ -39,7 +39,7 @@ __all__ = [
     "ConnectionLost",
     "FakeEngine",
     "InjectedFault",
-    "MemoryAnswer",
+    "MemoryResponse",
     "MemoryClient",
     "MemoryEnd",
     "MemoryServer",

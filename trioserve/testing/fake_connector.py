@@ -1,4 +1,4 @@
-"""A connector whose every answer is scripted, and which watches how it is called.
+"""A connector whose every response is scripted, and which watches how it is called.
 
 It moves KV between the slots of a FakeExecutor. A load that is out scribbles over everything it may write to whenever
 somebody looks (`work`), and a send compares what it reads with what was there when it began: a block that the core

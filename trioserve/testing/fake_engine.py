@@ -24,7 +24,7 @@ from trioserve.testing.controlled_steps import ControlledSteps
 from trioserve.testing.fake_executor import FakeExecutor, FakeModel
 from trioserve.testing.gated_core import GatedCore
 from trioserve.testing.invariants import check_idle
-from trioserve.testing.scripted_model import Answer, NextToken, answering, following
+from trioserve.testing.scripted_model import NextToken, Response, answering, following
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 __all__ = ["FakeEngine", "InjectedFault", "open_fake_engine"]
@@ -176,7 +176,8 @@ class FakeEngine(Engine):
 
     @property
     def first_unfinished_id(self) -> str | None:
-        """Of those that are entered, in line or beyond it, one that has not had the end of its answer; None: nobody."""
+        """Of those that are entered, in line or beyond it, one that has not had the end of its response; None:
+        nobody."""
         return next((request.id for request in self._live_requests() if not request.is_finished), None)
 
     def assert_all_free(self) -> None:
@@ -202,7 +203,7 @@ async def open_fake_engine(
     kv_events_max: int = 0,
     step_seconds: float = 0.0,
     paused: bool = False,
-    answer: Answer | None = None,
+    response: Response | None = None,
     next_token: NextToken | None = None,
     model: FakeModel | None = None,
     deadlines: Deadlines | None = None,
@@ -217,25 +218,24 @@ async def open_fake_engine(
 ) -> AsyncIterator[FakeEngine]:
     """An engine as open_engine gives it, but for the model: bytes are tokens, and a forward pass takes step_seconds.
 
-    The limits are the engine's: KV blocks and tokens in each, tokens of prompt and answer, requests that run, tokens a
-    step computes (a longer prompt comes in chunks), guesses of a request in a step (speculative_ngram), requests that
+    The limits are the engine's: KV blocks and tokens in each, tokens of prompt and response, requests that run, tokens
+    a step computes (a longer prompt comes in chunks), guesses of a request in a step (speculative_ngram), requests that
     wait, the tokens of their prompts and for how long, changes of the prefix cache that are kept for `GET /kv_events`
     (0: it is off). overlap_steps: a step is planned while another runs, unless the engine is paused. paused: no step
-    begins until step(), held_step() or resume(). What it says, of these at most one:
-    `answer`, a text or a function of the prompt's text; `next_token`, a function of the tokens so far; `model`.
-    Otherwise it follows from the prompt, but looks random. deadlines, deadlines_max: defaults and upper limits for
-    every request. step_seconds_max: how old a step may get; None and 0: as in EngineSettings. connector: makes one
-    from the executor and what wakes the engine, such as ScriptedConnector; with it go the engine's role, how long
-    blocks are held and KV is waited for, the share of the pool that may be held, and what becomes of a request whose KV
-    does not come.
+    begins until step(), held_step() or resume(). What it says, of these at most one: `response`, a text or a function
+    of the prompt's text; `next_token`, a function of the tokens so far; `model`. Otherwise it follows from the prompt,
+    but looks random. deadlines, deadlines_max: defaults and upper limits for every request. step_seconds_max: how old a
+    step may get; None and 0: as in EngineSettings. connector: makes one from the executor and what wakes the engine,
+    such as ScriptedConnector; with it go the engine's role, how long blocks are held and KV is waited for, the share of
+    the pool that may be held, and what becomes of a request whose KV does not come.
 
     Inside, the KV blocks are watched: a step that reads a block that another request wrote to is an AssertionError.
     Leaving does what leaving open_engine does.
     """
-    given = [choice for choice in (answer, next_token, model) if choice is not None]
-    assert len(given) <= 1, "give one of answer, next_token and model, or none"
-    if answer is not None:
-        model = answering(answer)
+    given = [choice for choice in (response, next_token, model) if choice is not None]
+    assert len(given) <= 1, "give one of response, next_token and model, or none"
+    if response is not None:
+        model = answering(response)
     elif next_token is not None:
         model = following(next_token)
     executor = FakeExecutor(

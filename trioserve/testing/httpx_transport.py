@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 
 import httpx
 
-from trioserve.testing.memory_client import ConnectionLost, MemoryAnswer, MemoryClient
+from trioserve.testing.memory_client import ConnectionLost, MemoryClient, MemoryResponse
 
 __all__ = ["MemoryTransport"]
 
@@ -31,26 +31,26 @@ class MemoryTransport(httpx.AsyncBaseTransport):
         async with AsyncExitStack() as stack:
             stack.callback(client.close)
             try:
-                answer = await stack.enter_async_context(
+                response = await stack.enter_async_context(
                     client.ask(request.url.raw_path.decode(), body or None, method=request.method, headers=headers)
                 )
-                await answer.head()
+                await response.head()
             except ConnectionLost as error:
                 raise httpx.RemoteProtocolError(str(error), request=request) from error
             return httpx.Response(
-                answer.status or 0, headers=answer.headers, stream=_Body(answer, stack.pop_all()), request=request
+                response.status or 0, headers=response.headers, stream=_Body(response, stack.pop_all()), request=request
             )
         raise AssertionError("an exit stack hides no exception")
 
 
 class _Body(httpx.AsyncByteStream):
-    def __init__(self, answer: MemoryAnswer, stack: AsyncExitStack) -> None:
-        self._answer = answer
+    def __init__(self, response: MemoryResponse, stack: AsyncExitStack) -> None:
+        self._response = response
         self._stack = stack
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         try:
-            async for piece in self._answer.pieces():
+            async for piece in self._response.pieces():
                 yield piece
         except ConnectionLost as error:
             raise httpx.RemoteProtocolError(str(error)) from error

@@ -1,6 +1,6 @@
 """A client joined to a server in memory, over HTTP/1.1 or HTTP/2, that can leave in every way there is.
 
-It has no task of its own: whoever waits for an answer reads the connection. So a client that does not read is simply
+It has no task of its own: whoever waits for a response reads the connection. So a client that does not read is simply
 one whose answers nobody waits for.
 """
 
@@ -21,7 +21,7 @@ from trioserve.trio_tools.http1_client import Http1ClientProtocol
 from trioserve.trio_tools.http2_client import Http2ClientProtocol
 from trioserve.trio_tools.http_client import ResponseEnd, ResponseResult
 
-__all__ = ["ConnectionLost", "MemoryAnswer", "MemoryClient"]
+__all__ = ["ConnectionLost", "MemoryResponse", "MemoryClient"]
 
 AUTHORITY = "memory"
 LOST = {
@@ -33,14 +33,14 @@ DONE = b"[DONE]"  # ends a stream of events in OpenAI's API
 
 
 class ConnectionLost(TrioserveError):
-    """The server closed the connection, or reset the stream, before the answer was complete."""
+    """The server closed the connection, or reset the stream, before the response was complete."""
 
 
-class MemoryAnswer:
-    """What has come of one answer. status and headers are there after `await head()`.
+class MemoryResponse:
+    """What has come of one response. status and headers are there after `await head()`.
 
     body: the bytes so far. is_complete: that was all. Iterating gives the events of a stream, decoded, without the last
-    one, [DONE]; every read raises ConnectionLost if the answer breaks off.
+    one, [DONE]; every read raises ConnectionLost if the response breaks off.
     """
 
     def __init__(self, read_more: Callable[[], Awaitable[None]]) -> None:
@@ -77,7 +77,7 @@ class MemoryAnswer:
             self._told_bytes += len(piece)
             yield piece
 
-    def __aiter__(self) -> MemoryAnswer:
+    def __aiter__(self) -> MemoryResponse:
         return self
 
     async def __anext__(self) -> Any:
@@ -102,23 +102,23 @@ class MemoryAnswer:
 
 
 class _Listener:
-    """Writes down what the protocol tells of one answer."""
+    """Writes down what the protocol tells of one response."""
 
-    def __init__(self, answer: MemoryAnswer) -> None:
-        self._answer = answer
+    def __init__(self, response: MemoryResponse) -> None:
+        self._response = response
 
     def on_head(self, status: int, fields: list[tuple[bytes, bytes]]) -> None:
-        self._answer.status = status
-        self._answer.headers = {name.decode(): value.decode() for name, value in fields}
+        self._response.status = status
+        self._response.headers = {name.decode(): value.decode() for name, value in fields}
 
     def on_body(self, data: bytes) -> None:
-        self._answer.body += data
+        self._response.body += data
 
     def on_end(self, end: ResponseEnd) -> None:
         if end.result is ResponseResult.COMPLETE:
-            self._answer.is_complete = True
+            self._response.is_complete = True
         else:
-            self._answer.lost = LOST[end.result].format(error=end.error)
+            self._response.lost = LOST[end.result].format(error=end.error)
 
 
 class MemoryClient:
@@ -136,7 +136,7 @@ class MemoryClient:
             self._protocol = Http1ClientProtocol(authority=AUTHORITY)
         else:
             self._protocol = Http2ClientProtocol(authority=AUTHORITY)
-        self._answers: dict[int, MemoryAnswer] = {}
+        self._responses: dict[int, MemoryResponse] = {}
         self._sending = trio.Lock()
         self._is_reading = False
         self._has_read = trio.lowlevel.ParkingLot()
@@ -150,9 +150,9 @@ class MemoryClient:
         method: str | None = None,
         headers: dict[str, str] | None = None,
         withheld_bytes: int = 0,
-    ) -> AsyncIterator[MemoryAnswer]:
-        """Send a request and get its answer, of which nothing need have come yet. Leaving before it is complete leaves
-        as clients do: over HTTP/2 by a reset of the stream, over HTTP/1.1 by closing the connection.
+    ) -> AsyncIterator[MemoryResponse]:
+        """Send a request and get its response, of which nothing need have come yet. Leaving before it is complete
+        leaves as clients do: over HTTP/2 by a reset of the stream, over HTTP/1.1 by closing the connection.
 
         body: bytes, or a value that becomes JSON. method: POST with a body, GET without. withheld_bytes: so many bytes
         at the end of the body are announced and never sent.
@@ -166,28 +166,28 @@ class MemoryClient:
         assert not isinstance(self._protocol, Http1ClientProtocol) or not self._protocol.waiting_count, (
             "one request at a time over HTTP/1.1: take http=2, or another client"
         )
-        answer = MemoryAnswer(self._receive)
+        response = MemoryResponse(self._receive)
         method = method or ("POST" if data else "GET")
-        number = self._protocol.begin(method, path, fields, _Listener(answer), has_body=bool(data))
-        self._answers[number] = answer
+        number = self._protocol.begin(method, path, fields, _Listener(response), has_body=bool(data))
+        self._responses[number] = response
         try:
             await self._send_body(number, data[: len(data) - withheld_bytes], is_whole=withheld_bytes == 0)
-            yield answer
+            yield response
         finally:
-            del self._answers[number]
-            if not answer.is_complete and answer.lost is None:
+            del self._responses[number]
+            if not response.is_complete and response.lost is None:
                 self._leave(number)
 
-    async def post(self, path: str, body: object, *, headers: dict[str, str] | None = None) -> MemoryAnswer:
-        """The whole answer to a request."""
-        async with self.ask(path, body, headers=headers) as answer:
-            await answer.read()
-        return answer
+    async def post(self, path: str, body: object, *, headers: dict[str, str] | None = None) -> MemoryResponse:
+        """The whole response to a request."""
+        async with self.ask(path, body, headers=headers) as response:
+            await response.read()
+        return response
 
-    async def get(self, path: str, *, headers: dict[str, str] | None = None) -> MemoryAnswer:
-        async with self.ask(path, headers=headers) as answer:
-            await answer.read()
-        return answer
+    async def get(self, path: str, *, headers: dict[str, str] | None = None) -> MemoryResponse:
+        async with self.ask(path, headers=headers) as response:
+            await response.read()
+        return response
 
     def close(self) -> None:
         """Close the connection, as a client does that is gone: both directions, at once, whatever is under way."""
@@ -209,7 +209,7 @@ class MemoryClient:
         if data:
             self._protocol.send_body(number, data, is_last=is_whole)
         await self._flush()
-        while self._protocol.unsent_bytes(number) and self._answers[number].lost is None:
+        while self._protocol.unsent_bytes(number) and self._responses[number].lost is None:
             await self._receive()  # there may be room for more then
 
     async def _flush(self) -> None:
@@ -246,6 +246,6 @@ class MemoryClient:
         await self._flush()
 
     def _lose(self, why: str) -> None:
-        for answer in self._answers.values():
-            if not answer.is_complete and answer.lost is None:
-                answer.lost = why
+        for response in self._responses.values():
+            if not response.is_complete and response.lost is None:
+                response.lost = why

@@ -22,7 +22,7 @@ RECEIVE_BYTES = 65_536
 
 class Ask:
     """One request. headers: names in lower case. body: as parsed. is_gone: its client has closed the connection before
-    the answer was over. is_over: the answer is, or cannot be any more. is_held: blocks are kept for it."""
+    the response was over. is_over: the response is, or cannot be any more. is_held: blocks are kept for it."""
 
     def __init__(self, endpoint: PretendedEndpoint, end: MemoryEnd, path: str, headers: dict[str, str], body: Any):
         self.endpoint = endpoint
@@ -35,8 +35,8 @@ class Ask:
         self._end = end
         self._is_begun = False
 
-    def answer(self, content: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
-        """The whole answer."""
+    def response(self, content: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+        """The whole response."""
         body = json.dumps(content).encode()
         fields = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
         fields += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
@@ -45,7 +45,7 @@ class Ask:
 
     def refuse(self, status: int, code: str = "said_so", *, headers: Mapping[str, str] | None = None) -> None:
         error = {"message": "no", "type": "server_error", "param": None, "code": code}
-        self.answer({"error": error}, status=status, headers=headers)
+        self.response({"error": error}, status=status, headers=headers)
 
     def begin(self) -> None:
         """The head of a stream of events."""
@@ -124,7 +124,7 @@ class PretendedEndpoint:
 
     @property
     def open(self) -> list[Ask]:
-        """Those whose answer is not over."""
+        """Those whose response is not over."""
         return [ask for ask in self.asks if not ask.is_over]
 
     @property
@@ -151,7 +151,7 @@ class PretendedEndpoint:
                         self.asks.append(ask)
                     elif not self.is_silent:
                         status = 200 if self.is_well else 503
-                        Ask(self, end, path, headers, None).answer(self._said(path), status=status)
+                        Ask(self, end, path, headers, None).response(self._said(path), status=status)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             pass
         finally:

@@ -19,8 +19,8 @@ __all__ = ["Pair", "open_pretended_pair"]
 
 
 class Pair:
-    """A router, and pretended endpoints by id: those whose id begins with p are for prompts, with d for answers, with b
-    for both; w says nothing."""
+    """A router, and pretended endpoints by id: those whose id begins with p are for prompts, with d for responses, with
+    b for both; w says nothing."""
 
     def __init__(self, router: MemoryRouter, endpoints: dict[str, PretendedEndpoint]) -> None:
         self.router = router
@@ -47,8 +47,8 @@ class Pair:
         }
 
     async def listed(self) -> list[tuple[str, str, str | None]]:
-        answer = await self.client().get("/v1/requests")
-        return [(each["id"], each["state"], each["endpoint"]) for each in (await answer.json())["data"]]
+        response = await self.client().get("/v1/requests")
+        return [(each["id"], each["state"], each["endpoint"]) for each in (await response.json())["data"]]
 
     async def assert_all_free(self) -> None:
         await self.router.assert_all_free()

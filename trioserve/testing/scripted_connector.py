@@ -17,9 +17,10 @@ __all__ = ["ScriptedConnector"]
 
 
 class ScriptedConnector(FakeConnector):
-    """For open_fake_engine(connector=ScriptedConnector). It holds what is asked to be held of whole answers, and could
-    load all of a prompt that is said to be elsewhere; nothing of that goes on by itself. It happens with `release_all`,
-    `load_all`, `fail_loads`, or transfer by transfer with `report(lambda: connector.released(id))` and its like.
+    """For open_fake_engine(connector=ScriptedConnector). It holds what is asked to be held of whole responses, and
+    could load all of a prompt that is said to be elsewhere; nothing of that goes on by itself. It happens with
+    `release_all`, `load_all`, `fail_loads`, or transfer by transfer with `report(lambda: connector.released(id))` and
+    its like.
 
     totals: what it counts, by the names of the catalogue without "kv_transfer_".
     """

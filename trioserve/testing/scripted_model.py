@@ -9,26 +9,26 @@ from trioserve.contracts.request import EngineRequest
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID
 from trioserve.testing.fake_executor import FakeModel
 
-__all__ = ["Answer", "NextToken", "answering", "following"]
+__all__ = ["Response", "NextToken", "answering", "following"]
 
-Answer = str | Callable[[str], str]
+Response = str | Callable[[str], str]
 """What every request is answered, or a function of the prompt's text (of a chat: as its template renders it)."""
 
 NextToken = Callable[[Sequence[int]], int]
 """Token ids, the prompt's and what was answered so far, to the id that comes next. It must depend on nothing else: a
 preempted request is computed again."""
 
-PROMPTS_MAX = 1024  # whose answers are remembered; a function of the prompt is called once for each
+PROMPTS_MAX = 1024  # whose responses are remembered; a function of the prompt is called once for each
 
 
-def answering(answer: Answer) -> FakeModel:
-    """A model whose answer is this text in UTF-8, a token a byte, and then the end token."""
+def answering(response: Response) -> FakeModel:
+    """A model whose response is this text in UTF-8, a token a byte, and then the end token."""
 
     @lru_cache(maxsize=PROMPTS_MAX)
     def said(prompt_token_ids: tuple[int, ...]) -> bytes:
-        if isinstance(answer, str):
-            return answer.encode()
-        return answer(
+        if isinstance(response, str):
+            return response.encode()
+        return response(
             bytes(token_id for token_id in prompt_token_ids if token_id < 256).decode(errors="replace")
         ).encode()
 

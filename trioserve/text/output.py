@@ -16,10 +16,10 @@ class ChoiceOutput:
 
     Stop strings follow vLLM: the text of the first min_tokens tokens cannot complete one, though it may hold its
     beginning. Text after a stop string is dropped, and so are the tokens after the one that completed it.
-    The answer continues the prompt: a leading space is part of it, so prompt and answer can be joined.
+    The response continues the prompt: a leading space is part of it, so prompt and response can be joined.
 
-    token_count: tokens that are part of the answer so far, shown or not. ended: the last delta was given. If the engine
-    did not say so itself, the caller aborts the sequence and drops what still arrives.
+    token_count: tokens that are part of the response so far, shown or not. ended: the last delta was given. If the
+    engine did not say so itself, the caller aborts the sequence and drops what still arrives.
     """
 
     def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams, *, index: int) -> None:

@@ -45,7 +45,7 @@ async def _nothing() -> None:
 
 class Service:
     """A worker and the front end before it, from start to stop. wait_for_rest: returns when nothing is left of requests
-    whose clients have their answers already (blocks that are held for another engine)."""
+    whose clients have their responses already (blocks that are held for another engine)."""
 
     def __init__(
         self,

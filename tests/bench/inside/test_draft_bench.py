@@ -19,7 +19,7 @@ def open_engine():
     async def opened(model, *, kv_cache_memory, **options):
         assert (model, kv_cache_memory) == ("some", 0.25)
         async with open_fake_engine(
-            answer="round and round it goes, " * 20,
+            response="round and round it goes, " * 20,
             block_count=2_000,
             context_tokens_max=4_000,
             step_tokens_max=8_000,

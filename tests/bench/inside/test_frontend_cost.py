@@ -15,7 +15,7 @@ def test_an_event_has_a_cost(shape):
     cost = frontend_cost.event_cost(*shape, tokens=(2, 6), rounds=1)
     assert (cost.connection_count, cost.stream_count, cost.http) == shape
     assert cost.engine_us != 0
-    assert cost.answer_us != 0
+    assert cost.response_us != 0
 
 
 def test_every_figure_is_in_the_table_and_in_the_json(capsys, monkeypatch):

@@ -131,7 +131,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("names", (("greedy", "plain", "filters", "logprobs"), tuple(SAMPLINGS)))
-def test_the_samplers_answer_is_that_of_its_plain_path(
+def test_the_samplers_response_is_that_of_its_plain_path(
     names: tuple[str, ...], dtype: torch.dtype, numbers: Callable[..., Tensor]
 ) -> None:
     """Without and with rows whose scores have to be changed first. One row is not finite."""

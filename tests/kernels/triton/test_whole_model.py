@@ -26,8 +26,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 PROMPTS = {"a": 36, "b": 2, "c": 9, "d": 8}
 
 
-def answers(kernels: Any, path: Path, device: str, step_driver: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Tokens, and the logprobs of prompts and answers."""
+def responses(kernels: Any, path: Path, device: str, step_driver: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Tokens, and the logprobs of prompts and responses."""
     monkeypatch.setattr(torch_step_model, "pick_kernels", lambda name: kernels)
     driver = step_driver.StepDriver(step_driver.load_runner(path, device=device, cpu_kernels="torch"))
     for index, (name, length) in enumerate(PROMPTS.items()):
@@ -47,7 +47,7 @@ def answers(kernels: Any, path: Path, device: str, step_driver: ModuleType, monk
 
 
 @pytest.mark.parametrize("kind", ("llama", "qwen2-sliding", "qwen3"))
-def test_a_model_answers_as_with_the_plain_kernels(
+def test_a_model_responses_as_with_the_plain_kernels(
     kind: str,
     tiny_checkpoints: ModuleType,
     step_driver: ModuleType,
@@ -57,8 +57,8 @@ def test_a_model_answers_as_with_the_plain_kernels(
 ) -> None:
     """In float32, up to the order of sums."""
     tiny_checkpoints.write_checkpoint(tmp_path, kind, dtype="float32", sharded=False)
-    tokens, logprobs = answers(triton, tmp_path, device, step_driver, monkeypatch)
-    plain_tokens, plain_logprobs = answers(reference, tmp_path, "cpu", step_driver, monkeypatch)
+    tokens, logprobs = responses(triton, tmp_path, device, step_driver, monkeypatch)
+    plain_tokens, plain_logprobs = responses(reference, tmp_path, "cpu", step_driver, monkeypatch)
     assert tokens == plain_tokens
     assert logprobs == pytest.approx(plain_logprobs, abs=2e-4)
 
@@ -105,7 +105,7 @@ def _tensors(output: Any) -> list[Tensor]:
     return [part for part in parts if isinstance(part, Tensor)]
 
 
-def test_replayed_decodes_answer_as_with_the_plain_kernels(
+def test_replayed_decodes_response_as_with_the_plain_kernels(
     tiny_checkpoints: ModuleType,
     step_driver: ModuleType,
     device: str,

@@ -1,6 +1,6 @@
 """POST /v1/chat/completions: a chat in, the assistant's next message out, whole or piece by piece.
 
-Tools are shown to the model through its chat template. Their calls are not parsed out of the answer: what the model
+Tools are shown to the model through its chat template. Their calls are not parsed out of the response: what the model
 writes arrives as text, in content, with tool_choice "auto" as without it.
 """
 
@@ -63,13 +63,13 @@ async def create_chat_completion(call: Call) -> None:
         else:
             [choices] = await collect([stream], sampling.n)
             if stream.is_held:  # a client that leaves before it knows of the hold ends it
-                await call.answer(_whole(call, body, stream, head, choices))
+                await call.response(_whole(call, body, stream, head, choices))
                 stream.keep_hold()
     # The engine's part is over, and its scope left: a slow client keeps nothing but its own bytes waiting.
     if body.stream:
         await call.finish(events.end())
     elif call.status is None:
-        await call.answer(_whole(call, body, stream, head, choices))
+        await call.response(_whole(call, body, stream, head, choices))
 
 
 def _check(body: ChatBody) -> None:
@@ -104,7 +104,7 @@ def _whole(
 ) -> dict[str, object]:
     tokenizer = call.engine.tokenizer
     echo = _echo(body)
-    answer = {
+    response = {
         **head,
         "choices": [
             {
@@ -121,10 +121,10 @@ def _whole(
         **transfer_fields(choices),
     }
     if body.return_token_ids:
-        answer["prompt_token_ids"] = stream.prompt_token_ids
+        response["prompt_token_ids"] = stream.prompt_token_ids
     if stream.prompt_logprobs is not None:
-        answer["prompt_logprobs"] = prompt_logprobs(tokenizer, stream.prompt_logprobs)
-    return answer
+        response["prompt_logprobs"] = prompt_logprobs(tokenizer, stream.prompt_logprobs)
+    return response
 
 
 class _ChatEvents:
@@ -144,7 +144,7 @@ class _ChatEvents:
 
     def of(self, delta: Delta) -> bytes:
         """The events of one delta; nothing if there is nothing to show yet. Those with which the only choice ends are
-        in `end`: one write less, but for an answer that goes on, since its KV is held."""
+        in `end`: one write less, but for a response that goes on, since its KV is held."""
         around = self._around_text.get(delta.index)
         if around is not None and delta.finish_reason is None:
             return around[0] + one_line_json(delta.text) + around[1] if delta.text else b""
@@ -177,7 +177,7 @@ class _ChatEvents:
         return self._last + usage + DONE
 
     def _first(self, index: int) -> bytes:
-        """The role, and what came before the answer."""
+        """The role, and what came before the response."""
         fields = b""
         if self._body.return_token_ids and len(self._content_heads) == 1:
             fields = b',"prompt_token_ids":' + encode(self._stream.prompt_token_ids)
@@ -204,7 +204,7 @@ class _ChatEvents:
 
 
 def _echo(body: ChatBody) -> str:
-    """With `echo` the answer begins with the last message, if that was the assistant's too."""
+    """With `echo` the response begins with the last message, if that was the assistant's too."""
     last: dict[str, Any] = body.messages[-1]
     if not body.echo or last["role"] != "assistant":
         return ""

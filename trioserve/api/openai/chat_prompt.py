@@ -52,7 +52,7 @@ def chat_prompt(body: ChatBody | TokenizeBody, *, trust_chat_template: bool) -> 
 
 
 def _tools(body: ChatBody | TokenizeBody) -> list[dict[str, Any]] | None:
-    """The tools that the template is to show. Calls are not parsed out of the answer, so none can be promised."""
+    """The tools that the template is to show. Calls are not parsed out of the response, so none can be promised."""
     if body.tool_choice not in (None, "none", "auto"):
         raise InvalidRequest(
             'tool_choice must be "auto" or "none": a call cannot be forced here, the model may write one as text',

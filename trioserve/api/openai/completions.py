@@ -61,12 +61,12 @@ async def create_completion(call: Call) -> None:
             )
             for prompt in prompts
         ]
-        answer = _Answer(call, body, sampling.n, streams)
-        await answer.read_echoes(prompts)
+        response = _Response(call, body, sampling.n, streams)
+        await response.read_echoes(prompts)
         if body.stream:
             await wait_until_begun(streams[0])
             await call.start_events()
-            events = _CompletionEvents(answer, head)
+            events = _CompletionEvents(response, head)
 
             async def send(stream_index: int, delta: Delta) -> None:
                 if piece := events.of(stream_index, delta):
@@ -78,13 +78,13 @@ async def create_completion(call: Call) -> None:
         else:
             choices = await collect(streams, sampling.n)
             if streams[0].is_held:  # a client that leaves before it knows of the hold ends it
-                await call.answer(answer.whole(head, choices))
+                await call.response(response.whole(head, choices))
                 streams[0].keep_hold()
     # The engine's part is over, and its scopes left: a slow client keeps nothing but its own bytes waiting.
     if body.stream:
         await call.finish(events.end())
     elif call.status is None:
-        await call.answer(answer.whole(head, choices))
+        await call.response(response.whole(head, choices))
 
 
 def _check(body: CompletionBody) -> None:
@@ -133,8 +133,8 @@ def _sampling(body: CompletionBody, defaults: SamplingParams) -> SamplingParams:
     return body.sampling(defaults, **given)
 
 
-class _Answer:
-    """What whole and streamed answers share: echoes, and how a choice is written down."""
+class _Response:
+    """What whole and streamed responses share: echoes, and how a choice is written down."""
 
     def __init__(self, call: Call, body: CompletionBody, choice_count: int, streams: Sequence[RequestStream]) -> None:
         self.body = body
@@ -201,29 +201,29 @@ class _Answer:
 class _CompletionEvents:
     """The events of one streamed call."""
 
-    def __init__(self, answer: _Answer, head: dict[str, object]) -> None:
-        self._answer = answer
-        self._body = answer.body
-        self._writer = ChunkWriter(head, null_usage=answer.body.wants_usage)
+    def __init__(self, response: _Response, head: dict[str, object]) -> None:
+        self._response = response
+        self._body = response.body
+        self._writer = ChunkWriter(head, null_usage=response.body.wants_usage)
         self._logprobs: dict[int, CompletionLogprobs] = {}
         # For events of nothing but text, if the client wants no more.
         self._around_text: dict[int, tuple[bytes, bytes]] = {}
         self._wants_text_only = not (
-            answer.body.logprobs is not None or answer.body.return_token_ids or answer.body.wants_continuous_usage
+            response.body.logprobs is not None or response.body.return_token_ids or response.body.wants_continuous_usage
         )
-        self._has_one_choice = answer.choice_count * len(answer.streams) == 1
+        self._has_one_choice = response.choice_count * len(response.streams) == 1
         self._last = b""
 
     def of(self, stream_index: int, delta: Delta) -> bytes:
         """The events of one delta; nothing if there is nothing to show yet. Those with which the only choice ends are
-        in `end`: one write less, but for an answer that goes on, since its KV is held."""
-        index = stream_index * self._answer.choice_count + delta.index
+        in `end`: one write less, but for a response that goes on, since its KV is held."""
+        index = stream_index * self._response.choice_count + delta.index
         around = self._around_text.get(index)
         if around is not None and delta.finish_reason is None:
             return around[0] + one_line_json(delta.text) + around[1] if delta.text else b""
         events = []
         if index not in self._logprobs:
-            self._logprobs[index] = self._answer.new_logprobs()
+            self._logprobs[index] = self._response.new_logprobs()
             events.append(self._first(index, stream_index))
             if self._wants_text_only:
                 self._around_text[index] = self._writer.around(
@@ -247,19 +247,19 @@ class _CompletionEvents:
         return b"".join(events)
 
     def end(self) -> bytes:
-        usage = self._writer.chunk(b"", usage=self._answer.usage()) if self._body.wants_usage else b""
+        usage = self._writer.chunk(b"", usage=self._response.usage()) if self._body.wants_usage else b""
         return self._last + usage + DONE
 
     def _first(self, index: int, stream_index: int) -> bytes:
         """The prompt, for those who want it back."""
         if not self._body.echo and not self._body.return_token_ids:
             return b""
-        stream = self._answer.streams[stream_index]
+        stream = self._response.streams[stream_index]
         prompt_token_ids = b""
         if self._body.return_token_ids:
             prompt_token_ids = b',"prompt_token_ids":' + encode(stream.prompt_token_ids)
-        logprobs = self._answer.echoed_logprobs(stream, self._logprobs[index])
-        return self._chunk(index, self._answer.echoes[stream_index], logprobs, b"null" + prompt_token_ids)
+        logprobs = self._response.echoed_logprobs(stream, self._logprobs[index])
+        return self._chunk(index, self._response.echoes[stream_index], logprobs, b"null" + prompt_token_ids)
 
     def _chunk(
         self, index: int, text: str, logprobs: dict[str, object] | None, end: bytes, fields: bytes = b""
@@ -271,5 +271,5 @@ class _CompletionEvents:
             b"null" if logprobs is None else encode(logprobs),
             end,
         )
-        usage = self._answer.usage() if self._body.wants_continuous_usage else None
+        usage = self._response.usage() if self._body.wants_continuous_usage else None
         return self._writer.chunk(choice, usage=usage, fields=fields)

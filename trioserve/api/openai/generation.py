@@ -1,4 +1,4 @@
-"""From the streams of one call to its answer: reading several as one, collecting whole choices, counting tokens."""
+"""From the streams of one call to its response: reading several as one, collecting whole choices, counting tokens."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ class Choice:
 
 
 async def wait_until_begun(stream: RequestStream) -> None:
-    """Returns when the request runs, and so its answer may begin with status 200. Raises what ended it in the line."""
+    """Returns when the request runs, and so its response may begin with status 200. Raises what ended it in the
+    line."""
     end = await stream.wait_until_begun()
     error = None if end is None else foreign_end(end)
     if error is not None:
@@ -104,7 +105,8 @@ T = TypeVar("T")
 
 
 class KeepAlive(NamedTuple):
-    """send: says that the answer goes on. call_at: has a function called at a time of Trio's clock, as Engine does."""
+    """send: says that the response goes on. call_at: has a function called at a time of Trio's clock, as Engine
+    does."""
 
     send: Callable[[], Awaitable[None]]
     call_at: Callable[[float, Callable[[], None]], Alarm]
@@ -128,7 +130,7 @@ async def read_streams(streams: Sequence[RequestStream], take: Take, *, keep_ali
 
 
 def transfer_fields(choices: Iterable[Choice]) -> dict[str, object]:
-    """`kv_transfer_params` of a whole answer, where there are some."""
+    """`kv_transfer_params` of a whole response, where there are some."""
     params = next((choice.kv_transfer for choice in choices if choice.kv_transfer is not None), None)
     return {} if params is None else {"kv_transfer_params": params}
 

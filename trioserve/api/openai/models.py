@@ -12,12 +12,12 @@ MODEL_PATH = "/v1/models/"
 
 async def list_models(call: Call) -> None:
     names = call.engine.model.served_names
-    await call.answer({"object": "list", "data": [_card(call, name) for name in names]})
+    await call.response({"object": "list", "data": [_card(call, name) for name in names]})
 
 
 async def read_model(call: Call) -> None:
     """Raises UnknownModel."""
-    await call.answer(_card(call, call.model_name(call.exchange.path.removeprefix(MODEL_PATH))))
+    await call.response(_card(call, call.model_name(call.exchange.path.removeprefix(MODEL_PATH))))
 
 
 def _card(call: Call, name: str) -> dict[str, object]:

@@ -1,7 +1,7 @@
 """The bodies that clients send: which fields there are and of which type.
 
 Fields that are not named here are ignored, since OpenAI's clients send new ones all the time. A field that would change
-the answer and that we cannot honour is named, so that it can be refused instead.
+the response and that we cannot honour is named, so that it can be refused instead.
 
 Ranges of sampling parameters are checked in contracts/sampling.py. `None` always means "not given": clients send null.
 """
@@ -227,7 +227,7 @@ REFUSED = {
     "function_call": "use tools",
     "web_search_options": "there is no web search here",
 }
-"""Fields whose silent loss would change the answer, and what to do instead."""
+"""Fields whose silent loss would change the response, and what to do instead."""
 
 
 def check_cache_salt(cache_salt: str | None) -> None:

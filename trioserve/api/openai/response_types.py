@@ -37,14 +37,14 @@ __all__ = [
 ]
 
 
-class Answer(msgspec.Struct, forbid_unknown_fields=True):
+class Response(msgspec.Struct, forbid_unknown_fields=True):
     """What all have in common: no field that is not described."""
 
 
 # --- errors ---
 
 
-class ErrorDetail(Answer):
+class ErrorDetail(Response):
     """message: for people. type, code: for programs, OpenAI's where it has them. param: the field at fault."""
 
     message: str
@@ -53,7 +53,7 @@ class ErrorDetail(Answer):
     code: str | None
 
 
-class Error(Answer):
+class Error(Response):
     error: ErrorDetail
 
 
@@ -62,7 +62,7 @@ class Error(Answer):
 FinishReason = Literal["stop", "length"]
 
 
-class PromptToken(Answer):
+class PromptToken(Response):
     logprob: float
     rank: int | None
     decoded_token: str
@@ -72,31 +72,31 @@ PromptLogprobs = list[dict[str, PromptToken] | None]
 """For each token of the prompt an object by token id; none for the first."""
 
 
-class TopLogprob(Answer):
+class TopLogprob(Response):
     token: str
     logprob: float
     bytes: list[int]
 
 
-class TokenLogprob(Answer):
+class TokenLogprob(Response):
     token: str
     logprob: float
     bytes: list[int]
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(Answer):
+class ChatLogprobs(Response):
     content: list[TokenLogprob]
     refusal: None
 
 
-class ChatMessage(Answer):
+class ChatMessage(Response):
     role: Literal["assistant"]
     content: str
     refusal: None
 
 
-class ChatChoice(Answer):
+class ChatChoice(Response):
     """token_ids: when return_token_ids was asked for."""
 
     index: int
@@ -107,7 +107,7 @@ class ChatChoice(Answer):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatCompletion(Answer):
+class ChatCompletion(Response):
     id: str
     object: Literal["chat.completion"]
     created: int
@@ -119,12 +119,12 @@ class ChatCompletion(Answer):
     kv_transfer_params: KVTransferParams | UnsetType = UNSET
 
 
-class ChatDelta(Answer):
+class ChatDelta(Response):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
 
 
-class ChatChunkChoice(Answer):
+class ChatChunkChoice(Response):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
@@ -133,7 +133,7 @@ class ChatChunkChoice(Answer):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatCompletionChunk(Answer):
+class ChatCompletionChunk(Response):
     """The data of one event of a streamed chat completion; choices is empty in the one with the usage at the end.
     kv_transfer_params: with the finish_reason, when the KV is held for another engine."""
 
@@ -150,7 +150,7 @@ class ChatCompletionChunk(Answer):
 # --- text ---
 
 
-class CompletionLogprobs(Answer):
+class CompletionLogprobs(Response):
     """Four lists of equal length."""
 
     tokens: list[str]
@@ -159,7 +159,7 @@ class CompletionLogprobs(Answer):
     text_offset: list[int]
 
 
-class CompletionChoice(Answer):
+class CompletionChoice(Response):
     """finish_reason: null only in an event of a stream, as long as the choice goes on."""
 
     index: int
@@ -172,7 +172,7 @@ class CompletionChoice(Answer):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
-class Completion(Answer):
+class Completion(Response):
     """A whole text completion, or the data of one event of a streamed one (without usage, or null, but at the end).
     kv_transfer_params: with the finish_reason, when the KV is held for another engine."""
 
@@ -188,7 +188,7 @@ class Completion(Answer):
 # --- models, tokens ---
 
 
-class Model(Answer):
+class Model(Response):
     id: str
     object: Literal["model"]
     created: int
@@ -198,26 +198,26 @@ class Model(Answer):
     max_model_len: int
 
 
-class Models(Answer):
+class Models(Response):
     object: Literal["list"]
     data: list[Model]
 
 
-class Tokenized(Answer):
+class Tokenized(Response):
     count: int
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None
 
 
-class Detokenized(Answer):
+class Detokenized(Response):
     prompt: str
 
 
 # --- requests that live ---
 
 
-class LiveRequest(Answer):
+class LiveRequest(Response):
     """age_seconds: since it came. blocks: of the KV cache, in use, or held for another engine (state "held")."""
 
     id: str
@@ -231,18 +231,18 @@ class LiveRequest(Answer):
     blocks: int
 
 
-class LiveRequests(Answer):
+class LiveRequests(Response):
     object: Literal["list"]
     data: list[LiveRequest]
 
 
-class RequestAbort(Answer):
+class RequestAbort(Response):
     id: str
     object: Literal["request.abort"]
     result: AbortOutcome
 
 
-class RequestAborts(Answer):
+class RequestAborts(Response):
     object: Literal["list"]
     data: list[RequestAbort]
 
@@ -250,11 +250,11 @@ class RequestAborts(Answer):
 # --- operations ---
 
 
-class Alive(Answer):
+class Alive(Response):
     status: Literal["alive"]
 
 
-class Hangs(Answer):
+class Hangs(Response):
     """message: how old the step in flight is."""
 
     status: Literal["hangs"]
@@ -262,11 +262,11 @@ class Hangs(Answer):
     message: str
 
 
-class Ready(Answer):
+class Ready(Response):
     ready: Literal[True]
 
 
-class NotReady(Answer):
+class NotReady(Response):
     """reason: "loading", "draining", "engine_fault" or "step_overdue". message: with the last one, how old the step in
     flight is."""
 
@@ -275,7 +275,7 @@ class NotReady(Answer):
     message: str | UnsetType = UNSET
 
 
-class Load(Answer):
+class Load(Response):
     """running, waiting: sequences. seats: how many may run at a time. kv_usage: share of the KV cache in use.
     role: what the engine is meant for, where it gives KV to other engines or takes it."""
 
@@ -286,5 +286,5 @@ class Load(Answer):
     role: EngineRole | UnsetType = UNSET
 
 
-class Version(Answer):
+class Version(Response):
     version: str

@@ -28,7 +28,7 @@ async def tokenize(call: Call) -> None:
     with call.engine.tokenizing(owner=call.owner) as texts:
         token_ids = await _token_ids(call, body, texts)
         strings = await _gone_through(call, texts, _token_texts, token_ids) if body.return_token_strs else None
-    await call.answer(
+    await call.response(
         {
             "count": len(token_ids),
             "max_model_len": call.engine.model.context_tokens_max,
@@ -44,7 +44,7 @@ async def detokenize(call: Call) -> None:
     with call.engine.tokenizing(owner=call.owner) as texts:
         await _gone_through(call, texts, _check_token_ids, body.tokens)
         prompt = await texts.decode(body.tokens)
-    await call.answer({"prompt": prompt})
+    await call.response({"prompt": prompt})
 
 
 async def _gone_through(

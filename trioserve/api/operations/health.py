@@ -20,10 +20,10 @@ async def read_health(call: Call) -> None:
     """
     overdue = call.engine.step_watch.overdue()
     if overdue is None or not call.engine.step_watch.hangs():
-        await call.answer({"status": "alive"})
+        await call.response({"status": "alive"})
         return
     status = {"status": "hangs", "reason": STEP_OVERDUE, "message": overdue}
-    await call.answer(status, status=503, headers=((REASON_HEADER, STEP_OVERDUE),))
+    await call.response(status, status=503, headers=((REASON_HEADER, STEP_OVERDUE),))
 
 
 async def read_ready(call: Call) -> None:
@@ -38,24 +38,24 @@ async def read_ready(call: Call) -> None:
     elif not call.engine.ready:
         reason = "loading"
     else:
-        await call.answer({"ready": True})
+        await call.response({"ready": True})
         return
     status = {"ready": False, "reason": reason, **({} if message is None else {"message": message})}
-    await call.answer(status, status=503, headers=((REASON_HEADER, reason),))
+    await call.response(status, status=503, headers=((REASON_HEADER, reason),))
 
 
 async def read_load(call: Call) -> None:
     """What a router asks for several times a second; /metrics has all of it and costs a hundred times as much."""
-    await call.answer(call.engine.load())
+    await call.response(call.engine.load())
 
 
 async def read_version(call: Call) -> None:
-    await call.answer({"version": VERSION})
+    await call.response({"version": VERSION})
 
 
 async def read_metrics(call: Call) -> None:
     metrics = call.engine.metrics
-    await call.answer_bytes(metrics.expose(), metrics.content_type)
+    await call.response_bytes(metrics.expose(), metrics.content_type)
 
 
 def _version() -> str:

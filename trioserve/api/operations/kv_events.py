@@ -9,7 +9,7 @@ from __future__ import annotations
 import trio
 
 from trioserve.api.caller import check_is_admin
-from trioserve.api.error_responses import REASON_HEADER, ErrorAnswer, Refusal
+from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
 from trioserve.api.request_context import Call
 from trioserve.api.sse import KEEP_ALIVE, encode
 from trioserve.contracts.errors import Draining
@@ -45,7 +45,7 @@ async def stream_kv_events(call: Call) -> None:
 
 def _refusal(status: int, code: str, message: str) -> Refusal:
     return Refusal(
-        ErrorAnswer(
+        ErrorResponse(
             status=status,
             type="invalid_request_error",
             code=code,

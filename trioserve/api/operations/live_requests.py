@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from trioserve.api.error_responses import REASON_HEADER, ErrorAnswer, Refusal
+from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
 from trioserve.api.openai.request_types import AbortBody, decode_body
 from trioserve.api.request_context import Call
-from trioserve.api.responder import Answering
+from trioserve.api.responder import Responder
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.events import AbortOutcome
 from trioserve.contracts.live import LiveRequestView
@@ -22,8 +22,8 @@ __all__ = [
     "Abort",
     "abort_request",
     "abort_requests",
-    "answer_abort",
-    "answer_aborts",
+    "respond_to_abort",
+    "respond_to_aborts",
     "list_requests",
 ]
 
@@ -42,41 +42,41 @@ ABORTS_MAX = 1000  # ids in one call; each answers with a line
 
 async def list_requests(call: Call) -> None:
     views = call.engine.live_requests(owner=call.owner)
-    await call.answer({"object": "list", "data": [_shown(view) for view in views]})
+    await call.response({"object": "list", "data": [_shown(view) for view in views]})
 
 
 async def abort_request(call: Call) -> None:
     """Answers 200 with what it did; 404 if no request of this caller bears the id."""
-    await answer_abort(call, call.engine.abort)
+    await respond_to_abort(call, call.engine.abort)
 
 
-async def answer_abort(call: Answering, abort: Abort) -> None:
+async def respond_to_abort(call: Responder, abort: Abort) -> None:
     request_id = call.exchange.path.removeprefix(REQUEST_PATH)
     outcome = abort([request_id], owner=call.owner)[request_id]
     if outcome is AbortOutcome.UNKNOWN:
         raise Refusal(
-            ErrorAnswer(
+            ErrorResponse(
                 status=404,
                 type="invalid_request_error",
                 code="request_not_found",
-                message=f"no request with the id {request_id!r} is known; ids are in the X-Request-Id of every answer",
+                message=f"no request with the id {request_id!r} is known; ids are in the X-Request-Id of every response",
                 headers=((REASON_HEADER, "request_not_found"),),
             )
         )
-    await call.answer({"id": request_id, "object": "request.abort", "result": outcome.value})
+    await call.response({"id": request_id, "object": "request.abort", "result": outcome.value})
 
 
 async def abort_requests(call: Call) -> None:
     """Answers with a result for each id, in the order in which they came."""
-    await answer_aborts(call, call.engine.abort)
+    await respond_to_aborts(call, call.engine.abort)
 
 
-async def answer_aborts(call: Answering, abort: Abort) -> None:
+async def respond_to_aborts(call: Responder, abort: Abort) -> None:
     ids = decode_body(await call.exchange.body(), AbortBody).ids
     if not 1 <= len(ids) <= ABORTS_MAX:
         raise InvalidRequest(f"ids has {len(ids)} entries, allowed are 1 to {ABORTS_MAX}", param="ids")
     outcomes = abort(ids, owner=call.owner)
-    await call.answer(
+    await call.response(
         {
             "object": "list",
             "data": [

@@ -24,13 +24,13 @@ from trioserve.bench.client import Failure, FailureKind, stream_opener
 from trioserve.bench.disagg.settings import DisaggregatedSettings
 from trioserve.bench.disagg.socket_copy import copying_process, seconds_to_receive
 from trioserve.bench.http1 import Http1Client
-from trioserve.bench.load import AnswerReader, Load, PlannedRequest, Tally
+from trioserve.bench.load import Load, PlannedRequest, ResponseReader, Tally
 from trioserve.bench.report import Machine, Measurement, Spread
 from trioserve.bench.run import (
     EXIT_INTERRUPTED,
     EXIT_REQUESTS_FAILED,
     EXIT_UNREACHABLE,
-    PlainAnswer,
+    PlainResponse,
     cancel_on_signal,
     common_headers,
 )
@@ -301,14 +301,14 @@ class _Round:
             await self._perform(next(requests), self._streams)
 
     async def _perform(self, planned: PlannedRequest, measurements: list[Measurement]) -> None:
-        reader = AnswerReader(planned, started_at=trio.current_time(), tally=self._tally)
+        reader = ResponseReader(planned, started_at=trio.current_time(), tally=self._tally)
         failure: Failure | None = None
         is_over = False
         try:
             with trio.move_on_after(self._settings.timeout_seconds) as scope:
                 failure = await self._client.request("POST", COMPLETIONS, planned.body, reader)
             if scope.cancelled_caught:
-                message = f"no whole answer within {self._settings.timeout_seconds:g} s"
+                message = f"no whole response within {self._settings.timeout_seconds:g} s"
                 failure = Failure(FailureKind.TIMEOUT, message)
             is_over = True
         finally:
@@ -371,12 +371,12 @@ def _transfers(before: Scrape, after: Scrape) -> TransferFigures:
 async def _scrape(url: str) -> Scrape:
     target = Target.from_url(url)
     client = Http1Client(stream_opener(target, 1), [("host", target.authority), *common_headers(None)])
-    answer = PlainAnswer()
-    failure = await client.request("GET", "/metrics", b"", answer)
+    response = PlainResponse()
+    failure = await client.request("GET", "/metrics", b"", response)
     await client.aclose()
     if failure is not None:
         raise _CannotMeasure(f"the decode server does not answer: {failure.message}", EXIT_UNREACHABLE)
-    return Scrape(answer.text())
+    return Scrape(response.text())
 
 
 # --- processes ---

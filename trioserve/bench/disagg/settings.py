@@ -16,7 +16,7 @@ class DisaggregatedSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Raises StartupError, one sentence, when a value is out of range.
 
     concurrency: streams that decode all the time, output_tokens each, behind a short prompt. requests: long prompts
-    that arrive meanwhile, rate_per_second, of long_prompt_tokens and with few tokens of answer. threads: of the one
+    that arrive meanwhile, rate_per_second, of long_prompt_tokens and with few tokens of response. threads: of the one
     server; those of the pair get half of them each, so that both have the same cores. rounds: of each, in turn.
     server_flags: what every `serve` is given besides.
     """

@@ -1,8 +1,9 @@
 """What guessing from the prompt brings: tokens a second with drafts and without, in turns, on the real default model.
 
 Two engines in one process, equal but for speculative_ngram, answer the same prompts one after the other, round for
-round, so that whatever else the machine does meets both. A speed is that of answers behind the first token, all streams
-together. Text that repeats what is in the prompt stands beside chats that do not, and one stream beside several.
+round, so that whatever else the machine does meets both. A speed is that of responses behind the first token, all
+streams together. Text that repeats what is in the prompt stands beside chats that do not, and one stream beside
+several.
 """
 
 from __future__ import annotations
@@ -174,7 +175,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2", metavar="NAME", help="as serve takes it")
     parser.add_argument("--draft-tokens", type=at_least_one, default=DRAFT_TOKENS, metavar="N", help="at most, a step")
     parser.add_argument("--rounds", type=at_least_one, default=ROUNDS, metavar="N", help="of each workload, in turns")
-    parser.add_argument("--tokens", type=at_least_one, default=TOKENS, metavar="N", help="of each answer")
+    parser.add_argument("--tokens", type=at_least_one, default=TOKENS, metavar="N", help="of each response")
 
 
 def run(arguments: argparse.Namespace) -> int:

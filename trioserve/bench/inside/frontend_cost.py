@@ -41,7 +41,7 @@ class FrontendCost(msgspec.Struct, frozen=True, kw_only=True):
     """One figure: microseconds of CPU time in the server for each event or request, the median of several rounds.
 
     engine_us: what the engine's part was, and is not in median_us.
-    answer_us: what an answer costs besides its events, the opening of its share of a connection included.
+    response_us: what a response costs besides its events, the opening of its share of a connection included.
     """
 
     what: str
@@ -52,7 +52,7 @@ class FrontendCost(msgspec.Struct, frozen=True, kw_only=True):
     low_us: float
     high_us: float
     engine_us: float = 0.0
-    answer_us: float = 0.0
+    response_us: float = 0.0
 
 
 class _NothingComputed:
@@ -71,29 +71,29 @@ def event_cost(
     rounds: int = ROUNDS,
 ) -> FrontendCost:
     """Of one event among connection_count * stream_count answers that stream at a time."""
-    answer_count = connection_count * stream_count
+    response_count = connection_count * stream_count
     short, long = tokens
     event_us: list[float] = []
     engine_us: list[float] = []
-    answer_us: list[float] = []
+    response_us: list[float] = []
 
     def served(token_count: int) -> tuple[float, float]:
-        """Microseconds and events of an answer."""
+        """Microseconds and events of a response."""
         body = {"prompt": "hello", "max_tokens": token_count, "ignore_eos": True, "stream": True, "temperature": 0}
         seconds, events = trio.run(
-            _serve, connection_count, stream_count, http, json.dumps(body), 1, answer_count, token_count
+            _serve, connection_count, stream_count, http, json.dumps(body), 1, response_count, token_count
         )
-        return seconds / answer_count * 1e6, events / answer_count  # one delta may hold several tokens
+        return seconds / response_count * 1e6, events / response_count  # one delta may hold several tokens
 
     def read_alone(token_count: int) -> float:
-        return trio.run(_read_without_http, answer_count, token_count) / answer_count * 1e6
+        return trio.run(_read_without_http, response_count, token_count) / response_count * 1e6
 
     for _ in range(rounds):
         alone_short, alone_long = read_alone(short), read_alone(long)
         (short_us, short_events), (long_us, long_events) = served(short), served(long)
         engine_us.append((alone_long - alone_short) / (long - short))
         event_us.append((long_us - short_us) / (long_events - short_events) - engine_us[-1])
-        answer_us.append(short_us - alone_short - short_events * event_us[-1])
+        response_us.append(short_us - alone_short - short_events * event_us[-1])
     return _cost(
         "event",
         connection_count,
@@ -101,7 +101,7 @@ def event_cost(
         http,
         event_us,
         engine_us=median(engine_us),
-        answer_us=median(answer_us),
+        response_us=median(response_us),
     )
 
 
@@ -122,7 +122,7 @@ def _cost(
     samples: list[float],
     *,
     engine_us: float = 0.0,
-    answer_us: float = 0.0,
+    response_us: float = 0.0,
 ) -> FrontendCost:
     return FrontendCost(
         what=what,
@@ -133,7 +133,7 @@ def _cost(
         low_us=min(samples),
         high_us=max(samples),
         engine_us=engine_us,
-        answer_us=answer_us,
+        response_us=response_us,
     )
 
 
@@ -207,7 +207,7 @@ def run(arguments: argparse.Namespace) -> int:
     rounds: int = arguments.rounds
     print(
         f"{'':<16}{'connections':>12}{'streams':>9}{'HTTP':>6}{'median us':>11}{'low':>9}{'high':>9}{'engine us':>11}"
-        f"{'answer us':>11}"
+        f"{'response us':>11}"
     )
     costs = []
     for shape in SHAPES:
@@ -225,6 +225,6 @@ def _print_row(cost: FrontendCost) -> None:
     print(
         f"{cost.what:<16}{cost.connection_count:>12}{cost.stream_count:>9}{cost.http:>6}{cost.median_us:>11.1f}"
         f"{cost.low_us:>9.1f}{cost.high_us:>9.1f}{cost.engine_us:>11.1f}"
-        f"{cost.answer_us:>11.1f}",
+        f"{cost.response_us:>11.1f}",
         flush=True,
     )

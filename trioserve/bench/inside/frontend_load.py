@@ -74,11 +74,11 @@ def _http1(port: int, body: bytes, repeats: int) -> int:
     with socket.create_connection(("127.0.0.1", port)) as connection:
         for _ in range(repeats):
             connection.sendall(head.encode() + body)
-            answer = b""
-            while not answer.endswith(end):
-                answer += _received(connection)
-            assert answer.startswith(b"HTTP/1.1 200"), answer[:300]
-            events += answer.count(EVENT)
+            response = b""
+            while not response.endswith(end):
+                response += _received(connection)
+            assert response.startswith(b"HTTP/1.1 200"), response[:300]
+            events += response.count(EVENT)
     return events
 
 
@@ -93,7 +93,7 @@ def main() -> int:
     port, body, repeats = load["port"], load["body"].encode(), load["repeats"]
     with ThreadPoolExecutor(load["connections"]) as pool:
         if load["http"] == 1:
-            assert load["streams"] == 1, "HTTP/1.1 has one answer at a time"
+            assert load["streams"] == 1, "HTTP/1.1 has one response at a time"
             jobs = [pool.submit(_http1, port, body, repeats) for _ in range(load["connections"])]
         else:
             jobs = [pool.submit(_http2, port, load["streams"], body, repeats) for _ in range(load["connections"])]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["measure_transformers"]
 
 TIMED_TOKENS = 32
-WARM_TOKENS = 8  # of each answer: the first steps compile and capture
+WARM_TOKENS = 8  # of each response: the first steps compile and capture
 
 
 def measure_transformers(

@@ -1,4 +1,4 @@
-"""What rounding costs a model's answers: each way to keep its weights, beside float32 from the same file.
+"""What rounding costs a model's responses: each way to keep its weights, beside float32 from the same file.
 
     python -m trioserve.bench.inside.quality [--model smollm2] [--tokens 4096]
 

@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
     wishes: list[QuantizationName] = arguments.quantization
     natives = [_Local("native", arguments.model, arguments.threads, wish) for wish in wishes]
     if arguments.answering:
-        return _answer(natives[0])
+        return _response(natives[0])
     runner = natives[0].runner
     contestants: dict[str, _Contestant] = {}
     for wish, native in zip(wishes, natives, strict=True):
@@ -227,20 +227,20 @@ class _Other:
         line = self._process.stdout.readline()
         if not line:
             raise SystemExit("the other checkout's process has ended")
-        answer: list[float] = json.loads(line)
-        return answer
+        response: list[float] = json.loads(line)
+        return response
 
 
-def _answer(local: _Local) -> int:
+def _response(local: _Local) -> int:
     """The other end of _Other."""
     for line in sys.stdin:
         what, fields = json.loads(line)
-        answer: list[float] = []
+        response: list[float] = []
         if what == "fill":
             local.fill(Case(**fields))
         else:
-            answer = local.times(Case(**fields))
-        print(json.dumps(answer), flush=True)
+            response = local.times(Case(**fields))
+        print(json.dumps(response), flush=True)
     local.close()
     return 0
 

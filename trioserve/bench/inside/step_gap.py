@@ -64,9 +64,9 @@ class Passes:
 
         def noted(owner: object, *arguments: Any) -> object:
             began_at = perf_counter()
-            answer = compute(owner, *arguments)
+            response = compute(owner, *arguments)
             self._passes.append((self._rows_of(*arguments), began_at, perf_counter()))
-            return answer
+            return response
 
         setattr(self._owner, self._name, noted)
         try:
@@ -157,7 +157,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--streams", type=at_least_one, nargs="+", default=list(STREAM_COUNTS), metavar="N", help="at a time"
     )
     parser.add_argument("--rounds", type=at_least_one, default=ROUNDS, metavar="N", help="of each, in turns")
-    parser.add_argument("--tokens", type=at_least_one, default=TOKENS, metavar="N", help="of each answer")
+    parser.add_argument("--tokens", type=at_least_one, default=TOKENS, metavar="N", help="of each response")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -52,7 +52,7 @@ class DepthFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Ask(msgspec.Struct):
-    """at_once: of a streamed answer, all events right away, though each in a write of its own."""
+    """at_once: of a streamed response, all events right away, though each in a write of its own."""
 
     max_tokens: int = 16
     stream: bool = False
@@ -78,7 +78,7 @@ def _completion(finish: str | None) -> dict[str, object]:
 
 
 _USAGE = {"prompt_tokens": 4, "completion_tokens": 4, "total_tokens": 8}
-_ANSWER = _whole(json.dumps({**_completion("length"), "usage": _USAGE}).encode())
+_RESPONSE = _whole(json.dumps({**_completion("length"), "usage": _USAGE}).encode())
 _STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n"
     b"transfer-encoding: chunked\r\n\r\n"
@@ -93,7 +93,7 @@ _UNKNOWN = _whole(b'{"error": {"message": "there is nothing here"}}', b"404 Not 
 
 
 class _Client:
-    """One connection. events_left: of the answer that streams on it."""
+    """One connection. events_left: of the response that streams on it."""
 
     def __init__(self, endpoint: _Endpoint, connection: socket.socket, key: int) -> None:
         self.endpoint = endpoint
@@ -205,7 +205,7 @@ class FakeEndpoints:
             head, body = client.received[:head_end], client.received[body_at:end]
             client.received = client.received[end:]
             method, target, _ = head.split(b"\r\n", 1)[0].split(b" ", 2)
-            self._answer(client, method + b" " + target, body)
+            self._response(client, method + b" " + target, body)
 
     def _forget(self, client: _Client) -> None:
         self._selector.unregister(client.connection)
@@ -217,7 +217,7 @@ class FakeEndpoints:
 
     # --- answers ---
 
-    def _answer(self, client: _Client, asked: bytes, body: bytes) -> None:
+    def _response(self, client: _Client, asked: bytes, body: bytes) -> None:
         endpoint = client.endpoint
         if asked == b"POST /v1/completions":
             self._complete(client, msgspec.json.decode(body, type=_Ask))
@@ -256,7 +256,7 @@ class FakeEndpoints:
             self._streaming[client.key] = client
         elif seats is None:
             client.endpoint.served += 1
-            client.send(_ANSWER)
+            client.send(_RESPONSE)
         else:
             now = time.monotonic()
             self._end_services(now)
@@ -267,10 +267,10 @@ class FakeEndpoints:
             if endpoint.seats is not None:
                 for key in endpoint.seats.ended(now):
                     endpoint.served += 1
-                    self._clients[key].send(_ANSWER)
+                    self._clients[key].send(_RESPONSE)
 
     def _send_events(self, now: float) -> None:
-        """One step: an event for every answer that streams."""
+        """One step: an event for every response that streams."""
         if not self._streaming or now < self._next_event_at:
             return
         self._next_event_at = now + self._settings.event_seconds

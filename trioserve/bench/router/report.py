@@ -53,7 +53,7 @@ class ThroughputFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EventFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Answers that stream side by side through the router, an event of each every event_seconds. cpu_seconds: of the
+    """Responses that stream side by side through the router, an event of each every event_seconds. cpu_seconds: of the
     router's process, for all events of a round and the requests that they belong to."""
 
     streams: int

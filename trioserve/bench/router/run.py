@@ -32,7 +32,7 @@ from trioserve.bench.router.report import (
 )
 from trioserve.bench.router.settings import RouterBenchSettings
 from trioserve.bench.run import EXIT_INTERRUPTED, EXIT_REQUESTS_FAILED, EXIT_UNREACHABLE
-from trioserve.bench.socket_load import Address, Answer, LoadFailed, WireRequest, ask, at_a_time, at_moments, opened
+from trioserve.bench.socket_load import Address, LoadFailed, Response, WireRequest, ask, at_a_time, at_moments, opened
 from trioserve.bench.startup import cpu_seconds, free_port
 
 __all__ = ["main"]
@@ -265,15 +265,15 @@ class _Endpoints(msgspec.Struct):
 
 def _all_well(router: Address) -> bool:
     try:
-        answer = _ask_once(router, WireRequest("/endpoints"))
+        response = _ask_once(router, WireRequest("/endpoints"))
     except (OSError, LoadFailed):
         return False
-    if answer.status != 200:
+    if response.status != 200:
         return False
-    endpoints = msgspec.json.decode(answer.body, type=_Endpoints).data
+    endpoints = msgspec.json.decode(response.body, type=_Endpoints).data
     return all(each.health == "healthy" and each.waiting_depth is not None for each in endpoints)
 
 
-def _ask_once(address: Address, request: WireRequest) -> Answer:
+def _ask_once(address: Address, request: WireRequest) -> Response:
     with socket.create_connection(address, timeout=READY_SECONDS_MAX) as connection:
         return ask(connection, request)

@@ -31,7 +31,7 @@ class RouterBenchSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Raises StartupError, one sentence, when a value is out of range.
 
     rows: which of ROUTER_ROWS; empty is all. requests: in each round, direct and through the router, both one at a time
-    and `concurrency` at a time. output_tokens: events of an answer that is streamed at a pace. server_flags: what
+    and `concurrency` at a time. output_tokens: events of a response that is streamed at a pace. server_flags: what
     `route` is given besides port and endpoints.
 
     The bursts: `endpoints` servers with seats_max seats each, whose requests take service_seconds. One tenant sends

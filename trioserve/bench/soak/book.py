@@ -1,4 +1,4 @@
-"""What was seen of each slice of a soak, and which of its answers count: those that no other slice has touched."""
+"""What was seen of each slice of a soak, and which of its responses count: those that no other slice has touched."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SliceBook:
         self.piece = piece
         self.began_at: float | None = None
         self.started_count = 0
-        self._answers: list[tuple[int, float, array.array[float]]] = []
+        self._responses: list[tuple[int, float, array.array[float]]] = []
 
     def start(self, now_seconds: float) -> int:
         """A client comes. Returns its number within the slice."""
@@ -27,15 +27,15 @@ class SliceBook:
         self.started_count += 1
         return self.started_count - 1
 
-    def note_answer(self, number: int, now_seconds: float, gaps_seconds: array.array[float]) -> None:
-        """A client that stayed has its whole answer."""
-        self._answers.append((number, now_seconds, gaps_seconds))
+    def note_response(self, number: int, now_seconds: float, gaps_seconds: array.array[float]) -> None:
+        """A client that stayed has its whole response."""
+        self._responses.append((number, now_seconds, gaps_seconds))
 
     def settled_gaps(self, first_number: int, ended_at: float) -> array.array[float]:
-        """Of the answers whose clients came no sooner than this one, and that were complete by then."""
+        """Of the responses whose clients came no sooner than this one, and that were complete by then."""
         gaps = array.array("d")
-        for number, answered_at, gaps_seconds in self._answers:
-            if number >= first_number and answered_at <= ended_at:
+        for number, responded_at, gaps_seconds in self._responses:
+            if number >= first_number and responded_at <= ended_at:
                 gaps.extend(gaps_seconds)
         return gaps
 

@@ -122,7 +122,7 @@ class SoakPlan:
         http = 2 if draws.random() < HTTP2_SHARE else 1
         leave = self._leave(draws, http) if leaves else None
         if leave is not None:
-            output_count = settings.output_tokens  # so that the answer does not end before its client leaves
+            output_count = settings.output_tokens  # so that the response does not end before its client leaves
         body = self._body(draws, prompt_count, output_count)
         withheld_bytes = 0
         if leave is not None and leave.moment is Moment.BODY:

@@ -13,14 +13,14 @@ import msgspec
 import trio
 
 from trioserve.bench.client import Failure, FailureKind, Listener, OpenStream, stream_opener
-from trioserve.bench.load import AnswerReader, Tally
+from trioserve.bench.load import ResponseReader, Tally
 from trioserve.bench.report import Outcome
 from trioserve.bench.run import (
     EXIT_INTERRUPTED,
     EXIT_REQUESTS_FAILED,
     EXIT_UNREACHABLE,
     CannotMeasure,
-    PlainAnswer,
+    PlainResponse,
     cancel_on_signal,
 )
 from trioserve.bench.scrape import Scrape
@@ -182,30 +182,30 @@ class _Soak:
 
     # --- looking at the server ---
 
-    async def _ask(self, path: str, answer: PlainAnswer) -> Failure | None:
+    async def _ask(self, path: str, response: PlainResponse) -> Failure | None:
         with trio.move_on_after(self._settings.timeout_seconds):
-            return await self._clients.observer.request("GET", self._settings.target.path_prefix + path, b"", answer)
-        return Failure(FailureKind.TIMEOUT, f"no answer to GET {path} within {self._settings.timeout_seconds:g} s")
+            return await self._clients.observer.request("GET", self._settings.target.path_prefix + path, b"", response)
+        return Failure(FailureKind.TIMEOUT, f"no response to GET {path} within {self._settings.timeout_seconds:g} s")
 
     async def _find_model(self) -> str | CannotMeasure:
         settings = self._settings
-        answer = PlainAnswer()
-        failure = await self._ask("/v1/models", answer)
+        response = PlainResponse()
+        failure = await self._ask("/v1/models", response)
         if failure is not None:
             return CannotMeasure(f"cannot reach {settings.url}: {failure.message}; is the server up?", EXIT_UNREACHABLE)
-        model = settings.model or answer.first_model()
+        model = settings.model or response.first_model()
         if model is None:
             return CannotMeasure(
-                f"{settings.url} names no model (GET /v1/models: status {answer.status}, {answer.excerpt()}): "
+                f"{settings.url} names no model (GET /v1/models: status {response.status}, {response.excerpt()}): "
                 "give --model, and --api-key if the server wants one",
                 EXIT_REQUESTS_FAILED,
             )
         return model
 
     async def _scrape(self) -> Scrape | None:
-        answer = PlainAnswer()
-        failure = await self._ask("/metrics", answer)
-        return Scrape(answer.text()) if failure is None and answer.status == 200 else None
+        response = PlainResponse()
+        failure = await self._ask("/metrics", response)
+        return Scrape(response.text()) if failure is None and response.status == 200 else None
 
     def _unfit(self, before: Scrape | None) -> CannotMeasure | None:
         url = self._settings.url
@@ -287,7 +287,7 @@ class _Soak:
             await trio.sleep(delay_seconds)
             return
         started_at = trio.current_time()
-        reader = AnswerReader(planned, started_at=started_at, tally=self._tally)
+        reader = ResponseReader(planned, started_at=started_at, tally=self._tally)
         leaving = trio.CancelScope()
         listener: Listener = reader
         if leave is not None and leave.moment is Moment.HEAD:
@@ -305,7 +305,7 @@ class _Soak:
                 withheld_bytes=request.withheld_bytes,
             )
         if patience.cancelled_caught:
-            failure = Failure(FailureKind.TIMEOUT, f"no whole answer within {self._settings.timeout_seconds:g} s")
+            failure = Failure(FailureKind.TIMEOUT, f"no whole response within {self._settings.timeout_seconds:g} s")
         measurement = reader.measurement(failure, is_over=not leaving.cancelled_caught)
         left = leaving.cancelled_caught or measurement.outcome is Outcome.ABORTED
         if leave is not None and leave.way is Way.HANG_UP:
@@ -316,7 +316,7 @@ class _Soak:
         outcome = Outcome.ABORTED if left else measurement.outcome
 
         if request.is_survivor and outcome is Outcome.COMPLETED:
-            book.note_answer(number, trio.current_time(), measurement.gaps_seconds)
+            book.note_response(number, trio.current_time(), measurement.gaps_seconds)
         if book.piece.is_warmup and measurement.ttft_seconds is not None:
             self._first_token_seconds.append(measurement.ttft_seconds)
         if book.piece.is_control:
@@ -334,9 +334,9 @@ class _Soak:
 
 
 class _LeavesAfterHead:
-    """Hears an answer for a client that leaves some time after its head has come."""
+    """Hears a response for a client that leaves some time after its head has come."""
 
-    def __init__(self, reader: AnswerReader, leaving: trio.CancelScope, delay_seconds: float) -> None:
+    def __init__(self, reader: ResponseReader, leaving: trio.CancelScope, delay_seconds: float) -> None:
         self._reader = reader
         self._leaving = leaving
         self._delay_seconds = delay_seconds

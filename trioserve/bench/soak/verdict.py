@@ -67,7 +67,7 @@ def is_quiet(before: Scrape, now: Scrape) -> bool:
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
-    """One client, when its request was over. left: it left as planned; else its answer ended, well or not, before."""
+    """One client, when its request was over. left: it left as planned; else its response ended, well or not, before."""
 
     outcome: Outcome
     failure_name: str | None
@@ -143,7 +143,7 @@ class RoundFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SoakFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """left_by_moment and left_by_way count the clients that left as planned; finished_early those whose answer was
+    """left_by_moment and left_by_way count the clients that left as planned; finished_early those whose response was
     complete before. memory is resident, the mean of each half of the load after the warm-up."""
 
     duration_seconds: float

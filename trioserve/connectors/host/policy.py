@@ -96,11 +96,11 @@ class HostPolicy:
             return 0
         first = computed_count // self._block_size
         chain, tokens = self._chain(request), request.prompt_token_ids
-        files_answer = not any(load.is_abandoned and load.reads_files for load in self._running_loads())
+        files_response = not any(load.is_abandoned and load.reads_files for load in self._running_loads())
         index = first
         while index < (len(tokens) - 1) // self._block_size:  # the last token is computed in any case
             name = chain.name(index, tokens)
-            if self.store.in_memory(name) is None and not (files_answer and self.store.file(name) is not None):
+            if self.store.in_memory(name) is None and not (files_response and self.store.file(name) is not None):
                 break
             index += 1
         return (index - first) * self._block_size

@@ -73,7 +73,7 @@ class Holder:
             while True:
                 # A reader that always has another question would never let others run.
                 await trio.lowlevel.checkpoint()
-                await self._answer(far)
+                await self._response(far)
         except (*BROKEN, Refused) as error:
             if far is None or isinstance(error, BadFrame):
                 self._refused(peer, describe(error))
@@ -97,7 +97,7 @@ class Holder:
         self._policy.totals["peers_refused_total"] += 1
         self._note(peer, why)
 
-    async def _answer(self, far: Far) -> None:
+    async def _response(self, far: Far) -> None:
         """One thing that the reader asks or tells."""
         far.wire.silence_seconds = IDLE_SECONDS_MAX
         head = await receive_head(far.wire)
@@ -176,7 +176,7 @@ class Holder:
         ]
 
     async def refuse(self, far: Far, transfer: int, message: str) -> None:
-        """A sentence instead of an answer."""
+        """A sentence instead of a response."""
         self._policy.totals["transfers_refused_total"] += 1
         await far.wire.send([frame(Kind.ABORT, Abort(message), transfer=transfer)])
 

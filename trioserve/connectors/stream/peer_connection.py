@@ -89,8 +89,8 @@ async def greet_reader(wire: Wire, identity: Identity) -> Far:
     reader = _greeting_of(hello)
     challenge = msgspec.msgpack.encode(make_greeting(identity.engine_id, identity.layout))
     await wire.send([frame(Kind.CHALLENGE, challenge)])
-    answer = await _receive_small(wire, Kind.PROOF, Proof)
-    if not is_proof(answer.proof, identity.key, "reader", hello, challenge):
+    response = await _receive_small(wire, Kind.PROOF, Proof)
+    if not is_proof(response.proof, identity.key, "reader", hello, challenge):
         await wire.send([frame(Kind.ABORT, Abort("the key is another one here"))])
         raise Refused("it does not know the key of this engine")
     await wire.send([frame(Kind.WELCOME, Proof(make_proof(identity.key, "holder", hello, challenge)))])

@@ -133,12 +133,12 @@ class Reader:
         await far.wire.send([frame(Kind.READ, ask, transfer=far.transfer_count)])
         chunks = Chunks(far.layout, load.start, load.token_count, chunk_bytes)
         while load.next_chunk < len(chunks):
-            head = await self.receive_answer(far, Kind.DATA)
+            head = await self.receive_response(far, Kind.DATA)
             await self._take_chunk(far, head, load, chunks[load.next_chunk])
             self._loads.came(load, trio.current_time())
             self._policy.totals["bytes_received_total"] += head.body_bytes
             await trio.lowlevel.checkpoint()  # a socket that has more at once would never let others run
-        await self.receive_answer(far, Kind.END)
+        await self.receive_response(far, Kind.END)
         self.complete(load)
 
     def complete(self, load: Load) -> None:
@@ -150,7 +150,7 @@ class Reader:
             self._policy.totals["load_seconds_total"] += trio.current_time() - load.begun_at
         self._loads.complete(load)
 
-    async def receive_answer(self, far: Far, kind: Kind) -> Head:
+    async def receive_response(self, far: Far, kind: Kind) -> Head:
         """The head of what answers the last question. Raises Refused."""
         head = await receive_head(far.wire)
         if head.kind is Kind.ABORT:

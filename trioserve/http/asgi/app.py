@@ -16,11 +16,11 @@ from trioserve.http.headers import Headers
 from trioserve.http.limits import FrontendLimits
 from trioserve.http.message_head import RequestHead
 
-__all__ = ["AnswerBrokenOff", "AsgiApp"]
+__all__ = ["ResponseBrokenOff", "AsgiApp"]
 
 
-class AnswerBrokenOff(RuntimeError):
-    """Tells the host that an answer will not be completed; ASGI has no message for that."""
+class ResponseBrokenOff(RuntimeError):
+    """Tells the host that a response will not be completed; ASGI has no message for that."""
 
 
 class AsgiApp:
@@ -46,7 +46,7 @@ class AsgiApp:
         if scope["type"] == "lifespan":
             await _live(receive, send)
         elif scope["type"] == "http":
-            await self._answer(scope, receive, send)
+            await self._response(scope, receive, send)
         else:
             raise NotImplementedError(f"scope type {scope['type']!r} is not served here, only http and lifespan")
 
@@ -55,7 +55,7 @@ class AsgiApp:
         unsent = [exchange.unsent_bytes for exchange in self._exchanges if exchange.unsent_bytes]
         return self._tally.snapshot(self._body_budget, answer_bytes_held=sum(unsent), exchanges_behind=len(unsent))
 
-    async def _answer(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+    async def _response(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         share = BodyShare(self._body_budget)
         exchange = AsgiExchange(_request_head(scope), share, self._limits)
         self._tally.exchanges_total += 1
@@ -66,9 +66,9 @@ class AsgiApp:
             nursery.start_soon(exchange.forward, send)
             try:
                 with exchange.scope:
-                    if not await call_handler(self._handler, exchange, exchange.answer):
+                    if not await call_handler(self._handler, exchange, exchange.response):
                         self._tally.exchanges_failed_total += 1
-                    if exchange.answer.finished:
+                    if exchange.response.finished:
                         await exchange.drained()
             finally:
                 # The handler has let go of everything; the host may keep the rest of this call for a while.
@@ -80,8 +80,8 @@ class AsgiApp:
         self._tally.exchanges_stalled_total += exchange.stalled
         self._tally.connections_refused_total[ConnectionRefusal.BODY_TIMEOUT] += exchange.body_too_slow
         self._tally.connections_refused_total[ConnectionRefusal.SLOW_READER] += exchange.slow_reader
-        if not exchange.gone and (exchange.stalled or not exchange.answer.finished):
-            raise AnswerBrokenOff(f"the answer to {exchange.method} {exchange.path} was broken off")
+        if not exchange.gone and (exchange.stalled or not exchange.response.finished):
+            raise ResponseBrokenOff(f"the response to {exchange.method} {exchange.path} was broken off")
 
 
 async def _live(receive: Receive, send: Send) -> None:

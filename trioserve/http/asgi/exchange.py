@@ -19,7 +19,7 @@ from trioserve.http.exchange import BodyTimeout, BodyTooLarge, Exchange, HeaderF
 from trioserve.http.limits import FrontendLimits
 from trioserve.http.message_head import RequestHead, encode_fields
 from trioserve.http.response_pace import ResponsePace
-from trioserve.http.response_state import AnswerState
+from trioserve.http.response_state import ResponseState
 
 __all__ = ["AsgiExchange", "Message", "Receive", "Send"]
 
@@ -43,7 +43,7 @@ class AsgiExchange(Exchange):
         self.http_version = head.http_version
         self.peer = head.peer
         self.scope = trio.CancelScope()
-        self.answer = AnswerState(method=head.method)
+        self.response = ResponseState(method=head.method)
         self.gone = False
         self.stalled = False
         self.slow_reader = False
@@ -63,7 +63,7 @@ class AsgiExchange(Exchange):
 
     @property
     def started(self) -> bool:
-        return self.answer.started
+        return self.response.started
 
     @property
     def unsent_bytes(self) -> int:
@@ -72,7 +72,7 @@ class AsgiExchange(Exchange):
     # --- for the handler ---
 
     async def body(self) -> bytes:
-        self.answer.check_body_readable()
+        self.response.check_body_readable()
         self._share.check_announced(self.headers)
         pace = BodyPace(self._limits, now=trio.current_time())
         bytes_seen = self._body_bytes_total
@@ -98,16 +98,16 @@ class AsgiExchange(Exchange):
         await trio.lowlevel.checkpoint()
 
     async def send(self, data: bytes) -> None:
-        self.answer.check_open()
-        if not self.answer.bodiless:
+        self.response.check_open()
+        if not self.response.bodiless:
             await self._hold(data)
         await trio.lowlevel.checkpoint()
 
     async def finish(self, last: bytes = b"") -> None:
-        self.answer.check_open()
-        if not self.answer.bodiless:
+        self.response.check_open()
+        if not self.response.bodiless:
             await self._hold(last)
-        self.answer.finish()
+        self.response.finish()
         self._tell()
         await trio.lowlevel.checkpoint()
 
@@ -118,7 +118,7 @@ class AsgiExchange(Exchange):
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                if not self._end_given:  # hosts also say so after a complete answer
+                if not self._end_given:  # hosts also say so after a complete response
                     self.gone = True
                     self.scope.cancel()
                 return
@@ -138,10 +138,10 @@ class AsgiExchange(Exchange):
             if self._head is not None:
                 head, self._head = self._head, None
                 await send(head)
-            elif self._unsent or self.answer.finished:
+            elif self._unsent or self.response.finished:
                 data = bytes(self._unsent)
                 self._unsent.clear()
-                ends = self.answer.finished
+                ends = self.response.finished
                 self._end_given = ends
                 await send({"type": "http.response.body", "body": data, "more_body": not ends})
                 if self._pace.is_running:
@@ -156,13 +156,13 @@ class AsgiExchange(Exchange):
                 await self._change()
 
     async def drained(self) -> None:
-        """Wait until the host has the whole answer; stalls count as in `send`."""
+        """Wait until the host has the whole response; stalls count as in `send`."""
         while not self._end_taken:
             await self._progress()
 
     def _start(self, status: int, headers: HeaderFields, *, content_length: int | None) -> None:
         fields = encode_fields(headers, unix_seconds=self._surroundings.unix_seconds(), content_length=content_length)
-        self.answer.start(status)
+        self.response.start(status)
         self._head = {"type": "http.response.start", "status": status, "headers": fields}
         self._tell()
 

@@ -27,7 +27,7 @@ HYPERCORN_LIMITS = (
     "an HTTP/2 client that does not read makes it buffer without bound, and is not noticed as stalled",
     "an HTTP/1.1 client that stops reading is cut off only at the end of the drain",
     "a disconnect behind a pipelined HTTP/1.1 request is noticed late, or never while nothing is sent",
-    "one DATA frame after an early answer, or 1,001 PRIORITY frames, can end the whole server",
+    "one DATA frame after an early response, or 1,001 PRIORITY frames, can end the whole server",
     "at shutdown clients get no GOAWAY, and late streams no REFUSED_STREAM",
 )
 """Measured with Hypercorn 0.18 on Trio. Our own front end has none of them."""
@@ -63,7 +63,7 @@ async def serve_with_hypercorn(
     config.accesslog = None
     config.errorlog = logger
     config.include_server_header = False
-    config.include_date_header = False  # the handler's answers have one
+    config.include_date_header = False  # the handler's responses have one
     config.h2_max_concurrent_streams = limits.streams_max
     config.h2_max_header_list_size = limits.head_bytes_max
     config.h11_max_incomplete_size = limits.head_bytes_max

@@ -1,9 +1,10 @@
 """One HTTP/1.1 connection, with the same promises as HTTP/2: one request at a time, and a reader that never stops.
 What bytes mean is H1Protocol's; here is when they are read and written, and for how long anybody waits.
 
-The reader goes on while an answer is under way, so that a close is noticed at once, even behind a pipelined request.
+The reader goes on while a response is under way, so that a close is noticed at once, even behind a pipelined request.
 It stops only while a handler leaves a long body unread and has not begun to answer. A client that ends its sending half
-has left: there is no telling it from one that closed, and an answer that takes minutes must not be computed for nobody.
+has left: there is no telling it from one that closed, and a response that takes minutes must not be computed for
+nobody.
 """
 
 from __future__ import annotations
@@ -54,16 +55,16 @@ class H11Connection:
         self._changed: trio.Event | None = None  # of what has arrived
         self._whole = trio.CancelScope()  # reader and conversation
         self._exchange: H11Exchange | None = None
-        self._answered_at = trio.current_time()  # the last request
+        self._responded_at = trio.current_time()  # the last request
         self._tcp = transport if isinstance(transport, TcpStream) else None
         self._writing_bytes = 0
-        self._pace = ResponsePace(setup.limits, now=self._answered_at)  # of all that is written
+        self._pace = ResponsePace(setup.limits, now=self._responded_at)  # of all that is written
         self._is_known = True  # the caller of this request
         self._is_turned_away = False  # its handler waited for the rest of it when the server left
         self._draining = False
         self._client_gone = False
-        self._lingers = True  # until the client has read the end of the last answer
-        self._write_broken = False  # a part of an answer may be out: nothing can follow it
+        self._lingers = True  # until the client has read the end of the last response
+        self._write_broken = False  # a part of a response may be out: nothing can follow it
 
     # --- for the server ---
 
@@ -84,10 +85,10 @@ class H11Connection:
     def idle_since(self) -> float | None:
         """None while a request is under way, or the connection is on its way out."""
         is_busy = self._exchange is not None or self._draining or self.protocol.request_begun
-        return None if is_busy else self._answered_at
+        return None if is_busy else self._responded_at
 
     def unsent(self) -> tuple[int, int]:
-        """How many bytes wait here for the client, and in how many answers."""
+        """How many bytes wait here for the client, and in how many responses."""
         return self._writing_bytes, int(self._writing_bytes > 0)
 
     def drain(self) -> None:
@@ -127,7 +128,7 @@ class H11Connection:
                 self._exchange.scope.cancel()
                 await trio.sleep_forever()  # raises Cancelled
 
-    def answer_starts(self) -> bool:
+    def response_starts(self) -> bool:
         self.protocol.drop_body()
         self._tell_change()
         return self.protocol.request_ended and not self._draining
@@ -211,7 +212,7 @@ class H11Connection:
     async def _converse(self) -> None:
         while True:
             head = await self._next_request()
-            if head is None or not await self._answer(head) or self._draining or not self.protocol.next_cycle():
+            if head is None or not await self._response(head) or self._draining or not self.protocol.next_cycle():
                 return
 
     async def _next_request(self) -> RequestHead | None:
@@ -251,7 +252,7 @@ class H11Connection:
         return None
 
     def _objection(self, head: RequestHead) -> tuple[int, str, HeaderFields] | None:
-        """Status, message and header fields of the answer, if this request is not to reach a handler."""
+        """Status, message and header fields of the response, if this request is not to reach a handler."""
         if head.http_version not in ("1.0", "1.1"):
             return 505, f"HTTP/{head.http_version} is not spoken here, only 1.0, 1.1 and 2", ()
         if head.method == "CONNECT":
@@ -267,8 +268,8 @@ class H11Connection:
             return 503, TOO_MANY[refusal], (("retry-after", "1"), ("x-trioserve-reason", refusal.value))
         return None
 
-    async def _answer(self, head: RequestHead) -> bool:
-        """Run the handler. Returns whether the answer is whole."""
+    async def _response(self, head: RequestHead) -> bool:
+        """Run the handler. Returns whether the response is whole."""
         tally = self._tally
         slots = self._setup.slots
         slots.take(is_known=self._is_known)
@@ -276,18 +277,18 @@ class H11Connection:
         self._exchange = exchange
         try:
             with exchange.scope:
-                if not await call_handler(self._setup.handler, exchange, exchange.answer):
+                if not await call_handler(self._setup.handler, exchange, exchange.response):
                     tally.exchanges_failed_total += 1
         finally:
             self._exchange = None
-            self._answered_at = trio.current_time()
+            self._responded_at = trio.current_time()
             exchange.share.release()
             slots.give_back(is_known=self._is_known)
-            if exchange.started and not exchange.answer.finished:
+            if exchange.started and not exchange.response.finished:
                 self._write_broken = True
         if self._is_turned_away and not exchange.started:
             await self._turn_away()
-        return exchange.answer.finished and not self._write_broken
+        return exchange.response.finished and not self._write_broken
 
     async def _refuse(self, status: int, message: str, fields: HeaderFields = ()) -> None:
         if not self.protocol.can_refuse:

@@ -12,7 +12,7 @@ from trioserve.http.exchange import BodyTimeout, Exchange, HeaderFields
 from trioserve.http.http1.protocol import EncodedFields, H1Protocol
 from trioserve.http.limits import FrontendLimits
 from trioserve.http.message_head import RequestHead, encode_fields
-from trioserve.http.response_state import AnswerState
+from trioserve.http.response_state import ResponseState
 
 __all__ = ["ExchangeOwner", "H11Exchange"]
 
@@ -34,8 +34,8 @@ class ExchangeOwner(Protocol):
     def body_too_slow(self) -> None:
         """To be counted: the body was given up."""
 
-    def answer_starts(self) -> bool:
-        """Whether the connection can go on after this answer."""
+    def response_starts(self) -> bool:
+        """Whether the connection can go on after this response."""
 
     def unix_seconds(self) -> int:
         """The time of day."""
@@ -52,7 +52,7 @@ class H11Exchange(Exchange):
         self.http_version = head.http_version
         self.peer = head.peer
         self.scope = trio.CancelScope()
-        self.answer = AnswerState(method=head.method)
+        self.response = ResponseState(method=head.method)
         self.share = share
         self._owner = owner
         self._limits = limits
@@ -60,10 +60,10 @@ class H11Exchange(Exchange):
 
     @property
     def started(self) -> bool:
-        return self.answer.started
+        return self.response.started
 
     async def body(self) -> bytes:
-        self.answer.check_body_readable()
+        self.response.check_body_readable()
         self.share.check_announced(self.headers)
         if not self._body_read and (whole := self._owner.body_at_hand()) is not None:
             self.share.add(whole)
@@ -88,9 +88,9 @@ class H11Exchange(Exchange):
 
     async def respond(self, status: int, headers: HeaderFields, body: bytes) -> None:
         fields, is_ordinary = self._begin(status, headers, content_length=len(body))
-        body = b"" if self.answer.bodiless else body
+        body = b"" if self.response.bodiless else body
         data = self._owner.protocol.respond(status, fields, body, is_ordinary=is_ordinary)
-        self.answer.finish()
+        self.response.finish()
         await self._owner.write(data)
 
     async def start(self, status: int, headers: HeaderFields) -> None:
@@ -100,24 +100,24 @@ class H11Exchange(Exchange):
         await self._owner.write(start(status, fields, is_ordinary=is_ordinary, is_http_1_1=is_http_1_1))
 
     async def send(self, data: bytes) -> None:
-        self.answer.check_open()
-        if data and not self.answer.bodiless:
+        self.response.check_open()
+        if data and not self.response.bodiless:
             await self._owner.write(self._owner.protocol.send_data(data))
         else:
             await trio.lowlevel.checkpoint()
 
     async def finish(self, last: bytes = b"") -> None:
-        self.answer.finish()
-        await self._owner.write(self._owner.protocol.end_response(b"" if self.answer.bodiless else last))
+        self.response.finish()
+        await self._owner.write(self._owner.protocol.end_response(b"" if self.response.bodiless else last))
 
     def _begin(self, status: int, headers: HeaderFields, *, content_length: int | None) -> tuple[EncodedFields, bool]:
         """The fields of the response, which starts now, and whether it is an ordinary one: see H1Protocol.respond."""
         fields = encode_fields(headers, unix_seconds=self._owner.unix_seconds(), content_length=content_length)
-        self.answer.start(status)
-        goes_on = self._owner.answer_starts()
+        self.response.start(status)
+        goes_on = self._owner.response_starts()
         if not goes_on:
             fields.append((b"connection", b"close"))
-        return fields, goes_on and not self.answer.bodiless and not _has_length(headers)
+        return fields, goes_on and not self.response.bodiless and not _has_length(headers)
 
 
 def _has_length(headers: HeaderFields) -> bool:

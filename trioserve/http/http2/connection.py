@@ -197,7 +197,7 @@ class H2Connection:
                 self._act_on(event, now)
         self._outbox.collect()
         if self._outbox.framed_bytes > self._limits.control_bytes_max:
-            raise Flood("the client does not read the answers to its frames", ConnectionRefusal.ANSWERS_UNREAD)
+            raise Flood("the client does not read the responses to its frames", ConnectionRefusal.RESPONSES_UNREAD)
         self._set_patience()
 
     def _act_on(self, event: h2.events.Event, now: float) -> None:
@@ -305,9 +305,9 @@ class H2Connection:
                     return  # reset in the same read that opened it
                 if stream.method == "CONNECT":
                     await stream.respond(405, JSON_FIELDS, refusal_body(405, "this server is not a proxy"))
-                elif not await call_handler(self._setup.handler, stream, stream.answer):
+                elif not await call_handler(self._setup.handler, stream, stream.response):
                     self._tally.exchanges_failed_total += 1
-                if stream.answer.finished:
+                if stream.response.finished:
                     await stream.drained()
                 else:
                     self._reset(stream, ErrorCodes.INTERNAL_ERROR)
@@ -318,7 +318,7 @@ class H2Connection:
         if not stream.end_sent:
             self._reset(stream, ErrorCodes.CANCEL)
         elif not stream.request_ended:
-            # The answer is complete, and the rest of the request is of no use (RFC 9113, 8.1).
+            # The response is complete, and the rest of the request is of no use (RFC 9113, 8.1).
             self._reset(stream, ErrorCodes.NO_ERROR)
         stream.gone = True
         stream.share.release()

@@ -1,7 +1,7 @@
-"""Header fields in HPACK (RFC 7541): those of our answers, and two things that need not be done for every request.
+"""Header fields in HPACK (RFC 7541): those of our responses, and two things that need not be done for every request.
 
-An answer's fields are the same as the last one's, and then short, or new every time, like the request's id and length:
-a table that the client and we would have to keep alike saves some forty bytes an answer, and cost a fifth of it.
+A response's fields are the same as the last one's, and then short, or new every time, like the request's id and length:
+a table that the client and we would have to keep alike saves some forty bytes a response, and cost a fifth of it.
 """
 
 from __future__ import annotations

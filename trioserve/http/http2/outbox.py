@@ -73,7 +73,7 @@ class H2Outbox:
                     continue
                 data = stream.take_unsent(room)
             ready.popleft()
-            ends = stream.answer.finished and not stream.unsent_bytes
+            ends = stream.response.finished and not stream.unsent_bytes
             framed += protocol.data_frame(stream.id, data, end_stream=ends)
             gate.data_frames_sent += 1
             left -= len(data)

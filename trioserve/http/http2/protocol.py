@@ -28,8 +28,8 @@ class H2Protocol(h2.connection.H2Connection):
         return min(self.outbound_flow_control_window, self.streams[stream_id].outbound_flow_control_window)
 
     def head_frames(self, stream_id: int, fields: list[tuple[bytes, bytes]], *, end_stream: bool) -> bytes:
-        """What send_headers makes of the final head of an answer: the state machines are asked, and the frames are made
-        by hand. The caller sends it after whatever data_to_send has."""
+        """What send_headers makes of the final head of a response: the state machines are asked, and the frames are
+        made by hand. The caller sends it after whatever data_to_send has."""
         self.state_machine.process_input(ConnectionInputs.SEND_HEADERS)
         stream = self.streams[stream_id].state_machine
         stream.process_input(StreamInputs.SEND_HEADERS)

@@ -17,7 +17,7 @@ from trioserve.http.exchange import BodyTimeout, Exchange, HeaderFields
 from trioserve.http.limits import FrontendLimits
 from trioserve.http.message_head import RequestHead, encode_fields
 from trioserve.http.response_pace import ResponsePace
-from trioserve.http.response_state import AnswerState
+from trioserve.http.response_state import ResponseState
 
 __all__ = ["H2Stream", "StreamOwner"]
 
@@ -75,7 +75,7 @@ class H2Stream(Exchange):
         self.http_version = head.http_version
         self.peer = head.peer
         self.scope = trio.CancelScope()
-        self.answer = AnswerState(method=head.method)
+        self.response = ResponseState(method=head.method)
         self.share = share
         self.is_known = is_known
         self.request_ended = request_ended
@@ -92,12 +92,12 @@ class H2Stream(Exchange):
 
     @property
     def started(self) -> bool:
-        return self.answer.started
+        return self.response.started
 
     # --- for the handler ---
 
     async def body(self) -> bytes:
-        self.answer.check_body_readable()
+        self.response.check_body_readable()
         self.share.check_announced(self.headers)
         if not self.request_ended and (self.headers.get("expect") or "").lower() == "100-continue":
             self._owner.go_on(self)
@@ -132,7 +132,7 @@ class H2Stream(Exchange):
         await trio.lowlevel.checkpoint()
 
     async def send(self, data: bytes) -> None:
-        self.answer.check_open()
+        self.response.check_open()
         await self._hold(data)
         if self.unsent_bytes < TURN_BYTES:
             # A turn for the others after each small event would cost as much as the event.
@@ -141,9 +141,9 @@ class H2Stream(Exchange):
             await trio.lowlevel.checkpoint()
 
     async def finish(self, last: bytes = b"") -> None:
-        self.answer.check_open()
+        self.response.check_open()
         await self._hold(last)
-        self.answer.finish()
+        self.response.finish()
         if not (self.gone or self.end_sent or self.queued):
             self._owner.queue(self)
         await trio.lowlevel.checkpoint()
@@ -201,20 +201,20 @@ class H2Stream(Exchange):
             self._changed = None
 
     async def drained(self) -> None:
-        """Wait until the end of the answer was handed to the network; stalls count as in `send`."""
+        """Wait until the end of the response was handed to the network; stalls count as in `send`."""
         while not (self.end_sent or self.gone):
             await self._progress()
 
     def _start(self, status: int, headers: HeaderFields, *, content_length: int | None, end_stream: bool) -> None:
         fields = encode_fields(headers, unix_seconds=self._owner.unix_seconds(), content_length=content_length)
-        self.answer.start(status)
+        self.response.start(status)
         self._arrived.clear()  # nobody will read it
         fields.insert(0, (b":status", b"%d" % status))
-        self._owner.send_head(self, fields, end_stream=end_stream or self.answer.bodiless)
+        self._owner.send_head(self, fields, end_stream=end_stream or self.response.bodiless)
 
     async def _hold(self, data: bytes) -> None:
         """Waits only where the client is too slow for it."""
-        if self.answer.bodiless:
+        if self.response.bodiless:
             return
         if self.unsent_bytes + len(data) <= self._limits.stream_buffer_bytes_max:
             self._push(data)

@@ -20,7 +20,7 @@ from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import EndpointLost, StartupError
 from trioserve.proxy.discovery.source import EndpointTemplate, tell
 from trioserve.proxy.fleet import Fleet
-from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteAnswer, RemoteEndpoint
+from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteEndpoint, RemoteResponse
 
 __all__ = ["KubernetesSource", "in_cluster"]
 
@@ -30,7 +30,7 @@ ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 SLICES_BYTES_MAX = 64 * 1024 * 1024
 LINE_BYTES_MAX = 4 * 1024 * 1024
 WATCH_SECONDS = 300  # then the server ends the watch, and a new one shows that the connection is not dead
-SILENCE_SECONDS_MAX = 30.0  # beyond that: an answer that does not come
+SILENCE_SECONDS_MAX = 30.0  # beyond that: a response that does not come
 FAILED_SECONDS_MIN, FAILED_SECONDS_MAX = 1.0, 30.0
 
 
@@ -130,9 +130,9 @@ class KubernetesSource:
 
     async def _list(self, fleet: Fleet) -> None:
         with trio.move_on_after(SILENCE_SECONDS_MAX):
-            async with self._api.request("GET", self._path(), await self._headers(), b"") as answer:
-                body = await answer.whole(SLICES_BYTES_MAX)
-                _check(answer, body)
+            async with self._api.request("GET", self._path(), await self._headers(), b"") as response:
+                body = await response.whole(SLICES_BYTES_MAX)
+                _check(response, body)
                 listed = msgspec.json.decode(body or b"", type=_SliceList)
                 self._slices = {slice_.metadata.name: slice_ for slice_ in listed.items}
                 self._version = listed.metadata.resourceVersion
@@ -143,11 +143,11 @@ class KubernetesSource:
     async def _watch(self, fleet: Fleet) -> None:
         path = self._path(watch="1", resourceVersion=self._version, timeoutSeconds=str(WATCH_SECONDS))
         with trio.move_on_after(WATCH_SECONDS + SILENCE_SECONDS_MAX):
-            async with self._api.request("GET", path, await self._headers(), b"") as answer:
-                if answer.status != 200:
-                    _check(answer, await answer.whole(LINE_BYTES_MAX))
+            async with self._api.request("GET", path, await self._headers(), b"") as response:
+                if response.status != 200:
+                    _check(response, await response.whole(LINE_BYTES_MAX))
                 line = bytearray()
-                while (piece := await answer.next_piece()) is not None:
+                while (piece := await response.next_piece()) is not None:
                     line += piece
                     *events, rest = line.split(b"\n")
                     line = bytearray(rest)
@@ -204,15 +204,15 @@ class KubernetesSource:
 
 
 class _Unusable(Exception):
-    """The server's answer is of no use."""
+    """The server's response is of no use."""
 
 
-def _check(answer: RemoteAnswer, body: bytes | None) -> None:
-    if answer.status == 410:
+def _check(response: RemoteResponse, body: bytes | None) -> None:
+    if response.status == 410:
         raise _Expired
-    if answer.status != 200 or body is None:
+    if response.status != 200 or body is None:
         said = (body or b"").decode(errors="replace")[:300]
-        raise _Unusable(f"the API server answered with status {answer.status}: {said}")
+        raise _Unusable(f"the API server answered with status {response.status}: {said}")
 
 
 def in_cluster(service: str, *, template: EndpointTemplate, environment: Any = os.environ) -> KubernetesSource:

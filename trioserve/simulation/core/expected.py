@@ -1,5 +1,5 @@
-"""One sequence of a simulation: what was asked, what the reference answers, and what the core said. The core's word is
-compared as it comes, with a bookkeeping of its own that shares nothing with the core's."""
+"""One sequence of a simulation: what was asked, what the reference responses, and what the core said. The core's word
+is compared as it comes, with a bookkeeping of its own that shares nothing with the core's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trioserve.contracts.events import (
 )
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.step import ScheduledChunk
-from trioserve.simulation.reference_engine import ReferenceAnswer
+from trioserve.simulation.reference_engine import ReferenceResponse
 
 __all__ = ["Story"]
 
@@ -29,7 +29,6 @@ class Story:
 
     __slots__ = (
         "aborted_for",
-        "answer",
         "cached_count",
         "computed_end",
         "draft_counts",
@@ -44,13 +43,14 @@ class Story:
         "output_count",
         "prompt_logprobs_count",
         "request",
+        "response",
         "steps_in_flight",
     )
 
-    def __init__(self, request: EngineRequest, arrival_index: int, answer: ReferenceAnswer) -> None:
+    def __init__(self, request: EngineRequest, arrival_index: int, response: ReferenceResponse) -> None:
         self.request = request
         self.order = (request.priority, arrival_index)
-        self.answer = answer
+        self.response = response
         self.known = list(request.prompt_token_ids)
         self.output_count = 0
         self.loaded_count = 0
@@ -126,15 +126,15 @@ class Story:
                 drafts, tokens, accepted = self.draft_counts
                 self.draft_counts = (drafts + 1, tokens + len(chunk.draft), accepted + expected - 1)
             assert count == expected, f"{name}: {count} tokens from a chunk that gives {expected}"
-            if self.output_count == len(self.answer.token_ids):
-                assert self.finished is not None, f"{name} has its whole answer, and no end"
+            if self.output_count == len(self.response.token_ids):
+                assert self.finished is not None, f"{name} has its whole response, and no end"
         # Whoever ends with one step and is in the next: there it is surplus.
         self.has_surplus = self.finished is not None and self.steps_in_flight > 0
 
     def _verified_count(self, draft: tuple[int, ...], tokens_before: int) -> int:
         """How many tokens a draft brings besides the one that every decode does: one for each right guess in a row, as
-        far as the answer goes."""
-        tokens = self.answer.token_ids[tokens_before:]
+        far as the response goes."""
+        tokens = self.response.token_ids[tokens_before:]
         count = 0
         while count < min(len(draft), len(tokens) - 1) and draft[count] == tokens[count]:
             count += 1
@@ -154,17 +154,19 @@ class Story:
             entries = event.logprobs
             assert self.output_count == 0, f"{name}: prompt logprobs after the first token"
             begin, self.prompt_logprobs_count = self.prompt_logprobs_count, self.prompt_logprobs_count + len(entries)
-            expected = (self.answer.prompt_logprobs or ())[begin : self.prompt_logprobs_count]
+            expected = (self.response.prompt_logprobs or ())[begin : self.prompt_logprobs_count]
             assert entries == expected, f"{name}: prompt logprobs from {begin} on are {entries}, expected {expected}"
 
     def _take_tokens(self, event: TokensReady) -> None:
         name, begin = self.request.id, self.output_count
         end = begin + len(event.token_ids)
-        expected = self.answer.token_ids[begin:end]
+        expected = self.response.token_ids[begin:end]
         assert end > begin, f"{name}: an event without tokens"
         assert event.token_ids == expected, f"{name}: tokens {event.token_ids} at {begin}, the reference has {expected}"
-        assert (event.logprobs is None) == (self.answer.logprobs is None), f"{name}: logprobs nobody asked for, or none"
-        assert event.logprobs is None or event.logprobs == (self.answer.logprobs or ())[begin:end], name
+        assert (event.logprobs is None) == (self.response.logprobs is None), (
+            f"{name}: logprobs nobody asked for, or none"
+        )
+        assert event.logprobs is None or event.logprobs == (self.response.logprobs or ())[begin:end], name
         self.known += event.token_ids
         self.output_count = end
 
@@ -180,10 +182,10 @@ class Story:
         elif self.message is not None:
             reason, stop_token_id, message = FinishReason.ERROR, None, self.message
         else:
-            reason, stop_token_id, message = self.answer.reason, self.answer.stop_token_id, None
-            count = len(self.answer.token_ids)
+            reason, stop_token_id, message = self.response.reason, self.response.stop_token_id, None
+            count = len(self.response.token_ids)
             assert self.output_count == count, f"{name} ends with {self.output_count} of {count} tokens"
-            asked = self.answer.prompt_logprobs
+            asked = self.response.prompt_logprobs
             assert asked is None or self.prompt_logprobs_count == len(asked), f"{name}: prompt logprobs are missing"
         expected = RequestFinished(
             request_id=name,

@@ -183,7 +183,7 @@ class Simulation:
                 continue
             assert can_run, f"{name} can never run, and was taken"
             self._count("requests")
-            story = Story(request, len(self.stories), self._reference.answer(request))
+            story = Story(request, len(self.stories), self._reference.response(request))
             if self.transfers is not None:
                 self.transfers.note_arrival(name, event)
             self.stories[name] = self.live[name] = story

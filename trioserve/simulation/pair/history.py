@@ -1,4 +1,4 @@
-"""What happens in a simulation of a pair, as data: an engine for prompts, one for answers, a router, clients, and the
+"""What happens in a simulation of a pair, as data: an engine for prompts, one for responses, a router, clients, and the
 network between them. As in `history`, an event that has no place any more does nothing.
 """
 

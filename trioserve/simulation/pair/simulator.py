@@ -42,14 +42,14 @@ from trioserve.simulation.pair.history import (
 from trioserve.simulation.pair.host import AbortIds, Finished, PairHost, Refused, Submit, Tokens
 from trioserve.simulation.pair.network import Connection, Network
 from trioserve.simulation.pair.transport import Holding, Serving
-from trioserve.simulation.reference_engine import ReferenceAnswer, ReferenceEngine
+from trioserve.simulation.reference_engine import ReferenceEngine, ReferenceResponse
 from trioserve.testing.fake_executor import FakeModel
 from trioserve.testing.invariants import check_idle
 
 __all__ = ["Client", "PairSimulation"]
 
 ROUTER = "router"
-ROUTER_PATIENCE_SECONDS = 60.0  # without a byte of an answer
+ROUTER_PATIENCE_SECONDS = 60.0  # without a byte of a response
 ROUNDS_TO_END_MAX = 5_000  # far more than any history needs; who is not done then is in a circle
 
 LegKind = Literal["prefill", "decode", "whole"]
@@ -59,9 +59,9 @@ State = Literal["open", "done", "left", "failed"]
 class Client:
     """tokens: what it has got. leg: the one that is out for it. prefilled: the request whose blocks may be held."""
 
-    def __init__(self, event: Come, answer: ReferenceAnswer) -> None:
+    def __init__(self, event: Come, response: ReferenceResponse) -> None:
         self.event = event
-        self.answer = answer
+        self.response = response
         self.tokens: list[int] = []
         self.state: State = "open"
         self.leg: Leg | None = None
@@ -167,8 +167,8 @@ class PairSimulation:
     def _come(self, event: Come) -> None:
         if event.id in self.clients:
             return
-        answer = self._reference.answer(self._request(event, RequestId(event.id), event.output, None))
-        self.clients[event.id] = client = Client(event, answer)
+        response = self._reference.response(self._request(event, RequestId(event.id), event.output, None))
+        self.clients[event.id] = client = Client(event, response)
         self._count("requests")
         self._begin(client, "prefill", "prefill")
 
@@ -338,7 +338,7 @@ class PairSimulation:
         elif isinstance(message, Tokens):
             if leg.kind != "prefill":
                 client.tokens += message.token_ids
-                self._check_answer(client)
+                self._check_response(client)
         else:
             assert isinstance(message, Finished)
             self._end_leg(client)
@@ -355,11 +355,11 @@ class PairSimulation:
             self._begin(client, "decode", "decode", end.kv_transfer)
         else:
             client.state = "done"
-            assert tuple(client.tokens) == client.answer.token_ids, f"{client.event.id} got {client.tokens}"
-            assert end.reason is client.answer.reason, f"{client.event.id} ends with {end.reason}"
+            assert tuple(client.tokens) == client.response.token_ids, f"{client.event.id} got {client.tokens}"
+            assert end.reason is client.response.reason, f"{client.event.id} ends with {end.reason}"
 
     def lost(self, leg: Leg, *, is_refused: bool = False) -> None:
-        """An engine does not answer; another one does, if no token has come of the answer yet."""
+        """An engine does not answer; another one does, if no token has come of the response yet."""
         client = leg.client
         if client.state != "open" or client.leg is not leg:
             return
@@ -404,10 +404,10 @@ class PairSimulation:
                 host.check()
         self._count("checks of both engines")
 
-    def _check_answer(self, client: Client) -> None:
+    def _check_response(self, client: Client) -> None:
         count = len(client.tokens)
-        assert tuple(client.tokens) == client.answer.token_ids[:count], (
-            f"{client.event.id} got {client.tokens}, the reference has {client.answer.token_ids}"
+        assert tuple(client.tokens) == client.response.token_ids[:count], (
+            f"{client.event.id} got {client.tokens}, the reference has {client.response.token_ids}"
         )
 
     # --- inside ---

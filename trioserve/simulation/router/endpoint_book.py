@@ -1,6 +1,6 @@
 """One endpoint of a simulated router: what is true of it, and what the router has been told and may therefore do.
 
-Kept from the events alone. Where a moment or a share is a rounding error away, both answers are taken: `may_take` is
+Kept from the events alone. Where a moment or a share is a rounding error away, both responses are taken: `may_take` is
 what the router must not go beyond, `must_take` what it must not leave lying.
 """
 
@@ -23,7 +23,7 @@ class Question(msgspec.Struct):
 
     there: frozenset[str]
     sent_total: int
-    answer: EndpointLoad | None = None
+    response: EndpointLoad | None = None
     is_lie: bool = False
 
 
@@ -164,7 +164,7 @@ class EndpointBook:
         self.running.pop(name, None)
         self.there.pop(name, None)
         if self.question is not None:
-            self.question.there -= {name}  # should it come back before the answer, that is another sending
+            self.question.there -= {name}  # should it come back before the response, that is another sending
         if self.probe == name:
             self.probe = None
 
@@ -181,25 +181,25 @@ class EndpointBook:
     def ask(self, sent_total: int) -> None:
         self.question = Question(frozenset(self.there), sent_total)
 
-    def answer(self, lie: tuple[int, int] | None) -> None:
+    def response(self, lie: tuple[int, int] | None) -> None:
         if self.question is None:
             return
         count = self._strangers + sum(self.there.values())
         running, waiting = lie or (min(count, self._seats), max(0, count - self._seats))
-        self.question.answer = EndpointLoad(
+        self.question.response = EndpointLoad(
             running=running, waiting=waiting, seats=self._seats if self._tells_seats else None
         )
         self.question.is_lie = lie is not None
 
     def note(self, now: float) -> None:
-        """The router has the answer now."""
+        """The router has the response now."""
         question = self.question
         assert question is not None
-        assert question.answer is not None
+        assert question.response is not None
         self.question = None
         self._has_lied |= question.is_lie
         known = sum(count for name, count in self.there.items() if name in question.there)
-        self._report = Report(question.answer, now, known, self.in_flight, question.is_lie)
+        self._report = Report(question.response, now, known, self.in_flight, question.is_lie)
 
     def note_check(self, is_well: bool, now: float) -> None:
         if not is_well:

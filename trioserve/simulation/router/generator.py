@@ -14,7 +14,6 @@ from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.router.policies import POLICIES
 from trioserve.simulation.router.history import (
     Add,
-    Answer,
     Arrive,
     Ask,
     Check,
@@ -27,6 +26,7 @@ from trioserve.simulation.router.history import (
     Models,
     Note,
     Remove,
+    Response,
     Role,
     RouterEvent,
     RouterWorld,
@@ -183,9 +183,9 @@ class RouterAuthor:
         book = self._one(books)
         if book.question is None:
             return Ask(id=book.id)
-        if book.question.answer is None:
+        if book.question.response is None:
             is_lie = self._chance() < self._lie_share
-            return Answer(id=book.id, lie=(int(self._chance() * 6), int(self._chance() * 6)) if is_lie else None)
+            return Response(id=book.id, lie=(int(self._chance() * 6), int(self._chance() * 6)) if is_lie else None)
         return Note(id=book.id)
 
     def _check(self, simulation: RouterSimulation) -> Check:

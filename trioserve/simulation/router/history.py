@@ -16,7 +16,7 @@ from trioserve.simulation.script import line_of, parts_of
 
 __all__ = [
     "Add",
-    "Answer",
+    "Response",
     "Arrive",
     "Ask",
     "Check",
@@ -96,15 +96,15 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, tag="ask"):
     id: str
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="answer"):
-    """It looks at itself and answers a question that is out. lie: running and waiting, instead of what is true."""
+class Response(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="answer"):
+    """It looks at itself and responses a question that is out. lie: running and waiting, instead of what is true."""
 
     id: str
     lie: tuple[int, int] | None = None
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True, tag="note"):
-    """The answer arrives at the router."""
+    """The response arrives at the router."""
 
     id: str
 
@@ -119,7 +119,7 @@ class Store(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 class Arrive(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="arrive"):
     """A client's request. patience: seconds until its own wait in line is over; None: never. can_be_split: its prompt
-    may be computed at one endpoint and its answer at another."""
+    may be computed at one endpoint and its response at another."""
 
     name: str
     model: str = "m"
@@ -201,7 +201,7 @@ RouterEvent = (
     | Remove
     | Check
     | Ask
-    | Answer
+    | Response
     | Note
     | Store
     | Arrive

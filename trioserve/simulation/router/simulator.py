@@ -20,7 +20,6 @@ from trioserve.simulation.router.books import RouterBooks
 from trioserve.simulation.router.endpoint_book import CLOSE_SECONDS, EndpointBook
 from trioserve.simulation.router.history import (
     Add,
-    Answer,
     Arrive,
     Ask,
     Check,
@@ -33,6 +32,7 @@ from trioserve.simulation.router.history import (
     Models,
     Note,
     Remove,
+    Response,
     Role,
     RouterEvent,
     RouterWorld,
@@ -307,19 +307,21 @@ class RouterSimulation:
         if book is not None:
             book.ask(self.core.sent_total)
 
-    def _answer(self, event: Answer) -> None:
+    def _response(self, event: Response) -> None:
         book = self.books.endpoints.get(event.id)
         if book is not None:
-            book.answer(event.lie)
+            book.response(event.lie)
 
     def _note(self, event: Note) -> None:
         book = self.books.endpoints.get(event.id)
         question = None if book is None else book.question
-        if book is None or question is None or question.answer is None:
+        if book is None or question is None or question.response is None:
             return
         book.note(self.books.now)
         self._count("reports: a lie" if question.is_lie else "reports: true")
-        self.core.note_load(EndpointId(event.id), question.answer, self.books.now, sent_when_asked=question.sent_total)
+        self.core.note_load(
+            EndpointId(event.id), question.response, self.books.now, sent_when_asked=question.sent_total
+        )
 
     def _store(self, event: Store) -> None:
         blocks = [BlockHash(block.encode()) for block in event.blocks]
@@ -490,7 +492,7 @@ _HANDLERS: dict[type[RouterEvent], Callable[[RouterSimulation, Any], None]] = {
     Remove: RouterSimulation._remove,
     Check: RouterSimulation._check_health,
     Ask: RouterSimulation._ask,
-    Answer: RouterSimulation._answer,
+    Response: RouterSimulation._response,
     Note: RouterSimulation._note,
     Store: RouterSimulation._store,
     Arrive: RouterSimulation._arrive,

@@ -1,8 +1,8 @@
 """The clients of a simulated stack that come over HTTP, and operators who do. They know what they may be sent.
 
 Leaving must do at once, on the clock, what it must do: a moment later the server has no exchange for the request, and
-no step that begins later computes anything of it. Who does not leave, stall or come too late gets a whole answer, or is
-told why not.
+no step that begins later computes anything of it. Who does not leave, stall or come too late gets a whole response, or
+is told why not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import trio
 from trioserve.contracts.events import AbortOutcome
 from trioserve.simulation.stack.http_connection import Caller
 from trioserve.simulation.stack.http_plan import FOR_GOOD_SECONDS, Ask, Connection, Delete
-from trioserve.simulation.stack.http_protocol import Answer
+from trioserve.simulation.stack.http_protocol import Response
 from trioserve.simulation.stack.http_requests import KEY, expected_tokens, key_of, request_of
 from trioserve.simulation.stack.http_response import BROKEN_OFF, COMPLETE, outcome_of
 from trioserve.simulation.stack.http_server import MOMENT_SECONDS, HttpServer
@@ -47,21 +47,21 @@ class HttpClients:
         await trio.sleep(order.at)
         key = f"d{number}"
         caller = self._connect(Connection(number=-1 - number, http=1))
-        answer = Answer()
+        response = Response()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(caller.read)
-            await caller.begin(answer, "DELETE", f"/v1/requests/{order.id}", [(KEY, key)], b"")
-            while not answer.is_over:
+            await caller.begin(response, "DELETE", f"/v1/requests/{order.id}", [(KEY, key)], b"")
+            while not response.is_over:
                 await caller.changed.park()
             caller.end.close()
-        if answer.lost is not None:
+        if response.lost is not None:
             is_excused = key not in self._server.begun and self._server.is_leaving
-            assert is_excused, f"the abort of {order.id}: {answer.lost}"
+            assert is_excused, f"the abort of {order.id}: {response.lost}"
             return
         outcome = AbortOutcome.UNKNOWN
-        if answer.status != 404:
-            assert answer.status == 200, f"the abort of {order.id} is answered with {answer.status}"
-            outcome = AbortOutcome(msgspec.json.decode(answer.body)["result"])
+        if response.status != 404:
+            assert response.status == 200, f"the abort of {order.id} is answered with {response.status}"
+            outcome = AbortOutcome(msgspec.json.decode(response.body)["result"])
         promised = self._server.promised[key]
         assert outcome in promised, f"the abort of {order.id} says {outcome.value}, which is none of {promised}"
         self._server.tell(f"delete {order.id}: {outcome.value}")
@@ -80,11 +80,11 @@ class HttpClients:
                 for ask in asks:
                     if connection.http == 1:
                         await trio.sleep(ask.at)
-                        answer = await self._begin(caller, ask)
+                        response = await self._begin(caller, ask)
                         if connection.is_pipelined and not ask.withheld:
-                            asking.start_soon(self._await_answer, caller, ask, answer)
+                            asking.start_soon(self._await_response, caller, ask, response)
                         else:
-                            await self._await_answer(caller, ask, answer)
+                            await self._await_response(caller, ask, response)
                     else:
                         asking.start_soon(self._ask_on_stream, caller, ask)
             await self._hang_up(caller, stalls=any(self._stall_seconds(ask) for ask in asks))
@@ -96,66 +96,66 @@ class HttpClients:
         caller.asks_left -= 1
         if not caller.asks_left and caller.connection.ends == "goaway":
             await caller.say_goaway()
-        await self._await_answer(caller, ask, begun)
+        await self._await_response(caller, ask, begun)
 
-    async def _begin(self, caller: Caller, ask: Ask) -> tuple[Answer, float]:
+    async def _begin(self, caller: Caller, ask: Ask) -> tuple[Response, float]:
         """Send the request; returns when its client's patience ends, too."""
-        answer = Answer()
+        response = Response()
         leaves_at = math.inf if ask.patience is None else trio.current_time() + ask.patience
         if caller.is_over:
-            answer.lost = "the connection had ended"
-            return answer, leaves_at
+            response.lost = "the connection had ended"
+            return response, leaves_at
         self._server.count("requests")
         body, fields = request_of(ask)
         middle = len(body) // 2
         self._server.sent_at[key_of(ask)] = math.inf
-        await caller.begin(answer, "POST", "/v1/completions", fields, body[:middle])
+        await caller.begin(response, "POST", "/v1/completions", fields, body[:middle])
         with trio.move_on_at(leaves_at):
             await trio.sleep(ask.pause)
         rest = body[middle : -1 if ask.withheld else len(body)]
-        await caller.send_body(answer, rest, is_last=not ask.withheld)
+        await caller.send_body(response, rest, is_last=not ask.withheld)
         if not ask.withheld:
             self._server.sent_at[key_of(ask)] = trio.current_time()
-        return answer, leaves_at
+        return response, leaves_at
 
-    async def _await_answer(self, caller: Caller, ask: Ask, begun: tuple[Answer, float]) -> None:
-        answer, leaves_at = begun
+    async def _await_response(self, caller: Caller, ask: Ask, begun: tuple[Response, float]) -> None:
+        response, leaves_at = begun
         key, has_stalled, leaves = key_of(ask), False, False
         with trio.move_on_at(leaves_at) as patience:
-            while not answer.is_over and not leaves:
-                if ask.stalls_after is not None and len(answer.body) >= ask.stalls_after and not has_stalled:
+            while not response.is_over and not leaves:
+                if ask.stalls_after is not None and len(response.body) >= ask.stalls_after and not has_stalled:
                     has_stalled = True
-                    self._server.nursery.start_soon(self._stall, caller, ask, answer)
-                leaves = ask.leaves_after is not None and len(answer.body) >= ask.leaves_after
+                    self._server.nursery.start_soon(self._stall, caller, ask, response)
+                leaves = ask.leaves_after is not None and len(response.body) >= ask.leaves_after
                 if not leaves:
                     await caller.changed.park()
-        if not answer.is_over and key not in self._server.left_at:
+        if not response.is_over and key not in self._server.left_at:
             assert leaves or patience.cancelled_caught
-            await self._leave(caller, ask, answer)
+            await self._leave(caller, ask, response)
         self._server.untold.discard(key)
-        self._judge(caller, ask, answer)
+        self._judge(caller, ask, response)
 
-    async def _stall(self, caller: Caller, ask: Ask, answer: Answer) -> None:
+    async def _stall(self, caller: Caller, ask: Ask, response: Response) -> None:
         self._server.count("stalls")
-        if not caller.protocol.withhold_credit(answer):
+        if not caller.protocol.withhold_credit(response):
             caller.stop_reading(ask.stall_seconds)
             await trio.sleep(ask.stall_seconds)
         elif ask.trickles:
-            await self._trickle(caller, ask, answer)
+            await self._trickle(caller, ask, response)
         else:
             await trio.sleep(ask.stall_seconds)
         if ask.stall_seconds >= FOR_GOOD_SECONDS:
             self._check_given_up([ask])
-        caller.protocol.give_credit(answer)
+        caller.protocol.give_credit(response)
         await caller.flush()
 
-    async def _trickle(self, caller: Caller, ask: Ask, answer: Answer) -> None:
+    async def _trickle(self, caller: Caller, ask: Ask, response: Response) -> None:
         self._server.count("readers that trickle")
         ends_at = trio.current_time() + ask.stall_seconds
         while trio.current_time() < ends_at:
             await trio.sleep_until(min(ends_at, trio.current_time() + 0.8 * self._server.limits.stall_seconds_max))
-            if not answer.is_over:
-                caller.protocol.give_a_byte(answer)
+            if not response.is_over:
+                caller.protocol.give_a_byte(response)
                 await caller.flush()
 
     async def _stall_connection(self, caller: Caller, asks: list[Ask]) -> None:
@@ -168,10 +168,10 @@ class HttpClients:
         if connection.stall_seconds >= FOR_GOOD_SECONDS:
             self._check_given_up(asks)
 
-    async def _leave(self, caller: Caller, ask: Ask, answer: Answer) -> None:
+    async def _leave(self, caller: Caller, ask: Ask, response: Response) -> None:
         way = ask.way if caller.connection.http == 2 or ask.way != "reset" else "close"
         if way == "reset":
-            caller.protocol.reset(answer)
+            caller.protocol.reset(response)
             await caller.flush()
             keys = [key_of(ask)]
         else:
@@ -197,7 +197,7 @@ class HttpClients:
         self._server.check_all()
 
     async def _hang_up(self, caller: Caller, *, stalls: bool) -> None:
-        """All answers have come. The server ends the connection, too, and in time."""
+        """All responses have come. The server ends the connection, too, and in time."""
         ends, began_at = caller.connection.ends, trio.current_time()
         if ends == "half-close" or (ends == "goaway" and caller.connection.http == 1):
             await caller.end_sending()
@@ -234,10 +234,10 @@ class HttpClients:
         asks = self._asks[ask.connection] if connection.http == 1 else [ask]
         return connection.stall_seconds + sum(one.stall_seconds for one in asks if one.stalls_after is not None)
 
-    def _judge(self, caller: Caller, ask: Ask, answer: Answer) -> None:
+    def _judge(self, caller: Caller, ask: Ask, response: Response) -> None:
         key, connection = key_of(ask), caller.connection.number
-        outcome = outcome_of(ask, answer, expected_tokens(ask, self._server.fake.executor.model))
-        self._server.tell(f"client {key}: {outcome}{'' if answer.lost is None else f' ({answer.lost})'}")
+        outcome = outcome_of(ask, response, expected_tokens(ask, self._server.fake.executor.model))
+        self._server.tell(f"client {key}: {outcome}{'' if response.lost is None else f' ({response.lost})'}")
         self._server.count(f"answers: {outcome}")
         if outcome == COMPLETE or key in self._server.left_at:
             return
@@ -249,7 +249,7 @@ class HttpClients:
             may_end = is_late or (
                 key not in self._server.begun and (self._server.is_leaving or connection in self._cut)
             )
-            assert stalls or may_end, f"client {key}: its answer broke off: {answer.lost}"
+            assert stalls or may_end, f"client {key}: its response broke off: {response.lost}"
             return
         if outcome.startswith("408") and caller.connection.http == 1:
             self._cut.add(connection)
@@ -260,7 +260,7 @@ class HttpClients:
             "200 draining": engine.draining and len(ask.prompts) > 1,
             "408 body_timeout": ask.withheld or ask.pause >= self._server.limits.body_wait_seconds_max,
         }
-        is_aborted = answer.headers.get("x-request-id") in self._server.aborted_ids
+        is_aborted = response.headers.get("x-request-id") in self._server.aborted_ids
         reasons |= dict.fromkeys(("503 request_aborted", "200 request_aborted"), is_aborted)
         reasons |= dict.fromkeys(("500 engine_fault", "200 engine_fault"), engine.fault is not None)
         reasons |= dict.fromkeys(("504 timeout", "200 timeout"), ask.timeout is not None)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import trio
 
 from trioserve.simulation.stack.http_plan import Connection
-from trioserve.simulation.stack.http_protocol import Answer, StrictClient
+from trioserve.simulation.stack.http_protocol import Response, StrictClient
 from trioserve.testing.memory_stream import MemoryEnd
 from trioserve.trio_tools.http_client import Fields
 
@@ -51,7 +51,7 @@ class WatchedEnd(trio.abc.HalfCloseableStream):
 
 
 class Caller:
-    """read() is its task. changed: wakes who waits for something of an answer. asks_left: still to be begun."""
+    """read() is its task. changed: wakes who waits for something of a response. asks_left: still to be begun."""
 
     def __init__(self, end: MemoryEnd, connection: Connection, *, ask_count: int) -> None:
         self.end = end
@@ -81,14 +81,14 @@ class Caller:
     def stop_reading(self, seconds: float) -> None:
         self.reads_again_at = max(self.reads_again_at, trio.current_time() + seconds)
 
-    async def begin(self, answer: Answer, method: str, path: str, fields: Fields, body: bytes) -> None:
+    async def begin(self, response: Response, method: str, path: str, fields: Fields, body: bytes) -> None:
         """Send a request's head, and a body's first part."""
-        self.protocol.begin(answer, method, path, fields, has_body=bool(fields) and method == "POST")
-        await self.send_body(answer, body, is_last=False)
+        self.protocol.begin(response, method, path, fields, has_body=bool(fields) and method == "POST")
+        await self.send_body(response, body, is_last=False)
 
-    async def send_body(self, answer: Answer, data: bytes, *, is_last: bool) -> None:
-        if data and not answer.is_over:
-            self.protocol.send_body(answer, data, is_last=is_last)
+    async def send_body(self, response: Response, data: bytes, *, is_last: bool) -> None:
+        if data and not response.is_over:
+            self.protocol.send_body(response, data, is_last=is_last)
         await self.flush()
 
     async def flush(self) -> None:

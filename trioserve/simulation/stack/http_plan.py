@@ -37,8 +37,8 @@ class Connection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     """A client's connection, for the asks that name its number; one without a line of its own is as plain as this.
 
     http: 1 or 2. pieces: bytes are sent and read in pieces of so many, in turn; empty: as they come. window: bytes of
-    an answer that may be on their way, HTTP/2. is_pipelined: HTTP/1.1, asks without waiting for answers. stalls_at,
-    stall_seconds: reads nothing from then on, for so long. ends: what it does when all answers have come, or,
+    a response that may be on their way, HTTP/2. is_pipelined: HTTP/1.1, asks without waiting for responses. stalls_at,
+    stall_seconds: reads nothing from then on, for so long. ends: what it does when all responses have come, or,
     "goaway", when all is asked.
     """
 
@@ -54,11 +54,11 @@ class Connection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="ask"):
-    """A request for completions. at: seconds after its connection, or on HTTP/1.1 after the answer before.
+    """A request for completions. at: seconds after its connection, or on HTTP/1.1 after the response before.
 
     id: None lets the server choose. prompts: one or more. pause: seconds in the middle of the body. withheld: the
     body's last byte never comes. in_headers: where the deadlines are. way: how it leaves, when `patience` seconds have
-    passed since it began, or when `leaves_after` bytes of its answer have come; "reset" leaves the others on its
+    passed since it began, or when `leaves_after` bytes of its response have come; "reset" leaves the others on its
     connection alone. stalls_after: bytes after which it takes nothing for stall_seconds, or, if it trickles, a byte now
     and then, where the protocol can.
     """

@@ -9,13 +9,13 @@ from trioserve.trio_tools.http1_client import Http1ClientProtocol
 from trioserve.trio_tools.http2_client import Http2ClientProtocol
 from trioserve.trio_tools.http_client import Fields, ResponseEnd, ResponseResult
 
-__all__ = ["Answer", "StrictClient"]
+__all__ = ["Response", "StrictClient"]
 
 AUTHORITY = "simulated"
 
 
-class Answer:
-    """What has come of one answer; its client's listener. number: of its request. lost: why nothing more will come,
+class Response:
+    """What has come of one response; its client's listener. number: of its request. lost: why nothing more will come,
     although it is not complete."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Answer:
 
 class StrictClient:
     """A connection's side of it. http: 1, with any number of requests behind each other, or 2, with a stream a request.
-    window: bytes of an answer that may come before they are credited, over HTTP/2."""
+    window: bytes of a response that may come before they are credited, over HTTP/2."""
 
     def __init__(self, *, http: int, window: int = 65_535) -> None:
         self._protocol: Http1ClientProtocol | Http2ClientProtocol
@@ -57,14 +57,14 @@ class StrictClient:
         else:
             self._protocol = Http2ClientProtocol(authority=AUTHORITY, window_bytes=window)
 
-    def begin(self, answer: Answer, method: str, path: str, fields: Fields, *, has_body: bool) -> None:
-        answer.number = self._protocol.begin(method, path, fields, answer, has_body=has_body)
+    def begin(self, response: Response, method: str, path: str, fields: Fields, *, has_body: bool) -> None:
+        response.number = self._protocol.begin(method, path, fields, response, has_body=has_body)
 
-    def send_body(self, answer: Answer, data: bytes, *, is_last: bool) -> None:
-        self._protocol.send_body(answer.number, data, is_last=is_last)
+    def send_body(self, response: Response, data: bytes, *, is_last: bool) -> None:
+        self._protocol.send_body(response.number, data, is_last=is_last)
 
-    def reset(self, answer: Answer) -> None:
-        assert self._protocol.reset(answer.number), "HTTP/1.1 has no reset of one request"
+    def reset(self, response: Response) -> None:
+        assert self._protocol.reset(response.number), "HTTP/1.1 has no reset of one request"
 
     def receive(self, data: bytes) -> None:
         """Take in what came; nothing: the server has ended the connection, or it broke."""
@@ -77,17 +77,17 @@ class StrictClient:
         if isinstance(self._protocol, Http1ClientProtocol):
             assert not self._protocol.informational_count, "the server sent 1xx to a client that asked for none"
 
-    def withhold_credit(self, answer: Answer) -> bool:
-        """Let the server send no more of this answer than it may by now. False: the protocol cannot."""
-        return self._protocol.withhold_credit(answer.number)
+    def withhold_credit(self, response: Response) -> bool:
+        """Let the server send no more of this response than it may by now. False: the protocol cannot."""
+        return self._protocol.withhold_credit(response.number)
 
-    def give_a_byte(self, answer: Answer) -> None:
+    def give_a_byte(self, response: Response) -> None:
         """Let it send one byte more. Only HTTP/2 can."""
         assert isinstance(self._protocol, Http2ClientProtocol)
-        self._protocol.give_a_byte(answer.number)
+        self._protocol.give_a_byte(response.number)
 
-    def give_credit(self, answer: Answer) -> None:
-        self._protocol.give_credit(answer.number)
+    def give_credit(self, response: Response) -> None:
+        self._protocol.give_credit(response.number)
 
     def say_goaway(self) -> None:
         """Only HTTP/2 can."""

@@ -1,4 +1,4 @@
-"""A simulated client's request as bytes, and what its answer has to be."""
+"""A simulated client's request as bytes, and what its response has to be."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def expected_tokens(ask: Ask, model: FakeModel) -> list[tuple[int, ...]]:
     """Of every choice of every prompt, in the order of their indices."""
     references = ReferenceEngine(model)
     return [
-        references.answer(_sequence(ask, prompt, index)).token_ids
+        references.response(_sequence(ask, prompt, index)).token_ids
         for prompt in ask.prompts
         for index in range(ask.choices)
     ]
 
 
 def _sequence(ask: Ask, prompt: tuple[int, ...], index: int) -> EngineRequest:
-    """What the runtime makes of a choice, as far as the answer depends on it."""
+    """What the runtime makes of a choice, as far as the response depends on it."""
     return EngineRequest(
         id=RequestId(f"{ask.number}/{index}"),
         prompt_token_ids=prompt,

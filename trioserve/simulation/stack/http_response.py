@@ -1,4 +1,4 @@
-"""Whether what a client has been sent is an answer that it may get: a correct one, or a beginning of one, or an error
+"""Whether what a client has been sent is a response that it may get: a correct one, or a beginning of one, or an error
 that says so. Why it ended as it did is not asked here."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from trioserve.simulation.stack.http_plan import Ask
-from trioserve.simulation.stack.http_protocol import Answer
+from trioserve.simulation.stack.http_protocol import Response
 
 __all__ = ["BROKEN_OFF", "COMPLETE", "outcome_of"]
 
@@ -18,29 +18,31 @@ COMPLETE = "complete"
 BROKEN_OFF = "broken off"
 
 
-def outcome_of(ask: Ask, answer: Answer, expected: Sequence[Sequence[int]]) -> str:
-    """COMPLETE; BROKEN_OFF, before the answer's end; or "500 engine_fault", with the reason of an error, before or in a
-    stream. expected: the tokens of every choice. Raises AssertionError for what no client may see."""
-    if answer.status is None:
-        assert not answer.body, f"{ask.id}: a body without a head"
+def outcome_of(ask: Ask, response: Response, expected: Sequence[Sequence[int]]) -> str:
+    """COMPLETE; BROKEN_OFF, before the response's end; or "500 engine_fault", with the reason of an error, before or in
+    a stream. expected: the tokens of every choice. Raises AssertionError for what no client may see."""
+    if response.status is None:
+        assert not response.body, f"{ask.id}: a body without a head"
         return BROKEN_OFF
-    is_unread = answer.status == 503 and answer.headers.get("x-trioserve-reason") == "draining"  # no app has seen it
-    is_named = ask.id is None or answer.headers.get("x-request-id", ask.id if is_unread else None) == ask.id
-    assert is_named, f"{ask.id}: {answer.headers}"
-    if answer.status != 200:
-        if not answer.is_complete:
+    is_unread = (
+        response.status == 503 and response.headers.get("x-trioserve-reason") == "draining"
+    )  # no app has seen it
+    is_named = ask.id is None or response.headers.get("x-request-id", ask.id if is_unread else None) == ask.id
+    assert is_named, f"{ask.id}: {response.headers}"
+    if response.status != 200:
+        if not response.is_complete:
             return BROKEN_OFF
-        error = msgspec.json.decode(answer.body)["error"]
+        error = msgspec.json.decode(response.body)["error"]
         assert error["message"], f"{ask.id}: an error without a word"
-        if answer.status == 429:
-            assert int(answer.headers["retry-after"]) >= 1
-        return f"{answer.status} {answer.headers.get('x-trioserve-reason')}"
+        if response.status == 429:
+            assert int(response.headers["retry-after"]) >= 1
+        return f"{response.status} {response.headers.get('x-trioserve-reason')}"
     choices = [_Choice(f"{ask.id}, choice {index}", tokens) for index, tokens in enumerate(expected)]
     if ask.streamed:
-        return _outcome_of_events(ask, answer, choices)
-    if not answer.is_complete:
+        return _outcome_of_events(ask, response, choices)
+    if not response.is_complete:
         return BROKEN_OFF
-    whole = msgspec.json.decode(answer.body)
+    whole = msgspec.json.decode(response.body)
     _take(whole, choices)
     _check_usage(ask, whole["usage"], choices)
     for choice in choices:
@@ -48,10 +50,10 @@ def outcome_of(ask: Ask, answer: Answer, expected: Sequence[Sequence[int]]) -> s
     return COMPLETE
 
 
-def _outcome_of_events(ask: Ask, answer: Answer, choices: list[_Choice]) -> str:
-    assert answer.headers["content-type"].startswith("text/event-stream"), answer.headers
-    *blocks, rest = bytes(answer.body).split(b"\n\n")
-    assert not (answer.is_complete and rest), f"{ask.id}: half an event at the end of the answer: {rest!r}"
+def _outcome_of_events(ask: Ask, response: Response, choices: list[_Choice]) -> str:
+    assert response.headers["content-type"].startswith("text/event-stream"), response.headers
+    *blocks, rest = bytes(response.body).split(b"\n\n")
+    assert not (response.is_complete and rest), f"{ask.id}: half an event at the end of the response: {rest!r}"
     end = None
     for block in blocks:
         assert end is None, f"{ask.id}: {block!r} after the last event, {end}"
@@ -75,7 +77,7 @@ def _outcome_of_events(ask: Ask, answer: Answer, choices: list[_Choice]) -> str:
             choice.check_complete()
         else:
             choice.check_prefix()
-    if answer.is_complete:
+    if response.is_complete:
         assert end is not None, f"{ask.id}: the stream ends cleanly without [DONE] and without an error"
         return end
     return BROKEN_OFF
@@ -92,7 +94,7 @@ def _check_usage(ask: Ask, usage: Any, choices: list[_Choice]) -> None:
 
 
 class _Choice:
-    """One choice of an answer, put together. tokens: what the reference says."""
+    """One choice of a response, put together. tokens: what the reference says."""
 
     def __init__(self, name: str, tokens: Sequence[int]) -> None:
         self.name = name

@@ -65,7 +65,7 @@ class HttpServer:
         self.left_at: dict[str, float] = {}
         self.excused: set[str] = set()
         self.sent_at: dict[str, float] = {}
-        self.promised: dict[str, set[AbortOutcome]] = {}  # to operators, whatever the answer says must be among it
+        self.promised: dict[str, set[AbortOutcome]] = {}  # to operators, whatever the response says must be among it
         self.aborted_ids: set[str] = set()
         self.drained_at: float | None = None
         self._server = FrontendServer(self._handle, limits=self.limits, surroundings=surroundings)

@@ -192,8 +192,8 @@ class StackSimulation:
 
     async def _read(self, fake: FakeEngine, client: Client, stream: RequestStream) -> bool:
         """Whether everything was read."""
-        answers = [
-            ReferenceEngine(fake.executor.model).answer(_sequence(client, index)) for index in range(client.choices)
+        responses = [
+            ReferenceEngine(fake.executor.model).response(_sequence(client, index)) for index in range(client.choices)
         ]
         counts, ends = [0] * client.choices, [0] * client.choices
         if client.leaves_after == 0:
@@ -204,7 +204,7 @@ class StackSimulation:
             index, begin = delta.index, counts[delta.index]
             name = f"client {client.number}, choice {index}"
             counts[index] += len(delta.token_ids)
-            expected = answers[index].token_ids
+            expected = responses[index].token_ids
             assert ends[index] == 0, f"{name}: {delta} after its end"
             assert delta.token_ids == expected[begin : counts[index]], f"{name}: {delta} at {begin} of {expected}"
             if delta.finish_reason is not None:
@@ -357,7 +357,7 @@ class _WatchedSteps:
 
 
 def _sequence(client: Client, index: int) -> EngineRequest:
-    """What the runtime makes of a choice, as far as the answer depends on it."""
+    """What the runtime makes of a choice, as far as the response depends on it."""
     return EngineRequest(
         id=RequestId(f"{client.number}/{index}"),
         prompt_token_ids=client.prompt,

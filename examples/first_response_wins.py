@@ -1,4 +1,4 @@
-"""Ask three times, keep the first answer, stop the others: their KV blocks are free one step later.
+"""Ask three times, keep the first response, stop the others: their KV blocks are free one step later.
 
 python examples/first_answer_wins.py
 """
@@ -12,19 +12,19 @@ QUESTION = [{"role": "user", "content": "Name a river in Africa. One word."}]
 
 async def main() -> None:
     async with trioserve.open_engine("smollm2", max_num_seqs=8) as engine:
-        answers: list[str] = []
+        responses: list[str] = []
 
         async def ask(seed: int, nursery: trio.Nursery) -> None:
             sampling = trioserve.SamplingParams(seed=seed, max_tokens=100, min_tokens=seed * 20)
             async with engine.generate(trioserve.ChatPrompt(messages=QUESTION), sampling) as stream:
                 text = "".join([delta.text async for delta in stream])
-            answers.append(text)
+            responses.append(text)
             nursery.cancel_scope.cancel()  # the losers leave their scopes
 
         async with trio.open_nursery() as nursery:
             for seed in range(3):
                 nursery.start_soon(ask, seed, nursery)
-        print("first:", answers[0])
+        print("first:", responses[0])
 
         await trio.sleep(0.5)  # a step is shorter than that
         print("KV blocks in use:", engine.stats().blocks_used)
