@@ -283,7 +283,7 @@ def say(*texts: str, reason: FinishReason = FinishReason.STOP, message: str | No
 
 
 class Api:
-    """The app as a client sees it. `exchange` makes a request, `call` also runs it to its end."""
+    """The app as a client sees it. `exchange` makes a request, `context` also runs it to its end."""
 
     def __init__(self, **options: Any) -> None:
         self.engine = ScriptedEngine()
@@ -301,23 +301,23 @@ class Api:
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         return MemoryExchange(method, path, raw, (headers or {}).items())
 
-    async def call(self, method: str, path: str, body: object = b"", **headers: str) -> MemoryExchange:
+    async def context(self, method: str, path: str, body: object = b"", **headers: str) -> MemoryExchange:
         exchange = self.exchange(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
         await self.app(exchange)
         assert exchange.finished
         return exchange
 
     async def chat(self, **fields: Any) -> MemoryExchange:
-        return await self.call(
+        return await self.context(
             "POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], **fields}
         )
 
     async def complete(self, **fields: Any) -> MemoryExchange:
-        return await self.call("POST", "/v1/completions", {"prompt": "ab", **fields})
+        return await self.context("POST", "/v1/completions", {"prompt": "ab", **fields})
 
     async def check_refused(self, path: str, body: object, *, status: int = 400, param: str | None = None) -> str:
         """The request is refused in OpenAI's shape; returns the message."""
-        exchange = await self.call("POST", path, body)
+        exchange = await self.context("POST", path, body)
         assert exchange.status == status, exchange.data
         error = exchange.json()["error"]
         assert set(error) == {"message", "type", "param", "code"}

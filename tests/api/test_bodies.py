@@ -63,14 +63,14 @@ DEEP = {
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("body", BROKEN.values(), ids=BROKEN.keys())
 async def test_a_broken_body_is_400(api: Any, path: str, body: bytes) -> None:
-    exchange = await api.call("POST", path, body)
+    exchange = await api.context("POST", path, body)
     assert exchange.status == 400, exchange.data
     assert exchange.json()["error"]["type"] == "invalid_request_error"
 
 
 @pytest.mark.parametrize("body", HUGE.values(), ids=HUGE.keys())
 async def test_a_number_beyond_all_bounds_is_400(api: Any, body: bytes) -> None:
-    exchange = await api.call("POST", "/v1/completions", body)
+    exchange = await api.context("POST", "/v1/completions", body)
     assert exchange.status == 400, exchange.data
 
 
@@ -81,7 +81,7 @@ async def test_depth_is_never_a_fault(api: Any, body: bytes, brackets: tuple[byt
     opening, closing = brackets
     for depth in (*range(50, 80, 5), *range(800, 1020, 2)):
         value = opening * depth + b"1" + closing * depth
-        exchange = await api.call("POST", "/v1/chat/completions", body.replace(b"%b", value))
+        exchange = await api.context("POST", "/v1/chat/completions", body.replace(b"%b", value))
         assert exchange.status in (200, 400), exchange.data
         if depth > 70 and body is not DEEP["a field nobody knows"]:
             assert exchange.status == 400
@@ -91,7 +91,7 @@ async def test_messages_hold_a_bounded_number_of_values(api: Any) -> None:
     part = {"type": "text", "text": ""}
     for count, status in ((30_000, 200), (40_000, 400)):
         messages = [{"role": "user", "content": [part] * count}]
-        exchange = await api.call("POST", "/tokenize", {"messages": messages})
+        exchange = await api.context("POST", "/tokenize", {"messages": messages})
         assert exchange.status == status
 
 
@@ -103,18 +103,18 @@ async def test_what_came_is_repeated_only_in_part(api: Any) -> None:
         {"messages": [{"role": "user", "content": "a"}], "model": long},
         {"messages": [{"role": "user", "content": "a"}], "response_format": {"type": long}},
     ):
-        exchange = await api.call("POST", "/v1/chat/completions", body)
+        exchange = await api.context("POST", "/v1/chat/completions", body)
         assert exchange.status in (400, 404)
         assert len(exchange.data) < 3000
         assert "xxx" in exchange.json()["error"]["message"]
 
 
 async def test_of_a_key_that_comes_twice_the_last_one_counts(api: Any) -> None:
-    exchange = await api.call("POST", "/v1/completions", b'{"prompt": "a", "n": 2, "prompt": "b", "n": 3}')
+    exchange = await api.context("POST", "/v1/completions", b'{"prompt": "a", "n": 2, "prompt": "b", "n": 3}')
     assert len(exchange.json()["choices"]) == 3
     assert api.engine.streams[0].prompt == "b"
     for body in (b'{"prompt": "a", "n": "x", "n": 1}', b'{"prompt": "a", "n": 1, "n": "x"}'):
-        assert (await api.call("POST", "/v1/completions", body)).status == 400
+        assert (await api.context("POST", "/v1/completions", body)).status == 400
 
 
 async def test_an_authorization_that_comes_twice_opens_nothing(make_api: Any) -> None:
@@ -127,19 +127,19 @@ async def test_an_authorization_that_comes_twice_opens_nothing(make_api: Any) ->
 
 async def test_fields_nobody_knows_are_passed_over(api: Any) -> None:
     body = b'{"prompt": "a", "x": [1, {"y": 1e999}], "": null, "\\u0000": true, "__class__": "a", "prompt ": 1}'
-    exchange = await api.call("POST", "/v1/completions", body)
+    exchange = await api.context("POST", "/v1/completions", body)
     assert exchange.status == 200, exchange.data
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-1", "1e999", "", "1_0", "\u0661", "9" * 5000])
 @pytest.mark.parametrize("header", ["x-queue-timeout", "x-ttft-timeout", "x-request-timeout"])
 async def test_deadlines_in_headers_are_numbers_or_refused(api: Any, header: str, value: str) -> None:
-    exchange = await api.call("POST", "/v1/completions", {"prompt": "a"}, **{header: value})
+    exchange = await api.context("POST", "/v1/completions", {"prompt": "a"}, **{header: value})
     assert exchange.status in (200, 400), exchange.data
 
 
 async def test_the_content_type_does_not_matter(api: Any) -> None:
-    exchange = await api.call("POST", "/v1/completions", b'{"prompt": "a"}', content_type="text/plain")
+    exchange = await api.context("POST", "/v1/completions", b'{"prompt": "a"}', content_type="text/plain")
     assert exchange.status == 200
 
 
@@ -215,7 +215,7 @@ def test_any_object_is_answered_without_a_fault(make_api: Any, path: str, fields
 
     async def check() -> None:
         api = make_api()
-        exchange = await api.call("POST", path, json.dumps({**minimal, **fields}).encode())
+        exchange = await api.context("POST", path, json.dumps({**minimal, **fields}).encode())
         assert exchange.status in (200, 400), exchange.data
         assert api.left()
 

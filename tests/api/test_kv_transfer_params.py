@@ -122,11 +122,11 @@ async def test_a_server_without_a_connector_refuses_them(params, make_api, autoj
 
 async def test_the_load_report_has_the_role_where_there_is_a_connector(make_api, autojump_clock):
     async with opened(make_api, role="prefill") as (api, _):
-        assert (await api.call("GET", "/load")).json()["role"] == "prefill"
+        assert (await api.context("GET", "/load")).json()["role"] == "prefill"
     async with open_fake_engine() as fake:
         api = make_api()
         api.engine = fake
-        assert "role" not in (await api.call("GET", "/load")).json()
+        assert "role" not in (await api.context("GET", "/load")).json()
 
 
 async def test_a_client_that_leaves_while_it_is_told_of_the_hold_ends_it(make_api, autojump_clock):

@@ -25,14 +25,14 @@ async def test_many_tokens_leave_the_event_loop(api: Any) -> None:
     api.engine.model.context_tokens_max = 10**6
     for count, jobs in ((1000, 0), (1001, 1)):
         api.engine.text_jobs.clear()
-        response = await api.call("POST", "/detokenize", {"tokens": [97] * count})
+        response = await api.context("POST", "/detokenize", {"tokens": [97] * count})
         assert (len(response.json()["prompt"]), len(api.engine.text_jobs)) == (count, jobs)
         api.engine.text_jobs.clear()
         asked = {"prompt": "a" * count, "return_token_strs": True, "add_special_tokens": False}
-        response = await api.call("POST", "/tokenize", asked)
+        response = await api.context("POST", "/tokenize", asked)
         assert (response.json()["token_strs"], len(api.engine.text_jobs)) == (["a"] * count, jobs)
         api.engine.text_jobs.clear()
-        await api.call("POST", "/tokenize", {"prompt": "a" * count})
+        await api.context("POST", "/tokenize", {"prompt": "a" * count})
         assert api.engine.text_jobs == []
 
 

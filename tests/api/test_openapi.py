@@ -18,7 +18,7 @@ EVERYTHING = {"n": 2, "prompt_logprobs": 1, "return_token_ids": True}
 
 
 async def described(api: Any) -> dict[str, Any]:
-    exchange = await api.call("GET", "/openapi.json")
+    exchange = await api.context("GET", "/openapi.json")
     assert exchange.status == 200
     return exchange.json()
 
@@ -87,7 +87,7 @@ async def test_what_is_refused_is_not_offered(api: Any) -> None:
     ],
 )
 async def test_responses_are_as_described(api: Any, method: str, path: str, body: Any, kind: type) -> None:
-    exchange = await api.call(method, path, b"" if body is None else body)
+    exchange = await api.context(method, path, b"" if body is None else body)
     msgspec.convert(exchange.json(), kind)
 
 
@@ -111,7 +111,7 @@ async def test_events_are_as_described(
 ) -> None:
     if "chat" in path and "logprobs" in fields:
         fields = {**fields, "logprobs": True}
-    *events, done = (await api.call("POST", path, {**body, **fields, "stream": True})).events()
+    *events, done = (await api.context("POST", path, {**body, **fields, "stream": True})).events()
     assert done == "[DONE]"
     assert len(events) >= 2
     for event in events:
@@ -120,7 +120,7 @@ async def test_events_are_as_described(
 
 async def test_a_server_that_is_not_ready_and_one_that_is_busy_response_as_described(api: Any) -> None:
     api.engine.ready = False
-    msgspec.convert((await api.call("GET", "/ready")).json(), responses.NotReady)
+    msgspec.convert((await api.context("GET", "/ready")).json(), responses.NotReady)
     api.engine.enter_errors = [Overloaded("too much", reason="queue_full", retry_after_seconds=2.5)]
     exchange = await api.complete()
     msgspec.convert(exchange.json(), responses.Error)

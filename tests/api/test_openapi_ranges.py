@@ -20,7 +20,7 @@ LEAST = {"max_tokens": 1, "max_completion_tokens": 1}
 
 
 async def described(api: Any, body: str) -> dict[str, Any]:
-    document = (await api.call("GET", "/openapi.json")).json()
+    document = (await api.context("GET", "/openapi.json")).json()
     return document["components"]["schemas"][body]["properties"]
 
 
@@ -69,11 +69,11 @@ async def test_what_just_fits_is_taken_and_what_does_not_is_refused(api: Any, bo
                 refused.append(schema["maximum"] + step)
             for number in fitting:
                 asked = {**fields, **COMPANY.get(name, {}), name: value_of(number)}
-                exchange = await api.call("POST", path, asked)
+                exchange = await api.context("POST", path, asked)
                 assert exchange.status == 200, (name, number, exchange.data)
             for number in refused:
                 asked = {**fields, **COMPANY.get(name, {}), name: value_of(number)}
-                exchange = await api.call("POST", path, asked)
+                exchange = await api.context("POST", path, asked)
                 error = exchange.json()["error"]
                 assert exchange.status == 400
                 assert name in error["message"] or name in (error["param"] or ""), (name, number, error)

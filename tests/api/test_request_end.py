@@ -43,7 +43,7 @@ def responses(api: Any) -> dict[tuple[str, str], float]:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_finished_request_is_one_line_with_its_tokens(api: Any, lines, stream: bool) -> None:
-    await api.call(
+    await api.context(
         "POST",
         "/v1/completions",
         {"prompt": SECRET, "stream": stream},
@@ -81,7 +81,7 @@ async def test_what_is_not_debug_stays_silent(api: Any, caplog: pytest.LogCaptur
     ],
 )
 async def test_a_refusal_is_told_with_its_reason(api, lines, path, body, status, reason) -> None:
-    await api.call("POST", path, body)
+    await api.context("POST", path, body)
     [line] = lines()
     told = fields(line)
     assert (told["status"], told["outcome"], told["reason"]) == (status, "refused", reason)
@@ -134,7 +134,7 @@ async def test_a_client_that_left_the_queue_has_no_tokens(api: Any, lines, autoj
 
 
 async def test_clients_cannot_write_fields_of_their_own(api: Any, lines) -> None:
-    await api.call("GET", "/a b\nstatus=200 \x1b[31m", x_request_id='me status=200 "x"')
+    await api.context("GET", "/a b\nstatus=200 \x1b[31m", x_request_id='me status=200 "x"')
     [line] = lines()
     assert "\n" not in line
     assert "\x1b" not in line

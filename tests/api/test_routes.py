@@ -31,7 +31,7 @@ def counted(api: Any) -> dict[tuple[str, str], float]:
 
 @pytest.mark.parametrize("path", ["/", "/v1", "/v1/models/", "/v1/chat/completions/", "/V1/models", "*", "/health/x"])
 async def test_an_unknown_path_is_404_in_the_shape_of_the_api(api: Any, path: str) -> None:
-    exchange = await api.call("GET", path)
+    exchange = await api.context("GET", path)
     assert exchange.status == 404
     assert exchange.json()["error"]["code"] == "not_found"
 
@@ -48,7 +48,7 @@ async def test_an_unknown_path_is_404_in_the_shape_of_the_api(api: Any, path: st
     ],
 )
 async def test_a_wrong_method_is_405_and_told_the_right_ones(api: Any, method: str, path: str, allow: str) -> None:
-    exchange = await api.call(method, path)
+    exchange = await api.context(method, path)
     assert exchange.status == 405
     assert exchange.response_headers["allow"] == allow
     if method != "HEAD":
@@ -57,7 +57,7 @@ async def test_a_wrong_method_is_405_and_told_the_right_ones(api: Any, method: s
 
 @pytest.mark.parametrize("path", [*OPEN, "/v1/models", "/v1/models/letters"])
 async def test_head_is_answered_like_get_without_a_body(api: Any, path: str) -> None:
-    head, get = await api.call("HEAD", path), await api.call("GET", path)
+    head, get = await api.context("HEAD", path), await api.context("GET", path)
     assert head.status == get.status == 200
     assert head.data == b""
     assert get.data
@@ -69,7 +69,7 @@ async def test_head_is_answered_like_get_without_a_body(api: Any, path: str) -> 
 
 @pytest.mark.parametrize("request_id", ["a", "x" * 128, "with blank", "~!@#"])
 async def test_the_id_of_the_client_is_kept_everywhere(api: Any, request_id: str) -> None:
-    exchange = await api.call(
+    exchange = await api.context(
         "POST", CHAT, {"messages": [{"role": "user", "content": "Hi"}], "stream": True}, x_request_id=request_id
     )
     assert exchange.response_headers["x-request-id"] == request_id
@@ -79,14 +79,16 @@ async def test_the_id_of_the_client_is_kept_everywhere(api: Any, request_id: str
 
 @pytest.mark.parametrize("request_id", ["", "x" * 129, "a\tb", "é", "a\x7f"])
 async def test_an_id_that_could_not_be_echoed_is_refused(api: Any, request_id: str) -> None:
-    exchange = await api.call("GET", "/v1/models", x_request_id=request_id)
+    exchange = await api.context("GET", "/v1/models", x_request_id=request_id)
     assert exchange.status == 400
     assert exchange.json()["error"]["param"] == "X-Request-Id"
     assert exchange.response_headers["x-request-id"] != request_id
 
 
 async def test_every_request_without_an_id_gets_one_of_its_own(api: Any) -> None:
-    ids = {(await api.call("GET", path)).response_headers["x-request-id"] for path in ("/health", "/nowhere", "/ready")}
+    ids = {
+        (await api.context("GET", path)).response_headers["x-request-id"] for path in ("/health", "/nowhere", "/ready")
+    }
     assert len(ids) == 3
 
 
@@ -96,7 +98,7 @@ async def test_every_request_without_an_id_gets_one_of_its_own(api: Any) -> None
 async def test_any_of_the_keys_opens_the_api(make_api: Any) -> None:
     api = make_api(api_keys=["first", "second"])
     for authorization in ("Bearer first", "bearer second", "Bearer  first"):
-        assert (await api.call("GET", "/v1/models", authorization=authorization)).status == 200
+        assert (await api.context("GET", "/v1/models", authorization=authorization)).status == 200
 
 
 @pytest.mark.parametrize(
@@ -106,7 +108,7 @@ async def test_any_of_the_keys_opens_the_api(make_api: Any) -> None:
 )
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/letters", "/nowhere"])
 async def test_without_a_right_key_the_api_is_closed(make_api: Any, headers: dict[str, str], path: str) -> None:
-    exchange = await make_api(api_keys=["first"]).call("GET", path, **headers)
+    exchange = await make_api(api_keys=["first"]).context("GET", path, **headers)
     assert exchange.status == 401
     assert exchange.response_headers["www-authenticate"].startswith("Bearer")
     assert exchange.json()["error"]["code"] == "invalid_api_key"
@@ -116,7 +118,7 @@ async def test_every_route_but_the_open_ones_needs_the_key(make_api: Any) -> Non
     api = make_api(api_keys=["first"])
     for path, route in ROUTES.items():
         for method in route.operations:
-            status = (await api.call(method, path)).status
+            status = (await api.context(method, path)).status
             assert (status == 401) == (path not in OPEN), path
 
 
@@ -161,11 +163,11 @@ async def test_a_fault_after_a_whole_response_began_goes_to_the_connection(api: 
 async def test_requests_are_counted_by_route_and_status(api: Any) -> None:
     await api.chat()
     await api.chat(n=0)
-    await api.call("GET", "/v1/models/letters")
-    await api.call("GET", "/v1/models/org/letters")
-    await api.call("GET", "/v1/models/nobody")
+    await api.context("GET", "/v1/models/letters")
+    await api.context("GET", "/v1/models/org/letters")
+    await api.context("GET", "/v1/models/nobody")
     for number in range(3):
-        await api.call("GET", f"/scanned/{number}")
+        await api.context("GET", f"/scanned/{number}")
     assert counted(api) == {
         (CHAT, "200"): 1,
         (CHAT, "400"): 1,

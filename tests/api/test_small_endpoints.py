@@ -13,7 +13,7 @@ from trioserve.contracts.errors import EngineFault
 
 
 async def test_every_served_name_is_a_model(api: Any) -> None:
-    response = (await api.call("GET", "/v1/models")).json()
+    response = (await api.context("GET", "/v1/models")).json()
     assert response["object"] == "list"
     models = [Model.model_validate(model, strict=True) for model in response["data"]]
     assert [model.id for model in models] == ["letters", "org/letters"]
@@ -21,12 +21,12 @@ async def test_every_served_name_is_a_model(api: Any) -> None:
 
 
 async def test_one_model_is_found_by_its_name(api: Any) -> None:
-    model = Model.model_validate((await api.call("GET", "/v1/models/org/letters")).json(), strict=True)
+    model = Model.model_validate((await api.context("GET", "/v1/models/org/letters")).json(), strict=True)
     assert (model.id, model.created) == ("org/letters", 1_700_000_000)
 
 
 async def test_a_model_that_is_not_served_is_404(api: Any) -> None:
-    exchange = await api.call("GET", "/v1/models/gpt-9")
+    exchange = await api.context("GET", "/v1/models/gpt-9")
     assert exchange.status == 404
     assert exchange.json()["error"]["code"] == "model_not_found"
 
@@ -44,12 +44,12 @@ async def test_a_model_that_is_not_served_is_404(api: Any) -> None:
     ],
 )
 async def test_a_prompt_or_a_chat_becomes_tokens(api: Any, body: dict[str, Any], tokens: list[int]) -> None:
-    response = (await api.call("POST", "/tokenize", body)).json()
+    response = (await api.context("POST", "/tokenize", body)).json()
     assert response == {"count": len(tokens), "max_model_len": 100, "tokens": tokens, "token_strs": None}
 
 
 async def test_tokens_come_as_strings_when_asked(api: Any) -> None:
-    response = (await api.call("POST", "/tokenize", {"prompt": "ab", "return_token_strs": True})).json()
+    response = (await api.context("POST", "/tokenize", {"prompt": "ab", "return_token_strs": True})).json()
     assert response["token_strs"] == ["\x01", "a", "b"]
 
 
@@ -73,8 +73,8 @@ async def test_an_unknown_model_is_404_here_too(api: Any) -> None:
 
 
 async def test_tokens_become_a_prompt(api: Any) -> None:
-    assert (await api.call("POST", "/detokenize", {"tokens": [97, 98]})).json() == {"prompt": "ab"}
-    assert (await api.call("POST", "/detokenize", {"tokens": []})).json() == {"prompt": ""}
+    assert (await api.context("POST", "/detokenize", {"tokens": [97, 98]})).json() == {"prompt": "ab"}
+    assert (await api.context("POST", "/detokenize", {"tokens": []})).json() == {"prompt": ""}
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ async def test_what_is_no_token_is_refused(api: Any, body: dict[str, Any], param
 
 async def test_health_is_about_the_process_and_ready_about_requests(api: Any) -> None:
     async def statuses() -> tuple[int, int, str | None]:
-        health, ready = await api.call("GET", "/health"), await api.call("GET", "/ready")
+        health, ready = await api.context("GET", "/health"), await api.context("GET", "/ready")
         return health.status, ready.status, ready.json().get("reason")
 
     assert await statuses() == (200, 200, None)
@@ -108,11 +108,11 @@ async def test_health_is_about_the_process_and_ready_about_requests(api: Any) ->
 
 
 async def test_version_is_a_string(api: Any) -> None:
-    assert isinstance((await api.call("GET", "/version")).json()["version"], str)
+    assert isinstance((await api.context("GET", "/version")).json()["version"], str)
 
 
 async def test_metrics_are_for_scrapers(api: Any) -> None:
     await api.chat()
-    exchange = await api.call("GET", "/metrics")
+    exchange = await api.context("GET", "/metrics")
     assert exchange.response_headers["content-type"].startswith("text/plain; version=0.0.4")
     assert b'http_requests_total{model_name="letters",path="/v1/chat/completions",status="200"} 1.0' in exchange.data

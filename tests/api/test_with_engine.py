@@ -51,8 +51,8 @@ async def test_whole_and_streamed_responses_are_the_same(make_api: Any, autojump
 async def test_deep_json_in_tool_arguments_is_the_clients_error(
     make_api: Any, autojump_clock: trio.testing.MockClock, depth: int
 ) -> None:
-    call = {"type": "function", "function": {"name": "f", "arguments": "[" * depth + "]" * depth}}
-    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "user", "content": "go on"}]
+    context = {"type": "function", "function": {"name": "f", "arguments": "[" * depth + "]" * depth}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [context]}, {"role": "user", "content": "go on"}]
     async with opened(make_api) as (api, _):
         for path in (CHAT, "/tokenize"):
             await api.check_refused(path, {"messages": messages}, param="messages[0].tool_calls[0]")
@@ -153,8 +153,8 @@ async def test_a_client_that_leaves_frees_its_blocks(make_api: Any, autojump_clo
 
 async def test_text_and_tokens_go_both_ways(make_api: Any, autojump_clock: trio.testing.MockClock) -> None:
     async with opened(make_api) as (api, _):
-        tokens = (await api.call("POST", "/tokenize", {"prompt": "grüß"})).json()["tokens"]
+        tokens = (await api.context("POST", "/tokenize", {"prompt": "grüß"})).json()["tokens"]
         assert tokens == list("grüß".encode())
-        assert (await api.call("POST", "/detokenize", {"tokens": tokens})).json() == {"prompt": "grüß"}
+        assert (await api.context("POST", "/detokenize", {"tokens": tokens})).json() == {"prompt": "grüß"}
         chat = {"messages": [{"role": "user", "content": "a"}]}
-        assert (await api.call("POST", "/tokenize", chat)).json()["count"] == len("user: a\nassistant: ")
+        assert (await api.context("POST", "/tokenize", chat)).json()["count"] == len("user: a\nassistant: ")

@@ -27,24 +27,24 @@ __all__ = ["BaseApp", "Operation", "Route"]
 
 logger = logging.getLogger(__name__)
 
-CallType = TypeVar("CallType", bound=Responder)
+ContextType = TypeVar("ContextType", bound=Responder)
 METRICS_PATH = "/metrics"
 LOAD_PATH = "/load"
 OTHER_PATH = "other"
 """The name of all unknown paths in metrics."""
 
-Operation = Callable[[CallType], Awaitable[None]]
+Operation = Callable[[ContextType], Awaitable[None]]
 
 
-class Route(msgspec.Struct, Generic[CallType], frozen=True, kw_only=True):
+class Route(msgspec.Struct, Generic[ContextType], frozen=True, kw_only=True):
     """path: also its name in metrics. needs_key: whether API keys, if there are any, guard it. The operator may close
     others, too (see AccessRules)."""
 
     path: str
-    operations: dict[str, Operation[CallType]]
+    operations: dict[str, Operation[ContextType]]
     needs_key: bool = True
 
-    def operation(self, method: str) -> Operation[CallType]:
+    def operation(self, method: str) -> Operation[ContextType]:
         """Raises Refusal (405)."""
         # The exchange drops the body of a response to HEAD.
         operation = self.operations.get("GET" if method == "HEAD" else method)
@@ -62,7 +62,7 @@ class Route(msgspec.Struct, Generic[CallType], frozen=True, kw_only=True):
         return operation
 
 
-class BaseApp(abc.ABC, Generic[CallType]):
+class BaseApp(abc.ABC, Generic[ContextType]):
     """A handler of exchanges: answers every one, and turns every error into a response while there is still time."""
 
     def __init__(self, keys: ApiKeys, metrics: Metrics) -> None:
@@ -73,28 +73,28 @@ class BaseApp(abc.ABC, Generic[CallType]):
         metrics.on_scrape(self._show_counts)
 
     @abc.abstractmethod
-    def route(self, path: str) -> Route[CallType] | None:
+    def route(self, path: str) -> Route[ContextType] | None:
         """What is at this path, if anything."""
 
     @abc.abstractmethod
-    def new_call(self, exchange: Exchange) -> CallType: ...
+    def new_context(self, exchange: Exchange) -> ContextType: ...
 
     @abc.abstractmethod
-    def end_fields(self, call: CallType) -> dict[str, object]:
+    def end_fields(self, context: ContextType) -> dict[str, object]:
         """What the log says of the call's work besides what it says of every call."""
 
     async def __call__(self, exchange: Exchange) -> None:
         route = self.route(exchange.path)
-        call = self.new_call(exchange)
+        context = self.new_context(exchange)
         self._open_count += 1
         began_at = trio.current_time()
         try:
-            await self._response(call, route)
+            await self._response(context, route)
         finally:
             self._open_count -= 1
-            self._count(route, call.status)
+            self._count(route, context.status)
             if logger.isEnabledFor(logging.DEBUG):
-                logger.debug("%s", self._end_line(call, seconds=trio.current_time() - began_at))
+                logger.debug("%s", self._end_line(context, seconds=trio.current_time() - began_at))
 
     def knows_caller(self, headers: Headers) -> bool:
         """Whether the head of a request holds a key. Without any keys, everybody is known."""
@@ -111,7 +111,7 @@ class BaseApp(abc.ABC, Generic[CallType]):
             fields = {"method": exchange.method, "path": printable(exchange.path), "status": status}
             logger.debug("%s", end_line({**fields, "outcome": Outcome.FINISHED}))
 
-    def _count(self, route: Route[CallType] | None, status: int | None) -> None:
+    def _count(self, route: Route[ContextType] | None, status: int | None) -> None:
         key = (OTHER_PATH if route is None else route.path, status)
         self._counts[key] = self._counts.get(key, 0) + 1
 
@@ -123,22 +123,22 @@ class BaseApp(abc.ABC, Generic[CallType]):
             self._metrics.http_requests_total.labels(path, str(status or "left")).inc(count)
         self._counts.clear()
 
-    async def _response(self, call: CallType, route: Route[CallType] | None) -> None:
+    async def _response(self, context: ContextType, route: Route[ContextType] | None) -> None:
         try:
-            call.request_id = request_id_from(call.exchange.headers.get("x-request-id")) or call.request_id
+            context.request_id = request_id_from(context.exchange.headers.get("x-request-id")) or context.request_id
             if route is None or route.needs_key or self._is_closed(route.path):
-                call.caller = self._keys.caller(call.exchange.headers.get("authorization"))
+                context.caller = self._keys.caller(context.exchange.headers.get("authorization"))
             if route is None:
-                raise _not_found(call.exchange.path)
-            self._check_may_read(call, route.path)
-            await route.operation(call.exchange.method)(call)
-            call.outcome = Outcome.FINISHED
+                raise _not_found(context.exchange.path)
+            self._check_may_read(context, route.path)
+            await route.operation(context.exchange.method)(context)
+            context.outcome = Outcome.FINISHED
         except TrioserveError as error:
-            if not await call.fail(error_response(error)):
+            if not await context.fail(error_response(error)):
                 raise
         except Exception as error:
-            logger.exception("request failed request=%s path=%s", call.request_id, printable(call.exchange.path))
-            if not await call.fail(error_response(error)):
+            logger.exception("request failed request=%s path=%s", context.request_id, printable(context.exchange.path))
+            if not await context.fail(error_response(error)):
                 raise
 
     def _is_closed(self, path: str) -> bool:
@@ -146,22 +146,22 @@ class BaseApp(abc.ABC, Generic[CallType]):
         rules = self._keys.rules
         return (rules.metrics_need_key and path == METRICS_PATH) or (rules.load_needs_key and path == LOAD_PATH)
 
-    def _check_may_read(self, call: CallType, path: str) -> None:
+    def _check_may_read(self, context: ContextType, path: str) -> None:
         """Metrics count what everybody does; where they are closed, they are the admin's. Raises Refusal (403)."""
         if path == METRICS_PATH and self._is_closed(path):
-            check_is_admin(call.caller, "metrics are read with the admin's API key: see --admin-api-key")
+            check_is_admin(context.caller, "metrics are read with the admin's API key: see --admin-api-key")
 
-    def _end_line(self, call: CallType, *, seconds: float) -> str:
+    def _end_line(self, context: ContextType, *, seconds: float) -> str:
         return end_line(
             {
-                "request": call.request_id,
-                "method": call.exchange.method,
-                "path": printable(call.exchange.path),
-                "status": call.status,
-                "outcome": call.outcome,
-                "reason": call.reason,
+                "request": context.request_id,
+                "method": context.exchange.method,
+                "path": printable(context.exchange.path),
+                "status": context.status,
+                "outcome": context.outcome,
+                "reason": context.reason,
                 "seconds": f"{seconds:.3f}",
-                **self.end_fields(call),
+                **self.end_fields(context),
             }
         )
 

@@ -26,7 +26,7 @@ from trioserve.contracts.sampling import SAMPLING_RANGES, Range
 
 if TYPE_CHECKING:
     from trioserve.api.app import Route
-    from trioserve.api.request_context import Call
+    from trioserve.api.request_context import RequestContext
 
 __all__ = ["OPERATIONS", "DescribedOperation", "openapi_document"]
 
@@ -166,7 +166,7 @@ _REQUEST_ID = {
 }
 
 
-def openapi_document(routes: Iterable[Route[Call]]) -> dict[str, Any]:
+def openapi_document(routes: Iterable[Route[RequestContext]]) -> dict[str, Any]:
     """The description of these routes, ready to become JSON."""
     components = _components()
     return {
@@ -191,7 +191,7 @@ def openapi_document(routes: Iterable[Route[Call]]) -> dict[str, Any]:
     }
 
 
-def _operation(described: DescribedOperation, route: Route[Call], method: str) -> dict[str, Any]:
+def _operation(described: DescribedOperation, route: Route[RequestContext], method: str) -> dict[str, Any]:
     parameters: list[dict[str, Any]] = [_REQUEST_ID]
     if described.path_parameter:
         name = route.path.partition("{")[2].rstrip("}")

@@ -1,4 +1,4 @@
-"""One call of the engine's API: what came in, and the engine that it asks."""
+"""One request of the engine's API: what came in, and the engine that it asks."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from trioserve.engine.request_stream import RequestStream
     from trioserve.http.exchange import Exchange
 
-__all__ = ["Call"]
+__all__ = ["RequestContext"]
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
-class Call(Responder):
+class RequestContext(Responder):
     """Handlers get one of these, and answer it once.
 
     trust_chat_template: the request may bring its own chat template. It runs sandboxed, but may still take long.

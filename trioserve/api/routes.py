@@ -18,7 +18,7 @@ from trioserve.api.openapi import openapi_document
 from trioserve.api.operations.health import read_health, read_load, read_metrics, read_ready, read_version
 from trioserve.api.operations.kv_events import stream_kv_events
 from trioserve.api.operations.live_requests import REQUEST_PATH, abort_request, abort_requests, list_requests
-from trioserve.api.request_context import Call
+from trioserve.api.request_context import RequestContext
 from trioserve.api.responder import TENANT_HEADER
 from trioserve.api.sse import encode
 from trioserve.http.clock_and_ids import Surroundings
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 __all__ = ["ROUTES", "App"]
 
 
-async def read_openapi(call: Call) -> None:
+async def read_openapi(context: RequestContext) -> None:
     """What all routes take and give, in OpenAPI 3.1."""
-    await call.response_bytes(_openapi_json(), "application/json")
+    await context.response_bytes(_openapi_json(), "application/json")
 
 
 @functools.cache
@@ -59,11 +59,11 @@ ROUTES = {
         Route(path="/openapi.json", operations={"GET": read_openapi}, needs_key=False),
     )
 }
-REQUEST = Route[Call](path=REQUEST_PATH + "{request}", operations={"DELETE": abort_request})
-MODEL = Route[Call](path=MODEL_PATH + "{model}", operations={"GET": read_model})
+REQUEST = Route[RequestContext](path=REQUEST_PATH + "{request}", operations={"DELETE": abort_request})
+MODEL = Route[RequestContext](path=MODEL_PATH + "{model}", operations={"GET": read_model})
 
 
-class App(BaseApp[Call]):
+class App(BaseApp[RequestContext]):
     """The handler of a server with an engine.
 
     api_keys: any of them opens the routes that need one; without any, all are open.
@@ -91,15 +91,15 @@ class App(BaseApp[Call]):
         self._tenant_header = tenant_header
         self._surroundings = surroundings or Surroundings()
 
-    def route(self, path: str) -> Route[Call] | None:
+    def route(self, path: str) -> Route[RequestContext] | None:
         if path.startswith(MODEL_PATH) and len(path) > len(MODEL_PATH):
             return MODEL
         if path.startswith(REQUEST_PATH) and len(path) > len(REQUEST_PATH) and path not in ROUTES:
             return REQUEST
         return ROUTES.get(path)
 
-    def new_call(self, exchange: Exchange) -> Call:
-        return Call(
+    def new_context(self, exchange: Exchange) -> RequestContext:
+        return RequestContext(
             exchange,
             self._engine,
             self._surroundings,
@@ -107,8 +107,8 @@ class App(BaseApp[Call]):
             tenant_header=self._tenant_header,
         )
 
-    def end_fields(self, call: Call) -> dict[str, object]:
-        usage = usage_of(call.streams)
+    def end_fields(self, context: RequestContext) -> dict[str, object]:
+        usage = usage_of(context.streams)
         return {
             # Until a prompt has been tokenized nobody knows.
             "prompt_tokens": usage.prompt_tokens or None,

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from trioserve.admission.dispatch import Turn
     from trioserve.proxy.remote_endpoint import Asking, RemoteResponse
     from trioserve.proxy.request_clock import RequestClock
-    from trioserve.proxy.router_context import RouterCall
+    from trioserve.proxy.router_context import RouterContext
 
 __all__ = ["forward_pair"]
 
@@ -50,11 +50,11 @@ ERROR_BYTES_SHOWN = 200
 EVENT_END = b"\n\n"
 
 
-async def forward_pair(call: RouterCall, turn: Turn, raw: bytes, body: RoutedBody, clock: RequestClock) -> None:
+async def forward_pair(context: RouterContext, turn: Turn, raw: bytes, body: RoutedBody, clock: RequestClock) -> None:
     """Serve a turn that has begun with a leg. Raises what one at a single endpoint does."""
     with errors_unwrapped():
         async with trio.open_nursery() as nursery:
-            pair = _Pair(call, turn, raw, body, clock, nursery)
+            pair = _Pair(context, turn, raw, body, clock, nursery)
             try:
                 await pair.serve()
             finally:
@@ -79,14 +79,14 @@ class _Pair:
 
     def __init__(
         self,
-        call: RouterCall,
+        context: RouterContext,
         turn: Turn,
         raw: bytes,
         body: RoutedBody,
         clock: RequestClock,
         nursery: trio.Nursery,
     ) -> None:
-        self._call = call
+        self._context = context
         self._turn = turn
         self._raw = raw
         self._body = body
@@ -96,21 +96,21 @@ class _Pair:
         self._params = b""
 
     async def serve(self) -> None:
-        call, turn, clock = self._call, self._turn, self._clock
+        context, turn, clock = self._context, self._turn, self._clock
         while True:
-            id = call.endpoint = await lease(turn, clock)
+            id = context.endpoint = await lease(turn, clock)
             if turn.leg is Leg.PREFILL:
                 if await self._prefill(id):
                     return
                 continue
             fields = self._fields(id)
-            call.prefill_endpoint = turn.prefilled_by if turn.leg is Leg.DECODE else None
+            context.prefill_endpoint = turn.prefilled_by if turn.leg is Leg.DECODE else None
             if turn.leg is Leg.DECODE:
                 fields[TRANSFER_PARAMS] = msgspec.Raw(self._params)
             else:
                 self.let_go()  # before the same prompt comes again under the same id
                 self._log_whole()
-            if await attempt(call, turn, id, rewritten(self._raw, fields), clock, on_begin=self.let_go):
+            if await attempt(context, turn, id, rewritten(self._raw, fields), clock, on_begin=self.let_go):
                 return
 
     def let_go(self) -> None:
@@ -121,11 +121,11 @@ class _Pair:
 
     async def _prefill(self, id: EndpointId) -> bool:
         """Have the prompt computed. Whether that is all: the client was told of a failure."""
-        call, turn = self._call, self._turn
-        is_ours = call.fleet.tells_role(id)
-        sent = prefill_body(call.exchange.path, self._raw, self._fields(id), stream=is_ours)
-        headers = headers_there(call, turn.leg)
-        asking = call.fleet.remote(id).request(call.exchange.method, call.target, headers, sent)
+        context, turn = self._context, self._turn
+        is_ours = context.fleet.tells_role(id)
+        sent = prefill_body(context.exchange.path, self._raw, self._fields(id), stream=is_ours)
+        headers = headers_there(context, turn.leg)
+        asking = context.fleet.remote(id).request(context.exchange.method, context.target, headers, sent)
         hold = self._hold = _Hold(asking)
         try:
             with turn.attempt():
@@ -133,7 +133,7 @@ class _Pair:
                 outcome = await self._read(id, response)
         except (Refused, EndpointLost) as failure:
             self.let_go()
-            return await fails_elsewhere(call, turn, id, failure)
+            return await fails_elsewhere(context, turn, id, failure)
         self._clock.note_served(trio.current_time() - turn.leased_at)
         if outcome is not None:
             self.let_go()
@@ -170,12 +170,12 @@ class _Pair:
 
     def _fields(self, id: EndpointId) -> dict[str, object]:
         model = self._turn.model
-        return {**model_field(self._call, self._body.model, id, model), **self._clock.left()}
+        return {**model_field(self._context, self._body.model, id, model), **self._clock.left()}
 
     def _log_whole(self) -> None:
-        call, outcome = self._call, self._turn.pair_outcome
+        context, outcome = self._context, self._turn.pair_outcome
         assert outcome is not None
-        logger.info("not split request=%s endpoint=%s reason=%s", call.request_id, call.endpoint, outcome.value)
+        logger.info("not split request=%s endpoint=%s reason=%s", context.request_id, context.endpoint, outcome.value)
 
 
 class _Choice(msgspec.Struct):

@@ -26,7 +26,7 @@ from trioserve.proxy.routed_prompt import named_blocks
 from trioserve.proxy.router_context import ENDPOINT_PARAMETER
 
 if TYPE_CHECKING:
-    from trioserve.proxy.router_context import RouterCall
+    from trioserve.proxy.router_context import RouterContext
 
 __all__ = ["forward"]
 
@@ -36,82 +36,84 @@ COMPUTES_NOTHING = frozenset({"/tokenize", "/detokenize"})
 logger = logging.getLogger(__name__)
 
 
-async def forward(call: RouterCall) -> None:
+async def forward(context: RouterContext) -> None:
     """Send the request to an endpoint and its response to the client."""
     try:
-        await _forward(call)
+        await _forward(context)
     except (Overloaded, Refusal) as refusal:
         reason = refusal.reason if isinstance(refusal, Overloaded) else refusal.response.code
-        logger.info("refused request=%s reason=%s endpoint=%s", call.request_id, reason, call.endpoint or "none")
+        logger.info("refused request=%s reason=%s endpoint=%s", context.request_id, reason, context.endpoint or "none")
         raise
 
 
-async def _forward(call: RouterCall) -> None:
-    raw = await call.exchange.body()
-    raw, body = _in_callers_name(call, raw, decode_body(raw, RoutedBody))
-    deadlines = deadlines_of(body, call.exchange.headers).within(call.rules.deadlines, call.rules.deadlines_max)
-    model = call.fleet.real_model(body.model)
+async def _forward(context: RouterContext) -> None:
+    raw = await context.exchange.body()
+    raw, body = _in_callers_name(context, raw, decode_body(raw, RoutedBody))
+    deadlines = deadlines_of(body, context.exchange.headers).within(
+        context.rules.deadlines, context.rules.deadlines_max
+    )
+    model = context.fleet.real_model(body.model)
     clock = RequestClock(deadlines, trio.current_time())
     with clock.running():
-        request = await _named(call, raw, _routed(call, raw, body, model, clock))
-        await _pass_through(call, raw, body, request, clock)
+        request = await _named(context, raw, _routed(context, raw, body, model, clock))
+        await _pass_through(context, raw, body, request, clock)
 
 
-def _in_callers_name(call: RouterCall, raw: bytes, body: RoutedBody) -> tuple[bytes, RoutedBody]:
+def _in_callers_name(context: RouterContext, raw: bytes, body: RoutedBody) -> tuple[bytes, RoutedBody]:
     """The body as endpoints and policies are to see it: with the cache salt of this caller, so that an endpoint, to
     which all callers of a router are one, keeps their blocks apart, too. Raises InvalidRequest for what the caller may
     not ask for."""
-    call.caller.check_priority(body.priority)
+    context.caller.check_priority(body.priority)
     salt = body.cache_salt
-    if call.exchange.path not in COMPUTES_NOTHING:
-        salt = call.caller.cache_salt(salt, call.named_tenant)
+    if context.exchange.path not in COMPUTES_NOTHING:
+        salt = context.caller.cache_salt(salt, context.named_tenant)
     fields: dict[str, object] = {} if salt == body.cache_salt else {"cache_salt": salt}
     return without_transfer_params(raw, body, fields), msgspec.structs.replace(body, cache_salt=salt)
 
 
-async def _named(call: RouterCall, raw: bytes, request: RoutedRequest) -> RoutedRequest:
+async def _named(context: RouterContext, raw: bytes, request: RoutedRequest) -> RoutedRequest:
     """The request with the names of its prompt's blocks, where the policy asks for them. That costs something, so it is
     counted while it goes on."""
-    dispatch, naming = call.fleet.dispatch, call.naming
+    dispatch, naming = context.fleet.dispatch, context.naming
     block_sizes = dispatch.block_sizes(request)
     if naming is None or not block_sizes or request.pinned is not None:
         return request
     with dispatch.preparing(request):
-        blocks = await named_blocks(naming, call.exchange.path, raw, block_sizes)
+        blocks = await named_blocks(naming, context.exchange.path, raw, block_sizes)
     return msgspec.structs.replace(request, blocks=blocks)
 
 
 async def _pass_through(
-    call: RouterCall, raw: bytes, body: RoutedBody, request: RoutedRequest, clock: RequestClock
+    context: RouterContext, raw: bytes, body: RoutedBody, request: RoutedRequest, clock: RequestClock
 ) -> None:
-    with call.fleet.dispatch.enter(request, id=call.request_id, owner=call.owner) as turn:
-        call.turn = turn
+    with context.fleet.dispatch.enter(request, id=context.request_id, owner=context.owner) as turn:
+        context.turn = turn
         if turn.leg is not None:
-            await forward_pair(call, turn, raw, body, clock)
+            await forward_pair(context, turn, raw, body, clock)
             return
         while True:
-            id = call.endpoint = await lease(turn, clock)
-            sent = rewritten(raw, {**model_field(call, body.model, id, request.model), **clock.left()})
-            if await attempt(call, turn, id, sent, clock):
+            id = context.endpoint = await lease(turn, clock)
+            sent = rewritten(raw, {**model_field(context, body.model, id, request.model), **clock.left()})
+            if await attempt(context, turn, id, sent, clock):
                 return
 
 
-def _routed(call: RouterCall, raw: bytes, body: RoutedBody, model: str, clock: RequestClock) -> RoutedRequest:
-    rules, headers = call.rules, call.exchange.headers
-    pinned = call.query(ENDPOINT_PARAMETER)
+def _routed(context: RouterContext, raw: bytes, body: RoutedBody, model: str, clock: RequestClock) -> RoutedRequest:
+    rules, headers = context.rules, context.exchange.headers
+    pinned = context.query(ENDPOINT_PARAMETER)
     content = body.content
     prompt_tokens = len(content) // 4 + 1
     # Looking at the rest of a body costs something, and mostly there are no two endpoints for it.
-    is_split = prompt_tokens >= rules.split_prompt_tokens_min and call.fleet.dispatch.is_pair_there(model)
+    is_split = prompt_tokens >= rules.split_prompt_tokens_min and context.fleet.dispatch.is_pair_there(model)
     return RoutedRequest(
         model=model,
-        tenant=call.caller.tenant(call.named_tenant),
+        tenant=context.caller.tenant(context.named_tenant),
         priority=body.priority or 0,
         sequences=max(1, body.n or 1) * body.prompt_count,
         prompt_tokens=prompt_tokens,
         session=headers.get(rules.session_header),
         pinned=None if pinned is None else EndpointId(pinned),
-        prefix=prefix_of(content, model, body.cache_salt) if call.fleet.dispatch.wants_prefix else (),
+        prefix=prefix_of(content, model, body.cache_salt) if context.fleet.dispatch.wants_prefix else (),
         queue_deadline=clock.first()[1],
-        can_be_split=is_split and can_be_split(call.exchange.path, raw, body),
+        can_be_split=is_split and can_be_split(context.exchange.path, raw, body),
     )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trioserve.admission.dispatch import Turn
     from trioserve.proxy.remote_endpoint import RemoteResponse
     from trioserve.proxy.request_clock import RequestClock
-    from trioserve.proxy.router_context import RouterCall
+    from trioserve.proxy.router_context import RouterContext
 
 __all__ = ["attempt", "check_status", "error_code", "fails_elsewhere", "headers_there", "lease", "model_field"]
 
@@ -100,7 +100,7 @@ class TransferFailed(EndpointLost):
 
 
 async def attempt(
-    call: RouterCall,
+    context: RouterContext,
     turn: Turn,
     id: EndpointId,
     body: bytes,
@@ -115,18 +115,18 @@ async def attempt(
     """
     try:
         with turn.attempt():
-            await _relay(call, turn, id, body, clock, on_begin)
+            await _relay(context, turn, id, body, clock, on_begin)
         return True
     except (Refused, EndpointLost) as failure:
-        return await fails_elsewhere(call, turn, id, failure)
+        return await fails_elsewhere(context, turn, id, failure)
 
 
-async def fails_elsewhere(call: RouterCall, turn: Turn, id: EndpointId, failure: Refused | EndpointLost) -> bool:
+async def fails_elsewhere(context: RouterContext, turn: Turn, id: EndpointId, failure: Refused | EndpointLost) -> bool:
     """An attempt has failed. False: it goes on elsewhere; True: the client has got what the endpoint said. Raises the
     failure if there is nothing to tell."""
     if isinstance(failure, Refused):
         if failure.fault is None or not turn.failed(failure.fault, busy_seconds=_busy_seconds(failure.response)):
-            await _pass_on(call, failure.response, failure.body)
+            await _pass_on(context, failure.response, failure.body)
             return True
     else:
         fault = Fault.UNREACHABLE if isinstance(failure, Unreachable) else Fault.BROKE
@@ -135,7 +135,7 @@ async def fails_elsewhere(call: RouterCall, turn: Turn, id: EndpointId, failure:
         if turn.has_token or not turn.failed(fault):
             raise failure
     reason = msgspec.json.encode(str(failure)).decode()
-    logger.info("retried request=%s endpoint=%s reason=%s", call.request_id, id, reason)
+    logger.info("retried request=%s endpoint=%s reason=%s", context.request_id, id, reason)
     return False
 
 
@@ -166,14 +166,14 @@ async def check_status(response: RemoteResponse, leg: Leg | None) -> None:
     raise Refused(response, said, fault)
 
 
-def model_field(call: RouterCall, asked: str | None, id: EndpointId, model: str) -> dict[str, object]:
+def model_field(context: RouterContext, asked: str | None, id: EndpointId, model: str) -> dict[str, object]:
     """The body's model as the endpoint calls it, if the client calls it otherwise."""
-    there = call.fleet.model_at(id, model)
+    there = context.fleet.model_at(id, model)
     return {} if asked == there else {"model": there}
 
 
 async def _relay(
-    call: RouterCall, turn: Turn, id: EndpointId, body: bytes, clock: RequestClock, on_begin: Callable[[], None]
+    context: RouterContext, turn: Turn, id: EndpointId, body: bytes, clock: RequestClock, on_begin: Callable[[], None]
 ) -> None:
     """Raises EndpointLost, Unreachable, TransferFailed, Refused."""
 
@@ -182,27 +182,31 @@ async def _relay(
         clock.stop_first_token()
         on_begin()
 
-    endpoint = call.fleet.remote(id)
-    async with endpoint.request(call.exchange.method, call.target, headers_there(call, turn.leg), body) as response:
+    endpoint = context.fleet.remote(id)
+    async with endpoint.request(
+        context.exchange.method, context.target, headers_there(context, turn.leg), body
+    ) as response:
         if response.status >= 400:
             await check_status(response, turn.leg)
         if (response.header("content-type") or "").startswith("text/event-stream"):
-            await _relay_events(call, turn, response, begin)
+            await _relay_events(context, turn, response, begin)
             return
         whole = await response.whole(WHOLE_BYTES_MAX)
         begin(is_last=True)
         if whole is not None:
-            await _pass_on(call, response, whole)
+            await _pass_on(context, response, whole)
             return
-        await call.start(response.status, _headers_back(call, response), is_events=False)
+        await context.start(response.status, _headers_back(context, response), is_events=False)
         while (piece := await response.next_piece()) is not None:
-            await call.exchange.send(piece)
-    await call.finish()
+            await context.exchange.send(piece)
+    await context.finish()
 
 
-async def _relay_events(call: RouterCall, turn: Turn, response: RemoteResponse, begin: Callable[[], None]) -> None:
-    if not call.exchange.started:  # by an endpoint that was lost before it said anything else
-        await call.start(response.status, _headers_back(call, response), is_events=True)
+async def _relay_events(
+    context: RouterContext, turn: Turn, response: RemoteResponse, begin: Callable[[], None]
+) -> None:
+    if not context.exchange.started:  # by an endpoint that was lost before it said anything else
+        await context.start(response.status, _headers_back(context, response), is_events=True)
     whole = WholeEvents()
     is_over = False
     while not is_over:
@@ -211,21 +215,21 @@ async def _relay_events(call: RouterCall, turn: Turn, response: RemoteResponse, 
         events = whole.rest if piece is None else whole.feed(piece)
         if not turn.has_token and not is_comment(events):
             if turn.leg is Leg.DECODE:
-                _check_first_event(call, events)
+                _check_first_event(context, events)
             begin()
         if events:
-            await call.exchange.send(events)
+            await context.exchange.send(events)
     if not turn.has_token:
         raise EndpointLost(f'the endpoint "{turn.endpoint}" ended its response before it began')
-    await call.finish()
+    await context.finish()
 
 
-def _check_first_event(call: RouterCall, events: bytes) -> None:
+def _check_first_event(context: RouterContext, events: bytes) -> None:
     """Of a response whose prompt was computed elsewhere. Raises TransferFailed when it is an error."""
     data = next((line.removeprefix(b"data:") for line in events.splitlines() if line.startswith(b"data:")), b"")
     code = error_code(data) if b'"error"' in data else None
     if code is not None and code not in ENDED_ON_PURPOSE:
-        raise TransferFailed(f'the endpoint "{call.endpoint}" began with an error: {code}')
+        raise TransferFailed(f'the endpoint "{context.endpoint}" began with an error: {code}')
 
 
 def error_code(said: bytes) -> str | None:
@@ -241,41 +245,41 @@ class _ErrorBody(msgspec.Struct):
     error: dict[str, Any] | None = None
 
 
-async def _pass_on(call: RouterCall, response: RemoteResponse, body: bytes) -> None:
-    if call.exchange.started:
+async def _pass_on(context: RouterContext, response: RemoteResponse, body: bytes) -> None:
+    if context.exchange.started:
         # The head of a response is out already, so its status cannot be told any more.
         raise EndpointLost(f"the endpoint answered with status {response.status} when it was asked again")
-    await call.respond(response.status, _headers_back(call, response), body)
+    await context.respond(response.status, _headers_back(context, response), body)
 
 
-def headers_there(call: RouterCall, leg: Leg | None) -> list[tuple[str, str]]:
-    tenant_header = call.rules.tenant_header
+def headers_there(context: RouterContext, leg: Leg | None) -> list[tuple[str, str]]:
+    tenant_header = context.rules.tenant_header
     headers = [
         (name, value)
-        for name, value in call.exchange.headers.items()
+        for name, value in context.exchange.headers.items()
         if name not in NOT_FORWARDED and name != tenant_header
     ]
-    headers.append(("x-request-id", call.request_id))
-    tenant = call.caller.tenant_told(call.named_tenant)
+    headers.append(("x-request-id", context.request_id))
+    tenant = context.caller.tenant_told(context.named_tenant)
     if tenant is not None:
         headers.append((tenant_header, tenant))
     if leg is not None:
         headers.append((LEG_HEADER, leg.value))
-    authorization = call.exchange.headers.get("authorization")
-    if call.rules.passes_authorization and authorization is not None:
+    authorization = context.exchange.headers.get("authorization")
+    if context.rules.passes_authorization and authorization is not None:
         headers.append(("authorization", authorization))
     return headers
 
 
-def _headers_back(call: RouterCall, response: RemoteResponse) -> list[tuple[str, str]]:
+def _headers_back(context: RouterContext, response: RemoteResponse) -> list[tuple[str, str]]:
     headers = [
         (name, value)
         for name, value in response.headers
         if name not in NOT_RETURNED and not name.startswith(CROSS_ORIGIN_PREFIX)
     ]
-    headers += [("x-request-id", call.request_id), (ENDPOINT_HEADER, str(call.endpoint))]
-    if call.prefill_endpoint is not None:
-        headers.append((PREFILL_ENDPOINT_HEADER, call.prefill_endpoint))
+    headers += [("x-request-id", context.request_id), (ENDPOINT_HEADER, str(context.endpoint))]
+    if context.prefill_endpoint is not None:
+        headers.append((PREFILL_ENDPOINT_HEADER, context.prefill_endpoint))
     return headers
 
 

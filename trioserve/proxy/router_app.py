@@ -21,7 +21,7 @@ from trioserve.contracts.errors import InvalidRequest, StartupError, UnknownMode
 from trioserve.http.clock_and_ids import Surroundings
 from trioserve.proxy.fleet import EndpointSpec
 from trioserve.proxy.proxied_request import forward
-from trioserve.proxy.router_context import RouterCall, RoutingRules
+from trioserve.proxy.router_context import RouterContext, RoutingRules
 
 if TYPE_CHECKING:
     from trioserve.http.exchange import Exchange
@@ -49,16 +49,16 @@ ENDPOINT_PATH = "/endpoints/"
 MANAGED_BY_ADMIN = "endpoints are added and drained with the admin's API key: see --admin-api-key"
 
 
-async def list_models(call: RouterCall) -> None:
-    await call.response({"object": "list", "data": [_card(name) for name in call.fleet.models()]})
+async def list_models(context: RouterContext) -> None:
+    await context.response({"object": "list", "data": [_card(name) for name in context.fleet.models()]})
 
 
-async def read_model(call: RouterCall) -> None:
+async def read_model(context: RouterContext) -> None:
     """Raises UnknownModel."""
-    name = call.exchange.path.removeprefix(MODEL_PATH)
-    if name not in call.fleet.models():
-        raise UnknownModel(f'the model "{name}" is not served here; served are: {", ".join(call.fleet.models())}')
-    await call.response(_card(name))
+    name = context.exchange.path.removeprefix(MODEL_PATH)
+    if name not in context.fleet.models():
+        raise UnknownModel(f'the model "{name}" is not served here; served are: {", ".join(context.fleet.models())}')
+    await context.response(_card(name))
 
 
 def _card(name: str) -> dict[str, object]:
@@ -68,44 +68,44 @@ def _card(name: str) -> dict[str, object]:
 STARTED_AT = int(time.time())
 
 
-async def read_health(call: RouterCall) -> None:
+async def read_health(context: RouterContext) -> None:
     """200 as long as the event loop turns."""
-    await call.response({"status": "alive"})
+    await context.response({"status": "alive"})
 
 
-async def read_ready(call: RouterCall) -> None:
+async def read_ready(context: RouterContext) -> None:
     """200 if there is an endpoint that takes requests."""
-    reason = call.fleet.unready_reason()
+    reason = context.fleet.unready_reason()
     if reason is None:
-        await call.response({"ready": True})
+        await context.response({"ready": True})
     else:
-        await call.response({"ready": False, "reason": reason}, status=503, headers=((REASON_HEADER, reason),))
+        await context.response({"ready": False, "reason": reason}, status=503, headers=((REASON_HEADER, reason),))
 
 
-async def read_version(call: RouterCall) -> None:
-    await call.response({"version": VERSION})
+async def read_version(context: RouterContext) -> None:
+    await context.response({"version": VERSION})
 
 
-async def list_endpoints(call: RouterCall) -> None:
-    await call.response({"object": "list", "data": call.fleet.described()})
+async def list_endpoints(context: RouterContext) -> None:
+    await context.response({"object": "list", "data": context.fleet.described()})
 
 
-async def add_endpoint(call: RouterCall) -> None:
+async def add_endpoint(context: RouterContext) -> None:
     """From now on it gets requests; as soon as it says that it is well."""
-    check_is_admin(call.caller, MANAGED_BY_ADMIN)
-    spec = decode_body(await call.exchange.body(), EndpointSpec)
+    check_is_admin(context.caller, MANAGED_BY_ADMIN)
+    spec = decode_body(await context.exchange.body(), EndpointSpec)
     try:
-        id = call.fleet.add(spec)
+        id = context.fleet.add(spec)
     except StartupError as error:
         raise InvalidRequest(str(error)) from None
-    await call.response({"id": id, "object": "endpoint"}, status=201)
+    await context.response({"id": id, "object": "endpoint"}, status=201)
 
 
-async def drain_endpoint(call: RouterCall) -> None:
+async def drain_endpoint(context: RouterContext) -> None:
     """It gets nothing more, and is gone when its last request has ended. None of them is lost."""
-    check_is_admin(call.caller, MANAGED_BY_ADMIN)
-    id = EndpointId(call.exchange.path.removeprefix(ENDPOINT_PATH))
-    if not call.fleet.drain(id):
+    check_is_admin(context.caller, MANAGED_BY_ADMIN)
+    id = EndpointId(context.exchange.path.removeprefix(ENDPOINT_PATH))
+    if not context.fleet.drain(id):
         raise Refusal(
             ErrorResponse(
                 status=404,
@@ -115,13 +115,13 @@ async def drain_endpoint(call: RouterCall) -> None:
                 headers=((REASON_HEADER, "endpoint_not_found"),),
             )
         )
-    await call.response({"id": id, "object": "endpoint", "draining": True})
+    await context.response({"id": id, "object": "endpoint", "draining": True})
 
 
-async def list_requests(call: RouterCall) -> None:
+async def list_requests(context: RouterContext) -> None:
     """Those that live, wherever they are."""
     now = trio.current_time()
-    await call.response(
+    await context.response(
         {
             "object": "list",
             "data": [
@@ -134,47 +134,47 @@ async def list_requests(call: RouterCall) -> None:
                     "priority": turn.priority,
                     "age_seconds": round(now - turn.entered_at, 3),
                 }
-                for turn in call.fleet.dispatch.live_turns(owner=call.owner)
+                for turn in context.fleet.dispatch.live_turns(owner=context.owner)
             ],
         }
     )
 
 
-async def abort_request(call: RouterCall) -> None:
+async def abort_request(context: RouterContext) -> None:
     """Answers 200 with what it did; 404 if no request of this caller bears the id."""
-    await respond_to_abort(call, call.fleet.dispatch.abort)
+    await respond_to_abort(context, context.fleet.dispatch.abort)
 
 
-async def abort_requests(call: RouterCall) -> None:
+async def abort_requests(context: RouterContext) -> None:
     """Answers with a result for each id, in the order in which they came."""
-    await respond_to_aborts(call, call.fleet.dispatch.abort)
+    await respond_to_aborts(context, context.fleet.dispatch.abort)
 
 
-async def read_metrics(call: RouterCall) -> None:
-    metrics = call.metrics
-    await call.response_bytes(metrics.expose() + call.more_metrics(), metrics.content_type)
+async def read_metrics(context: RouterContext) -> None:
+    metrics = context.metrics
+    await context.response_bytes(metrics.expose() + context.more_metrics(), metrics.content_type)
 
 
 ROUTES = {
     route.path: route
     for route in (
-        *(Route[RouterCall](path=path, operations={"POST": forward}) for path in FORWARDED),
-        Route[RouterCall](path="/v1/models", operations={"GET": list_models}),
-        Route[RouterCall](path="/v1/requests", operations={"GET": list_requests}),
-        Route[RouterCall](path="/v1/requests/abort", operations={"POST": abort_requests}),
-        Route[RouterCall](path=ENDPOINTS_PATH, operations={"GET": list_endpoints, "POST": add_endpoint}),
-        Route[RouterCall](path="/health", operations={"GET": read_health}, needs_key=False),
-        Route[RouterCall](path="/ready", operations={"GET": read_ready}, needs_key=False),
-        Route[RouterCall](path="/version", operations={"GET": read_version}, needs_key=False),
-        Route[RouterCall](path="/metrics", operations={"GET": read_metrics}, needs_key=False),
+        *(Route[RouterContext](path=path, operations={"POST": forward}) for path in FORWARDED),
+        Route[RouterContext](path="/v1/models", operations={"GET": list_models}),
+        Route[RouterContext](path="/v1/requests", operations={"GET": list_requests}),
+        Route[RouterContext](path="/v1/requests/abort", operations={"POST": abort_requests}),
+        Route[RouterContext](path=ENDPOINTS_PATH, operations={"GET": list_endpoints, "POST": add_endpoint}),
+        Route[RouterContext](path="/health", operations={"GET": read_health}, needs_key=False),
+        Route[RouterContext](path="/ready", operations={"GET": read_ready}, needs_key=False),
+        Route[RouterContext](path="/version", operations={"GET": read_version}, needs_key=False),
+        Route[RouterContext](path="/metrics", operations={"GET": read_metrics}, needs_key=False),
     )
 }
-MODEL = Route[RouterCall](path=MODEL_PATH + "{model}", operations={"GET": read_model})
-REQUEST = Route[RouterCall](path=REQUEST_PATH + "{request}", operations={"DELETE": abort_request})
-ENDPOINT = Route[RouterCall](path=ENDPOINT_PATH + "{endpoint}", operations={"DELETE": drain_endpoint})
+MODEL = Route[RouterContext](path=MODEL_PATH + "{model}", operations={"GET": read_model})
+REQUEST = Route[RouterContext](path=REQUEST_PATH + "{request}", operations={"DELETE": abort_request})
+ENDPOINT = Route[RouterContext](path=ENDPOINT_PATH + "{endpoint}", operations={"DELETE": drain_endpoint})
 
 
-class RouterApp(BaseApp[RouterCall]):
+class RouterApp(BaseApp[RouterContext]):
     """The handler of a router."""
 
     def __init__(
@@ -198,7 +198,7 @@ class RouterApp(BaseApp[RouterCall]):
         self._surroundings = surroundings or Surroundings()
         self._naming = naming
 
-    def route(self, path: str) -> Route[RouterCall] | None:
+    def route(self, path: str) -> Route[RouterContext] | None:
         if path.startswith(MODEL_PATH) and len(path) > len(MODEL_PATH):
             return MODEL
         if path.startswith(ENDPOINT_PATH) and len(path) > len(ENDPOINT_PATH):
@@ -207,8 +207,8 @@ class RouterApp(BaseApp[RouterCall]):
             return REQUEST
         return ROUTES.get(path)
 
-    def new_call(self, exchange: Exchange) -> RouterCall:
-        return RouterCall(
+    def new_context(self, exchange: Exchange) -> RouterContext:
+        return RouterContext(
             exchange,
             self._fleet,
             self._rules,
@@ -218,6 +218,6 @@ class RouterApp(BaseApp[RouterCall]):
             naming=self._naming,
         )
 
-    def end_fields(self, call: RouterCall) -> dict[str, object]:
-        fields: dict[str, object] = {"endpoint": call.endpoint}
-        return fields if call.prefill_endpoint is None else {**fields, "prefill_endpoint": call.prefill_endpoint}
+    def end_fields(self, context: RouterContext) -> dict[str, object]:
+        fields: dict[str, object] = {"endpoint": context.endpoint}
+        return fields if context.prefill_endpoint is None else {**fields, "prefill_endpoint": context.prefill_endpoint}

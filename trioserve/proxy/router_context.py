@@ -1,4 +1,4 @@
-"""One call of the router's API: what came in, and the router that it goes through."""
+"""One request of the router's API: what came in, and the router that it goes through."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from trioserve.proxy.fleet import Fleet
     from trioserve.proxy.prompt_blocks import PromptBlocks
 
-__all__ = ["ENDPOINT_PARAMETER", "RouterCall", "RoutingRules"]
+__all__ = ["ENDPOINT_PARAMETER", "RouterContext", "RoutingRules"]
 
 ENDPOINT_PARAMETER = "id"
 """In the query of a request: the one endpoint it may go to."""
@@ -50,7 +50,7 @@ class RoutingRules:
         self.split_prompt_tokens_min = split_prompt_tokens_min
 
 
-class RouterCall(Responder):
+class RouterContext(Responder):
     """Handlers get one of these, and answer it once.
 
     naming: names the blocks of prompts; None where no policy asks for it.

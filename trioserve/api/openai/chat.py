@@ -21,7 +21,7 @@ from trioserve.api.openai.generation import (
 )
 from trioserve.api.openai.logprobs import chat_logprobs, prompt_logprobs
 from trioserve.api.openai.request_types import ChatBody
-from trioserve.api.request_context import Call
+from trioserve.api.request_context import RequestContext
 from trioserve.api.sse import DONE, ChunkWriter, encode, one_line_json, transfer_field
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.output import Delta
@@ -35,41 +35,41 @@ __all__ = ["create_chat_completion"]
 TEXT_END = b'},"logprobs":null,"finish_reason":null}'
 
 
-async def create_chat_completion(call: Call) -> None:
-    body = await call.body(ChatBody)
-    model = call.model_name(body.model)
+async def create_chat_completion(context: RequestContext) -> None:
+    body = await context.body(ChatBody)
+    model = context.model_name(body.model)
     _check(body)
-    prompt = chat_prompt(body, trust_chat_template=call.trust_chat_template)
-    sampling = _sampling(body, call.engine.default_sampling)
+    prompt = chat_prompt(body, trust_chat_template=context.trust_chat_template)
+    sampling = _sampling(body, context.engine.default_sampling)
     head: dict[str, object] = {
-        "id": f"chatcmpl-{call.request_id}",
+        "id": f"chatcmpl-{context.request_id}",
         "object": "chat.completion.chunk" if body.stream else "chat.completion",
-        "created": call.surroundings.unix_seconds(),
+        "created": context.surroundings.unix_seconds(),
         "model": model,
     }
-    async with call.generate(prompt, sampling, body, deadlines_of(body, call.exchange.headers)) as stream:
+    async with context.generate(prompt, sampling, body, deadlines_of(body, context.exchange.headers)) as stream:
         if body.stream:
             await wait_until_begun(stream)
-            await call.start_events()
-            events = _ChatEvents(call, body, stream, head)
+            await context.start_events()
+            events = _ChatEvents(context, body, stream, head)
 
             async def send(_: int, delta: Delta) -> None:
                 if piece := events.of(delta):
-                    await call.exchange.send(piece)
+                    await context.exchange.send(piece)
 
-            await read_streams([stream], send, keep_alive=call.keep_alive)
+            await read_streams([stream], send, keep_alive=context.keep_alive)
             if stream.is_held:
-                await wait_until_released(stream, call.keep_alive)
+                await wait_until_released(stream, context.keep_alive)
         else:
             [choices] = await collect([stream], sampling.n)
             if stream.is_held:  # a client that leaves before it knows of the hold ends it
-                await call.response(_whole(call, body, stream, head, choices))
+                await context.response(_whole(context, body, stream, head, choices))
                 stream.keep_hold()
     # The engine's part is over, and its scope left: a slow client keeps nothing but its own bytes waiting.
     if body.stream:
-        await call.finish(events.end())
-    elif call.status is None:
-        await call.response(_whole(call, body, stream, head, choices))
+        await context.finish(events.end())
+    elif context.status is None:
+        await context.response(_whole(context, body, stream, head, choices))
 
 
 def _check(body: ChatBody) -> None:
@@ -100,9 +100,9 @@ def _sampling(body: ChatBody, defaults: SamplingParams) -> SamplingParams:
 
 
 def _whole(
-    call: Call, body: ChatBody, stream: RequestStream, head: dict[str, object], choices: list[Choice]
+    context: RequestContext, body: ChatBody, stream: RequestStream, head: dict[str, object], choices: list[Choice]
 ) -> dict[str, object]:
-    tokenizer = call.engine.tokenizer
+    tokenizer = context.engine.tokenizer
     echo = _echo(body)
     response = {
         **head,
@@ -130,8 +130,8 @@ def _whole(
 class _ChatEvents:
     """The events of one streamed chat completion. What is the same in every event of a choice is built once."""
 
-    def __init__(self, call: Call, body: ChatBody, stream: RequestStream, head: dict[str, object]) -> None:
-        self._tokenizer = call.engine.tokenizer
+    def __init__(self, context: RequestContext, body: ChatBody, stream: RequestStream, head: dict[str, object]) -> None:
+        self._tokenizer = context.engine.tokenizer
         self._body = body
         self._stream = stream
         self._writer = ChunkWriter(head, null_usage=body.wants_usage)

@@ -1,7 +1,7 @@
 """POST /v1/completions: one or more prompts in, their continuations out, whole or piece by piece.
 
-Several prompts are one call: each has a stream of its own, and when one of them fails the others are cancelled and the
-call fails with that error. Choice number prompt_index * n + i is choice i of that prompt.
+Several prompts are one context: each has a stream of its own, and when one of them fails the others are cancelled and
+the call fails with that error. Choice number prompt_index * n + i is choice i of that prompt.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trioserve.api.openai.generation import (
 )
 from trioserve.api.openai.logprobs import CompletionLogprobs, prompt_logprobs
 from trioserve.api.openai.request_types import CompletionBody
-from trioserve.api.request_context import Call
+from trioserve.api.request_context import RequestContext
 from trioserve.api.sse import DONE, ChunkWriter, encode, one_line_json, transfer_field
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.output import Delta
@@ -39,52 +39,52 @@ PROMPTS_MAX = 128  # evaluation tools send batches of up to this size; each prom
 TextPrompt = str | list[int]
 
 
-async def create_completion(call: Call) -> None:
-    body = await call.body(CompletionBody)
-    model = call.model_name(body.model)
+async def create_completion(context: RequestContext) -> None:
+    body = await context.body(CompletionBody)
+    model = context.model_name(body.model)
     _check(body)
     prompts = _prompts(body)
-    sampling = _sampling(body, call.engine.default_sampling)
+    sampling = _sampling(body, context.engine.default_sampling)
     head: dict[str, object] = {
-        "id": f"cmpl-{call.request_id}",
+        "id": f"cmpl-{context.request_id}",
         "object": "text_completion",
-        "created": call.surroundings.unix_seconds(),
+        "created": context.surroundings.unix_seconds(),
         "model": model,
     }
-    deadlines = deadlines_of(body, call.exchange.headers)
+    deadlines = deadlines_of(body, context.exchange.headers)
     async with AsyncExitStack() as scopes:
         streams = [
             await scopes.enter_async_context(
-                call.generate(
+                context.generate(
                     prompt, sampling, body, deadlines, add_special_tokens=body.add_special_tokens is not False
                 )
             )
             for prompt in prompts
         ]
-        response = _Response(call, body, sampling.n, streams)
+        response = _Response(context, body, sampling.n, streams)
         await response.read_echoes(prompts)
         if body.stream:
             await wait_until_begun(streams[0])
-            await call.start_events()
+            await context.start_events()
             events = _CompletionEvents(response, head)
 
             async def send(stream_index: int, delta: Delta) -> None:
                 if piece := events.of(stream_index, delta):
-                    await call.exchange.send(piece)
+                    await context.exchange.send(piece)
 
-            await read_streams(streams, send, keep_alive=call.keep_alive)
+            await read_streams(streams, send, keep_alive=context.keep_alive)
             if streams[0].is_held:
-                await wait_until_released(streams[0], call.keep_alive)
+                await wait_until_released(streams[0], context.keep_alive)
         else:
             choices = await collect(streams, sampling.n)
             if streams[0].is_held:  # a client that leaves before it knows of the hold ends it
-                await call.response(response.whole(head, choices))
+                await context.response(response.whole(head, choices))
                 streams[0].keep_hold()
     # The engine's part is over, and its scopes left: a slow client keeps nothing but its own bytes waiting.
     if body.stream:
-        await call.finish(events.end())
-    elif call.status is None:
-        await call.response(response.whole(head, choices))
+        await context.finish(events.end())
+    elif context.status is None:
+        await context.response(response.whole(head, choices))
 
 
 def _check(body: CompletionBody) -> None:
@@ -136,11 +136,13 @@ def _sampling(body: CompletionBody, defaults: SamplingParams) -> SamplingParams:
 class _Response:
     """What whole and streamed responses share: echoes, and how a choice is written down."""
 
-    def __init__(self, call: Call, body: CompletionBody, choice_count: int, streams: Sequence[RequestStream]) -> None:
+    def __init__(
+        self, context: RequestContext, body: CompletionBody, choice_count: int, streams: Sequence[RequestStream]
+    ) -> None:
         self.body = body
         self.streams = streams
         self.choice_count = choice_count
-        self._engine = call.engine
+        self._engine = context.engine
         self.echoes = [""] * len(streams)
 
     async def read_echoes(self, prompts: Sequence[TextPrompt]) -> None:

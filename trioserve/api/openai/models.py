@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trioserve.api.request_context import Call
+from trioserve.api.request_context import RequestContext
 
 __all__ = ["MODEL_PATH", "list_models", "read_model"]
 
@@ -10,18 +10,18 @@ MODEL_PATH = "/v1/models/"
 """What follows is the model's name, slashes included."""
 
 
-async def list_models(call: Call) -> None:
-    names = call.engine.model.served_names
-    await call.response({"object": "list", "data": [_card(call, name) for name in names]})
+async def list_models(context: RequestContext) -> None:
+    names = context.engine.model.served_names
+    await context.response({"object": "list", "data": [_card(context, name) for name in names]})
 
 
-async def read_model(call: Call) -> None:
+async def read_model(context: RequestContext) -> None:
     """Raises UnknownModel."""
-    await call.response(_card(call, call.model_name(call.exchange.path.removeprefix(MODEL_PATH))))
+    await context.response(_card(context, context.model_name(context.exchange.path.removeprefix(MODEL_PATH))))
 
 
-def _card(call: Call, name: str) -> dict[str, object]:
-    model = call.engine.model
+def _card(context: RequestContext, name: str) -> dict[str, object]:
+    model = context.engine.model
     return {
         "id": name,
         "object": "model",

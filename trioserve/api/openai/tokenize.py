@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from trioserve.api.openai.chat_prompt import chat_prompt
 from trioserve.api.openai.request_types import DetokenizeBody, TokenizeBody
-from trioserve.api.request_context import Call
+from trioserve.api.request_context import RequestContext
 from trioserve.contracts.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -22,36 +22,36 @@ __all__ = ["detokenize", "tokenize"]
 T = TypeVar("T")
 
 
-async def tokenize(call: Call) -> None:
-    body = await call.body(TokenizeBody)
-    call.model_name(body.model)
-    with call.engine.tokenizing(owner=call.owner) as texts:
-        token_ids = await _token_ids(call, body, texts)
-        strings = await _gone_through(call, texts, _token_texts, token_ids) if body.return_token_strs else None
-    await call.response(
+async def tokenize(context: RequestContext) -> None:
+    body = await context.body(TokenizeBody)
+    context.model_name(body.model)
+    with context.engine.tokenizing(owner=context.owner) as texts:
+        token_ids = await _token_ids(context, body, texts)
+        strings = await _gone_through(context, texts, _token_texts, token_ids) if body.return_token_strs else None
+    await context.response(
         {
             "count": len(token_ids),
-            "max_model_len": call.engine.model.context_tokens_max,
+            "max_model_len": context.engine.model.context_tokens_max,
             "tokens": token_ids,
             "token_strs": strings,
         }
     )
 
 
-async def detokenize(call: Call) -> None:
-    body = await call.body(DetokenizeBody)
-    call.model_name(body.model)
-    with call.engine.tokenizing(owner=call.owner) as texts:
-        await _gone_through(call, texts, _check_token_ids, body.tokens)
+async def detokenize(context: RequestContext) -> None:
+    body = await context.body(DetokenizeBody)
+    context.model_name(body.model)
+    with context.engine.tokenizing(owner=context.owner) as texts:
+        await _gone_through(context, texts, _check_token_ids, body.tokens)
         prompt = await texts.decode(body.tokens)
-    await call.response({"prompt": prompt})
+    await context.response({"prompt": prompt})
 
 
 async def _gone_through(
-    call: Call, texts: PromptEncoder, look: Callable[[Engine, Sequence[int]], T], token_ids: Sequence[int]
+    context: RequestContext, texts: PromptEncoder, look: Callable[[Engine, Sequence[int]], T], token_ids: Sequence[int]
 ) -> T:
     """What `look` makes of the tokens, here if they are few. A client that leaves does not wait for many."""
-    return await texts.run(lambda: look(call.engine, token_ids), size=len(token_ids))
+    return await texts.run(lambda: look(context.engine, token_ids), size=len(token_ids))
 
 
 def _token_texts(engine: Engine, token_ids: Sequence[int]) -> list[str]:
@@ -67,10 +67,10 @@ def _check_token_ids(engine: Engine, token_ids: Sequence[int]) -> None:
             )
 
 
-async def _token_ids(call: Call, body: TokenizeBody, texts: PromptEncoder) -> list[int]:
+async def _token_ids(context: RequestContext, body: TokenizeBody, texts: PromptEncoder) -> list[int]:
     prompt = body.prompt
     if (prompt is None) == (body.messages is None):
         raise InvalidRequest("send either prompt or messages", param="prompt" if prompt is None else "messages")
     if prompt is None:
-        return await texts.encode(chat_prompt(body, trust_chat_template=call.trust_chat_template))
+        return await texts.encode(chat_prompt(body, trust_chat_template=context.trust_chat_template))
     return await texts.encode(prompt, add_special_tokens=body.add_special_tokens is not False)

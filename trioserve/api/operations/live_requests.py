@@ -11,7 +11,7 @@ from typing import Protocol
 
 from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
 from trioserve.api.openai.request_types import AbortBody, decode_body
-from trioserve.api.request_context import Call
+from trioserve.api.request_context import RequestContext
 from trioserve.api.responder import Responder
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.events import AbortOutcome
@@ -40,19 +40,19 @@ class Abort(Protocol):
 ABORTS_MAX = 1000  # ids in one call; each answers with a line
 
 
-async def list_requests(call: Call) -> None:
-    views = call.engine.live_requests(owner=call.owner)
-    await call.response({"object": "list", "data": [_shown(view) for view in views]})
+async def list_requests(context: RequestContext) -> None:
+    views = context.engine.live_requests(owner=context.owner)
+    await context.response({"object": "list", "data": [_shown(view) for view in views]})
 
 
-async def abort_request(call: Call) -> None:
+async def abort_request(context: RequestContext) -> None:
     """Answers 200 with what it did; 404 if no request of this caller bears the id."""
-    await respond_to_abort(call, call.engine.abort)
+    await respond_to_abort(context, context.engine.abort)
 
 
-async def respond_to_abort(call: Responder, abort: Abort) -> None:
-    request_id = call.exchange.path.removeprefix(REQUEST_PATH)
-    outcome = abort([request_id], owner=call.owner)[request_id]
+async def respond_to_abort(context: Responder, abort: Abort) -> None:
+    request_id = context.exchange.path.removeprefix(REQUEST_PATH)
+    outcome = abort([request_id], owner=context.owner)[request_id]
     if outcome is AbortOutcome.UNKNOWN:
         raise Refusal(
             ErrorResponse(
@@ -63,20 +63,20 @@ async def respond_to_abort(call: Responder, abort: Abort) -> None:
                 headers=((REASON_HEADER, "request_not_found"),),
             )
         )
-    await call.response({"id": request_id, "object": "request.abort", "result": outcome.value})
+    await context.response({"id": request_id, "object": "request.abort", "result": outcome.value})
 
 
-async def abort_requests(call: Call) -> None:
+async def abort_requests(context: RequestContext) -> None:
     """Answers with a result for each id, in the order in which they came."""
-    await respond_to_aborts(call, call.engine.abort)
+    await respond_to_aborts(context, context.engine.abort)
 
 
-async def respond_to_aborts(call: Responder, abort: Abort) -> None:
-    ids = decode_body(await call.exchange.body(), AbortBody).ids
+async def respond_to_aborts(context: Responder, abort: Abort) -> None:
+    ids = decode_body(await context.exchange.body(), AbortBody).ids
     if not 1 <= len(ids) <= ABORTS_MAX:
         raise InvalidRequest(f"ids has {len(ids)} entries, allowed are 1 to {ABORTS_MAX}", param="ids")
-    outcomes = abort(ids, owner=call.owner)
-    await call.response(
+    outcomes = abort(ids, owner=context.owner)
+    await context.response(
         {
             "object": "list",
             "data": [
