@@ -8,7 +8,7 @@ import pytest
 import trio
 
 from trioserve.api.routes import App
-from trioserve.http.clock_and_ids import Surroundings
+from trioserve.http.clock_and_ids import ClockAndIds
 from trioserve.http.server import FrontendServer
 from trioserve.testing.fake_engine import open_fake_engine
 from trioserve.testing.memory_client import MemoryClient
@@ -25,9 +25,9 @@ from trioserve.testing.memory_stream import memory_connection
 )
 async def test_date_created_and_ids_are_those_handed_in(path, prefix, body, http, autojump_clock):
     ids = map("id-{}".format, itertools.count())
-    surroundings = Surroundings(wall_clock=lambda: 1_700_000_000.9, new_request_id=lambda: next(ids))
+    clock_and_ids = ClockAndIds(wall_clock=lambda: 1_700_000_000.9, new_request_id=lambda: next(ids))
     async with open_fake_engine() as fake, trio.open_nursery() as nursery:
-        server = FrontendServer(App(fake, surroundings=surroundings), surroundings=surroundings)
+        server = FrontendServer(App(fake, clock_and_ids=clock_and_ids), clock_and_ids=clock_and_ids)
         ours, theirs = memory_connection()
         nursery.start_soon(server.serve_connection, theirs)
         client = MemoryClient(ours, http=http)
@@ -43,7 +43,7 @@ async def test_a_refusal_of_the_connection_itself_has_that_date_too(autojump_clo
     async def handler(exchange):
         raise AssertionError("nothing was asked")
 
-    server = FrontendServer(handler, surroundings=Surroundings(wall_clock=lambda: 0.0))
+    server = FrontendServer(handler, clock_and_ids=ClockAndIds(wall_clock=lambda: 0.0))
     ours, theirs = memory_connection()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(server.serve_connection, theirs)
@@ -54,8 +54,8 @@ async def test_a_refusal_of_the_connection_itself_has_that_date_too(autojump_clo
 
 
 def test_ids_of_our_own_cannot_be_guessed():
-    surroundings = Surroundings()
-    made = {surroundings.new_request_id() for _ in range(100)}
+    clock_and_ids = ClockAndIds()
+    made = {clock_and_ids.new_request_id() for _ in range(100)}
     assert len(made) == 100
     assert all(len(one) == 32 for one in made)
 

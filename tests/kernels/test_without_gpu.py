@@ -23,10 +23,10 @@ INTERPRETS = HAS_TRITON and tuple(map(int, importlib.metadata.version("triton").
 
 def run(*arguments: str, **environment: str) -> str:
     """A Python process: Triton decides when it is imported whether it interprets."""
-    surroundings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    clock_and_ids = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-m", *arguments],
-        env=surroundings | environment,
+        env=clock_and_ids | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -11,7 +11,7 @@ from trioserve.api.openai.request_types import GenerationBody, decode_body
 from trioserve.api.responder import Responder
 from trioserve.api.sse import KEEP_ALIVE
 from trioserve.contracts.errors import UnknownModel
-from trioserve.http.clock_and_ids import Surroundings
+from trioserve.http.clock_and_ids import ClockAndIds
 
 if TYPE_CHECKING:
     from trioserve.contracts.deadlines import Deadlines
@@ -37,12 +37,12 @@ class RequestContext(Responder):
         self,
         exchange: Exchange,
         engine: Engine,
-        surroundings: Surroundings,
+        clock_and_ids: ClockAndIds,
         *,
         trust_chat_template: bool,
         tenant_header: str,
     ) -> None:
-        super().__init__(exchange, surroundings)
+        super().__init__(exchange, clock_and_ids)
         self.engine = engine
         self._tenant_header = tenant_header
         self.trust_chat_template = trust_chat_template

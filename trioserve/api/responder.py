@@ -10,7 +10,7 @@ from trioserve.api.error_responses import REASON_HEADER, ErrorResponse
 from trioserve.api.request_end import Outcome
 from trioserve.api.sse import encode, error_event
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.http.clock_and_ids import Surroundings
+from trioserve.http.clock_and_ids import ClockAndIds
 
 if TYPE_CHECKING:
     from trioserve.http.exchange import Exchange
@@ -31,10 +31,10 @@ class Responder:
     outcome, reason: how it ended so far, and why if not as asked.
     """
 
-    def __init__(self, exchange: Exchange, surroundings: Surroundings) -> None:
+    def __init__(self, exchange: Exchange, clock_and_ids: ClockAndIds) -> None:
         self.exchange = exchange
-        self.request_id = surroundings.new_request_id()
-        self.surroundings = surroundings
+        self.request_id = clock_and_ids.new_request_id()
+        self.clock_and_ids = clock_and_ids
         self.status: int | None = None
         self.caller: Caller = ANYBODY
         self.outcome = Outcome.LEFT

@@ -21,7 +21,7 @@ from trioserve.api.operations.live_requests import REQUEST_PATH, abort_request, 
 from trioserve.api.request_context import RequestContext
 from trioserve.api.responder import TENANT_HEADER
 from trioserve.api.sse import encode
-from trioserve.http.clock_and_ids import Surroundings
+from trioserve.http.clock_and_ids import ClockAndIds
 
 if TYPE_CHECKING:
     from trioserve.engine.engine import Engine
@@ -83,13 +83,13 @@ class App(BaseApp[RequestContext]):
         access: AccessRules | None = None,
         trust_request_chat_template: bool = False,
         tenant_header: str = TENANT_HEADER,
-        surroundings: Surroundings | None = None,
+        clock_and_ids: ClockAndIds | None = None,
     ) -> None:
         super().__init__(ApiKeys(api_keys, admin_key=admin_api_key, rules=access), engine.metrics)
         self._engine = engine
         self._trust_chat_template = trust_request_chat_template
         self._tenant_header = tenant_header
-        self._surroundings = surroundings or Surroundings()
+        self._clock_and_ids = clock_and_ids or ClockAndIds()
 
     def route(self, path: str) -> Route[RequestContext] | None:
         if path.startswith(MODEL_PATH) and len(path) > len(MODEL_PATH):
@@ -102,7 +102,7 @@ class App(BaseApp[RequestContext]):
         return RequestContext(
             exchange,
             self._engine,
-            self._surroundings,
+            self._clock_and_ids,
             trust_chat_template=self._trust_chat_template,
             tenant_header=self._tenant_header,
         )

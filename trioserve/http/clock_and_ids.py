@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable
 
-__all__ = ["Surroundings"]
+__all__ = ["ClockAndIds"]
 
 
 def _new_request_id() -> str:
@@ -16,7 +16,7 @@ def _new_request_id() -> str:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Surroundings:
+class ClockAndIds:
     """wall_clock: seconds since 1970. new_request_id: one that nobody has and nobody can guess."""
 
     wall_clock: Callable[[], float] = time.time

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from trioserve.http.body_budget import BodyBudget
-from trioserve.http.clock_and_ids import Surroundings
+from trioserve.http.clock_and_ids import ClockAndIds
 from trioserve.http.counters import Tally
 from trioserve.http.exchange import Handler
 from trioserve.http.exchange_slots import ExchangeSlots
@@ -22,5 +22,5 @@ class ConnectionSetup:
     tally: Tally
     slots: ExchangeSlots
     body_budget: BodyBudget
-    surroundings: Surroundings
+    clock_and_ids: ClockAndIds
     flusher: Flusher

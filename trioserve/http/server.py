@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import trio
 
 from trioserve.http.body_budget import BodyBudget
-from trioserve.http.clock_and_ids import Surroundings
+from trioserve.http.clock_and_ids import ClockAndIds
 from trioserve.http.closing import close_now
 from trioserve.http.connection_setup import ConnectionSetup
 from trioserve.http.counters import ConnectionRefusal, FrontendCounters, Tally
@@ -56,7 +56,7 @@ class FrontendServer:
         *,
         limits: FrontendLimits | None = None,
         ssl_context: ssl.SSLContext | None = None,
-        surroundings: Surroundings | None = None,
+        clock_and_ids: ClockAndIds | None = None,
         knows_caller: KnowsCaller | None = None,
     ) -> None:
         self._limits = limits or FrontendLimits()
@@ -68,7 +68,7 @@ class FrontendServer:
             tally=tally,
             slots=ExchangeSlots(self._limits, tally, knows_caller),
             body_budget=BodyBudget(self._limits),
-            surroundings=surroundings or Surroundings(),
+            clock_and_ids=clock_and_ids or ClockAndIds(),
             flusher=Flusher(),
         )
         self._connections: set[H2Connection | H11Connection] = set()

@@ -18,7 +18,7 @@ from trioserve.api.operations.health import VERSION
 from trioserve.api.operations.live_requests import REQUEST_PATH, respond_to_abort, respond_to_aborts
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import InvalidRequest, StartupError, UnknownModel
-from trioserve.http.clock_and_ids import Surroundings
+from trioserve.http.clock_and_ids import ClockAndIds
 from trioserve.proxy.fleet import EndpointSpec
 from trioserve.proxy.proxied_request import forward
 from trioserve.proxy.router_context import RouterContext, RoutingRules
@@ -187,7 +187,7 @@ class RouterApp(BaseApp[RouterContext]):
         admin_api_key: str | None = None,
         access: AccessRules | None = None,
         more_metrics: Callable[[], bytes] = bytes,
-        surroundings: Surroundings | None = None,
+        clock_and_ids: ClockAndIds | None = None,
         naming: PromptBlocks | None = None,
     ) -> None:
         """more_metrics: shown behind the router's own. naming: names the blocks of prompts, for a policy that asks."""
@@ -195,7 +195,7 @@ class RouterApp(BaseApp[RouterContext]):
         self._fleet = fleet
         self._rules = rules or RoutingRules()
         self._more_metrics = more_metrics
-        self._surroundings = surroundings or Surroundings()
+        self._clock_and_ids = clock_and_ids or ClockAndIds()
         self._naming = naming
 
     def route(self, path: str) -> Route[RouterContext] | None:
@@ -213,7 +213,7 @@ class RouterApp(BaseApp[RouterContext]):
             self._fleet,
             self._rules,
             self._metrics,
-            self._surroundings,
+            self._clock_and_ids,
             more_metrics=self._more_metrics,
             naming=self._naming,
         )

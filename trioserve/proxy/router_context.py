@@ -9,7 +9,7 @@ from urllib.parse import parse_qsl, urlencode
 from trioserve.api.responder import TENANT_HEADER, Responder
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.endpoint import EndpointId
-from trioserve.http.clock_and_ids import Surroundings
+from trioserve.http.clock_and_ids import ClockAndIds
 from trioserve.http.limits import SPLIT_PROMPT_TOKENS_MIN
 
 if TYPE_CHECKING:
@@ -64,12 +64,12 @@ class RouterContext(Responder):
         fleet: Fleet,
         rules: RoutingRules,
         metrics: Metrics,
-        surroundings: Surroundings,
+        clock_and_ids: ClockAndIds,
         *,
         more_metrics: Callable[[], bytes] = bytes,
         naming: PromptBlocks | None = None,
     ) -> None:
-        super().__init__(exchange, surroundings)
+        super().__init__(exchange, clock_and_ids)
         self.fleet = fleet
         self.rules = rules
         self.metrics = metrics

@@ -44,7 +44,7 @@ async def create_chat_completion(context: RequestContext) -> None:
     head: dict[str, object] = {
         "id": f"chatcmpl-{context.request_id}",
         "object": "chat.completion.chunk" if body.stream else "chat.completion",
-        "created": context.surroundings.unix_seconds(),
+        "created": context.clock_and_ids.unix_seconds(),
         "model": model,
     }
     async with context.generate(prompt, sampling, body, deadlines_of(body, context.exchange.headers)) as stream:

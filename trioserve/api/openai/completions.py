@@ -48,7 +48,7 @@ async def create_completion(context: RequestContext) -> None:
     head: dict[str, object] = {
         "id": f"cmpl-{context.request_id}",
         "object": "text_completion",
-        "created": context.surroundings.unix_seconds(),
+        "created": context.clock_and_ids.unix_seconds(),
         "model": model,
     }
     deadlines = deadlines_of(body, context.exchange.headers)

@@ -14,7 +14,7 @@ import trio
 from trioserve.contracts.errors import Overloaded
 from trioserve.http.body_budget import BodyShare
 from trioserve.http.body_pace import BodyPace
-from trioserve.http.clock_and_ids import Surroundings
+from trioserve.http.clock_and_ids import ClockAndIds
 from trioserve.http.exchange import BodyTimeout, BodyTooLarge, Exchange, HeaderFields
 from trioserve.http.limits import FrontendLimits
 from trioserve.http.message_head import RequestHead, encode_fields
@@ -50,7 +50,7 @@ class AsgiExchange(Exchange):
         self.body_too_slow = False
         self._share = share
         self._limits = limits
-        self._surroundings = Surroundings()
+        self._clock_and_ids = ClockAndIds()
         self._body_ended = False
         self._body_error: Exception | None = None
         self._body_bytes_total = 0
@@ -161,7 +161,7 @@ class AsgiExchange(Exchange):
             await self._progress()
 
     def _start(self, status: int, headers: HeaderFields, *, content_length: int | None) -> None:
-        fields = encode_fields(headers, unix_seconds=self._surroundings.unix_seconds(), content_length=content_length)
+        fields = encode_fields(headers, unix_seconds=self._clock_and_ids.unix_seconds(), content_length=content_length)
         self.response.start(status)
         self._head = {"type": "http.response.start", "status": status, "headers": fields}
         self._tell()

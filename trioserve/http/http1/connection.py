@@ -138,7 +138,7 @@ class H11Connection:
         logger.debug("body given up peer=%s", self._peer)
 
     def unix_seconds(self) -> int:
-        return self._setup.surroundings.unix_seconds()
+        return self._setup.clock_and_ids.unix_seconds()
 
     async def write(self, data: bytes) -> None:
         if data and not (self._client_gone or self._write_broken):

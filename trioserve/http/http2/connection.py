@@ -161,7 +161,7 @@ class H2Connection:
         logger.debug("body given up peer=%s", self._peer)
 
     def unix_seconds(self) -> int:
-        return self._setup.surroundings.unix_seconds()
+        return self._setup.clock_and_ids.unix_seconds()
 
     # --- reading ---
 

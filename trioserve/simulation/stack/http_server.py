@@ -14,7 +14,7 @@ import trio
 
 from trioserve.api.routes import App
 from trioserve.contracts.events import AbortOutcome
-from trioserve.http.clock_and_ids import Surroundings
+from trioserve.http.clock_and_ids import ClockAndIds
 from trioserve.http.exchange import Exchange
 from trioserve.http.http2.stream import H2Stream
 from trioserve.http.server import FrontendServer
@@ -54,7 +54,7 @@ class HttpServer:
         before_abort: Callable[[str], bool],
     ) -> None:
         ids = map((MADE_UP + "{}").format, itertools.count())
-        surroundings = Surroundings(wall_clock=lambda: BEGAN_AT + trio.current_time(), new_request_id=lambda: next(ids))
+        clock_and_ids = ClockAndIds(wall_clock=lambda: BEGAN_AT + trio.current_time(), new_request_id=lambda: next(ids))
         self.fake = fake
         self.nursery = nursery
         self.tell, self.count, self.check_all = tell, count, check
@@ -68,8 +68,8 @@ class HttpServer:
         self.promised: dict[str, set[AbortOutcome]] = {}  # to operators, whatever the response says must be among it
         self.aborted_ids: set[str] = set()
         self.drained_at: float | None = None
-        self._server = FrontendServer(self._handle, limits=self.limits, surroundings=surroundings)
-        self._app = App(fake, surroundings=surroundings)
+        self._server = FrontendServer(self._handle, limits=self.limits, clock_and_ids=clock_and_ids)
+        self._app = App(fake, clock_and_ids=clock_and_ids)
         self._asks = {key_of(ask): ask for ask in asks}
         self._wire_bytes = front.wire_bytes
         self._before_abort = before_abort
