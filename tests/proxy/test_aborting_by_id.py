@@ -92,15 +92,15 @@ async def test_one_that_is_aborted_while_its_endpoint_fails_does_not_wait_for_an
         dispatch.core.add_endpoint(EndpointId(id), ("m",), trio.current_time())
         dispatch.core.note_health(EndpointId(id), True, trio.current_time())
     request = RoutedRequest(model="m")
-    with dispatch.enter(request, id="mine") as turn, dispatch.enter(request) as in_the_way:
+    with dispatch.enter(request, id="mine") as admission, dispatch.enter(request) as in_the_way:
         await in_the_way.lease()
-        await turn.lease()
-        with pytest.raises(EndpointLost), turn.attempt():
+        await admission.lease()
+        with pytest.raises(EndpointLost), admission.attempt():
             assert dispatch.abort(["mine"]) == {"mine": AbortOutcome.ABORTED}
             raise EndpointLost("just then")
-        assert turn.failed(Fault.BROKE)
+        assert admission.failed(Fault.BROKE)
         with trio.fail_after(1), pytest.raises(RequestAborted):
-            await turn.lease()
+            await admission.lease()
     assert dispatch.core.stats().waiting == 0
     assert not any(dispatch.core.stats().leases.values())
 
@@ -108,10 +108,10 @@ async def test_one_that_is_aborted_while_its_endpoint_fails_does_not_wait_for_an
 async def test_an_abort_in_line_gives_the_place_back_in_the_same_call():
     dispatch = Dispatch(RouterSettings(), RoundRobin)
     dispatch.core.add_endpoint(EndpointId("a"), ("m",), trio.current_time())  # nobody has asked it yet: it gets nothing
-    with dispatch.enter(RoutedRequest(model="m"), id="mine") as turn:
+    with dispatch.enter(RoutedRequest(model="m"), id="mine") as admission:
         assert dispatch.core.stats().waiting == 1
         assert dispatch.abort(["mine"]) == {"mine": AbortOutcome.ABORTED}
         assert dispatch.core.stats().waiting == 0
         assert dispatch.abort(["mine"]) == {"mine": AbortOutcome.ALREADY_FINISHED}
         with pytest.raises(RequestAborted):
-            await turn.lease()
+            await admission.lease()

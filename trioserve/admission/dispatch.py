@@ -29,7 +29,7 @@ from trioserve.router.policies import Chance, Policy, PolicyFactory
 from trioserve.router.settings import RouterSettings
 from trioserve.router.ticket import Ticket, TicketState
 
-__all__ = ["Dispatch", "Fault", "Turn"]
+__all__ = ["Dispatch", "Fault", "AdmissionScope"]
 
 RETRY_SECONDS = 5.0
 
@@ -44,12 +44,12 @@ class Dispatch:
 
     def __init__(self, settings: RouterSettings, policy: PolicyFactory, *, chance: Chance | None = None) -> None:
         self.core = RouterCore(
-            settings, policy, on_change=self._wake_turn, chance=chance or random.Random(), on_gone=self._note_gone
+            settings, policy, on_change=self._wake_admission, chance=chance or random.Random(), on_gone=self._note_gone
         )
         self.on_gone: Callable[[EndpointId], None] = lambda id: None
         self.on_wait_over: Callable[[float], object] = lambda seconds: None
         self.on_paired: Callable[[float], object] = lambda seconds: None
-        self._turns: dict[int, Turn] = {}
+        self._admissions: dict[int, AdmissionScope] = {}
         self._ended_ids = EndedIds()
         self._ticks_at = math.inf
         self._sooner = trio.Event()
@@ -82,44 +82,46 @@ class Dispatch:
             self.core.prepared(request)
 
     @contextmanager
-    def enter(self, request: RoutedRequest, *, id: str | None = None, owner: str | None = None) -> Iterator[Turn]:
+    def enter(
+        self, request: RoutedRequest, *, id: str | None = None, owner: str | None = None
+    ) -> Iterator[AdmissionScope]:
         """A place in line, or a lease at once. id: under which it may be seen and aborted by its owner, or by those who
         may see everything. Raises Overloaded, Draining or NoEndpoint, and then holds nothing."""
-        turn = self.begin(request, id=id, owner=owner)
+        admission = self.begin(request, id=id, owner=owner)
         try:
-            yield turn
+            yield admission
         finally:
-            self.leave(turn)
+            self.leave(admission)
 
-    def begin(self, request: RoutedRequest, *, id: str | None = None, owner: str | None = None) -> Turn:
+    def begin(self, request: RoutedRequest, *, id: str | None = None, owner: str | None = None) -> AdmissionScope:
         """The same for those whose scope is not a `with` block here. The caller owes `leave`."""
         ticket = self.core.enter(request, trio.current_time())
-        turn = self._turns[ticket.index] = Turn(self, self.core, ticket, id=id, owner=owner)
+        admission = self._admissions[ticket.index] = AdmissionScope(self, self.core, ticket, id=id, owner=owner)
         if ticket.state is TicketState.WAITING:
             self.retime()  # the end of its wait may be the next thing that time brings
-        return turn
+        return admission
 
-    def leave(self, turn: Turn) -> None:
+    def leave(self, admission: AdmissionScope) -> None:
         """Whatever it holds is back. Nothing to do when it has left."""
-        if self._turns.pop(turn.index, None) is not None:
-            self.core.leave(turn.ticket, trio.current_time())
-            if turn.id is not None:
-                self._ended_ids.note(turn.id, turn.owner)
-            if not self._turns:
+        if self._admissions.pop(admission.index, None) is not None:
+            self.core.leave(admission.ticket, trio.current_time())
+            if admission.id is not None:
+                self._ended_ids.note(admission.id, admission.owner)
+            if not self._admissions:
                 self._idle.set()
 
     def abort(self, ids: Iterable[str], *, owner: str | None = None) -> dict[str, AbortOutcome]:
         """End requests by their ids: out of the line, or from their endpoint, at once; their clients are told. Never
         raises. owner: only theirs; those of others are unknown."""
-        turns: dict[str | None, list[Turn]] = {}
-        for turn in self.live_turns(owner=owner):
-            turns.setdefault(turn.id, []).append(turn)
+        admissions: dict[str | None, list[AdmissionScope]] = {}
+        for admission in self.live_admissions(owner=owner):
+            admissions.setdefault(admission.id, []).append(admission)
         outcomes = {}
         for id in dict.fromkeys(ids):
-            found = turns.get(id, [])
-            unfinished = [turn for turn in found if not turn.is_ended]
-            for turn in unfinished:
-                turn.end(RequestAborted("the request was aborted by its id"))
+            found = admissions.get(id, [])
+            unfinished = [admission for admission in found if not admission.is_ended]
+            for admission in unfinished:
+                admission.end(RequestAborted("the request was aborted by its id"))
             if unfinished:
                 outcomes[id] = AbortOutcome.ABORTED
             elif found or self._ended_ids.knows(id, owner=owner):
@@ -128,9 +130,9 @@ class Dispatch:
                 outcomes[id] = AbortOutcome.UNKNOWN
         return outcomes
 
-    def live_turns(self, *, owner: str | None = None) -> list[Turn]:
+    def live_admissions(self, *, owner: str | None = None) -> list[AdmissionScope]:
         """Every request that is entered and not left, oldest first. owner: only theirs."""
-        return [turn for turn in self._turns.values() if owner in (None, turn.owner)]
+        return [admission for admission in self._admissions.values() if owner in (None, admission.owner)]
 
     def note_load(self, id: EndpointId, load: EndpointLoad, *, sent_when_asked: int) -> None:
         self.core.note_load(id, load, trio.current_time(), sent_when_asked=sent_when_asked)
@@ -199,8 +201,8 @@ class Dispatch:
         was_given = self._is_given(id)
         self.core.note_health(id, is_well, trio.current_time())
         if hangs and was_given and not self._is_given(id):
-            for turn in list(self._turns.values()):
-                turn.take_from(id)
+            for admission in list(self._admissions.values()):
+                admission.take_from(id)
         self.retime()
 
     def drain(self) -> None:
@@ -209,12 +211,12 @@ class Dispatch:
 
     def abort_all(self, message: str) -> None:
         """End those that are at an endpoint, too; each client is told the message."""
-        for turn in list(self._turns.values()):
-            turn.end(Draining(message, reason="draining", retry_after_seconds=RETRY_SECONDS))
+        for admission in list(self._admissions.values()):
+            admission.end(Draining(message, reason="draining", retry_after_seconds=RETRY_SECONDS))
 
     async def wait_until_idle(self) -> None:
         """Returns when no turn is entered. For use after drain()."""
-        while self._turns:
+        while self._admissions:
             if self._idle.is_set():
                 self._idle = trio.Event()
             await self._idle.wait()
@@ -231,13 +233,13 @@ class Dispatch:
     def _note_gone(self, id: EndpointId) -> None:
         self.on_gone(id)
 
-    def _wake_turn(self, ticket: Ticket) -> None:
-        turn = self._turns.get(ticket.index)
-        if turn is not None:  # one that is just entering looks for itself
-            turn.wake()
+    def _wake_admission(self, ticket: Ticket) -> None:
+        admission = self._admissions.get(ticket.index)
+        if admission is not None:  # one that is just entering looks for itself
+            admission.wake()
 
 
-class Turn:
+class AdmissionScope:
     """One request, from entering the line to leaving it."""
 
     def __init__(

@@ -17,7 +17,7 @@ from typing import cast
 import trio
 from msgspec import UNSET
 
-from trioserve.admission.dispatch import Turn
+from trioserve.admission.dispatch import AdmissionScope
 from trioserve.admission.ended_ids import EndedIds
 from trioserve.admission.local_endpoint import local_dispatch, local_request
 from trioserve.admission.prompt_encoder import PromptEncoder
@@ -412,8 +412,8 @@ class Engine:
         count = request.sampling.n
         self._preparation.check(request)
         self._check_open(count)
-        turn = self._turn(request)
-        request.on_gone = lambda: self._leave_line(request, turn)
+        admission = self._admission(request)
+        request.on_gone = lambda: self._leave_line(request, admission)
         self._requests.setdefault(request.id, []).append(request)
         try:  # from here on there is something to be given back
             request.choices = self._preparation.new_choices(request)
@@ -421,7 +421,7 @@ class Engine:
             self._preparing_count += count
             try:
                 with request.preparation:
-                    await self._lease(request, turn)
+                    await self._lease(request, admission)
                     token_ids = await self.encode(request.prompt, add_special_tokens=request.add_special_tokens)
                     request.prompt_token_ids = tuple(token_ids)
             finally:
@@ -467,11 +467,11 @@ class Engine:
             self._kept_holds.remove(request)
             self._note_idle()
 
-    def _leave_line(self, request: OpenRequest, turn: Turn) -> None:
+    def _leave_line(self, request: OpenRequest, admission: AdmissionScope) -> None:
         """The core has nothing of it any more: its place or its lease is another's."""
-        if turn.is_in_line:
+        if admission.is_in_line:
             self._delivery.note_left_line(request.sampling.n)
-        self.dispatch.leave(turn)
+        self.dispatch.leave(admission)
 
     def _check_open(self, count: int) -> None:
         if self.fault is not None:
@@ -485,7 +485,7 @@ class Engine:
         if count > live_max:
             raise InvalidRequest(f"n is {count}, but at most {live_max} sequences may run and wait here", param="n")
 
-    def _turn(self, request: OpenRequest) -> Turn:
+    def _admission(self, request: OpenRequest) -> AdmissionScope:
         routed = local_request(
             request.prompt, tenant=request.tenant, priority=request.priority, sequences=request.sampling.n
         )
@@ -495,11 +495,11 @@ class Engine:
             self._note_refusal(request, refusal)
             raise
 
-    async def _lease(self, request: OpenRequest, turn: Turn) -> None:
+    async def _lease(self, request: OpenRequest, admission: AdmissionScope) -> None:
         try:
-            await turn.lease()
-            if turn.is_in_line:  # otherwise it was ended just when it had got one
-                turn.sent()
+            await admission.lease()
+            if admission.is_in_line:  # otherwise it was ended just when it had got one
+                admission.sent()
         except Overloaded as refusal:  # the line is drained, or it waited too long, or had to make room
             self._note_refusal(request, refusal)
             raise

@@ -36,7 +36,7 @@ from trioserve.proxy.routed_body import TRANSFER_PARAMS, RoutedBody, rewritten
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 if TYPE_CHECKING:
-    from trioserve.admission.dispatch import Turn
+    from trioserve.admission.dispatch import AdmissionScope
     from trioserve.proxy.remote_endpoint import Asking, RemoteResponse
     from trioserve.proxy.request_clock import RequestClock
     from trioserve.proxy.router_context import RouterContext
@@ -50,11 +50,13 @@ ERROR_BYTES_SHOWN = 200
 EVENT_END = b"\n\n"
 
 
-async def forward_pair(context: RouterContext, turn: Turn, raw: bytes, body: RoutedBody, clock: RequestClock) -> None:
-    """Serve a turn that has begun with a leg. Raises what one at a single endpoint does."""
+async def forward_pair(
+    context: RouterContext, admission: AdmissionScope, raw: bytes, body: RoutedBody, clock: RequestClock
+) -> None:
+    """Serve an admission that has begun with a leg. Raises what one at a single endpoint does."""
     with errors_unwrapped():
         async with trio.open_nursery() as nursery:
-            pair = _Pair(context, turn, raw, body, clock, nursery)
+            pair = _Pair(context, admission, raw, body, clock, nursery)
             try:
                 await pair.serve()
             finally:
@@ -80,14 +82,14 @@ class _Pair:
     def __init__(
         self,
         context: RouterContext,
-        turn: Turn,
+        admission: AdmissionScope,
         raw: bytes,
         body: RoutedBody,
         clock: RequestClock,
         nursery: trio.Nursery,
     ) -> None:
         self._context = context
-        self._turn = turn
+        self._admission = admission
         self._raw = raw
         self._body = body
         self._clock = clock
@@ -96,21 +98,21 @@ class _Pair:
         self._params = b""
 
     async def serve(self) -> None:
-        context, turn, clock = self._context, self._turn, self._clock
+        context, admission, clock = self._context, self._admission, self._clock
         while True:
-            id = context.endpoint = await lease(turn, clock)
-            if turn.leg is Leg.PREFILL:
+            id = context.endpoint = await lease(admission, clock)
+            if admission.leg is Leg.PREFILL:
                 if await self._prefill(id):
                     return
                 continue
             fields = self._fields(id)
-            context.prefill_endpoint = turn.prefilled_by if turn.leg is Leg.DECODE else None
-            if turn.leg is Leg.DECODE:
+            context.prefill_endpoint = admission.prefilled_by if admission.leg is Leg.DECODE else None
+            if admission.leg is Leg.DECODE:
                 fields[TRANSFER_PARAMS] = msgspec.Raw(self._params)
             else:
                 self.let_go()  # before the same prompt comes again under the same id
                 self._log_whole()
-            if await attempt(context, turn, id, rewritten(self._raw, fields), clock, on_begin=self.let_go):
+            if await attempt(context, admission, id, rewritten(self._raw, fields), clock, on_begin=self.let_go):
                 return
 
     def let_go(self) -> None:
@@ -121,25 +123,25 @@ class _Pair:
 
     async def _prefill(self, id: EndpointId) -> bool:
         """Have the prompt computed. Whether that is all: the client was told of a failure."""
-        context, turn = self._context, self._turn
+        context, admission = self._context, self._admission
         is_ours = context.fleet.tells_role(id)
         sent = prefill_body(context.exchange.path, self._raw, self._fields(id), stream=is_ours)
-        headers = headers_there(context, turn.leg)
+        headers = headers_there(context, admission.leg)
         asking = context.fleet.remote(id).request(context.exchange.method, context.target, headers, sent)
         hold = self._hold = _Hold(asking)
         try:
-            with turn.attempt():
+            with admission.attempt():
                 response = await asking.begin()
                 outcome = await self._read(id, response)
         except (Refused, EndpointLost) as failure:
             self.let_go()
-            return await fails_elsewhere(context, turn, id, failure)
-        self._clock.note_served(trio.current_time() - turn.leased_at)
+            return await fails_elsewhere(context, admission, id, failure)
+        self._clock.note_served(trio.current_time() - admission.leased_at)
         if outcome is not None:
             self.let_go()
         elif is_ours:
             self._nursery.start_soon(self._watch, hold, response)
-        turn.prefilled(outcome=outcome)
+        admission.prefilled(outcome=outcome)
         return False
 
     async def _read(self, id: EndpointId, response: RemoteResponse) -> PairOutcome | None:
@@ -166,14 +168,14 @@ class _Pair:
             except EndpointLost:
                 pass
             hold.asking.end()
-            self._turn.hold_lost()
+            self._admission.hold_lost()
 
     def _fields(self, id: EndpointId) -> dict[str, object]:
-        model = self._turn.model
+        model = self._admission.model
         return {**model_field(self._context, self._body.model, id, model), **self._clock.left()}
 
     def _log_whole(self) -> None:
-        context, outcome = self._context, self._turn.pair_outcome
+        context, outcome = self._context, self._admission.pair_outcome
         assert outcome is not None
         logger.info("not split request=%s endpoint=%s reason=%s", context.request_id, context.endpoint, outcome.value)
 

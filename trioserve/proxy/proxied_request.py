@@ -86,15 +86,15 @@ async def _named(context: RouterContext, raw: bytes, request: RoutedRequest) -> 
 async def _pass_through(
     context: RouterContext, raw: bytes, body: RoutedBody, request: RoutedRequest, clock: RequestClock
 ) -> None:
-    with context.fleet.dispatch.enter(request, id=context.request_id, owner=context.owner) as turn:
-        context.turn = turn
-        if turn.leg is not None:
-            await forward_pair(context, turn, raw, body, clock)
+    with context.fleet.dispatch.enter(request, id=context.request_id, owner=context.owner) as admission:
+        context.admission = admission
+        if admission.leg is not None:
+            await forward_pair(context, admission, raw, body, clock)
             return
         while True:
-            id = context.endpoint = await lease(turn, clock)
+            id = context.endpoint = await lease(admission, clock)
             sent = rewritten(raw, {**model_field(context, body.model, id, request.model), **clock.left()})
-            if await attempt(context, turn, id, sent, clock):
+            if await attempt(context, admission, id, sent, clock):
                 return
 
 

@@ -18,7 +18,7 @@ from trioserve.proxy.routed_body import TRANSFER_PARAMS
 from trioserve.proxy.whole_events import WholeEvents, is_comment
 
 if TYPE_CHECKING:
-    from trioserve.admission.dispatch import Turn
+    from trioserve.admission.dispatch import AdmissionScope
     from trioserve.proxy.remote_endpoint import RemoteResponse
     from trioserve.proxy.request_clock import RequestClock
     from trioserve.proxy.router_context import RouterContext
@@ -101,7 +101,7 @@ class TransferFailed(EndpointLost):
 
 async def attempt(
     context: RouterContext,
-    turn: Turn,
+    admission: AdmissionScope,
     id: EndpointId,
     body: bytes,
     clock: RequestClock,
@@ -109,40 +109,42 @@ async def attempt(
     on_begin: Callable[[], None] = lambda: None,
 ) -> bool:
     """Send the request to the endpoint of its lease, and the response to the client. Whether the client has one; if
-    not, the turn waits for another lease. on_begin: called at the first token.
+    not, the admission waits for another lease. on_begin: called at the first token.
 
     Raises EndpointLost when nobody takes the request over, or it is too late for that.
     """
     try:
-        with turn.attempt():
-            await _relay(context, turn, id, body, clock, on_begin)
+        with admission.attempt():
+            await _relay(context, admission, id, body, clock, on_begin)
         return True
     except (Refused, EndpointLost) as failure:
-        return await fails_elsewhere(context, turn, id, failure)
+        return await fails_elsewhere(context, admission, id, failure)
 
 
-async def fails_elsewhere(context: RouterContext, turn: Turn, id: EndpointId, failure: Refused | EndpointLost) -> bool:
+async def fails_elsewhere(
+    context: RouterContext, admission: AdmissionScope, id: EndpointId, failure: Refused | EndpointLost
+) -> bool:
     """An attempt has failed. False: it goes on elsewhere; True: the client has got what the endpoint said. Raises the
     failure if there is nothing to tell."""
     if isinstance(failure, Refused):
-        if failure.fault is None or not turn.failed(failure.fault, busy_seconds=_busy_seconds(failure.response)):
+        if failure.fault is None or not admission.failed(failure.fault, busy_seconds=_busy_seconds(failure.response)):
             await _pass_on(context, failure.response, failure.body)
             return True
     else:
         fault = Fault.UNREACHABLE if isinstance(failure, Unreachable) else Fault.BROKE
         if isinstance(failure, TransferFailed):
             fault = Fault.TRANSFER
-        if turn.has_token or not turn.failed(fault):
+        if admission.has_token or not admission.failed(fault):
             raise failure
     reason = msgspec.json.encode(str(failure)).decode()
     logger.info("retried request=%s endpoint=%s reason=%s", context.request_id, id, reason)
     return False
 
 
-async def lease(turn: Turn, clock: RequestClock) -> EndpointId:
+async def lease(admission: AdmissionScope, clock: RequestClock) -> EndpointId:
     """Where the request is to go now. Raises what refuses it."""
     try:
-        return await turn.lease()
+        return await admission.lease()
     except QueueWaitOver as over:
         raise deadline_refusal(clock.first()[0], str(over)) from None
 
@@ -173,23 +175,28 @@ def model_field(context: RouterContext, asked: str | None, id: EndpointId, model
 
 
 async def _relay(
-    context: RouterContext, turn: Turn, id: EndpointId, body: bytes, clock: RequestClock, on_begin: Callable[[], None]
+    context: RouterContext,
+    admission: AdmissionScope,
+    id: EndpointId,
+    body: bytes,
+    clock: RequestClock,
+    on_begin: Callable[[], None],
 ) -> None:
     """Raises EndpointLost, Unreachable, TransferFailed, Refused."""
 
     def begin(*, is_last: bool = False) -> None:
-        turn.first_token(is_last=is_last)
+        admission.first_token(is_last=is_last)
         clock.stop_first_token()
         on_begin()
 
     endpoint = context.fleet.remote(id)
     async with endpoint.request(
-        context.exchange.method, context.target, headers_there(context, turn.leg), body
+        context.exchange.method, context.target, headers_there(context, admission.leg), body
     ) as response:
         if response.status >= 400:
-            await check_status(response, turn.leg)
+            await check_status(response, admission.leg)
         if (response.header("content-type") or "").startswith("text/event-stream"):
-            await _relay_events(context, turn, response, begin)
+            await _relay_events(context, admission, response, begin)
             return
         whole = await response.whole(WHOLE_BYTES_MAX)
         begin(is_last=True)
@@ -203,7 +210,7 @@ async def _relay(
 
 
 async def _relay_events(
-    context: RouterContext, turn: Turn, response: RemoteResponse, begin: Callable[[], None]
+    context: RouterContext, admission: AdmissionScope, response: RemoteResponse, begin: Callable[[], None]
 ) -> None:
     if not context.exchange.started:  # by an endpoint that was lost before it said anything else
         await context.start(response.status, _headers_back(context, response), is_events=True)
@@ -213,14 +220,14 @@ async def _relay_events(
         piece = await response.next_piece()
         is_over = piece is None
         events = whole.rest if piece is None else whole.feed(piece)
-        if not turn.has_token and not is_comment(events):
-            if turn.leg is Leg.DECODE:
+        if not admission.has_token and not is_comment(events):
+            if admission.leg is Leg.DECODE:
                 _check_first_event(context, events)
             begin()
         if events:
             await context.exchange.send(events)
-    if not turn.has_token:
-        raise EndpointLost(f'the endpoint "{turn.endpoint}" ended its response before it began')
+    if not admission.has_token:
+        raise EndpointLost(f'the endpoint "{admission.endpoint}" ended its response before it began')
     await context.finish()
 
 

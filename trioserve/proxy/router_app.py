@@ -126,15 +126,15 @@ async def list_requests(context: RouterContext) -> None:
             "object": "list",
             "data": [
                 {
-                    "id": turn.id,
+                    "id": admission.id,
                     "object": "request",
-                    "state": turn.state,
-                    "endpoint": None if turn.is_in_line else turn.endpoint,
-                    "prefill_endpoint": turn.prefilled_by,
-                    "priority": turn.priority,
-                    "age_seconds": round(now - turn.entered_at, 3),
+                    "state": admission.state,
+                    "endpoint": None if admission.is_in_line else admission.endpoint,
+                    "prefill_endpoint": admission.prefilled_by,
+                    "priority": admission.priority,
+                    "age_seconds": round(now - admission.entered_at, 3),
                 }
-                for turn in context.fleet.dispatch.live_turns(owner=context.owner)
+                for admission in context.fleet.dispatch.live_admissions(owner=context.owner)
             ],
         }
     )

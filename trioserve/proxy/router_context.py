@@ -13,7 +13,7 @@ from trioserve.http.clock_and_ids import ClockAndIds
 from trioserve.http.limits import SPLIT_PROMPT_TOKENS_MIN
 
 if TYPE_CHECKING:
-    from trioserve.admission.dispatch import Turn
+    from trioserve.admission.dispatch import AdmissionScope
     from trioserve.http.exchange import Exchange, HeaderFields
     from trioserve.metrics.registry import Metrics
     from trioserve.proxy.fleet import Fleet
@@ -54,7 +54,7 @@ class RouterContext(Responder):
     """Handlers get one of these, and answer it once.
 
     naming: names the blocks of prompts; None where no policy asks for it.
-    turn: its place or lease, once it has one. endpoint: where it went last. prefill_endpoint: which other one has
+    admission: its place or lease, once it has one. endpoint: where it went last. prefill_endpoint: which other one has
     computed its prompt.
     """
 
@@ -75,7 +75,7 @@ class RouterContext(Responder):
         self.metrics = metrics
         self.more_metrics = more_metrics
         self.naming = naming
-        self.turn: Turn | None = None
+        self.admission: AdmissionScope | None = None
         self.endpoint: EndpointId | None = None
         self.prefill_endpoint: EndpointId | None = None
 
