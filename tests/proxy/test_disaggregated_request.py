@@ -61,7 +61,7 @@ async def test_a_prompt_is_computed_at_one_endpoint_and_answered_at_another(open
             assert pair.leases() == {"p": 0, "d": 1}
             assert decode.body == {**asked, "kv_transfer_params": pair["p"].params}
             assert [ask.headers["x-request-id"] for ask in (prefill, decode)] == ["mine", "mine"]
-            assert [ask.headers["x-trioserve-leg"] for ask in (prefill, decode)] == ["prefill", "decode"]
+            assert [ask.headers["x-trioserve-stage"] for ask in (prefill, decode)] == ["prefill", "decode"]
             assert pair["p"].held_count == 1
             decode.say(": keep-alive\n\n")
             await wait_all_tasks_blocked()
@@ -164,7 +164,7 @@ async def test_what_cannot_be_split_goes_whole_to_where_responses_are_made(open_
         async with pair.client().ask(TEXT, asked) as response:
             ask = await pair.ask_of("d")
             assert ask.body == asked
-            assert "x-trioserve-leg" not in ask.headers
+            assert "x-trioserve-stage" not in ask.headers
             ask.response(RESPONSE)
             await response.read()
         assert pair.outcomes() == {}
@@ -774,9 +774,9 @@ async def test_what_was_ended_on_purpose_is_not_begun_anew(open_pair):
 
 
 async def test_a_client_cannot_say_which_part_its_request_is(open_pair):
-    headers = {"x-trioserve-leg": "decode"}
+    headers = {"x-trioserve-stage": "decode"}
     async with open_pair("w") as pair, pair.client().ask(TEXT, body(), headers=headers):
-        assert "x-trioserve-leg" not in (await pair.ask_of("w")).headers
+        assert "x-trioserve-stage" not in (await pair.ask_of("w")).headers
 
 
 async def test_a_prefill_that_says_too_much_is_not_read_to_its_end(open_pair):

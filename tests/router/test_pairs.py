@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from trioserve.contracts.endpoint import EndpointId, Leg, PairOutcome
+from trioserve.contracts.endpoint import EndpointId, PairOutcome, Stage
 from trioserve.contracts.errors import Draining, NoEndpoint, QueueWaitOver
 from trioserve.router.core import Fault
 from trioserve.router.ticket import TicketState
@@ -35,7 +35,7 @@ def outcomes(router) -> dict[PairOutcome, int]:
 
 
 def split(router, **fields: object):
-    return router.enter(can_be_split=True, prompt_tokens=100, **fields)
+    return router.enter(can_be_disaggregated=True, prompt_tokens=100, **fields)
 
 
 def computed(router, **fields: object):
@@ -49,10 +49,10 @@ def computed(router, **fields: object):
 def test_a_request_has_a_lease_for_its_prompt_and_then_one_for_its_response(pair):
     router = pair()
     ticket = split(router)
-    assert (ticket.leg, ticket.endpoint, leases(router)) == (Leg.PREFILL, "p", {"p": 1, "d": 0})
+    assert (ticket.stage, ticket.endpoint, leases(router)) == (Stage.PREFILL, "p", {"p": 1, "d": 0})
     router.core.sent(ticket)
     router.core.prefilled(ticket, router.now)
-    assert (ticket.leg, ticket.endpoint, leases(router)) == (Leg.DECODE, "d", {"p": 0, "d": 1})
+    assert (ticket.stage, ticket.endpoint, leases(router)) == (Stage.DECODE, "d", {"p": 0, "d": 1})
     assert not ticket.is_sent
     router.core.sent(ticket)
     router.core.first_token(ticket, router.now)
@@ -109,7 +109,7 @@ def test_without_blocks_the_rest_is_done_where_the_prompt_was_computed(pair, out
     prefilled_by = ticket.endpoint
     router.core.sent(ticket)
     router.core.prefilled(ticket, router.now, outcome=outcome)
-    assert (ticket.leg, ticket.endpoint) == (None, prefilled_by)
+    assert (ticket.stage, ticket.endpoint) == (None, prefilled_by)
     assert outcomes(router) == {outcome: 1}
 
 
@@ -119,7 +119,7 @@ def test_blocks_that_are_lost_in_line_make_a_request_whole(pair):
     ticket = computed(router)
     assert ticket.state is TicketState.WAITING
     router.core.hold_lost(ticket, router.now)
-    assert (ticket.leg, ticket.endpoint, leases(router)) == (None, "p", {"p": 1, "d": 1})
+    assert (ticket.stage, ticket.endpoint, leases(router)) == (None, "p", {"p": 1, "d": 1})
     assert outcomes(router) == {PairOutcome.HOLD_LOST: 1}
     router.leave(holder)
 
@@ -129,7 +129,7 @@ def test_blocks_that_are_lost_before_it_is_sent_give_the_lease_back(pair):
     ticket = computed(router)
     assert ticket.endpoint == "d"
     router.core.hold_lost(ticket, router.now)
-    assert (ticket.leg, ticket.endpoint, leases(router)) == (None, "p", {"p": 1, "d": 0})
+    assert (ticket.stage, ticket.endpoint, leases(router)) == (None, "p", {"p": 1, "d": 0})
 
 
 def test_blocks_that_are_lost_after_it_was_sent_have_been_read(pair):
@@ -137,7 +137,7 @@ def test_blocks_that_are_lost_after_it_was_sent_have_been_read(pair):
     ticket = computed(router)
     router.core.sent(ticket)
     router.core.hold_lost(ticket, router.now)
-    assert (ticket.leg, ticket.endpoint) == (Leg.DECODE, "d")
+    assert (ticket.stage, ticket.endpoint) == (Stage.DECODE, "d")
     router.core.first_token(ticket, router.now)
     assert outcomes(router) == {PairOutcome.PAIRED: 1}
 
@@ -148,10 +148,10 @@ def test_a_decode_endpoint_that_fails_is_replaced_by_another_and_then_by_the_pre
     first = ticket.endpoint
     router.core.sent(ticket)
     assert router.core.failed(ticket, Fault.BROKE, router.now)
-    assert (ticket.leg, ticket.endpoint) == (Leg.DECODE, "e" if first == "d" else "d")
+    assert (ticket.stage, ticket.endpoint) == (Stage.DECODE, "e" if first == "d" else "d")
     router.core.sent(ticket)
     assert router.core.failed(ticket, Fault.TRANSFER, router.now)
-    assert (ticket.leg, ticket.endpoint) == (None, "p")
+    assert (ticket.stage, ticket.endpoint) == (None, "p")
     assert outcomes(router) == {PairOutcome.TRANSFER_FAILED: 1}
     assert leases(router) == {"p": 1, "d": 0, "e": 0}
 
@@ -170,7 +170,7 @@ def test_those_in_line_for_a_prompt_go_whole_when_there_is_no_pair_any_more(pair
     holders = [split(router), router.enter()]
     waiting = [split(router), split(router)]
     router.core.drain_endpoint(EndpointId(lost), router.now)
-    assert [ticket.leg for ticket in waiting] == [None, None]
+    assert [ticket.stage for ticket in waiting] == [None, None]
     router.leave(*holders)
     assert waiting[0].endpoint == ("d" if lost == "p" else "p")
     assert outcomes(router)[outcome] == 2
@@ -212,24 +212,24 @@ def test_a_router_that_leaves_lets_those_go_on_whose_prompt_is_computed(pair):
     assert handed.endpoint == "d"
 
 
-@pytest.mark.parametrize("fields", [{"pinned": "d"}, {"can_be_split": False}])
+@pytest.mark.parametrize("fields", [{"pinned": "d"}, {"can_be_disaggregated": False}])
 def test_what_must_not_be_split_is_not(pair, fields):
     router = pair()
-    assert router.enter(**{"can_be_split": True, **fields}).leg is None
+    assert router.enter(**{"can_be_disaggregated": True, **fields}).stage is None
 
 
 def test_roles_that_endpoints_tell_count_from_then_on(make_router):
     router = make_router()
     for id in "ab":
         router.endpoint(id, leases_max=4)
-    assert split(router).leg is None
+    assert split(router).stage is None
     router.core.set_role(EndpointId("a"), "both", router.now)
-    assert split(router).leg is None, "one endpoint is no pair"
+    assert split(router).stage is None, "one endpoint is no pair"
     router.core.set_role(EndpointId("b"), "decode", router.now)
     ticket = computed(router)
-    assert (ticket.leg, ticket.prefilled_by, ticket.endpoint) == (Leg.DECODE, "a", "b")
+    assert (ticket.stage, ticket.prefilled_by, ticket.endpoint) == (Stage.DECODE, "a", "b")
     router.core.set_role(EndpointId("b"), None, router.now)
-    assert split(router).leg is None
+    assert split(router).stage is None
     router.core.set_role(EndpointId("gone"), "both", router.now)
 
 

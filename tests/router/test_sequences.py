@@ -132,7 +132,7 @@ def test_those_who_wait_again_go_in_the_order_in_which_they_began_whatever_is_ne
     failed = router.sent(pinned=None)
     assert failed.endpoint == "p"
     assert router.core.failed(failed, Fault.BROKE, router.now)
-    split = router.sent(can_be_split=True)
+    split = router.sent(can_be_disaggregated=True)
     router.core.prefilled(split, router.now)
     assert (failed.state, split.state) == (WAITING, WAITING)
     router.leave(holder)

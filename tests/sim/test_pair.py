@@ -67,8 +67,8 @@ MOMENTS = [
     *(f"leaves: decode is {where}" for where in ("on its way", "waiting", "waiting_for_remote_kv", "running")),
     *(f"holds: {end}" for end in ("completed", "unwanted", "aborted", "expired")),
     *(f"loads: {end}" for end in ("completed", "failed", "abandoned")),
-    *(f"legs lost: {kind}" for kind in ("prefill", "decode", "whole")),
-    "legs refused: decode",
+    *(f"stages lost: {kind}" for kind in ("prefill", "decode", "whole")),
+    "stages refused: decode",
     "loads that went on over another connection",
     "messages that came twice",
     "stops",
@@ -196,7 +196,7 @@ def test_a_decode_side_that_refuses_leaves_the_response_to_the_prefill_side():
     played = Played()
     counts = played.do(Refuse(host="decode")).end()
     assert played.client.state == "done"
-    assert (counts["legs: whole"], counts["holds: aborted"]) == (1, 1)
+    assert (counts["stages: whole"], counts["holds: aborted"]) == (1, 1)
     assert played.simulation.now < 10.0
 
 

@@ -5,8 +5,8 @@ with dispatch.enter(request) as turn:           # refusals rise here; leaving gi
     with turn.attempt():
         ...                                     # the request goes there; turn.first_token() once it answers
 
-A request that is split has two leases, one after the other: turn.leg says what is to be done with the one in hand, and
-turn.prefilled() gives the first one back.
+A request that is disaggregated has two leases, one after the other: turn.stage says what is to be done with the one in
+hand, and turn.prefilled() gives the first one back.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from contextlib import contextmanager
 import trio
 
 from trioserve.admission.ended_ids import EndedIds
-from trioserve.contracts.endpoint import EndpointId, EndpointLoad, Leg, PairOutcome, RoutedRequest
+from trioserve.contracts.endpoint import EndpointId, EndpointLoad, PairOutcome, RoutedRequest, Stage
 from trioserve.contracts.errors import Draining, EndpointLost, RequestAborted, TrioserveError
 from trioserve.contracts.events import AbortOutcome
 from trioserve.contracts.kv_transfer import EngineRole
@@ -38,7 +38,7 @@ class Dispatch:
     """One router. Every method belongs to the thread of the Trio program that runs it.
 
     on_gone: told of an endpoint that was drained and is empty. on_wait_over: told how many seconds a request has waited
-    when it gets its lease, or is refused in the line. on_paired: told how many seconds a request that is split took
+    when it gets its lease, or is refused in the line. on_paired: told how many seconds a disaggregated request took
     from the end of its prompt to the first token of its response.
     """
 
@@ -68,8 +68,8 @@ class Dispatch:
     def block_sizes(self, request: RoutedRequest) -> frozenset[int]:
         """In which sizes of blocks the policy wants the request named; none if it has no choice to make."""
         given = [state for state in self.core.endpoints.values() if request.model in state.models and state.is_given]
-        legs: tuple[Leg | None, ...] = tuple(Leg) if self.core.will_be_split(request) else (None,)
-        has_choice = any(sum(state.is_meant_for(leg) for state in given) > 1 for leg in legs)
+        stages: tuple[Stage | None, ...] = tuple(Stage) if self.core.will_be_disaggregated(request) else (None,)
+        has_choice = any(sum(state.is_meant_for(stage) for state in given) > 1 for stage in stages)
         return self.core.policy.block_sizes() if has_choice else frozenset()
 
     @contextmanager
@@ -159,7 +159,7 @@ class Dispatch:
         return self.core.is_endpoint_draining(id)
 
     def is_pair_there(self, model: str) -> bool:
-        """Whether a request for the model can be split: there are endpoints for both of its legs."""
+        """Whether a request for the model can be disaggregated: there are endpoints for both of its stages."""
         return self.core.is_pair_there(model)
 
     def add_endpoint(
@@ -313,18 +313,18 @@ class AdmissionScope:
         return self.ticket.has_token
 
     @property
-    def leg(self) -> Leg | None:
+    def stage(self) -> Stage | None:
         """What is to be done with the lease in hand; None: the whole request. To be looked at after each `lease`."""
-        return self.ticket.leg
+        return self.ticket.stage
 
     @property
     def state(self) -> str:
-        """Where it is, in a word: "waiting" and "running", or what of a split request is being done."""
-        if self.ticket.leg is Leg.DECODE:
+        """Where it is, in a word: "waiting" and "running", or what of a disaggregated request is being done."""
+        if self.ticket.stage is Stage.DECODE:
             return "handover" if self.is_in_line else "decode"
         if self.is_in_line:
             return "waiting"
-        return "running" if self.ticket.leg is None else "prefill"
+        return "running" if self.ticket.stage is None else "prefill"
 
     @property
     def is_in_line(self) -> bool:
@@ -354,7 +354,7 @@ class AdmissionScope:
         """The endpoint has begun to answer. is_last: all of its response is there, so that nobody knows when it
         began."""
         ticket, now = self.ticket, trio.current_time()
-        if ticket.leg is Leg.DECODE and not ticket.has_token and not is_last:
+        if ticket.stage is Stage.DECODE and not ticket.has_token and not is_last:
             self._dispatch.on_paired(now - ticket.prefilled_at)
         self._core.first_token(ticket, now)
 

@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 from trioserve.contracts.block_hash import BlockHash
 from trioserve.contracts.kv_transfer import EngineRole
 
-__all__ = ["PREFIX_BLOCK_TOKENS", "EndpointId", "EndpointLoad", "Leg", "PairOutcome", "RoutedRequest"]
+__all__ = ["PREFIX_BLOCK_TOKENS", "EndpointId", "EndpointLoad", "Stage", "PairOutcome", "RoutedRequest"]
 
 EndpointId = NewType("EndpointId", str)
 """The router's name of an endpoint, chosen by the operator; unique among those that it knows."""
@@ -24,7 +24,7 @@ PREFIX_BLOCK_TOKENS = 32
 long prompt."""
 
 
-class Leg(enum.Enum):
+class Stage(enum.Enum):
     """A part of a request whose prompt is computed at one endpoint and whose response is made at another."""
 
     PREFILL = "prefill"
@@ -57,7 +57,7 @@ class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True):
     blocks: by block size in tokens, the names of the prompt's leading blocks as an engine with such blocks has them
     (see contracts/block_hash), as many as can be a hit; a size that is not there was not asked for, or nobody knows.
     queue_deadline: the moment from which waiting in line is over for it.
-    can_be_split: its prompt may be computed at one endpoint and its response at another, if there are such two.
+    can_be_disaggregated: its prompt may be computed at one endpoint and its response at another, if there are such two.
     """
 
     model: str
@@ -70,7 +70,7 @@ class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True):
     prefix: tuple[BlockHash, ...] = ()
     blocks: Mapping[int, tuple[BlockHash, ...]] = msgspec.field(default_factory=dict)
     queue_deadline: float = math.inf
-    can_be_split: bool = False
+    can_be_disaggregated: bool = False
 
 
 class EndpointLoad(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from trioserve.contracts.errors import InvalidRequest
 from trioserve.proxy.routed_body import TRANSFER_PARAMS, RoutedBody, rewritten
 from trioserve.proxy.routed_prompt import CHAT_PATH, COMPLETIONS_PATH
 
-__all__ = ["can_be_split", "prefill_body"]
+__all__ = ["can_be_disaggregated", "prefill_body"]
 
 # All of them, since some servers look whether a field is there.
 ASKED_OF_PREFILL: dict[str, object] = {
@@ -26,7 +26,7 @@ ASKED_OF_PREFILL: dict[str, object] = {
 }
 
 
-class _SplitBody(msgspec.Struct, frozen=True, kw_only=True):
+class _DisaggregatedBody(msgspec.Struct, frozen=True, kw_only=True):
     """The fields that decide it, beside those of RoutedBody."""
 
     max_tokens: Int32 | None = None
@@ -37,13 +37,13 @@ class _SplitBody(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: Int32 | None = None
 
 
-def can_be_split(path: str, raw: bytes, body: RoutedBody) -> bool:
+def can_be_disaggregated(path: str, raw: bytes, body: RoutedBody) -> bool:
     """One prompt with one response of more than a token, and nothing asked about the prompt itself: its KV is all that
     goes from one endpoint to the other."""
     if path not in (CHAT_PATH, COMPLETIONS_PATH) or (body.n or 1) != 1 or body.prompt_count != 1:
         return False
     try:
-        fields = decode_body(raw, _SplitBody)
+        fields = decode_body(raw, _DisaggregatedBody)
     except InvalidRequest:
         return False  # whichever endpoint gets it will say so
     tokens_max = fields.max_tokens
@@ -60,6 +60,6 @@ def prefill_body(path: str, raw: bytes, fields: dict[str, object], *, stream: bo
     fields = {**fields, "stream": stream, "max_tokens": 1, TRANSFER_PARAMS: ASKED_OF_PREFILL}
     if path == CHAT_PATH:
         fields["max_completion_tokens"] = 1
-    if (decode_body(raw, _SplitBody).min_tokens or 0) > 1:
+    if (decode_body(raw, _DisaggregatedBody).min_tokens or 0) > 1:
         fields["min_tokens"] = 1
     return rewritten(raw, fields, without=("stream_options",))

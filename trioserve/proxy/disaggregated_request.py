@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import trio
 
-from trioserve.contracts.endpoint import EndpointId, Leg, PairOutcome
+from trioserve.contracts.endpoint import EndpointId, PairOutcome, Stage
 from trioserve.contracts.errors import EndpointLost, RequestAborted
 from trioserve.proxy.disaggregated_body import prefill_body
 from trioserve.proxy.relay import (
@@ -53,7 +53,7 @@ EVENT_END = b"\n\n"
 async def forward_pair(
     context: RouterContext, admission: AdmissionScope, raw: bytes, body: RoutedBody, clock: RequestClock
 ) -> None:
-    """Serve an admission that has begun with a leg. Raises what one at a single endpoint does."""
+    """Serve an admission that has begun with a stage. Raises what one at a single endpoint does."""
     with errors_unwrapped():
         async with trio.open_nursery() as nursery:
             pair = _Pair(context, admission, raw, body, clock, nursery)
@@ -101,13 +101,13 @@ class _Pair:
         context, admission, clock = self._context, self._admission, self._clock
         while True:
             id = context.endpoint = await lease(admission, clock)
-            if admission.leg is Leg.PREFILL:
+            if admission.stage is Stage.PREFILL:
                 if await self._prefill(id):
                     return
                 continue
             fields = self._fields(id)
-            context.prefill_endpoint = admission.prefilled_by if admission.leg is Leg.DECODE else None
-            if admission.leg is Leg.DECODE:
+            context.prefill_endpoint = admission.prefilled_by if admission.stage is Stage.DECODE else None
+            if admission.stage is Stage.DECODE:
                 fields[TRANSFER_PARAMS] = msgspec.Raw(self._params)
             else:
                 self.let_go()  # before the same prompt comes again under the same id
@@ -126,7 +126,7 @@ class _Pair:
         context, admission = self._context, self._admission
         is_ours = context.fleet.tells_role(id)
         sent = prefill_body(context.exchange.path, self._raw, self._fields(id), stream=is_ours)
-        headers = headers_there(context, admission.leg)
+        headers = headers_there(context, admission.stage)
         asking = context.fleet.remote(id).request(context.exchange.method, context.target, headers, sent)
         hold = self._hold = _Hold(asking)
         try:
@@ -146,7 +146,7 @@ class _Pair:
 
     async def _read(self, id: EndpointId, response: RemoteResponse) -> PairOutcome | None:
         """Read how to get at the blocks of the prompt. None: they are kept. Raises EndpointLost, Refused."""
-        await check_status(response, Leg.PREFILL)
+        await check_status(response, Stage.PREFILL)
         if response.status != 200:
             return PairOutcome.NOT_HELD  # it will say the same of the client's own body, or not
         if (response.header("content-type") or "").startswith("text/event-stream"):
@@ -177,7 +177,9 @@ class _Pair:
     def _log_whole(self) -> None:
         context, outcome = self._context, self._admission.pair_outcome
         assert outcome is not None
-        logger.info("not split request=%s endpoint=%s reason=%s", context.request_id, context.endpoint, outcome.value)
+        logger.info(
+            "not disaggregated request=%s endpoint=%s reason=%s", context.request_id, context.endpoint, outcome.value
+        )
 
 
 class _Choice(msgspec.Struct):

@@ -25,7 +25,7 @@ class EndpointSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     url: where it is. id: its name here; the URL itself if none is given. api_key: sent to it as a bearer token.
     models: what it serves, under names of ours for names of its own; None: what it says itself.
     leases_max: how many sequences it gets at a time; None: the router's setting.
-    role: which part of a request that is split it gets; None: what it says itself, and none if it says nothing.
+    role: which part of a disaggregated request it gets; None: what it says itself, and none if it says nothing.
     """
 
     url: str

@@ -17,7 +17,7 @@ from trioserve.api.error_responses import Refusal
 from trioserve.api.openai.request_types import decode_body
 from trioserve.contracts.endpoint import EndpointId, RoutedRequest
 from trioserve.contracts.errors import Overloaded
-from trioserve.proxy.disaggregated_body import can_be_split
+from trioserve.proxy.disaggregated_body import can_be_disaggregated
 from trioserve.proxy.disaggregated_request import forward_pair
 from trioserve.proxy.relay import attempt, lease, model_field
 from trioserve.proxy.request_clock import RequestClock
@@ -88,7 +88,7 @@ async def _pass_through(
 ) -> None:
     with context.fleet.dispatch.enter(request, id=context.request_id, owner=context.owner) as admission:
         context.admission = admission
-        if admission.leg is not None:
+        if admission.stage is not None:
             await forward_pair(context, admission, raw, body, clock)
             return
         while True:
@@ -104,7 +104,7 @@ def _routed(context: RouterContext, raw: bytes, body: RoutedBody, model: str, cl
     content = body.content
     prompt_tokens = len(content) // 4 + 1
     # Looking at the rest of a body costs something, and mostly there are no two endpoints for it.
-    is_split = prompt_tokens >= rules.split_prompt_tokens_min and context.fleet.dispatch.is_pair_there(model)
+    is_disaggregated = prompt_tokens >= rules.split_prompt_tokens_min and context.fleet.dispatch.is_pair_there(model)
     return RoutedRequest(
         model=model,
         tenant=context.caller.tenant(context.named_tenant),
@@ -115,5 +115,5 @@ def _routed(context: RouterContext, raw: bytes, body: RoutedBody, model: str, cl
         pinned=None if pinned is None else EndpointId(pinned),
         prefix=prefix_of(content, model, body.cache_salt) if context.fleet.dispatch.wants_prefix else (),
         queue_deadline=clock.first()[1],
-        can_be_split=is_split and can_be_split(context.exchange.path, raw, body),
+        can_be_disaggregated=is_disaggregated and can_be_disaggregated(context.exchange.path, raw, body),
     )

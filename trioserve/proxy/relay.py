@@ -11,7 +11,7 @@ import msgspec
 from trioserve.admission.dispatch import Fault
 from trioserve.admission.text_threads import TEXT_QUEUE_FULL
 from trioserve.api.error_responses import REASON_HEADER, deadline_refusal
-from trioserve.contracts.endpoint import EndpointId, Leg
+from trioserve.contracts.endpoint import EndpointId, Stage
 from trioserve.contracts.errors import EndpointLost, QueueWaitOver, TrioserveError
 from trioserve.proxy.remote_endpoint import Unreachable
 from trioserve.proxy.routed_body import TRANSFER_PARAMS
@@ -39,8 +39,8 @@ ENDED_ON_PURPOSE = frozenset({"request_aborted", "queue_timeout", "ttft_timeout"
 ENDPOINT_HEADER = "x-trioserve-endpoint"
 PREFILL_ENDPOINT_HEADER = "x-trioserve-prefill-endpoint"
 CROSS_ORIGIN_PREFIX = "access-control-"  # web pages ask the router, and it says which of them may
-LEG_HEADER = "x-trioserve-leg"
-"""Tells two requests of the same id apart, at endpoints of a request that is split: "prefill" or "decode"."""
+LEG_HEADER = "x-trioserve-stage"
+"""Tells two requests of the same id apart, at endpoints of a disaggregated request: "prefill" or "decode"."""
 
 # What is between two neighbours (RFC 9110, 7.6.1), and what the router says itself.
 NOT_FORWARDED = frozenset(
@@ -149,10 +149,10 @@ async def lease(admission: AdmissionScope, clock: RequestClock) -> EndpointId:
         raise deadline_refusal(clock.first()[0], str(over)) from None
 
 
-async def check_status(response: RemoteResponse, leg: Leg | None) -> None:
+async def check_status(response: RemoteResponse, stage: Stage | None) -> None:
     """Raises Refused for an error that is not to be passed on as it comes."""
     status = response.status
-    if status not in NOT_ENDPOINTS_FAULT and status not in BROKEN and (status < 400 or leg is not Leg.DECODE):
+    if status not in NOT_ENDPOINTS_FAULT and status not in BROKEN and (status < 400 or stage is not Stage.DECODE):
         return
     said = await response.whole(ERROR_BYTES_MAX) or b""
     code = error_code(said)
@@ -163,7 +163,7 @@ async def check_status(response: RemoteResponse, leg: Leg | None) -> None:
         # Its prompt was computed with less asked for, so it may be the client's fault after all.
         is_clients = status in CLIENTS_FAULT and TRANSFER_PARAMS.encode() not in said
         fault = None if is_clients else Fault.TRANSFER
-    elif leg is Leg.DECODE and code == "request_failed":
+    elif stage is Stage.DECODE and code == "request_failed":
         fault = Fault.TRANSFER
     raise Refused(response, said, fault)
 
@@ -191,10 +191,10 @@ async def _relay(
 
     endpoint = context.fleet.remote(id)
     async with endpoint.request(
-        context.exchange.method, context.target, headers_there(context, admission.leg), body
+        context.exchange.method, context.target, headers_there(context, admission.stage), body
     ) as response:
         if response.status >= 400:
-            await check_status(response, admission.leg)
+            await check_status(response, admission.stage)
         if (response.header("content-type") or "").startswith("text/event-stream"):
             await _relay_events(context, admission, response, begin)
             return
@@ -221,7 +221,7 @@ async def _relay_events(
         is_over = piece is None
         events = whole.rest if piece is None else whole.feed(piece)
         if not admission.has_token and not is_comment(events):
-            if admission.leg is Leg.DECODE:
+            if admission.stage is Stage.DECODE:
                 _check_first_event(context, events)
             begin()
         if events:
@@ -259,7 +259,7 @@ async def _pass_on(context: RouterContext, response: RemoteResponse, body: bytes
     await context.respond(response.status, _headers_back(context, response), body)
 
 
-def headers_there(context: RouterContext, leg: Leg | None) -> list[tuple[str, str]]:
+def headers_there(context: RouterContext, stage: Stage | None) -> list[tuple[str, str]]:
     tenant_header = context.rules.tenant_header
     headers = [
         (name, value)
@@ -270,8 +270,8 @@ def headers_there(context: RouterContext, leg: Leg | None) -> list[tuple[str, st
     tenant = context.caller.tenant_told(context.named_tenant)
     if tenant is not None:
         headers.append((tenant_header, tenant))
-    if leg is not None:
-        headers.append((LEG_HEADER, leg.value))
+    if stage is not None:
+        headers.append((LEG_HEADER, stage.value))
     authorization = context.exchange.headers.get("authorization")
     if context.rules.passes_authorization and authorization is not None:
         headers.append(("authorization", authorization))

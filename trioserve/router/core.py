@@ -7,7 +7,7 @@
     router.sent(ticket)                 the request goes to its endpoint
     router.first_token(ticket, now)     the endpoint responses: from here on it is not tried elsewhere
     router.failed(ticket, fault, now)   -> whether the ticket is in line again, for another endpoint
-    router.prefilled(ticket, now)       one endpoint has computed the prompt of a request that is split
+    router.prefilled(ticket, now)       one endpoint has computed the prompt of a disaggregated request
     router.hold_lost(ticket, now)       and keeps its blocks no longer
     router.note_load, note_health, ...  what endpoints tell
     router.tick(now)                    what only time brings; next_tick() says when
@@ -16,9 +16,9 @@ Whoever waits is told by `on_change(ticket)`, called once for each grant and eac
 it. A lease is handed over in the very call that gives it back: nothing polls, and nobody is woken who gets nothing.
 `on_gone(endpoint)` is called when a drained endpoint has nothing any more.
 
-A request that can be split is, if there are two endpoints for it when it enters: its leg is PREFILL, and then DECODE.
-Each leg has a line of its own. Roles are hints, so whatever does not come to pass that way, one endpoint does whole:
-the leg becomes None, in line or at a failure, and whoever holds the ticket looks at it when it has a lease.
+A request that can be disaggregated is, if there are two endpoints for it when it enters: its stage is PREFILL, and then
+DECODE. Each stage has a line of its own. Roles are hints, so whatever does not come to pass that way, one endpoint does
+whole: the stage becomes None, in line or at a failure, and whoever holds the ticket looks at it when it has a lease.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from trioserve.contracts.endpoint import EndpointId, EndpointLoad, Leg, PairOutcome, RoutedRequest
+from trioserve.contracts.endpoint import EndpointId, EndpointLoad, PairOutcome, RoutedRequest, Stage
 from trioserve.contracts.errors import (
     Draining,
     InvalidRequest,
@@ -67,7 +67,7 @@ class Fault(enum.Enum):
 
 class RouterStats(msgspec.Struct, frozen=True, kw_only=True):
     """waiting: requests in line, and those that are being read before. leases: sequences that have a seat, by endpoint.
-    pairs_total: requests that were to be split, by what became of that. Totals count since the start."""
+    pairs_total: requests that were to be disaggregated, by what became of that. Totals count since the start."""
 
     waiting: int
     waiting_prompt_tokens: int
@@ -80,7 +80,7 @@ class RouterStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Queue:
-    """One model's line for one leg."""
+    """One model's line for one stage."""
 
     def __init__(self) -> None:
         self.line = WaitingLine()
@@ -111,7 +111,7 @@ class _Model:
     """One model's lines. preparing: requests that are read before they enter."""
 
     def __init__(self) -> None:
-        self.queues: dict[Leg | None, _Queue] = {leg: _Queue() for leg in (Leg.DECODE, Leg.PREFILL, None)}
+        self.queues: dict[Stage | None, _Queue] = {stage: _Queue() for stage in (Stage.DECODE, Stage.PREFILL, None)}
         self.preparing = 0
 
     @property
@@ -127,7 +127,7 @@ class _Model:
         )
 
     def waiting_again(self) -> list[Ticket]:
-        """Who waits again, in the order in which that began. It is one for all legs: those whose prompt is computed
+        """Who waits again, in the order in which that began. It is one for all stages: those whose prompt is computed
         never cease to come, and would keep an endpoint that does both from those that it is the last hope of."""
         again = [ticket for queue in self.queues.values() for ticket in queue.again.values()]
         return sorted(again, key=lambda ticket: ticket.again_index)
@@ -176,7 +176,7 @@ class RouterCore:
         self._check_open(request, now)
         model = self._model(request.model)
         seats = sum(max(0, state.leases_max - state.leases) for state in self._serving(request.model) if state.is_given)
-        queue = model.queues[Leg.PREFILL if self.will_be_split(request) else None]
+        queue = model.queues[Stage.PREFILL if self.will_be_disaggregated(request) else None]
         count = queue.count + model.preparing
         if count >= self.settings.queue_requests_max + seats:
             seconds = queue.drain_rate.seconds_for(count + 1, now)
@@ -208,8 +208,8 @@ class RouterCore:
         queue_deadline = min(now + self.settings.queue_seconds_max, request.queue_deadline)
         self._next_index += 1
         ticket = Ticket(request, self._next_index, now, queue_deadline)
-        ticket.is_split = self.will_be_split(request)
-        ticket.leg = Leg.PREFILL if ticket.is_split else None
+        ticket.is_disaggregated = self.will_be_disaggregated(request)
+        ticket.stage = Stage.PREFILL if ticket.is_disaggregated else None
         queue = self._queue_of(ticket)
         must_wait = bool(queue.count) and request.pinned is None
         if request.pinned is None and not must_wait and self._model(request.model).is_anybody_waiting:
@@ -254,7 +254,7 @@ class RouterCore:
         """The endpoint has begun to answer. What fails after this is the client's to see."""
         if ticket.state is not TicketState.LEASED or ticket.has_token:
             return
-        assert ticket.leg is not Leg.PREFILL, "the token of a prefill is nobody's"
+        assert ticket.stage is not Stage.PREFILL, "the token of a prefill is nobody's"
         ticket.has_token = True
         self._note_pair(ticket, PairOutcome.PAIRED)
         endpoint = self._endpoint_of(ticket)
@@ -271,18 +271,18 @@ class RouterCore:
         """The endpoint has computed the prompt: its seat there is free, and the ticket waits for a decode endpoint, or
         has a lease there already. outcome: why one endpoint has to do the rest, if so; best the one that has the
         prompt in its prefix cache now."""
-        if ticket.state is not TicketState.LEASED or ticket.leg is not Leg.PREFILL:
+        if ticket.state is not TicketState.LEASED or ticket.stage is not Stage.PREFILL:
             return
         endpoint = self._endpoint_of(ticket)
         endpoint.note_success(now)
-        ticket.prefilled_by, ticket.prefilled_at, ticket.leg_fault = endpoint.id, now, None
+        ticket.prefilled_by, ticket.prefilled_at, ticket.stage_fault = endpoint.id, now, None
         served_seconds = now - ticket.leased_at
         ticket.own_deadline += served_seconds
         ticket.queue_deadline += served_seconds
         self._let_go(ticket, now)
-        ticket.leg, ticket.is_held = Leg.DECODE, outcome is None
+        ticket.stage, ticket.is_held = Stage.DECODE, outcome is None
         if outcome is not None:
-            ticket.leg = None
+            ticket.stage = None
             self._note_pair(ticket, outcome)
         self._wait_again(ticket)
         self._refuse_if_hopeless(ticket, now)
@@ -291,7 +291,7 @@ class RouterCore:
     def hold_lost(self, ticket: Ticket, now: float) -> None:
         """The blocks of its prompt are not kept any more. Nothing to do when it does not wait for them."""
         ticket.is_held = False
-        if ticket.leg is Leg.DECODE and not ticket.is_sent:
+        if ticket.stage is Stage.DECODE and not ticket.is_sent:
             if ticket.state is TicketState.LEASED:
                 self._let_go(ticket, now)
                 self._wait_again(ticket)
@@ -318,10 +318,10 @@ class RouterCore:
         elif fault is Fault.BUSY:
             endpoint.note_busy(now, busy_seconds)
         ticket.tried = (*ticket.tried, ticket.endpoint)
-        ticket.leg_fault = _leg_fault(ticket.leg, fault)
+        ticket.stage_fault = _stage_fault(ticket.stage, fault)
         if not self._may_try_again(ticket, now):
-            if ticket.leg_fault is not None:
-                self._note_pair(ticket, ticket.leg_fault)
+            if ticket.stage_fault is not None:
+                self._note_pair(ticket, ticket.stage_fault)
             self._end(ticket)
             self._hand_over(now)
             return False
@@ -466,8 +466,8 @@ class RouterCore:
 
     def _grant(self, ticket: Ticket, now: float) -> bool:
         """Give it a lease if an endpoint has room for it. It must not stand in any line."""
-        request, leg = ticket.request, ticket.leg
-        if leg is Leg.PREFILL and self._is_handover_full(request.model):
+        request, stage = ticket.request, ticket.stage
+        if stage is Stage.PREFILL and self._is_handover_full(request.model):
             return False
         candidates = self._candidates(ticket, request.sequences, now)
         if request.sequences > 1 and not any(candidate.has_room for candidate in candidates):
@@ -475,7 +475,7 @@ class RouterCore:
             candidates = self._candidates(ticket, 1, now)
         if not any(candidate.has_room for candidate in candidates):
             return False
-        if leg is None:
+        if stage is None:
             candidates = self._nearest(ticket, candidates)
         id = self.policy.choose(request, candidates)
         assert any(candidate.has_room and candidate.id == id for candidate in candidates), f"{id} has no room"
@@ -504,14 +504,14 @@ class RouterCore:
                 ),
             )
             for state in self._serving(request.model)
-            if state.is_given and (ticket.leg is None or _may_do(state, ticket))
+            if state.is_given and (ticket.stage is None or _may_do(state, ticket))
         ]
 
     def _hand_over(self, now: float) -> None:
         """Give what is free to those who have waited longest, in the order of their lines."""
         for name, model in self._models.items():
             if model.is_anybody_waiting:
-                self._split_what_can_be(name, model)
+                self._disaggregate_what_can_be(name, model)
                 while self._serve_one(model, now):
                     pass
 
@@ -579,19 +579,19 @@ class RouterCore:
 
     # --- requests whose prompt is computed apart from their response ---
 
-    def will_be_split(self, request: RoutedRequest) -> bool:
+    def will_be_disaggregated(self, request: RoutedRequest) -> bool:
         """Whether it would be, if it entered now."""
-        return request.can_be_split and request.pinned is None and self.is_pair_there(request.model)
+        return request.can_be_disaggregated and request.pinned is None and self.is_pair_there(request.model)
 
     def is_pair_there(self, model: str, tried: tuple[EndpointId, ...] = ()) -> bool:
         """Whether one endpoint may compute a prompt and another one response."""
         there = [state for state in self._serving(model) if state.is_given and state.id not in tried]
-        first = {state.id for state in there if state.is_meant_for(Leg.PREFILL)}
-        second = {state.id for state in there if state.is_meant_for(Leg.DECODE)}
+        first = {state.id for state in there if state.is_meant_for(Stage.PREFILL)}
+        second = {state.id for state in there if state.is_meant_for(Stage.DECODE)}
         return bool(first and second) and len(first | second) > 1
 
-    def _is_next_leg_there(self, ticket: Ticket) -> bool:
-        if ticket.leg is Leg.PREFILL:
+    def _is_next_stage_there(self, ticket: Ticket) -> bool:
+        if ticket.stage is Stage.PREFILL:
             return self.is_pair_there(ticket.request.model, ticket.tried)
         return ticket.is_held and any(
             state.is_given and _may_do(state, ticket) and state.id not in ticket.tried
@@ -599,14 +599,14 @@ class RouterCore:
         )
 
     def _is_handover_full(self, model: str) -> bool:
-        return self._model(model).queues[Leg.DECODE].count >= self.settings.handover_waiting_max
+        return self._model(model).queues[Stage.DECODE].count >= self.settings.handover_waiting_max
 
-    def _split_what_can_be(self, name: str, model: _Model) -> None:
+    def _disaggregate_what_can_be(self, name: str, model: _Model) -> None:
         """Nobody waits for a part that no endpoint may do now: those one endpoint does whole."""
-        for leg in Leg:
-            queue = model.queues[leg]
+        for stage in Stage:
+            queue = model.queues[stage]
             for ticket in list(queue.again.values()):
-                if not self._is_next_leg_there(ticket):
+                if not self._is_next_stage_there(ticket):
                     self._make_whole(ticket)
             if queue.line.count and not self.is_pair_there(name):
                 for ticket in sorted(queue.line, key=lambda ticket: ticket.index):
@@ -615,12 +615,12 @@ class RouterCore:
     def _make_whole(self, ticket: Ticket) -> None:
         was_elsewhere = ticket.index in self._queue_of(ticket).again
         self._leave_line(ticket)
-        fallback = ticket.leg_fault
+        fallback = ticket.stage_fault
         if fallback is None:
-            is_lost = ticket.leg is Leg.DECODE and not ticket.is_held
+            is_lost = ticket.stage is Stage.DECODE and not ticket.is_held
             fallback = PairOutcome.HOLD_LOST if is_lost else PairOutcome.NO_ENDPOINT
         self._note_pair(ticket, fallback)
-        ticket.leg = None
+        ticket.stage = None
         if was_elsewhere:
             self._queue_of(ticket).wait_again(ticket)
         else:
@@ -636,8 +636,8 @@ class RouterCore:
         return beside if any(candidate.has_room for candidate in beside) else candidates
 
     def _note_pair(self, ticket: Ticket, outcome: PairOutcome) -> None:
-        """Once for each request that was to be split."""
-        if ticket.is_split and ticket.pair_outcome is None:
+        """Once for each request that was to be disaggregated."""
+        if ticket.is_disaggregated and ticket.pair_outcome is None:
             ticket.pair_outcome = outcome
             self._pairs_total[outcome] += 1
 
@@ -765,7 +765,7 @@ class RouterCore:
 
     def _queue_of(self, ticket: Ticket) -> _Queue:
         """Of the line in which it is, or was before it got its lease."""
-        return self._model(ticket.request.model).queues[ticket.leg]
+        return self._model(ticket.request.model).queues[ticket.stage]
 
     def _endpoint_of(self, ticket: Ticket) -> EndpointState:
         assert ticket.endpoint is not None
@@ -781,11 +781,11 @@ class RouterCore:
 
 def _may_do(state: EndpointState, ticket: Ticket) -> bool:
     """Whether it is for this endpoint to do what is next."""
-    return state.is_meant_for(ticket.leg) and (ticket.leg is not Leg.DECODE or state.id != ticket.prefilled_by)
+    return state.is_meant_for(ticket.stage) and (ticket.stage is not Stage.DECODE or state.id != ticket.prefilled_by)
 
 
-def _leg_fault(leg: Leg | None, fault: Fault) -> PairOutcome | None:
-    """What becomes of a split request if nobody else takes the leg over that an endpoint has failed."""
-    if leg is Leg.DECODE:
+def _stage_fault(stage: Stage | None, fault: Fault) -> PairOutcome | None:
+    """What becomes of a disaggregated request if nobody else takes the stage over that an endpoint has failed."""
+    if stage is Stage.DECODE:
         return PairOutcome.TRANSFER_FAILED if fault is Fault.TRANSFER else PairOutcome.DECODE_FAILED
-    return PairOutcome.PREFILL_FAILED if leg is Leg.PREFILL else None
+    return PairOutcome.PREFILL_FAILED if stage is Stage.PREFILL else None

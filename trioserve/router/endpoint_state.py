@@ -21,7 +21,7 @@ from __future__ import annotations
 import enum
 import math
 
-from trioserve.contracts.endpoint import EndpointId, EndpointLoad, Leg
+from trioserve.contracts.endpoint import EndpointId, EndpointLoad, Stage
 from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.router.settings import RouterSettings
 
@@ -60,7 +60,7 @@ class EndpointState:
     in_flight: sequences that were given to it and have not ended; more than the claims once these go back at the first
     token. sent: those of them that are on their way or there, by the index of their request's sending.
     slow_start: it comes to others that run, and is to get its share little by little.
-    role: which legs it is meant for; None: of split requests none.
+    role: which stages it is meant for; None: of disaggregated requests none.
     """
 
     def __init__(
@@ -103,9 +103,9 @@ class EndpointState:
         """Whether it gets requests at all."""
         return self.health in (EndpointHealth.HEALTHY, EndpointHealth.PROBING)
 
-    def is_meant_for(self, leg: Leg | None) -> bool:
+    def is_meant_for(self, stage: Stage | None) -> bool:
         """Whole requests (None) may go everywhere."""
-        return leg is None or self.role == "both" or self.role == leg.value
+        return stage is None or self.role == "both" or self.role == stage.value
 
     @property
     def leases(self) -> int:

@@ -9,15 +9,16 @@
 A ticket has a place in line while it is WAITING and a lease while it is LEASED; at no other time. ENDED is left by no
 move: that is what makes giving either back happen once.
 
-One that is split goes through WAITING and LEASED twice, its leg PREFILL and then DECODE. Its leg is None, as that of
-one that never was split, from the moment on in which one endpoint is to do all of it; that is for good.
+One that is disaggregated goes through WAITING and LEASED twice, its stage PREFILL and then DECODE. Its stage is None,
+as that of one that never was disaggregated, from the moment on in which one endpoint is to do all of it; that is for
+good.
 """
 
 from __future__ import annotations
 
 import enum
 
-from trioserve.contracts.endpoint import EndpointId, Leg, PairOutcome, RoutedRequest
+from trioserve.contracts.endpoint import EndpointId, PairOutcome, RoutedRequest, Stage
 from trioserve.contracts.errors import TrioserveError
 
 __all__ = ["Ticket", "TicketState"]
@@ -45,17 +46,15 @@ _LEGAL_MOVES: frozenset[tuple[TicketState, TicketState]] = frozenset(
 class Ticket:
     """One request at the router, from entering to leaving.
 
-    index: of arrival. entered_at, leased_at: seconds of the router's clock; leased_at of the lease in hand.
-    endpoint: where its lease is, or was when it went back at the first token. tried: the endpoints that failed it.
-    sent_index: of all that were sent anywhere, when it went to the endpoint of its lease; None before that.
-    again_index: of all that began to wait again, when it did so last. has_token: its client has seen a token.
-    refusal: why it ended without having been served, if so.
-    own_deadline: of its own wait in line; queue_deadline: that, or the router's limit. Both move by the time that its
-    prompt took elsewhere, since that was no wait.
-    leg: what is to be done next; None: everything. is_split: it began with a leg. prefilled_by: the endpoint that
-    computed its prompt for another one. prefilled_at: when. is_held: its blocks are kept there for a decode endpoint.
-    pair_outcome: what became of its being split. leg_fault: what that is to be if nobody takes over the leg that an
-    endpoint has failed.
+    index: of arrival. entered_at, leased_at: seconds of the router's clock; leased_at of the lease in hand. endpoint:
+    where its lease is, or was when it went back at the first token. tried: the endpoints that failed it. sent_index: of
+    all that were sent anywhere, when it went to the endpoint of its lease; None before that. again_index: of all that
+    began to wait again, when it did so last. has_token: its client has seen a token. refusal: why it ended without
+    having been served, if so. own_deadline: of its own wait in line; queue_deadline: that, or the router's limit. Both
+    move by the time that its prompt took elsewhere, since that was no wait. stage: what is to be done next; None:
+    everything. is_disaggregated: it began with a stage. prefilled_by: the endpoint that computed its prompt for another
+    one. prefilled_at: when. is_held: its blocks are kept there for a decode endpoint. pair_outcome: what became of its
+    being split. stage_fault: what that is to be if nobody takes over the stage that an endpoint has failed.
     """
 
     __slots__ = (
@@ -64,12 +63,10 @@ class Ticket:
         "entered_at",
         "has_token",
         "index",
+        "is_disaggregated",
         "is_held",
         "is_probe",
-        "is_split",
         "leased_at",
-        "leg",
-        "leg_fault",
         "own_deadline",
         "pair_outcome",
         "prefilled_at",
@@ -78,6 +75,8 @@ class Ticket:
         "refusal",
         "request",
         "sent_index",
+        "stage",
+        "stage_fault",
         "state",
         "tried",
     )
@@ -97,13 +96,13 @@ class Ticket:
         self.tried: tuple[EndpointId, ...] = ()
         self.refusal: TrioserveError | None = None
         self.own_deadline = request.queue_deadline
-        self.leg: Leg | None = None
-        self.is_split = False
+        self.stage: Stage | None = None
+        self.is_disaggregated = False
         self.prefilled_by: EndpointId | None = None
         self.prefilled_at = 0.0
         self.is_held = False
         self.pair_outcome: PairOutcome | None = None
-        self.leg_fault: PairOutcome | None = None
+        self.stage_fault: PairOutcome | None = None
 
     @property
     def is_sent(self) -> bool:

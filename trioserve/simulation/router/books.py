@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-from trioserve.contracts.endpoint import Leg, PairOutcome
+from trioserve.contracts.endpoint import PairOutcome, Stage
 from trioserve.router.retry_budget import BURST_SECONDS
 from trioserve.simulation.router.endpoint_book import EndpointBook
 from trioserve.simulation.router.history import RouterWorld
-from trioserve.simulation.router.pair_book import check_place, is_next_leg_there, may_do
+from trioserve.simulation.router.pair_book import check_place, is_next_stage_there, may_do
 from trioserve.simulation.router.queue_rules import Fairness, RoutedStory, check_turn
 
 __all__ = ["RouterBooks"]
@@ -21,7 +21,7 @@ __all__ = ["RouterBooks"]
 
 class RouterBooks:
     """live: requests that have not ended, in order of arrival. endpoints: those that are not gone. gone: those that
-    went since this was emptied. live_peak: the most that ever lived. pairs: what became of requests that were split."""
+    went since this was emptied. live_peak: the most that ever lived. pairs: what became of disaggregated requests."""
 
     def __init__(self, world: RouterWorld, now: float) -> None:
         self.world = world
@@ -33,7 +33,7 @@ class RouterBooks:
         self.is_draining = False
         self.entering: RoutedStory | None = None  # while the router is asked to take it
         self.pairs: Counter[PairOutcome] = Counter()
-        self._fairness: dict[tuple[str, Leg | None, int], Fairness] = {}
+        self._fairness: dict[tuple[str, Stage | None, int], Fairness] = {}
         self._failure_count = 0
         self._joined_count = 0
         self._tries = world.retries_per_second_min * BURST_SECONDS
@@ -59,7 +59,7 @@ class RouterBooks:
             book.id
             for book in self.serving(story)
             if book.id not in story.tried and may_do(book, story) and book.must_take(sequences, now)
-            if story.leg is not Leg.PREFILL or not self._is_handover_full(story.request.model)
+            if story.stage is not Stage.PREFILL or not self._is_handover_full(story.request.model)
         ]
 
     def is_line_full(self, story: RoutedStory) -> bool:
@@ -130,12 +130,12 @@ class RouterBooks:
         if book.objection(request.sequences, self.now) is not None:
             assert not taking, f"{name} finds {request.sequences} seats at {taking}, and gets {id}, which has fewer"
             taking = self.taking(story, self.now)
-        if story.leg is Leg.PREFILL:
+        if story.stage is Stage.PREFILL:
             assert not self._is_handover_full(request.model), f"{name} is begun, and too many wait to be ended"
         check_place(story, book, [self.endpoints[other] for other in taking])
-        if self.world.policy == "least_loaded" and not (story.leg is None and id == story.prefilled_by):
+        if self.world.policy == "least_loaded" and not (story.stage is None and id == story.prefilled_by):
             calmer = [other for other in taking if self.endpoints[other].load < book.load]
-            if story.leg is None and book.role != "prefill":
+            if story.stage is None and book.role != "prefill":
                 calmer = [other for other in calmer if self.endpoints[other].role != "prefill"]
             assert not calmer, f"{name} gets {id}, and {calmer} have less to do"
         book.give(name, request.sequences)
@@ -147,8 +147,8 @@ class RouterBooks:
         assert story.endpoint is not None
         story.tried = (*story.tried, story.endpoint)
         if not self._is_tried_again(story):
-            if story.leg_fault is not None:
-                self.note_pair(story, story.leg_fault)
+            if story.stage_fault is not None:
+                self.note_pair(story, story.stage_fault)
             self.end(story)
             return False
         self.wait_again(story)
@@ -165,38 +165,38 @@ class RouterBooks:
         served_seconds = self.now - story.leased_at
         story.own_deadline += served_seconds
         story.wait_ends_at += served_seconds
-        story.prefilled_by, story.leg_fault = story.endpoint, None
-        story.leg, story.is_held = Leg.DECODE, outcome is None
+        story.prefilled_by, story.stage_fault = story.endpoint, None
+        story.stage, story.is_held = Stage.DECODE, outcome is None
         if outcome is not None:
-            story.leg = None
+            story.stage = None
             self.note_pair(story, outcome)
         self.wait_again(story)
 
     def make_whole(self) -> None:
         """Whoever waits for a part that no endpoint may do now waits for one that does everything."""
-        for leg in Leg:
-            waiting = [story for story in self.waiting if story.leg is leg]
+        for stage in Stage:
+            waiting = [story for story in self.waiting if story.stage is stage]
             again = sorted(
                 (story for story in waiting if not story.is_in_line), key=lambda story: story.failed_index or 0
             )
             line = sorted((story for story in waiting if story.is_in_line), key=lambda story: story.index)
             for story in (*again, *line):
                 # Who has no endpoint left at all is refused, and does not go on whole.
-                if self._is_any_left(story) and not is_next_leg_there(story, self.serving(story)):
+                if self._is_any_left(story) and not is_next_stage_there(story, self.serving(story)):
                     self._make_whole(story)
 
     def _make_whole(self, story: RoutedStory) -> None:
-        is_lost = story.leg is Leg.DECODE and not story.is_held
-        self.note_pair(story, story.leg_fault or (PairOutcome.HOLD_LOST if is_lost else PairOutcome.NO_ENDPOINT))
+        is_lost = story.stage is Stage.DECODE and not story.is_held
+        self.note_pair(story, story.stage_fault or (PairOutcome.HOLD_LOST if is_lost else PairOutcome.NO_ENDPOINT))
         if story.is_in_line:
             self._fairness_of(story).leave(story)
-            story.leg = None
+            story.stage = None
             self.join(story)
         else:
-            story.leg = None
+            story.stage = None
 
     def note_pair(self, story: RoutedStory, outcome: PairOutcome) -> None:
-        if story.is_split and story.outcome is None:
+        if story.is_disaggregated and story.outcome is None:
             story.outcome = outcome
             self.pairs[outcome] += 1
 
@@ -262,8 +262,8 @@ class RouterBooks:
         return True
 
     def _fairness_of(self, story: RoutedStory) -> Fairness:
-        return self._fairness.setdefault((story.request.model, story.leg, story.request.priority), Fairness())
+        return self._fairness.setdefault((story.request.model, story.stage, story.request.priority), Fairness())
 
     def _is_handover_full(self, model: str) -> bool:
-        waiting = [story for story in self.waiting if story.leg is Leg.DECODE and story.request.model == model]
+        waiting = [story for story in self.waiting if story.stage is Stage.DECODE and story.request.model == model]
         return len(waiting) >= self.world.handover_waiting_max

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from trioserve.contracts.endpoint import EndpointLoad, Leg
+from trioserve.contracts.endpoint import EndpointLoad, Stage
 from trioserve.simulation.router.history import Add, RouterWorld
 
 __all__ = ["EndpointBook"]
@@ -96,8 +96,8 @@ class EndpointBook:
     def serves(self, model: str) -> bool:
         return model in self.models and self.health != "draining"
 
-    def is_meant_for(self, leg: Leg | None) -> bool:
-        return leg is None or self.role in ("both", leg.value)
+    def is_meant_for(self, stage: Stage | None) -> bool:
+        return stage is None or self.role in ("both", stage.value)
 
     # --- what it may be given, and has to be ---
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import TypeVar
 
-from trioserve.contracts.endpoint import Leg
+from trioserve.contracts.endpoint import Stage
 from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.router.policies import POLICIES
 from trioserve.simulation.router.history import (
@@ -65,7 +65,7 @@ class RouterAuthor:
         self._roles: Sequence[EngineRole | None] = rng.choice(
             ((None,), (None,), ("prefill", "decode"), ("prefill", "decode", "both", None), ("both",))
         )
-        self._split_share = 0.0 if self._roles == (None,) else rng.choice((0.5, 0.8, 1.0))
+        self._disaggregated_share = 0.0 if self._roles == (None,) else rng.choice((0.5, 0.8, 1.0))
         self._names = 0
         self._tenant = self._tenants[0]  # who came last: tenants come in bursts
         endpoint_count = rng.choice((1, 1, 2, 2, 2, 3, 3, 4, 6, 12))
@@ -85,7 +85,7 @@ class RouterAuthor:
             (rng.choice((0.03, 0.1)), self._wait),
             (rng.choice((0.0, 0.0, 0.01, 0.04)), self._change),
             (rng.choice((0.0, 0.0, 0.003)), self._crowd),
-            (0.03 if self._split_share else 0.0, self._lose),
+            (0.03 if self._disaggregated_share else 0.0, self._lose),
             (0.02 if self.world.policy == "kv_aware" else 0.0, self._store),
             (rng.choice((0.0, 0.0, 0.0, 0.005)), self._drain),
         )
@@ -128,14 +128,14 @@ class RouterAuthor:
         story = self._one(busy)
         if not story.is_sent:
             return Send(name=story.name)
-        if story.leg is Leg.PREFILL and self._chance() >= self._fault_share:
+        if story.stage is Stage.PREFILL and self._chance() >= self._fault_share:
             return Compute(name=story.name, outcome=self._one((None, None, None, None, "not_held", "finished")))
         if story.has_token:
             return Leave(name=story.name) if self._chance() < 0.7 else Token(name=story.name)
         return self._failure(story) if self._chance() < self._fault_share else Token(name=story.name)
 
     def _failure(self, story: RoutedStory) -> Fail:
-        faults = ("unreachable", "busy", "broke") if story.leg is not Leg.DECODE else ("busy", "broke", "transfer")
+        faults = ("unreachable", "busy", "broke") if story.stage is not Stage.DECODE else ("busy", "broke", "transfer")
         fault = self._one(faults)
         busy_seconds = self._one((0.1, 1.0, 5.0)) if fault == "busy" else 1.0
         return Fail(name=story.name, fault=fault, busy_seconds=busy_seconds)  # type: ignore[arg-type]
@@ -150,19 +150,19 @@ class RouterAuthor:
         blocks: tuple[str, ...] = ()
         if self.world.policy in ("prefix_aware", "kv_aware"):
             blocks = tuple(BLOCKS[: 1 + int(chance() * len(BLOCKS))])
-        can_be_split = chance() < self._split_share
+        can_be_disaggregated = chance() < self._disaggregated_share
         return Arrive(
             name=f"r{self._names}",
             model=self._one(self._one(self._models)) if chance() < 0.98 else "unknown",
             tenant=self._tenant,
             priority=self._one(self._priorities),
-            sequences=1 if can_be_split else self._one(self._sequences),
+            sequences=1 if can_be_disaggregated else self._one(self._sequences),
             prompt_tokens=self._one(self._prompts),
             session=self._one(("s", "t", "u")) if self.world.policy == "session" and chance() < 0.8 else None,
             pinned=self._one(self._ids) if chance() < 0.04 else None,
             blocks=blocks,
             patience=round(chance() * 3 * self._pace, 3) if chance() < 0.15 else None,
-            can_be_split=can_be_split,
+            can_be_disaggregated=can_be_disaggregated,
         )
 
     def _leave(self, simulation: RouterSimulation) -> RouterEvent | None:
@@ -202,14 +202,14 @@ class RouterAuthor:
         book = simulation.books.endpoints.get(id)
         if book is None or book.health == "draining":
             return self._drawn_endpoint(id)
-        if self._split_share and self._chance() < 0.3:
+        if self._disaggregated_share and self._chance() < 0.3:
             return Role(id=id, role=self._one(self._roles))
         if self._chance() < 0.3:
             return Models(id=id, models=self._one(self._models))
         return Remove(id=id)
 
     def _lose(self, simulation: RouterSimulation) -> Lose | None:
-        held = [story.name for story in simulation.books.live.values() if story.leg is Leg.DECODE]
+        held = [story.name for story in simulation.books.live.values() if story.stage is Stage.DECODE]
         return Lose(name=self._one(held)) if held else None
 
     def _crowd(self, simulation: RouterSimulation) -> Crowd:

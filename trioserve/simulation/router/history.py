@@ -52,7 +52,7 @@ class RouterWorld(RouterSettings, frozen=True, kw_only=True, omit_defaults=True,
 class Add(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="add"):
     """An endpoint comes, or comes back while it is drained. seats: sequences that can run there; the others wait inside
     it. strangers: sequences there that the router did not send. tells_seats: whether its reports have the seats. role:
-    which legs of a split request it is meant for."""
+    which stages of a disaggregated request it is meant for."""
 
     id: str
     models: tuple[str, ...] = ("m",)
@@ -118,8 +118,8 @@ class Store(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class Arrive(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="arrive"):
-    """A client's request. patience: seconds until its own wait in line is over; None: never. can_be_split: its prompt
-    may be computed at one endpoint and its response at another."""
+    """A client's request. patience: seconds until its own wait in line is over; None: never. can_be_disaggregated: its
+    prompt may be computed at one endpoint and its response at another."""
 
     name: str
     model: str = "m"
@@ -131,7 +131,7 @@ class Arrive(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
     pinned: str | None = None
     blocks: tuple[str, ...] = ()
     patience: float | None = None
-    can_be_split: bool = False
+    can_be_disaggregated: bool = False
 
 
 class Crowd(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="crowd"):

@@ -1,34 +1,34 @@
-"""Which endpoint may do what of a request that is split, in the books of a simulated router."""
+"""Which endpoint may do what of a disaggregated request, in the books of a simulated router."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from trioserve.contracts.endpoint import Leg
+from trioserve.contracts.endpoint import Stage
 from trioserve.simulation.router.endpoint_book import EndpointBook
 from trioserve.simulation.router.queue_rules import RoutedStory
 
-__all__ = ["check_place", "is_next_leg_there", "is_pair_there", "may_do"]
+__all__ = ["check_place", "is_next_stage_there", "is_pair_there", "may_do"]
 
 
 def may_do(book: EndpointBook, story: RoutedStory) -> bool:
     """Whether it is the endpoint's to do what is next of the request."""
-    return book.is_meant_for(story.leg) and not (story.leg is Leg.DECODE and book.id == story.prefilled_by)
+    return book.is_meant_for(story.stage) and not (story.stage is Stage.DECODE and book.id == story.prefilled_by)
 
 
 def is_pair_there(serving: Iterable[EndpointBook], tried: Sequence[str] = ()) -> bool:
     """Whether one may compute a prompt and another one response. serving: those that serve the model."""
     there = [book for book in serving if book.is_given and book.id not in tried]
     return any(
-        first is not second and first.is_meant_for(Leg.PREFILL) and second.is_meant_for(Leg.DECODE)
+        first is not second and first.is_meant_for(Stage.PREFILL) and second.is_meant_for(Stage.DECODE)
         for first in there
         for second in there
     )
 
 
-def is_next_leg_there(story: RoutedStory, serving: Iterable[EndpointBook]) -> bool:
-    """Whether a request that waits for a leg may go on so."""
-    if story.leg is Leg.PREFILL:
+def is_next_stage_there(story: RoutedStory, serving: Iterable[EndpointBook]) -> bool:
+    """Whether a request that waits for a stage may go on so."""
+    if story.stage is Stage.PREFILL:
         return is_pair_there(serving, story.tried)
     return story.is_held and any(
         book.is_given and book.id not in story.tried and may_do(book, story) for book in serving
@@ -37,8 +37,8 @@ def is_next_leg_there(story: RoutedStory, serving: Iterable[EndpointBook]) -> bo
 
 def check_place(story: RoutedStory, book: EndpointBook, taking: Iterable[EndpointBook]) -> None:
     """It is about to get the endpoint. taking: all that have to take it."""
-    assert may_do(book, story), f"{story.name} is to be {story.leg}, and gets {book.id}, which is for {book.role}"
-    if story.leg is not None:
+    assert may_do(book, story), f"{story.name} is to be {story.stage}, and gets {book.id}, which is for {book.role}"
+    if story.stage is not None:
         return
     nearest = [other.id for other in taking if other.id == story.prefilled_by]
     if nearest:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from trioserve.contracts.endpoint import Leg, PairOutcome, RoutedRequest
+from trioserve.contracts.endpoint import PairOutcome, RoutedRequest, Stage
 from trioserve.router.ticket import Ticket
 from trioserve.router.waiting_queue import SEQUENCE_COST_TOKENS
 
@@ -26,7 +26,7 @@ class RoutedStory:
     """One request of a simulated router, as it was asked and told. state: by the names of TicketState. failed_index: of
     the failure, or the end of its prompt, after which it waits again; None while it waits for the first time. deadline:
     the end of its wait, its own or wait_ends_at, which is the router's. line_index: in the order of joining a line.
-    leg, is_split, prefilled_by, is_held, outcome, leg_fault: as those of a Ticket."""
+    stage, is_disaggregated, prefilled_by, is_held, outcome, stage_fault: as those of a Ticket."""
 
     def __init__(self, name: str, request: RoutedRequest, index: int, *, wait_ends_at: float) -> None:
         self.name = name
@@ -43,12 +43,12 @@ class RoutedStory:
         self.tried: tuple[str, ...] = ()
         self.is_sent = False
         self.has_token = False
-        self.leg: Leg | None = None
-        self.is_split = False
+        self.stage: Stage | None = None
+        self.is_disaggregated = False
         self.prefilled_by: str | None = None
         self.is_held = False
         self.outcome: PairOutcome | None = None
-        self.leg_fault: PairOutcome | None = None
+        self.stage_fault: PairOutcome | None = None
 
     @property
     def deadline(self) -> float:
@@ -65,9 +65,9 @@ class RoutedStory:
     @property
     def moment(self) -> str:
         """How far it is, for the counts."""
-        if self.leg is not None and self.state != "ended":
+        if self.stage is not None and self.state != "ended":
             where = "in line for" if self.state == "waiting" else "leased for" if not self.is_sent else "at"
-            return f"{where} {self.leg.value}{', with a token' if self.has_token else ''}"
+            return f"{where} {self.stage.value}{', with a token' if self.has_token else ''}"
         if self.state == "waiting":
             return "in line" if self.failed_index is None else "in line again"
         if self.state == "ended":
@@ -77,7 +77,7 @@ class RoutedStory:
         return "after the first token" if self.has_token else "before the first token"
 
     def is_beside(self, other: RoutedStory) -> bool:
-        return self.request.model == other.request.model and self.leg is other.leg and self is not other
+        return self.request.model == other.request.model and self.stage is other.stage and self is not other
 
 
 class Fairness:

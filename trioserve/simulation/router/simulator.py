@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 from trioserve.contracts.block_hash import BlockHash
-from trioserve.contracts.endpoint import EndpointId, Leg, PairOutcome, RoutedRequest
+from trioserve.contracts.endpoint import EndpointId, PairOutcome, RoutedRequest, Stage
 from trioserve.contracts.errors import InvalidRequest, Overloaded, TrioserveError
 from trioserve.router.core import SPARE_DEADLINES_MAX, Fault, RouterCore
 from trioserve.router.policies import POLICIES
@@ -90,7 +90,7 @@ class RouterSimulation:
                     continue
                 if not story.is_sent:
                     self.apply(Send(name=story.name))
-                elif story.leg is Leg.PREFILL:
+                elif story.stage is Stage.PREFILL:
                     self.apply(Compute(name=story.name))
                 else:
                     self.apply(Token(name=story.name) if not story.has_token else Leave(name=story.name))
@@ -136,13 +136,15 @@ class RouterSimulation:
             prefix=names,
             blocks={BLOCK_TOKENS: names},
             queue_deadline=math.inf if event.patience is None else books.now + event.patience,
-            can_be_split=event.can_be_split,
+            can_be_disaggregated=event.can_be_disaggregated,
         )
         self._count("requests")
         wait_ends_at = books.now + self.world.queue_seconds_max
         story = RoutedStory(event.name, request, self.counts["requests"], wait_ends_at=wait_ends_at)
-        story.is_split = event.can_be_split and event.pinned is None and is_pair_there(books.serving(story))
-        story.leg = Leg.PREFILL if story.is_split else None
+        story.is_disaggregated = (
+            event.can_be_disaggregated and event.pinned is None and is_pair_there(books.serving(story))
+        )
+        story.stage = Stage.PREFILL if story.is_disaggregated else None
         self._entering = books.entering = story
         try:
             ticket = self.core.enter(request, books.now)
@@ -183,7 +185,7 @@ class RouterSimulation:
 
     def _token(self, event: Token) -> None:
         story = self.stories.get(event.name)
-        if story is None or (story.state == "leased" and (not story.is_sent or story.leg is Leg.PREFILL)):
+        if story is None or (story.state == "leased" and (not story.is_sent or story.stage is Stage.PREFILL)):
             return
         assert story.ticket is not None
         if story.state == "leased" and not story.has_token:
@@ -197,11 +199,11 @@ class RouterSimulation:
 
     def _compute(self, event: Compute) -> None:
         story = self.stories.get(event.name)
-        if story is None or (story.leg is Leg.PREFILL and story.state == "leased" and not story.is_sent):
+        if story is None or (story.stage is Stage.PREFILL and story.state == "leased" and not story.is_sent):
             return
         assert story.ticket is not None
         outcome = None if event.outcome is None else PairOutcome(event.outcome)
-        if story.leg is Leg.PREFILL and story.state == "leased":
+        if story.stage is Stage.PREFILL and story.state == "leased":
             self._count(f"prompts computed: {event.outcome or 'held'}")
             self._endpoint_of(story).note_success(self.books.now)
             self.books.release(story)
@@ -214,7 +216,7 @@ class RouterSimulation:
             return
         assert story.ticket is not None
         story.is_held = False
-        if story.leg is Leg.DECODE and story.state == "leased" and not story.is_sent:
+        if story.stage is Stage.DECODE and story.state == "leased" and not story.is_sent:
             self.books.release(story)
             self.books.wait_again(story)
         self.core.hold_lost(story.ticket, self.books.now)
@@ -248,12 +250,12 @@ class RouterSimulation:
             endpoint.note_broke(now)
         elif fault is Fault.BUSY:
             endpoint.note_busy(now, event.busy_seconds)
-        story.leg_fault = None
-        if story.leg is Leg.PREFILL:
-            story.leg_fault = PairOutcome.PREFILL_FAILED
-        elif story.leg is Leg.DECODE:
+        story.stage_fault = None
+        if story.stage is Stage.PREFILL:
+            story.stage_fault = PairOutcome.PREFILL_FAILED
+        elif story.stage is Stage.DECODE:
             is_transfer = fault is Fault.TRANSFER
-            story.leg_fault = PairOutcome.TRANSFER_FAILED if is_transfer else PairOutcome.DECODE_FAILED
+            story.stage_fault = PairOutcome.TRANSFER_FAILED if is_transfer else PairOutcome.DECODE_FAILED
         waits_again = self.books.fail(story)
         self._count(f"faults: {event.fault}")
         self._count("retries" if waits_again else "given up")
@@ -466,7 +468,7 @@ class RouterSimulation:
             assert ticket.state.value == story.state, f"{story.name} is {ticket.state}, expected {story.state}"
             is_there = ticket.endpoint == story.endpoint or story.state == "waiting"
             assert is_there, f"{story.name} is at {ticket.endpoint}, expected {story.endpoint}"
-            assert ticket.leg is story.leg, f"{story.name} is to be {ticket.leg}, expected {story.leg}"
+            assert ticket.stage is story.stage, f"{story.name} is to be {ticket.stage}, expected {story.stage}"
             assert ticket.tried == story.tried, f"{story.name} failed at {ticket.tried}, expected {story.tried}"
         # The only look inside: what has ended must not be remembered for long, which no count tells.
         deadline_count = len(self.core._deadlines)
