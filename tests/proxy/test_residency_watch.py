@@ -53,7 +53,7 @@ class Endpoint:
     def __init__(self, *scripts: Sequence[bytes | float]) -> None:
         self.scripts = list(scripts)
         self.connected_at: list[float] = []
-        self.policy = KvAware(chance=None)  # type: ignore[arg-type]
+        self.policy = KvAware(rng=None)  # type: ignore[arg-type]
         self.nursery: trio.Nursery
 
     async def connect(self) -> MemoryEnd:

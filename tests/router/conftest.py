@@ -26,7 +26,7 @@ class Router:
             RouterSettings(**{"slow_start_seconds": 0, **settings}),  # type: ignore[arg-type]
             POLICIES[policy],
             on_change=self.changed.append,
-            chance=random.Random(seed),
+            rng=random.Random(seed),
             on_gone=self.gone.append,
         )
 

@@ -32,12 +32,12 @@ def make(name: str, seed: int = 0):
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_policy_takes_only_who_has_room(name):
     policy = make(name)
-    chance = random.Random(1)
+    rng = random.Random(1)
     for _ in range(300):
-        loads = {f"e{index}": chance.choice([None, chance.random()]) for index in range(chance.randrange(1, 6))}
+        loads = {f"e{index}": rng.choice([None, rng.random()]) for index in range(rng.randrange(1, 6))}
         if all(load is None for load in loads.values()):
             continue
-        asked = request(session=chance.choice([None, "s"]), prefix=(b"p",))
+        asked = request(session=rng.choice([None, "s"]), prefix=(b"p",))
         chosen = policy.choose(asked, candidates(**loads))
         assert loads[chosen] is not None
         policy.note_sent(asked, chosen)

@@ -25,7 +25,7 @@ from trioserve.contracts.events import AbortOutcome
 from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.router.core import Fault, RouterCore, RouterStats
 from trioserve.router.endpoint_state import EndpointState
-from trioserve.router.policies import Chance, Policy, PolicyFactory
+from trioserve.router.policies import Policy, PolicyFactory, Rng
 from trioserve.router.settings import RouterSettings
 from trioserve.router.ticket import Ticket, TicketState
 
@@ -42,9 +42,9 @@ class Dispatch:
     from the end of its prompt to the first token of its response.
     """
 
-    def __init__(self, settings: RouterSettings, policy: PolicyFactory, *, chance: Chance | None = None) -> None:
+    def __init__(self, settings: RouterSettings, policy: PolicyFactory, *, rng: Rng | None = None) -> None:
         self.core = RouterCore(
-            settings, policy, on_change=self._wake_admission, chance=chance or random.Random(), on_gone=self._note_gone
+            settings, policy, on_change=self._wake_admission, rng=rng or random.Random(), on_gone=self._note_gone
         )
         self.on_gone: Callable[[EndpointId], None] = lambda id: None
         self.on_wait_over: Callable[[float], object] = lambda seconds: None

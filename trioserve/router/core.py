@@ -44,7 +44,7 @@ from trioserve.contracts.errors import (
 from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.router.drain_rate import DrainRate
 from trioserve.router.endpoint_state import EndpointHealth, EndpointState
-from trioserve.router.policies import Candidate, Chance, PolicyFactory
+from trioserve.router.policies import Candidate, PolicyFactory, Rng
 from trioserve.router.retry_budget import RetryBudget
 from trioserve.router.settings import RouterSettings
 from trioserve.router.ticket import Ticket, TicketState
@@ -147,13 +147,13 @@ class RouterCore:
         policy: PolicyFactory,
         *,
         on_change: Callable[[Ticket], None],
-        chance: Chance,
+        rng: Rng,
         on_gone: Callable[[EndpointId], None] = lambda id: None,
     ) -> None:
         self.settings = settings
         self._on_change = on_change
         self._on_gone = on_gone
-        self.policy = policy(chance)
+        self.policy = policy(rng)
         self.endpoints: dict[EndpointId, EndpointState] = {}
         self.is_draining = False
         self.sent_total = 0

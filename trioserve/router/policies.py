@@ -14,7 +14,7 @@ from trioserve.contracts.endpoint import PREFIX_BLOCK_TOKENS, EndpointId, Routed
 from trioserve.router.prefix_index import PrefixIndex
 from trioserve.router.residency import ResidencyIndex
 
-__all__ = ["POLICIES", "Candidate", "Chance", "Policy", "PolicyFactory"]
+__all__ = ["POLICIES", "Candidate", "Rng", "Policy", "PolicyFactory"]
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,14 +69,14 @@ class Policy(abc.ABC):
         """The endpoint is gone, or lost what it had."""
 
 
-class Chance(Protocol):
+class Rng(Protocol):
     """Where a policy takes chance from, and the only place: a run can be repeated from its seed. See random.Random."""
 
     def randrange(self, stop: int, /) -> int:
         """0 <= number < stop."""
 
 
-PolicyFactory = Callable[[Chance], Policy]
+PolicyFactory = Callable[[Rng], Policy]
 
 
 def _least_loaded(candidates: Sequence[Candidate]) -> Candidate:
@@ -88,7 +88,7 @@ class RoundRobin(Policy):
 
     wants_prefix = False
 
-    def __init__(self, chance: Chance) -> None:
+    def __init__(self, rng: Rng) -> None:
         self._last: dict[str, EndpointId] = {}
 
     def choose(self, request: RoutedRequest, candidates: Sequence[Candidate]) -> EndpointId:
@@ -106,7 +106,7 @@ class LeastLoaded(Policy):
 
     wants_prefix = False
 
-    def __init__(self, chance: Chance) -> None:
+    def __init__(self, rng: Rng) -> None:
         pass
 
     def choose(self, request: RoutedRequest, candidates: Sequence[Candidate]) -> EndpointId:
@@ -119,13 +119,13 @@ class PowerOfTwo(Policy):
 
     wants_prefix = False
 
-    def __init__(self, chance: Chance) -> None:
-        self._chance = chance
+    def __init__(self, rng: Rng) -> None:
+        self._rng = rng
 
     def choose(self, request: RoutedRequest, candidates: Sequence[Candidate]) -> EndpointId:
         open_ones = [candidate for candidate in candidates if candidate.has_room]
-        first = self._chance.randrange(len(open_ones))
-        second = (first + 1 + self._chance.randrange(max(1, len(open_ones) - 1))) % len(open_ones)
+        first = self._rng.randrange(len(open_ones))
+        second = (first + 1 + self._rng.randrange(max(1, len(open_ones) - 1))) % len(open_ones)
         return _least_loaded([open_ones[first], open_ones[second]]).id
 
 
@@ -138,7 +138,7 @@ class Session(Policy):
     LOAD_FACTOR = 1.25
     LOAD_FREE = 0.25  # of its limit: with few requests one more is far beyond the average, and no burden
 
-    def __init__(self, chance: Chance) -> None:
+    def __init__(self, rng: Rng) -> None:
         pass
 
     def choose(self, request: RoutedRequest, candidates: Sequence[Candidate]) -> EndpointId:
@@ -162,7 +162,7 @@ class PrefixAware(Policy):
 
     LOAD_MARGIN = 0.25  # of its limit: what a prefix hit may cost in evenness
 
-    def __init__(self, chance: Chance) -> None:
+    def __init__(self, rng: Rng) -> None:
         self._index = PrefixIndex()
 
     def choose(self, request: RoutedRequest, candidates: Sequence[Candidate]) -> EndpointId:
@@ -186,7 +186,7 @@ class KvAware(Policy):
     LOAD_MARGIN = 0.25
     wants_residency = True
 
-    def __init__(self, chance: Chance) -> None:
+    def __init__(self, rng: Rng) -> None:
         self._sent = PrefixIndex()
         self._resident = ResidencyIndex()
 

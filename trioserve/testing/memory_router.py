@@ -93,9 +93,7 @@ async def open_memory_router(
     clock that jumps would do nothing else. models: what all of them serve, instead of asking. roles: of some, by id,
     whatever they say. tokenizer: for the policy kv_aware. settings: the router's.
     """
-    dispatch = Dispatch(
-        RouterSettings(**{"slow_start_seconds": 0, **settings}), POLICIES[policy], chance=random.Random(0)
-    )
+    dispatch = Dispatch(RouterSettings(**{"slow_start_seconds": 0, **settings}), POLICIES[policy], rng=random.Random(0))
 
     def connect(spec: EndpointSpec) -> RemoteEndpoint:
         return RemoteEndpoint(

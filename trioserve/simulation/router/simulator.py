@@ -67,7 +67,7 @@ class RouterSimulation:
         self.stories: dict[str, RoutedStory] = {}
         self.counts: dict[str, int] = {}
         self.core = RouterCore(
-            world, POLICIES[world.policy], on_change=self._changed, chance=Random(world.seed), on_gone=self._gone
+            world, POLICIES[world.policy], on_change=self._changed, rng=Random(world.seed), on_gone=self._gone
         )
         self._trace = trace
         self._entering: RoutedStory | None = None
