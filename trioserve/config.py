@@ -60,7 +60,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         "for admin and gateway keys; default: 0 with API keys, without them no limit", "N")] = None
     share_prefix_cache: Annotated[bool, _about(
         "let requests of all API keys hit the same cached prompts: a common system prompt is computed once, and a key "
-        "can find out, by cached_tokens and by time, whether another key has sent a text that it guesses")] = False
+        "can find out, by cached_tokens and by time, whether another key has sent a text that it draft tokens")] = False
     metrics_need_key: Annotated[bool, _about(
         "close /metrics, which counts what all callers do, to all but the admin's API key")] = False
     load_needs_key: Annotated[bool, _about(
@@ -128,7 +128,7 @@ class RouteConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields
         "the same, for servers that take the KV of a prompt and make the response; default: those of the others that say "
         "so", "URL")] = ()
     split_min_tokens: Annotated[int, _about(
-        "tokens of prompt, as guessed from its length, from which on a request goes to a prefill endpoint and then to "
+        "tokens of prompt, as drafted from its length, from which on a request goes to a prefill endpoint and then to "
         "a decode endpoint, if there are two", "TOKENS", ge=1)] = SPLIT_PROMPT_TOKENS_MIN
     endpoints_file: Annotated[str | None, _about(
         "TOML or JSON file with a list 'endpoints'; watched, so that it may change; default: none", "FILE")] = None
@@ -211,7 +211,7 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
         "plan the next step while one is computed; shortens the gap between two forward passes, and what ends an "
         "answer is seen a step later; not with --speculative-ngram")] = False
     speculative_ngram: Annotated[int, _about(
-        "tokens that a step may guess of a request from its own text, and verify; speeds up few streams that repeat "
+        "tokens that a step may draft token of a request from its own text, and verify; speeds up few streams that repeat "
         "their prompts; 0 is off", "TOKENS", ge=0, le=15)] = 0
     step_timeout: Annotated[Annotated[float, Meta(ge=0, le=86400)] | None, _about(
         "seconds that one step may take; a longer one turns /ready and refuses new requests until it ends, and one of "

@@ -1,6 +1,6 @@
-"""Guesses from a request's own text: where they come from, how many there are, and what the core makes of them.
+"""Draft tokens from a request's own text: where they come from, how many there are, and what the core makes of them.
 
-Whatever is guessed, a response is the reference's: the drivers compare every token, and every block after every event.
+Whatever is drafted, a response is the reference's: the drivers compare every token, and every block after every event.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from trioserve.testing.fake_executor import FakeModel
 def drafter(draft_tokens_max: int = 16) -> Drafter:
     made = Drafter(draft_tokens_max, 4096)
     for _ in range(5):
-        made.learn(16, 16)  # so that it guesses as much as it may
+        made.learn(16, 16)  # so that it draft tokens as much as it may
     return made
 
 
-def guess(text: str, count: int = 16, *, draft_tokens_max: int = 16) -> str:
+def draft_token(text: str, count: int = 16, *, draft_tokens_max: int = 16) -> str:
     return "".join(map(chr, drafter(draft_tokens_max).draft([ord(letter) for letter in text], count)))
 
 
-# --- where guesses come from ---
+# --- where draft tokens come from ---
 
 
 @pytest.mark.parametrize(
-    ("text", "guessed"),
+    ("text", "drafted"),
     [
         ("one two three, one two", " three, one two "),
         ("nothing comes twice", ""),
@@ -48,13 +48,13 @@ def guess(text: str, count: int = 16, *, draft_tokens_max: int = 16) -> str:
         ("wxyz1 xyz2 wxyz", "1 xyz2 wxyz1 xyz"),  # but the longest before it
     ],
 )
-def test_what_follows_the_last_tokens_elsewhere_is_guessed(text, guessed):
-    assert guess(text) == guessed
+def test_what_follows_the_last_tokens_elsewhere_is_guessed(text, drafted):
+    assert draft_token(text) == drafted
 
 
 def test_there_are_no_more_guesses_than_are_wanted():
-    assert guess("one two three, one two", 3) == " th"
-    assert guess("one two three, one two", 16, draft_tokens_max=2) == " t"
+    assert draft_token("one two three, one two", 3) == " th"
+    assert draft_token("one two three, one two", 16, draft_tokens_max=2) == " t"
 
 
 def test_what_is_guessed_does_not_depend_on_how_the_text_came():
@@ -324,7 +324,7 @@ def test_a_request_that_lost_its_blocks_guesses_again(drive):
 
 
 def test_a_guess_after_which_nothing_can_be_sampled_ends_the_run_there():
-    """The executor gives fewer tokens than there are guesses; the request goes on behind the last one."""
+    """The executor gives fewer tokens than there are draft tokens; the request goes on behind the last one."""
     core = EngineCore(CoreSettings(block_count=16, context_tokens_max=64, draft_tokens_max=4))
     core.add(_request((1, 2) * 4, 20))
     plan = core.schedule(0.0)

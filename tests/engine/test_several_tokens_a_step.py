@@ -1,4 +1,5 @@
-"""A step may bring several tokens of a request, those of right guesses: one delta, each counted, ended exactly."""
+"""A step may bring several tokens of a request, those of accepted draft tokens: one delta, each counted, ended
+exactly."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ async def test_right_guesses_come_as_one_delta_and_count_as_the_tokens_they_are(
         assert value(fake, "trioserve:generation_tokens_total") == count
         assert value(fake, "trioserve:inter_token_latency_seconds_count") == count - 1
         assert value(fake, "trioserve:inter_token_latency_seconds_sum") == pytest.approx(0.1 * (steps - 1))
-        # A step gives one token, and one more for each guess that was right.
+        # A step gives one token, and one more for each draft token that was right.
         assert value(fake, "trioserve:spec_decode_num_accepted_tokens_total") == count - steps
         assert value(fake, "vllm:spec_decode_num_drafts_total") == fake.stats().drafts_total > 0
         assert value(fake, "vllm:spec_decode_num_draft_tokens_total") == fake.stats().draft_tokens_total

@@ -94,7 +94,7 @@ class StepDriver:
 
     def step(self, counts: Mapping[str, int], drafts: Mapping[str, Sequence[int]] | None = None) -> StepResult:
         """Compute that many further tokens of each named request, and its draft behind them. Sampled tokens are
-        appended to `tokens`, those behind right guesses, too."""
+        appended to `tokens`, those behind accepted draft tokens, too."""
         drafts = drafts or {}
         chunks = [self.chunk(name, count, drafts.get(name, ())) for name, count in counts.items()]
         token_count = sum(chunk.row_count for chunk in chunks)
@@ -104,8 +104,8 @@ class StepDriver:
             self._computed[name] += chunk.count
             if token is not None:
                 self.tokens[name].append(token)
-            for guess, following in zip(chunk.draft, result.draft_token_ids.get(name, ()), strict=False):
-                if guess != self.tokens[name][-1]:
+            for draft_token, following in zip(chunk.draft, result.draft_token_ids.get(name, ()), strict=False):
+                if draft_token != self.tokens[name][-1]:
                     break
                 self._computed[name] += 1
                 self.tokens[name].append(following)

@@ -1,4 +1,4 @@
-"""Guesses are computed beside the last known token: whatever they are, the tokens are those of one at a time.
+"""Draft tokens are computed beside the last known token: whatever they are, the tokens are those of one at a time.
 
 In float32 the two ways differ by the order of sums alone, which is too little to change a token here.
 """
@@ -58,7 +58,7 @@ def one_at_a_time(step_driver: ModuleType, runner: Any) -> tuple[dict[str, list[
 def test_tokens_do_not_depend_on_what_was_guessed(
     kind: str, cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
-    """Right guesses, wrong ones, right ones up to somewhere, of all lengths, beside decodes and a prompt."""
+    """Accepted draft tokens, wrong ones, right ones up to somewhere, of all lengths, beside decodes and a prompt."""
     runner = step_driver.load_runner(tiny_checkpoint(kind), cpu_kernels=cpu_kernels)
     expected, expected_logprobs = one_at_a_time(step_driver, runner)
     rng = random.Random(kind)
@@ -101,7 +101,7 @@ def test_tokens_do_not_depend_on_what_was_guessed(
 def test_what_cannot_be_sampled_behind_a_guess_ends_the_run_and_fails_nobody(
     tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It fails the request only when its turn comes; by then the guess may have been wrong."""
+    """It fails the request only when its turn comes; by then the draft token may have been wrong."""
 
     def sample_all_but_two(*arguments: Any) -> Samples:
         samples = sample(*arguments)
@@ -118,7 +118,7 @@ def test_what_cannot_be_sampled_behind_a_guess_ends_the_run_and_fails_nobody(
     for name, sampling in (("a", SAMPLINGS["greedy"]), ("b", SAMPLINGS["logprobs"])):
         driver.add(name, prompt_of(6, 1), sampling)
     driver.step({"a": 6, "b": 6})
-    bad_rows = (2, 5)  # of a behind its second guess, of b behind its first
+    bad_rows = (2, 5)  # of a behind its second draft token, of b behind its first
     result = driver.step({"a": 1, "b": 1}, {"a": (5, 6, 7), "b": (5, 6, 7)})
     assert not result.errors
     assert None not in result.token_ids

@@ -26,16 +26,15 @@ __all__ = [
 class ScheduledChunk(msgspec.Struct, frozen=True):
     """What one request computes in one step: the tokens at positions start .. start + count - 1.
 
-    tokens: every known token of the request, prompt and then output. block_table: the KV blocks that hold positions
-    0 .. start + count - 1; position p lies in block_table[p // block_size] at offset p % block_size.
-    Both are views of the core's own lists, stable until update_from_output: read them, never change them.
-    samples: the chunk reaches the last known token, so its last row gives the next token.
-    awaits_token: its one token, at `start`, is what the step before it samples for this request, and was not known when
-    the plan was made. Then `tokens` ends before it, and gets it, and nothing else, when that step's result is taken.
-    A decode is a chunk with count 1 that samples; a prefix hit is a chunk whose start is above 0.
-    draft: guesses what comes after the last known token, computed in the same step at the positions behind it. Only a
-    decode has one. A token is sampled after the last known token and after each guess, as if all before it were known.
-    The block table covers the draft, too.
+    tokens: every known token of the request, prompt and then output. block_table: the KV blocks that hold positions 0
+    .. start + count - 1; position p lies in block_table[p // block_size] at offset p % block_size. Both are views of
+    the core's own lists, stable until update_from_output: read them, never change them. samples: the chunk reaches the
+    last known token, so its last row gives the next token. awaits_token: its one token, at `start`, is what the step
+    before it samples for this request, and was not known when the plan was made. Then `tokens` ends before it, and gets
+    it, and nothing else, when that step's result is taken. A decode is a chunk with count 1 that samples; a prefix hit
+    is a chunk whose start is above 0. draft: draft tokens what comes after the last known token, computed in the same
+    step at the positions behind it. Only a decode has one. A token is sampled after the last known token and after each
+    draft token, as if all before it were known. The block table covers the draft, too.
     """
 
     request: EngineRequest
@@ -49,7 +48,7 @@ class ScheduledChunk(msgspec.Struct, frozen=True):
 
     @property
     def row_count(self) -> int:
-        """Tokens that it computes, known and guessed."""
+        """Tokens that it computes, known and drafted."""
         return self.count + len(self.draft)
 
     @property
@@ -79,11 +78,11 @@ class StepResult(msgspec.Struct, frozen=True):
 
     token_ids: one per chunk, in the plan's order, what follows its last known token; None for a chunk that does not
     sample, that failed, or whose request failed in the step before. logprobs: by request, for those that asked.
-    prompt_logprobs: by request that asked; the entry of a chunk holds the logprobs of the tokens at positions
-    start + 1 .. start + count, as far as these are prompt tokens.
-    errors: requests that cannot go on, with a sentence for the client; the others are not touched.
-    draft_token_ids: by request with a draft, what follows each guess, if the guesses up to it are right; shorter than
-    the draft where no token could be chosen. draft_logprobs: as long, for those that asked.
+    prompt_logprobs: by request that asked; the entry of a chunk holds the logprobs of the tokens at positions start + 1
+    .. start + count, as far as these are prompt tokens. errors: requests that cannot go on, with a sentence for the
+    client; the others are not touched. draft_token_ids: by request with a draft, what follows each draft token, if the
+    draft tokens up to it are right; shorter than the draft where no token could be chosen. draft_logprobs: as long, for
+    those that asked.
     """
 
     token_ids: tuple[int | None, ...]

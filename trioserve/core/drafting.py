@@ -1,10 +1,12 @@
-"""Guesses the next tokens of a request from its own text: what followed the last time its latest tokens stood there.
+"""Draft tokens the next tokens of a request from its own text: what followed the last time its latest tokens stood
+there.
 
 This is prompt lookup decoding (Apoorv Saxena, 2023, github.com/apoorvumang/prompt-lookup-decoding), known as the ngram
-speculator of vLLM and as prompt_lookup_num_tokens of transformers. A guess is only ever computed beside the real next
-token, which tells whether it was right; so what is guessed here changes how fast a response comes, and nothing of it.
+speculator of vLLM and as prompt_lookup_num_tokens of transformers. A draft token is only ever computed beside the real
+next token, which tells whether it was right; so what is drafted here changes how fast a response comes, and nothing of
+it.
 
-Others search the whole text again for every guess. Here earlier places are found as deflate finds them (RFC 1951,
+Others search the whole text again for every draft token. Here earlier places are found as deflate finds them (RFC 1951,
 section 4): every place is entered once, under a hash of the tokens before it, in a chain that starts with the latest.
 """
 
@@ -17,17 +19,19 @@ __all__ = ["Drafter"]
 
 NGRAM_MIN = 3  # tokens that have to be equal; two are equal by chance far too often
 NGRAM_MAX = 8  # beyond this, one place is as good as another
-PLACES_MAX = 16  # looked at for a guess; the latest ones
-ENTERED_MAX = 512  # places for a guess: a long prompt is entered in the course of its first tokens, not all at once
+PLACES_MAX = 16  # looked at for a draft token; the latest ones
+ENTERED_MAX = (
+    512  # places for a draft token: a long prompt is entered in the course of its first tokens, not all at once
+)
 HEADS_MAX = 2**14
-LENGTH_FIRST = 4  # guesses at a time, before anything is known of a request
-PAUSE_MAX = 32  # tokens without a guess, where guesses are wrong
+LENGTH_FIRST = 4  # draft tokens at a time, before anything is known of a request
+PAUSE_MAX = 32  # tokens without a draft token, where draft tokens are wrong
 
 
 class Drafter:
     """One request's. Takes four bytes a token of its text, and at most as much again for the chains' heads.
 
-    draft_tokens_max: guesses at a time. tokens_max: how long the text can become.
+    draft_tokens_max: draft tokens at a time. tokens_max: how long the text can become.
     """
 
     __slots__ = ("_draft_tokens_max", "_heads", "_length", "_pause", "_pause_next", "_previous")
@@ -43,7 +47,7 @@ class Drafter:
         self._pause_next = 1
 
     def draft(self, tokens: Sequence[int], count_max: int) -> tuple[int, ...]:
-        """At most so many guesses of what follows `tokens`; often none. tokens: as in the last call, and more."""
+        """At most so many draft tokens of what follows `tokens`; often none. tokens: as in the last call, and more."""
         if self._pause > 0:
             self._pause -= 1
             return ()
@@ -53,15 +57,15 @@ class Drafter:
         place = self._latest_like(tokens)
         if place == 0:
             return ()
-        guesses = list(tokens[place : place + count])
+        draft_tokens = list(tokens[place : place + count])
         # Text that repeats itself runs on into its own repetition.
-        while len(guesses) < count:
-            guesses.append(guesses[place - end])
-        return tuple(guesses)
+        while len(draft_tokens) < count:
+            draft_tokens.append(draft_tokens[place - end])
+        return tuple(draft_tokens)
 
     def learn(self, drafted_count: int, accepted_count: int) -> None:
-        """So many of the guesses of the last draft were right. Right ones are followed by longer drafts, wrong ones by
-        shorter ones, then by pauses, each twice as long as the one before."""
+        """So many of the draft tokens of the last draft were right. Right ones are followed by longer drafts, wrong
+        ones by shorter ones, then by pauses, each twice as long as the one before."""
         if accepted_count == drafted_count:
             self._length = min(2 * max(self._length, drafted_count), self._draft_tokens_max)
         elif accepted_count > 0:

@@ -157,7 +157,7 @@ class EngineCore:
         not planned again, nor is one that was aborted. None: nothing can be said yet, so that schedule() has to,
         once the step is back; among others whenever somebody would have to be preempted."""
         assert self.settings.overlap_steps, "steps do not overlap here"
-        assert self.settings.draft_tokens_max == 0, "nobody knows yet which guesses are right"
+        assert self.settings.draft_tokens_max == 0, "nobody knows yet which draft tokens are right"
         assert 1 <= len(self.flights) < STEPS_IN_FLIGHT_MAX, f"{len(self.flights)} steps are in flight"
         chunks, lives, admitted = self.scheduler.fill_step_ahead(self.flights.last, now)
         if not chunks:
@@ -317,17 +317,17 @@ class EngineCore:
     def _take_draft(
         self, chunk: ScheduledChunk, live: LiveRequest, sampled: tuple[int, ...], reason: FinishReason | None
     ) -> tuple[tuple[int, ...], FinishReason | None]:
-        """Go on behind the first new token of a request for as long as its guesses were right: the token that was
-        sampled after a right guess is the one that follows. Returns the further tokens, and why they end it, if they
-        do. sampled: what follows each guess. reason: why the first token ends it."""
+        """Go on behind the first new token of a request for as long as its draft tokens were right: the token that was
+        sampled after a accepted draft token is the one that follows. Returns the further tokens, and why they end it,
+        if they do. sampled: what follows each draft token. reason: why the first token ends it."""
         known_count = len(live.tokens)
-        for guess, token_id in zip(chunk.draft, sampled, strict=False):
-            if reason is not None or guess != live.tokens[-1]:
+        for draft_token, token_id in zip(chunk.draft, sampled, strict=False):
+            if reason is not None or draft_token != live.tokens[-1]:
                 break
             live.tokens.append(token_id)
             reason = finish_reason_of(live)
         accepted_count = len(live.tokens) - known_count
-        # Behind the right guesses the KV is that of wrong ones: it is written anew when its turn comes.
+        # Behind the accepted draft tokens the KV is that of wrong ones: it is written anew when its turn comes.
         live.computed_count += accepted_count
         if self.settings.enable_prefix_caching:
             self.cache.publish(live.chain, live.tokens, live.computed_count, live.blocks)

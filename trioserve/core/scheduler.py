@@ -8,7 +8,7 @@ A prompt that is being computed goes on before one that waits, also when the wai
 was begun holds blocks, and finishing it is how they come back. Priorities decide who starts next and who is preempted.
 For the same reason a request whose KV has arrived from elsewhere starts before one that has nothing yet.
 
-Guesses (drafting.py) come last: they use the tokens and blocks that are left over, and none while anybody waits.
+Draft tokens (drafting.py) come last: they use the tokens and blocks that are left over, and none while anybody waits.
 
 A step may be filled behind one that is in flight (fill_step_ahead): whoever is computed there is taken to go on, and
 nobody loses its blocks for it. Where that does not do, the step is filled when the other has come back, as ever.
@@ -155,7 +155,7 @@ class Scheduler:
             self._release_blocks(live)
 
     def give_back_rest(self, live: LiveRequest) -> None:
-        """Give back the blocks behind what is computed, which guesses had that were wrong."""
+        """Give back the blocks behind what is computed, which draft tokens had that were wrong."""
         needed = self.blocks_for(live.computed_count)
         if needed < len(live.blocks):
             self._pool.release(live.blocks[needed:])
@@ -219,7 +219,7 @@ class Scheduler:
             live.blocks += self._pool.allocate(needed)
 
     def _add_drafts(self, chunks: list[ScheduledChunk]) -> None:
-        """Let the decodes of a small step guess, each its share of the tokens that are left."""
+        """Let the decodes of a small step draft token, each its share of the tokens that are left."""
         settings = self._settings
         left = min(settings.step_tokens_max, settings.draft_step_tokens_max) - sum([chunk.count for chunk in chunks])
         for index, chunk in enumerate(chunks):
@@ -231,11 +231,11 @@ class Scheduler:
                     chunks[index] = msgspec.structs.replace(chunk, draft=draft)
 
     def _drafted(self, live: LiveRequest, count_max: int) -> tuple[int, ...]:
-        """At most so many guesses, with the blocks they need. A cached block may be evicted for them, as for any other
-        token; if they are wrong it is the next one to be handed out, so that no second one has to go."""
+        """At most so many draft tokens, with the blocks they need. A cached block may be evicted for them, as for any
+        other token; if they are wrong it is the next one to be handed out, so that no second one has to go."""
         known_count = len(live.tokens)
         room = (len(live.blocks) + self._pool.available_count) * self._settings.block_size - known_count
-        # The last token that it may have is sampled after a guess, and never computed.
+        # The last token that it may have is sampled after a draft token, and never computed.
         count_max = min(count_max, room, live.request.output_tokens_max - live.output_count - 1)
         if count_max <= 0 or live.output_count == 0:
             return ()

@@ -30,9 +30,9 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
         does not wait for all of it.
     enable_prefix_caching: full blocks stay findable by their tokens after their request has gone.
     overlap_steps: a step may be planned while the one before it is in flight (EngineCore.schedule_ahead). Not with
-        drafts: what a step with guesses brings is not one token.
-    draft_tokens_max: guesses that a decode may compute beside its last token; 0 turns drafts off.
-    draft_step_tokens_max: tokens of a step with drafts. Up to here a CPU waits for the weights anyway, and a guess
+        drafts: what a step with draft tokens brings is not one token. draft_tokens_max: draft tokens that a decode may
+        compute beside its last token; 0 turns drafts off. draft_step_tokens_max: tokens of a step with drafts. Up to
+        here a CPU waits for the weights anyway, and a draft token
         costs a twentieth of a step; beyond, it costs as much as it can save.
     hold_seconds_max: how long a connector may keep the blocks of a request that is over before they are taken back.
     remote_kv_seconds_max: how long a request waits for KV from elsewhere.

@@ -158,7 +158,7 @@ CATALOGUE: tuple[Metric, ...] = (
         name="spec_decode_num_drafts_total",
         kind="counter",
         unit="drafts",
-        meaning="Drafts that were verified: one for each sequence and step that guessed.",
+        meaning="Drafts that were verified: one for each sequence and step that drafted.",
         vllm=True,
     ),
     Metric(

@@ -57,7 +57,8 @@ class ComputedStep:
 
 def sampled_rows(chunks: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:
     """One chunk for each row that is sampled, in the order of the rows: of a chunk with a draft first itself, then, for
-    each guess, the chunk that it is if the guesses up to there are right. So each has its own position and history."""
+    each draft token, the chunk that it is if the draft tokens up to there are right. So each has its own position and
+    history."""
     rows: list[ScheduledChunk] = []
     for chunk in chunks:
         if not chunk.samples:

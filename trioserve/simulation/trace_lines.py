@@ -22,7 +22,7 @@ def abort_moment(story: Story | None) -> str:
 
 
 def plan_line(plan: StepPlan | None) -> str:
-    """Who lost its blocks (-r1), and who computes which tokens in which blocks; * samples, + guesses, ? awaits
+    """Who lost its blocks (-r1), and who computes which tokens in which blocks; * samples, + draft tokens, ? awaits
     its token from the step before."""
     if plan is None:
         return "  nothing to compute"

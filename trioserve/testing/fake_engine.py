@@ -219,15 +219,15 @@ async def open_fake_engine(
     """An engine as open_engine gives it, but for the model: bytes are tokens, and a forward pass takes step_seconds.
 
     The limits are the engine's: KV blocks and tokens in each, tokens of prompt and response, requests that run, tokens
-    a step computes (a longer prompt comes in chunks), guesses of a request in a step (speculative_ngram), requests that
-    wait, the tokens of their prompts and for how long, changes of the prefix cache that are kept for `GET /kv_events`
-    (0: it is off). overlap_steps: a step is planned while another runs, unless the engine is paused. paused: no step
-    begins until step(), held_step() or resume(). What it says, of these at most one: `response`, a text or a function
-    of the prompt's text; `next_token`, a function of the tokens so far; `model`. Otherwise it follows from the prompt,
-    but looks random. deadlines, deadlines_max: defaults and upper limits for every request. step_seconds_max: how old a
-    step may get; None and 0: as in EngineSettings. connector: makes one from the executor and what wakes the engine,
-    such as ScriptedConnector; with it go the engine's role, how long blocks are held and KV is waited for, the share of
-    the pool that may be held, and what becomes of a request whose KV does not come.
+    a step computes (a longer prompt comes in chunks), draft tokens of a request in a step (speculative_ngram), requests
+    that wait, the tokens of their prompts and for how long, changes of the prefix cache that are kept for `GET
+    /kv_events` (0: it is off). overlap_steps: a step is planned while another runs, unless the engine is paused.
+    paused: no step begins until step(), held_step() or resume(). What it says, of these at most one: `response`, a text
+    or a function of the prompt's text; `next_token`, a function of the tokens so far; `model`. Otherwise it follows
+    from the prompt, but looks random. deadlines, deadlines_max: defaults and upper limits for every request.
+    step_seconds_max: how old a step may get; None and 0: as in EngineSettings. connector: makes one from the executor
+    and what wakes the engine, such as ScriptedConnector; with it go the engine's role, how long blocks are held and KV
+    is waited for, the share of the pool that may be held, and what becomes of a request whose KV does not come.
 
     Inside, the KV blocks are watched: a step that reads a block that another request wrote to is an AssertionError.
     Leaving does what leaving open_engine does.

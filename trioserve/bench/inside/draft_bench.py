@@ -1,4 +1,4 @@
-"""What guessing from the prompt brings: tokens a second with drafts and without, in turns, on the real default model.
+"""What drafting from the prompt brings: tokens a second with drafts and without, in turns, on the real default model.
 
 Two engines in one process, equal but for speculative_ngram, answer the same prompts one after the other, round for
 round, so that whatever else the machine does meets both. A speed is that of responses behind the first token, all
@@ -97,7 +97,7 @@ class DraftFigure(msgspec.Struct, frozen=True, kw_only=True):
     streams: int
     plain_speed: float
     draft_speed: float
-    guessed: int
+    drafted: int
     accepted: int
     steps: int
     tokens: int
@@ -128,7 +128,7 @@ async def _measure(engines: tuple[Engine, Engine], workload: Workload, rounds: i
         streams=len(workload.prompts),
         plain_speed=max(speeds[0]),
         draft_speed=max(speeds[1]),
-        guessed=counts[0],
+        drafted=counts[0],
         accepted=counts[1],
         steps=counts[2],
         tokens=counts[3],
@@ -199,9 +199,11 @@ def run_draft_bench(
     """Measure, print a table as it grows, and then everything as one line of JSON. A few minutes as it stands.
     open_engine: trioserve.open_engine, which a room does not know."""
     load = os.getloadavg()[0]
-    print(f"{model}, {draft_tokens} guesses at most, load average {load:.1f}; tokens a second, the best of {rounds}")
     print(
-        f"{'':<22}{'streams':>8}{'without':>9}{'with':>9}{'ratio':>7}{'guessed':>9}{'right':>8}{'tokens':>8}{'steps':>7}"
+        f"{model}, {draft_tokens} draft tokens at most, load average {load:.1f}; tokens a second, the best of {rounds}"
+    )
+    print(
+        f"{'':<22}{'streams':>8}{'without':>9}{'with':>9}{'ratio':>7}{'drafted':>9}{'right':>8}{'tokens':>8}{'steps':>7}"
     )
     figures = trio.run(_main, open_engine, model, draft_tokens, rounds, tokens)
     machine = f"{platform.machine()}, Python {platform.python_version()}"
@@ -212,6 +214,6 @@ def run_draft_bench(
 def _print_row(figure: DraftFigure) -> None:
     print(
         f"{figure.what:<22}{figure.streams:>8}{figure.plain_speed:>9.1f}{figure.draft_speed:>9.1f}{figure.ratio:>7.2f}"
-        f"{figure.guessed:>9}{figure.accepted:>8}{figure.tokens:>8}{figure.steps:>7}",
+        f"{figure.drafted:>9}{figure.accepted:>8}{figure.tokens:>8}{figure.steps:>7}",
         flush=True,
     )

@@ -132,8 +132,8 @@ class Story:
         self.has_surplus = self.finished is not None and self.steps_in_flight > 0
 
     def _verified_count(self, draft: tuple[int, ...], tokens_before: int) -> int:
-        """How many tokens a draft brings besides the one that every decode does: one for each right guess in a row, as
-        far as the response goes."""
+        """How many tokens a draft brings besides the one that every decode does: one for each accepted draft token in a
+        row, as far as the response goes."""
         tokens = self.response.token_ids[tokens_before:]
         count = 0
         while count < min(len(draft), len(tokens) - 1) and draft[count] == tokens[count]:

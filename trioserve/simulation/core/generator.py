@@ -128,7 +128,7 @@ class Author:
             block_size=block_size,
             running_requests_max=seats,
             step_tokens_max=seats + rng.choice((0, 1, 3, 8, 16)),
-            # Guesses come from text that repeats itself, and of few tokens most does.
+            # Draft tokens come from text that repeats itself, and of few tokens most does.
             vocab_size=rng.choice((1, 2, 2, 4) if draft_tokens else (2, 4, 4, 50)),
             stop_period=rng.choice((2, 4, 8)),
             enable_prefix_caching=rng.random() < 0.8,

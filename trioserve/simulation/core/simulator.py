@@ -143,10 +143,10 @@ class Simulation:
         counts = (stats.drafts_total, stats.draft_tokens_total, stats.accepted_tokens_total)
         stories = self.stories.values()
         expected = tuple(sum(story.draft_counts[index] for story in stories) for index in range(3))
-        assert counts == expected, f"drafts, guesses, right ones: {counts} are counted, {expected} came to pass"
+        assert counts == expected, f"drafts, draft tokens, right ones: {counts} are counted, {expected} came to pass"
         self._count("drafts", counts[0])
-        self._count("guesses", counts[1])
-        self._count("guesses that were right", counts[2])
+        self._count("draft tokens", counts[1])
+        self._count("draft tokens that were right", counts[2])
 
     # --- what happens ---
 

@@ -70,9 +70,9 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="stage"):
     """The engine. step_seconds: how long the steps take, in turn. fault_at: the step at which it breaks; None: it does
-    not. overlaps: steps are planned ahead. draft_tokens: guesses of a request in a step. vocab_size: tokens that the
-    model knows; of few it makes text that can be guessed. schedule_seed: decides who goes first among the tasks that
-    can run. front: what clients over HTTP find."""
+    not. overlaps: steps are planned ahead. draft_tokens: draft tokens of a request in a step. vocab_size: tokens that
+    the model knows; of few it makes text that can be drafted. schedule_seed: decides who goes first among the tasks
+    that can run. front: what clients over HTTP find."""
 
     block_count: int
     running_requests_max: int

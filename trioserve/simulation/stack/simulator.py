@@ -347,7 +347,7 @@ class _WatchedSteps:
         self._http.check_step((chunk.request.id for chunk in plan.chunks), self._fake.steps.handed_over_at)
         self._simulation.count("steps planned ahead" if plan.is_ahead else "steps")
         if any(chunk.draft for chunk in plan.chunks):
-            self._simulation.count("steps with guesses")
+            self._simulation.count("steps with draft tokens")
         chunks = " ".join(f"{chunk.request.id}[{chunk.start}:{chunk.start + chunk.count}]" for chunk in plan.chunks)
         self._simulation.tell(f"step {plan.step_index}: {chunks}{' abandoned' if is_abandoned() else ''}")
         if plan.step_index == self._simulation.plan.stage.fault_at:
