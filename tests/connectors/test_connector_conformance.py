@@ -155,9 +155,9 @@ class MatchesWithAPromise(LoopbackConnector):
     def num_matched_tokens(self, request, computed_count) -> int:
         count = super().num_matched_tokens(request, computed_count)
         if count > 0:
-            far, offer = self._find(request.kv_transfer)
+            connection, offer = self._find(request.kv_transfer)
             if offer is not None:
-                far.let_go(offer)
+                connection.let_go(offer)
         return count
 
 
@@ -176,8 +176,8 @@ class WaitsForSomebodyWhoIsGone(LoopbackConnector):
 
 
 class LooksAtNoLayout(LoopbackConnector):
-    def _objection(self, params, far, offer, tokens):
-        message = super()._objection(params, far, offer, tokens)
+    def _objection(self, params, connection, offer, tokens):
+        message = super()._objection(params, connection, offer, tokens)
         return None if message is not None and message.startswith("its KV ") else message
 
 

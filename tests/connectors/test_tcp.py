@@ -366,7 +366,7 @@ async def test_who_asks_without_end_lets_others_run():
     questions, turns = 100, 0
     async with engines({}, {}) as (there, _here), trio.open_nursery() as nursery:
         stream = await trio.open_tcp_stream(*there.connector.address)
-        far = await greet_holder(SocketWire(stream, 5.0), Identity("asker", SMALL_LAYOUT, b""))
+        connection = await greet_holder(SocketWire(stream, 5.0), Identity("asker", SMALL_LAYOUT, b""))
 
         async def take_turns() -> None:
             nonlocal turns
@@ -378,11 +378,11 @@ async def test_who_asks_without_end_lets_others_run():
         while not turns:  # a task that has yet to begin would miss the first turns
             await trio.lowlevel.checkpoint()
         try:
-            await far.wire.send([frame(Kind.TELL, Tell(("x",), ())) * questions])
+            await connection.wire.send([frame(Kind.TELL, Tell(("x",), ())) * questions])
             turns = 0
             while there.connector.counts()["heartbeats_received_total"] < questions:
                 await trio.lowlevel.checkpoint()
             assert turns >= questions - 1, "each response is a turn of its own"
         finally:
-            far.wire.close()
+            connection.wire.close()
             nursery.cancel_scope.cancel()

@@ -20,8 +20,8 @@ from trioserve.connectors.stream.holder import GREETINGS_MAX, Holder
 from trioserve.connectors.stream.options import StreamOptions
 from trioserve.connectors.stream.peer_connection import (
     BROKEN,
-    Far,
     Identity,
+    PeerConnection,
     Refused,
     greet_holder,
     greet_reader,
@@ -526,7 +526,7 @@ class DirectWire:
 
 @pytest.mark.parametrize("data_count", range(1, 13))
 async def test_the_end_is_not_said_of_a_hold_that_ended_with_the_last_byte(autojump_clock, data_count):
-    """However far it came, and though the connection never lets anybody else run in between."""
+    """However connection it came, and though the connection never lets anybody else run in between."""
     there = Side("there")
     there.hold()
 
@@ -647,7 +647,7 @@ async def test_a_stranger_that_says_nothing_is_gone_after_a_while_and_cannot_fil
         assert closed_count == GREETINGS_MAX  # the others were never opened, and are closed by who accepted them
 
 
-async def greeted(there: Side, nursery: trio.Nursery) -> tuple[Far, Wire]:
+async def greeted(there: Side, nursery: trio.Nursery) -> tuple[PeerConnection, Wire]:
     """A reader that has shown the key."""
     ours, theirs = memory_stream_pair()
     between, end = Between(theirs), Between(ours)
@@ -819,7 +819,9 @@ async def shake(reader_key: bytes, holder_key: bytes) -> tuple[object, object]:
     wires = [StreamWire(end, 5.0, end.close) for end in ends]
     results: dict[str, object] = {}
 
-    async def play(name: str, greet: Callable[[Wire, Identity], Awaitable[Far]], wire: Wire, key: bytes) -> None:
+    async def play(
+        name: str, greet: Callable[[Wire, Identity], Awaitable[PeerConnection]], wire: Wire, key: bytes
+    ) -> None:
         try:
             results[name] = await greet(wire, Identity(name, SMALL_LAYOUT, key))
         except (*BROKEN, Refused) as error:
@@ -838,8 +840,8 @@ async def shake(reader_key: bytes, holder_key: bytes) -> tuple[object, object]:
 async def test_both_sides_know_the_other_after_a_handshake(autojump_clock):
     for key in (KEY, b""):
         reader, holder = await shake(key, key)
-        assert isinstance(reader, Far)
-        assert isinstance(holder, Far)
+        assert isinstance(reader, PeerConnection)
+        assert isinstance(holder, PeerConnection)
         assert (reader.engine_id, holder.engine_id) == ("holder", "reader")
         assert reader.layout == SMALL_LAYOUT
 

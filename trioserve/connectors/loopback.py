@@ -66,11 +66,11 @@ class Offer(msgspec.Struct, eq=False):
 
 
 class Reading(msgspec.Struct, eq=False):
-    """A load that is out. far, offer: whose blocks are read. is_over: nothing is written any more. block_count: blocks
-    that have been copied. scope: of the task that copies, once there is one."""
+    """A load that is out. connection, offer: whose blocks are read. is_over: nothing is written any more. block_count:
+    blocks that have been copied. scope: of the task that copies, once there is one."""
 
     request_id: RequestId
-    far: LoopbackConnector
+    connection: LoopbackConnector
     offer: Offer
     block_table: tuple[BlockIndex, ...]
     start: int
@@ -115,21 +115,21 @@ class LoopbackConnector:
     ) -> None:
         params = _read_params(request)
         assert params is not None, f"{request.id}: nothing was matched, so nothing can be loaded"
-        far, offer = self._find(params)
-        message = self._objection(params, far, offer, request.prompt_token_ids[: computed_count + token_count])
+        connection, offer = self._find(params)
+        message = self._objection(params, connection, offer, request.prompt_token_ids[: computed_count + token_count])
         if message is not None:
-            if far is not None and offer is not None:
-                far.let_go(offer)
+            if connection is not None and offer is not None:
+                connection.let_go(offer)
             self._counts["loads_failed_total"] += 1
             self._report(LoadFailed(request.id, message))
             return
-        assert far is not None
+        assert connection is not None
         assert offer is not None
         assert self._nursery is not None
-        reading = Reading(request.id, far, offer, tuple(block_table), computed_count, token_count)
+        reading = Reading(request.id, connection, offer, tuple(block_table), computed_count, token_count)
         self._readings[request.id] = reading
         offer.reader_count += 1
-        far.note_sign(offer)
+        connection.note_sign(offer)
         self._nursery.start_soon(self._read, reading)
 
     def load_abandoned(self, request_id: RequestId) -> None:
@@ -147,9 +147,9 @@ class LoopbackConnector:
     ) -> bool:
         params = _read_params(request)
         if params is not None:  # whatever became of it, it reads no more
-            far, offer = self._find(params)
-            if far is not None and offer is not None:
-                far.let_go(offer)
+            connection, offer = self._find(params)
+            if connection is not None and offer is not None:
+                connection.let_go(offer)
         is_wanted = request.kv_transfer is not None and request.kv_transfer.do_remote_decode
         ended_by_itself = reason in (FinishReason.STOP, FinishReason.LENGTH)
         if not (is_wanted and ended_by_itself and tokens and self._nursery is not None):
@@ -235,8 +235,8 @@ class LoopbackConnector:
         end = reading.start + reading.token_count
         if reading.start + reading.block_count * self.pages.layout.block_size < end:
             return True
-        size = reading.far.pages.layout.block_size
-        reading.far.note_sent((end - 1) // size - reading.start // size + 1, 0)
+        size = reading.connection.pages.layout.block_size
+        reading.connection.note_sent((end - 1) // size - reading.start // size + 1, 0)
         self._counts["loads_completed_total"] += 1
         reading.offer.was_read = True
         self.end(reading, Loaded(reading.request_id, reading.token_count))
@@ -253,31 +253,33 @@ class LoopbackConnector:
         if event is not None:
             self._report(event)
         reading.offer.reader_count -= 1
-        reading.far.let_go(reading.offer)
+        reading.connection.let_go(reading.offer)
 
     def _fail(self, reading: Reading, message: str) -> None:
         self._counts["loads_failed_total"] += 1
         self.end(reading, LoadFailed(reading.request_id, message))
 
     def _copy_block(self, reading: Reading) -> None:
-        near, far = self.pages.layout, reading.far.pages.layout
+        near, connection = self.pages.layout, reading.connection.pages.layout
         position = reading.start + reading.block_count * near.block_size
         token_count = min(near.block_size, reading.start + reading.token_count - position)
         target = reading.block_table[position // near.block_size]
-        sources = places(reading.offer.blocks, far.block_size, Chunk(0, position, token_count))
+        sources = places(reading.offer.blocks, connection.block_size, Chunk(0, position, token_count))
         for layer in range(near.layer_count):
             token_start = 0
             for source in sources:
                 end = source.start + source.token_count
-                content = reading.far.pages.read(layer, source.block)
-                content = content[source.start * far.token_bytes : end * far.token_bytes]
-                self.pages.write(layer, target, token_start * near.token_bytes, convert(content, far.dtype, near.dtype))
+                content = reading.connection.pages.read(layer, source.block)
+                content = content[source.start * connection.token_bytes : end * connection.token_bytes]
+                self.pages.write(
+                    layer, target, token_start * near.token_bytes, convert(content, connection.dtype, near.dtype)
+                )
                 token_start += source.token_count
-        byte_count = token_count * far.token_bytes * near.layer_count
+        byte_count = token_count * connection.token_bytes * near.layer_count
         reading.block_count += 1
         self._counts["blocks_received_total"] += 1
         self._counts["bytes_received_total"] += byte_count
-        reading.far.note_sent(0, byte_count)
+        reading.connection.note_sent(0, byte_count)
 
     # --- what waits ---
 
@@ -314,27 +316,31 @@ class LoopbackConnector:
     async def _give_signs(self, reading: Reading) -> None:
         while True:
             await trio.sleep(SIGN_SECONDS)
-            reading.far.note_sign(reading.offer)
+            reading.connection.note_sign(reading.offer)
 
     # --- inside ---
 
     def _find(self, params: KVTransferParams) -> tuple[LoopbackConnector | None, Offer | None]:
-        far = self._hub.get(params.remote_engine_id or "")
-        return far, None if far is None else far.offer_of(params.remote_request_id or "")
+        connection = self._hub.get(params.remote_engine_id or "")
+        return connection, None if connection is None else connection.offer_of(params.remote_request_id or "")
 
     def _objection(
-        self, params: KVTransferParams, far: LoopbackConnector | None, offer: Offer | None, tokens: tuple[int, ...]
+        self,
+        params: KVTransferParams,
+        connection: LoopbackConnector | None,
+        offer: Offer | None,
+        tokens: tuple[int, ...],
     ) -> str | None:
         """Why the KV of `tokens` cannot be read."""
         if self._nursery is None:
             return "the connector does not run"
-        if far is None:
+        if connection is None:
             return f"no engine {params.remote_engine_id} is in the hub {self._hub_name}"
         if offer is None:
             return f"engine {params.remote_engine_id} holds no blocks of {params.remote_request_id}"
         if offer.tokens[: len(tokens)] != tokens:
             return f"{params.remote_request_id} is of another prompt"
-        return objection_to(far.pages.layout, self.pages.layout)
+        return objection_to(connection.pages.layout, self.pages.layout)
 
     def _withdraw(self, offer: Offer, why: str) -> None:
         """From now on nobody reads these blocks; who is in the middle of it notices before the next one."""

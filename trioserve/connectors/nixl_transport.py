@@ -39,7 +39,7 @@ from trioserve.connectors.stream.frames import BadFrame, Head, Kind, frame
 from trioserve.connectors.stream.holder import Note
 from trioserve.connectors.stream.loads import Load
 from trioserve.connectors.stream.options import StreamOptions
-from trioserve.connectors.stream.peer_connection import Far, Identity, receive_body
+from trioserve.connectors.stream.peer_connection import Identity, PeerConnection, receive_body
 from trioserve.connectors.stream.policy import StreamPolicy
 from trioserve.connectors.stream.reader import Reader
 from trioserve.connectors.stream.sources import Source
@@ -184,13 +184,13 @@ class Nixl:
             if not window.is_watched:
                 self._give.send_nowait(window)
 
-    async def agent_of(self, far: Far, metadata: bytes) -> str:
-        name = self._names.get(far.engine_id)
+    async def agent_of(self, connection: PeerConnection, metadata: bytes) -> str:
+        name = self._names.get(connection.engine_id)
         if name is None:
             assert self._agent is not None
             while len(self._names) >= AGENTS_MAX:
                 await self.forget(next(iter(self._names)))
-            name = self._names[far.engine_id] = await self.call(self._agent.add, metadata)
+            name = self._names[connection.engine_id] = await self.call(self._agent.add, metadata)
         return name
 
     async def forget(self, engine_id: str) -> None:
@@ -256,37 +256,46 @@ class NixlReader(Reader):
         self._nixl = nixl
         self._window_bytes = window_bytes
 
-    async def read_over(self, far: Far, load: Load) -> None:
-        far.transfer_count += 1
+    async def read_over(self, connection: PeerConnection, load: Load) -> None:
+        connection.transfer_count += 1
         request_id = load.origin.request_id
         ask = PlacesAsked(request_id, load.start, load.token_count, load.proof)
-        await far.wire.send([frame(Kind.PLACES_ASKED, ask, transfer=far.transfer_count)])
-        found = await receive_body(far.wire, await self.receive_response(far, Kind.PLACES), Places, PLACES_BYTES_MAX)
+        await connection.wire.send([frame(Kind.PLACES_ASKED, ask, transfer=connection.transfer_count)])
+        found = await receive_body(
+            connection.wire, await self.receive_response(connection, Kind.PLACES), Places, PLACES_BYTES_MAX
+        )
         if not found.layers:
-            await super().read_over(far, load)
+            await super().read_over(connection, load)
             return
-        first_block = load.start // far.layout.block_size
-        block_count = (load.start + load.token_count - 1) // far.layout.block_size - first_block + 1
-        if len(found.layers) != far.layout.layer_count or len(found.blocks) != block_count:
+        first_block = load.start // connection.layout.block_size
+        block_count = (load.start + load.token_count - 1) // connection.layout.block_size - first_block + 1
+        if len(found.layers) != connection.layout.layer_count or len(found.blocks) != block_count:
             raise BadFrame(f"{len(found.layers)} layers and {len(found.blocks)} blocks came, {block_count} are due")
         blocks = [BlockIndex(0)] * first_block + [BlockIndex(block) for block in found.blocks]
         try:
-            name = await self._nixl.agent_of(far, found.agent)
+            name = await self._nixl.agent_of(connection, found.agent)
             chunk_bytes = min(self._policy.options.chunk_bytes, self._window_bytes)
-            chunks = Chunks(far.layout, load.start, load.token_count, chunk_bytes)
+            chunks = Chunks(connection.layout, load.start, load.token_count, chunk_bytes)
             async with self._nixl.window() as window:
                 while load.next_chunk < len(chunks):
-                    await self._read_window(far, load, chunks, name, found, blocks, window)
+                    await self._read_window(connection, load, chunks, name, found, blocks, window)
         except AgentError as error:
-            await self._nixl.forget(far.engine_id)
+            await self._nixl.forget(connection.engine_id)
             raise trio.BrokenResourceError(str(error)) from error
         self.complete(load)
 
     async def _read_window(
-        self, far: Far, load: Load, chunks: Chunks, name: str, found: Places, blocks: list[BlockIndex], window: Window
+        self,
+        connection: PeerConnection,
+        load: Load,
+        chunks: Chunks,
+        name: str,
+        found: Places,
+        blocks: list[BlockIndex],
+        window: Window,
     ) -> None:
         """As many chunks as it holds: read, confirmed, and put where they belong."""
-        token_bytes = far.layout.token_bytes
+        token_bytes = connection.layout.token_bytes
         batch: list[Chunk] = []
         byte_count = 0
         for index in range(load.next_chunk, len(chunks)):
@@ -297,16 +306,16 @@ class NixlReader(Reader):
             byte_count += chunk_bytes
         if not batch:
             raise BadFrame(f"a token has {token_bytes} bytes in a layer, and a window {len(window.memory)}")
-        here, there = _pieces(far, batch, found, blocks, window)
+        here, there = _pieces(connection, batch, found, blocks, window)
         await self._nixl.read(name, found.kind, window, here, there)
         is_all = load.next_chunk + len(batch) == len(chunks)
         ask = HaveRead(load.origin.request_id, load.start, load.token_count, load.proof, byte_count, is_all)
-        await far.wire.send([frame(Kind.HAVE_READ, ask, transfer=far.transfer_count)])
-        await self.receive_response(far, Kind.END)
+        await connection.wire.send([frame(Kind.HAVE_READ, ask, transfer=connection.transfer_count)])
+        await self.receive_response(connection, Kind.END)
         done = 0
         for chunk in batch:
             end = done + chunk.token_count * token_bytes
-            self.put(load, chunk, window.memory[done:end], far.layout.dtype)
+            self.put(load, chunk, window.memory[done:end], connection.layout.dtype)
             self._loads.came(load, trio.current_time())
             self._policy.totals["bytes_received_total"] += end - done
             done = end
@@ -338,51 +347,51 @@ class NixlTransport:
         finally:
             await self._nixl.close()
 
-    async def _response(self, far: Far, head: Head) -> bool:
+    async def _response(self, connection: PeerConnection, head: Head) -> bool:
         if head.kind is Kind.PLACES_ASKED:
-            await self._tell_places(far, head.transfer, await receive_body(far.wire, head, PlacesAsked))
+            await self._tell_places(connection, head.transfer, await receive_body(connection.wire, head, PlacesAsked))
         elif head.kind is Kind.HAVE_READ:
-            await self._confirm(far, head.transfer, await receive_body(far.wire, head, HaveRead))
+            await self._confirm(connection, head.transfer, await receive_body(connection.wire, head, HaveRead))
         else:
             return False
         return True
 
-    async def _tell_places(self, far: Far, transfer: int, asked: PlacesAsked) -> None:
+    async def _tell_places(self, connection: PeerConnection, transfer: int, asked: PlacesAsked) -> None:
         holder, now = self._stream.holder, trio.current_time()
         send = self._policy.sends.asked(asked.request_id, asked.token_start, asked.token_count, asked.proof, now)
         if isinstance(send, str):
-            await holder.refuse(far, transfer, send)
+            await holder.refuse(connection, transfer, send)
             return
         size = self._policy.setup.pages.layout.block_size
         first, last = asked.token_start // size, (asked.token_start + asked.token_count - 1) // size
         if last - first >= BLOCKS_MAX:
-            await holder.refuse(far, transfer, f"more than {BLOCKS_MAX} blocks are asked for at a time")
+            await holder.refuse(connection, transfer, f"more than {BLOCKS_MAX} blocks are asked for at a time")
             return
         blocks = tuple(send.block_table[first : last + 1])
         found = Places(self._nixl.metadata, self._nixl.kind, tuple(self._nixl.regions), blocks)
-        await far.wire.send([frame(Kind.PLACES, found, transfer=transfer, bytes_max=PLACES_BYTES_MAX)])
+        await connection.wire.send([frame(Kind.PLACES, found, transfer=transfer, bytes_max=PLACES_BYTES_MAX)])
 
-    async def _confirm(self, far: Far, transfer: int, read: HaveRead) -> None:
+    async def _confirm(self, connection: PeerConnection, transfer: int, read: HaveRead) -> None:
         """The hold is there, so it was there all the time while it was read."""
         holder, now = self._stream.holder, trio.current_time()
         send = self._policy.sends.asked(read.request_id, read.token_start, read.token_count, read.proof, now)
         if isinstance(send, str):
-            await holder.refuse(far, transfer, send)
+            await holder.refuse(connection, transfer, send)
             return
         self._policy.totals["bytes_sent_total"] += max(0, read.byte_count)
         if read.is_all:
             holder.was_read(send, read.token_start, read.token_count)
         try:
-            await far.wire.send([frame(Kind.END, transfer=transfer)], lambda: send.is_alive)
+            await connection.wire.send([frame(Kind.END, transfer=transfer)], lambda: send.is_alive)
         except MayNot:
-            await holder.refuse(far, transfer, "the hold has ended while it was read")
+            await holder.refuse(connection, transfer, "the hold has ended while it was read")
 
 
 def _pieces(
-    far: Far, batch: list[Chunk], found: Places, blocks: list[BlockIndex], window: Window
+    connection: PeerConnection, batch: list[Chunk], found: Places, blocks: list[BlockIndex], window: Window
 ) -> tuple[list[Region], list[Region]]:
     """Where the chunks land, one behind the other, and where they lie there; pieces of the same lengths."""
-    token_bytes, block_size = far.layout.token_bytes, far.layout.block_size
+    token_bytes, block_size = connection.layout.token_bytes, connection.layout.block_size
     block_bytes = block_size * token_bytes
     here, there = [], []
     at = window.address

@@ -23,8 +23,8 @@ from trioserve.connectors.stream.frames import (
 )
 from trioserve.connectors.stream.peer_connection import (
     BROKEN,
-    Far,
     Identity,
+    PeerConnection,
     Refused,
     describe,
     greet_reader,
@@ -42,7 +42,7 @@ GREETINGS_MAX = 16  # strangers at a time
 SILENCE_SECONDS_MAX = 4.0  # in the middle of something; one more try fits into what a hold lasts without a sign of life
 IDLE_SECONDS_MAX = 60.0  # of a reader that asks for nothing
 
-MoreFrames = Callable[[Far, Head], Awaitable[bool]]
+MoreFrames = Callable[[PeerConnection, Head], Awaitable[bool]]
 """Answers a frame of a kind that is not of this protocol, and says whether it is one of its own."""
 
 Note = Callable[[str, str], None]
@@ -67,22 +67,22 @@ class Holder:
             return
         self._connection_count += 1
         wires: list[Wire] = []
-        far = None
+        connection = None
         try:
-            far = await self._greet(open_wire, wires)
+            connection = await self._greet(open_wire, wires)
             while True:
                 # A reader that always has another question would never let others run.
                 await trio.lowlevel.checkpoint()
-                await self._response(far)
+                await self._response(connection)
         except (*BROKEN, Refused) as error:
-            if far is None or isinstance(error, BadFrame):
+            if connection is None or isinstance(error, BadFrame):
                 self._refused(peer, describe(error))
         finally:
             self._connection_count -= 1
             for wire in wires:
                 wire.close()
 
-    async def _greet(self, open_wire: Callable[[], Awaitable[Wire]], wires: list[Wire]) -> Far:
+    async def _greet(self, open_wire: Callable[[], Awaitable[Wire]], wires: list[Wire]) -> PeerConnection:
         """wires: gets the connection as soon as there is one, however the greeting ends."""
         self._stranger_count += 1
         try:
@@ -97,61 +97,61 @@ class Holder:
         self._policy.totals["peers_refused_total"] += 1
         self._note(peer, why)
 
-    async def _response(self, far: Far) -> None:
+    async def _response(self, connection: PeerConnection) -> None:
         """One thing that the reader asks or tells."""
-        far.wire.silence_seconds = IDLE_SECONDS_MAX
-        head = await receive_head(far.wire)
-        far.wire.silence_seconds = SILENCE_SECONDS_MAX
+        connection.wire.silence_seconds = IDLE_SECONDS_MAX
+        head = await receive_head(connection.wire)
+        connection.wire.silence_seconds = SILENCE_SECONDS_MAX
         if head.kind is Kind.READ:
-            await self._send(far, head.transfer, await receive_body(far.wire, head, Read))
+            await self._send(connection, head.transfer, await receive_body(connection.wire, head, Read))
         elif head.kind is Kind.TELL:
-            await self._told(far, await receive_body(far.wire, head, Tell))
-        elif self._more_frames is None or not await self._more_frames(far, head):
+            await self._told(connection, await receive_body(connection.wire, head, Tell))
+        elif self._more_frames is None or not await self._more_frames(connection, head):
             raise BadFrame(f"{head.kind.name} came where a question is due")
 
-    async def _told(self, far: Far, tell: Tell) -> None:
+    async def _told(self, connection: PeerConnection, tell: Tell) -> None:
         if len(tell.keep) + len(tell.release) > TELL_IDS_MAX:
             raise BadFrame(f"{len(tell.keep) + len(tell.release)} requests are told of at a time")
         sends = self._policy.sends
         self._policy.totals["heartbeats_received_total"] += 1
         sends.released(tell.release)
         gone = sends.still_wanted(tell.keep, trio.current_time())
-        await far.wire.send([frame(Kind.TOLD, Told(gone))])
+        await connection.wire.send([frame(Kind.TOLD, Told(gone))])
 
-    async def _send(self, far: Far, transfer: int, read: Read) -> None:
+    async def _send(self, connection: PeerConnection, transfer: int, read: Read) -> None:
         if not 0 < read.chunk_bytes <= CHUNK_BYTES_MAX:
             raise BadFrame(f"chunks of {read.chunk_bytes} bytes are asked for")
         sends = self._policy.sends
         send = sends.asked(read.request_id, read.token_start, read.token_count, read.proof, trio.current_time())
         if isinstance(send, str):
-            await self.refuse(far, transfer, send)
+            await self.refuse(connection, transfer, send)
             return
         chunks = Chunks(self._pages.layout, read.token_start, read.token_count, read.chunk_bytes)
         if not 0 <= read.first_chunk <= len(chunks):
             raise BadFrame(f"chunk {read.first_chunk} is asked for, and there are {len(chunks)}")
         in_frame = False
         with trio.CancelScope() as scope:
-            send.stops[far] = scope.cancel
+            send.stops[connection] = scope.cancel
             try:
                 for index in range(read.first_chunk, len(chunks)):
                     await trio.lowlevel.checkpoint()  # a socket that takes all at once would never let others run
                     in_frame = True
-                    await self._send_chunk(far, transfer, send, chunks[index])
+                    await self._send_chunk(connection, transfer, send, chunks[index])
                     in_frame = False
                     sends.sign_of_life(send, trio.current_time())
                 # The look at the hold and the first byte of this are one step: whoever gets it has got what was held.
-                await far.wire.send([frame(Kind.END, transfer=transfer)], lambda: send.is_alive)
+                await connection.wire.send([frame(Kind.END, transfer=transfer)], lambda: send.is_alive)
                 self.was_read(send, read.token_start, read.token_count)
                 return
             except MayNot as stopped:
                 in_frame = in_frame and stopped.has_begun
             finally:
-                del send.stops[far]
+                del send.stops[connection]
         if in_frame:
             raise trio.BrokenResourceError("the hold has ended in the middle of a chunk")
-        await self.refuse(far, transfer, "the hold has ended while it was read")
+        await self.refuse(connection, transfer, "the hold has ended while it was read")
 
-    async def _send_chunk(self, far: Far, transfer: int, send: Send, chunk: Chunk) -> None:
+    async def _send_chunk(self, connection: PeerConnection, transfer: int, send: Send, chunk: Chunk) -> None:
         if not send.is_alive:
             raise MayNot(has_begun=False)
         pieces = self._pieces(send, chunk)
@@ -160,7 +160,7 @@ class Holder:
             checksum = zlib.crc32(piece, checksum)
         body_bytes = chunk.token_count * self._pages.layout.token_bytes
         head = data_head(transfer, chunk.layer, chunk.token_start, chunk.token_count, body_bytes, checksum)
-        await far.wire.send([head, *pieces], lambda: send.is_alive)
+        await connection.wire.send([head, *pieces], lambda: send.is_alive)
         self._policy.totals["bytes_sent_total"] += body_bytes
 
     def _pieces(self, send: Send, chunk: Chunk) -> list[memoryview]:
@@ -175,10 +175,10 @@ class Holder:
             for place in places(send.block_table, self._pages.layout.block_size, chunk)
         ]
 
-    async def refuse(self, far: Far, transfer: int, message: str) -> None:
+    async def refuse(self, connection: PeerConnection, transfer: int, message: str) -> None:
         """A sentence instead of a response."""
         self._policy.totals["transfers_refused_total"] += 1
-        await far.wire.send([frame(Kind.ABORT, Abort(message), transfer=transfer)])
+        await connection.wire.send([frame(Kind.ABORT, Abort(message), transfer=transfer)])
 
     def was_read(self, send: Send, token_start: int, token_count: int) -> None:
         """A reader has got these positions."""

@@ -26,7 +26,7 @@ from trioserve.contracts.kv_transfer import KVLayout
 
 __all__ = [
     "BROKEN",
-    "Far",
+    "PeerConnection",
     "Identity",
     "Refused",
     "describe",
@@ -60,7 +60,7 @@ class Identity(msgspec.Struct, frozen=True):
     key: bytes
 
 
-class Far(msgspec.Struct, eq=False):
+class PeerConnection(msgspec.Struct, eq=False):
     """transfer_count: reads asked for over it; each has its number. idle_since: when the last one ended."""
 
     wire: Wire
@@ -70,7 +70,7 @@ class Far(msgspec.Struct, eq=False):
     idle_since: float = 0.0
 
 
-async def greet_holder(wire: Wire, identity: Identity) -> Far:
+async def greet_holder(wire: Wire, identity: Identity) -> PeerConnection:
     """Show a holder the key, and see that it has it. Raises Refused, or one of BROKEN."""
     hello = msgspec.msgpack.encode(make_greeting(identity.engine_id, identity.layout))
     await wire.send([frame(Kind.HELLO, hello)])
@@ -80,10 +80,10 @@ async def greet_holder(wire: Wire, identity: Identity) -> Far:
     welcome = await _receive_small(wire, Kind.WELCOME, Proof)
     if not is_proof(welcome.proof, identity.key, "holder", hello, challenge):
         raise Refused("it does not know the key of this engine")
-    return Far(wire, holder.engine_id, holder.layout)
+    return PeerConnection(wire, holder.engine_id, holder.layout)
 
 
-async def greet_reader(wire: Wire, identity: Identity) -> Far:
+async def greet_reader(wire: Wire, identity: Identity) -> PeerConnection:
     """See that whoever has connected knows the key, and show that we do. Raises Refused, or one of BROKEN."""
     hello = await _receive_greeting(wire, Kind.HELLO)
     reader = _greeting_of(hello)
@@ -94,7 +94,7 @@ async def greet_reader(wire: Wire, identity: Identity) -> Far:
         await wire.send([frame(Kind.ABORT, Abort("the key is another one here"))])
         raise Refused("it does not know the key of this engine")
     await wire.send([frame(Kind.WELCOME, Proof(make_proof(identity.key, "holder", hello, challenge)))])
-    return Far(wire, reader.engine_id, reader.layout)
+    return PeerConnection(wire, reader.engine_id, reader.layout)
 
 
 async def receive_head(wire: Wire) -> Head:

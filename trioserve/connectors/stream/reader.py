@@ -15,8 +15,8 @@ from trioserve.connectors.stream.holder import SILENCE_SECONDS_MAX, Note
 from trioserve.connectors.stream.loads import Load
 from trioserve.connectors.stream.peer_connection import (
     BROKEN,
-    Far,
     Identity,
+    PeerConnection,
     Refused,
     describe,
     greet_holder,
@@ -46,7 +46,7 @@ class Peer:
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self.idle: list[Far] = []
+        self.idle: list[PeerConnection] = []
         self.slots = trio.CapacityLimiter(PEER_CONNECTIONS_MAX)
         self.user_count = 0
 
@@ -109,36 +109,36 @@ class Reader:
 
     async def _attempt(self, peer: Peer, load: Load) -> None:
         """What is missing, over one connection."""
-        far = peer.idle.pop() if peer.idle else await self.connect(peer.source)
+        connection = peer.idle.pop() if peer.idle else await self.connect(peer.source)
         can_go_on = False
         try:
-            await self.read_over(far, load)
+            await self.read_over(connection, load)
             can_go_on = True
         except Refused as refused:
             can_go_on = refused.can_go_on
             raise
         finally:
             if can_go_on:
-                far.idle_since = trio.current_time()
-                peer.idle.append(far)
+                connection.idle_since = trio.current_time()
+                peer.idle.append(connection)
             else:
-                far.wire.close()
+                connection.wire.close()
 
-    async def read_over(self, far: Far, load: Load) -> None:
+    async def read_over(self, connection: PeerConnection, load: Load) -> None:
         """Bring what is missing of a load. Raises Refused, MayNot, or one of BROKEN; load.next_chunk says how far it
         came."""
-        far.transfer_count += 1
+        connection.transfer_count += 1
         chunk_bytes = self._policy.options.chunk_bytes
         ask = Read(load.origin.request_id, load.start, load.token_count, load.proof, chunk_bytes, load.next_chunk)
-        await far.wire.send([frame(Kind.READ, ask, transfer=far.transfer_count)])
-        chunks = Chunks(far.layout, load.start, load.token_count, chunk_bytes)
+        await connection.wire.send([frame(Kind.READ, ask, transfer=connection.transfer_count)])
+        chunks = Chunks(connection.layout, load.start, load.token_count, chunk_bytes)
         while load.next_chunk < len(chunks):
-            head = await self.receive_response(far, Kind.DATA)
-            await self._take_chunk(far, head, load, chunks[load.next_chunk])
+            head = await self.receive_response(connection, Kind.DATA)
+            await self._take_chunk(connection, head, load, chunks[load.next_chunk])
             self._loads.came(load, trio.current_time())
             self._policy.totals["bytes_received_total"] += head.body_bytes
             await trio.lowlevel.checkpoint()  # a socket that has more at once would never let others run
-        await self.receive_response(far, Kind.END)
+        await self.receive_response(connection, Kind.END)
         self.complete(load)
 
     def complete(self, load: Load) -> None:
@@ -150,32 +150,32 @@ class Reader:
             self._policy.totals["load_seconds_total"] += trio.current_time() - load.begun_at
         self._loads.complete(load)
 
-    async def receive_response(self, far: Far, kind: Kind) -> Head:
+    async def receive_response(self, connection: PeerConnection, kind: Kind) -> Head:
         """The head of what answers the last question. Raises Refused."""
-        head = await receive_head(far.wire)
+        head = await receive_head(connection.wire)
         if head.kind is Kind.ABORT:
-            raise Refused(sentence_of(await receive_body(far.wire, head, Abort)), can_go_on=True)
-        if head.kind is not kind or head.transfer != far.transfer_count:
+            raise Refused(sentence_of(await receive_body(connection.wire, head, Abort)), can_go_on=True)
+        if head.kind is not kind or head.transfer != connection.transfer_count:
             raise BadFrame(
-                f"{head.kind.name} of transfer {head.transfer} came, {kind.name} of {far.transfer_count} is due"
+                f"{head.kind.name} of transfer {head.transfer} came, {kind.name} of {connection.transfer_count} is due"
             )
         return head
 
-    async def _take_chunk(self, far: Far, head: Head, load: Load, chunk: Chunk) -> None:
-        body_bytes = chunk.token_count * far.layout.token_bytes
+    async def _take_chunk(self, connection: PeerConnection, head: Head, load: Load, chunk: Chunk) -> None:
+        body_bytes = chunk.token_count * connection.layout.token_bytes
         if (head.layer, head.token_start, head.token_count, head.body_bytes) != (*chunk, body_bytes):
             raise BadFrame(f"{head} came, and {chunk} in {body_bytes} bytes is due")
         if not load.is_alive:
             raise MayNot(has_begun=True)
-        same = far.layout.dtype == self._pages.layout.dtype
+        same = connection.layout.dtype == self._pages.layout.dtype
         pieces = views(self._pages, load.block_table, chunk) if same else None
         if pieces is None:
             landed = memoryview(bytearray(body_bytes))
-            await far.wire.receive_into([landed], lambda: load.is_alive)
+            await connection.wire.receive_into([landed], lambda: load.is_alive)
             _check([landed], head)
-            self.put(load, chunk, landed, far.layout.dtype)
+            self.put(load, chunk, landed, connection.layout.dtype)
         else:
-            await far.wire.receive_into(pieces, lambda: load.is_alive)
+            await connection.wire.receive_into(pieces, lambda: load.is_alive)
             _check(pieces, head)
 
     def put(self, load: Load, chunk: Chunk, landed: memoryview, dtype: str) -> None:
@@ -192,16 +192,16 @@ class Reader:
 
     # --- connections ---
 
-    async def connect(self, source: Source) -> Far:
+    async def connect(self, source: Source) -> PeerConnection:
         """Raises Refused if it is not the engine that is meant, or one whose KV is of no use here; or one of BROKEN."""
         with trio.fail_after(CONNECT_SECONDS_MAX):
             wire = await self._open_wire(source)
             is_welcome = False
             try:
-                far = await greet_holder(wire, self._identity)
-                if far.engine_id != source.engine_id:
+                connection = await greet_holder(wire, self._identity)
+                if connection.engine_id != source.engine_id:
                     raise Refused("another engine listens there than the one that held the blocks: it was restarted")
-                objection = objection_to(far.layout, self._pages.layout)
+                objection = objection_to(connection.layout, self._pages.layout)
                 if objection is not None:
                     raise Refused(objection)
                 is_welcome = True
@@ -209,7 +209,7 @@ class Reader:
                 if not is_welcome:
                     wire.close()
         wire.silence_seconds = SILENCE_SECONDS_MAX
-        return far
+        return connection
 
     def close_idle(self, now: float) -> None:
         """Those that nobody has used for a while, and what is known of holders that nobody reads from."""
@@ -255,7 +255,7 @@ class Reader:
             self._loads.cannot_tell(source)
 
     async def _tell_on(self, source: Source, nursery: trio.Nursery) -> None:
-        far: Far | None = None
+        connection: PeerConnection | None = None
         failure_count = 0
         try:
             while True:
@@ -264,14 +264,14 @@ class Reader:
                 seconds = HEARTBEAT_SECONDS if tells else KEPT_SECONDS_MAX
                 try:
                     for tell in tells:
-                        if far is None:
-                            far = await self.connect(source)
-                        await self._tell(far, source, tell)
+                        if connection is None:
+                            connection = await self.connect(source)
+                        await self._tell(connection, source, tell)
                     failure_count = 0
                 except (*BROKEN, Refused) as error:
-                    if far is not None:
-                        far.wire.close()
-                        far = None
+                    if connection is not None:
+                        connection.wire.close()
+                        connection = None
                     failure_count += 1
                     if isinstance(error, Refused) or failure_count >= TELL_FAILURES_MAX:
                         self._note(str(source), describe(error))
@@ -290,17 +290,17 @@ class Reader:
             self._loads.cannot_tell(source)
         finally:
             del self._told_again[source]
-            if far is not None:
-                far.wire.close()
+            if connection is not None:
+                connection.wire.close()
             if self._told_later:
                 self.tell_now(self._told_later.popitem()[0], nursery)
 
-    async def _tell(self, far: Far, source: Source, tell: Tell) -> None:
-        await far.wire.send([frame(Kind.TELL, tell)])
-        head = await receive_head(far.wire)
+    async def _tell(self, connection: PeerConnection, source: Source, tell: Tell) -> None:
+        await connection.wire.send([frame(Kind.TELL, tell)])
+        head = await receive_head(connection.wire)
         if head.kind is not Kind.TOLD:
             raise BadFrame(f"{head.kind.name} came where TOLD is due")
-        told = await receive_body(far.wire, head, Told)
+        told = await receive_body(connection.wire, head, Told)
         self._policy.totals["heartbeats_sent_total"] += 1
         self._loads.told(source, tell, told.gone)
 
@@ -308,9 +308,9 @@ class Reader:
 MakeReader = Callable[[StreamPolicy, Identity, Note, Callable[[Source], Awaitable[Wire]]], Reader]
 
 
-def _close_all(connections: list[Far]) -> None:
-    for far in connections:
-        far.wire.close()
+def _close_all(connections: list[PeerConnection]) -> None:
+    for connection in connections:
+        connection.wire.close()
     connections.clear()
 
 

@@ -136,11 +136,11 @@ class StreamTransport:
             log.warning("kv peer trouble peer=%s message=%s", peer, trouble)
 
 
-async def _wire_over(stream: trio.SocketStream, tls: ssl.SSLContext | None, far_host: str | None) -> Wire:
-    """far_host: whom to expect, on the side that has connected."""
+async def _wire_over(stream: trio.SocketStream, tls: ssl.SSLContext | None, peer_host: str | None) -> Wire:
+    """peer_host: whom to expect, on the side that has connected."""
     if tls is None:
         return SocketWire(stream, GREETING_SECONDS_MAX)
-    over_tls = trio.SSLStream(stream, tls, server_hostname=far_host, server_side=far_host is None)
+    over_tls = trio.SSLStream(stream, tls, server_hostname=peer_host, server_side=peer_host is None)
     await over_tls.do_handshake()
     return StreamWire(over_tls, GREETING_SECONDS_MAX, stream.socket.close)
 
