@@ -43,7 +43,7 @@ def poor_hash(parent: BlockHash, token_ids) -> BlockHash:
     return BlockHash(bytes([parent[-1] % 2, token_ids[-1] % 2]))
 
 
-class Story:
+class ExpectedSequence:
     """One request, and what the core said about it."""
 
     def __init__(self, request: EngineRequest, response: ReferenceResponse) -> None:
@@ -117,7 +117,7 @@ class CoreHistory(RuleBasedStateMachine):
         model = FakeModel(vocab_size=VOCAB_SIZE, stop_token_id=0, stop_period=stop_period)
         self.executor = FakeExecutor(block_count=block_count, block_size=block_size, model=model)
         self.reference = ReferenceEngine(model)
-        self.stories: dict[str, Story] = {}
+        self.entries: dict[str, ExpectedSequence] = {}
         self.connector = self.make_connector()
         self.core = EngineCore(
             CoreSettings(
@@ -141,7 +141,7 @@ class CoreHistory(RuleBasedStateMachine):
         return None
 
     def alive(self) -> list[str]:
-        return [name for name, story in self.stories.items() if story.reason is None]
+        return [name for name, entry in self.entries.items() if entry.reason is None]
 
     @rule(
         data=st.data(),
@@ -157,15 +157,15 @@ class CoreHistory(RuleBasedStateMachine):
     )
     def arrive(self, data, own, priority, salt, stops, min_tokens, logprobs, prompt_logprobs, temperature, seed):
         prompt = own or [0]
-        if self.stories and data.draw(st.sampled_from([True, True, False]), label="shares a prefix"):
+        if self.entries and data.draw(st.sampled_from([True, True, False]), label="shares a prefix"):
             # a prompt with a part of its response, as in the next turn of a chat
-            earlier = self.stories[data.draw(st.sampled_from(sorted(self.stories)), label="with")]
+            earlier = self.entries[data.draw(st.sampled_from(sorted(self.entries)), label="with")]
             whole = [*earlier.request.prompt_token_ids, *earlier.response.token_ids]
             prompt = whole[: data.draw(st.integers(1, len(whole)), label="of it")] + own
         room = self.core.settings.context_tokens_max - 1
         prompt = prompt[:room]
         request = EngineRequest(
-            id=RequestId(f"r{len(self.stories)}"),
+            id=RequestId(f"r{len(self.entries)}"),
             prompt_token_ids=tuple(prompt),
             sampling=SamplingParams(
                 temperature=temperature, min_tokens=min_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs
@@ -178,7 +178,7 @@ class CoreHistory(RuleBasedStateMachine):
         )
         self.note_arrival(data, request)
         self.core.add(request)
-        self.stories[request.id] = Story(request, self.reference.response(request))
+        self.entries[request.id] = ExpectedSequence(request, self.reference.response(request))
 
     def note_arrival(self, data, request: EngineRequest) -> None:
         """Something else may have to be known about it."""
@@ -236,7 +236,7 @@ class CoreHistory(RuleBasedStateMachine):
         if anybody_fails:
             for name in data.draw(st.sets(st.sampled_from(names), min_size=1), label="fail"):
                 self.executor.errors[name] = "broken"
-                self.stories[name].fails = True
+                self.entries[name].fails = True
         self.finish_step()
 
     def finish_step(self):
@@ -245,34 +245,34 @@ class CoreHistory(RuleBasedStateMachine):
         ended = [event.request_id for event in events if not isinstance(event, TokensReady | PromptLogprobs)]
         assert len(set(ended)) == len(ended)
         for event in events:
-            self.stories[event.request_id].take(event)
+            self.entries[event.request_id].take(event)
         for chunk in plan.chunks:
-            story = self.stories[chunk.request.id]
-            assert story.reason is not None or (story.aborted_for is None and not story.fails)
+            entry = self.entries[chunk.request.id]
+            assert entry.reason is not None or (entry.aborted_for is None and not entry.fails)
 
-    @precondition(lambda self: self.stories)
+    @precondition(lambda self: self.entries)
     @rule(
         data=st.data(),
         unknown=st.sampled_from([(), ("nobody",)]),
         reason=st.sampled_from([FinishReason.ABORT, FinishReason.DEADLINE, FinishReason.STOP]),
     )
     def abort(self, data, unknown, reason):
-        names = data.draw(st.sets(st.sampled_from(sorted(self.stories)), max_size=2), label="abort")
+        names = data.draw(st.sets(st.sampled_from(sorted(self.entries)), max_size=2), label="abort")
         in_flight = {chunk.request.id for chunk in self.plan.chunks} if self.plan else set()
         results = self.core.abort([*unknown, *sorted(names)], reason, now=self.now)
         assert set(results) == names | set(unknown)
         for name in unknown:
             assert results[name].outcome is AbortOutcome.UNKNOWN
         for name in names:
-            story, result = self.stories[name], results[name]
-            if story.reason is not None:
+            entry, result = self.entries[name], results[name]
+            if entry.reason is not None:
                 assert (result.outcome, result.finished) == (AbortOutcome.ALREADY_FINISHED, None)
                 continue
             assert result.outcome is AbortOutcome.ABORTED
-            story.aborted_for = story.aborted_for or reason
+            entry.aborted_for = entry.aborted_for or reason
             assert (result.finished is None) == (name in in_flight), "only what a step reads has to wait"
             if result.finished is not None:
-                story.take(result.finished)
+                entry.take(result.finished)
 
     @invariant()
     def everything_holds(self):
@@ -322,7 +322,7 @@ class ConnectedHistory(CoreHistory):
     def break_calls(self, calls):
         self.connector.raises = calls
 
-    @precondition(lambda self: self.stories)
+    @precondition(lambda self: self.entries)
     @rule(
         data=st.data(),
         is_stray=st.sampled_from([False, False, False, True]),
@@ -332,7 +332,7 @@ class ConnectedHistory(CoreHistory):
     def report(self, data, is_stray, token_count, fails):
         out = self.out()
         if is_stray or not out:
-            out = [(name, kind) for kind in HoldKind for name in [*sorted(self.stories), "nobody"]]
+            out = [(name, kind) for kind in HoldKind for name in [*sorted(self.entries), "nobody"]]
         self.tell(data.draw(st.sampled_from(out), label="report"), token_count, fails=fails)
 
     def out(self) -> list[HoldKey]:
@@ -417,8 +417,8 @@ class ConnectedHistory(CoreHistory):
         for event in events:
             assert self.core.settings.load_failure_policy == "fail"
             assert event.request_id in names
-            self.stories[event.request_id].fails = True
-            self.stories[event.request_id].take(event)
+            self.entries[event.request_id].fails = True
+            self.entries[event.request_id].take(event)
 
     @invariant()
     def note_what_is_out(self):
@@ -426,7 +426,7 @@ class ConnectedHistory(CoreHistory):
         if not hasattr(self, "core"):
             return
         self.connector.check()
-        ended = {name: story.reason for name, story in self.stories.items() if story.reason is not None}
+        ended = {name: entry.reason for name, entry in self.entries.items() if entry.reason is not None}
         assert self.connector.finished == ended
         waited_for = {name for name, load in self.connector.loads.items() if not load.is_abandoned}
         held = {(name, HoldKind.LOAD) for name in self.connector.loads if name not in waited_for}

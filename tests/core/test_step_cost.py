@@ -1,4 +1,4 @@
-"""What a step and an abort may cost: counted in bytecodes and bytes, because a clock on a busy machine tells stories.
+"""What a step and an abort may cost: counted in bytecodes and bytes, because a clock on a busy machine tells entries.
 
 Bytecodes see every loop that is written in Python; the peak of newly allocated memory sees a list, a dict or a sorted
 copy that C code makes of the whole queue.

@@ -10,7 +10,7 @@ import msgspec
 from trioserve.simulation.script import line_of
 from trioserve.simulation.verdict import Trace, Verdict, failure_from, needs_assertions
 
-__all__ = ["EventSimulation", "happen"]
+__all__ = ["EventSimulation", "apply_events"]
 
 
 class EventSimulation(Protocol):
@@ -26,7 +26,7 @@ class EventSimulation(Protocol):
     def run_to_end(self) -> None: ...
 
 
-def happen(
+def apply_events(
     simulation: EventSimulation,
     events: Iterable[msgspec.Struct],
     script_of: Callable[[tuple[Any, ...]], str],

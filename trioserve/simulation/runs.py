@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
-from trioserve.simulation.apply import EventSimulation, happen
+from trioserve.simulation.apply import EventSimulation, apply_events
 from trioserve.simulation.script import line_of
 from trioserve.simulation.shrink import Attempts, cut, plainer_history, shrunk_failure, with_defaults
 from trioserve.simulation.verdict import Failure, Trace, Verdict, failure_from, needs_assertions
@@ -41,7 +41,7 @@ def runs_of(mode: Mode) -> Runs:
         from trioserve.simulation.router import simulator as router_simulator
 
         return _EventRuns(
-            author=router_author.RouterAuthor,
+            generator=router_author.RouterGenerator,
             simulation=router_simulator.RouterSimulation,
             history=router_history.RouterHistory,
             history_of=router_history.history_of,
@@ -54,18 +54,18 @@ def runs_of(mode: Mode) -> Runs:
         from trioserve.simulation.pair import simulator as pair_simulator
 
         return _EventRuns(
-            author=pair_author.PairAuthor,
+            generator=pair_author.PairGenerator,
             simulation=pair_simulator.PairSimulation,
             history=pair_history.PairHistory,
             history_of=pair_history.history_of,
             script_of=pair_history.script_of,
             plainer=with_defaults,
         )
-    from trioserve.simulation.core import generator as author
+    from trioserve.simulation.core import generator as generator
     from trioserve.simulation.core import history, simulator
 
     return _EventRuns(
-        author=author.Author,
+        generator=generator.Generator,
         simulation=simulator.Simulation,
         history=history.History,
         history_of=history.history_of,
@@ -86,7 +86,7 @@ class _Author(Protocol):
 class _EventRuns(NamedTuple):
     """Of what is a world and events in it. A history is made of these two."""
 
-    author: Callable[[Random], _Author]
+    generator: Callable[[Random], _Author]
     simulation: Callable[..., EventSimulation]
     history: Callable[..., Any]
     history_of: Callable[[str], Any]
@@ -94,9 +94,9 @@ class _EventRuns(NamedTuple):
     plainer: Callable[..., Any]
 
     def run_seed(self, seed: int, size: int, *, trace: Trace | None = None) -> Verdict:
-        author = self.author(Random(seed))
-        simulation = self.simulation(author.world, trace=trace)
-        return self._run(simulation, (author.next_event(simulation) for _ in range(size)), trace)
+        generator = self.generator(Random(seed))
+        simulation = self.simulation(generator.world, trace=trace)
+        return self._run(simulation, (generator.next_event(simulation) for _ in range(size)), trace)
 
     def run_script(self, script: str, *, trace: Trace | None = None) -> Verdict:
         return self._run_history(self.history_of(script), trace)
@@ -114,7 +114,7 @@ class _EventRuns(NamedTuple):
         def script_of(happened: tuple[Any, ...]) -> str:
             return self.script_of(self.history(simulation.world, happened))
 
-        return happen(simulation, events, script_of, trace)
+        return apply_events(simulation, events, script_of, trace)
 
 
 class _StackRuns:

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from trioserve.contracts.step import StepPlan
-from trioserve.simulation.core.expected import Story
+from trioserve.simulation.core.expected import ExpectedSequence
 
 __all__ = ["abort_moment", "plan_line"]
 
 _STEPS = ("between steps", "in a step", "in two steps")
 
 
-def abort_moment(story: Story | None) -> str:
+def abort_moment(entry: ExpectedSequence | None) -> str:
     """When an abort comes, seen from its sequence; asked before the sequence takes note of it."""
-    if story is None:
+    if entry is None:
         return "unknown id"
-    if story.finished is not None:
+    if entry.finished is not None:
         return "too late"
-    if story.aborted_for is not None:
+    if entry.aborted_for is not None:
         return "repeated"
-    return f"{_STEPS[story.steps_in_flight]}, {story.phase.value}"
+    return f"{_STEPS[entry.steps_in_flight]}, {entry.phase.value}"
 
 
 def plan_line(plan: StepPlan | None) -> str:

@@ -17,10 +17,10 @@ from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.step import ScheduledChunk
 from trioserve.simulation.reference_engine import ReferenceResponse
 
-__all__ = ["Story"]
+__all__ = ["ExpectedSequence"]
 
 
-class Story:
+class ExpectedSequence:
     """order: who goes first, the smaller one. known: prompt and delivered tokens. cached_count: the prompt tokens that
     were cached when it first ran; None before. message: what its failing step says. lacks_kv: it has to end, since its
     KV did not come. steps_in_flight: that compute it. computed_end: how far these come. has_surplus: it has ended, and

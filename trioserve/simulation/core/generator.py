@@ -30,7 +30,7 @@ from trioserve.simulation.core.history import (
 from trioserve.simulation.core.simulator import Simulation
 from trioserve.simulation.faults import drawn_faults
 
-__all__ = ["Author"]
+__all__ = ["Generator"]
 
 INQUIRE, BEGIN, AHEAD, FORWARD, UPDATE = Inquire(), Begin(), Ahead(), Forward(), Update()
 INQUIRE_CHANCE = 0.3  # that the core asks for what the connector has to report, before the next step begins
@@ -52,7 +52,7 @@ PROMPT_TOKENS_MAX = 16  # longer ones take longer to simulate and meet the same 
 OUTPUT_TOKENS_MAX = 10
 
 
-class Author:
+class Generator:
     """One history's. Everything is drawn from `rng`, in the order of the calls."""
 
     def __init__(self, rng: Random) -> None:
@@ -176,7 +176,7 @@ class Author:
 
     def _strange_report(self, simulation: Simulation) -> Report:
         """Once more, too late, about nobody, of the wrong kind, or with a count that cannot be."""
-        names = list(simulation.stories)[-12:]
+        names = list(simulation.entries)[-12:]
         name = self._one(names) if names and self._random() < 0.8 else "nobody"
         what = REPORTS[self._below(len(REPORTS))]
         tokens = (-1, 0, 1, 1000)[self._below(4)] if what == "loaded" and self._random() < 0.5 else None
@@ -254,8 +254,8 @@ class Author:
             ids = self._some(in_step)
         elif chance < 0.75 and in_step:
             ids = in_step  # nobody waits for the step any more
-        elif chance < 0.85 and simulation.stories:
-            ids = self._some(list(simulation.stories)[-8:])  # most of them have ended
+        elif chance < 0.85 and simulation.entries:
+            ids = self._some(list(simulation.entries)[-8:])  # most of them have ended
         elif chance < 0.93 and self._aborted:
             ids = list(self._aborted)  # once more
         else:

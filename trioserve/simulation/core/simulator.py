@@ -1,7 +1,7 @@
 """One history against one core: every event is applied, and after every event all contracts are checked.
 
 What is compared has independent sources. The invariants (invariants.py) read the core's own books. The fake executor
-knows what every KV slot holds; the stories what was asked, promised and said; the step rules who may compute before
+knows what every KV slot holds; the entries what was asked, promised and said; the step rules who may compute before
 whom. Here the rest is checked: what an abort answers and leaves alone, and that nothing is left at the end.
 """
 
@@ -25,7 +25,7 @@ from trioserve.core.engine import EngineCore
 from trioserve.core.prefix_cache import PrefixChain
 from trioserve.core.request_state import LiveRequest
 from trioserve.core.settings import CoreSettings
-from trioserve.simulation.core.expected import Story
+from trioserve.simulation.core.expected import ExpectedSequence
 from trioserve.simulation.core.history import (
     Abort,
     Ahead,
@@ -99,8 +99,8 @@ class Simulation:
             connector=None if self.transfers is None else self.transfers.connector,
         )
         self._residency = ResidencyBook(self.core.cache)
-        self.stories: dict[str, Story] = {}
-        self.live: dict[str, Story] = {}
+        self.entries: dict[str, ExpectedSequence] = {}
+        self.live: dict[str, ExpectedSequence] = {}
         self.flights: list[Flight] = []
         self.is_draining = False
         self.counts: dict[str, int] = {}
@@ -132,17 +132,17 @@ class Simulation:
             self.apply(Wait(seconds=max(0.0, deadline - self.now)))
         assert not self.live, f"no end is in sight for {', '.join(self.live)}"
         if self.transfers is not None:
-            self.transfers.check_end(self.stories)
+            self.transfers.check_end(self.entries)
         check_idle(self.core)
         stats = self.core.stats()
-        looked_up = [story for story in self.stories.values() if story.cached_count is not None and self._hits(story)]
-        assert stats.prefix_hit_tokens_total == sum(story.cached_count or 0 for story in looked_up), stats
-        assert stats.prefix_query_tokens_total == sum(len(story.request.prompt_token_ids) for story in looked_up), stats
+        looked_up = [entry for entry in self.entries.values() if entry.cached_count is not None and self._hits(entry)]
+        assert stats.prefix_hit_tokens_total == sum(entry.cached_count or 0 for entry in looked_up), stats
+        assert stats.prefix_query_tokens_total == sum(len(entry.request.prompt_token_ids) for entry in looked_up), stats
         assert stats.preemptions_total == self.counts.get("preempted", 0), stats
         assert stats.steps_total == self.counts.get("steps", 0), stats
         counts = (stats.drafts_total, stats.draft_tokens_total, stats.accepted_tokens_total)
-        stories = self.stories.values()
-        expected = tuple(sum(story.draft_counts[index] for story in stories) for index in range(3))
+        entries = self.entries.values()
+        expected = tuple(sum(entry.draft_counts[index] for entry in entries) for index in range(3))
         assert counts == expected, f"drafts, draft tokens, right ones: {counts} are counted, {expected} came to pass"
         self._count("drafts", counts[0])
         self._count("draft tokens", counts[1])
@@ -155,7 +155,7 @@ class Simulation:
         if self.is_draining:
             self._count("refused: draining", len(names))
             return
-        if any(name in self.stories for name in names):
+        if any(name in self.entries for name in names):
             return  # the engine's own ids are unique; those above it see to that
         sampling = SamplingParams(
             temperature=event.temperature,
@@ -183,12 +183,12 @@ class Simulation:
                 continue
             assert can_run, f"{name} can never run, and was taken"
             self._count("requests")
-            story = Story(request, len(self.stories), self._reference.response(request))
+            entry = ExpectedSequence(request, len(self.entries), self._reference.response(request))
             if self.transfers is not None:
                 self.transfers.note_arrival(name, event)
-            self.stories[name] = self.live[name] = story
+            self.entries[name] = self.live[name] = entry
             if event.timeout is not None:
-                heapq.heappush(self._deadlines, (self.now + event.timeout, len(self.stories), name))
+                heapq.heappush(self._deadlines, (self.now + event.timeout, len(self.entries), name))
 
     def _abort(self, event: Abort) -> None:
         self._abort_all(event.ids, event.reason)
@@ -205,9 +205,9 @@ class Simulation:
             assert is_awaited or not self.live, f"{', '.join(self.live)} live, and nothing is computed"
             check_nobody_could_start(self.core, self._may_load)
             self._count("steps with nothing to compute")
-            for story in self.live.values():
-                if story.is_running:  # a load has taken what it needs to go on
-                    story.is_running = False
+            for entry in self.live.values():
+                if entry.is_running:  # a load has taken what it needs to go on
+                    entry.is_running = False
                     self._count("preempted")
             return
         self._take_plan(plan)
@@ -262,8 +262,8 @@ class Simulation:
         if flight is None:
             return
         plan = flight.plan
-        stories = [self.stories[chunk.request.id] for chunk in plan.chunks]
-        is_awaited = any(story.aborted_for is None and story.finished is None for story in stories)
+        entries = [self.entries[chunk.request.id] for chunk in plan.chunks]
+        is_awaited = any(entry.aborted_for is None and entry.finished is None for entry in entries)
         assert self.core.is_abandoned(plan) != is_awaited, f"somebody waits for step {plan.step_index}: {is_awaited}"
         flight.result = self.executor.execute(plan, self.core.abandonment(plan))
         flight.is_computed = True
@@ -278,16 +278,16 @@ class Simulation:
         plan, result = flight.plan, flight.result
         for name in flight.failing & self.live.keys():
             self.live[name].message = f"{name} is broken"
-        stories = [self.stories[chunk.request.id] for chunk in plan.chunks]
-        counts_before = [story.output_count for story in stories]
-        self._count("surplus tokens", sum(story.has_surplus for story in stories))
+        entries = [self.entries[chunk.request.id] for chunk in plan.chunks]
+        counts_before = [entry.output_count for entry in entries]
+        self._count("surplus tokens", sum(entry.has_surplus for entry in entries))
         if result is None:
             self._count("steps abandoned")
             self._take(self.core.drop_plan(plan, self.now))
         else:
             self._take(self.core.update_from_output(plan, result, self.now))
-        for chunk, story, count_before in zip(plan.chunks, stories, counts_before, strict=True):
-            story.take_update(chunk, count_before)
+        for chunk, entry, count_before in zip(plan.chunks, entries, counts_before, strict=True):
+            entry.take_update(chunk, count_before)
 
     def _wait(self, event: Wait) -> None:
         until = self.now + event.seconds
@@ -329,7 +329,7 @@ class Simulation:
 
     def _drain(self, event: Drain) -> None:
         self.is_draining = True
-        self._abort_all([name for name, story in self.live.items() if story.cached_count is None], FinishReason.ABORT)
+        self._abort_all([name for name, entry in self.live.items() if entry.cached_count is None], FinishReason.ABORT)
         heapq.heappush(self._deadlines, (self.now + event.seconds, 0, EVERYBODY))
 
     # --- inside ---
@@ -337,45 +337,45 @@ class Simulation:
     def _may_load(self, live: LiveRequest) -> bool:
         return self.transfers is not None and self.transfers.could_load(live.request.id)
 
-    def _hits(self, story: Story) -> bool:
-        return self.world.enable_prefix_caching and story.request.sampling.prompt_logprobs is None
+    def _hits(self, entry: ExpectedSequence) -> bool:
+        return self.world.enable_prefix_caching and entry.request.sampling.prompt_logprobs is None
 
     def _take(self, events: Iterable[EngineEvent]) -> None:
         for event in events:
             if self._trace is not None:
                 self._trace(f"  {event}")
-            self.stories[event.request_id].take(event)
+            self.entries[event.request_id].take(event)
             if type(event) is RequestFinished:
                 self._note_end(event)
 
     def _abort_all(self, names: Sequence[str], reason: FinishReason) -> None:
         ids = [RequestId(name) for name in names]
-        findable = {name: self._findable_count(story) for name in ids if (story := self.live.get(name)) is not None}
-        ended_before = {name for name in ids if name in self.stories and name not in self.live}
+        findable = {name: self._findable_count(entry) for name in ids if (entry := self.live.get(name)) is not None}
+        ended_before = {name for name in ids if name in self.entries and name not in self.live}
         results = self.core.abort(ids, reason, now=self.now)
         assert list(results) == list(dict.fromkeys(ids)), f"an abort of {ids} answers for {list(results)}"
         for name, result in results.items():
             if self._trace is not None:
                 self._trace(f"  {name}: {result}")
-            story = self.stories.get(name)
-            self._count(f"aborts: {abort_moment(story)}")
-            if story is None:
+            entry = self.entries.get(name)
+            self._count(f"aborts: {abort_moment(entry)}")
+            if entry is None:
                 assert result == AbortResult(AbortOutcome.UNKNOWN), f"{name} was never here, its abort says {result}"
                 continue
-            story.take_abort(result, reason)
+            entry.take_abort(result, reason)
             if result.finished is not None:
                 self._note_end(result.finished)
         if self.transfers is not None:
             self.transfers.note_abort(ended_before)
         for name, before in findable.items():
-            after = self._findable_count(self.stories[name])
+            after = self._findable_count(self.entries[name])
             assert after >= before, f"the abort of {name} threw {before - after} cached blocks away"
 
-    def _findable_count(self, story: Story) -> int:
+    def _findable_count(self, entry: ExpectedSequence) -> int:
         """How many blocks of its known tokens would be a hit for somebody with the same ones."""
-        if story.cached_count is None or not self._hits(story):
+        if entry.cached_count is None or not self._hits(entry):
             return 0
-        return len(self.core.cache.match(PrefixChain(story.request.cache_salt), story.known))
+        return len(self.core.cache.match(PrefixChain(entry.request.cache_salt), entry.known))
 
     def _note_end(self, event: RequestFinished) -> None:
         del self.live[event.request_id]
@@ -392,7 +392,7 @@ class Simulation:
         assert names == self.live.keys(), (
             f"{sorted(names ^ self.live.keys())}: the core and its events tell differently"
         )
-        running_count = sum([story.is_running for story in self.live.values()])
+        running_count = sum([entry.is_running for entry in self.live.values()])
         assert len(core.scheduler.running) == running_count, f"{running_count} were told to run, {core.stats()}"
         if self.transfers is not None:
             self.transfers.check(core, self.now)

@@ -1,5 +1,5 @@
 """What a step that begins may hold, and who may start or lose its blocks before whom. Judged from the plan and the
-stories, by rules of its own: it asks the core only how many blocks there are to be had."""
+entries, by rules of its own: it asks the core only how many blocks there are to be had."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trioserve.contracts.request import PRIORITY_MIN
 from trioserve.contracts.step import ScheduledChunk, StepPlan
 from trioserve.core.drafting import NGRAM_MIN
 from trioserve.core.engine import EngineCore
-from trioserve.simulation.core.expected import Story
+from trioserve.simulation.core.expected import ExpectedSequence
 from trioserve.simulation.core.transfer_watch import TransferWatch
 
 __all__ = ["check_begun_step", "check_no_step_ahead"]
@@ -18,7 +18,7 @@ __all__ = ["check_begun_step", "check_no_step_ahead"]
 def check_begun_step(
     core: EngineCore,
     plan: StepPlan,
-    live: Mapping[str, Story],
+    live: Mapping[str, ExpectedSequence],
     transfers: TransferWatch | None,
     *,
     knows_hashes: bool,
@@ -30,19 +30,19 @@ def check_begun_step(
     settings = core.settings
     assert 1 <= plan.token_count <= settings.step_tokens_max, f"{plan.token_count} tokens in one step"
     assert len(plan.chunks) <= settings.running_requests_max, f"{len(plan.chunks)} sequences in one step"
-    running = [story for story in live.values() if story.is_running]
+    running = [entry for entry in live.values() if entry.is_running]
     if plan.is_ahead:
         _check_everybody_goes_on(plan, live, settings.step_tokens_max)
     assert len(set(plan.preempted)) == len(plan.preempted), f"preempted twice: {plan.preempted}"
     # Who is admitted in the same step has not been made room for: it uses what a load had reserved.
-    stayed = [story.order for story in running if story.request.id not in plan.admitted]
+    stayed = [entry.order for entry in running if entry.request.id not in plan.admitted]
     last_order = max(stayed, default=(PRIORITY_MIN, 0))
     for name in plan.preempted:
         assert live[name].order > last_order, f"{name} made room for one that comes after it"
     admitted = [_turn(live[name]) for name in plan.admitted]
     assert admitted == sorted(admitted), f"admitted out of order: {plan.admitted}"
     waiting = [
-        story for name, story in live.items() if not (story.is_running or (transfers and transfers.is_loading(name)))
+        entry for name, entry in live.items() if not (entry.is_running or (transfers and transfers.is_loading(name)))
     ]
     for chunk in plan.chunks:
         if chunk.draft:
@@ -52,12 +52,12 @@ def check_begun_step(
     if waiting and not plan.preempted:
         waiting.sort(key=_turn)
         chunks = [*computed, *plan.chunks]
-        sharing = [story for story in waiting if _may_wait_for_a_hit(core, chunks, live, story, knows_hashes)]
+        sharing = [entry for entry in waiting if _may_wait_for_a_hit(core, chunks, live, entry, knows_hashes)]
         ready_count = sum(map(_is_ready, waiting))
         loading_later = [
-            story
-            for story in waiting
-            if transfers is not None and transfers.may_wait_to_load(story.request.id, ready_count)
+            entry
+            for entry in waiting
+            if transfers is not None and transfers.may_wait_to_load(entry.request.id, ready_count)
         ]
         _check_nobody_was_overtaken(waiting, [*sharing, *loading_later], plan, admitted)
         seats = settings.running_requests_max - len(running) - len(sharing)
@@ -69,14 +69,14 @@ def check_begun_step(
             _check_nobody_waits_in_vain(core, waiting, [*sharing, *loading_later])
 
 
-def check_no_step_ahead(core: EngineCore, live: Mapping[str, Story]) -> None:
+def check_no_step_ahead(core: EngineCore, live: Mapping[str, ExpectedSequence]) -> None:
     """No step was planned behind the one in flight: then nobody could be, or there are too few blocks for all."""
     needed, budget = 0, core.settings.step_tokens_max
     going_on = [own for own in core.scheduler.running.values() if _goes_on(live[own.request.id])]
     for own in sorted(going_on, key=lambda own: _due_count(live[own.request.id]) != 1):
-        story = live[own.request.id]
-        count = min(_due_count(story), budget)
-        block_count = -(-(story.computed_end + count) // core.settings.block_size)
+        entry = live[own.request.id]
+        count = min(_due_count(entry), budget)
+        block_count = -(-(entry.computed_end + count) // core.settings.block_size)
         needed += max(0, block_count - len(own.blocks) - len(own.reserved_blocks))
         budget -= count
     assert not going_on or needed > core.pool.available_count, (
@@ -84,22 +84,22 @@ def check_no_step_ahead(core: EngineCore, live: Mapping[str, Story]) -> None:
     )
 
 
-def _due_count(story: Story) -> int:
+def _due_count(entry: ExpectedSequence) -> int:
     """Behind the step in flight. What that one samples is due, too."""
-    return max(1, len(story.known) - story.computed_end)
+    return max(1, len(entry.known) - entry.computed_end)
 
 
-def _check_everybody_goes_on(plan: StepPlan, live: Mapping[str, Story], tokens_max: int) -> None:
+def _check_everybody_goes_on(plan: StepPlan, live: Mapping[str, ExpectedSequence], tokens_max: int) -> None:
     """A step that is planned ahead has everybody who runs, as far as its tokens go, and decodes first."""
     planned = {chunk.request.id for chunk in plan.chunks}
-    missing = [story for story in live.values() if _goes_on(story) and story.request.id not in planned]
+    missing = [entry for entry in live.values() if _goes_on(entry) and entry.request.id not in planned]
     assert not missing or plan.token_count == tokens_max, f"{missing[0].request.id} runs, and is not planned ahead"
-    for story in missing:
-        assert _due_count(story) > 1, f"{story.request.id} decodes, and makes room for a prompt"
+    for entry in missing:
+        assert _due_count(entry) > 1, f"{entry.request.id} decodes, and makes room for a prompt"
 
 
-def _goes_on(story: Story) -> bool:
-    return story.is_running and story.aborted_for is None and not story.will_have_ended
+def _goes_on(entry: ExpectedSequence) -> bool:
+    return entry.is_running and entry.aborted_for is None and not entry.will_have_ended
 
 
 def _check_draft(chunk: ScheduledChunk, tokens_max: int) -> None:
@@ -119,39 +119,45 @@ def _check_draft(chunk: ScheduledChunk, tokens_max: int) -> None:
 Turn = tuple[bool, tuple[int, int]]
 
 
-def _turn(story: Story) -> Turn:
+def _turn(entry: ExpectedSequence) -> Turn:
     """Who goes first, the smaller one: what a connector has brought is used before anything new is begun."""
-    return (not _is_ready(story), story.order)
+    return (not _is_ready(entry), entry.order)
 
 
-def _is_ready(story: Story) -> bool:
-    return story.loaded_count > 0 and story.cached_count is None
+def _is_ready(entry: ExpectedSequence) -> bool:
+    return entry.loaded_count > 0 and entry.cached_count is None
 
 
 def _check_nobody_was_overtaken(
-    waiting: list[Story], passed_over: list[Story], plan: StepPlan, admitted: list[Turn]
+    waiting: list[ExpectedSequence], passed_over: list[ExpectedSequence], plan: StepPlan, admitted: list[Turn]
 ) -> None:
-    for story in waiting:
-        if not admitted or _turn(story) > admitted[-1]:
+    for entry in waiting:
+        if not admitted or _turn(entry) > admitted[-1]:
             break
-        assert story in passed_over, f"{story.request.id} waits, and was overtaken by {plan.admitted[-1]}"
+        assert entry in passed_over, f"{entry.request.id} waits, and was overtaken by {plan.admitted[-1]}"
 
 
-def _check_nobody_waits_in_vain(core: EngineCore, waiting: list[Story], passed_over: list[Story]) -> None:
+def _check_nobody_waits_in_vain(
+    core: EngineCore, waiting: list[ExpectedSequence], passed_over: list[ExpectedSequence]
+) -> None:
     """Seats and tokens are left for the first who waits, so why does it?"""
-    for story in waiting:
-        if not _is_ready(story) and -(-len(story.known) // core.settings.block_size) > core.pool.available_count:
+    for entry in waiting:
+        if not _is_ready(entry) and -(-len(entry.known) // core.settings.block_size) > core.pool.available_count:
             return  # nobody overtakes one that does not fit
-        assert story in passed_over, f"{story.request.id} could start, and waits"
+        assert entry in passed_over, f"{entry.request.id} could start, and waits"
 
 
 def _may_wait_for_a_hit(
-    core: EngineCore, chunks: Sequence[ScheduledChunk], live: Mapping[str, Story], story: Story, knows_hashes: bool
+    core: EngineCore,
+    chunks: Sequence[ScheduledChunk],
+    live: Mapping[str, ExpectedSequence],
+    entry: ExpectedSequence,
+    knows_hashes: bool,
 ) -> bool:
     """Whether its next block is being computed by another, so that waiting for a step saves computing it. What a
     connector has brought can be found after the first step, too."""
     settings = core.settings
-    if _is_ready(story) or not settings.enable_prefix_caching or story.request.sampling.prompt_logprobs is not None:
+    if _is_ready(entry) or not settings.enable_prefix_caching or entry.request.sampling.prompt_logprobs is not None:
         return False
     block_size = settings.block_size
     for chunk in chunks:
@@ -167,8 +173,8 @@ def _may_wait_for_a_hit(
             continue  # completes no block
         if not knows_hashes:
             return True  # any block may look like the one it needs
-        if end >= len(story.known):
+        if end >= len(entry.known):
             continue
-        if chunk.request.cache_salt == story.request.cache_salt and chunk.tokens[:end] == story.known[:end]:
+        if chunk.request.cache_salt == entry.request.cache_salt and chunk.tokens[:end] == entry.known[:end]:
             return True
     return False

@@ -14,7 +14,7 @@ from trioserve.contracts.ids import BlockIndex, RequestId
 from trioserve.contracts.kv_transfer import HoldKind, LoadFailed, TransferEvent, TransferFault
 from trioserve.contracts.request import EngineRequest
 from trioserve.core.engine import EngineCore
-from trioserve.simulation.core.expected import Story
+from trioserve.simulation.core.expected import ExpectedSequence
 from trioserve.simulation.core.history import Arrive, Break, Report, World
 from trioserve.testing.fake_connector import FakeConnector, FakeLoad
 from trioserve.testing.fake_executor import FakeExecutor
@@ -74,7 +74,9 @@ class TransferWatch:
     def take_break(self, event: Break) -> None:
         self.connector.raises = set(event.calls)
 
-    def report(self, core: EngineCore, report: Report, live: Mapping[str, Story], now: float) -> list[EngineEvent]:
+    def report(
+        self, core: EngineCore, report: Report, live: Mapping[str, ExpectedSequence], now: float
+    ) -> list[EngineEvent]:
         """Let the connector report, at once or when it is asked."""
         if not report.waits or not self._may_wait(report):
             return core.on_transfer(self._made(report, live, now), now)
@@ -99,7 +101,7 @@ class TransferWatch:
         others = [other for other in self._waiting if other.id == report.id]
         return not any(ends_load or other.what in ("loaded", "failed") for other in others)
 
-    def _made(self, report: Report, live: Mapping[str, Story], now: float) -> TransferEvent:
+    def _made(self, report: Report, live: Mapping[str, ExpectedSequence], now: float) -> TransferEvent:
         """What the connector reports. Notes what that means for the request."""
         connector, request_id = self.connector, RequestId(report.id)
         event: TransferEvent
@@ -122,7 +124,7 @@ class TransferWatch:
                 self._note_load(live[report.id], load, event)
         return event
 
-    def overdue(self, live: Mapping[str, Story], now: float) -> None:
+    def overdue(self, live: Mapping[str, ExpectedSequence], now: float) -> None:
         """Before expire: note who has waited for its KV for too long."""
         for name, deadline in self._load_deadlines.items():
             if deadline <= now:
@@ -181,12 +183,12 @@ class TransferWatch:
         for name, deadline in self._load_deadlines.items():
             assert now < deadline, f"{name} waits for its KV until {deadline}, and it is {now}"
 
-    def check_end(self, stories: Mapping[str, Story]) -> None:
+    def check_end(self, entries: Mapping[str, ExpectedSequence]) -> None:
         """Everybody has ended: each end was told, with its reason, and nothing is out."""
         connector = self.connector
         assert not connector.loads, f"loads are out: {sorted(connector.loads)}"
         assert not connector.sends, f"sends are out: {sorted(connector.sends)}"
-        ends = {story.request.id: story.finished.reason for story in stories.values() if story.finished is not None}
+        ends = {entry.request.id: entry.finished.reason for entry in entries.values() if entry.finished is not None}
         assert connector.finished == ends, "the connector was not told of every end, with its reason"
 
     # --- inside ---
@@ -210,9 +212,9 @@ class TransferWatch:
     def _holds(self, request: EngineRequest, _reason: FinishReason) -> bool:
         return request.id in self._sent
 
-    def _note_load(self, story: Story, load: FakeLoad, event: TransferEvent) -> None:
+    def _note_load(self, entry: ExpectedSequence, load: FakeLoad, event: TransferEvent) -> None:
         count = 0 if isinstance(event, LoadFailed) else event.token_count  # type: ignore[union-attr]
         if 0 < count <= load.token_count:
-            story.loaded_count = count
+            entry.loaded_count = count
         else:
-            story.lacks_kv = self._world.fails_without_kv
+            entry.lacks_kv = self._world.fails_without_kv

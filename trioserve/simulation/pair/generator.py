@@ -27,13 +27,13 @@ from trioserve.simulation.pair.history import (
 )
 from trioserve.simulation.pair.simulator import PairSimulation
 
-__all__ = ["PairAuthor"]
+__all__ = ["PairGenerator"]
 
 INDEX_MAX = 100  # beyond what lies on a network at a time
 STOPS: tuple[tuple[int, ...], ...] = ((), (), (0,), (1, 2))
 
 
-class PairAuthor:
+class PairGenerator:
     """One history's. Everything is drawn from `rng`, in the order of the calls. Some histories are quiet: then nothing
     breaks, and nothing may be left to a deadline."""
 

@@ -14,7 +14,7 @@ from trioserve.router.retry_budget import BURST_SECONDS
 from trioserve.simulation.router.endpoint_book import EndpointBook
 from trioserve.simulation.router.history import RouterWorld
 from trioserve.simulation.router.pair_book import check_place, is_next_stage_there, may_do
-from trioserve.simulation.router.queue_rules import Fairness, RoutedStory, check_turn
+from trioserve.simulation.router.queue_rules import ExpectedRequest, Fairness, check_turn
 
 __all__ = ["RouterBooks"]
 
@@ -26,12 +26,12 @@ class RouterBooks:
     def __init__(self, world: RouterWorld, now: float) -> None:
         self.world = world
         self.now = now
-        self.live: dict[str, RoutedStory] = {}
+        self.live: dict[str, ExpectedRequest] = {}
         self.live_peak = 0
         self.endpoints: dict[str, EndpointBook] = {}
         self.gone: list[str] = []
         self.is_draining = False
-        self.entering: RoutedStory | None = None  # while the router is asked to take it
+        self.entering: ExpectedRequest | None = None  # while the router is asked to take it
         self.pairs: Counter[PairOutcome] = Counter()
         self._fairness: dict[tuple[str, Stage | None, int], Fairness] = {}
         self._failure_count = 0
@@ -45,175 +45,175 @@ class RouterBooks:
     # --- looking up ---
 
     @property
-    def waiting(self) -> list[RoutedStory]:
-        return [story for story in self.live.values() if story.state == "waiting"]
+    def waiting(self) -> list[ExpectedRequest]:
+        return [entry for entry in self.live.values() if entry.state == "waiting"]
 
-    def serving(self, story: RoutedStory) -> list[EndpointBook]:
+    def serving(self, entry: ExpectedRequest) -> list[EndpointBook]:
         """Endpoints that it may ever get, wherever it failed."""
-        pinned, model = story.request.pinned, story.request.model
+        pinned, model = entry.request.pinned, entry.request.model
         return [book for book in self.endpoints.values() if book.serves(model) and pinned in (None, book.id)]
 
-    def taking(self, story: RoutedStory, now: float, *, sequences: int = 1) -> list[str]:
+    def taking(self, entry: ExpectedRequest, now: float, *, sequences: int = 1) -> list[str]:
         """Endpoints that have to take so many of its sequences. It goes where one of them finds a seat."""
         return [
             book.id
-            for book in self.serving(story)
-            if book.id not in story.tried and may_do(book, story) and book.must_take(sequences, now)
-            if story.stage is not Stage.PREFILL or not self._is_handover_full(story.request.model)
+            for book in self.serving(entry)
+            if book.id not in entry.tried and may_do(book, entry) and book.must_take(sequences, now)
+            if entry.stage is not Stage.PREFILL or not self._is_handover_full(entry.request.model)
         ]
 
-    def is_line_full(self, story: RoutedStory) -> bool:
+    def is_line_full(self, entry: ExpectedRequest) -> bool:
         """Whether there is no place in line for one that is new."""
-        beside = [other for other in self.waiting if other.is_beside(story)]
-        tokens = sum(other.request.prompt_tokens for other in beside) + story.request.prompt_tokens
+        beside = [other for other in self.waiting if other.is_beside(entry)]
+        tokens = sum(other.request.prompt_tokens for other in beside) + entry.request.prompt_tokens
         is_large = tokens > self.world.queue_prompt_tokens_max
         return len(beside) >= self.world.queue_requests_max or (bool(beside) and is_large)
 
-    def is_most_in_line(self, story: RoutedStory, entering: RoutedStory) -> bool:
+    def is_most_in_line(self, entry: ExpectedRequest, entering: ExpectedRequest) -> bool:
         """Whether it is the newest of a tenant that has most in a line, and still more than that of one that comes, if
         it left for it."""
-        if not (story.is_in_line and story.is_beside(entering) and story.request.priority == entering.request.priority):
+        if not (entry.is_in_line and entry.is_beside(entering) and entry.request.priority == entering.request.priority):
             return False
         line = [other for other in self.waiting if other.is_in_line and other.is_beside(entering)]
-        line = [other for other in line if other.request.priority == story.request.priority]
+        line = [other for other in line if other.request.priority == entry.request.priority]
         counts = Counter(other.request.tenant for other in line)
-        if counts[story.request.tenant] < max(*counts.values(), counts[entering.request.tenant] + 2):
+        if counts[entry.request.tenant] < max(*counts.values(), counts[entering.request.tenant] + 2):
             return False
         return all(
-            other.request.tenant != story.request.tenant or other.line_index <= story.line_index for other in line
+            other.request.tenant != entry.request.tenant or other.line_index <= entry.line_index for other in line
         )
 
-    def makes_room(self, story: RoutedStory, entering: RoutedStory) -> bool:
+    def makes_room(self, entry: ExpectedRequest, entering: ExpectedRequest) -> bool:
         """Whether one that comes has a place in line without it."""
-        beside = [other for other in self.waiting if other.is_beside(entering) and other is not story]
+        beside = [other for other in self.waiting if other.is_beside(entering) and other is not entry]
         tokens = sum(other.request.prompt_tokens for other in beside) + entering.request.prompt_tokens
         return len(beside) < self.world.queue_requests_max and tokens <= self.world.queue_prompt_tokens_max
 
     # --- what happens ---
 
-    def enter(self, story: RoutedStory) -> None:
+    def enter(self, entry: ExpectedRequest) -> None:
         """The router has taken it, into its line or beyond."""
-        assert not self.is_draining, f"{story.name} is taken by a router that leaves"
+        assert not self.is_draining, f"{entry.name} is taken by a router that leaves"
         self._tries = min(self._tries_max, self._tries + self.world.retry_share_max)
-        self.live[story.name] = story
+        self.live[entry.name] = entry
         self.live_peak = max(self.live_peak, len(self.live))
 
-    def join(self, story: RoutedStory) -> None:
+    def join(self, entry: ExpectedRequest) -> None:
         """It stands in a line in which it did not stand before."""
         self._joined_count += 1
-        story.line_index = self._joined_count
-        self._fairness_of(story).join(story)
+        entry.line_index = self._joined_count
+        self._fairness_of(entry).join(entry)
 
-    def serve(self, story: RoutedStory) -> None:
+    def serve(self, entry: ExpectedRequest) -> None:
         """It gets a lease out of the line. Asserts that it is its turn."""
-        assert story.state == "waiting", f"{story.name} is {story.state}, and gets a lease"
-        if story.failed_index is None:
-            check_turn(story, self.live.values())
-            self._fairness_of(story).serve(story)
-            self._fairness_of(story).leave(story)
+        assert entry.state == "waiting", f"{entry.name} is {entry.state}, and gets a lease"
+        if entry.failed_index is None:
+            check_turn(entry, self.live.values())
+            self._fairness_of(entry).serve(entry)
+            self._fairness_of(entry).leave(entry)
 
-    def give(self, story: RoutedStory, id: str) -> None:
+    def give(self, entry: ExpectedRequest, id: str) -> None:
         """It gets a lease there. Asserts that it may."""
-        name, request = story.name, story.request
+        name, request = entry.name, entry.request
         assert id in self.endpoints, f"{name} has a lease at {id}, which is gone"
         book = self.endpoints[id]
-        is_begun = story.prefilled_by is not None
+        is_begun = entry.prefilled_by is not None
         assert is_begun or not self.is_draining, f"{name} gets a lease of a router that leaves"
         assert book.serves(request.model), f"{name} asks for {request.model}, and gets {id}, {sorted(book.models)}"
         assert request.pinned in (None, id), f"{name} asks for {request.pinned}, and gets {id}"
-        assert id not in story.tried, f"{name} failed at {id}, and gets it again"
+        assert id not in entry.tried, f"{name} failed at {id}, and gets it again"
         objection = book.objection(1, self.now)
         assert objection is None, f"{name} gets a lease: {objection}"
         if request.pinned is None:
-            self._check_nobody_failed_before(story, book)
-        taking = self.taking(story, self.now, sequences=request.sequences)
+            self._check_nobody_failed_before(entry, book)
+        taking = self.taking(entry, self.now, sequences=request.sequences)
         if book.objection(request.sequences, self.now) is not None:
             assert not taking, f"{name} finds {request.sequences} seats at {taking}, and gets {id}, which has fewer"
-            taking = self.taking(story, self.now)
-        if story.stage is Stage.PREFILL:
+            taking = self.taking(entry, self.now)
+        if entry.stage is Stage.PREFILL:
             assert not self._is_handover_full(request.model), f"{name} is begun, and too many wait to be ended"
-        check_place(story, book, [self.endpoints[other] for other in taking])
-        if self.world.policy == "least_loaded" and not (story.stage is None and id == story.prefilled_by):
+        check_place(entry, book, [self.endpoints[other] for other in taking])
+        if self.world.policy == "least_loaded" and not (entry.stage is None and id == entry.prefilled_by):
             calmer = [other for other in taking if self.endpoints[other].load < book.load]
-            if story.stage is None and book.role != "prefill":
+            if entry.stage is None and book.role != "prefill":
                 calmer = [other for other in calmer if self.endpoints[other].role != "prefill"]
             assert not calmer, f"{name} gets {id}, and {calmer} have less to do"
         book.give(name, request.sequences)
-        story.state, story.endpoint, story.failed_index = "leased", id, None
-        story.leased_at = self.now
+        entry.state, entry.endpoint, entry.failed_index = "leased", id, None
+        entry.leased_at = self.now
 
-    def fail(self, story: RoutedStory) -> bool:
+    def fail(self, entry: ExpectedRequest) -> bool:
         """Its endpoint, which has been told of it, failed it. Returns whether it has to wait again."""
-        assert story.endpoint is not None
-        story.tried = (*story.tried, story.endpoint)
-        if not self._is_tried_again(story):
-            if story.stage_fault is not None:
-                self.note_pair(story, story.stage_fault)
-            self.end(story)
+        assert entry.endpoint is not None
+        entry.tried = (*entry.tried, entry.endpoint)
+        if not self._is_tried_again(entry):
+            if entry.stage_fault is not None:
+                self.note_pair(entry, entry.stage_fault)
+            self.end(entry)
             return False
-        self.wait_again(story)
+        self.wait_again(entry)
         return True
 
-    def wait_again(self, story: RoutedStory) -> None:
+    def wait_again(self, entry: ExpectedRequest) -> None:
         """It was elsewhere, and what it had there is back."""
         self._failure_count += 1
-        story.state, story.is_sent, story.endpoint = "waiting", False, None
-        story.failed_index = self._failure_count
+        entry.state, entry.is_sent, entry.endpoint = "waiting", False, None
+        entry.failed_index = self._failure_count
 
-    def prefilled(self, story: RoutedStory, outcome: PairOutcome | None) -> None:
+    def prefilled(self, entry: ExpectedRequest, outcome: PairOutcome | None) -> None:
         """Its prompt is computed, and what it had there is back."""
-        served_seconds = self.now - story.leased_at
-        story.own_deadline += served_seconds
-        story.wait_ends_at += served_seconds
-        story.prefilled_by, story.stage_fault = story.endpoint, None
-        story.stage, story.is_held = Stage.DECODE, outcome is None
+        served_seconds = self.now - entry.leased_at
+        entry.own_deadline += served_seconds
+        entry.wait_ends_at += served_seconds
+        entry.prefilled_by, entry.stage_fault = entry.endpoint, None
+        entry.stage, entry.is_held = Stage.DECODE, outcome is None
         if outcome is not None:
-            story.stage = None
-            self.note_pair(story, outcome)
-        self.wait_again(story)
+            entry.stage = None
+            self.note_pair(entry, outcome)
+        self.wait_again(entry)
 
     def make_whole(self) -> None:
         """Whoever waits for a part that no endpoint may do now waits for one that does everything."""
         for stage in Stage:
-            waiting = [story for story in self.waiting if story.stage is stage]
+            waiting = [entry for entry in self.waiting if entry.stage is stage]
             again = sorted(
-                (story for story in waiting if not story.is_in_line), key=lambda story: story.failed_index or 0
+                (entry for entry in waiting if not entry.is_in_line), key=lambda entry: entry.failed_index or 0
             )
-            line = sorted((story for story in waiting if story.is_in_line), key=lambda story: story.index)
-            for story in (*again, *line):
+            line = sorted((entry for entry in waiting if entry.is_in_line), key=lambda entry: entry.index)
+            for entry in (*again, *line):
                 # Who has no endpoint left at all is refused, and does not go on whole.
-                if self._is_any_left(story) and not is_next_stage_there(story, self.serving(story)):
-                    self._make_whole(story)
+                if self._is_any_left(entry) and not is_next_stage_there(entry, self.serving(entry)):
+                    self._make_whole(entry)
 
-    def _make_whole(self, story: RoutedStory) -> None:
-        is_lost = story.stage is Stage.DECODE and not story.is_held
-        self.note_pair(story, story.stage_fault or (PairOutcome.HOLD_LOST if is_lost else PairOutcome.NO_ENDPOINT))
-        if story.is_in_line:
-            self._fairness_of(story).leave(story)
-            story.stage = None
-            self.join(story)
+    def _make_whole(self, entry: ExpectedRequest) -> None:
+        is_lost = entry.stage is Stage.DECODE and not entry.is_held
+        self.note_pair(entry, entry.stage_fault or (PairOutcome.HOLD_LOST if is_lost else PairOutcome.NO_ENDPOINT))
+        if entry.is_in_line:
+            self._fairness_of(entry).leave(entry)
+            entry.stage = None
+            self.join(entry)
         else:
-            story.stage = None
+            entry.stage = None
 
-    def note_pair(self, story: RoutedStory, outcome: PairOutcome) -> None:
-        if story.is_disaggregated and story.outcome is None:
-            story.outcome = outcome
+    def note_pair(self, entry: ExpectedRequest, outcome: PairOutcome) -> None:
+        if entry.is_disaggregated and entry.outcome is None:
+            entry.outcome = outcome
             self.pairs[outcome] += 1
 
-    def release(self, story: RoutedStory) -> None:
+    def release(self, entry: ExpectedRequest) -> None:
         """What it has is back."""
-        if story.is_in_line:
-            self._fairness_of(story).leave(story)
-        elif story.state in ("leased", "running_free"):
-            assert story.endpoint is not None
-            book = self.endpoints[story.endpoint]
-            book.let_go(story.name)
+        if entry.is_in_line:
+            self._fairness_of(entry).leave(entry)
+        elif entry.state in ("leased", "running_free"):
+            assert entry.endpoint is not None
+            book = self.endpoints[entry.endpoint]
+            book.let_go(entry.name)
             self.note_drained(book)
 
-    def end(self, story: RoutedStory) -> None:
-        story.state = "ended"
-        if self.live.pop(story.name, None) is not None:
-            self.note_pair(story, PairOutcome.LEFT)
+    def end(self, entry: ExpectedRequest) -> None:
+        entry.state = "ended"
+        if self.live.pop(entry.name, None) is not None:
+            self.note_pair(entry, PairOutcome.LEFT)
 
     def note_drained(self, book: EndpointBook) -> None:
         if book.health == "draining" and not book.in_flight:
@@ -224,33 +224,33 @@ class RouterBooks:
 
     def check_nobody_waits_in_vain(self, now: float) -> None:
         """Progress: whoever waits, first or last, waits because every endpoint that it may have is full."""
-        for story in self.waiting:
-            taking = self.taking(story, now)
-            assert not taking, f"{story.name} waits{'' if story.is_in_line else ' again'}, and {taking} could take it"
+        for entry in self.waiting:
+            taking = self.taking(entry, now)
+            assert not taking, f"{entry.name} waits{'' if entry.is_in_line else ' again'}, and {taking} could take it"
 
     def check_nobody_is_hopeless(self) -> None:
-        for story in self.waiting:
-            assert self._is_any_left(story), f"{story.name} waits, and no endpoint may ever take it"
+        for entry in self.waiting:
+            assert self._is_any_left(entry), f"{entry.name} waits, and no endpoint may ever take it"
 
-    def _check_nobody_failed_before(self, story: RoutedStory, book: EndpointBook) -> None:
+    def _check_nobody_failed_before(self, entry: ExpectedRequest, book: EndpointBook) -> None:
         """It is about to get the endpoint: nobody who waits again before it could have had it."""
         for other in self.waiting:
-            if other.failed_index is None or other.request.model != story.request.model or other is story:
+            if other.failed_index is None or other.request.model != entry.request.model or other is entry:
                 continue
-            if story.failed_index is not None and story.failed_index <= other.failed_index:
+            if entry.failed_index is not None and entry.failed_index <= other.failed_index:
                 continue
             is_fitting = book.id in self.taking(other, self.now)
-            assert not is_fitting, f"{other.name} waits again, and {story.name} gets {book.id} before it"
+            assert not is_fitting, f"{other.name} waits again, and {entry.name} gets {book.id} before it"
 
-    def _is_any_left(self, story: RoutedStory) -> bool:
-        return any(book.id not in story.tried for book in self.serving(story))
+    def _is_any_left(self, entry: ExpectedRequest) -> bool:
+        return any(book.id not in entry.tried for book in self.serving(entry))
 
-    def _is_tried_again(self, story: RoutedStory) -> bool:
-        if self.is_draining or story.request.pinned is not None or self.now >= story.deadline:
+    def _is_tried_again(self, entry: ExpectedRequest) -> bool:
+        if self.is_draining or entry.request.pinned is not None or self.now >= entry.deadline:
             return False
-        if len(story.tried) >= self.world.attempts_max:
+        if len(entry.tried) >= self.world.attempts_max:
             return False
-        if not any(book.health != "ejected" and book.id not in story.tried for book in self.serving(story)):
+        if not any(book.health != "ejected" and book.id not in entry.tried for book in self.serving(entry)):
             return False
         if self._tries_at is not None:
             more = (self.now - self._tries_at) * self.world.retries_per_second_min
@@ -261,9 +261,9 @@ class RouterBooks:
         self._tries -= 1
         return True
 
-    def _fairness_of(self, story: RoutedStory) -> Fairness:
-        return self._fairness.setdefault((story.request.model, story.stage, story.request.priority), Fairness())
+    def _fairness_of(self, entry: ExpectedRequest) -> Fairness:
+        return self._fairness.setdefault((entry.request.model, entry.stage, entry.request.priority), Fairness())
 
     def _is_handover_full(self, model: str) -> bool:
-        waiting = [story for story in self.waiting if story.stage is Stage.DECODE and story.request.model == model]
+        waiting = [entry for entry in self.waiting if entry.stage is Stage.DECODE and entry.request.model == model]
         return len(waiting) >= self.world.handover_waiting_max

@@ -35,17 +35,17 @@ from trioserve.simulation.router.history import (
     Token,
     Wait,
 )
-from trioserve.simulation.router.queue_rules import RoutedStory
+from trioserve.simulation.router.queue_rules import ExpectedRequest
 from trioserve.simulation.router.simulator import RouterSimulation
 
-__all__ = ["RouterAuthor"]
+__all__ = ["RouterGenerator"]
 
 BLOCKS = "abcdef"
 
 Value = TypeVar("Value")
 
 
-class RouterAuthor:
+class RouterGenerator:
     """One history's. Everything is drawn from `rng`, in the order of the calls."""
 
     def __init__(self, rng: Random) -> None:
@@ -122,23 +122,23 @@ class RouterAuthor:
 
     def _step(self, simulation: RouterSimulation) -> RouterEvent:
         """Somebody who has a lease gets on: to its endpoint, to its first token or a failure, to its end."""
-        busy = [story for story in simulation.books.live.values() if story.state != "waiting"]
+        busy = [entry for entry in simulation.books.live.values() if entry.state != "waiting"]
         if not busy:
             return self._wait(simulation)
-        story = self._one(busy)
-        if not story.is_sent:
-            return Send(name=story.name)
-        if story.stage is Stage.PREFILL and self._chance() >= self._fault_share:
-            return Compute(name=story.name, outcome=self._one((None, None, None, None, "not_held", "finished")))
-        if story.has_token:
-            return Leave(name=story.name) if self._chance() < 0.7 else Token(name=story.name)
-        return self._failure(story) if self._chance() < self._fault_share else Token(name=story.name)
+        entry = self._one(busy)
+        if not entry.is_sent:
+            return Send(name=entry.name)
+        if entry.stage is Stage.PREFILL and self._chance() >= self._fault_share:
+            return Compute(name=entry.name, outcome=self._one((None, None, None, None, "not_held", "finished")))
+        if entry.has_token:
+            return Leave(name=entry.name) if self._chance() < 0.7 else Token(name=entry.name)
+        return self._failure(entry) if self._chance() < self._fault_share else Token(name=entry.name)
 
-    def _failure(self, story: RoutedStory) -> Fail:
-        faults = ("unreachable", "busy", "broke") if story.stage is not Stage.DECODE else ("busy", "broke", "transfer")
+    def _failure(self, entry: ExpectedRequest) -> Fail:
+        faults = ("unreachable", "busy", "broke") if entry.stage is not Stage.DECODE else ("busy", "broke", "transfer")
         fault = self._one(faults)
         busy_seconds = self._one((0.1, 1.0, 5.0)) if fault == "busy" else 1.0
-        return Fail(name=story.name, fault=fault, busy_seconds=busy_seconds)  # type: ignore[arg-type]
+        return Fail(name=entry.name, fault=fault, busy_seconds=busy_seconds)  # type: ignore[arg-type]
 
     def _arrival(self, simulation: RouterSimulation) -> Arrive | None:
         if len(simulation.books.live) >= self._live_max:
@@ -169,7 +169,7 @@ class RouterAuthor:
         """Anybody, however far it is; sometimes one who has ended, or a failure or a token that comes too late."""
         if self._chance() < 0.85 and simulation.books.live:
             return Leave(name=self._one(list(simulation.books.live)))
-        known = list(simulation.stories)[-10:]
+        known = list(simulation.entries)[-10:]
         if not known:
             return None
         name = self._one(known)
@@ -209,7 +209,7 @@ class RouterAuthor:
         return Remove(id=id)
 
     def _lose(self, simulation: RouterSimulation) -> Lose | None:
-        held = [story.name for story in simulation.books.live.values() if story.stage is Stage.DECODE]
+        held = [entry.name for entry in simulation.books.live.values() if entry.stage is Stage.DECODE]
         return Lose(name=self._one(held)) if held else None
 
     def _crowd(self, simulation: RouterSimulation) -> Crowd:

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 
 from trioserve.contracts.endpoint import Stage
 from trioserve.simulation.router.endpoint_book import EndpointBook
-from trioserve.simulation.router.queue_rules import RoutedStory
+from trioserve.simulation.router.queue_rules import ExpectedRequest
 
 __all__ = ["check_place", "is_next_stage_there", "is_pair_there", "may_do"]
 
 
-def may_do(book: EndpointBook, story: RoutedStory) -> bool:
+def may_do(book: EndpointBook, entry: ExpectedRequest) -> bool:
     """Whether it is the endpoint's to do what is next of the request."""
-    return book.is_meant_for(story.stage) and not (story.stage is Stage.DECODE and book.id == story.prefilled_by)
+    return book.is_meant_for(entry.stage) and not (entry.stage is Stage.DECODE and book.id == entry.prefilled_by)
 
 
 def is_pair_there(serving: Iterable[EndpointBook], tried: Sequence[str] = ()) -> bool:
@@ -26,23 +26,23 @@ def is_pair_there(serving: Iterable[EndpointBook], tried: Sequence[str] = ()) ->
     )
 
 
-def is_next_stage_there(story: RoutedStory, serving: Iterable[EndpointBook]) -> bool:
+def is_next_stage_there(entry: ExpectedRequest, serving: Iterable[EndpointBook]) -> bool:
     """Whether a request that waits for a stage may go on so."""
-    if story.stage is Stage.PREFILL:
-        return is_pair_there(serving, story.tried)
-    return story.is_held and any(
-        book.is_given and book.id not in story.tried and may_do(book, story) for book in serving
+    if entry.stage is Stage.PREFILL:
+        return is_pair_there(serving, entry.tried)
+    return entry.is_held and any(
+        book.is_given and book.id not in entry.tried and may_do(book, entry) for book in serving
     )
 
 
-def check_place(story: RoutedStory, book: EndpointBook, taking: Iterable[EndpointBook]) -> None:
+def check_place(entry: ExpectedRequest, book: EndpointBook, taking: Iterable[EndpointBook]) -> None:
     """It is about to get the endpoint. taking: all that have to take it."""
-    assert may_do(book, story), f"{story.name} is to be {story.stage}, and gets {book.id}, which is for {book.role}"
-    if story.stage is not None:
+    assert may_do(book, entry), f"{entry.name} is to be {entry.stage}, and gets {book.id}, which is for {book.role}"
+    if entry.stage is not None:
         return
-    nearest = [other.id for other in taking if other.id == story.prefilled_by]
+    nearest = [other.id for other in taking if other.id == entry.prefilled_by]
     if nearest:
-        assert book.id in nearest, f"{story.name} has its prompt at {nearest[0]}, and gets {book.id}"
-    elif book.role == "prefill" and book.id != story.prefilled_by:
+        assert book.id in nearest, f"{entry.name} has its prompt at {nearest[0]}, and gets {book.id}"
+    elif book.role == "prefill" and book.id != entry.prefilled_by:
         beside = [other.id for other in taking if other.role != "prefill"]
-        assert not beside, f"{story.name} gets {book.id}, which is for prompts, and {beside} could take it"
+        assert not beside, f"{entry.name} gets {book.id}, which is for prompts, and {beside} could take it"

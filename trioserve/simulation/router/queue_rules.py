@@ -19,10 +19,10 @@ from trioserve.contracts.endpoint import PairOutcome, RoutedRequest, Stage
 from trioserve.router.ticket import Ticket
 from trioserve.router.waiting_queue import SEQUENCE_COST_TOKENS
 
-__all__ = ["Fairness", "RoutedStory", "check_turn"]
+__all__ = ["Fairness", "ExpectedRequest", "check_turn"]
 
 
-class RoutedStory:
+class ExpectedRequest:
     """One request of a simulated router, as it was asked and told. state: by the names of TicketState. failed_index: of
     the failure, or the end of its prompt, after which it waits again; None while it waits for the first time. deadline:
     the end of its wait, its own or wait_ends_at, which is the router's. line_index: in the order of joining a line.
@@ -76,7 +76,7 @@ class RoutedStory:
             return "leased, not sent"
         return "after the first token" if self.has_token else "before the first token"
 
-    def is_beside(self, other: RoutedStory) -> bool:
+    def is_beside(self, other: ExpectedRequest) -> bool:
         return self.request.model == other.request.model and self.stage is other.stage and self is not other
 
 
@@ -90,17 +90,17 @@ class Fairness:
         # and the least that this ever was.
         self._ahead: dict[str, dict[str, tuple[int, int]]] = {}
 
-    def join(self, story: RoutedStory) -> None:
-        tenant = story.request.tenant
-        self._cost_max[tenant] = max(self._cost_max.get(tenant, 0), story.cost)
+    def join(self, entry: ExpectedRequest) -> None:
+        tenant = entry.request.tenant
+        self._cost_max[tenant] = max(self._cost_max.get(tenant, 0), entry.cost)
         if tenant not in self._waiting:
             self._waiting[tenant] = 0
             self._ahead[tenant] = {}
         self._waiting[tenant] += 1
 
-    def serve(self, story: RoutedStory) -> None:
+    def serve(self, entry: ExpectedRequest) -> None:
         """Called before it leaves the line."""
-        tenant, cost = story.request.tenant, story.cost
+        tenant, cost = entry.request.tenant, entry.cost
         for waiting, others in self._ahead.items():
             if waiting == tenant:
                 continue
@@ -115,20 +115,20 @@ class Fairness:
             ahead, least = mine.get(other, (0, 0))
             mine[other] = (ahead - cost, min(least, ahead - cost))
 
-    def leave(self, story: RoutedStory) -> None:
-        tenant = story.request.tenant
+    def leave(self, entry: ExpectedRequest) -> None:
+        tenant = entry.request.tenant
         self._waiting[tenant] -= 1
         if not self._waiting[tenant]:
             del self._waiting[tenant], self._ahead[tenant]
 
 
-def check_turn(story: RoutedStory, live: Iterable[RoutedStory]) -> None:
+def check_turn(entry: ExpectedRequest, live: Iterable[ExpectedRequest]) -> None:
     """It gets a lease out of the line: those before it have to be out of it."""
     for other in live:
-        if other.is_in_line and other.is_beside(story):
-            mine, theirs = story.request, other.request
-            assert theirs.priority >= mine.priority, f"{story.name} overtakes {other.name}, whose priority is better"
+        if other.is_in_line and other.is_beside(entry):
+            mine, theirs = entry.request, other.request
+            assert theirs.priority >= mine.priority, f"{entry.name} overtakes {other.name}, whose priority is better"
             is_peer = (theirs.priority, theirs.tenant) == (mine.priority, mine.tenant)
-            assert not is_peer or other.line_index > story.line_index, (
-                f"{story.name} overtakes {other.name}, which came before"
+            assert not is_peer or other.line_index > entry.line_index, (
+                f"{entry.name} overtakes {other.name}, which came before"
             )

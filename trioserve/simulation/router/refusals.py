@@ -4,76 +4,76 @@ from __future__ import annotations
 
 from trioserve.contracts.errors import Draining, NoEndpoint, Overloaded, QueueWaitOver, TrioserveError
 from trioserve.simulation.router.books import RouterBooks
-from trioserve.simulation.router.queue_rules import RoutedStory
+from trioserve.simulation.router.queue_rules import ExpectedRequest
 
 __all__ = ["check_refused_at_the_door", "check_refused_in_line", "check_taken_into_line"]
 
 RETRY_SECONDS_MAX = 60.0
 
 
-def check_refused_at_the_door(books: RouterBooks, story: RoutedStory, refusal: Overloaded) -> None:
+def check_refused_at_the_door(books: RouterBooks, entry: ExpectedRequest, refusal: Overloaded) -> None:
     """`enter` raised this."""
-    name, reason = story.name, refusal.reason
+    name, reason = entry.name, refusal.reason
     _check_retry_after(refusal)
-    serving = books.serving(story)
+    serving = books.serving(entry)
     if isinstance(refusal, Draining) or books.is_draining:
         assert isinstance(refusal, Draining), f"{name} is told {reason} by a router that leaves"
         assert books.is_draining, f"{name} is told that the router leaves"
         return
     if reason == "no_endpoint":
         usable = [book.id for book in serving if book.health != "ejected"]
-        is_starting = story.request.pinned is not None and serving and not serving[0].is_given
+        is_starting = entry.request.pinned is not None and serving and not serving[0].is_given
         assert not usable or is_starting, f"{name} is told that there is no endpoint, and there are {usable}"
         return
-    if story.request.pinned is not None:
+    if entry.request.pinned is not None:
         assert reason == "pinned_endpoint_overloaded", f"{name} is pinned, and told {reason}"
-        assert serving, f"{name} is told that {story.request.pinned} is full, which does not serve it"
+        assert serving, f"{name} is told that {entry.request.pinned} is full, which does not serve it"
         assert serving[0].is_given, f"{name} is told that {serving[0].id} is full, which is {serving[0].health}"
     else:
         assert reason == "queue_full", f"{name} is told {reason}"
-        assert books.is_line_full(story), f"{name} is told that the line is full"
-        most = [other for other in books.waiting if books.is_most_in_line(other, story)]
-        is_room_made = bool(most) and all(books.makes_room(other, story) for other in most)
+        assert books.is_line_full(entry), f"{name} is told that the line is full"
+        most = [other for other in books.waiting if books.is_most_in_line(other, entry)]
+        is_room_made = bool(most) and all(books.makes_room(other, entry) for other in most)
         assert not is_room_made, f"{name} is refused, and {most[0].name} would have to make room"
-    taking = books.taking(story, books.now)
+    taking = books.taking(entry, books.now)
     assert not taking, f"{name} is refused, and {taking} could take it"
 
 
-def check_taken_into_line(books: RouterBooks, story: RoutedStory, *, is_served: bool) -> None:
+def check_taken_into_line(books: RouterBooks, entry: ExpectedRequest, *, is_served: bool) -> None:
     """`enter` took it into the line. is_served: it is out of it already."""
-    assert is_served or not books.is_line_full(story), f"{story.name} is in a line that was full"
-    usable = [book for book in books.serving(story) if book.health != "ejected"]
-    assert usable, f"{story.name} waits, and no endpoint may ever take it"
+    assert is_served or not books.is_line_full(entry), f"{entry.name} is in a line that was full"
+    usable = [book for book in books.serving(entry) if book.health != "ejected"]
+    assert usable, f"{entry.name} waits, and no endpoint may ever take it"
 
 
-def check_refused_in_line(books: RouterBooks, story: RoutedStory, refusal: TrioserveError | None) -> None:
+def check_refused_in_line(books: RouterBooks, entry: ExpectedRequest, refusal: TrioserveError | None) -> None:
     """It was in line, or had a lease and was not sent, and was told this."""
-    name = story.name
+    name = entry.name
     assert refusal is not None, f"{name} has ended, and nobody says why"
     if isinstance(refusal, Draining):
         assert books.is_draining, f"{name} is told that the router leaves"
-        assert not story.is_sent, f"{name} is at its endpoint, and refused"
-        assert story.prefilled_by is None, f"{name} has its prompt computed, and is refused"
+        assert not entry.is_sent, f"{name} is at its endpoint, and refused"
+        assert entry.prefilled_by is None, f"{name} has its prompt computed, and is refused"
         return
-    assert story.state == "waiting", f"{name} is {story.state}, and refused"
+    assert entry.state == "waiting", f"{name} is {entry.state}, and refused"
     if isinstance(refusal, QueueWaitOver):
-        assert story.own_deadline <= books.now, f"{name} is told that its time is over"
+        assert entry.own_deadline <= books.now, f"{name} is told that its time is over"
         return
     assert isinstance(refusal, Overloaded), f"{name} is refused with {refusal!r}"
     _check_retry_after(refusal)
     if isinstance(refusal, NoEndpoint):
-        left = [book.id for book in books.serving(story) if book.id not in story.tried]
+        left = [book.id for book in books.serving(entry) if book.id not in entry.tried]
         assert not left, f"{name} is told that there is no endpoint, and there are {left}"
         return
     if refusal.reason == "queue_full":
         entering = books.entering
         assert entering is not None, f"{name} has to make room, and nobody comes"
         assert books.is_line_full(entering), f"{name} has to make room in a line that has some"
-        assert books.is_most_in_line(story, entering), f"{name} has to make room for {entering.name}"
-        assert books.makes_room(story, entering), f"{entering.name} finds no room where {name} has left"
+        assert books.is_most_in_line(entry, entering), f"{name} has to make room for {entering.name}"
+        assert books.makes_room(entry, entering), f"{entering.name} finds no room where {name} has left"
         return
     assert refusal.reason == "queue_wait_over", f"{name} is told {refusal.reason}"
-    assert story.wait_ends_at <= books.now, f"{name} is told that it waited too long"
+    assert entry.wait_ends_at <= books.now, f"{name} is told that it waited too long"
 
 
 def _check_retry_after(refusal: Overloaded) -> None:
