@@ -315,7 +315,7 @@ def _model_settings(config: Config) -> ModelSettings:
         cpu_kernels=config.cpu_kernels,
         gpu_kernels=config.gpu_kernels,
         quantization=config.quantization,
-        running_requests_max=config.max_num_seqs,
+        max_num_seqs=config.max_num_seqs,
         context_tokens_max=config.max_model_len,
         enforce_eager=config.enforce_eager,
     )
@@ -338,7 +338,7 @@ def _core_settings(
         block_count=runner.block_count,
         block_size=runner.block_size,
         context_tokens_max=context_tokens_max,
-        running_requests_max=config.max_num_seqs,
+        max_num_seqs=config.max_num_seqs,
         step_tokens_max=config.max_num_batched_tokens,
         enable_prefix_caching=config.enable_prefix_caching,
         overlap_steps=config.overlap_steps,

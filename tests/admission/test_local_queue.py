@@ -21,7 +21,7 @@ def shown(fake: FakeEngine, name: str) -> float:
 
 
 async def test_a_burst_of_one_tenant_does_not_keep_another_waiting(autojump_clock):
-    async with open_fake_engine(running_requests_max=1, waiting_requests_max=20, step_seconds=0.01) as fake:
+    async with open_fake_engine(max_num_seqs=1, waiting_requests_max=20, step_seconds=0.01) as fake:
         ended: list[str] = []
 
         async def ask(tenant: str) -> None:
@@ -41,7 +41,7 @@ async def test_a_burst_of_one_tenant_does_not_keep_another_waiting(autojump_cloc
 
 
 async def test_prompt_tokens_in_line_are_bounded_before_they_are_counted_exactly(autojump_clock):
-    async with open_fake_engine(running_requests_max=1, waiting_requests_max=2, waiting_prompt_tokens_max=20) as fake:
+    async with open_fake_engine(max_num_seqs=1, waiting_requests_max=2, waiting_prompt_tokens_max=20) as fake:
 
         async def ask(prompt: list[int]) -> None:
             async with fake.generate(prompt) as response:
@@ -63,7 +63,7 @@ async def test_prompt_tokens_in_line_are_bounded_before_they_are_counted_exactly
 
 async def test_nobody_waits_longer_than_the_line_allows(autojump_clock, caplog):
     caplog.set_level("INFO", logger="trioserve.runtime")
-    async with open_memory_server(running_requests_max=1, waiting_requests_max=1, waiting_seconds_max=5.0) as server:
+    async with open_memory_server(max_num_seqs=1, waiting_requests_max=1, waiting_seconds_max=5.0) as server:
         server.engine.steps.hold()
         async with server.engine.generate("in the way"):
             client = server.client()
@@ -79,7 +79,7 @@ async def test_nobody_waits_longer_than_the_line_allows(autojump_clock, caplog):
 
 async def test_a_lease_goes_on_together_with_the_blocks(autojump_clock):
     """The client has left, and the step still reads its blocks: nobody else is let in for it."""
-    async with open_fake_engine(running_requests_max=1, waiting_requests_max=1) as fake:
+    async with open_fake_engine(max_num_seqs=1, waiting_requests_max=1) as fake:
         fake.steps.hold()
         async with trio.open_nursery() as nursery:
             async with fake.generate("first"):
@@ -96,7 +96,7 @@ async def test_a_lease_goes_on_together_with_the_blocks(autojump_clock):
 
 
 async def test_the_tenant_is_a_header(autojump_clock):
-    async with open_memory_server(running_requests_max=1, waiting_requests_max=20) as server:
+    async with open_memory_server(max_num_seqs=1, waiting_requests_max=20) as server:
         tenants: list[str] = []
         begin = server.engine.dispatch.begin
 

@@ -63,7 +63,7 @@ async def ask(server: MemoryServer, method: str, path: str, body: object = None,
 async def test_time_that_ran_out_in_the_line_is_a_504(stream, fields, headers, reason, seconds, autojump_clock):
     """S35."""
     async with (
-        open_memory_server(step_seconds=0.1, running_requests_max=1) as server,
+        open_memory_server(step_seconds=0.1, max_num_seqs=1) as server,
         server.engine.generate("in the way") as _,
     ):
         await trio.sleep(0.25)

@@ -106,7 +106,7 @@ async def test_a_burst_beyond_the_line_is_refused_with_a_hint(
     make_api: Any, autojump_clock: trio.testing.MockClock
 ) -> None:
     """S42. The prompts of one request wait for each other; that is no burst."""
-    async with opened(make_api, running_requests_max=2, waiting_requests_max=1) as (api, fake):
+    async with opened(make_api, max_num_seqs=2, waiting_requests_max=1) as (api, fake):
         assert (await api.complete(prompt=["a", "b", "c", "d"])).status == 200
         fake.steps.hold()
         async with trio.open_nursery() as nursery:

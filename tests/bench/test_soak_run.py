@@ -18,7 +18,7 @@ from trioserve.bench.soak.settings import SoakSettings
 from trioserve.testing.invariants import check_idle
 from trioserve.testing.memory_server import open_memory_server
 
-ENGINE = {"running_requests_max": 4, "waiting_requests_max": 64, "step_tokens_max": 16, "step_seconds": 0.01}
+ENGINE = {"max_num_seqs": 4, "waiting_requests_max": 64, "step_tokens_max": 16, "step_seconds": 0.01}
 
 
 def settings(**changes) -> SoakSettings:

@@ -106,7 +106,7 @@ async def test_before_the_body_is_complete(leaver, http1_client, autojump_clock)
 async def test_in_the_line(leaver, stream, http1_client, autojump_clock):
     """S28, S32, S37: whole responses like streamed ones."""
     new_client, way = leaver
-    async with scene(http1_client, running_requests_max=1) as here:
+    async with scene(http1_client, max_num_seqs=1) as here:
         queries_before = here.core.stats().prefix_query_tokens_total
         client = new_client(here.server)
         await client.ask(body(LONG_PROMPT, stream=stream))

@@ -124,7 +124,7 @@ class History:
                 block_count=blocks,
                 block_size=SIZE,
                 context_tokens_max=blocks * SIZE,
-                running_requests_max=3,
+                max_num_seqs=3,
                 step_tokens_max=12,
                 hold_seconds_max=3.0,
                 remote_kv_seconds_max=3.0,

@@ -35,7 +35,7 @@ def request(name: str, prompt_count: int = 9) -> EngineRequest:
 def history(connector: KVConnector | None) -> tuple[list[object], EngineCore]:
     """Plans and events of four requests in a small pool, one of which is aborted."""
     core = EngineCore(
-        CoreSettings(block_count=8, block_size=2, context_tokens_max=16, running_requests_max=2, step_tokens_max=8),
+        CoreSettings(block_count=8, block_size=2, context_tokens_max=16, max_num_seqs=2, step_tokens_max=8),
         connector=connector,
     )
     executor = FakeExecutor(block_count=8, block_size=2)

@@ -192,7 +192,7 @@ class Driver:
 
 
 def make_driver(*, model: FakeModel | None = None, connected: bool = False, **settings: object) -> Driver:
-    defaults = {"block_count": 64, "block_size": 4, "running_requests_max": 4, "step_tokens_max": 8}
+    defaults = {"block_count": 64, "block_size": 4, "max_num_seqs": 4, "step_tokens_max": 8}
     merged = {**defaults, **settings}
     merged.setdefault("context_tokens_max", merged["block_count"] * merged["block_size"])
     executor = FakeExecutor(block_count=merged["block_count"], block_size=merged["block_size"], model=model)

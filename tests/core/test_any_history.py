@@ -124,7 +124,7 @@ class CoreHistory(RuleBasedStateMachine):
                 block_count=block_count,
                 block_size=block_size,
                 context_tokens_max=block_count * block_size,
-                running_requests_max=seats,
+                max_num_seqs=seats,
                 step_tokens_max=seats + more_step_tokens,
                 enable_prefix_caching=caching,
                 hold_seconds_max=HOLD_SECONDS_MAX,

@@ -28,7 +28,7 @@ def test_everybody_gets_its_response(drive, caching, crowd, block_count, seats, 
     driver = drive(
         block_count=block_count,
         block_size=BLOCK_SIZE,
-        running_requests_max=seats,
+        max_num_seqs=seats,
         step_tokens_max=seats + more_step_tokens,
         enable_prefix_caching=caching,
     )

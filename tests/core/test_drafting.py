@@ -227,7 +227,7 @@ def test_nothing_is_guessed_beyond_the_last_token(drive, output_tokens_max):
 
 
 def test_nobody_guesses_while_somebody_waits(drive):
-    driver = drive(model=repeating(2), draft_tokens_max=8, step_tokens_max=64, running_requests_max=1)
+    driver = drive(model=repeating(2), draft_tokens_max=8, step_tokens_max=64, max_num_seqs=1)
     driver.add("a", (1, 2) * 4, 12)
     driver.step()
     driver.add("b", (3, 4) * 4, 12)
@@ -313,7 +313,7 @@ def test_only_right_guesses_are_found_by_others(drive):
 
 def test_a_request_that_lost_its_blocks_guesses_again(drive):
     driver = drive(
-        model=repeating(2), draft_tokens_max=4, step_tokens_max=64, block_count=10, block_size=2, running_requests_max=2
+        model=repeating(2), draft_tokens_max=4, step_tokens_max=64, block_count=10, block_size=2, max_num_seqs=2
     )
     driver.add("a", (1, 2) * 2, 16)
     driver.add("b", (3, 4) * 2, 16)

@@ -183,7 +183,7 @@ def test_abort_while_the_step_runs_holds_the_blocks_until_the_update(drive, prom
 
 
 def test_abort_while_a_step_runs_that_does_not_compute_the_request_ends_it_at_once(drive):
-    driver = drive(step_tokens_max=4, running_requests_max=2)
+    driver = drive(step_tokens_max=4, max_num_seqs=2)
     driver.add("a", range(4), 5)
     driver.step()
     driver.add("b", range(90, 99), 5)
@@ -407,7 +407,7 @@ def test_prompt_logprobs_come_once_though_the_prompt_is_computed_twice(check, sc
 
 
 def test_the_snapshot_counts(drive):
-    driver = drive(running_requests_max=2)
+    driver = drive(max_num_seqs=2)
     for name in "abc":
         driver.add(name, [ord(name)] * 5, 4)
     driver.step()

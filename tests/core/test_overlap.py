@@ -189,7 +189,7 @@ def test_a_step_of_nothing_but_surplus_is_abandoned(steps):
 
 
 def test_a_seat_is_free_as_soon_as_its_request_has_ended(steps):
-    steps = steps(model=STOPS_AT_ONCE, running_requests_max=1)
+    steps = steps(model=STOPS_AT_ONCE, max_num_seqs=1)
     steps.driver.add("a", range(1, 4), 9, stop_token_ids=frozenset({0}))
     steps.driver.add("b", range(4, 8), 1)
     first, second = steps.begin(), steps.ahead()
@@ -316,7 +316,7 @@ def test_the_connector_hears_of_an_end_when_the_last_step_has_read_the_blocks_an
 
 
 def test_every_response_is_the_one_without_overlap(steps):
-    steps = steps(block_count=12, block_size=2, running_requests_max=3, step_tokens_max=6)
+    steps = steps(block_count=12, block_size=2, max_num_seqs=3, step_tokens_max=6)
     for index in range(9):
         prompt = (*range(index % 3 + 1), index, *range(index % 4))
         steps.driver.add(f"{index}", prompt, index % 5 + 1, stop_token_ids=frozenset(range(0, 256, 5)))

@@ -72,7 +72,7 @@ def test_the_rest_of_a_loaded_prompt_has_its_blocks_already(check):
 
 
 def test_a_loading_request_has_its_blocks_and_no_seat(drive):
-    driver = drive(connected=True, running_requests_max=1)
+    driver = drive(connected=True, max_num_seqs=1)
     driver.remote = {"a": 8}
     driver.add("a", range(12))
     driver.add("b", range(20, 24), 2)
@@ -88,7 +88,7 @@ def test_a_loading_request_has_its_blocks_and_no_seat(drive):
 
 
 def test_one_that_would_load_waits_aside_while_as_many_load_as_may(drive):
-    driver = drive(connected=True, running_requests_max=1)
+    driver = drive(connected=True, max_num_seqs=1)
     driver.add("p", range(100, 105))  # a part of b's prompt, that it finds in the cache
     driver.run()
     driver.connector.calls.clear()
@@ -123,7 +123,7 @@ def test_one_whose_load_failed_is_looked_at_afresh(drive):
 
 
 def test_no_more_requests_load_at_a_time_than_can_run(drive):
-    driver = drive(connected=True, running_requests_max=2)
+    driver = drive(connected=True, max_num_seqs=2)
     for index, name in enumerate("abcd"):
         driver.remote[name] = 8
         driver.add(name, range(100 * index, 100 * index + 12))
@@ -255,7 +255,7 @@ def test_an_abort_before_its_load_began_tells_the_connector(drive):
 def test_a_request_that_is_not_decoded_after_all_leaves_nothing_where_it_was_prefilled(drive, moment):
     """S07, S10: two cores, and this test is the wire between their connectors. The one that prefilled holds the blocks;
     the one that was to decode ends the request, and both are told at once."""
-    prefills, decodes = drive(connected=True), drive(connected=True, running_requests_max=1)
+    prefills, decodes = drive(connected=True), drive(connected=True, max_num_seqs=1)
     prefills.holds = {"a"}
     prefills.add("a", range(12))
     for _ in range(2):
@@ -288,7 +288,7 @@ def test_a_request_that_is_not_decoded_after_all_leaves_nothing_where_it_was_pre
 
 
 def test_an_abort_after_its_kv_came_and_before_its_seat_gives_everything_back(drive):
-    driver = loading(drive, running_requests_max=1)
+    driver = loading(drive, max_num_seqs=1)
     driver.add("b", range(50, 54), 9)
     driver.step()
     driver.report(driver.connector.loaded(RequestId("a")))
@@ -424,7 +424,7 @@ def test_a_call_that_raises_is_counted_and_everything_comes_back(drive, call):
 )
 def test_no_wait_is_endless(change, message):
     with pytest.raises(StartupError, match=message):
-        CoreSettings(block_count=4, context_tokens_max=64, running_requests_max=2, **change)
+        CoreSettings(block_count=4, context_tokens_max=64, max_num_seqs=2, **change)
 
 
 @pytest.mark.parametrize("report", [None, "x", Loaded(RequestId("a"), None), Loaded(RequestId("a"), 3.5)])

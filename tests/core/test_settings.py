@@ -11,7 +11,7 @@ GOOD = {
     "block_count": 4,
     "block_size": 16,
     "context_tokens_max": 64,
-    "running_requests_max": 2,
+    "max_num_seqs": 2,
     "step_tokens_max": 2,
 }
 

@@ -64,7 +64,7 @@ class Crowd:
 
     def __init__(self, *, running: int = 4, queued: int, prompt_count: int = 20) -> None:
         self.core = EngineCore(
-            CoreSettings(block_count=4096, context_tokens_max=4096, running_requests_max=running, step_tokens_max=4096)
+            CoreSettings(block_count=4096, context_tokens_max=4096, max_num_seqs=running, step_tokens_max=4096)
         )
         self.running = [self.add(prompt_count) for _ in range(running)]
         self.step()
@@ -186,7 +186,7 @@ def test_a_step_of_a_long_prompt_costs_its_chunk_though_somebody_waits():
 
 @pytest.mark.parametrize("cached_count", [160, 9_600])
 def test_a_head_that_does_not_fit_is_not_looked_up_again_at_every_step(cached_count):
-    settings = CoreSettings(block_count=1100, context_tokens_max=17_600, step_tokens_max=17_600, running_requests_max=8)
+    settings = CoreSettings(block_count=1100, context_tokens_max=17_600, step_tokens_max=17_600, max_num_seqs=8)
     crowd = Crowd.around(EngineCore(settings))
     first = crowd.add(cached_count, number=1)
     crowd.step()

@@ -62,7 +62,7 @@ class ServerThread(threading.Thread):
         self._token = trio.lowlevel.current_trio_token()
         self._is_told_to_stop = trio.Event()
         listeners = await open_listeners("127.0.0.1", 0)
-        async with open_fake_engine(running_requests_max=32, waiting_requests_max=256, block_count=1024) as fake:
+        async with open_fake_engine(max_num_seqs=32, waiting_requests_max=256, block_count=1024) as fake:
             # Bodies that are announced and never come must not take half a minute each.
             server = FrontendServer(App(fake), limits=FrontendLimits(body_wait_seconds_max=5))
             async with trio.open_nursery() as nursery:

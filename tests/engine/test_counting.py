@@ -83,7 +83,7 @@ async def test_an_abort_during_a_step_and_the_leaving_after_it_are_one_abort(aut
 
 
 async def test_an_abort_between_two_steps_is_free_after_none_of_them(autojump_clock):
-    async with open_fake_engine(running_requests_max=1) as fake:
+    async with open_fake_engine(max_num_seqs=1) as fake:
         fake.steps.hold()
         async with fake.generate("running"), fake.generate("queued", request_id="mine"):
             await fake.steps.entered()
@@ -171,7 +171,7 @@ async def test_a_prompt_alone_counts_as_finished_by_length(autojump_clock):
 
 
 async def test_draining_counts_each_refusal(autojump_clock):
-    async with open_fake_engine(step_seconds=0.01, running_requests_max=1) as fake:
+    async with open_fake_engine(step_seconds=0.01, max_num_seqs=1) as fake:
         async with (
             fake.generate("runs", SamplingParams(max_tokens=5)) as running,
             fake.generate("waits"),
@@ -216,7 +216,7 @@ def test_how_long_to_wait_follows_from_how_fast_requests_ended():
 
 
 async def test_time_in_which_nothing_ran_does_not_make_the_wait_longer(autojump_clock):
-    async with open_fake_engine(step_seconds=0.01, running_requests_max=1, waiting_requests_max=0) as fake:
+    async with open_fake_engine(step_seconds=0.01, max_num_seqs=1, waiting_requests_max=0) as fake:
         for _ in range(3):
             await ask(fake, "prompt", max_tokens=2)
         await trio.sleep(3600)

@@ -32,7 +32,7 @@ async def end_of(stream) -> tuple[object, object, float]:
 )
 async def test_who_waits_in_line_ends_at_any_deadline_and_never_runs(deadlines, reason, autojump_clock):
     """S35, S37."""
-    async with open_fake_engine(step_seconds=0.1, running_requests_max=1) as fake:
+    async with open_fake_engine(step_seconds=0.1, max_num_seqs=1) as fake:
         async with (
             fake.generate("runs", LONG),
             fake.generate("waits", LONG, deadlines=deadlines) as waiting,
@@ -85,7 +85,7 @@ async def test_a_deadline_while_a_forward_pass_runs_frees_the_blocks_right_after
 
 
 async def test_several_choices_share_a_queue_timeout_until_the_last_of_them_runs(autojump_clock):
-    async with open_fake_engine(step_seconds=0.1, running_requests_max=2) as fake:
+    async with open_fake_engine(step_seconds=0.1, max_num_seqs=2) as fake:
         sampling = SamplingParams(n=3, max_tokens=100)
         async with fake.generate("prompt", sampling, deadlines=Deadlines(queue_timeout=1)) as stream:
             reasons = [delta.finish_reason async for delta in stream if delta.finish_reason]
@@ -108,7 +108,7 @@ def test_a_deadline_out_of_range_is_refused_by_name(field, value):
 
 
 async def test_live_requests_are_seen_by_their_owner_and_by_those_who_see_all(autojump_clock):
-    async with open_fake_engine(step_seconds=0.1, running_requests_max=1) as fake:
+    async with open_fake_engine(step_seconds=0.1, max_num_seqs=1) as fake:
         async with (
             fake.generate("mine", LONG, request_id="a", owner="me", priority=-3),
             fake.generate("yours", SamplingParams(n=2, max_tokens=5), request_id="b", owner="you"),

@@ -87,7 +87,7 @@ async def test_last_words_get_a_bounded_time(autojump_clock):
 
 
 async def test_drain_refuses_new_and_queued_requests_and_lets_running_ones_finish(autojump_clock):
-    async with open_fake_engine(step_seconds=0.01, running_requests_max=1) as fake:
+    async with open_fake_engine(step_seconds=0.01, max_num_seqs=1) as fake:
         async with (
             fake.generate("runs", SamplingParams(max_tokens=10)) as running,
             fake.generate("waits", SamplingParams(max_tokens=10)) as queued,

@@ -147,7 +147,7 @@ async def test_a_hold_that_is_kept_outlives_the_scope_and_is_found_by_its_id(aut
 
 async def test_a_held_request_has_no_place_and_no_lease(autojump_clock):
     async with (
-        engine_with_connector(running_requests_max=1, waiting_requests_max=0) as fake,
+        engine_with_connector(max_num_seqs=1, waiting_requests_max=0) as fake,
         fake.generate(PROMPT, ONE, kv_transfer=HOLD) as held,
     ):
         assert [delta async for delta in held]

@@ -103,7 +103,7 @@ def test_whatever_happens_everything_is_back(seed):
             overlap_steps=overlap_steps,
             step_seconds=0.01,
             block_count=40,
-            running_requests_max=4,
+            max_num_seqs=4,
             waiting_requests_max=6,
             hold_seconds_max=HOLD_SECONDS,
             remote_kv_seconds_max=LOAD_SECONDS,

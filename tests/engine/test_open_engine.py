@@ -229,7 +229,7 @@ async def test_an_idle_engine_claims_memory_until_nothing_is_left(runner_class):
 
 async def test_steps_are_prepared_for_what_may_run(runner_class):
     async with assemble.open_engine("m", max_num_seqs=5, max_model_len=40):
-        assert runner_class.settings.running_requests_max == 5
+        assert runner_class.settings.max_num_seqs == 5
         assert runner_class.settings.context_tokens_max == 40
         assert not runner_class.settings.enforce_eager
     async with assemble.open_engine("m", enforce_eager=True):

@@ -285,7 +285,7 @@ async def test_the_thread_computes_nothing_behind_a_step_that_raised():
 
 
 async def test_draining_lets_those_that_run_finish(autojump_clock):
-    async with open_fake_engine(overlap_steps=True, step_seconds=1, running_requests_max=1) as fake:
+    async with open_fake_engine(overlap_steps=True, step_seconds=1, max_num_seqs=1) as fake:
         ends: dict[str, object] = {}
 
         async def ask(prompt: str) -> None:

@@ -290,9 +290,7 @@ def test_ctrl_c_in_the_body_ends_everything():
 async def test_prompts_that_are_being_prepared_have_their_places():
     """S14."""
     async with (
-        open_fake_engine(
-            running_requests_max=1, waiting_requests_max=2, context_tokens_max=512, block_count=128
-        ) as fake,
+        open_fake_engine(max_num_seqs=1, waiting_requests_max=2, context_tokens_max=512, block_count=128) as fake,
         trio.open_nursery() as nursery,
     ):
         held = HeldTokenizing(fake)
@@ -313,7 +311,7 @@ async def test_prompts_that_are_being_prepared_have_their_places():
 
 
 async def test_draining_lets_a_request_go_on_of_which_one_choice_runs(autojump_clock):
-    async with open_fake_engine(step_seconds=0.01, running_requests_max=1) as fake:
+    async with open_fake_engine(step_seconds=0.01, max_num_seqs=1) as fake:
         async with fake.generate("prompt", SamplingParams(n=2, max_tokens=5)) as stream:
             await trio.sleep(0.015)
             assert fake.core.stats().waiting_count == 1

@@ -113,7 +113,7 @@ async def test_leaving_while_a_forward_pass_runs_frees_the_blocks_right_after_it
 
 async def test_leaving_the_line_frees_the_place_at_once_and_never_runs(autojump_clock):
     """S32."""
-    async with open_fake_engine(running_requests_max=1) as fake:
+    async with open_fake_engine(max_num_seqs=1) as fake:
         fake.steps.hold()
         async with fake.generate(PROMPT, SamplingParams(max_tokens=5)) as first:
             await fake.steps.entered()
@@ -279,7 +279,7 @@ async def test_without_max_tokens_the_response_ends_where_the_context_does(autoj
 async def test_the_one_with_the_lower_priority_number_goes_first(autojump_clock):
     order = []
     async with (
-        open_fake_engine(step_seconds=0.01, running_requests_max=1) as fake,
+        open_fake_engine(step_seconds=0.01, max_num_seqs=1) as fake,
         fake.generate(PROMPT, SamplingParams(max_tokens=3)),
         trio.open_nursery() as nursery,
     ):
@@ -321,7 +321,7 @@ async def test_end_tokens_end_the_response_unless_they_are_to_be_ignored(autojum
 
 async def test_a_full_line_refuses_before_it_tokenizes(autojump_clock, monkeypatch):
     """S14."""
-    async with open_fake_engine(running_requests_max=1, waiting_requests_max=2) as fake:
+    async with open_fake_engine(max_num_seqs=1, waiting_requests_max=2) as fake:
         fake.steps.hold()
         async with fake.generate(PROMPT), fake.generate(PROMPT), trio.open_nursery() as nursery:
             nursery.start_soon(response_of, fake)

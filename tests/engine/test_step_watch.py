@@ -182,7 +182,7 @@ async def test_new_requests_are_refused_while_a_step_is_too_old(autojump_clock):
 
 
 async def test_who_came_before_the_step_was_too_old_keeps_its_place(autojump_clock):
-    async with open_fake_engine(running_requests_max=1, paused=True) as fake, trio.open_nursery() as nursery:
+    async with open_fake_engine(max_num_seqs=1, paused=True) as fake, trio.open_nursery() as nursery:
         reasons = []
 
         async def read() -> None:
@@ -284,7 +284,7 @@ async def test_who_gets_a_lease_while_a_step_is_too_old_goes_on_as_well(autojump
         async with fake.generate("prompt", two, request_id=request_id) as stream:
             reasons.extend([delta.finish_reason async for delta in stream][-1:])
 
-    async with open_fake_engine(running_requests_max=1, paused=True) as fake, trio.open_nursery() as nursery:
+    async with open_fake_engine(max_num_seqs=1, paused=True) as fake, trio.open_nursery() as nursery:
         for number in range(8):
             nursery.start_soon(read, str(number))
         async with fake.held_step():

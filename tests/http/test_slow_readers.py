@@ -35,7 +35,7 @@ async def opened(**limits: float) -> AsyncIterator[MemoryServer]:
         **{"stream_buffer_bytes_max": BUFFER_BYTES, "stall_seconds_max": STALL_SECONDS, **limits}
     )
     async with open_memory_server(
-        limits=the_limits, step_seconds=STEP_SECONDS, context_tokens_max=512, block_count=1024, running_requests_max=16
+        limits=the_limits, step_seconds=STEP_SECONDS, context_tokens_max=512, block_count=1024, max_num_seqs=16
     ) as server:
         yield server
         await server.hang_up()

@@ -31,7 +31,7 @@ def load_runner(
     cpu_kernels: str = "auto",
     threads: int | None = None,
     quantization: str = "none",
-    running_requests_max: int = 64,
+    max_num_seqs: int = 64,
     enforce_eager: bool = False,
 ) -> ModelRunner:
     """A runner with its KV cache. Every slot holds NaN at first, so that whoever reads an unwritten one shows it."""
@@ -43,7 +43,7 @@ def load_runner(
         cpu_kernels=cpu_kernels,
         threads=threads,
         quantization=quantization,
-        running_requests_max=running_requests_max,
+        max_num_seqs=max_num_seqs,
         enforce_eager=enforce_eager,
     )
     runner = ModelRunner.load(open_checkpoint(path), settings)

@@ -97,7 +97,7 @@ def responses(runner: ModelRunner, *, overlap_steps: bool, seed: int = 0) -> dic
             block_count=runner.block_count,
             block_size=runner.block_size,
             context_tokens_max=64,
-            running_requests_max=4,
+            max_num_seqs=4,
             step_tokens_max=16,
             overlap_steps=overlap_steps,
         )

@@ -54,14 +54,14 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_step_model, "pick_kernels", lambda name: reference_fused)
 
 
-def load(path: Path, *, enforce_eager: bool = False, running_requests_max: int = 64) -> ModelRunner:
+def load(path: Path, *, enforce_eager: bool = False, max_num_seqs: int = 64) -> ModelRunner:
     settings = ModelSettings(
         device="cpu",
         dtype="float32",
         cpu_kernels="torch",
         block_size=4,
         kv_cache_bytes=2**24,
-        running_requests_max=running_requests_max,
+        max_num_seqs=max_num_seqs,
         enforce_eager=enforce_eager,
     )
     runner = ModelRunner.load(open_checkpoint(path), settings)
@@ -100,7 +100,7 @@ def responses(
             block_count=runner.block_count,
             block_size=runner.block_size,
             context_tokens_max=64,
-            running_requests_max=4,
+            max_num_seqs=4,
             step_tokens_max=16,
             overlap_steps=overlaps,
         )
@@ -313,7 +313,7 @@ def test_an_abandoned_step_is_not_launched_and_whoever_was_in_it_is_left_out(
 def test_more_tokens_than_are_kept_are_left_to_whoever_waits(
     tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
-    runner = load(tiny_checkpoint("llama"), running_requests_max=2)
+    runner = load(tiny_checkpoint("llama"), max_num_seqs=2)
     driver = step_driver.StepDriver(runner)
     names = add_prompts(driver, 3)
     first = driver.launch({name: driver.left(name) for name in names})

@@ -158,7 +158,7 @@ def test_cuda_is_refused_where_there_is_none() -> None:
         ("kv_cache_bytes", 0),
         ("memory_share", 1.5),
         ("threads", 0),
-        ("running_requests_max", 0),
+        ("max_num_seqs", 0),
         ("context_tokens_max", 0),
     ),
 )

@@ -167,7 +167,7 @@ def test_more_rows_and_longer_contexts_than_were_prepared_are_left_to_other_step
         cpu_kernels="torch",
         block_size=4,
         kv_cache_bytes=2**20,
-        running_requests_max=2,
+        max_num_seqs=2,
         context_tokens_max=6,
     )
     runner = ModelRunner.load(open_checkpoint(tiny_checkpoint("llama")), settings)
@@ -307,7 +307,7 @@ def test_warm_up_stays_within_the_limits_and_reads_nothing_unwritten(
         cpu_kernels="torch",
         block_size=4,
         kv_cache_bytes=2**20,
-        running_requests_max=1,
+        max_num_seqs=1,
         context_tokens_max=context_tokens_max,
         enforce_eager=enforce_eager,
     )

@@ -180,7 +180,7 @@ async def test_an_endpoint_that_breaks_in_the_middle_ends_the_stream_with_an_err
 
 
 async def test_an_engine_that_breaks_is_told_to_streaming_clients_and_replaced_for_the_others(open_setup):
-    async with open_setup("a", engine={"waiting_requests_max": 0, "running_requests_max": 1, "paused": True}) as setup:
+    async with open_setup("a", engine={"waiting_requests_max": 0, "max_num_seqs": 1, "paused": True}) as setup:
         # The endpoint itself refuses: its 429 is the client's when nobody else can take it.
         async with setup.client().ask(CHAT, body()):
             await wait_all_tasks_blocked()

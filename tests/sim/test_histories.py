@@ -54,7 +54,7 @@ from trioserve.simulation.stack.plan import Client, Order, StackPlan, Stage, sta
 from trioserve.simulation.stack.plan import script_of as stack_script_of
 
 EVERYTHING = History(
-    World(block_count=8, block_size=2, running_requests_max=2, step_tokens_max=4, has_connector=True),
+    World(block_count=8, block_size=2, max_num_seqs=2, step_tokens_max=4, has_connector=True),
     (
         Arrive(id="a", prompt=(1, 2), output=3, choices=2, salt="", stops=(0,), temperature=1.0, timeout=0.5, remote=1),
         Abort(ids=("a.0", "nobody"), reason=FinishReason.DEADLINE),
@@ -108,7 +108,7 @@ STACK_MOMENTS = [
 STACK = StackPlan(
     Stage(
         block_count=8,
-        running_requests_max=2,
+        max_num_seqs=2,
         step_tokens_max=4,
         waiting_requests_max=4,
         step_seconds=(0.01,),

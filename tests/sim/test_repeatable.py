@@ -16,7 +16,7 @@ from trioserve.simulation.stack.plan import drawn_stack_plan
 from trioserve.testing.seeded_schedule import SOURCE, SWITCH, seeded_schedule
 
 BOTH_PROTOCOLS = """\
-stage block_count=8 running_requests_max=2 step_tokens_max=6 waiting_requests_max=4 step_seconds=[0.01] schedule_seed=1
+stage block_count=8 max_num_seqs=2 step_tokens_max=6 waiting_requests_max=4 step_seconds=[0.01] schedule_seed=1
 connection number=0 http=1
 ask number=0 connection=0 prompts=[[104,105]] output=4 streamed=true
 connection number=1

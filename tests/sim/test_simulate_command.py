@@ -11,7 +11,7 @@ from trioserve.cli import main
 from trioserve.core.stopping import finish_reason_of
 
 TWO_FINISH = """\
-world block_count=4 block_size=2 running_requests_max=2 step_tokens_max=4
+world block_count=4 block_size=2 max_num_seqs=2 step_tokens_max=4
 arrive id="a" prompt=[1,2] output=1
 arrive id="b" prompt=[2,1] output=2
 """

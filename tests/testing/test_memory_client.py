@@ -132,7 +132,7 @@ async def test_a_client_that_does_not_read_holds_the_server_back(http, autojump_
 
 async def test_drain_tells_who_waits(http):
     async with (
-        open_memory_server(running_requests_max=1, paused=True) as server,
+        open_memory_server(max_num_seqs=1, paused=True) as server,
         server.client(http=http).ask("/v1/completions", STREAM) as first,
     ):
         await server.engine.step()

@@ -66,7 +66,7 @@ async def run_with_orders_at(service: Service, *times: float) -> None:
 
 async def test_drain_lets_running_requests_finish_and_returns_when_the_last_has(autojump_clock):
     """S36: the model goes after the last of them."""
-    async with open_fake_engine(step_seconds=0.1, running_requests_max=2) as fake:
+    async with open_fake_engine(step_seconds=0.1, max_num_seqs=2) as fake:
         front_end = ScriptedFrontEnd(fake, ["one", "two", "three"])
         await run_with_orders_at(Service(fake, front_end, StoppingSettings(drain_seconds_max=60)), 1)
         # 100 steps of 0.1 s, whatever the deadline is.

@@ -21,17 +21,17 @@ WAITING_DEPTH_MAX = 4  # prepared already when seats come free, so that no seat 
 TOKEN_CHARACTERS = 4  # of English text, on average
 
 
-def local_dispatch(running_requests_max: int, settings: AdmissionSettings) -> Dispatch:
+def local_dispatch(max_num_seqs: int, settings: AdmissionSettings) -> Dispatch:
     """A router with one endpoint, which takes as many sequences as may run and a few more. With those who wait in its
-    line they are running_requests_max + waiting_requests_max, for requests of one sequence."""
+    line they are max_num_seqs + waiting_requests_max, for requests of one sequence."""
     waiting_depth = min(WAITING_DEPTH_MAX, settings.waiting_requests_max // 2)
     dispatch = Dispatch(
         RouterSettings(
             queue_requests_max=settings.waiting_requests_max - waiting_depth,
             queue_prompt_tokens_max=settings.waiting_prompt_tokens_max,
             queue_seconds_max=settings.waiting_seconds_max,
-            leases_max=running_requests_max + waiting_depth,
-            sequences_max=running_requests_max + settings.waiting_requests_max,
+            leases_max=max_num_seqs + waiting_depth,
+            sequences_max=max_num_seqs + settings.waiting_requests_max,
         ),
         RoundRobin,
     )

@@ -48,7 +48,7 @@ class RemoteLoads:
     def is_full(self) -> bool:
         """As many load as can run: more would only keep blocks from those that do. (Who is asked for this has room for
         a seat, so nobody is `ready` at that moment.)"""
-        return len(self._pending) >= self._settings.running_requests_max
+        return len(self._pending) >= self._settings.max_num_seqs
 
     def matched_count(self, live: LiveRequest, computed_count: int) -> int:
         """How many tokens from computed_count on could be loaded; 0 for one that has been loaded or has run before."""

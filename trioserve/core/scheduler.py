@@ -271,10 +271,10 @@ class Scheduler:
         in chunks does not start what it cannot finish. One whose next block is just being computed by another (a shared
         prefix, n choices) is passed over: after this step the block is a hit. One whose KV can be loaded begins to
         wait for it instead: that takes its blocks, and no seat. While as many load as may it is passed over, too; at
-        most running_requests_max are. in_flight: the step that runs, if another is planned behind it; what it computes
+        most max_num_seqs are. in_flight: the step that runs, if another is planned behind it; what it computes
         is a hit only behind that one.
         """
-        seats = self._settings.running_requests_max - len(self.running)
+        seats = self._settings.max_num_seqs - len(self.running)
         loads = self._loads
         if seats == 0 or budget == 0 or not self._somebody_waits():
             return []
@@ -311,7 +311,7 @@ class Scheduler:
             loads.ready.remove(live)
 
     def _start_waiting(self, admission: _Admission, now: float) -> None:
-        passed_max = self._settings.running_requests_max
+        passed_max = self._settings.max_num_seqs
         for live in self.waiting:
             if not admission.goes_on or admission.passed_count > passed_max:
                 break

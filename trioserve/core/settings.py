@@ -25,7 +25,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     block_count: KV blocks in the pool. block_size: tokens a block holds.
     context_tokens_max: prompt and output of one request together.
-    running_requests_max: seats in the batch. Each costs a row in every step.
+    max_num_seqs: seats in the batch. Each costs a row in every step.
     step_tokens_max: tokens computed in one step; a longer prompt is computed in chunks, so that the others' next token
         does not wait for all of it.
     enable_prefix_caching: full blocks stay findable by their tokens after their request has gone.
@@ -45,7 +45,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     block_count: int
     block_size: int = 16
     context_tokens_max: int
-    running_requests_max: int = 64
+    max_num_seqs: int = 64
     step_tokens_max: int = 512
     enable_prefix_caching: bool = True
     overlap_steps: bool = False
@@ -57,7 +57,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     load_failure_policy: Literal["recompute", "fail"] = "recompute"
 
     def __post_init__(self) -> None:
-        for name in ("block_count", "block_size", "context_tokens_max", "running_requests_max", "step_tokens_max"):
+        for name in ("block_count", "block_size", "context_tokens_max", "max_num_seqs", "step_tokens_max"):
             value = getattr(self, name)
             if value < 1:
                 raise StartupError(f"{name} is {value}, it must be at least 1")
@@ -73,9 +73,9 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise StartupError(f"held_share_max is {self.held_share_max}, it must be above 0 and at most 1")
         if self.load_failure_policy not in ("recompute", "fail"):
             raise StartupError(f'load_failure_policy is "{self.load_failure_policy}", it may be "recompute" or "fail"')
-        if self.step_tokens_max < self.running_requests_max:
+        if self.step_tokens_max < self.max_num_seqs:
             raise StartupError(
-                f"a step may compute {self.step_tokens_max} tokens, but {self.running_requests_max} requests may run "
+                f"a step may compute {self.step_tokens_max} tokens, but {self.max_num_seqs} requests may run "
                 "and each needs one: raise --max-num-batched-tokens or lower --max-num-seqs"
             )
         if self.block_count * self.block_size < self.context_tokens_max:

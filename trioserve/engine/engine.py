@@ -119,7 +119,7 @@ class Engine:
         self._ended_ids = EndedIds()
         self._preparing_count = 0
         self._deadline_keeper = DeadlineKeeper()
-        self.dispatch = local_dispatch(core.settings.running_requests_max, settings)
+        self.dispatch = local_dispatch(core.settings.max_num_seqs, settings)
         self._is_running = False
         self._steps_scope = trio.CancelScope()
         self._connector_error: Exception | None = None
@@ -394,7 +394,7 @@ class Engine:
         return EndpointLoad(
             running=stats.running_count,
             waiting=stats.waiting_count + self._preparing_count,
-            seats=self._core.settings.running_requests_max,
+            seats=self._core.settings.max_num_seqs,
             kv_usage=stats.kv_usage,
             role=UNSET if self.role is None else self.role,
         )
@@ -481,7 +481,7 @@ class Engine:
         overdue = self.step_watch.overdue()
         if overdue is not None:
             raise self._refused_overdue(overdue)
-        live_max = self._core.settings.running_requests_max + self._settings.waiting_requests_max
+        live_max = self._core.settings.max_num_seqs + self._settings.waiting_requests_max
         if count > live_max:
             raise InvalidRequest(f"n is {count}, but at most {live_max} sequences may run and wait here", param="n")
 

@@ -29,7 +29,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     threads: of computing on the CPU; None takes torch's default, one per core.
     cpu_kernels: what computes on the CPU; auto is native, compiled if need be, or plain torch where that cannot be had.
     gpu_kernels: what computes on a GPU.
-    running_requests_max: as many sequences are computed at a time. context_tokens_max: of each at most so many tokens;
+    max_num_seqs: as many sequences are computed at a time. context_tokens_max: of each at most so many tokens;
     None is what the model takes. Steps that are prepared ahead are made for these.
     enforce_eager: no step is prepared ahead: no CUDA graphs.
     quantization: of weights in the native kernels' memory; auto is settled in quantization.py.
@@ -45,7 +45,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     cpu_kernels: CpuKernelsName = "auto"
     gpu_kernels: GpuKernelsName = "torch"
     quantization: QuantizationName = "auto"
-    running_requests_max: int = 64
+    max_num_seqs: int = 64
     context_tokens_max: int | None = None
     enforce_eager: bool = False
 
@@ -64,7 +64,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
         if not (math.isfinite(self.memory_share) and 0.0 < self.memory_share <= 1.0):
             raise StartupError(f"memory_share is {self.memory_share}, allowed is above 0 and at most 1")
         for name, value in (
-            ("running_requests_max", self.running_requests_max),
+            ("max_num_seqs", self.max_num_seqs),
             ("context_tokens_max", self.context_tokens_max),
         ):
             if value is not None and value < 1:

@@ -118,7 +118,7 @@ class TorchStepModel:
         self._storage = KVStorage(
             self.config, block_count=block_count, block_size=self._shape.block_size, make=make, has_spare=is_static
         )
-        kept_max = self._settings.running_requests_max
+        kept_max = self._settings.max_num_seqs
         if not is_static:
             self._kept_ids = torch.zeros(kept_max, dtype=torch.int64, device=self._shape.device)
             return

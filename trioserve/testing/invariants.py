@@ -226,7 +226,7 @@ def _check_stats(core: EngineCore, running: list[LiveRequest], owners: list[Live
     assert stats.blocks_used == len(used)
     assert stats.blocks_held == len(held - used)
     assert stats.blocks_cached == 0 or settings.enable_prefix_caching
-    assert stats.running_count == len(running) <= settings.running_requests_max
+    assert stats.running_count == len(running) <= settings.max_num_seqs
     assert stats.waiting_count == len(list(core.live_requests())) - len(running)
     assert 0 <= stats.prefix_hit_tokens_total <= stats.prefix_query_tokens_total
     assert 0 <= stats.accepted_tokens_total <= stats.draft_tokens_total

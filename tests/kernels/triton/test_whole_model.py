@@ -130,7 +130,7 @@ def test_replayed_decodes_response_as_with_the_plain_kernels(
 
     def generate(kernels: Any, place: str) -> Any:
         monkeypatch.setattr(torch_step_model, "pick_kernels", lambda name: kernels)
-        runner = step_driver.load_runner(tmp_path, device=place, cpu_kernels="torch", running_requests_max=4)
+        runner = step_driver.load_runner(tmp_path, device=place, cpu_kernels="torch", max_num_seqs=4)
         runner.warm_up()
         del replayed[:]
         driver = step_driver.StepDriver(runner)
@@ -205,7 +205,7 @@ def test_between_steps_the_host_waits_for_nothing_and_each_takes_one_copy_there_
     def make_driver(kernels: Any, place: str) -> Any:
         monkeypatch.setattr(torch_step_model, "pick_kernels", lambda name: kernels)
         runner = step_driver.load_runner(
-            tmp_path, device=place, cpu_kernels="torch", running_requests_max=4, enforce_eager=enforce_eager
+            tmp_path, device=place, cpu_kernels="torch", max_num_seqs=4, enforce_eager=enforce_eager
         )
         runner.warm_up()
         driver = step_driver.StepDriver(runner)
@@ -287,7 +287,7 @@ def test_what_steps_launch_was_compiled_before_the_first_request(
         dtype="float16",
         device=device,
         cpu_kernels="torch",
-        running_requests_max=4,
+        max_num_seqs=4,
         enforce_eager=enforce_eager,
     )
     runner.warm_up()

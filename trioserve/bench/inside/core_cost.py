@@ -73,7 +73,7 @@ class Crowd:
                 block_count=(running_count + 1) * context_tokens_max // BLOCK_SIZE,
                 block_size=BLOCK_SIZE,
                 context_tokens_max=context_tokens_max,
-                running_requests_max=running_count,
+                max_num_seqs=running_count,
                 step_tokens_max=running_count * context_tokens_max,
             )
         )

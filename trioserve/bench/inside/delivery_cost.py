@@ -246,7 +246,7 @@ class _WatchedEngine(Engine):
             text_threads=text_threads,
             metrics=Metrics("measured"),
             settings=EngineSettings(
-                waiting_requests_max=core.settings.running_requests_max,
+                waiting_requests_max=core.settings.max_num_seqs,
                 deadlines=Deadlines(),
                 deadlines_max=Deadlines(),
             ),
@@ -263,7 +263,7 @@ async def _open_engine(watch: _Watch, running_count: int, steps: int) -> AsyncIt
             block_count=running_count * (tokens_max // BLOCK_SIZE + 1),
             block_size=BLOCK_SIZE,
             context_tokens_max=tokens_max,
-            running_requests_max=running_count,
+            max_num_seqs=running_count,
             step_tokens_max=running_count * tokens_max,
         ),
         watch,

@@ -142,7 +142,7 @@ def _engine_options(request_count: int, tokens: int) -> dict[str, int | float]:
         "block_count": request_count * (tokens // 16 + 3),
         "block_size": 16,
         "context_tokens_max": tokens + 16,
-        "running_requests_max": request_count,
+        "max_num_seqs": request_count,
         "waiting_requests_max": request_count,
         "step_tokens_max": 8 * request_count,
         "step_seconds": STEP_SECONDS,

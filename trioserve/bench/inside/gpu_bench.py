@@ -215,7 +215,7 @@ def _make_runner(config: ModelConfig, cases: Sequence[Case], way: str, device: D
         device=device,
         block_size=BLOCK_SIZE,
         kv_cache_bytes=KV_BYTES_CPU if device == "cpu" else None,
-        running_requests_max=max(case.batch for case in cases),
+        max_num_seqs=max(case.batch for case in cases),
         context_tokens_max=max(case.context for case in cases),
         enforce_eager=way in ("torch", "triton"),
     )

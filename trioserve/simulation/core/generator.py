@@ -126,7 +126,7 @@ class Generator:
         return World(
             block_count=rng.randint(3, 9) if rng.random() < 0.6 else rng.randint(10, 24),
             block_size=block_size,
-            running_requests_max=seats,
+            max_num_seqs=seats,
             step_tokens_max=seats + rng.choice((0, 1, 3, 8, 16)),
             # Draft tokens come from text that repeats itself, and of few tokens most does.
             vocab_size=rng.choice((1, 2, 2, 4) if draft_tokens else (2, 4, 4, 50)),

@@ -50,7 +50,7 @@ class World(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
 
     block_count: int
     block_size: int
-    running_requests_max: int
+    max_num_seqs: int
     step_tokens_max: int
     vocab_size: int = 4
     stop_period: int = 4

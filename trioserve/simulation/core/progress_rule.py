@@ -24,7 +24,7 @@ def check_nobody_could_start(core: EngineCore, may_load: Callable[[LiveRequest],
             loading_count += 1
         else:
             waiting.append(live)
-    slots = core.settings.running_requests_max
+    slots = core.settings.max_num_seqs
     for live in sorted(waiting, key=lambda live: (not live.blocks, live.order)):
         name = live.request.id
         assert not live.blocks, f"{name} has its KV and could run, and nothing is computed"

@@ -85,7 +85,7 @@ class Simulation:
                 block_count=world.block_count,
                 block_size=world.block_size,
                 context_tokens_max=world.context_tokens_max,
-                running_requests_max=world.running_requests_max,
+                max_num_seqs=world.max_num_seqs,
                 step_tokens_max=world.step_tokens_max,
                 enable_prefix_caching=world.enable_prefix_caching,
                 overlap_steps=world.overlaps,

@@ -29,7 +29,7 @@ def check_begun_step(
     tokens. computed: the chunks of the step in flight, if this one was planned behind it."""
     settings = core.settings
     assert 1 <= plan.token_count <= settings.step_tokens_max, f"{plan.token_count} tokens in one step"
-    assert len(plan.chunks) <= settings.running_requests_max, f"{len(plan.chunks)} sequences in one step"
+    assert len(plan.chunks) <= settings.max_num_seqs, f"{len(plan.chunks)} sequences in one step"
     running = [entry for entry in live.values() if entry.is_running]
     if plan.is_ahead:
         _check_everybody_goes_on(plan, live, settings.step_tokens_max)
@@ -60,11 +60,11 @@ def check_begun_step(
             if transfers is not None and transfers.may_wait_to_load(entry.request.id, ready_count)
         ]
         _check_nobody_was_overtaken(waiting, [*sharing, *loading_later], plan, admitted)
-        seats = settings.running_requests_max - len(running) - len(sharing)
+        seats = settings.max_num_seqs - len(running) - len(sharing)
         if (
             seats > 0
             and plan.token_count < settings.step_tokens_max
-            and len(loading_later) <= settings.running_requests_max  # beyond that nobody looks any further
+            and len(loading_later) <= settings.max_num_seqs  # beyond that nobody looks any further
         ):
             _check_nobody_waits_in_vain(core, waiting, [*sharing, *loading_later])
 

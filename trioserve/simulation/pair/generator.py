@@ -89,7 +89,7 @@ class PairGenerator:
             decode_blocks=rng.randint(4, 16),
             prefill_block_size=rng.choice((1, 2, 3, 4)),
             decode_block_size=rng.choice((1, 2, 3, 4)),
-            running_requests_max=rng.choice((1, 2, 3)),
+            max_num_seqs=rng.choice((1, 2, 3)),
             step_tokens_max=rng.choice((3, 4, 8, 16)),
             chunk_tokens=rng.choice((1, 2, 3, 100)),
             vocab_size=rng.choice((2, 4, 50)),

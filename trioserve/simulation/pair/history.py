@@ -50,7 +50,7 @@ class PairWorld(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, t
     decode_blocks: int = 16
     prefill_block_size: int = 2
     decode_block_size: int = 2
-    running_requests_max: int = 3
+    max_num_seqs: int = 3
     step_tokens_max: int = 8
     chunk_tokens: int = 2
     vocab_size: int = 4

@@ -109,7 +109,7 @@ class PairHost:
                 block_count=block_count,
                 block_size=block_size,
                 context_tokens_max=world.context_tokens_max,
-                running_requests_max=world.running_requests_max,
+                max_num_seqs=world.max_num_seqs,
                 step_tokens_max=world.step_tokens_max,
                 enable_prefix_caching=world.enable_prefix_caching,
                 hold_seconds_max=world.hold_seconds,

@@ -75,7 +75,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
     that can run. front: what clients over HTTP find."""
 
     block_count: int
-    running_requests_max: int
+    max_num_seqs: int
     step_tokens_max: int
     waiting_requests_max: int
     step_seconds: tuple[float, ...]
@@ -121,7 +121,7 @@ def drawn_stack_plan(rng: Random, client_count: int) -> StackPlan:
     draft_tokens = rng.choice((0, 0, 2, 5))
     stage = Stage(
         block_count=block_count,
-        running_requests_max=seats,
+        max_num_seqs=seats,
         step_tokens_max=seats + rng.choice((0, 4, 12)),
         waiting_requests_max=rng.choice((2, 40)),
         step_seconds=tuple(rng.choice((0.0, 0.005, 0.01, 0.04)) for _ in range(5)),

@@ -80,7 +80,7 @@ class StackSimulation:
                     block_count=stage.block_count,
                     block_size=BLOCK_SIZE,
                     context_tokens_max=stage.block_count * BLOCK_SIZE,
-                    running_requests_max=stage.running_requests_max,
+                    max_num_seqs=stage.max_num_seqs,
                     step_tokens_max=stage.step_tokens_max,
                     waiting_requests_max=stage.waiting_requests_max,
                     speculative_ngram=stage.draft_tokens,
@@ -131,7 +131,7 @@ class StackSimulation:
             self.check(fake)
             http.check_over()
         if not fake.draining and self.plan.stage.fault_at is None:  # whoever comes now finds every place free
-            everybody = self.plan.stage.running_requests_max + self.plan.stage.waiting_requests_max
+            everybody = self.plan.stage.max_num_seqs + self.plan.stage.waiting_requests_max
             number = len(self._clients)
             last = Client(number=number, id="last", at=0.0, prompt=(1,), output=1, choices=everybody)
             self._clients[number] = last
@@ -314,7 +314,7 @@ class StackSimulation:
         given_count = sum(endpoint.in_flight for endpoint in fake.dispatch.core.endpoints.values())
         assert live_count <= given_count, f"the core has {live_count} sequences, and was given {given_count}"
         unfinished_count = sum(view.state != "finished" for view in engine.live_requests())
-        live_max = stage.running_requests_max + stage.waiting_requests_max
+        live_max = stage.max_num_seqs + stage.waiting_requests_max
         assert unfinished_count <= live_max, f"{unfinished_count} requests run or wait, {live_max} may"
         for number, stream in self._streams.items():
             timeout = self._clients[number].timeout
