@@ -1,4 +1,4 @@
-"""Only one request may run, and the next one does not wait for long: it leaves the line and is never computed.
+"""Only one request may run, and the next one does not wait for long: it leaves the queue and is never computed.
 
 python examples/deadline_in_the_queue.py
 """
@@ -19,7 +19,7 @@ async def main() -> None:
                     print(f"{request.id}: {request.state}, {request.block_count} KV blocks")
                 last = await anext(second)
             print("the second one:", last.finish_reason, "-", last.message)
-            print("left in the line:", engine.stats().waiting_count)
+            print("left in the queue:", engine.stats().waiting_count)
             print("the first one goes on:", repr((await anext(first)).text))
 
 

@@ -95,7 +95,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_queued_tokens: Annotated[int, _about(
         "tokens of prompt that may wait for one model", "TOKENS", ge=1)] = 1_000_000
     max_queue_wait: Annotated[float, _about(
-        "seconds that any request may wait in line", "SECONDS", gt=0, le=86400)] = 300.0
+        "seconds that any request may wait in the queue", "SECONDS", gt=0, le=86400)] = 300.0
     queue_timeout: Annotated[Seconds, _about(
         "seconds a request may wait to begin, if it says nothing else; default: no limit", "SECONDS")] = None
     ttft_timeout: Annotated[Seconds, _about(

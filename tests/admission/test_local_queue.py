@@ -35,7 +35,7 @@ async def test_a_burst_of_one_tenant_does_not_keep_another_waiting(autojump_cloc
                 nursery.start_soon(ask, "burst")
                 await wait_all_tasks_blocked()
             nursery.start_soon(ask, "steady")
-        # One ran, four were prepared, and of the line its own turn was one of the first two.
+        # One ran, four were prepared, and of the queue its own turn was one of the first two.
         assert ended.index("steady") <= 6
         fake.assert_all_free()
 

@@ -97,7 +97,7 @@ class MemoryExchange(Exchange):
         return json.loads(self.data)
 
     def events(self) -> list[Any]:
-        """The events as clients split them: every one is a line of its own, "[DONE]" included as it is."""
+        """The events as clients split them: every one is a queue of its own, "[DONE]" included as it is."""
         assert self.response_headers["content-type"].startswith("text/event-stream")
         text = self.data.decode()
         events = text.removesuffix("\n\n").split("\n\n")

@@ -1,4 +1,4 @@
-"""Places of the waiting line and seats of the engine: counted before anything costly, never more than there are, and
+"""Places of the waiting queue and seats of the engine: counted before anything costly, never more than there are, and
 back however their clients leave. Hundreds of rounds each, since a leak shows only when it adds up."""
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ async def check_places(server: MemoryServer, new_client, count: int) -> None:
     assert sorted(statuses) == [200] * count + [429]
 
 
-# --- the line is bounded, in places and in time ---
+# --- the queue is bounded, in places and in time ---
 
 
 async def test_a_burst_of_long_prompts_never_overshoots(http1_client, http2_client):
@@ -160,7 +160,7 @@ async def test_the_line_is_bounded_without_a_setting(http1_client, autojump_cloc
 
 
 async def test_a_request_is_refused_at_once_or_waits_as_long_as_it_says(new_client, autojump_clock):
-    """S35: both, a bounded line and a bounded wait in it."""
+    """S35: both, a bounded queue and a bounded wait in it."""
     async with served(max_num_seqs=1, waiting_requests_max=2, context_tokens_max=512) as server:
         async with server.engine.generate("in the way", SamplingParams(max_tokens=400, ignore_eos=True)):
             await trio.sleep(0.1)
@@ -206,7 +206,7 @@ async def test_a_place_is_held_until_the_end_of_the_response_and_not_only_until_
         nursery.cancel_scope.cancel()
 
 
-# --- who left the line ---
+# --- who left the queue ---
 
 
 async def test_who_left_the_line_is_in_no_plan(http1_client, http2_client, autojump_clock):
@@ -254,7 +254,7 @@ async def test_who_left_the_line_is_in_no_plan(http1_client, http2_client, autoj
 PHASES = {
     "sending its body": (0.005, None),
     "being tokenized": (0.005, None),
-    "waiting in line": (0.015, "queued"),
+    "waiting in the queue": (0.015, "queued"),
     "before its first chunk is computed": (0.0, "prefill"),
     "in its prompt": (0.015, "prefill"),
     "in its last chunk": (0.025, "prefill"),
@@ -302,7 +302,7 @@ async def test_places_come_back_from_whoever_leaves_again_and_again(phase, http1
                 assert getattr(after, count) == getattr(before, count), count
             check_core(core)
 
-        if phase == "waiting in line":
+        if phase == "waiting in the queue":
             server.engine.steps.hold()
             async with engine.generate("one in the way"), engine.generate("another one in the way"):
                 await server.engine.steps.entered()
@@ -368,7 +368,7 @@ async def test_counters_come_back_and_are_never_below_zero(http1_client, http2_c
                 nursery.start_soon(ask, index)
         await trio.sleep(1)
         assert {200, 400, 429, 500, 504} == set(statuses)
-        assert most_live == 12, "the line was full, and never more than full"
+        assert most_live == 12, "the queue was full, and never more than full"
         check_idle(core)
         values = counted(server)
         for name in (

@@ -24,7 +24,7 @@ async def test_streams_end_whole_or_with_an_error_event_and_who_waits_is_refused
     in_time, http1_client, http2_client, autojump_clock
 ):
     """S21: eight streams that run, over both protocols, get all of their text or an event that says why not; what
-    waits in line gets a 503, streamed or whole."""
+    waits in the queue gets a 503, streamed or whole."""
     async with (
         open_memory_server(step_seconds=STEP_SECONDS, max_num_seqs=8, block_count=256) as server,
         trio.open_nursery() as nursery,

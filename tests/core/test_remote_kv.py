@@ -251,7 +251,7 @@ def test_an_abort_before_its_load_began_tells_the_connector(drive):
     driver.run()
 
 
-@pytest.mark.parametrize("moment", ["in line", "while it loads", "after it has come"])
+@pytest.mark.parametrize("moment", ["in the queue", "while it loads", "after it has come"])
 def test_a_request_that_is_not_decoded_after_all_leaves_nothing_where_it_was_prefilled(drive, moment):
     """S07, S10: two cores, and this test is the wire between their connectors. The one that prefilled holds the blocks;
     the one that was to decode ends the request, and both are told at once."""
@@ -264,7 +264,7 @@ def test_a_request_that_is_not_decoded_after_all_leaves_nothing_where_it_was_pre
     decodes.remote = {"a": 8}
     decodes.add("a", range(12), 5)
     decodes.add("z", range(50, 54), 9)  # takes the seat
-    if moment != "in line":
+    if moment != "in the queue":
         decodes.step()
     if moment == "after it has come":
         decodes.report(decodes.connector.loaded(RequestId("a")))

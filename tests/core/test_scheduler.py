@@ -87,7 +87,7 @@ def test_the_waiting_line_is_served_in_order(check, script, expect):
             "a:4>6 b:4>2 c:1",
             3,
             "a0-3* b0-3* | -b a4* | a5* | a6* | a7* | a8* | b0-4* c0*",
-            id="its place in the line is before those who came later",
+            id="its place in the queue is before those who came later",
         ),
         pytest.param(
             "a:4>3 b:8>3@1 | | c:1@-1",

@@ -27,7 +27,7 @@ def live_request(name: str, priority: int, arrival_index: int) -> LiveRequest:
 
 
 def check(words: str, expect: str) -> None:
-    """ "a0" joins with priority 0, "-a" leaves, "+a" is put back; then the line is `expect`."""
+    """ "a0" joins with priority 0, "-a" leaves, "+a" is put back; then the queue is `expect`."""
     queue = WaitingQueue()
     known: dict[str, LiveRequest] = {}
     for word in words.split():

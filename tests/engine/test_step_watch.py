@@ -288,12 +288,12 @@ async def test_who_gets_a_lease_while_a_step_is_too_old_goes_on_as_well(autojump
         for number in range(8):
             nursery.start_soon(read, str(number))
         async with fake.held_step():
-            in_line = fake.dispatch.core.stats().waiting
-            assert in_line > 0
+            in_queue = fake.dispatch.core.stats().waiting
+            assert in_queue > 0
             await trio.sleep(100)
             waiting = [view.id for view in fake.live_requests() if view.state == "waiting"]
             assert fake.abort(waiting[:1]) == {waiting[0]: AbortOutcome.ABORTED}
             await wait_all_tasks_blocked()
-            assert fake.dispatch.core.stats().waiting == in_line - 1
+            assert fake.dispatch.core.stats().waiting == in_queue - 1
         fake.resume()
     assert sorted(reason.value for reason in reasons) == ["abort", *["length"] * 7]

@@ -721,7 +721,7 @@ async def test_what_became_of_pairs_is_counted(open_pair, autojump_clock):
         for outcome in PairOutcome:
             assert f'trioserve_router:pairs_total{{outcome="{outcome.value}"}} ' in page
         assert "\ntrioserve_router:pair_handover_seconds_count 1.0\n" in page
-        assert "\ntrioserve_router:queue_wait_seconds_count 3.0\n" in page, "a request waits in line once"
+        assert "\ntrioserve_router:queue_wait_seconds_count 3.0\n" in page, "a request waits in the queue once"
         assert "\ntrioserve_router:pair_handover_seconds_sum 0.15" in page
         await pair.assert_all_free()
 

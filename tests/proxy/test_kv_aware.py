@@ -213,7 +213,7 @@ async def test_who_is_being_read_is_counted_and_leaves_nothing_behind(open_route
 async def test_no_more_are_read_than_there_is_room_for(open_routed, held_naming, autojump_clock):
     async with open_routed(leases_max=1, queue_requests_max=1) as setup, trio.open_nursery() as nursery:
         await known(setup)
-        for _ in range(3):  # a seat at each, and a place in line
+        for _ in range(3):  # a seat at each, and a place in the queue
             nursery.start_soon(ask, setup, text_body(BEGINNING))
         await wait_all_tasks_blocked()
         refused = await setup.client().post(COMPLETIONS, text_body(BEGINNING))

@@ -136,8 +136,8 @@ ROUTER_MOMENTS = [
     *(
         f"leaves: {moment}"
         for moment in (
-            "in line",
-            "in line again",
+            "in the queue",
+            "in the queue again",
             "leased, not sent",
             "before the first token",
             "after the first token",

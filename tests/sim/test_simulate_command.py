@@ -44,7 +44,7 @@ def test_a_run_of_the_router_says_what_came_to_pass(capsys):
     assert main(["simulate", "--router", "--seeds", "0:30"]) == 0
     lines = capsys.readouterr().out.splitlines()
     shown = {line.rsplit(maxsplit=1)[0].strip() for line in lines[:-1]}
-    assert {"requests", "grants", "retries", "leaves: in line", "refused: queue_full"} <= shown
+    assert {"requests", "grants", "retries", "leaves: in the queue", "refused: queue_full"} <= shown
     assert lines[-1].startswith("30 histories held, seeds 0 to 29: ")
     assert " grants, " in lines[-1]
 

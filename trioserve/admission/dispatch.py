@@ -1,4 +1,4 @@
-"""Waiting line, then lease, then endpoint: the router as a Trio program sees it. Decides nothing; see router/core.
+"""Waiting queue, then lease, then endpoint: the router as a Trio program sees it. Decides nothing; see router/core.
 
 with dispatch.enter(request) as turn:           # refusals rise here; leaving gives back whatever it holds
     endpoint = await turn.lease()               # or here, for those that had to wait
@@ -38,7 +38,7 @@ class Dispatch:
     """One router. Every method belongs to the thread of the Trio program that runs it.
 
     on_gone: told of an endpoint that was drained and is empty. on_wait_over: told how many seconds a request has waited
-    when it gets its lease, or is refused in the line. on_paired: told how many seconds a disaggregated request took
+    when it gets its lease, or is refused in the queue. on_paired: told how many seconds a disaggregated request took
     from the end of its prompt to the first token of its response.
     """
 
@@ -85,8 +85,8 @@ class Dispatch:
     def enter(
         self, request: RoutedRequest, *, id: str | None = None, owner: str | None = None
     ) -> Iterator[AdmissionScope]:
-        """A place in line, or a lease at once. id: under which it may be seen and aborted by its owner, or by those who
-        may see everything. Raises Overloaded, Draining or NoEndpoint, and then holds nothing."""
+        """A place in the queue, or a lease at once. id: under which it may be seen and aborted by its owner, or by
+        those who may see everything. Raises Overloaded, Draining or NoEndpoint, and then holds nothing."""
         admission = self.begin(request, id=id, owner=owner)
         try:
             yield admission
@@ -111,7 +111,7 @@ class Dispatch:
                 self._idle.set()
 
     def abort(self, ids: Iterable[str], *, owner: str | None = None) -> dict[str, AbortOutcome]:
-        """End requests by their ids: out of the line, or from their endpoint, at once; their clients are told. Never
+        """End requests by their ids: out of the queue, or from their endpoint, at once; their clients are told. Never
         raises. owner: only theirs; those of others are unknown."""
         admissions: dict[str | None, list[AdmissionScope]] = {}
         for admission in self.live_admissions(owner=owner):
@@ -240,7 +240,7 @@ class Dispatch:
 
 
 class AdmissionScope:
-    """One request, from entering the line to leaving it."""
+    """One request, from entering the queue to leaving it."""
 
     def __init__(
         self, dispatch: Dispatch, core: RouterCore, ticket: Ticket, *, id: str | None, owner: str | None
@@ -321,13 +321,13 @@ class AdmissionScope:
     def state(self) -> str:
         """Where it is, in a word: "waiting" and "running", or what of a disaggregated request is being done."""
         if self.ticket.stage is Stage.DECODE:
-            return "handover" if self.is_in_line else "decode"
-        if self.is_in_line:
+            return "handover" if self.is_queued else "decode"
+        if self.is_queued:
             return "waiting"
         return "running" if self.ticket.stage is None else "prefill"
 
     @property
-    def is_in_line(self) -> bool:
+    def is_queued(self) -> bool:
         """It waits, or has a lease that it has not used yet."""
         ticket = self.ticket
         return ticket.state in (TicketState.WAITING, TicketState.LEASED) and not ticket.is_sent
@@ -385,7 +385,7 @@ class AdmissionScope:
 
     @property
     def is_ended(self) -> bool:
-        """Somebody has ended it, or the line has refused it."""
+        """Somebody has ended it, or the queue has refused it."""
         return self._end is not None or self.ticket.state is TicketState.ENDED
 
     def end(self, reason: TrioserveError) -> None:

@@ -15,7 +15,7 @@ __all__ = ["LOCAL_ENDPOINT", "LOCAL_MODEL", "WAITING_DEPTH_MAX", "local_dispatch
 
 LOCAL_ENDPOINT = EndpointId("local")
 LOCAL_MODEL = "local"
-"""One engine has one line, by whichever of its names its model is asked for."""
+"""One engine has one queue, by whichever of its names its model is asked for."""
 
 WAITING_DEPTH_MAX = 4  # prepared already when seats come free, so that no seat waits for a tokenizer
 TOKEN_CHARACTERS = 4  # of English text, on average
@@ -41,7 +41,7 @@ def local_dispatch(max_num_seqs: int, settings: AdmissionSettings) -> Dispatch:
 
 
 def local_request(prompt: Prompt, *, tenant: str, priority: int, sequences: int) -> RoutedRequest:
-    """What the line is told of a request. Its tokens are guessed from its length: nothing is tokenized before it has a
+    """What the queue is told of a request. Its tokens are guessed from its length: nothing is tokenized before it has a
     lease."""
     return RoutedRequest(
         model=LOCAL_MODEL,

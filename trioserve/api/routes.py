@@ -70,7 +70,7 @@ class App(BaseApp[RequestContext]):
     admin_api_key: opens them, too, and sees the requests of every key; the others see those that they made.
     trust_request_chat_template: requests may bring their own chat template.
     access: what callers may choose, and which further routes need a key.
-    tenant_header: whose values tell tenants apart, between which the line is fair: of all callers where there are no
+    tenant_header: whose values tell tenants apart, between which the queue is fair: of all callers where there are no
     keys, and otherwise of those whom the operator trusts. The others are told apart by their keys.
     """
 

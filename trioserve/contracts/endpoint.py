@@ -56,7 +56,7 @@ class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True):
     as far as one can guess.
     blocks: by block size in tokens, the names of the prompt's leading blocks as an engine with such blocks has them
     (see contracts/block_hash), as many as can be a hit; a size that is not there was not asked for, or nobody knows.
-    queue_deadline: the moment from which waiting in line is over for it.
+    queue_deadline: the moment from which waiting in the queue is over for it.
     can_be_disaggregated: its prompt may be computed at one endpoint and its response at another, if there are such two.
     """
 

@@ -82,7 +82,7 @@ class NoEndpoint(Overloaded):
 
 
 class QueueWaitOver(TrioserveError):
-    """The request's own time to wait in line has passed; nothing was sent anywhere."""
+    """The request's own time to wait in the queue has passed; nothing was sent anywhere."""
 
 
 class RequestAborted(TrioserveError):

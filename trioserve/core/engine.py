@@ -79,8 +79,8 @@ class EngineCore:
         self._accepted_tokens_total = 0
 
     def add(self, request: EngineRequest) -> None:
-        """A new request joins the waiting line. Raises InvalidRequest if it can never run here: nothing is held. Its id
-        must not be that of a live request, nor of one whose blocks are still held or read."""
+        """A new request joins the waiting queue. Raises InvalidRequest if it can never run here: nothing is held. Its
+        id must not be that of a live request, nor of one whose blocks are still held or read."""
         assert request.id not in self._live, f"{request.id} is in use"
         assert request.id not in self.flights.ended, f"{request.id} is read"
         assert self.transfers is None or not self.transfers.holds.has(request.id), f"{request.id} is held"

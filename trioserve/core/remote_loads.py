@@ -1,6 +1,6 @@
 """Which requests wait for KV from elsewhere, until when, and which have got it and wait for a seat.
 
-    WAITING ──begin──► WAITING_FOR_REMOTE_KV ──arrived──► WAITING, with computed blocks, in the line `ready`
+    WAITING ──begin──► WAITING_FOR_REMOTE_KV ──arrived──► WAITING, with computed blocks, in the queue `ready`
                                              ──given_up──► WAITING, without blocks, and never asks again
 
 A request that loads owns every block that its known tokens need, so that one whose KV has arrived needs nothing more
@@ -31,7 +31,7 @@ class PendingLoad(msgspec.Struct, frozen=True):
 
 
 class RemoteLoads:
-    """All calls are O(1) plus the blocks of the request, but for its place in the line."""
+    """All calls are O(1) plus the blocks of the request, but for its place in the queue."""
 
     def __init__(self, settings: CoreSettings, connector: ConnectorGuard) -> None:
         self._settings = settings

@@ -37,7 +37,7 @@ __all__ = ["Scheduler"]
 
 
 class Scheduler:
-    """Owns the lines of waiting and running requests, and moves blocks between pool and requests."""
+    """Owns the queues of waiting and running requests, and moves blocks between pool and requests."""
 
     def __init__(
         self, settings: CoreSettings, pool: BlockPool, cache: PrefixCache, loads: RemoteLoads | None = None
@@ -73,7 +73,7 @@ class Scheduler:
             if live.computed_count + count > len(live.blocks) * block_size:  # one decode in block_size
                 budget += self._make_room(live, count, planned, preempted)
                 if live.status is not RequestStatus.RUNNING:
-                    continue  # it was the last in line itself
+                    continue  # it was the last in the queue itself
                 self._extend(live, live.computed_count + count)
             planned[live.request.id] = count
             budget -= count
@@ -195,7 +195,7 @@ class Scheduler:
     def _make_room(
         self, live: LiveRequest, count: int, planned: dict[RequestId, int], preempted: list[LiveRequest]
     ) -> int:
-        """Preempt from the end of the line until `live` can compute `count` tokens, or is the end of the line itself.
+        """Preempt from the end of the queue until `live` can compute `count` tokens, or is the end of the queue itself.
         Returns the budget that comes back from chunks that were planned already."""
         budget_back = 0
         needed = self.blocks_for(live.computed_count + count) - len(live.blocks) - len(live.reserved_blocks)
@@ -321,7 +321,7 @@ class Scheduler:
             self.waiting.remove(live)
 
     def _consider(self, live: LiveRequest, admission: _Admission, now: float) -> bool:
-        """Start the next in line, begin its load, or pass it over. False: it does not fit, and holds the line."""
+        """Start the next in the queue, begin its load, or pass it over. False: it does not fit, and holds the line."""
         if live.wants_load and self._loading_is_full():
             admission.passed_count += 1
             return True
@@ -419,7 +419,7 @@ class _Admission:
     """One step's admitting: what is left of its seats and tokens, and who starts.
 
     planned: the step's chunks so far. being_computed: the full blocks that they will complete. leaving: who leaves the
-    waiting line, to run or to load. passed_count: how many were passed over because as many load as may.
+    waiting queue, to run or to load. passed_count: how many were passed over because as many load as may.
     """
 
     __slots__ = ("being_computed", "budget", "chosen", "leaving", "passed_count", "planned", "seats")

@@ -29,7 +29,7 @@ class WaitingQueue:
             yield from self._lines[priority].values()
 
     def add(self, live: LiveRequest) -> None:
-        """Join at the end of the line."""
+        """Join at the end of the queue."""
         self._line(live.request.priority)[live.request.id] = live
         self._count += 1
 

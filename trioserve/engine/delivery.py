@@ -120,9 +120,9 @@ class Delivery:
                     held_back = _text_failed(choice, (), error)
             request.push_end(choice, reason, message, stop_reason=stop_reason, held_back=held_back)
 
-    def note_left_line(self, count: int) -> None:
+    def note_left_queue(self, count: int) -> None:
         """So many sequences were aborted before the core had them: nothing had to be freed."""
-        self._timings.note_left_line(count)
+        self._timings.note_left_queue(count)
 
     # --- called by the step loop ---
 
@@ -168,7 +168,7 @@ class Delivery:
         self._tell_faults(self._core.latest_faults)
 
     def _tell_faults(self, latest: Mapping[TransferFault, str]) -> None:
-        """Each kind has its line in the log once; the metric counts them all."""
+        """Each kind has its queue in the log once; the metric counts them all."""
         if len(latest) > len(self._faults_told):
             for fault in latest.keys() - self._faults_told:
                 self._faults_told.add(fault)

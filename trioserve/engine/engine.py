@@ -220,7 +220,7 @@ class Engine:
 
     @property
     def ready(self) -> bool:
-        """Whether a new request would be taken, a full line apart."""
+        """Whether a new request would be taken, a full queue apart."""
         return self._is_open and self.step_watch.overdue() is None
 
     @property
@@ -407,13 +407,13 @@ class Engine:
     # --- called by RequestStream ---
 
     async def _submit(self, request: OpenRequest) -> None:
-        """Take a place in line, wait for a lease, prepare, and hand the sequences to the core. Holds nothing when it
-        raises."""
+        """Take a place in the queue, wait for a lease, prepare, and hand the sequences to the core. Holds nothing when
+        it raises."""
         count = request.sampling.n
         self._preparation.check(request)
         self._check_open(count)
         admission = self._admission(request)
-        request.on_gone = lambda: self._leave_line(request, admission)
+        request.on_gone = lambda: self._leave_queue(request, admission)
         self._requests.setdefault(request.id, []).append(request)
         try:  # from here on there is something to be given back
             request.choices = self._preparation.new_choices(request)
@@ -467,10 +467,10 @@ class Engine:
             self._kept_holds.remove(request)
             self._note_idle()
 
-    def _leave_line(self, request: OpenRequest, admission: AdmissionScope) -> None:
+    def _leave_queue(self, request: OpenRequest, admission: AdmissionScope) -> None:
         """The core has nothing of it any more: its place or its lease is another's."""
-        if admission.is_in_line:
-            self._delivery.note_left_line(request.sampling.n)
+        if admission.is_queued:
+            self._delivery.note_left_queue(request.sampling.n)
         self.dispatch.leave(admission)
 
     def _check_open(self, count: int) -> None:
@@ -498,9 +498,9 @@ class Engine:
     async def _lease(self, request: OpenRequest, admission: AdmissionScope) -> None:
         try:
             await admission.lease()
-            if admission.is_in_line:  # otherwise it was ended just when it had got one
+            if admission.is_queued:  # otherwise it was ended just when it had got one
                 admission.sent()
-        except Overloaded as refusal:  # the line is drained, or it waited too long, or had to make room
+        except Overloaded as refusal:  # the queue is drained, or it waited too long, or had to make room
             self._note_refusal(request, refusal)
             raise
 

@@ -1,6 +1,6 @@
 """What a request's task holds: iterate for text, leave to abort.
 
-Entering takes a place in the waiting line, before anything costly is done; leaving, in whichever way, is one
+Entering takes a place in the waiting queue, before anything costly is done; leaving, in whichever way, is one
 synchronous call that ends what still runs.
 """
 
@@ -114,7 +114,7 @@ class RequestStream:
         self._request.is_hold_kept = True
 
     async def wait_until_begun(self) -> Delta | None:
-        """Returns when the request runs; or, if it ended in the line, the delta that says so, which is read as well.
+        """Returns when the request runs; or, if it ended in the queue, the delta that says so, which is read as well.
         Raises what it failed with, and AlreadyEnded outside of its scope. So whoever answers over HTTP can still choose
         the status."""
         return await self._request.wait_until_begun()

@@ -72,7 +72,7 @@ class TokenTimings:
         self._metrics.cancel_to_free_seconds.labels(phase.value).observe(now - cancelled.at)
         self._metrics.cancel_to_free_steps.labels(phase.value).observe(self._step_count - cancelled.step_count)
 
-    def note_left_line(self, count: int) -> None:
+    def note_left_queue(self, count: int) -> None:
         """So many sequences were aborted before the core had them: nothing had to be freed."""
         phase = Phase.QUEUED.value
         self._metrics.aborts_total.labels(phase).inc(count)

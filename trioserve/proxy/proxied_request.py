@@ -1,4 +1,4 @@
-"""A request on its way through the router: in line, at an endpoint, at another one if that fails, and back.
+"""A request on its way through the router: in the queue, at an endpoint, at another one if that fails, and back.
 
 Everything it holds hangs from the scope of its handler: when the client leaves, its place or lease is back and the
 connection to the endpoint is closed, in that order and at once.

@@ -32,7 +32,7 @@ class RequestClock:
         return self._moments.get(deadline, math.inf)
 
     def first(self) -> tuple[Deadline, float]:
-        """Which of them passes first for one that waits in line, and when."""
+        """Which of them passes first for one that waits in the queue, and when."""
         return min(self._moments.items(), key=lambda entry: entry[1], default=(Deadline.QUEUE, math.inf))
 
     @contextmanager
@@ -57,7 +57,7 @@ class RequestClock:
             self._scope.deadline = self.at(Deadline.TOTAL)
 
     def note_served(self, seconds: float) -> None:
-        """So long of the time in which it should have left the line it was served, and waits again for the rest."""
+        """So long of the time in which it should have left the queue it was served, and waits again for the rest."""
         if Deadline.QUEUE in self._moments:
             self._moments[Deadline.QUEUE] += seconds
 

@@ -129,7 +129,7 @@ async def list_requests(context: RouterContext) -> None:
                     "id": admission.id,
                     "object": "request",
                     "state": admission.state,
-                    "endpoint": None if admission.is_in_line else admission.endpoint,
+                    "endpoint": None if admission.is_queued else admission.endpoint,
                     "prefill_endpoint": admission.prefilled_by,
                     "priority": admission.priority,
                     "age_seconds": round(now - admission.entered_at, 3),

@@ -2,11 +2,11 @@
 
     router.prepare(request, now)        count a request that has to be read before its endpoint can be chosen
     router.prepared(request)            it was read, or is given up
-    router.enter(request, now)          -> Ticket: in line, or with a lease already; raises what refuses it
+    router.enter(request, now)          -> Ticket: in the queue, or with a lease already; raises what refuses it
     router.leave(ticket, now)           the one way out: its place or lease is back; legal at any moment, ever again
     router.sent(ticket)                 the request goes to its endpoint
     router.first_token(ticket, now)     the endpoint responses: from here on it is not tried elsewhere
-    router.failed(ticket, fault, now)   -> whether the ticket is in line again, for another endpoint
+    router.failed(ticket, fault, now)   -> whether the ticket is in the queue again, for another endpoint
     router.prefilled(ticket, now)       one endpoint has computed the prompt of a disaggregated request
     router.hold_lost(ticket, now)       and keeps its blocks no longer
     router.note_load, note_health, ...  what endpoints tell
@@ -17,8 +17,9 @@ it. A lease is handed over in the very call that gives it back: nothing polls, a
 `on_gone(endpoint)` is called when a drained endpoint has nothing any more.
 
 A request that can be disaggregated is, if there are two endpoints for it when it enters: its stage is PREFILL, and then
-DECODE. Each stage has a line of its own. Roles are hints, so whatever does not come to pass that way, one endpoint does
-whole: the stage becomes None, in line or at a failure, and whoever holds the ticket looks at it when it has a lease.
+DECODE. Each stage has a queue of its own. Roles are hints, so whatever does not come to pass that way, one endpoint
+does whole: the stage becomes None, in the queue or at a failure, and whoever holds the ticket looks at it when it has a
+lease.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from trioserve.router.policies import Candidate, PolicyFactory, Rng
 from trioserve.router.retry_budget import RetryBudget
 from trioserve.router.settings import RouterSettings
 from trioserve.router.ticket import Ticket, TicketState
-from trioserve.router.waiting_queue import WaitingLine
+from trioserve.router.waiting_queue import FairQueue
 
 __all__ = ["Fault", "RouterCore", "RouterStats"]
 
@@ -66,8 +67,9 @@ class Fault(enum.Enum):
 
 
 class RouterStats(msgspec.Struct, frozen=True, kw_only=True):
-    """waiting: requests in line, and those that are being read before. leases: sequences that have a seat, by endpoint.
-    pairs_total: requests that were to be disaggregated, by what became of that. Totals count since the start."""
+    """waiting: requests in the queue, and those that are being read before. leases: sequences that have a seat, by
+    endpoint. pairs_total: requests that were to be disaggregated, by what became of that. Totals count since the
+    start."""
 
     waiting: int
     waiting_prompt_tokens: int
@@ -80,23 +82,23 @@ class RouterStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Queue:
-    """One model's line for one stage."""
+    """One model's queue for one stage."""
 
     def __init__(self) -> None:
-        self.line = WaitingLine()
+        self.newcomers = FairQueue()
         # Requests that were elsewhere, where they failed or had their prompt computed, and wait again: they have stood
-        # in line already, and come before it.
+        # in the queue already, and come before it.
         self.again: OrderedDict[int, Ticket] = OrderedDict()
         self._again_prompt_tokens = 0
         self.drain_rate = DrainRate()
 
     @property
     def count(self) -> int:
-        return self.line.count + len(self.again)
+        return self.newcomers.count + len(self.again)
 
     @property
     def prompt_tokens(self) -> int:
-        return self.line.prompt_tokens + self._again_prompt_tokens
+        return self.newcomers.prompt_tokens + self._again_prompt_tokens
 
     def wait_again(self, ticket: Ticket) -> None:
         self.again[ticket.index] = ticket
@@ -108,7 +110,7 @@ class _Queue:
 
 
 class _Model:
-    """One model's lines. preparing: requests that are read before they enter."""
+    """One model's queues. preparing: requests that are read before they enter."""
 
     def __init__(self) -> None:
         self.queues: dict[Stage | None, _Queue] = {stage: _Queue() for stage in (Stage.DECODE, Stage.PREFILL, None)}
@@ -123,7 +125,12 @@ class _Model:
         """Asked at every event, and mostly not so."""
         decode, prefill, whole = self.queues.values()
         return bool(
-            whole.line.count or whole.again or prefill.line.count or prefill.again or decode.line.count or decode.again
+            whole.newcomers.count
+            or whole.again
+            or prefill.newcomers.count
+            or prefill.again
+            or decode.newcomers.count
+            or decode.again
         )
 
     def waiting_again(self) -> list[Ticket]:
@@ -133,8 +140,8 @@ class _Model:
         return sorted(again, key=lambda ticket: ticket.again_index)
 
     def heads(self) -> list[tuple[_Queue, Ticket]]:
-        """Who is next in each line. Where lines want the same endpoint, the one who came first goes first."""
-        heads = [(queue, head) for queue in self.queues.values() if (head := queue.line.head()) is not None]
+        """Who is next in each queue. Where queues want the same endpoint, the one who came first goes first."""
+        heads = [(queue, head) for queue in self.queues.values() if (head := queue.newcomers.head()) is not None]
         return sorted(heads, key=lambda entry: (entry[1].request.priority, entry[1].index))
 
 
@@ -172,7 +179,7 @@ class RouterCore:
 
     def prepare(self, request: RoutedRequest, now: float) -> None:
         """Count a request that is read before it can enter, which costs something: so many may be as there is room for,
-        in the line and at the endpoints. The caller owes `prepared`. Raises as enter does, and then holds nothing."""
+        in the queue and at the endpoints. The caller owes `prepared`. Raises as enter does, and then holds nothing."""
         self._check_open(request, now)
         model = self._model(request.model)
         seats = sum(max(0, state.leases_max - state.leases) for state in self._serving(request.model) if state.is_given)
@@ -197,12 +204,12 @@ class RouterCore:
         model.preparing -= 1
 
     def enter(self, request: RoutedRequest, now: float) -> Ticket:
-        """Take a place in line, and a lease at once if there is one. The caller owes `leave`.
+        """Take a place in the queue, and a lease at once if there is one. The caller owes `leave`.
 
-        In a full line, a tenant with fewer waiters takes the place of the newest of the one with most. A pinned request
-        never waits. While every endpoint of a model is ejected nobody joins its lines; those who are in one keep their
-        place, since an ejection is short.
-        Raises Overloaded, Draining or NoEndpoint, or InvalidRequest for too many sequences, and then holds nothing.
+        In a full queue, a tenant with fewer waiters takes the place of the newest of the one with most. A pinned
+        request never waits. While every endpoint of a model is ejected nobody joins its queues; those who are in one
+        keep their place, since an ejection is short. Raises Overloaded, Draining or NoEndpoint, or InvalidRequest for
+        too many sequences, and then holds nothing.
         """
         usable = self._check_open(request, now)
         queue_deadline = min(now + self.settings.queue_seconds_max, request.queue_deadline)
@@ -213,20 +220,20 @@ class RouterCore:
         queue = self._queue_of(ticket)
         must_wait = bool(queue.count) and request.pinned is None
         if request.pinned is None and not must_wait and self._model(request.model).is_anybody_waiting:
-            self._hand_over(now)  # what it may get, those in other lines may have waited for
+            self._hand_over(now)  # what it may get, those in other queues may have waited for
         if must_wait or not self._grant(ticket, now):
             if request.pinned is not None:
                 is_given = usable[0].is_given
                 raise self._refusal(self._pinned_is_full(request, now) if is_given else self._no_endpoint(request, now))
-            queue.line.add(ticket)
+            queue.newcomers.add(ticket)
             if must_wait:
                 self._hand_over(now)  # those before it may wait for what it does not need
             if ticket.state is TicketState.WAITING:
-                refusal = self._line_was_full(queue, request, now)
+                refusal = self._queue_was_full(queue, request, now)
                 if refusal is not None:
                     pushed_out = self._pushed_out(queue, ticket)
                     if pushed_out is None:
-                        queue.line.remove(ticket)
+                        queue.newcomers.remove(ticket)
                         raise self._refusal(refusal)
                     self._refuse(pushed_out, refusal, now)
                 self._set_deadline(ticket)
@@ -465,7 +472,7 @@ class RouterCore:
     # --- giving and taking leases ---
 
     def _grant(self, ticket: Ticket, now: float) -> bool:
-        """Give it a lease if an endpoint has room for it. It must not stand in any line."""
+        """Give it a lease if an endpoint has room for it. It must not stand in any queue."""
         request, stage = ticket.request, ticket.stage
         if stage is Stage.PREFILL and self._is_handover_full(request.model):
             return False
@@ -508,7 +515,7 @@ class RouterCore:
         ]
 
     def _hand_over(self, now: float) -> None:
-        """Give what is free to those who have waited longest, in the order of their lines."""
+        """Give what is free to those who have waited longest, in the order of their queues."""
         for name, model in self._models.items():
             if model.is_anybody_waiting:
                 self._disaggregate_what_can_be(name, model)
@@ -525,7 +532,7 @@ class RouterCore:
                 return True
         for queue, head in model.heads():
             if self._grant(head, now):
-                queue.line.take()
+                queue.newcomers.take()
                 self._on_change(head)
                 return True
         return False
@@ -533,7 +540,7 @@ class RouterCore:
     def _let_go(self, ticket: Ticket, now: float) -> None:
         """Give back its place or its lease, whichever it has."""
         if ticket.state is TicketState.WAITING:
-            self._leave_line(ticket)
+            self._leave_queue(ticket)
             return
         endpoint = self._endpoint_of(ticket)
         if ticket.state is TicketState.LEASED:
@@ -550,12 +557,12 @@ class RouterCore:
             drain_rate.note_idle(now)
         self._note_drained(endpoint)
 
-    def _leave_line(self, ticket: Ticket) -> None:
+    def _leave_queue(self, ticket: Ticket) -> None:
         queue = self._queue_of(ticket)
         if ticket.index in queue.again:
             queue.end_wait_again(ticket)
         else:
-            queue.line.remove(ticket)
+            queue.newcomers.remove(ticket)
 
     def _wait_again(self, ticket: Ticket) -> None:
         """It was elsewhere, and has given everything back."""
@@ -608,13 +615,13 @@ class RouterCore:
             for ticket in list(queue.again.values()):
                 if not self._is_next_stage_there(ticket):
                     self._make_whole(ticket)
-            if queue.line.count and not self.is_pair_there(name):
-                for ticket in sorted(queue.line, key=lambda ticket: ticket.index):
+            if queue.newcomers.count and not self.is_pair_there(name):
+                for ticket in sorted(queue.newcomers, key=lambda ticket: ticket.index):
                     self._make_whole(ticket)
 
     def _make_whole(self, ticket: Ticket) -> None:
         was_elsewhere = ticket.index in self._queue_of(ticket).again
-        self._leave_line(ticket)
+        self._leave_queue(ticket)
         fallback = ticket.stage_fault
         if fallback is None:
             is_lost = ticket.stage is Stage.DECODE and not ticket.is_held
@@ -624,7 +631,7 @@ class RouterCore:
         if was_elsewhere:
             self._queue_of(ticket).wait_again(ticket)
         else:
-            self._queue_of(ticket).line.add(ticket)
+            self._queue_of(ticket).newcomers.add(ticket)
 
     def _nearest(self, ticket: Ticket, candidates: list[Candidate]) -> list[Candidate]:
         """Of those that may do all of a request, the ones to choose from: the one that has computed its prompt already,
@@ -659,8 +666,8 @@ class RouterCore:
             raise self._refusal(self._no_endpoint(request, now))
         return usable
 
-    def _line_was_full(self, queue: _Queue, request: RoutedRequest, now: float) -> Overloaded | None:
-        """Whether the line that the request has just joined had no place for it."""
+    def _queue_was_full(self, queue: _Queue, request: RoutedRequest, now: float) -> Overloaded | None:
+        """Whether the queue that the request has just joined had no place for it."""
         settings = self.settings
         count, prompt_tokens = queue.count - 1, queue.prompt_tokens - request.prompt_tokens
         if count >= settings.queue_requests_max:
@@ -678,9 +685,9 @@ class RouterCore:
         )
 
     def _pushed_out(self, queue: _Queue, ticket: Ticket) -> Ticket | None:
-        """Whose place the one that has just joined a full line gets, so that one tenant's burst does not keep others
-        from the line. At most one, and only if that makes room enough."""
-        found = queue.line.newest_of_most(ticket)
+        """Whose place the one that has just joined a full queue gets, so that one tenant's burst does not keep others
+        from the queue. At most one, and only if that makes room enough."""
+        found = queue.newcomers.newest_of_most(ticket)
         if found is None or queue.count - 1 > self.settings.queue_requests_max:
             return None
         prompt_tokens = queue.prompt_tokens - found.request.prompt_tokens
@@ -697,7 +704,7 @@ class RouterCore:
         """Those who wait for a model that nobody else serves any more are told so at once."""
         queues = [queue for model in self._models.values() for queue in model.queues.values()]
         for queue in queues:
-            for ticket in [*queue.again.values(), *queue.line]:
+            for ticket in [*queue.again.values(), *queue.newcomers]:
                 self._refuse_if_hopeless(ticket, now)
 
     def _refuse_if_hopeless(self, ticket: Ticket, now: float) -> None:
@@ -714,10 +721,10 @@ class RouterCore:
     def _wait_over(self, ticket: Ticket, now: float) -> TrioserveError:
         waited = now - ticket.entered_at
         if ticket.own_deadline <= now:
-            return QueueWaitOver(f"the request waited {waited:.1f} s in line, and that was all the time it had")
+            return QueueWaitOver(f"the request waited {waited:.1f} s in the queue, and that was all the time it had")
         queue = self._queue_of(ticket)
         return Overloaded(
-            f"the request waited {waited:.1f} s in line, nobody waits longer: try again",
+            f"the request waited {waited:.1f} s in the queue, nobody waits longer: try again",
             reason="queue_wait_over",
             retry_after_seconds=queue.drain_rate.seconds_for(queue.count + 1, now),
         )
@@ -764,7 +771,7 @@ class RouterCore:
         return model
 
     def _queue_of(self, ticket: Ticket) -> _Queue:
-        """Of the line in which it is, or was before it got its lease."""
+        """Of the queue in which it is, or was before it got its lease."""
         return self._model(ticket.request.model).queues[ticket.stage]
 
     def _endpoint_of(self, ticket: Ticket) -> EndpointState:

@@ -12,14 +12,14 @@ __all__ = ["RouterSettings"]
 
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """queue_requests_max, queue_prompt_tokens_max: what may wait for one model in each of its lines: that of requests
+    """queue_requests_max, queue_prompt_tokens_max: what may wait for one model in each of its queues: that of requests
         whose prompt is computed apart from their response, and that of the others. 0 requests: nothing waits, who finds
         no free endpoint is refused at once.
-    queue_seconds_max: how long anybody waits in line.
+    queue_seconds_max: how long anybody waits in the queue.
     leases_max: sequences at one endpoint, unless the endpoint has a limit of its own.
     sequences_max: of one request, its n times its prompts. They are all at one endpoint, where those that find no seat
         at first wait before everybody who comes later; so this is how many seats others may have to wait for.
-    waiting_depth_max: sequences that may wait inside an endpoint, those of one large request apart. A shallow line
+    waiting_depth_max: sequences that may wait inside an endpoint, those of one large request apart. A shallow queue
         there keeps the order here, where a waiter that left costs nothing and another endpoint can still take it.
     lease_until: when a lease goes back; at the first token it bounds prefills, at the end it bounds answers.
     load_seconds_max: how old a report of load may be; what is older says nothing.

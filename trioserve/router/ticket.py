@@ -2,12 +2,12 @@
 
     WAITING ────► LEASED ────► RUNNING_FREE     (its lease went back at the first token)
        ▲  │         │  │            │
-       └──┼─────────┘  │            │           (failed, or the prompt is computed: in line again)
+       └──┼─────────┘  │            │           (failed, or the prompt is computed: in the queue again)
           ▼            ▼            ▼
         ENDED ◄──────────────────────           (from every state, once)
 
-A ticket has a place in line while it is WAITING and a lease while it is LEASED; at no other time. ENDED is left by no
-move: that is what makes giving either back happen once.
+A ticket has a place in the queue while it is WAITING and a lease while it is LEASED; at no other time. ENDED is left by
+no move: that is what makes giving either back happen once.
 
 One that is disaggregated goes through WAITING and LEASED twice, its stage PREFILL and then DECODE. Its stage is None,
 as that of one that never was disaggregated, from the moment on in which one endpoint is to do all of it; that is for
@@ -50,8 +50,8 @@ class Ticket:
     where its lease is, or was when it went back at the first token. tried: the endpoints that failed it. sent_index: of
     all that were sent anywhere, when it went to the endpoint of its lease; None before that. again_index: of all that
     began to wait again, when it did so last. has_token: its client has seen a token. refusal: why it ended without
-    having been served, if so. own_deadline: of its own wait in line; queue_deadline: that, or the router's limit. Both
-    move by the time that its prompt took elsewhere, since that was no wait. stage: what is to be done next; None:
+    having been served, if so. own_deadline: of its own wait in the queue; queue_deadline: that, or the router's limit.
+    Both move by the time that its prompt took elsewhere, since that was no wait. stage: what is to be done next; None:
     everything. is_disaggregated: it began with a stage. prefilled_by: the endpoint that computed its prompt for another
     one. prefilled_at: when. is_held: its blocks are kept there for a decode endpoint. pair_outcome: what became of its
     being split. stage_fault: what that is to be if nobody takes over the stage that an endpoint has failed.

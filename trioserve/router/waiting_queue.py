@@ -1,4 +1,4 @@
-"""Who is next in line for one model: by priority, then fair between tenants, then first come first served.
+"""Who is next in the queue for one model: by priority, then fair between tenants, then first come first served.
 
 Fairness is start-time fair queueing (Goyal, Vin and Cheng, 1996) with a request's cost in prompt tokens and sequences,
 as the virtual token counter does it for language models (Sheng et al., "Fairness in Serving Large Language Models",
@@ -15,14 +15,14 @@ from collections.abc import Iterator
 from trioserve.contracts.endpoint import RoutedRequest
 from trioserve.router.ticket import Ticket
 
-__all__ = ["WaitingLine"]
+__all__ = ["FairQueue"]
 
 SEQUENCE_COST_TOKENS = 64  # what each sequence of a request costs beside the prompt: about the slot of its response
 SPARE_TURNS_MAX = 64
 ABSENT_TENANTS_MAX = 4096  # whose turns are remembered; what one forgets is at most the cost of its last request
 
 
-class WaitingLine:
+class FairQueue:
     """Joining, leaving and being taken are O(log tenants). Leaving costs nothing later."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class WaitingLine:
         self.prompt_tokens += request.prompt_tokens
 
     def remove(self, ticket: Ticket) -> None:
-        """It leaves the line without having been served."""
+        """It leaves the queue without having been served."""
         self._classes[ticket.request.priority].remove(ticket)
         self._note_gone(ticket)
 
@@ -57,7 +57,7 @@ class WaitingLine:
         return None
 
     def newest_of_most(self, ticket: Ticket) -> Ticket | None:
-        """Who has to make room when the line has one too many, since `ticket` has come: the newest waiter, of the same
+        """Who has to make room when the queue has one too many, since `ticket` has come: the newest waiter, of the same
         priority, of the tenant with most of them, if it has more without that one than the tenant of `ticket` has now.
         So a burst takes places from itself (McKenney, "Stochastic Fairness Queueing", 1990). O(tenants)."""
         tenants = self._classes[ticket.request.priority].tenants
@@ -86,8 +86,8 @@ def _cost(request: RoutedRequest) -> int:
 
 
 class _PriorityClass:
-    """One priority's tenants. `tenants` holds those with somebody in line; `_turns` a heap of (turn, index, tenant) in
-    which entries that are out of date are skipped when they come up."""
+    """One priority's tenants. `tenants` holds those with somebody in the queue; `_turns` a heap of (turn, index,
+    tenant) in which entries that are out of date are skipped when they come up."""
 
     def __init__(self) -> None:
         self.tenants: dict[str, OrderedDict[int, Ticket]] = {}

@@ -27,7 +27,7 @@ def assert_all_free(engine: Engine) -> None:
     )
     line = engine.dispatch.core.stats()
     leases = sum(line.leases.values())
-    taken += f", {line.waiting} in line, {leases} leases out"
+    taken += f", {line.waiting} in the queue, {leases} leases out"
     held = (stats.blocks_used, stats.blocks_held, stats.running_count, stats.waiting_count, line.waiting, leases)
     is_free = not (any(held) or live)
     assert is_free, "\n".join([f"not all is free: {taken}", *lines])

@@ -176,7 +176,7 @@ class FakeEngine(Engine):
 
     @property
     def first_unfinished_id(self) -> str | None:
-        """Of those that are entered, in line or beyond it, one that has not had the end of its response; None:
+        """Of those that are entered, in the queue or beyond it, one that has not had the end of its response; None:
         nobody."""
         return next((request.id for request in self._live_requests() if not request.is_finished), None)
 

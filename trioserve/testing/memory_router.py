@@ -63,7 +63,7 @@ class MemoryRouter:
         """Assert that no place and no lease is taken, after everybody has done what they can."""
         await wait_all_tasks_blocked()
         stats = self.dispatch.core.stats()
-        assert stats.waiting == 0, f"{stats.waiting} requests wait in line"
+        assert stats.waiting == 0, f"{stats.waiting} requests wait in the queue"
         assert not any(stats.leases.values()), f"leases are out: {stats.leases}"
         in_flight = {state.id: state.in_flight for state in self.dispatch.core.endpoints.values()}
         assert not any(in_flight.values()), f"requests are in flight: {in_flight}"

@@ -41,7 +41,7 @@ class MemoryServer:
         return client
 
     def drain(self) -> None:
-        """Begin to stop as the server does at SIGTERM: nothing new, GOAWAY, who waits in line is refused."""
+        """Begin to stop as the server does at SIGTERM: nothing new, GOAWAY, who waits in the queue is refused."""
         self.engine.drain()
         self.server.drain()
 

@@ -1,6 +1,6 @@
 """The order of serving and of stopping. Who speaks HTTP and who computes was decided before.
 
-Stopping, on the first order: readiness turns, requests in the line are refused with 503, running ones may finish; at
+Stopping, on the first order: readiness turns, requests in the queue are refused with 503, running ones may finish; at
 the deadline they are ended with a last word; then everything is cancelled. A second order shortens the wait.
 """
 

@@ -113,13 +113,13 @@ class Crowd:
         return scheduled - started + perf_counter_ns() - computed
 
     def abort_queued_ns(self, place: int) -> int:
-        """Abort whoever waits at `place`; somebody else joins the end of the line."""
+        """Abort whoever waits at `place`; somebody else joins the end of the queue."""
         took = self._abort_ns(self.queued_ids.pop(place))
         self.queued_ids.append(self.add())
         return took
 
     def abort_running_ns(self) -> int:
-        """Abort the one that has run for longest; the head of the line takes its seat."""
+        """Abort the one that has run for longest; the head of the queue takes its seat."""
         took = self._abort_ns(self.running_ids.pop(0))
         self.running_ids.append(self.queued_ids.pop(0))
         self.queued_ids.append(self.add())

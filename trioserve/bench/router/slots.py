@@ -1,4 +1,4 @@
-"""Who runs and who waits at a pretended endpoint that has so many seats, and how long its line was. Told the time."""
+"""Who runs and who waits at a pretended endpoint that has so many seats, and how long its queue was. Told the time."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Moment(enum.Enum):
     """When a client leaves."""
 
     BODY = "before its body is complete"
-    WAIT = "a time after it was sent"  # most often in the line
+    WAIT = "a time after it was sent"  # most often in the queue
     HEAD = "a time after its head"  # which trioserve sends when the request first runs: while its prompt is computed
     TOKENS = "after some tokens"
 

@@ -21,10 +21,11 @@ class SoakSettings(msgspec.Struct, frozen=True, kw_only=True):
     """One soak. Raises StartupError, one sentence, when a value is out of range.
 
     requests: those among which clients leave; the control's come on top. concurrency: in flight; it must be above the
-    server's --max-num-seqs, or nobody waits in line. prompt_tokens, long_prompt_tokens and output_tokens are the most
-    that is drawn; a long prompt should take the server several steps (--max-num-batched-tokens). warmup_requests: of
-    the same kind, before anything is judged; they should fill the server's KV cache once, since its memory is resident
-    only from then on. Few tokens, so that 10,000 requests take a small model on two cores a quarter of an hour.
+    server's --max-num-seqs, or nobody waits in the queue. prompt_tokens, long_prompt_tokens and output_tokens are the
+    most that is drawn; a long prompt should take the server several steps (--max-num-batched-tokens). warmup_requests:
+    of the same kind, before anything is judged; they should fill the server's KV cache once, since its memory is
+    resident only from then on. Few tokens, so that 10,000 requests take a small model on two cores a quarter of an
+    hour.
     """
 
     url: str = "http://127.0.0.1:8000"

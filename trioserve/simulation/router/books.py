@@ -1,4 +1,4 @@
-"""The books of a simulated router: who is in line, who has a lease where, and what follows from that for the next.
+"""The books of a simulated router: who is in the queue, who has a lease where, and what follows from that for the next.
 
 Kept from what was asked and told alone, never from what the router keeps. Lines, bounds and retries are settled here;
 what one endpoint may be given in router_endpoint_book, whose turn it is in router_line_rules, what of a request may be
@@ -62,29 +62,29 @@ class RouterBooks:
             if entry.stage is not Stage.PREFILL or not self._is_handover_full(entry.request.model)
         ]
 
-    def is_line_full(self, entry: ExpectedRequest) -> bool:
-        """Whether there is no place in line for one that is new."""
+    def is_queue_full(self, entry: ExpectedRequest) -> bool:
+        """Whether there is no place in the queue for one that is new."""
         beside = [other for other in self.waiting if other.is_beside(entry)]
         tokens = sum(other.request.prompt_tokens for other in beside) + entry.request.prompt_tokens
         is_large = tokens > self.world.queue_prompt_tokens_max
         return len(beside) >= self.world.queue_requests_max or (bool(beside) and is_large)
 
-    def is_most_in_line(self, entry: ExpectedRequest, entering: ExpectedRequest) -> bool:
-        """Whether it is the newest of a tenant that has most in a line, and still more than that of one that comes, if
+    def is_most_in_queue(self, entry: ExpectedRequest, entering: ExpectedRequest) -> bool:
+        """Whether it is the newest of a tenant that has most in a queue, and still more than that of one that comes, if
         it left for it."""
-        if not (entry.is_in_line and entry.is_beside(entering) and entry.request.priority == entering.request.priority):
+        if not (entry.is_queued and entry.is_beside(entering) and entry.request.priority == entering.request.priority):
             return False
-        line = [other for other in self.waiting if other.is_in_line and other.is_beside(entering)]
-        line = [other for other in line if other.request.priority == entry.request.priority]
-        counts = Counter(other.request.tenant for other in line)
+        queued = [other for other in self.waiting if other.is_queued and other.is_beside(entering)]
+        queued = [other for other in queued if other.request.priority == entry.request.priority]
+        counts = Counter(other.request.tenant for other in queued)
         if counts[entry.request.tenant] < max(*counts.values(), counts[entering.request.tenant] + 2):
             return False
         return all(
-            other.request.tenant != entry.request.tenant or other.line_index <= entry.line_index for other in line
+            other.request.tenant != entry.request.tenant or other.queue_index <= entry.queue_index for other in queued
         )
 
     def makes_room(self, entry: ExpectedRequest, entering: ExpectedRequest) -> bool:
-        """Whether one that comes has a place in line without it."""
+        """Whether one that comes has a place in the queue without it."""
         beside = [other for other in self.waiting if other.is_beside(entering) and other is not entry]
         tokens = sum(other.request.prompt_tokens for other in beside) + entering.request.prompt_tokens
         return len(beside) < self.world.queue_requests_max and tokens <= self.world.queue_prompt_tokens_max
@@ -92,20 +92,20 @@ class RouterBooks:
     # --- what happens ---
 
     def enter(self, entry: ExpectedRequest) -> None:
-        """The router has taken it, into its line or beyond."""
+        """The router has taken it, into its queue or beyond."""
         assert not self.is_draining, f"{entry.name} is taken by a router that leaves"
         self._tries = min(self._tries_max, self._tries + self.world.retry_share_max)
         self.live[entry.name] = entry
         self.live_peak = max(self.live_peak, len(self.live))
 
     def join(self, entry: ExpectedRequest) -> None:
-        """It stands in a line in which it did not stand before."""
+        """It stands in a queue in which it did not stand before."""
         self._joined_count += 1
-        entry.line_index = self._joined_count
+        entry.queue_index = self._joined_count
         self._fairness_of(entry).join(entry)
 
     def serve(self, entry: ExpectedRequest) -> None:
-        """It gets a lease out of the line. Asserts that it is its turn."""
+        """It gets a lease out of the queue. Asserts that it is its turn."""
         assert entry.state == "waiting", f"{entry.name} is {entry.state}, and gets a lease"
         if entry.failed_index is None:
             check_turn(entry, self.live.values())
@@ -177,10 +177,10 @@ class RouterBooks:
         for stage in Stage:
             waiting = [entry for entry in self.waiting if entry.stage is stage]
             again = sorted(
-                (entry for entry in waiting if not entry.is_in_line), key=lambda entry: entry.failed_index or 0
+                (entry for entry in waiting if not entry.is_queued), key=lambda entry: entry.failed_index or 0
             )
-            line = sorted((entry for entry in waiting if entry.is_in_line), key=lambda entry: entry.index)
-            for entry in (*again, *line):
+            queued = sorted((entry for entry in waiting if entry.is_queued), key=lambda entry: entry.index)
+            for entry in (*again, *queued):
                 # Who has no endpoint left at all is refused, and does not go on whole.
                 if self._is_any_left(entry) and not is_next_stage_there(entry, self.serving(entry)):
                     self._make_whole(entry)
@@ -188,7 +188,7 @@ class RouterBooks:
     def _make_whole(self, entry: ExpectedRequest) -> None:
         is_lost = entry.stage is Stage.DECODE and not entry.is_held
         self.note_pair(entry, entry.stage_fault or (PairOutcome.HOLD_LOST if is_lost else PairOutcome.NO_ENDPOINT))
-        if entry.is_in_line:
+        if entry.is_queued:
             self._fairness_of(entry).leave(entry)
             entry.stage = None
             self.join(entry)
@@ -202,7 +202,7 @@ class RouterBooks:
 
     def release(self, entry: ExpectedRequest) -> None:
         """What it has is back."""
-        if entry.is_in_line:
+        if entry.is_queued:
             self._fairness_of(entry).leave(entry)
         elif entry.state in ("leased", "running_free"):
             assert entry.endpoint is not None
@@ -226,7 +226,7 @@ class RouterBooks:
         """Progress: whoever waits, first or last, waits because every endpoint that it may have is full."""
         for entry in self.waiting:
             taking = self.taking(entry, now)
-            assert not taking, f"{entry.name} waits{'' if entry.is_in_line else ' again'}, and {taking} could take it"
+            assert not taking, f"{entry.name} waits{'' if entry.is_queued else ' again'}, and {taking} could take it"
 
     def check_nobody_is_hopeless(self) -> None:
         for entry in self.waiting:

@@ -118,8 +118,8 @@ class Store(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class Arrive(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="arrive"):
-    """A client's request. patience: seconds until its own wait in line is over; None: never. can_be_disaggregated: its
-    prompt may be computed at one endpoint and its response at another."""
+    """A client's request. patience: seconds until its own wait in the queue is over; None: never. can_be_disaggregated:
+    its prompt may be computed at one endpoint and its response at another."""
 
     name: str
     model: str = "m"

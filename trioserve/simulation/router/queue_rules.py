@@ -1,9 +1,9 @@
-"""Who may get a lease before whom: the rules of the line, with books of their own.
+"""Who may get a lease before whom: the rules of the queue, with books of their own.
 
 Within a model, requests that wait again, after a failure or after their prompt, come first, in the order in which that
-began. There are lines of those whose prompt is computed apart, and of those that go whole. In each it is priority
+began. There are queues of those whose prompt is computed apart, and of those that go whole. In each it is priority
 first; within a priority tenants take turns, and within a tenant it is first come first served. Turns are fair as start-
-time fair queueing promises (Goyal, Vin and Cheng, 1996): over any time in which a tenant has somebody in line, any
+time fair queueing promises (Goyal, Vin and Cheng, 1996): over any time in which a tenant has somebody in the queue, any
 other, there or coming and going, is served at most as much as that one, plus the largest cost of either.
 
 How many sequences a request has changes nothing of this: it gets its lease in its turn, where one of them finds a seat.
@@ -25,7 +25,7 @@ __all__ = ["Fairness", "ExpectedRequest", "check_turn"]
 class ExpectedRequest:
     """One request of a simulated router, as it was asked and told. state: by the names of TicketState. failed_index: of
     the failure, or the end of its prompt, after which it waits again; None while it waits for the first time. deadline:
-    the end of its wait, its own or wait_ends_at, which is the router's. line_index: in the order of joining a line.
+    the end of its wait, its own or wait_ends_at, which is the router's. queue_index: in the order of joining a queue.
     stage, is_disaggregated, prefilled_by, is_held, outcome, stage_fault: as those of a Ticket."""
 
     def __init__(self, name: str, request: RoutedRequest, index: int, *, wait_ends_at: float) -> None:
@@ -35,7 +35,7 @@ class ExpectedRequest:
         self.wait_ends_at = wait_ends_at
         self.own_deadline = request.queue_deadline
         self.leased_at = 0.0
-        self.line_index = 0
+        self.queue_index = 0
         self.ticket: Ticket | None = None
         self.state = "waiting"
         self.failed_index: int | None = None
@@ -59,17 +59,17 @@ class ExpectedRequest:
         return self.request.prompt_tokens + self.request.sequences * SEQUENCE_COST_TOKENS
 
     @property
-    def is_in_line(self) -> bool:
+    def is_queued(self) -> bool:
         return self.state == "waiting" and self.failed_index is None
 
     @property
     def moment(self) -> str:
         """How far it is, for the counts."""
         if self.stage is not None and self.state != "ended":
-            where = "in line for" if self.state == "waiting" else "leased for" if not self.is_sent else "at"
+            where = "in the queue for" if self.state == "waiting" else "leased for" if not self.is_sent else "at"
             return f"{where} {self.stage.value}{', with a token' if self.has_token else ''}"
         if self.state == "waiting":
-            return "in line" if self.failed_index is None else "in line again"
+            return "in the queue" if self.failed_index is None else "in the queue again"
         if self.state == "ended":
             return "ended"
         if not self.is_sent:
@@ -86,8 +86,8 @@ class Fairness:
     def __init__(self) -> None:
         self._waiting: dict[str, int] = {}
         self._cost_max: dict[str, int] = {}
-        # By a tenant that has somebody in line, and any other: how much more the other was served since the first has,
-        # and the least that this ever was.
+        # By a tenant that has somebody in the queue, and any other: how much more the other was served since the first
+        # has, and the least that this ever was.
         self._ahead: dict[str, dict[str, tuple[int, int]]] = {}
 
     def join(self, entry: ExpectedRequest) -> None:
@@ -99,7 +99,7 @@ class Fairness:
         self._waiting[tenant] += 1
 
     def serve(self, entry: ExpectedRequest) -> None:
-        """Called before it leaves the line."""
+        """Called before it leaves the queue."""
         tenant, cost = entry.request.tenant, entry.cost
         for waiting, others in self._ahead.items():
             if waiting == tenant:
@@ -123,12 +123,12 @@ class Fairness:
 
 
 def check_turn(entry: ExpectedRequest, live: Iterable[ExpectedRequest]) -> None:
-    """It gets a lease out of the line: those before it have to be out of it."""
+    """It gets a lease out of the queue: those before it have to be out of it."""
     for other in live:
-        if other.is_in_line and other.is_beside(entry):
+        if other.is_queued and other.is_beside(entry):
             mine, theirs = entry.request, other.request
             assert theirs.priority >= mine.priority, f"{entry.name} overtakes {other.name}, whose priority is better"
             is_peer = (theirs.priority, theirs.tenant) == (mine.priority, mine.tenant)
-            assert not is_peer or other.line_index > entry.line_index, (
+            assert not is_peer or other.queue_index > entry.queue_index, (
                 f"{entry.name} overtakes {other.name}, which came before"
             )

@@ -1,4 +1,4 @@
-"""Whether what a simulated router says to those whom it refuses, or takes into its line, is true."""
+"""Whether what a simulated router says to those whom it refuses, or takes into its queue, is true."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from trioserve.contracts.errors import Draining, NoEndpoint, Overloaded, QueueWa
 from trioserve.simulation.router.books import RouterBooks
 from trioserve.simulation.router.queue_rules import ExpectedRequest
 
-__all__ = ["check_refused_at_the_door", "check_refused_in_line", "check_taken_into_line"]
+__all__ = ["check_refused_at_the_door", "check_refused_in_queue", "check_taken_into_queue"]
 
 RETRY_SECONDS_MAX = 60.0
 
@@ -31,23 +31,23 @@ def check_refused_at_the_door(books: RouterBooks, entry: ExpectedRequest, refusa
         assert serving[0].is_given, f"{name} is told that {serving[0].id} is full, which is {serving[0].health}"
     else:
         assert reason == "queue_full", f"{name} is told {reason}"
-        assert books.is_line_full(entry), f"{name} is told that the line is full"
-        most = [other for other in books.waiting if books.is_most_in_line(other, entry)]
+        assert books.is_queue_full(entry), f"{name} is told that the queue is full"
+        most = [other for other in books.waiting if books.is_most_in_queue(other, entry)]
         is_room_made = bool(most) and all(books.makes_room(other, entry) for other in most)
         assert not is_room_made, f"{name} is refused, and {most[0].name} would have to make room"
     taking = books.taking(entry, books.now)
     assert not taking, f"{name} is refused, and {taking} could take it"
 
 
-def check_taken_into_line(books: RouterBooks, entry: ExpectedRequest, *, is_served: bool) -> None:
-    """`enter` took it into the line. is_served: it is out of it already."""
-    assert is_served or not books.is_line_full(entry), f"{entry.name} is in a line that was full"
+def check_taken_into_queue(books: RouterBooks, entry: ExpectedRequest, *, is_served: bool) -> None:
+    """`enter` took it into the queue. is_served: it is out of it already."""
+    assert is_served or not books.is_queue_full(entry), f"{entry.name} is in a queue that was full"
     usable = [book for book in books.serving(entry) if book.health != "ejected"]
     assert usable, f"{entry.name} waits, and no endpoint may ever take it"
 
 
-def check_refused_in_line(books: RouterBooks, entry: ExpectedRequest, refusal: TrioserveError | None) -> None:
-    """It was in line, or had a lease and was not sent, and was told this."""
+def check_refused_in_queue(books: RouterBooks, entry: ExpectedRequest, refusal: TrioserveError | None) -> None:
+    """It was in the queue, or had a lease and was not sent, and was told this."""
     name = entry.name
     assert refusal is not None, f"{name} has ended, and nobody says why"
     if isinstance(refusal, Draining):
@@ -68,8 +68,8 @@ def check_refused_in_line(books: RouterBooks, entry: ExpectedRequest, refusal: T
     if refusal.reason == "queue_full":
         entering = books.entering
         assert entering is not None, f"{name} has to make room, and nobody comes"
-        assert books.is_line_full(entering), f"{name} has to make room in a line that has some"
-        assert books.is_most_in_line(entry, entering), f"{name} has to make room for {entering.name}"
+        assert books.is_queue_full(entering), f"{name} has to make room in a queue that has some"
+        assert books.is_most_in_queue(entry, entering), f"{name} has to make room for {entering.name}"
         assert books.makes_room(entry, entering), f"{entering.name} finds no room where {name} has left"
         return
     assert refusal.reason == "queue_wait_over", f"{name} is told {refusal.reason}"

@@ -45,8 +45,8 @@ from trioserve.simulation.router.pair_book import is_pair_there
 from trioserve.simulation.router.queue_rules import ExpectedRequest
 from trioserve.simulation.router.refusals import (
     check_refused_at_the_door,
-    check_refused_in_line,
-    check_taken_into_line,
+    check_refused_in_queue,
+    check_taken_into_queue,
 )
 
 __all__ = ["RouterSimulation"]
@@ -164,12 +164,12 @@ class RouterSimulation:
         entry.ticket = ticket
         if ticket.state is TicketState.LEASED and not was_told:
             if request.pinned is None:
-                waiting = [other.name for other in books.live.values() if other.is_in_line and other.is_beside(entry)]
+                waiting = [other.name for other in books.live.values() if other.is_queued and other.is_beside(entry)]
                 assert not waiting, f"{entry.name} gets a lease at once, before {', '.join(waiting)}"
             self._take_lease(entry, ticket)
         elif ticket.state is TicketState.WAITING:
             assert request.pinned is None, f"{entry.name} is pinned, and waits"
-            check_taken_into_line(books, entry, is_served=False)
+            check_taken_into_queue(books, entry, is_served=False)
             books.join(entry)
         books.enter(entry)
         return entry
@@ -385,7 +385,7 @@ class RouterSimulation:
         books.make_whole()
         if entering is not None and ticket.request is entering.request:
             self._entering = None
-            check_taken_into_line(books, entering, is_served=True)
+            check_taken_into_queue(books, entering, is_served=True)
             books.join(entering)
             entry = entering
         else:
@@ -397,7 +397,7 @@ class RouterSimulation:
             self._take_lease(entry, ticket)
         else:
             assert ticket.state is TicketState.ENDED, f"{entry.name} is told of a change, and is {ticket.state}"
-            check_refused_in_line(books, entry, ticket.refusal)
+            check_refused_in_queue(books, entry, ticket.refusal)
             self._note_refusal(entry, ticket.refusal)
             books.release(entry)
             books.end(entry)

@@ -46,7 +46,7 @@ BROKEN = "the engine was told to break"
 
 
 class StackSimulation:
-    """One plan, once. counts: of what came to pass. digest: of the trace. trace: is told each of its lines."""
+    """One plan, once. counts: of what came to pass. digest: of the trace. trace: is told each of its queues."""
 
     def __init__(self, plan: StackPlan, *, trace: Callable[[str], None] | None = None) -> None:
         self.plan = plan
@@ -164,7 +164,7 @@ class StackSimulation:
         )
         outcome = "left early"
         is_new_id = client.id not in self._used_ids
-        # It may have to wait in line until it is inside, and is the engine's from now on.
+        # It may have to wait in the queue until it is inside, and is the engine's from now on.
         self._streams[client.number] = stream
         self._used_ids.add(client.id)
         try:
@@ -255,7 +255,7 @@ class StackSimulation:
                 has_begun = any(choice.has_run for choice in request.choices) or not request.core_count
                 assert has_begun or stream.is_finished, f"client {number} had not begun to run, and was not refused"
             waiting = fake.dispatch.core.stats().waiting
-            assert waiting == 0, f"{waiting} requests were in line, and were not refused"
+            assert waiting == 0, f"{waiting} requests were in the queue, and were not refused"
             self.check(fake)
             return
         if order.ends_all:
