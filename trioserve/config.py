@@ -125,8 +125,8 @@ class RouteConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields
         "the same, for servers that compute prompts and give their KV to a decode endpoint; default: those of the "
         "others that say so", "URL")] = ()
     decode_endpoint: Annotated[tuple[str, ...], _about(
-        "the same, for servers that take the KV of a prompt and make the response; default: those of the others that say "
-        "so", "URL")] = ()
+        "the same, for servers that take the KV of a prompt and make the response; default: those of the others that "
+        "say so", "URL")] = ()
     split_min_tokens: Annotated[int, _about(
         "tokens of prompt, as drafted from its length, from which on a request goes to a prefill endpoint and then to "
         "a decode endpoint, if there are two", "TOKENS", ge=1)] = SPLIT_PROMPT_TOKENS_MIN
@@ -211,7 +211,7 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
         "plan the next step while one is computed; shortens the gap between two forward passes, and what ends an "
         "answer is seen a step later; not with --speculative-ngram")] = False
     speculative_ngram: Annotated[int, _about(
-        "tokens that a step may draft token of a request from its own text, and verify; speeds up few streams that repeat "
+        "tokens that a step may draft for a request from its own text, and verify; speeds up few streams that repeat "
         "their prompts; 0 is off", "TOKENS", ge=0, le=15)] = 0
     step_timeout: Annotated[Annotated[float, Meta(ge=0, le=86400)] | None, _about(
         "seconds that one step may take; a longer one turns /ready and refuses new requests until it ends, and one of "

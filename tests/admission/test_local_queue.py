@@ -62,7 +62,7 @@ async def test_prompt_tokens_in_line_are_bounded_before_they_are_counted_exactly
 
 
 async def test_nobody_waits_longer_than_the_line_allows(autojump_clock, caplog):
-    caplog.set_level("INFO", logger="trioserve.runtime")
+    caplog.set_level("INFO", logger="trioserve.engine")
     async with open_memory_server(max_num_seqs=1, waiting_requests_max=1, waiting_seconds_max=5.0) as server:
         server.engine.steps.hold()
         async with server.engine.generate("in the way"):

@@ -16,7 +16,7 @@ def body(**fields: object) -> dict[str, object]:
 
 
 async def test_a_response_comes_through_whole(open_setup):
-    async with open_setup(engine={"answer": "good morning"}) as setup:
+    async with open_setup(engine={"response": "good morning"}) as setup:
         response = await setup.client().post(CHAT, body(max_tokens=20))
         assert response.status == 200
         assert (await response.json())["choices"][0]["text"] == "good morning"
@@ -26,7 +26,7 @@ async def test_a_response_comes_through_whole(open_setup):
 
 async def test_a_response_comes_through_in_events(open_setup):
     async with (
-        open_setup(engine={"answer": "good morning"}) as setup,
+        open_setup(engine={"response": "good morning"}) as setup,
         setup.client().ask(CHAT, body(max_tokens=20, stream=True), headers={"x-request-id": "mine"}) as response,
     ):
         text = "".join([event["choices"][0]["text"] async for event in response])
@@ -151,7 +151,7 @@ async def test_when_nobody_can_be_reached_the_client_is_told_so(open_setup):
 
 
 async def test_an_endpoint_that_breaks_before_the_first_token_is_replaced_unseen(open_setup, autojump_clock):
-    async with open_setup(engine={"paused": True, "answer": "abc"}) as setup:
+    async with open_setup(engine={"paused": True, "response": "abc"}) as setup:
         async with setup.client().ask(CHAT, body(stream=True)) as response:
             await trio.sleep(5)
             [first] = [id for id, count in setup.leases().items() if count]
@@ -166,7 +166,7 @@ async def test_an_endpoint_that_breaks_before_the_first_token_is_replaced_unseen
 
 
 async def test_an_endpoint_that_breaks_in_the_middle_ends_the_stream_with_an_error(open_setup):
-    async with open_setup(engine={"paused": True, "answer": "abc"}) as setup:
+    async with open_setup(engine={"paused": True, "response": "abc"}) as setup:
         async with setup.client().ask(CHAT, body(stream=True)) as response:
             await wait_all_tasks_blocked()
             [first] = [id for id, count in setup.leases().items() if count]
@@ -223,7 +223,7 @@ async def test_an_endpoint_that_hangs_is_left_when_its_checks_fail(open_setup, a
     from trioserve.proxy.endpoint_watch import WatchSettings
 
     watch = WatchSettings(health_seconds=1, load_seconds=1, response_seconds_max=1)
-    async with open_setup(watch=watch, failures_max=2, engine={"answer": "abc", "step_seconds": 0.01}) as setup:
+    async with open_setup(watch=watch, failures_max=2, engine={"response": "abc", "step_seconds": 0.01}) as setup:
         hanging = trio.Event()
         remote = setup.router.fleet.remote("a")
 
@@ -252,7 +252,7 @@ async def test_an_endpoint_that_hangs_is_left_when_its_checks_fail(open_setup, a
 
 
 async def test_a_drain_refuses_who_waits_and_lets_the_others_finish(open_setup):
-    async with open_setup("a", engine={"paused": True, "answer": "abc"}, leases_max=1) as setup:
+    async with open_setup("a", engine={"paused": True, "response": "abc"}, leases_max=1) as setup:
         async with setup.client().ask(CHAT, body()) as running, setup.client().ask(CHAT, body()) as waiting:
             await wait_all_tasks_blocked()
             setup.router.drain()
@@ -272,7 +272,7 @@ async def test_a_pinned_request_goes_where_it_says(open_setup):
 
 
 async def test_endpoints_are_listed_added_and_drained_at_run_time(open_setup):
-    async with open_setup(engine={"paused": True, "answer": "abc"}) as setup:
+    async with open_setup(engine={"paused": True, "response": "abc"}) as setup:
         client = setup.client(http=2)
         async with client.ask(f"{CHAT}?id=a", body()) as running:
             await wait_all_tasks_blocked()

@@ -21,8 +21,8 @@ async def text_of(engine: FakeEngine, prompt: str = "hello", **sampling: object)
 @pytest.mark.parametrize(
     "options, expected",
     [
-        ({"answer": "yes, indéed"}, "yes, indéed"),
-        ({"answer": lambda prompt: prompt[::-1]}, "olleh"),
+        ({"response": "yes, indéed"}, "yes, indéed"),
+        ({"response": lambda prompt: prompt[::-1]}, "olleh"),
         ({"next_token": lambda ids: 256 if len(ids) == 8 else ids[0] + len(ids)}, "mno"),
     ],
 )

@@ -610,7 +610,7 @@ CATALOGUE: tuple[Metric, ...] = (
         name="http_requests_total",
         kind="counter",
         unit="requests",
-        meaning='HTTP requests by route and status. Unknown paths are "other"; status "left": gone before any response.',
+        meaning='HTTP requests by route and status. Unknown paths are "other"; status "left": gone before a response.',
         labels=(Label("path"), Label("status")),
         part="frontend",
     ),
@@ -661,8 +661,8 @@ CATALOGUE: tuple[Metric, ...] = (
         name="pairs_total",
         kind="counter",
         unit="requests",
-        meaning="Requests that were to have their prompt computed at one endpoint and their response made at another, by "
-        "what became of that.",
+        meaning="Requests that were to have their prompt computed at one endpoint and their response made at another, "
+        "by what became of that.",
         labels=(Label("outcome", tuple(outcome.value for outcome in PairOutcome)),),
         part="router",
     ),

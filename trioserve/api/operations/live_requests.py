@@ -59,7 +59,7 @@ async def respond_to_abort(context: Responder, abort: Abort) -> None:
                 status=404,
                 type="invalid_request_error",
                 code="request_not_found",
-                message=f"no request with the id {request_id!r} is known; ids are in the X-Request-Id of every response",
+                message=f"no request with the id {request_id!r} is known; every response has its id in X-Request-Id",
                 headers=((REASON_HEADER, "request_not_found"),),
             )
         )
