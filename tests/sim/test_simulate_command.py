@@ -87,7 +87,7 @@ def test_a_failing_seed_is_shown_cut_down_and_can_be_replayed(broken, capsys, tm
     assert main(["simulate", "--seeds", "0:30"]) == 1
     lines = capsys.readouterr().out.splitlines()
     seed = lines[0].split()[1]
-    assert lines[0].startswith(f"seed {seed} failed: AssertionError in entry.py")
+    assert lines[0].startswith(f"seed {seed} failed: AssertionError in expected.py")
     assert f"--replay {seed} --steps 100" in lines[1]
     script = tmp_path / "history.txt"
     script.write_text("\n".join(lines[3:]), encoding="utf-8")
@@ -97,7 +97,7 @@ def test_a_failing_seed_is_shown_cut_down_and_can_be_replayed(broken, capsys, tm
         assert main(["simulate", "--replay", what]) == 1
         shown = capsys.readouterr().out.splitlines()
         assert shown[0].startswith("world ")
-        assert shown[-1].startswith("failed: AssertionError in entry.py")
+        assert shown[-1].startswith("failed: AssertionError in expected.py")
 
 
 def test_a_script_is_replayed_with_everything_that_happens(capsys, tmp_path):
