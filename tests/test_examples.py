@@ -22,6 +22,7 @@ def test_every_example_is_run_here():
     assert sorted(SAYS) == sorted(path.name for path in EXAMPLES.glob("*.py"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(SAYS))
 def test_an_example_says_what_it_should(name):
     ran = subprocess.run(
