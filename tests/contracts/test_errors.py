@@ -19,6 +19,7 @@ TREE = """
         Overloaded
             Draining
             NoEndpoint
+            StepOverdue
         QueueWaitOver
         RequestAborted
         EndpointLost
