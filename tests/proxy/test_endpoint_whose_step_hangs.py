@@ -1,4 +1,4 @@
-"""An endpoint that responses its checks, and whose step does not end: it gets nothing until then, and what it has not
+"""An endpoint that answers its checks, and whose step does not end: it gets nothing until then, and what it has not
 begun is done elsewhere."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from trioserve.router.endpoint_state import EndpointHealth
 
 CHAT = "/v1/completions"
 WATCH = WatchSettings(health_seconds=1, load_seconds=1, response_seconds_max=1)
-ENGINE = {"answer": "abc", "step_seconds": 0.01, "step_seconds_max": 20}
+ENGINE = {"response": "abc", "step_seconds": 0.01, "step_seconds_max": 20}
 
 
 def body(**fields):

@@ -84,7 +84,7 @@ class LiveRequest:
         self.reserved_blocks: list[BlockIndex] = []  # its own as well, for what is known and not loaded
         self.blocks_wanted = 0  # as many must be available before it is worth looking again whether it fits
         self.chain = PrefixChain(request.cache_salt)
-        self.drafter: Drafter | None = None  # made when it first may draft token
+        self.drafter: Drafter | None = None  # made when it first may draft
         self.cached_token_count: int | None = None  # set when it runs for the first time
         self.wants_load = False  # and there was no room for one more
         self.asked_remote = False  # a load was begun: it is not tried twice
