@@ -237,7 +237,7 @@ class ScriptedServer:
                         call.server, call.stream, call.http, call.stream_id = self, stream, http, event.stream_id
                         calls[event.stream_id] = call
                         handled_count += 1
-                        nursery.start_soon(self._response, call)
+                        nursery.start_soon(self._respond, call)
                         if handled_count == self.requests_per_connection:
                             # As a server that leaves in good order: GOAWAY first, then the responses. h2 itself could
                             # not go on after close_connection, so the frame is written by hand.
