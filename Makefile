@@ -2,7 +2,7 @@
 # make disagg  the same with two servers: one on port 8001 computes prompts, one on 8002 makes the answers, and a router
 #              on http://127.0.0.1:8000 sends each request to the one and then to the other
 # make test    sets everything up, checks style and types, and runs the tests
-# make check   the same without the tests
+# make check   style, types, layout and the tests that take less than a quarter of a second, in a minute
 # make docs    builds the site of docs/ into build/docs, and fails for a broken link
 #
 # make serve ARGS="--port 8123 --max-num-seqs 16" passes flags on.
@@ -13,6 +13,9 @@ PYTHON ?= python3
 ARGS ?=
 TEST_PROCESSES ?= 2
 ROLE_ARGS ?=
+# What does not load torch, transformers or a model; -m "not slow" leaves out the rest of what takes long.
+FAST_TESTS := $(addprefix tests/,admission api connectors contracts core engine http metrics proxy router text trio_tools \
+	test_layout.py test_scenarios.py)
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -48,6 +51,7 @@ disagg: setup
 test: setup lint pytest
 
 check: lint
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile -m "not slow" --quiet $(FAST_TESTS)
 
 docs: setup $(DOCS_READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet --config-file docs/site/mkdocs.yml

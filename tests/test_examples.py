@@ -12,7 +12,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 SAYS = {
     "deadline.py": ["KV blocks in use: 0"],
-    "deadline_in_the_queue.py": ["first: running", "second: waiting, 0 KV blocks", "DEADLINE", "left in the line: 0"],
+    "deadline_in_the_queue.py": ["first: running", "second: waiting, 0 KV blocks", "DEADLINE", "left in the queue: 0"],
     "first_response_wins.py": ["first: ", "KV blocks in use: 0"],
     "leave_during_prefill.py": ["in the middle of its prompt: {", "a step later: []"],
 }
@@ -22,6 +22,7 @@ def test_every_example_is_run_here():
     assert sorted(SAYS) == sorted(path.name for path in EXAMPLES.glob("*.py"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(SAYS))
 def test_an_example_says_what_it_should(name):
     ran = subprocess.run(

@@ -267,6 +267,7 @@ def test_every_file_belongs_to_a_room():
     assert not strangers, "a new room needs its line in ROOMS, a new top file a reason to stand in TOP_FILES"
 
 
+@pytest.mark.slow
 def test_no_import_points_the_wrong_way():
     wrong = [
         f"{found} ({why})"
@@ -278,6 +279,7 @@ def test_no_import_points_the_wrong_way():
     assert not wrong, "\n" + "\n".join(wrong)
 
 
+@pytest.mark.slow
 def test_rooms_that_do_not_wait_hold_nothing_async():
     waiting = [
         f"{file}:{line}"
@@ -324,6 +326,7 @@ def test_every_package_is_installed():
     assert names == set(settings["packages"])
 
 
+@pytest.mark.slow
 def test_only_the_torch_path_imports_torch_at_module_level():
     importing: dict[str, set[str]] = {}
     for place, file in sources():
@@ -402,6 +405,7 @@ def test_the_reader_itself_names_wrong_arrows(file, source, expect):
     assert all(expect in why for why in objections)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "unloaded"),
     [
@@ -450,6 +454,7 @@ def reaches_in(source: str) -> Iterator[str]:
         yield from (f"{found.lineno}: {ast.unparse(node)}" for found in reached if is_inside_of_another(found))
 
 
+@pytest.mark.slow
 def test_nobody_reaches_through_the_inside_of_another_object():
     reaching = [
         f"{file}:{where}"

@@ -74,6 +74,7 @@ async def test_a_number_beyond_all_bounds_is_400(api: Any, body: bytes) -> None:
     assert exchange.status == 400, exchange.data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", DEEP.values(), ids=DEEP.keys())
 @pytest.mark.parametrize("brackets", [(b"[", b"]"), (b'{"a":', b"}")])
 async def test_depth_is_never_a_fault(api: Any, body: bytes, brackets: tuple[bytes, bytes]) -> None:
@@ -202,6 +203,7 @@ VALUES = st.recursive(
 BODIES = st.dictionaries(st.sampled_from(KNOWN_NAMES), VALUES, max_size=8)
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(fields=BODIES)
 @pytest.mark.parametrize("path", PATHS)

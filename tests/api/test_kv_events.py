@@ -119,6 +119,7 @@ async def test_a_reader_that_leaves_makes_room_for_another(memory_server, http, 
         await memory_server.assert_all_free()
 
 
+@pytest.mark.slow
 @pytest.mark.fake_engine(kv_events_max=64, block_count=512, context_tokens_max=2048, step_tokens_max=2048)
 async def test_a_reader_that_does_not_read_holds_nobody_and_knows_all_in_the_end(memory_server):
     engine = memory_server.engine

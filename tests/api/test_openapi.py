@@ -118,7 +118,7 @@ async def test_events_are_as_described(
         msgspec.convert(event, kind)
 
 
-async def test_a_server_that_is_not_ready_and_one_that_is_busy_response_as_described(api: Any) -> None:
+async def test_a_server_that_is_not_ready_and_one_that_is_busy_answer_as_described(api: Any) -> None:
     api.engine.ready = False
     msgspec.convert((await api.context("GET", "/ready")).json(), responses.NotReady)
     api.engine.enter_errors = [Overloaded("too much", reason="queue_full", retry_after_seconds=2.5)]

@@ -58,7 +58,7 @@ async def test_deep_json_in_tool_arguments_is_the_clients_error(
             await api.check_refused(path, {"messages": messages}, param="messages[0].tool_calls[0]")
 
 
-async def test_several_prompts_response_as_each_alone(make_api: Any, autojump_clock: trio.testing.MockClock) -> None:
+async def test_several_prompts_answer_as_each_alone(make_api: Any, autojump_clock: trio.testing.MockClock) -> None:
     async with opened(make_api, step_seconds=0.01) as (api, _):
         prompts = ["first", "second one", "a third"]
         alone = [(await api.complete(prompt=p, temperature=0)).json()["choices"][0]["text"] for p in prompts]

@@ -83,6 +83,7 @@ def pretended(tmp_path, monkeypatch):
     return tmp_path / "trioserve"
 
 
+@pytest.mark.slow
 def test_both_get_the_same_load_in_turn(pretended, tmp_path, capsys):
     assert main(SETTINGS.__class__(**{**_fields(SETTINGS), "json_path": str(tmp_path / "report.json")})) == 0
 

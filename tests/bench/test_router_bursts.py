@@ -29,6 +29,7 @@ def settings(**changes: object) -> RouterBenchSettings:
     return RouterBenchSettings(**{"burst_seconds": 5.0, "bursts": 2, **changes})
 
 
+@pytest.mark.slow
 def test_a_plan_asks_for_twice_what_the_endpoints_can_do_and_then_rests():
     chosen = settings(burst_seconds=20.0)
     plan = burst_plan(chosen)

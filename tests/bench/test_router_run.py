@@ -23,6 +23,7 @@ SMALL = {
 }
 
 
+@pytest.mark.slow
 def test_a_small_measurement_has_every_figure(tmp_path, capsys):
     path = tmp_path / "report.json"
     assert main(RouterBenchSettings(**SMALL, json_path=str(path), label="small")) == 0
@@ -48,6 +49,7 @@ def test_a_small_measurement_has_every_figure(tmp_path, capsys):
         assert words in table
 
 
+@pytest.mark.slow
 def test_rows_can_be_chosen_and_flags_reach_the_router(capsys):
     assert main(RouterBenchSettings(**SMALL, rows=("throughput",), server_flags=("--policy", "round_robin"))) == 0
     table = capsys.readouterr().out
@@ -56,6 +58,7 @@ def test_rows_can_be_chosen_and_flags_reach_the_router(capsys):
     assert "tenant" not in table
 
 
+@pytest.mark.slow
 def test_a_router_that_does_not_start_is_told_with_its_last_words(capsys):
     assert main(RouterBenchSettings(**SMALL, server_flags=("--policy", "nothing"))) == 2
     assert 'last words: trioserve: there is no policy "nothing"' in capsys.readouterr().err

@@ -51,6 +51,7 @@ def broken(outcome: Soaked) -> set[str]:
     return {claim.name for claim in outcome.report.figures.claims if claim.holds is False}
 
 
+@pytest.mark.slow
 async def test_clients_leave_in_every_way_and_nothing_is_left_behind(autojump_clock):
     async with open_memory_server(**ENGINE) as server:
         outcome = await soaked(server, settings(requests=200))
@@ -74,6 +75,7 @@ async def test_clients_leave_in_every_way_and_nothing_is_left_behind(autojump_cl
         assert server.connection_count == 0
 
 
+@pytest.mark.slow
 async def test_the_engine_saw_each_client_leave_that_had_reached_it(autojump_clock):
     async with open_memory_server(**ENGINE) as server:
         figures = (await soaked(server, settings(warmup_requests=0))).report.figures
@@ -83,6 +85,7 @@ async def test_the_engine_saw_each_client_leave_that_had_reached_it(autojump_clo
         assert figures.aborts >= 0.8 * (figures.left_requests - before_the_engine)
 
 
+@pytest.mark.slow
 async def test_without_leavers_nothing_is_aborted(autojump_clock):
     async with open_memory_server(**ENGINE) as server:
         outcome = await soaked(server, settings(abort_fraction=0.0, requests=50))
@@ -91,6 +94,7 @@ async def test_without_leavers_nothing_is_aborted(autojump_clock):
         assert outcome.exit_code == 0
 
 
+@pytest.mark.slow
 async def test_a_request_that_stays_in_the_engine_breaks_the_claims_about_it(autojump_clock):
     async with open_memory_server(**ENGINE) as server, trio.open_nursery() as nursery:
 
@@ -110,6 +114,7 @@ async def test_a_request_that_stays_in_the_engine_breaks_the_claims_about_it(aut
         nursery.cancel_scope.cancel()
 
 
+@pytest.mark.slow
 async def test_a_task_that_stays_breaks_its_claim_alone(autojump_clock):
     async with open_memory_server(**ENGINE) as server, trio.open_nursery() as nursery:
 
@@ -173,6 +178,7 @@ async def interrupted(wanted: SoakSettings, *, after_seconds: float) -> Soaked |
         return await outcome_of(server, wanted)
 
 
+@pytest.mark.slow
 async def test_an_interrupted_soak_is_judged_by_what_all_its_clients_leave_behind(autojump_clock):
     outcome = await interrupted(settings(requests=10_000), after_seconds=3.0)
     assert isinstance(outcome, Soaked)
@@ -215,6 +221,7 @@ async def test_a_half_close_that_the_server_does_not_response_is_counted_and_giv
             await servers[0].send_all(b"too late")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("grows_until", "verdict"), [(30, True), (10_000, False)])
 async def test_memory_is_judged_after_the_warm_up(autojump_clock, grows_until, verdict):
     async with open_memory_server(**{**ENGINE, "step_seconds": 0.5}) as server:
@@ -241,6 +248,7 @@ def _series(text: bytes):
             yield name, float(value)
 
 
+@pytest.mark.slow
 async def test_progress_is_a_line_every_half_minute_off_a_terminal(autojump_clock):
     progress = io.StringIO()
     async with open_memory_server(**{**ENGINE, "step_seconds": 1.0}) as server:

@@ -50,6 +50,7 @@ def starts_of(folder: Path) -> list[list[str]]:
     return [line.split() for line in (folder / "trioserve/started").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_this_version_and_another_are_started_in_turn(tmp_path, monkeypatch, capsys):
     here, there = checkout(tmp_path / "here", SERVER), checkout(tmp_path / "there", SERVER)
     monkeypatch.chdir(here)  # `python -m` looks there first

@@ -82,6 +82,7 @@ def short_rows(monkeypatch):
     monkeypatch.setattr("trioserve.bench.suite_settings.ROWS", rows)
 
 
+@pytest.mark.slow
 def test_every_row_is_measured_at_every_server(short_rows, tmp_path, capsys):
     with served(**MODEL) as first, served() as second:
         settings = SuiteSettings(
@@ -182,6 +183,7 @@ def test_a_row_that_is_not_there_is_refused():
         SuiteSettings(rows=("a", "z"))
 
 
+@pytest.mark.slow
 def test_memory_is_read_and_matrices_are_multiplied_at_some_rate():
     assert read_bandwidth() > 1e8
     rate = product_rate()

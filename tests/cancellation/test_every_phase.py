@@ -201,6 +201,7 @@ async def test_while_reading_nothing(leaver, http1_client, autojump_clock):
         assert here.core.stats().blocks_used == here.bystander_blocks
 
 
+@pytest.mark.slow
 async def test_one_stream_of_a_connection_is_reset_and_the_others_go_on(http2_client, autojump_clock):
     async with open_memory_server(step_seconds=0.01, block_count=128) as server, trio.open_nursery() as nursery:
         client = http2_client(server)
@@ -220,6 +221,7 @@ async def test_one_stream_of_a_connection_is_reset_and_the_others_go_on(http2_cl
         check_idle(server.engine.core)
 
 
+@pytest.mark.slow
 async def test_a_burst_of_leavers_leaves_nothing(http1_client, http2_client, autojump_clock):
     """Two hundred clients, each gone after another number of steps."""
     async with open_memory_server(step_seconds=0.01, block_count=64, waiting_requests_max=300) as server:

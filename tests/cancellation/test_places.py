@@ -82,6 +82,7 @@ async def check_places(server: MemoryServer, new_client, count: int) -> None:
 # --- the queue is bounded, in places and in time ---
 
 
+@pytest.mark.slow
 async def test_a_burst_of_long_prompts_never_overshoots(http1_client, http2_client):
     """S13, S14, S42: places are counted before the prompts are tokenized, and whoever finds none is told when to come
     again and why. The tokenizer is held in its real thread, so the clock is real; nothing waits for time to pass."""
@@ -209,6 +210,7 @@ async def test_a_place_is_held_until_the_end_of_the_response_and_not_only_until_
 # --- who left the queue ---
 
 
+@pytest.mark.slow
 async def test_who_left_the_line_is_in_no_plan(http1_client, http2_client, autojump_clock):
     """S32, S37: two hundred wait, in either protocol, streamed or whole, and leave in every way. One of them stays."""
     async with served(max_num_seqs=1, waiting_requests_max=300, step_seconds=0.0) as server:
@@ -264,6 +266,7 @@ PHASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
 async def test_places_come_back_from_whoever_leaves_again_and_again(phase, http1_client, http2_client, autojump_clock):
     """S22, S48: three places, and 300 clients one after another who leave in the same phase, in every way there is.
@@ -321,6 +324,7 @@ async def test_places_come_back_from_whoever_leaves_again_and_again(phase, http1
         await check_places(server, http1_client, 3)
 
 
+@pytest.mark.slow
 async def test_counters_come_back_and_are_never_below_zero(http1_client, http2_client, autojump_clock):
     """S20, S29: four hundred requests that end in every way there is, many at a time; looked at in every step."""
     async with served(max_num_seqs=4, waiting_requests_max=8, step_tokens_max=32) as server:

@@ -239,11 +239,13 @@ BROKEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
 def test_a_broken_connector_is_found(broken):
     failures = failures_of(broken)
     assert BROKEN[broken] in failures, f"not found, only {failures}"
 
 
+@pytest.mark.slow
 def test_nothing_is_found_in_one_that_is_whole():
     assert failures_of(make_loopback) == {}

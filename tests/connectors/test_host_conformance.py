@@ -61,6 +61,7 @@ class TestInFiles(TestInMemory):
         return {"memory_bytes": 1000, "directory": str(self.path), "directory_bytes": 1_000_000}
 
 
+@pytest.mark.slow
 class TestWithThreads(TestInMemory):
     factory = staticmethod(make_connector)
     real_time = True

@@ -228,6 +228,7 @@ class History:
                 assert tuple(self.tokens[name]) == response
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_files", [False, True], ids=["memory", "files"])
 def test_any_history_gives_the_responses_that_there_are_without_a_store(tmp_path, in_files):
     """The executor looks at every slot that it reads, so a foreign byte that came back is found at once."""
@@ -294,6 +295,7 @@ def runner() -> ModelRunner:
     return runner
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_files", [False, True], ids=["memory", "files"])
 def test_a_prompt_whose_blocks_were_evicted_is_loaded_and_answered_as_before(runner, tmp_path, in_files):
     prompts = [[(7919 * (number + 1) * (position + 1)) % 40_000 for position in range(52)] for number in range(3)]

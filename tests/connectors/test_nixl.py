@@ -342,6 +342,7 @@ def test_without_the_package_it_says_what_to_install(monkeypatch):
         Engine("there")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
 def test_the_package_has_what_is_asked_of_it():
     """The one file that knows nixl, alone with it: a landing buffer is read by its own agent."""

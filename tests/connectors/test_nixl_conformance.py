@@ -10,6 +10,7 @@ from trioserve.testing.connector_conformance import PairConformance
 pytest.importorskip("nixl")
 
 
+@pytest.mark.slow
 class TestNixl(PairConformance):
     factory = staticmethod(make_connector)
     real_time = True

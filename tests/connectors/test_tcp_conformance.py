@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
+
 from trioserve.connectors.tcp import make_connector
 from trioserve.testing.connector_conformance import PairConformance
 
 
+@pytest.mark.slow
 class TestTcp(PairConformance):
     factory = staticmethod(make_connector)
     real_time = True
 
 
+@pytest.mark.slow
 class TestTcpInSmallChunks(PairConformance):
     factory = staticmethod(make_connector)
     real_time = True

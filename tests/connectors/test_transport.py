@@ -430,6 +430,7 @@ async def act_at_each_moment(act: Callable[[Pair], None]) -> int:
     raise AssertionError("the load never ended")
 
 
+@pytest.mark.slow
 async def test_a_hold_that_expires_at_any_moment_gives_no_foreign_byte(autojump_clock):
     def expire(both: Pair) -> None:
         both.there.policy.hold_expired(RequestId("held"), HoldKind.SEND)

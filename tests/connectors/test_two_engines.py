@@ -12,6 +12,8 @@ import trioserve
 from trioserve import SamplingParams
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "the thing in it and on and on and the other in the ring " * 3
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
 FIRST = SamplingParams(max_tokens=1, temperature=0.0)

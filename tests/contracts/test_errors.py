@@ -18,6 +18,7 @@ TREE = """
             ModelLoadError
         Overloaded
             Draining
+            StepOverdue
             NoEndpoint
         QueueWaitOver
         RequestAborted

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -28,6 +29,8 @@ from trioserve.simulation.reference_engine import ReferenceEngine, ReferenceResp
 from trioserve.testing.fake_connector import FakeConnector
 from trioserve.testing.fake_executor import FakeExecutor, FakeModel
 from trioserve.testing.invariants import check_core, check_idle
+
+pytestmark = pytest.mark.slow
 
 VOCAB_SIZE = 4  # so few that prompts share prefixes, and responses repeat prompts, by chance
 CALLS = [name for name in vars(KVConnector) if not name.startswith("_")]

@@ -21,6 +21,7 @@ arrivals = st.lists(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("caching", [True, False])
 @given(crowd=arrivals, block_count=st.integers(11, 14), seats=st.integers(2, 5), more_step_tokens=st.integers(0, 6))
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

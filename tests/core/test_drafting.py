@@ -102,6 +102,7 @@ def test_a_guess_in_a_long_text_costs_a_few_looks(piece):
         assert text.looked_at <= GUESS_LOOKS_MAX
 
 
+@pytest.mark.slow
 def test_a_drafter_takes_a_few_bytes_a_token():
     text = list(range(30_000))
     gc.collect()

@@ -162,6 +162,7 @@ def test_hashes_are_computed_once_a_request():
     assert calls == [(1, 2), (3, 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hash_function", HASHES)
 @given(data=st.data())
 def test_no_prefix_finds_foreign_blocks_whatever_the_hash_is_worth(hash_function, data):

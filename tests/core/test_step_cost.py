@@ -117,10 +117,12 @@ def check(action: Callable[[Crowd], object], **crowd: int) -> None:
     assert many_bytes <= few_bytes + MANY, f"{few_bytes} bytes with {FEW} queued, {many_bytes} with {MANY}"
 
 
+@pytest.mark.slow
 def test_a_step_costs_the_same_however_long_the_queue_is():
     check(Crowd.step)
 
 
+@pytest.mark.slow
 def test_a_step_that_admits_costs_the_same_however_long_the_queue_is():
     def step_after_a_seat_became_free(crowd: Crowd) -> None:
         crowd.core.abort([crowd.running[0]], now=0.0)
@@ -130,23 +132,28 @@ def test_a_step_that_admits_costs_the_same_however_long_the_queue_is():
     check(step_after_a_seat_became_free)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [0, 1, 2, -3, -2, -1], ids=lambda place: f"at {place}")
 def test_an_abort_in_the_queue_costs_the_same_however_long_it_is(place):
     check(lambda crowd: crowd.core.abort([crowd.queued[place]], now=0.0))
 
 
+@pytest.mark.slow
 def test_an_abort_in_the_middle_of_the_queue_costs_the_same_however_long_it_is():
     check(lambda crowd: crowd.core.abort([crowd.queued[len(crowd.queued) // 2]], now=0.0))
 
 
+@pytest.mark.slow
 def test_an_abort_of_a_running_request_costs_the_same_however_long_the_queue_is():
     check(lambda crowd: crowd.core.abort([crowd.running[1]], now=0.0))
 
 
+@pytest.mark.slow
 def test_an_arrival_costs_the_same_however_long_the_queue_is():
     check(lambda crowd: crowd.add(20))
 
 
+@pytest.mark.slow
 def test_the_snapshot_costs_the_same_however_long_the_queue_is():
     check(lambda crowd: [crowd.core.stats() for _ in range(3)])
 

@@ -78,6 +78,7 @@ def test_who_is_not_in_the_line_cannot_leave_it():
     assert len(queue) == 0
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_any_history_keeps_the_order(data):
     queue = WaitingQueue()

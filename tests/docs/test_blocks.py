@@ -134,6 +134,7 @@ def test_every_block_is_of_a_kind_that_is_checked_or_says_why_it_is_not_run():
 # --- Python ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", blocks_to_run("python"), ids=str)
 def test_a_python_block_runs(block, server_address, tmp_path):
     source = SERVER_PLACE.sub(server_address, block.source)
@@ -238,6 +239,7 @@ def check_make(words: list[str], folder: Path) -> None:
 CHECKS: dict[str, Callable[[list[str], Path], None]] = {"python": check_python, "make": check_make}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", blocks_to_run("sh"), ids=str)
 def test_a_shell_block_does_what_it_says(block, server_address, tmp_path):
     for line in logical_lines(block.source):

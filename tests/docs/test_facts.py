@@ -76,6 +76,7 @@ def test_every_file_that_is_named_exists(page):
             assert (ROOT / name).exists(), name
 
 
+@pytest.mark.slow
 def test_every_type_and_function_that_the_architecture_names_exists():
     defined = set()
     for path in (ROOT / "trioserve").rglob("*.py"):

@@ -91,7 +91,8 @@ def is_free(port: int) -> bool:
         return attempt.connect_ex(("127.0.0.1", port)) != 0
 
 
-def test_a_pair_responses_like_one_server_and_one_server_goes_on_alone(three):
+@pytest.mark.slow
+def test_a_pair_answers_like_one_server_and_one_server_goes_on_alone(three):
     headers, paired = three.ask(three.router)
     assert (headers["x-trioserve-prefill-endpoint"], headers["x-trioserve-endpoint"]) == ("prefill", "decode")
     received = three.metric(three.decode, "trioserve:kv_transfer_blocks_received_total")
@@ -114,6 +115,7 @@ def test_a_pair_responses_like_one_server_and_one_server_goes_on_alone(three):
     assert all(is_free(port) for port in (three.router, three.prefill, three.decode))
 
 
+@pytest.mark.slow
 def test_a_signal_stops_the_router_first_and_leaves_nothing(three):
     assert three.stop() == 0
     ends = [line.split(":")[0] for line in three.lines if line.rstrip().endswith(": stopped")]
@@ -122,6 +124,7 @@ def test_a_signal_stops_the_router_first_and_leaves_nothing(three):
     assert all(is_free(port) for port in (three.router, three.prefill, three.decode))
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_ends_all_three_with_a_sentence():
     router, prefill, decode = free_ports(3)
     with socket.create_server(("127.0.0.1", decode)):

@@ -120,6 +120,7 @@ def no_error_in_the_log(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     assert [record.getMessage() for record in caplog.get_records("call") if record.levelno >= logging.ERROR] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", list(schemathesis.GenerationMode), ids=lambda mode: mode.value)
 @pytest.mark.parametrize("operation", OPERATIONS, ids=" ".join)
 def test_every_response_is_described_and_none_is_a_fault(schema, session, operation, mode):
@@ -186,6 +187,7 @@ PROMPTS = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path, bodies, whole, event",
     [

@@ -22,6 +22,7 @@ def snapshot_download(name, **options):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [["serve", "--port", "0"], ["generate", "hello"]], ids=["serve", "generate"])
 def test_a_download_is_ended_by_one_interrupt(tmp_path: Path, command: list[str]) -> None:
     (tmp_path / "huggingface_hub.py").write_text(STAND_IN)

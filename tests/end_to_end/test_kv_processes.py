@@ -126,6 +126,7 @@ class Reader:
         return self.reports.pop(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("connector", CONNECTORS)
 async def test_blocks_come_from_another_process_and_are_released_there(connector):
     expected = MemoryPages(20, SCRIPT.LAYOUT)
@@ -145,6 +146,7 @@ async def test_blocks_come_from_another_process_and_are_released_there(connector
     assert there.process.returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("connector", CONNECTORS)
 async def test_a_holder_that_is_killed_ends_the_loads_from_it_and_nothing_else(connector):
     async with trio.open_nursery() as nursery:

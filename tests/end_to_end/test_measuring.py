@@ -32,6 +32,7 @@ def lines_of(*arguments: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_rounding_costs_little(native):
     head, *rows = lines_of("trioserve.bench.inside.quality", "--tokens", "512")
     assert head.startswith("smollm2, 512 tokens")
@@ -53,6 +54,7 @@ def test_rounding_costs_little(native):
         assert agreeing > 93, name
 
 
+@pytest.mark.slow
 def test_whole_steps_are_timed_beside_their_bound(native):
     said = lines_of(*BENCH_INSIDE, "step", "--rounds", "1", "--steps", "decode", "--quantization", "none", "file")
     assert [line.split(":")[0].split() for line in said[1:]] == [
@@ -64,6 +66,7 @@ def test_whole_steps_are_timed_beside_their_bound(native):
         ), line
 
 
+@pytest.mark.slow
 def test_a_served_step_is_timed_with_and_without_clients(native, capsys, monkeypatch):
     monkeypatch.setattr(served_step, "STREAMS", 2)
     monkeypatch.setattr(served_step, "TOKENS", 6)
@@ -73,6 +76,7 @@ def test_a_served_step_is_timed_with_and_without_clients(native, capsys, monkeyp
     assert all("over HTTP" in line for line in said if line.startswith(("forward pass", "whole step")))
 
 
+@pytest.mark.slow
 def test_transformers_is_measured_in_the_same_run():
     tried = ("--device", "cpu", "--shape", "tiny", "--batch", "1", "--context", "64", "--ways", "torch")
     head, row = [line for line in lines_of(*BENCH_INSIDE, "gpu", *tried, "--transformers") if line][-2:]

@@ -33,6 +33,7 @@ def test_a_chat_completion(client):
     assert response.usage.total_tokens == response.usage.prompt_tokens + response.usage.completion_tokens
 
 
+@pytest.mark.slow
 def test_a_streamed_chat_completion_is_the_same_text(client):
     whole = client.chat.completions.create(model="smollm2", messages=MESSAGES, temperature=0, max_tokens=20)
     chunks = list(
@@ -99,6 +100,7 @@ def test_a_streamed_completion_with_several_choices(client):
     assert set(reasons.values()) <= {"length", "stop"}
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_text_again(client):
     def ask() -> str:
         response = client.completions.create(

@@ -175,6 +175,7 @@ def partition() -> Iterator[Partition]:
     partition.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("connector", ["tcp", "nixl"])
 def test_responses_are_those_of_a_single_server(start_server, connector):
     if connector == "nixl":
@@ -206,6 +207,7 @@ def patient(start_shared_server) -> Pair:
     return patient_pair(start_shared_server)
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_during_prefill_leaves_nothing(patient):
     transfers = patient.transfers()
     asker = patient.ask("During prefill. " + LONG * 2)
@@ -217,6 +219,7 @@ def test_a_client_that_leaves_during_prefill_leaves_nothing(patient):
     assert patient.ask().text()
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_while_its_blocks_are_held_leaves_nothing(patient):
     """S10: nobody reads them, and the deadline is far away."""
     patient.decode.process.send_signal(signal.SIGSTOP)
@@ -229,6 +232,7 @@ def test_a_client_that_leaves_while_its_blocks_are_held_leaves_nothing(patient):
     assert patient.ask().text()
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_while_the_decode_side_waits_for_its_kv_leaves_nothing(start_server, partition):
     pair = Pair(start_server, hold_seconds=600.0, partition=partition)
     asker = pair.ask()
@@ -239,6 +243,7 @@ def test_a_client_that_leaves_while_the_decode_side_waits_for_its_kv_leaves_noth
     wait_until(pair.is_clean)
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_during_decode_leaves_nothing(patient):
     aborts = patient.decode.metric('trioserve:aborts_total{phase="decode"}')
     asker = patient.ask(max_tokens=1000)
@@ -249,6 +254,7 @@ def test_a_client_that_leaves_during_decode_leaves_nothing(patient):
     assert patient.decode.metric('trioserve:aborts_total{phase="decode"}') == aborts + 1
 
 
+@pytest.mark.slow
 def test_many_that_leave_anywhere_leave_nothing(patient):
     alone = Asker(patient.decode.url, LONG, 8).text()
     for number in range(24):
@@ -262,6 +268,7 @@ def test_many_that_leave_anywhere_leave_nothing(patient):
 # --- a server leaves ---
 
 
+@pytest.mark.slow
 def test_a_decode_server_that_is_killed_is_replaced_by_the_prefill_server(start_server):
     """S07"""
     pair = patient_pair(start_server)
@@ -275,6 +282,7 @@ def test_a_decode_server_that_is_killed_is_replaced_by_the_prefill_server(start_
     wait_until(lambda: pair.is_clean(pair.prefill))
 
 
+@pytest.mark.slow
 def test_a_prefill_server_that_is_killed_is_replaced_by_the_decode_server(start_server):
     pair = patient_pair(start_server)
     expected = pair.ask().text()
@@ -286,6 +294,7 @@ def test_a_prefill_server_that_is_killed_is_replaced_by_the_decode_server(start_
     wait_until(lambda: pair.is_clean(pair.decode))
 
 
+@pytest.mark.slow
 def test_a_router_that_is_killed_lets_go_of_what_is_held_for_it(start_server):
     pair = patient_pair(start_server)
     pair.decode.process.send_signal(signal.SIGSTOP)
@@ -297,6 +306,7 @@ def test_a_router_that_is_killed_lets_go_of_what_is_held_for_it(start_server):
     wait_until(lambda: pair.blocks(pair.decode, "used") == 0)
 
 
+@pytest.mark.slow
 def test_a_decode_server_that_stands_still_costs_the_deadline(start_server):
     """S08: the blocks are back at their deadline; whoever wakes up later notices, and computes the prompt itself."""
     pair = Pair(start_server, hold_seconds=2.0, health_seconds=600.0)
@@ -312,6 +322,7 @@ def test_a_decode_server_that_stands_still_costs_the_deadline(start_server):
     wait_until(pair.is_clean)
 
 
+@pytest.mark.slow
 def test_parted_servers_cost_the_deadline_and_no_response(start_server, partition):
     """S03: the load never ends, the request computes its prompt, and the hold ends by itself."""
     pair = Pair(start_server, hold_seconds=2.0, partition=partition)

@@ -135,6 +135,7 @@ def check_equal(responses: list[Response], reference: Reference) -> None:
             assert ours.logprob == pytest.approx(theirs, abs=LOGPROB_TOLERANCE)
 
 
+@pytest.mark.slow
 def test_one_after_another_is_what_transformers_generates(reference):
     responses, stats = responses_of(PROMPTS[:2], at_a_time=1, enable_prefix_caching=False)
     check_equal(responses, reference)
@@ -144,6 +145,7 @@ def test_one_after_another_is_what_transformers_generates(reference):
     assert stats.steps_total >= 2 * OUTPUT_TOKENS
 
 
+@pytest.mark.slow
 def test_batched(reference):
     assert len(PROMPTS) == 20
     responses, stats = responses_of(enable_prefix_caching=False)
@@ -151,12 +153,14 @@ def test_batched(reference):
     assert stats.steps_total < 3 * OUTPUT_TOKENS
 
 
+@pytest.mark.slow
 def test_with_prompts_in_chunks(reference):
     responses, stats = responses_of(enable_prefix_caching=False, max_num_seqs=8, max_num_batched_tokens=11)
     check_equal(responses, reference)
     assert stats.steps_total > 3 * OUTPUT_TOKENS
 
 
+@pytest.mark.slow
 def test_with_prefix_hits(reference):
     responses, stats = responses_of(rounds=2)
     check_equal(responses, reference)
@@ -164,6 +168,7 @@ def test_with_prefix_hits(reference):
     assert sum(response.cached_token_count > 0 for response in responses) >= 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("enable_prefix_caching", [False, True])
 def test_with_preemption(reference, enable_prefix_caching):
     # 36 blocks of 16 tokens, where the 20 sequences want more than 120 at the end.
@@ -176,6 +181,7 @@ def test_with_preemption(reference, enable_prefix_caching):
     assert stats.preemptions_total > 3
 
 
+@pytest.mark.slow
 def test_with_overlapping_steps(reference):
     memory = 36 * 16 * KV_BYTES_PER_TOKEN / 2**30  # so few blocks that requests give theirs up
     responses, stats = responses_of(

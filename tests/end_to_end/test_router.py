@@ -72,6 +72,7 @@ def fleet(start_server):
     return servers, router
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_loses_only_what_it_was_saying(fleet):
     servers, router = fleet
     askers = [Asker(router.url, f"Story number {index}:", 200) for index in range(8)]
@@ -95,6 +96,7 @@ def test_a_server_that_is_killed_loses_only_what_it_was_saying(fleet):
     assert router.stop() == 0
 
 
+@pytest.mark.slow
 def test_a_client_of_the_router_that_is_gone_is_gone_from_the_engine(fleet):
     servers, router = fleet
     body = {"prompt": "Count:", "max_tokens": 1500, "ignore_eos": True, "stream": True}
@@ -122,6 +124,7 @@ def kv_aware_fleet(start_server):
     return servers, router
 
 
+@pytest.mark.slow
 def test_a_chat_goes_to_where_its_beginning_is(kv_aware_fleet):
     servers, router = kv_aware_fleet
     story = "The keeper of the lighthouse at the end of the world writes down each ship that passes, and its colours. "
@@ -145,6 +148,7 @@ def test_a_chat_goes_to_where_its_beginning_is(kv_aware_fleet):
     assert [server.stop() for server in servers.values()] == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_server_with_other_endpoints_knows_what_its_own_engine_has(start_server):
     flags = ("--max-num-seqs", "2", "--threads", "1", "--kv-events")
     other = start_server(*flags)
@@ -166,6 +170,7 @@ def test_a_server_with_other_endpoints_knows_what_its_own_engine_has(start_serve
     assert [server.stop(), other.stop()] == [0, 0]
 
 
+@pytest.mark.slow
 def test_the_router_loads_nothing_that_computes():
     code = (
         "import sys, trioserve.commands.route; sys.exit(bool({'torch', 'numpy', 'gguf', 'jinja2'} & set(sys.modules)))"
@@ -189,6 +194,7 @@ def mixed(start_server):
     return server
 
 
+@pytest.mark.slow
 def test_the_engine_of_this_process_and_another_server_share_the_load(mixed):
     assert {each["id"] for each in get(f"{mixed.url}/endpoints")["data"]} == {"local", "other"}
     askers = [Asker(mixed.url, f"Story number {index}:", 40) for index in range(4)]
@@ -203,6 +209,7 @@ def test_the_engine_of_this_process_and_another_server_share_the_load(mixed):
     assert text.count("# TYPE process_resident_memory_bytes gauge") == 1
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_frees_the_blocks_of_the_engine_in_this_process(mixed):
     body = {"prompt": "Count:", "max_tokens": 1500, "ignore_eos": True, "stream": True}
     request = urllib.request.Request(f"{mixed.url}/v1/completions?id=local", json.dumps(body).encode(), method="POST")

@@ -39,6 +39,7 @@ def check_refusal(result: subprocess.CompletedProcess[str], *words: str) -> None
         assert word in sentence
 
 
+@pytest.mark.slow
 def test_a_server_with_native_kernels_has_no_torch_and_says_when_it_was_ready(server):
     if not any("native kernels" in line for line in server.lines):
         pytest.skip("no native kernels here")
@@ -48,14 +49,17 @@ def test_a_server_with_native_kernels_has_no_torch_and_says_when_it_was_ready(se
     assert re.search(r"\(ready after \d+\.\d s; Ctrl-C stops\)", "".join(server.lines))
 
 
+@pytest.mark.slow
 def test_a_wrong_path_is_one_sentence():
     check_refusal(run("--model", "/nowhere/at-all", "--port", "0"), "/nowhere/at-all", "not found")
 
 
+@pytest.mark.slow
 def test_a_directory_without_weights_is_one_sentence(tmp_path: Path):
     check_refusal(run("--model", str(tmp_path), "--port", "0"), str(tmp_path), "no weights")
 
 
+@pytest.mark.slow
 def test_a_truncated_file_is_one_sentence(tmp_path: Path):
     from trioserve.model.loading.default_model import find_default_model
 
@@ -66,18 +70,21 @@ def test_a_truncated_file_is_one_sentence(tmp_path: Path):
     check_refusal(run("--model", str(damaged), "--port", "0"), "damaged.gguf")
 
 
+@pytest.mark.slow
 def test_a_corrupt_file_is_one_sentence(tmp_path: Path):
     damaged = tmp_path / "damaged.gguf"
     damaged.write_bytes(b"GGUF" + bytes(range(256)) * 100)
     check_refusal(run("generate", "--model", str(damaged), "hello"), "damaged.gguf")
 
 
+@pytest.mark.slow
 def test_an_unknown_architecture_is_one_sentence(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}))
     (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     check_refusal(run("--model", str(tmp_path), "--port", "0"), "Mamba", "Llama")
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_one_sentence_and_known_before_the_model_is_loaded():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -86,6 +93,7 @@ def test_a_port_in_use_is_one_sentence_and_known_before_the_model_is_loaded():
     assert "loading" not in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -111,18 +119,21 @@ def test_a_bad_option_is_one_sentence(flags, words):
     check_refusal(run("--port", "0", *flags), *words)
 
 
-def test_generate_responses_one_prompt():
+@pytest.mark.slow
+def test_generate_answers_one_prompt():
     result = run("generate", "--temperature", "0", "--max-tokens", "16", "What is 2 + 2?")
     assert result.returncode == 0
     assert "4" in result.stdout
 
 
+@pytest.mark.slow
 def test_generate_reads_a_raw_prompt_from_standard_input():
     result = run("generate", "--raw", "--temperature", "0", "--max-tokens", "8", "-", stdin="1, 2, 3, 4,")
     assert result.returncode == 0
     assert "5" in result.stdout
 
 
+@pytest.mark.slow
 def test_chat_remembers_what_was_said():
     said = "The password is swordfish.\nRepeat the password.\n/new\nHi\n"
     result = run("chat", "--temperature", "0", "--max-tokens", "20", stdin=said)
@@ -187,6 +198,7 @@ def test_a_client_that_is_killed_takes_its_request_along(server, how):
     assert server.metric('trioserve:kv_blocks{state="used"}') == used_before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_drains_and_running_requests_finish(start_server, number):
     """S21."""
@@ -200,6 +212,7 @@ def test_a_signal_drains_and_running_requests_finish(start_server, number):
     assert len(client.events) > 30
 
 
+@pytest.mark.slow
 def test_the_deadline_of_a_drain_ends_a_request_with_an_error_event(start_server):
     """S21."""
     server = start_server("--drain-timeout", "0.2")
@@ -211,6 +224,7 @@ def test_the_deadline_of_a_drain_ends_a_request_with_an_error_event(start_server
     assert "shutting down" in last["error"]["message"]
 
 
+@pytest.mark.slow
 def test_a_signal_while_loading_ends_at_once():
     process = subprocess.Popen([sys.executable, "-m", "trioserve", "--port", "0"], stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
@@ -223,6 +237,7 @@ def test_a_signal_while_loading_ends_at_once():
     assert "serving" not in rest
 
 
+@pytest.mark.slow
 def test_hypercorn_serves_the_same_api(start_server):
     server = start_server("--frontend", "hypercorn")
     assert stream(server.url, max_tokens=3)[-1].strip() == b"data: [DONE]"
@@ -230,6 +245,7 @@ def test_hypercorn_serves_the_same_api(start_server):
     assert server.stop() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frontend", ["native", "hypercorn"])
 def test_a_client_that_stopped_reading_does_not_hold_up_the_end(start_server, frontend):
     """S50."""
@@ -250,6 +266,7 @@ def test_a_client_that_stopped_reading_does_not_hold_up_the_end(start_server, fr
         assert server.stop() == 0
 
 
+@pytest.mark.slow
 def test_output_into_a_closed_pipe_is_no_traceback():
     with subprocess.Popen(
         [sys.executable, "-m", "trioserve", "generate", "--max-tokens", "30", "hi"],

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SOAK_SECONDS_MAX = 300  # generous: it takes about 20
 
 JUDGED = {
@@ -24,6 +26,7 @@ JUDGED = {
 }
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_clients_that_leave_at_every_moment(server, tmp_path: Path):
     path = tmp_path / "soak.json"
     command = (

@@ -92,6 +92,7 @@ class History:
             assert len(wanted) <= len(held), "blocks are held, and nobody is left who could want them"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(60))
 def test_whatever_happens_everything_is_back(seed):
     history = History(seed)

@@ -169,7 +169,7 @@ async def test_others_do_not_notice_who_leaves(autojump_clock):
         check_all_free(fake)
 
 
-async def test_abort_by_id_gives_the_reader_a_last_delta_and_responses_what_it_did(autojump_clock):
+async def test_abort_by_id_gives_the_reader_a_last_delta_and_answers_what_it_did(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake:
         assert fake.abort(["mine"]) == {"mine": AbortOutcome.UNKNOWN}
         async with fake.generate(PROMPT, SamplingParams(max_tokens=100), request_id="mine") as stream:

@@ -69,6 +69,7 @@ def hold_up_long_texts(engine: FakeEngine, gate: Gate, longer_than: int) -> None
 ENGINE: dict[str, Any] = {"context_tokens_max": 150_000, "block_size": 64, "block_count": 2400, "step_tokens_max": 8192}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("long", "short"),
     [
@@ -169,6 +170,7 @@ async def test_the_longest_text_comes_alone_and_others_after_it(gate):
         gate.open()
 
 
+@pytest.mark.slow
 async def test_a_caller_that_leaves_gives_its_place_back_and_its_text_is_kept_no_longer(gate):
     class Text:
         pass

@@ -95,6 +95,7 @@ async def handler(exchange) -> None:
     await exchange.finish()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("conversation", CONVERSATIONS.values(), ids=CONVERSATIONS.keys())
 @settings(max_examples=150, deadline=None)
 @given(changes=st.lists(CHANGES, max_size=4), cuts=st.lists(POSITION, max_size=4), hangs_up=st.booleans())

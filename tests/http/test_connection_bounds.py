@@ -60,6 +60,7 @@ async def test_connection_that_is_idle_longest_makes_room_for_a_new_one(first_as
             await stream.aclose()
 
 
+@pytest.mark.slow
 async def test_connection_with_a_request_keeps_its_seat_until_it_is_idle():
     go_on = trio.Event()
 

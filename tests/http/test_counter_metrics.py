@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 import trio
 from trio.testing import lockstep_stream_pair
 
@@ -29,6 +30,7 @@ async def handler(exchange):
         await exchange.send(bytes(1000))
 
 
+@pytest.mark.slow
 async def test_counters_are_shown_at_every_scrape(autojump_clock, front):
     metrics = Metrics("m")
     the_front = front(handler, stall_seconds_max=30, stream_buffer_bytes_max=5000, streams_max=1)

@@ -197,6 +197,7 @@ HEADS = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(HEADS)
 def test_heads_are_read_as_h2_and_hpack_read_them(heads):

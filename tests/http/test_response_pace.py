@@ -104,6 +104,7 @@ async def test_half_of_the_pace_is_given_up_after_twice_the_wait(autojump_clock,
     assert (counters.exchanges_stalled_total, counters.connections_refused_total["slow_reader"]) == (1, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("http", [1, 2])
 async def test_the_pace_is_enough(autojump_clock, front, http):
     the_front = front(in_pieces, stream_buffer_bytes_max=1024)

@@ -109,6 +109,7 @@ async def stalls_in_http_1(server: MemoryServer, h2_client, nursery) -> None:
 STALLS = [stalls_in_http_2, stalls_in_tcp_behind_http_2, stalls_in_http_1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stall", STALLS)
 async def test_readers_that_stall_slow_nobody_down(autojump_clock, nursery, h2_client, stall):
     """S49."""

@@ -116,6 +116,7 @@ async def test_half_of_the_pace_is_cut_off_after_twice_the_wait(autojump_clock, 
     await check_cut_off(front, http, pieces=[(0.5, bytes(RATE // 4))] * 200, seconds=2 * WAIT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("http", [1, 2])
 @pytest.mark.parametrize(
     ("bytes_per_second", "byte_count"), [(125_000, 24_000_000), (RATE * 5 // 4, RATE * 5 // 4 * 300)]

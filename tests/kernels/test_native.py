@@ -93,6 +93,7 @@ def test_products(engine: Engine, dtype: torch.dtype, rows: int, outputs: int, i
     assert ((product.double() - exact).abs() <= 1e-6 * terms + 1e-6).all()
 
 
+@pytest.mark.slow
 def test_two_matrices_in_turn_blocks(engine: Engine) -> None:
     """As gate and up lie: block for block beside each other."""
     x, gate, up = random(6, 64), random(48, 64, seed=1), random(48, 64, seed=2)
@@ -248,6 +249,7 @@ def test_attention_of_long_prompts(engine: Engine, dtype: torch.dtype, window: i
     check_attention(engine, dtype, chunks=chunks, heads=9, kv_heads=3, window=window, spread=spread)
 
 
+@pytest.mark.slow
 @DTYPE_IDS
 @pytest.mark.parametrize("head_dim, window", ((64, None), (80, 600), (128, 70)))
 def test_attention_of_prompts_longer_than_what_is_packed_at_once(
@@ -364,6 +366,7 @@ SHARINGS: dict[str, tuple[list[tuple[int, int]], dict[int, tuple[int, int]]]] = 
 }
 
 
+@pytest.mark.slow
 @DTYPE_IDS
 @pytest.mark.parametrize("name", SHARINGS)
 def test_attention_of_sequences_that_share_blocks(engine: Engine, dtype: torch.dtype, name: str) -> None:
@@ -387,6 +390,7 @@ def test_shared_blocks_in_a_window(engine: Engine, window: int) -> None:
     check_attention(engine, torch.float32, chunks=chunks, shared=dict.fromkeys(range(1, 5), (0, 14)), window=window)
 
 
+@pytest.mark.slow
 @DTYPE_IDS
 def test_attention_of_many_decodes(engine: Engine, dtype: torch.dtype) -> None:
     """More pieces than a thread takes at once, of all lengths within a block of tokens and a span of blocks."""

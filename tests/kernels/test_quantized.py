@@ -203,6 +203,7 @@ def test_a_number_that_is_none_stays_none(library: Library) -> None:
 # --- products ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @BLOCK_TYPES
 @pytest.mark.parametrize("outputs", (16, 70))
 def test_products_of_any_number_of_rows(engine: Engine, block_type: str, outputs: int) -> None:

@@ -10,6 +10,7 @@ import pytest
 from trioserve_kernels.build import SOURCES, CannotBuild, find_compiler, supported_levels
 
 
+@pytest.mark.slow
 def test_every_piece_is_taken_once_and_by_its_owner_first(tmp_path: Path) -> None:
     """Also where all threads but one never come to take any: that one helps them."""
     if not supported_levels():

@@ -23,10 +23,10 @@ INTERPRETS = HAS_TRITON and tuple(map(int, importlib.metadata.version("triton").
 
 def run(*arguments: str, **environment: str) -> str:
     """A Python process: Triton decides when it is imported whether it interprets."""
-    clock_and_ids = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-m", *arguments],
-        env=clock_and_ids | environment,
+        env=inherited | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -36,6 +36,7 @@ def run(*arguments: str, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @NEEDS_TRITON
 @pytest.mark.skipif(
     HAS_TRITON and not INTERPRETS, reason="the interpreter of this triton does not work with newer numpy"
@@ -47,6 +48,7 @@ def test_results_in_the_interpreter() -> None:
     assert " passed" in output
 
 
+@pytest.mark.slow
 @NEEDS_TRITON
 def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
     output = run("trioserve_kernels.compile_check", TRITON_CACHE_DIR=str(tmp_path))

@@ -139,6 +139,7 @@ def responses(runner: ModelRunner, *, overlap_steps: bool, seed: int = 0) -> dic
     return told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_responses_are_those_of_steps_that_do_not_overlap(
     kind: str, cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType

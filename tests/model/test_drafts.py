@@ -54,6 +54,7 @@ def one_at_a_time(step_driver: ModuleType, runner: Any) -> tuple[dict[str, list[
     return driver.tokens, logprobs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3"])
 def test_tokens_do_not_depend_on_what_was_guessed(
     kind: str, cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType

@@ -141,6 +141,7 @@ def test_a_row_draws_the_same_in_any_batch() -> None:
     assert together == [int(draw(weights[i : i + 1], words[i : i + 1])) for i in range(40)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", [1.0, 3.0])
 def test_a_small_shift_changes_few_tokens(spread: float) -> None:
     """The share of 4,000 draws that a perturbation changes, beside the mean total variation distance d: below the

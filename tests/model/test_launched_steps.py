@@ -141,6 +141,7 @@ def responses(
     return {name: said for name, said in told.items() if name not in aborted}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("samplings", (PLAIN, ASKING), ids=("plain", "asking for more"))
 @pytest.mark.parametrize("enforce_eager", (False, True), ids=("static", "eager"))
 @pytest.mark.usefixtures("fused")
@@ -326,6 +327,7 @@ def test_more_tokens_than_are_kept_are_left_to_whoever_waits(
     assert driver.tokens == plain.tokens
 
 
+@pytest.mark.slow
 def test_a_finished_step_lets_go_of_the_step_before(
     cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:

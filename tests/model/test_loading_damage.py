@@ -30,6 +30,7 @@ def load(path: Path) -> None:
     assert message.isprintable()
 
 
+@pytest.mark.slow
 @settings_here
 @given(
     flips=st.lists(st.tuples(st.integers(0, HEADER_BYTES), INTERESTING | st.integers(0, 255)), min_size=1, max_size=4)
@@ -43,6 +44,7 @@ def test_flipped_bytes_of_a_gguf(tiny_gguf: Callable[..., Path], tmp_path: Path,
     load(path)
 
 
+@pytest.mark.slow
 @settings_here
 @given(share=st.floats(0.0, 1.0), in_header=st.booleans())
 def test_cut_gguf(tiny_gguf: Callable[..., Path], tmp_path: Path, share: float, in_header: bool) -> None:
@@ -57,6 +59,7 @@ def test_cut_gguf(tiny_gguf: Callable[..., Path], tmp_path: Path, share: float, 
         load(path)
 
 
+@pytest.mark.slow
 @settings_here
 @given(flips=st.lists(st.tuples(st.integers(0, 2_700), INTERESTING | st.integers(0, 255)), min_size=1, max_size=4))
 def test_flipped_bytes_of_safetensors(
@@ -87,6 +90,7 @@ def test_cut_safetensors(tiny_checkpoint: Callable[..., Path], tmp_path: Path, l
         load(directory)
 
 
+@pytest.mark.slow
 @settings_here
 @given(
     name=st.sampled_from(["config.json", "generation_config.json"]),

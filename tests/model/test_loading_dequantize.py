@@ -17,6 +17,7 @@ LARGEST_ERROR = {"F32": 0.0, "F16": 2.0**-12, "BF16": 2.0**-9, "Q8_0": 0.5 / 127
 LARGEST_ERROR |= {"Q5_0": 0.5 / 16, "Q5_1": 0.9 / 31, "Q4_K": 0.9 / 15, "Q5_K": 0.9 / 31, "Q6_K": 0.5 / 31}
 
 
+@pytest.mark.slow
 def test_quantized_checkpoints_stay_near_the_original(
     tiny_checkpoints: Any, tiny_checkpoint: Callable[..., Path], tiny_gguf: Callable[..., Path], tensors_of: Any
 ) -> None:

@@ -40,6 +40,7 @@ def check_same_as_the_gguf_package(path: Path) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, quant_type", [("llama3-rope", "F16"), ("qwen2", "Q4_1"), ("llama-wide", "Q6_K")])
 def test_header_is_what_the_gguf_package_reads(tiny_gguf: Callable[..., Path], kind: str, quant_type: str) -> None:
     check_same_as_the_gguf_package(tiny_gguf(kind, quant_type))
@@ -53,6 +54,7 @@ def default_model() -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_default_model_is_what_the_gguf_package_reads(default_model: Path) -> None:
     check_same_as_the_gguf_package(default_model)
 
@@ -81,6 +83,7 @@ def test_storage_sizes_are_those_of_ggml() -> None:
 # --- the checkpoint behind the header -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_tensors_of_all_families_are_those_of_the_directory_they_were_made_from(
     tiny_checkpoints: Any, tiny_checkpoint: Callable[..., Path], tiny_gguf: Callable[..., Path], tensors_of: Any
 ) -> None:
@@ -265,6 +268,7 @@ def array_of(kind: int, count: int, content: bytes) -> bytes:
     return entry("x", ARRAY, struct.pack("<IQ", kind, count) + content)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "made",
     [

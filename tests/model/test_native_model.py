@@ -153,6 +153,7 @@ SAMPLINGS = (
 )
 
 
+@pytest.mark.slow
 def test_every_kind_of_sampling_gives_the_tokens_of_torch(
     tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
@@ -171,6 +172,7 @@ def test_every_kind_of_sampling_gives_the_tokens_of_torch(
     assert outputs["native"] == outputs["torch"]
 
 
+@pytest.mark.slow
 def test_twenty_prompts_give_the_tokens_of_torch(tiny_checkpoint: Callable[..., Path], step_driver: ModuleType) -> None:
     both = drivers(step_driver, tiny_checkpoint("qwen3"), block_count=800)
     for driver in both.values():

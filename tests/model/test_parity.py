@@ -91,6 +91,7 @@ def test_every_tiny_checkpoint_kind_is_compared(tiny_checkpoints: ModuleType) ->
     assert set(KINDS) == set(tiny_checkpoints.KINDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_and_greedy_tokens_equal_transformers(
     kind: str, cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
@@ -199,6 +200,7 @@ def test_decoding_one_by_one_gives_the_logprobs_of_the_whole(
     check_prompt_logprobs(driver, Expected(path), "a", prompt, [1] * 21)
 
 
+@pytest.mark.slow
 def test_a_context_longer_than_a_part_and_a_group(
     cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:

@@ -77,7 +77,7 @@ def test_a_logit_bias_outside_the_vocabulary_fails_alone(driver: Any) -> None:
     check_fails_alone(driver, {"prompt": [4], "sampling": sampling}, "logit_bias names token id 400")
 
 
-def test_when_every_request_fails_the_step_still_responses(driver: Any) -> None:
+def test_when_every_request_fails_the_step_still_answers(driver: Any) -> None:
     driver.add("bad", [320])
     result = driver.step({"bad": 1})
     assert result.token_ids == (None,)

@@ -165,6 +165,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_each_parameter_gives_the_slow_references_tokens(sample: Sample, name: str) -> None:
     sampling = SamplingParams(**PARAMETERS[name])
@@ -243,6 +244,7 @@ def test_a_nucleus_whose_weights_differ_in_their_last_bits(sample: Sample) -> No
 # --- randomness -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parameters", ({}, {"top_k": 12, "top_p": 0.9}, {"min_p": 0.05, "temperature": 2.0}))
 def test_drawn_tokens_follow_the_distribution(sample: Sample, parameters: dict[str, Any]) -> None:
     """Chi-square over 4,000 draws, half from seeds and half from positions. With n bins the statistic has mean n - 1

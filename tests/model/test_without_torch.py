@@ -45,7 +45,8 @@ trio.run(main)
 """
 
 
-def test_a_native_engine_responses_every_kind_of_request_without_torch(
+@pytest.mark.slow
+def test_a_native_engine_answers_every_kind_of_request_without_torch(
     tiny_checkpoint: Callable[..., Path], tiny_gguf: Callable[..., Path]
 ) -> None:
     try:

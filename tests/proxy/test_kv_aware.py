@@ -13,6 +13,8 @@ from trioserve.proxy.prompt_blocks import PromptBlocks
 from trioserve.testing.byte_tokenizer import byte_tokenizer
 from trioserve.testing.memory_server import open_memory_server
 
+pytestmark = pytest.mark.slow
+
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ENGINE = {"kv_events_max": 1000, "block_count": 32}
 BEGINNING = "once upon a time there was "

@@ -27,6 +27,7 @@ def smollm2_path():
     return path
 
 
+@pytest.mark.slow
 def test_of_a_gguf_file_it_is_the_engines(smollm2_path):
     ours, engines = load_tokenizer(smollm2_path), _make_tokenizer(open_checkpoint(smollm2_path))
     chat = ChatPrompt(messages=[{"role": "user", "content": TEXT}])
@@ -41,6 +42,7 @@ def test_of_a_directory_no_weights_are_needed(tmp_path):
     assert load_tokenizer(tmp_path).encode("b a c") == [1, 0, 2]
 
 
+@pytest.mark.slow
 def test_a_directory_with_one_gguf_file_is_that_file(smollm2_path, tmp_path):
     (tmp_path / "model.gguf").symlink_to(smollm2_path)
     assert load_tokenizer(tmp_path).encode(TEXT) == load_tokenizer(smollm2_path).encode(TEXT)
@@ -55,6 +57,7 @@ def test_what_holds_no_tokenizer_is_told_in_a_sentence(tmp_path, name):
     assert "\n" not in str(refusal.value)
 
 
+@pytest.mark.slow
 async def test_a_prompt_is_named_as_the_engine_names_it(smollm2_path):
     tokenizer = load_tokenizer(smollm2_path)
     long_text = TEXT * 200  # in the text thread
@@ -77,6 +80,7 @@ def test_what_has_no_block_that_could_be_a_hit_has_no_names(token_ids):
     assert block_names(token_ids, 4, None) == ()
 
 
+@pytest.mark.slow
 def test_naming_loads_nothing_that_computes(smollm2_path):
     code = f"""
 import sys

@@ -15,6 +15,7 @@ def body(**fields: object) -> dict[str, object]:
     return {"model": "fake", "prompt": "hello", "max_tokens": 5, **fields}
 
 
+@pytest.mark.slow
 async def test_a_response_comes_through_whole(open_setup):
     async with open_setup(engine={"response": "good morning"}) as setup:
         response = await setup.client().post(CHAT, body(max_tokens=20))

@@ -76,7 +76,7 @@ async def test_a_connection_is_used_again_only_after_a_response_that_ended_beyon
     assert len(server.ends) == connections
 
 
-async def test_a_server_that_responses_and_takes_no_more_is_heard_and_its_connection_not_used_again():
+async def test_a_server_that_answers_and_takes_no_more_is_heard_and_its_connection_not_used_again():
     server = Server()
 
     async def connect() -> trio.abc.Stream:

@@ -239,6 +239,7 @@ def test_those_who_left_leave_nothing_behind(make_router):
     assert stays.state is TicketState.WAITING
 
 
+@pytest.mark.slow
 def test_tenants_that_were_served_leave_nothing_behind_either(make_router):
     router = make_router()
     router.endpoint("a", leases_max=1)

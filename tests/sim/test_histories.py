@@ -254,6 +254,7 @@ def test_a_history_of_a_router_means_something_whatever_is_missing(missing):
         assert runs_of("router").run_script(router_script_of(RouterHistory(ROUTER.world, kept))).failure is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("run", "step_count", "seed_count", "moments"),
     [

@@ -217,6 +217,7 @@ def test_a_history_means_something_whatever_is_missing(missing):
         assert runs_of("pair").run_script(script_of(PairHistory(EVERYTHING.world, kept))).failure is None
 
 
+@pytest.mark.slow
 def test_the_seeds_reach_every_phase():
     totals: Counter[str] = Counter()
     for seed in range(60):
@@ -226,6 +227,7 @@ def test_the_seeds_reach_every_phase():
     assert [moment for moment in MOMENTS if totals[moment] == 0] == []
 
 
+@pytest.mark.slow
 def test_a_history_is_cut_down(monkeypatch):
     monkeypatch.setattr(Sends, "aborted", lambda sends, request_id: None)
     monkeypatch.setattr(Sends, "expired", lambda sends, request_id: sends._reports.forget(HoldKind.SEND, request_id))

@@ -91,6 +91,7 @@ def test_there_are_enough_of_them():
     assert len(FILES) >= 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.stem}")
 def test_a_planted_bug_is_found(file, planted_runs):
     ran = planted_runs[file].result()
@@ -98,6 +99,7 @@ def test_a_planted_bug_is_found(file, planted_runs):
     assert re.match(r"seed \d+ failed: ", ran.stdout), ran.stdout + ran.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode",
     [

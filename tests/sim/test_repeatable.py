@@ -32,6 +32,7 @@ def trace_of(seed: int, hash_seed: int, *mode: str) -> bytes:
     return ran.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [[], ["--stack"], ["--router"], ["--pair"]], ids=["core", "stack", "router", "pair"])
 @pytest.mark.parametrize("seed", [3, 11])
 def test_a_seed_is_the_same_trace_in_every_process(seed, mode):
@@ -40,11 +41,13 @@ def test_a_seed_is_the_same_trace_in_every_process(seed, mode):
     assert trace_of(seed, 4242, *mode) == first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [[], ["--stack"], ["--router"], ["--pair"]], ids=["core", "stack", "router", "pair"])
 def test_another_seed_is_another_trace(mode):
     assert trace_of(3, 1, *mode) != trace_of(4, 1, *mode)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 4, 6])
 def test_what_a_server_sends_over_http_is_the_same_in_every_process(seed):
     first = trace_of(seed, 7, "--stack")

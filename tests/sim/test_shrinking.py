@@ -62,6 +62,7 @@ def test_a_history_of_a_router_is_cut_down(monkeypatch):
     assert (again.script, str(again)) == (plainest.script, str(plainest))
 
 
+@pytest.mark.slow
 def test_a_plan_of_the_stack_is_cut_down(monkeypatch):
     def stay(delivery, request, reason):
         for choice in request.choices:
@@ -75,6 +76,7 @@ def test_a_plan_of_the_stack_is_cut_down(monkeypatch):
     assert runs_of("stack").run_script(plainest.script).failure is not None
 
 
+@pytest.mark.slow
 def test_a_plan_with_clients_over_http_is_cut_down(monkeypatch):
     def stay(stream):
         stream.gone = True

@@ -31,6 +31,7 @@ def _length_of(live):
     return FinishReason.LENGTH if live.output_count == 1 else None
 
 
+@pytest.mark.slow
 def test_a_run_that_holds_says_how_much_it_has_seen(capsys):
     assert main(["simulate", "--seeds", "0:30"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -40,6 +41,7 @@ def test_a_run_that_holds_says_how_much_it_has_seen(capsys):
     assert "a second of one core" in lines[-1]
 
 
+@pytest.mark.slow
 def test_a_run_of_the_router_says_what_came_to_pass(capsys):
     assert main(["simulate", "--router", "--seeds", "0:30"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -58,6 +60,7 @@ def test_a_script_of_a_router_is_known_by_its_first_line(capsys, tmp_path):
     assert shown.endswith("every contract held\n")
 
 
+@pytest.mark.slow
 def test_a_run_of_a_pair_says_what_came_to_pass(capsys):
     assert main(["simulate", "--pair", "--seeds", "0:20"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -75,6 +78,7 @@ def test_a_script_of_a_pair_is_known_by_its_first_line(capsys, tmp_path):
     assert shown.endswith("every contract held\n")
 
 
+@pytest.mark.slow
 def test_two_processes_see_the_same_as_one(capsys):
     def counts(*jobs: str) -> list[str]:
         assert main(["simulate", "--stack", "--seeds", "0:60", *jobs]) == 0
@@ -87,7 +91,7 @@ def test_a_failing_seed_is_shown_cut_down_and_can_be_replayed(broken, capsys, tm
     assert main(["simulate", "--seeds", "0:30"]) == 1
     lines = capsys.readouterr().out.splitlines()
     seed = lines[0].split()[1]
-    assert lines[0].startswith(f"seed {seed} failed: AssertionError in entry.py")
+    assert lines[0].startswith(f"seed {seed} failed: AssertionError in expected.py")
     assert f"--replay {seed} --steps 100" in lines[1]
     script = tmp_path / "history.txt"
     script.write_text("\n".join(lines[3:]), encoding="utf-8")
@@ -97,7 +101,7 @@ def test_a_failing_seed_is_shown_cut_down_and_can_be_replayed(broken, capsys, tm
         assert main(["simulate", "--replay", what]) == 1
         shown = capsys.readouterr().out.splitlines()
         assert shown[0].startswith("world ")
-        assert shown[-1].startswith("failed: AssertionError in entry.py")
+        assert shown[-1].startswith("failed: AssertionError in expected.py")
 
 
 def test_a_script_is_replayed_with_everything_that_happens(capsys, tmp_path):

@@ -27,6 +27,7 @@ def run_pytest(folder: Path, source: str, *arguments: str, trio: bool = True) ->
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", sorted(TEST_COUNTS))
 def test_every_example_runs_as_it_stands(page, tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
@@ -42,6 +43,7 @@ def test_every_name_of_the_kit_can_be_had():
         assert getattr(trioserve.testing, name) is not None
 
 
+@pytest.mark.slow
 def test_a_test_that_leaves_something_behind_fails(tmp_path):
     source = """
 kept = []
@@ -63,6 +65,7 @@ async def test_other(memory_server):
     assert "AssertionError: 1 requests are still open in the front end" in ran.stdout, ran.stdout
 
 
+@pytest.mark.slow
 def test_a_fault_that_nobody_asked_for_fails_the_test(tmp_path):
     source = """
 import pytest, trio, trioserve
@@ -79,6 +82,7 @@ async def test_it(fake_engine):
     assert "next_token gave 1000" in ran.stdout
 
 
+@pytest.mark.slow
 def test_without_pytest_trio_other_tests_run(tmp_path):
     (tmp_path / "pytest_trio.py").write_text("raise ImportError('not here')\n")
     ran = run_pytest(tmp_path, "def test_it():\n    pass\n", "-p", "no:trio", trio=False)

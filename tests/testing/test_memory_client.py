@@ -119,6 +119,7 @@ async def test_large_bodies_pass_in_both_directions(http):
         assert (await response.json())["count"] == len(prompt)
 
 
+@pytest.mark.slow
 async def test_a_client_that_does_not_read_holds_the_server_back(http, autojump_clock):
     """Bytes on their way are bounded as between sockets, so a slow reader is cancelled as one is there."""
     async with open_memory_server(context_tokens_max=4_000, block_count=1_000, step_seconds=0.1) as server:

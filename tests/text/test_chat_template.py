@@ -171,6 +171,7 @@ def test_a_message_that_the_template_hides_cannot_be_continued() -> None:
     assert refusal(TOOLS, [{"role": "user", "content": []}], continue_final_message=True).param == "messages"
 
 
+@pytest.mark.slow
 def test_the_packaged_models_template_renders(smollm2: Tokenizer) -> None:
     assert smollm2.chat_template is not None
     text = smollm2.chat_template.render(ChatPrompt(messages=[{"role": "user", "content": "hi"}]))

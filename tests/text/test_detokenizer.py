@@ -22,6 +22,7 @@ def streamed(tokenizer: Tokenizer, token_ids: list[int], *, skip: bool, continue
     return [*map(decoder.push, token_ids), decoder.flush()]
 
 
+@pytest.mark.slow
 @SETTINGS
 @hypothesis.given(token_ids=byte_level_ids, skip=strategies.booleans())
 def test_byte_level_pieces_join_to_what_the_library_decodes(
@@ -32,6 +33,7 @@ def test_byte_level_pieces_join_to_what_the_library_decodes(
     assert "".join(pieces) == byte_level_library.decode(token_ids, skip_special_tokens=skip)
 
 
+@pytest.mark.slow
 @FEW
 @hypothesis.given(token_ids=strategies.lists(strategies.integers(0, 49_160), max_size=20), skip=strategies.booleans())
 def test_the_packaged_models_pieces_join_to_what_the_library_decodes(
@@ -41,6 +43,7 @@ def test_the_packaged_models_pieces_join_to_what_the_library_decodes(
     assert joined == smollm2_library.decode(token_ids, skip_special_tokens=skip)
 
 
+@pytest.mark.slow
 @SETTINGS
 @hypothesis.given(token_ids=sentence_piece_ids, skip=strategies.booleans())
 def test_sentence_piece_pieces_join_to_the_decoded_text(

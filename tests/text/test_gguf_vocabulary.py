@@ -12,6 +12,8 @@ from tokenizers import pre_tokenizers
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.slow
+
 WriteGguf = Callable[[dict[str, Any]], Path]
 
 TEXTS = [

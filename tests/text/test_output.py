@@ -198,6 +198,7 @@ def test_a_stop_string_may_begin_in_the_first_min_tokens(byte_level: Tokenizer) 
     assert text_of(one_by_one(byte_level, token_ids, finished(), stop=("bc",), min_tokens=2)) == "a"
 
 
+@pytest.mark.slow
 @hypothesis.settings(deadline=None, database=None, max_examples=300)
 @hypothesis.given(
     text=strategies.text("ab", min_size=1, max_size=20),
@@ -250,6 +251,7 @@ def test_a_choice_that_has_ended_takes_no_more(byte_level: Tokenizer) -> None:
 token_lists = strategies.lists(strategies.integers(0, 300) | strategies.integers(0, 600), max_size=30)
 
 
+@pytest.mark.slow
 @hypothesis.settings(deadline=None, database=None, max_examples=200)
 @hypothesis.given(
     token_ids=token_lists,

@@ -56,6 +56,7 @@ def check(stops: list[str], pieces: list[str], *, expect: list[str], found: str 
     assert (shown, finder.found) == (expect, found)
 
 
+@pytest.mark.slow
 @SETTINGS
 @hypothesis.given(stops=stop_lists, pieces=deltas)
 def test_any_pieces_give_what_a_search_of_the_whole_text_gives(stops: list[str], pieces: list[str]) -> None:
@@ -74,6 +75,7 @@ def test_any_pieces_give_what_a_search_of_the_whole_text_gives(stops: list[str],
     assert shown + finder.flush() == seen
 
 
+@pytest.mark.slow
 @SETTINGS
 @hypothesis.given(stops=stop_lists, before=deltas, after=deltas)
 def test_text_that_may_not_complete_a_stop_string_may_begin_one(

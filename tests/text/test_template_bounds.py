@@ -33,6 +33,7 @@ def _bounded_memory() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_AS, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", [
     "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
     "{% for a in range(100000) recursive %}{{ loop(range(100000)) }}{% endfor %}",
@@ -48,6 +49,7 @@ def test_endless_work_is_cut_short(source: str) -> None:
         render(source)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", [
     "{{ 'a' * 10**10 }}",
     "{% set x = 10**10 * 'a' %}",
@@ -211,6 +213,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("source", "said"), HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_template_ends_in_a_refusal(source: str, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
@@ -238,6 +241,7 @@ def test_each_rendering_has_bounds_of_its_own() -> None:
         assert render(source) == "done"
 
 
+@pytest.mark.slow
 def test_a_long_chat_is_well_within_the_bounds() -> None:
     source = (
         "{% for m in messages %}{% set text = m.content | trim %}"

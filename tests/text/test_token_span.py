@@ -78,6 +78,7 @@ texts = st.lists(
 ).map("".join)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BOUNDED)
 def test_no_text_has_fewer_tokens_than_said(name: str) -> None:
     backend = BOUNDED[name]()
@@ -91,6 +92,7 @@ def test_no_text_has_fewer_tokens_than_said(name: str) -> None:
     check()
 
 
+@pytest.mark.slow
 @given(texts)
 def test_no_text_of_a_trained_vocabulary_has_fewer_tokens_than_said(
     byte_level: Tokenizer, sentence_piece: Tokenizer, text: str
@@ -200,6 +202,7 @@ def test_where_text_may_vanish_nothing_is_claimed(backend: Any) -> None:
     assert span.token_count_min("x" * 100_000) == 0
 
 
+@pytest.mark.slow
 def test_composing_shortens_no_text_by_more_than_the_factor() -> None:
     """For every character of Unicode: NFC writes it for at most the longest spellings of what it decomposes into."""
     characters = [chr(point) for point in range(sys.maxunicode + 1) if not 0xD800 <= point <= 0xDFFF]

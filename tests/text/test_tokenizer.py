@@ -61,6 +61,7 @@ def test_a_token_that_is_half_a_character_has_exact_bytes(byte_level: Tokenizer,
         assert tokenizer.token_text(token_ids[-1]) == "�"
 
 
+@pytest.mark.slow
 def test_every_token_has_the_bytes_it_decodes_to(smollm2: Tokenizer) -> None:
     for token_id in range(smollm2.vocab_size):
         expected = smollm2.decode([token_id], skip_special_tokens=False)

@@ -73,6 +73,7 @@ def directory_files(byte_level_library: tokenizers.Tokenizer) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_changed_values_in_a_directory(directory_files: dict[str, Any], tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
@@ -87,6 +88,7 @@ def test_changed_values_in_a_directory(directory_files: dict[str, Any], tmp_path
             use(Tokenizer.from_directory(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_changed_bytes_in_a_directory(directory_files: dict[str, Any], tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)

@@ -87,6 +87,7 @@ async def test_the_response_of_a_job_that_was_left_is_thrown_away():
         assert await thread.run(lambda: "next") == "next"
 
 
+@pytest.mark.slow
 async def test_the_thread_keeps_neither_a_job_nor_its_response():
     class Large:
         pass

@@ -24,6 +24,7 @@ def parsed(module: ModuleType, *words: str) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
+@pytest.mark.slow
 def test_every_part_of_a_delivery_has_a_cost(capsys, monkeypatch):
     monkeypatch.setattr(delivery_cost, "SHAPES", ((0, 2), (5, 3)))
     assert delivery_cost.run(parsed(delivery_cost, "--rounds", "1")) == 0
@@ -38,6 +39,7 @@ def test_every_part_of_a_delivery_has_a_cost(capsys, monkeypatch):
         assert 0 < hand_off["median_us"] <= hand_off["p99_us"]
 
 
+@pytest.mark.slow
 def test_every_combination_is_measured_and_compared_with_the_shortest_queue(capsys):
     assert core_cost.run(parsed(core_cost, "--running", "1", "3", "--queued", "2", "9", "--rounds", "1")) == 0
     *table, line = capsys.readouterr().out.splitlines()

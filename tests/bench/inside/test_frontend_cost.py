@@ -10,6 +10,7 @@ import pytest
 from trioserve.bench.inside import frontend_cost
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1, 3, 2), (2, 1, 2), (2, 1, 1)])
 def test_an_event_has_a_cost(shape):
     cost = frontend_cost.event_cost(*shape, tokens=(2, 6), rounds=1)
@@ -18,6 +19,7 @@ def test_an_event_has_a_cost(shape):
     assert cost.response_us != 0
 
 
+@pytest.mark.slow
 def test_every_figure_is_in_the_table_and_in_the_json(capsys, monkeypatch):
     monkeypatch.setattr(frontend_cost, "SHAPES", ((1, 2, 2),))
     monkeypatch.setattr(frontend_cost, "TOKENS", (1, 3))

@@ -85,6 +85,7 @@ def test_the_table_has_a_line_a_case_and_a_dash_for_what_was_not_measured() -> N
     assert second == ["256", "4096", "50.000", "-", "62.500 (80%)"]
 
 
+@pytest.mark.slow
 def test_it_can_be_tried_out_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert measured([*TINY, "--sampled"]) == 0
     said = capsys.readouterr().out
@@ -94,6 +95,7 @@ def test_it_can_be_tried_out_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> Non
     assert "static, overlapped" in said
 
 
+@pytest.mark.slow
 def test_overlapped_steps_get_the_tokens_that_are_not_there_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is launched when the one before it is the only one that has not been finished, and responses for every
     row."""
@@ -125,6 +127,7 @@ def test_overlapped_steps_get_the_tokens_that_are_not_there_yet(monkeypatch: pyt
         assert None not in result.token_ids
 
 
+@pytest.mark.slow
 def test_a_ways_kv_is_let_go_before_the_next_one_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left of it would count as memory that is taken."""
     pages: list[weakref.ref[torch.Tensor]] = []
@@ -145,6 +148,7 @@ def test_a_ways_kv_is_let_go_before_the_next_one_is_made(monkeypatch: pytest.Mon
     assert pages
 
 
+@pytest.mark.slow
 def test_a_case_whose_kv_does_not_fit_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         measured(["--device", "cpu", "--shape", "tiny", "--batch", "1", "4000", "--context", "200", "--ways", "torch"])

@@ -47,7 +47,7 @@ def responses(kernels: Any, path: Path, device: str, step_driver: ModuleType, mo
 
 
 @pytest.mark.parametrize("kind", ("llama", "qwen2-sliding", "qwen3"))
-def test_a_model_responses_as_with_the_plain_kernels(
+def test_a_model_answers_as_with_the_plain_kernels(
     kind: str,
     tiny_checkpoints: ModuleType,
     step_driver: ModuleType,
@@ -105,7 +105,7 @@ def _tensors(output: Any) -> list[Tensor]:
     return [part for part in parts if isinstance(part, Tensor)]
 
 
-def test_replayed_decodes_response_as_with_the_plain_kernels(
+def test_replayed_decodes_answer_as_with_the_plain_kernels(
     tiny_checkpoints: ModuleType,
     step_driver: ModuleType,
     device: str,

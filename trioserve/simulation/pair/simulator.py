@@ -52,33 +52,33 @@ ROUTER = "router"
 ROUTER_PATIENCE_SECONDS = 60.0  # without a byte of a response
 ROUNDS_TO_END_MAX = 5_000  # far more than any history needs; who is not done then is in a circle
 
-LegKind = Literal["prefill", "decode", "whole"]
+StageKind = Literal["prefill", "decode", "whole"]
 State = Literal["open", "done", "left", "failed"]
 
 
 class Client:
-    """tokens: what it has got. leg: the one that is out for it. prefilled: the request whose blocks may be held."""
+    """tokens: what it has got. stage: the one that is out for it. prefilled: the request whose blocks may be held."""
 
     def __init__(self, event: Come, response: ReferenceResponse) -> None:
         self.event = event
         self.response = response
         self.tokens: list[int] = []
         self.state: State = "open"
-        self.leg: Leg | None = None
+        self.stage: Stage | None = None
         self.prefilled: RequestId | None = None
-        self.leg_count = 0
+        self.stage_count = 0
         self.was_refused = False
 
 
-class Leg:
+class Stage:
     """A request that the router has sent to an engine; the router's end of its connection."""
 
-    def __init__(self, simulation: PairSimulation, client: Client, kind: LegKind, host: HostName) -> None:
+    def __init__(self, simulation: PairSimulation, client: Client, kind: StageKind, host: HostName) -> None:
         self.simulation = simulation
         self.client = client
         self.kind = kind
         self.host = host
-        self.id = RequestId(f"{client.event.id}.{kind}{client.leg_count}")
+        self.id = RequestId(f"{client.event.id}.{kind}{client.stage_count}")
         self.connection: Connection | None = None
 
     def take(self, connection: Connection, message: msgspec.Struct) -> None:
@@ -176,10 +176,10 @@ class PairSimulation:
         client = self.clients.get(event.id)
         if client is None or client.state != "open":
             return
-        assert client.leg is not None
-        self._count(f"leaves: {self._phase(client.leg)}")
+        assert client.stage is not None
+        self._count(f"leaves: {self._phase(client.stage)}")
         client.state = "left"
-        self._end_leg(client)
+        self._end_stage(client)
         self._let_go(client)
 
     def _step(self, event: Step) -> None:
@@ -316,71 +316,71 @@ class PairSimulation:
 
     # --- the router ---
 
-    def _begin(self, client: Client, kind: LegKind, host: HostName, params: KVTransferParams | None = None) -> None:
-        client.leg_count += 1
-        client.leg = leg = Leg(self, client, kind, host)
-        self._count(f"legs: {kind}")
+    def _begin(self, client: Client, kind: StageKind, host: HostName, params: KVTransferParams | None = None) -> None:
+        client.stage_count += 1
+        client.stage = stage = Stage(self, client, kind, host)
+        self._count(f"stages: {kind}")
         output = 1 if kind == "prefill" else client.event.output
         asked = KVTransferParams(do_remote_decode=True) if kind == "prefill" else params
         if not self.hosts[host].is_up:
-            self.lost(leg)
+            self.lost(stage)
             return
-        leg.connection = self.network.open({ROUTER: leg, host: self.hosts[host]})
-        leg.connection.send(ROUTER, Submit(self._request(client.event, leg.id, output, asked)))
-        leg.connection.patience[ROUTER] = self.now + ROUTER_PATIENCE_SECONDS
+        stage.connection = self.network.open({ROUTER: stage, host: self.hosts[host]})
+        stage.connection.send(ROUTER, Submit(self._request(client.event, stage.id, output, asked)))
+        stage.connection.patience[ROUTER] = self.now + ROUTER_PATIENCE_SECONDS
 
-    def take_from_engine(self, leg: Leg, connection: Connection, message: msgspec.Struct) -> None:
-        client = leg.client
+    def take_from_engine(self, stage: Stage, connection: Connection, message: msgspec.Struct) -> None:
+        client = stage.client
         connection.patience[ROUTER] = self.now + ROUTER_PATIENCE_SECONDS
         if isinstance(message, Refused):
-            self._end_leg(client)
-            self.lost(leg, is_refused=True)
+            self._end_stage(client)
+            self.lost(stage, is_refused=True)
         elif isinstance(message, Tokens):
-            if leg.kind != "prefill":
+            if stage.kind != "prefill":
                 client.tokens += message.token_ids
                 self._check_response(client)
         else:
             assert isinstance(message, Finished)
-            self._end_leg(client)
-            self._take_end(leg, message)
+            self._end_stage(client)
+            self._take_end(stage, message)
 
-    def _take_end(self, leg: Leg, end: Finished) -> None:
-        client = leg.client
+    def _take_end(self, stage: Stage, end: Finished) -> None:
+        client = stage.client
         if end.reason not in (FinishReason.LENGTH, FinishReason.STOP):
-            assert end.reason is FinishReason.ERROR, f"{leg.id} ends with {end.reason}, and nobody has aborted it"
-            assert self.world.fails_without_kv, f"{leg.id} failed, and KV that does not come is computed"
-            self.lost(leg)
-        elif leg.kind == "prefill":
-            client.prefilled = None if end.kv_transfer is None else leg.id
+            assert end.reason is FinishReason.ERROR, f"{stage.id} ends with {end.reason}, and nobody has aborted it"
+            assert self.world.fails_without_kv, f"{stage.id} failed, and KV that does not come is computed"
+            self.lost(stage)
+        elif stage.kind == "prefill":
+            client.prefilled = None if end.kv_transfer is None else stage.id
             self._begin(client, "decode", "decode", end.kv_transfer)
         else:
             client.state = "done"
             assert tuple(client.tokens) == client.response.token_ids, f"{client.event.id} got {client.tokens}"
             assert end.reason is client.response.reason, f"{client.event.id} ends with {end.reason}"
 
-    def lost(self, leg: Leg, *, is_refused: bool = False) -> None:
+    def lost(self, stage: Stage, *, is_refused: bool = False) -> None:
         """An engine does not answer; another one does, if no token has come of the response yet."""
-        client = leg.client
-        if client.state != "open" or client.leg is not leg:
+        client = stage.client
+        if client.state != "open" or client.stage is not stage:
             return
-        self._count(f"legs {'refused' if is_refused else 'lost'}: {leg.kind}")
-        client.leg = None
+        self._count(f"stages {'refused' if is_refused else 'lost'}: {stage.kind}")
+        client.stage = None
         client.was_refused = client.was_refused or is_refused
-        if leg.kind == "decode":
+        if stage.kind == "decode":
             self._let_go(client)
-        if leg.kind == "whole" or client.tokens:
+        if stage.kind == "whole" or client.tokens:
             client.state = "failed"
             return
-        self._begin(client, "whole", "decode" if leg.kind == "prefill" else "prefill")
+        self._begin(client, "whole", "decode" if stage.kind == "prefill" else "prefill")
 
-    def _end_leg(self, client: Client) -> None:
+    def _end_stage(self, client: Client) -> None:
         """Close its connection, which ends whatever is still computed for it."""
-        assert client.leg is not None
-        connection = client.leg.connection
+        assert client.stage is not None
+        connection = client.stage.connection
         if connection is not None:
-            if client.leg.kind == "prefill" and client.state == "left":
+            if client.stage.kind == "prefill" and client.state == "left":
                 # It may have ended already, and then what is held is held for nobody.
-                connection.send(ROUTER, AbortIds((client.leg.id,)))
+                connection.send(ROUTER, AbortIds((client.stage.id,)))
             self.network.close(connection, ROUTER)
 
     def _let_go(self, client: Client) -> None:
@@ -425,13 +425,13 @@ class PairSimulation:
             kv_transfer=kv_transfer,
         )
 
-    def _phase(self, leg: Leg) -> str:
+    def _phase(self, stage: Stage) -> str:
         """Where a client's request is."""
-        core = self.hosts[leg.host].core
-        live = next((live for live in core.live_requests() if live.request.id == leg.id), None)
+        core = self.hosts[stage.host].core
+        live = next((live for live in core.live_requests() if live.request.id == stage.id), None)
         if live is None:
-            return f"{leg.kind} is on its way"
-        return f"{leg.kind} is {live.status.value}"
+            return f"{stage.kind} is on its way"
+        return f"{stage.kind} is {live.status.value}"
 
     def _runs(self, party: str) -> bool:
         return party == ROUTER or any(host.runs for name, host in self.hosts.items() if name == party)
