@@ -132,7 +132,7 @@ def _compile(compiler: str, flags: tuple[str, ...], library: Path) -> None:
     made = Path(name)
     try:
         sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
-        response = subprocess.run(
+        result = subprocess.run(
             [compiler, *flags, "-o", str(made), *sources],
             capture_output=True,
             text=True,
@@ -140,8 +140,8 @@ def _compile(compiler: str, flags: tuple[str, ...], library: Path) -> None:
             check=False,
             timeout=COMPILE_SECONDS_MAX,
         )
-        if response.returncode != 0:
-            first = next((line for line in response.stderr.splitlines() if "error" in line.lower()), "no reason given")
+        if result.returncode != 0:
+            first = next((line for line in result.stderr.splitlines() if "error" in line.lower()), "no reason given")
             raise CannotBuild(f"{compiler} failed: {first.strip()[:300]}")
         made.chmod(0o755)
         made.rename(library)

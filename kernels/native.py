@@ -302,9 +302,9 @@ class Engine:
 
     def step(self, model: ModelStruct, step: StepStruct) -> bool:
         """False if it was abandoned."""
-        response = self.library.step(self._handle, ctypes.addressof(model), ctypes.addressof(step))
-        _check(response)
-        return bool(response == FINISHED)
+        status = self.library.step(self._handle, ctypes.addressof(model), ctypes.addressof(step))
+        _check(status)
+        return bool(status == FINISHED)
 
     def logprobs(
         self, model: ModelStruct, hidden: Float32Array, targets: npt.NDArray[np.int32], top_count: int
@@ -316,7 +316,7 @@ class Engine:
         """
         logprobs = np.empty((len(targets), 1 + top_count), dtype=np.float32)
         ids = np.empty((len(targets), top_count), dtype=np.int32)
-        response = self.library.logprobs(
+        status = self.library.logprobs(
             self._handle,
             ctypes.addressof(model),
             address(hidden),
@@ -326,8 +326,8 @@ class Engine:
             address(logprobs),
             address(ids),
         )
-        _check(response)
-        return (logprobs, ids) if response == FINISHED else None
+        _check(status)
+        return (logprobs, ids) if status == FINISHED else None
 
     def sample(self, step: StepStruct, logits: npt.NDArray[np.float32]) -> None:
         """The sampling of a step alone, from [sampled, vocab_size] logits. Of the step only what this needs has to be
@@ -429,6 +429,6 @@ def _declared(function: Callable[..., int], returned: object, *arguments: object
     return function
 
 
-def _check(response: int) -> None:
-    if response not in (FINISHED, ABANDONED):
+def _check(status: int) -> None:
+    if status not in (FINISHED, ABANDONED):
         raise MemoryError("no memory for a step's intermediate results")

@@ -33,7 +33,7 @@ SERVER_OPTIONS = frozenset(
         "trust_request_chat_template",
     }
 )
-"""What means nothing to a command that responses in the terminal."""
+"""What means nothing to a command that answers in the terminal."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -163,7 +163,7 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stack",
         action="store_true",
-        help="the whole stack: clients over HTTP and of the runtime, in a seeded order of tasks (default: off)",
+        help="the whole stack: clients over HTTP and of the engine, in a seeded order of tasks (default: off)",
     )
     parser.add_argument(
         "--router", action="store_true", help="what the router decides: who waits, who goes where (default: off)"

@@ -60,7 +60,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         "for admin and gateway keys; default: 0 with API keys, without them no limit", "N")] = None
     share_prefix_cache: Annotated[bool, _about(
         "let requests of all API keys hit the same cached prompts: a common system prompt is computed once, and a key "
-        "can find out, by cached_tokens and by time, whether another key has sent a text that it draft tokens")] = False
+        "can find out, by cached_tokens and by time, whether another key has sent a text that it guesses")] = False
     metrics_need_key: Annotated[bool, _about(
         "close /metrics, which counts what all callers do, to all but the admin's API key")] = False
     load_needs_key: Annotated[bool, _about(
@@ -128,8 +128,8 @@ class RouteConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields
         "the same, for servers that take the KV of a prompt and make the response; default: those of the others that "
         "say so", "URL")] = ()
     split_min_tokens: Annotated[int, _about(
-        "tokens of prompt, as drafted from its length, from which on a request goes to a prefill endpoint and then to "
-        "a decode endpoint, if there are two", "TOKENS", ge=1)] = SPLIT_PROMPT_TOKENS_MIN
+        "tokens of prompt, as estimated from its length, from which on a request goes to a prefill endpoint and then "
+        "to a decode endpoint, if there are two", "TOKENS", ge=1)] = SPLIT_PROMPT_TOKENS_MIN
     endpoints_file: Annotated[str | None, _about(
         "TOML or JSON file with a list 'endpoints'; watched, so that it may change; default: none", "FILE")] = None
     endpoints_dns: Annotated[str | None, _about(
@@ -255,7 +255,7 @@ def make_config(**values: object) -> Config:
 
 
 def engine_settings(config: ServerConfig) -> EngineSettings:
-    """What every server's runtime is told. Raises StartupError for deadlines out of range."""
+    """What every server's engine or router is told. Raises StartupError for deadlines out of range."""
     return EngineSettings(
         waiting_requests_max=config.max_queued_requests,
         waiting_prompt_tokens_max=config.max_queued_tokens,

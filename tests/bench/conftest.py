@@ -124,7 +124,7 @@ class ScriptedServer:
             with trio.CancelScope(shield=True), contextlib.suppress(trio.BrokenResourceError):
                 await trio.aclose_forcefully(stream)
 
-    async def _response(self, call: Call) -> None:
+    async def _respond(self, call: Call) -> None:
         streamed = call.method == "POST" and call.body.get("stream", False)
         if call.path.endswith("/v1/models"):
             if self.models is None:
@@ -194,7 +194,7 @@ class ScriptedServer:
 
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(watch)
-                await self._response(call)
+                await self._respond(call)
                 nursery.cancel_scope.cancel()
             handled_count += 1
             if handled_count == self.requests_per_connection or http.our_state is not h11.DONE:
@@ -237,7 +237,7 @@ class ScriptedServer:
                         call.server, call.stream, call.http, call.stream_id = self, stream, http, event.stream_id
                         calls[event.stream_id] = call
                         handled_count += 1
-                        nursery.start_soon(self._response, call)
+                        nursery.start_soon(self._respond, call)
                         if handled_count == self.requests_per_connection:
                             # As a server that leaves in good order: GOAWAY first, then the responses. h2 itself could
                             # not go on after close_connection, so the frame is written by hand.

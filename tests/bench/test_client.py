@@ -367,7 +367,7 @@ async def test_a_waiting_request_takes_the_place_of_one_that_left(start_server, 
 
 @both
 async def test_an_early_refusal_is_heard_although_the_body_is_not_read(autojump_clock, http):
-    """A server that responses 413 after the head of a request, and gives no window for the rest."""
+    """A server that answers 413 after the head of a request, and gives no window for the rest."""
     resets = []
 
     async def refuse(stream):

@@ -111,7 +111,7 @@ async def test_a_chat_is_split_too_and_its_response_comes_whole(open_pair, nurse
             # The other side has read everything, and so the blocks are kept no longer.
             prefill.finish()
             await wait_all_tasks_blocked()
-            decode.response(RESPONSE)
+            decode.respond(RESPONSE)
             assert await response.json() == RESPONSE
         assert pair.outcomes() == {"paired": 1}
         await pair.assert_all_free()
@@ -122,7 +122,7 @@ async def test_a_server_of_others_is_not_asked_to_stream_and_ends_its_hold_itsel
         async with pair.client().ask(TEXT, body(stream=True)) as response:
             prefill = await pair.ask_of("w1")
             assert prefill.body["stream"] is False
-            prefill.response({**RESPONSE, "kv_transfer_params": pair["w1"].params})
+            prefill.respond({**RESPONSE, "kv_transfer_params": pair["w1"].params})
             decode = await pair.ask_of("w2")
             assert decode.body["kv_transfer_params"] == pair["w1"].params
             decode.token("x", finish_reason="length")
@@ -142,7 +142,7 @@ async def test_a_client_cannot_choose_where_servers_connect(open_pair):
                 async with pair.client().ask(TEXT, content) as response:
                     ask = await pair.ask_of("w" if ids == "w" else "d")
                     assert ask.body == {"model": "fake", "prompt": "hi", "max_tokens": 5}
-                    ask.response(RESPONSE)
+                    ask.respond(RESPONSE)
                     await response.read()
 
 
@@ -165,7 +165,7 @@ async def test_what_cannot_be_split_goes_whole_to_where_responses_are_made(open_
             ask = await pair.ask_of("d")
             assert ask.body == asked
             assert "x-trioserve-stage" not in ask.headers
-            ask.response(RESPONSE)
+            ask.respond(RESPONSE)
             await response.read()
         assert pair.outcomes() == {}
         await pair.assert_all_free()
@@ -178,7 +178,7 @@ async def test_without_two_endpoints_for_it_a_request_goes_whole(open_pair, ids)
             await wait_all_tasks_blocked()
             [ask] = [ask for endpoint in pair.endpoints.values() for ask in endpoint.open]
             assert ask.body == body()
-            ask.response(RESPONSE)
+            ask.respond(RESPONSE)
             await response.read()
         await pair.assert_all_free()
 
@@ -189,7 +189,7 @@ async def test_one_that_is_for_both_is_half_of_a_pair_with_another(open_pair):
         [(first, prefill)] = [(id, ask) for id, endpoint in pair.endpoints.items() for ask in endpoint.open]
         prefill.hold()
         decode = await pair.ask_of("b2" if first == "b1" else "b1")
-        decode.response(RESPONSE)
+        decode.respond(RESPONSE)
         await response.read()
         assert pair.outcomes() == {"paired": 1}
         await pair.assert_all_free()
@@ -198,7 +198,7 @@ async def test_one_that_is_for_both_is_half_of_a_pair_with_another(open_pair):
 async def test_a_role_that_an_operator_gives_stands_above_what_a_server_says(open_pair):
     async with open_pair("d1 d2", roles={"d1": "prefill"}) as pair, pair.client().ask(TEXT, body()) as response:
         (await pair.ask_of("d1")).hold()
-        (await pair.ask_of("d2")).response(RESPONSE)
+        (await pair.ask_of("d2")).respond(RESPONSE)
         await response.read()
         listed = (await (await pair.client().get("/endpoints")).json())["data"]
         assert {each["id"]: each["role"] for each in listed} == {"d1": "prefill", "d2": "decode"}
@@ -218,7 +218,7 @@ async def responded_whole(pair: Pair, response: Any, id: str, outcome: str) -> N
         ask.finish()
         assert [event["choices"][0]["text"] async for event in response] == ["good morning"]
     else:
-        ask.response(RESPONSE)
+        ask.respond(RESPONSE)
         assert await response.json() == RESPONSE
         assert response.headers["x-trioserve-endpoint"] == id
         assert "x-trioserve-prefill-endpoint" not in response.headers
@@ -289,7 +289,7 @@ async def test_a_prefill_endpoint_that_fails_is_left_for_another_one(open_pair, 
             failure(pair, prefill)
             second = await pair.ask_of("p2" if first == "p1" else "p1")
             second.hold()
-            (await pair.ask_of("d")).response(RESPONSE)
+            (await pair.ask_of("d")).respond(RESPONSE)
             await response.read()
         assert pair.outcomes() == {"paired": 1}
         assert pair.router.dispatch.core.stats().retries_total == 1
@@ -434,9 +434,9 @@ async def test_blocks_that_go_while_it_waits_for_a_decode_endpoint_end_that_wait
             ends(prefill)
             whole = await pair.ask_of("p")
             assert "kv_transfer_params" not in whole.body
-            whole.response(RESPONSE)
+            whole.respond(RESPONSE)
             assert await response.json() == RESPONSE
-            in_the_way.response(RESPONSE)
+            in_the_way.respond(RESPONSE)
             await other.read()
         assert pair.outcomes() == {"hold_lost": 1}
         await pair.assert_all_free()
@@ -451,9 +451,9 @@ async def test_without_a_healthy_decode_endpoint_the_prefill_endpoint_finishes(o
             pair.router.fleet.drain(EndpointId("d"))
             whole = await pair.ask_of("p")
             assert "kv_transfer_params" not in whole.body
-            whole.response(RESPONSE)
+            whole.respond(RESPONSE)
             assert await response.json() == RESPONSE
-            in_the_way.response(RESPONSE)
+            in_the_way.respond(RESPONSE)
             await other.read()
         assert pair.outcomes() == {"no_endpoint": 1}
         await pair.assert_all_free()
@@ -544,7 +544,7 @@ async def at(pair: Pair, moment: Any, *, http: int = 1, **fields: object) -> Asy
     async with pair.client().ask(TEXT, IN_THE_WAY.get(moment, body()), headers={"x-request-id": "other"}) as other:
         if moment not in IN_THE_WAY:
             (await pair.ask_of("p")).refuse(400)
-            (await pair.ask_of("p")).response(RESPONSE)
+            (await pair.ask_of("p")).respond(RESPONSE)
             await other.read()
         await wait_all_tasks_blocked()
         before = {id: endpoint.open for id, endpoint in pair.endpoints.items()}
@@ -631,7 +631,7 @@ async def test_time_in_which_its_prompt_is_computed_is_no_time_in_line(open_pair
             assert (await response.json())["error"]["code"] == "queue_timeout"
             assert trio.current_time() == pytest.approx(32, abs=0.1)
             assert pair["p"].held_count == 0
-            in_the_way.response(RESPONSE)
+            in_the_way.respond(RESPONSE)
             await other.read()
         await pair.assert_all_free()
 
@@ -644,14 +644,14 @@ async def test_one_that_waits_for_a_prefill_seat_holds_up_none_that_waits_for_a_
             pair.client().ask(TEXT, body(prompt="short")) as whole,
         ):
             await pair.ask_of("p")
-            (await pair.ask_of("d")).response(RESPONSE)
+            (await pair.ask_of("d")).respond(RESPONSE)
             await whole.read()
             assert pair.router.dispatch.core.stats().waiting == 1
             (await pair.ask_of("p")).hold()
-            (await pair.ask_of("d")).response(RESPONSE)
+            (await pair.ask_of("d")).respond(RESPONSE)
             await first.read()
             (await pair.ask_of("p")).hold()
-            (await pair.ask_of("d")).response(RESPONSE)
+            (await pair.ask_of("d")).respond(RESPONSE)
             await second.read()
         await pair.assert_all_free()
 
@@ -669,13 +669,13 @@ async def test_a_drain_lets_go_on_what_has_its_prompt_and_refuses_what_has_not(o
             await wait_all_tasks_blocked()
             pair.router.drain()
             assert await waiting.head() == 503
-            in_the_way.response(RESPONSE)
+            in_the_way.respond(RESPONSE)
             await whole.read()
-            (await pair.ask_of("d")).response(RESPONSE)
+            (await pair.ask_of("d")).respond(RESPONSE)
             assert await handed.json() == RESPONSE
             [last] = [ask for ask in pair["p"].open if not ask.is_held]
             last.hold()
-            (await pair.ask_of("d")).response(RESPONSE)
+            (await pair.ask_of("d")).respond(RESPONSE)
             assert await prefilling.json() == RESPONSE
         await pair.assert_all_free()
 
@@ -693,7 +693,7 @@ async def test_an_endpoint_that_hangs_in_a_prefill_is_left_when_its_checks_fail(
             whole = next(iter(pair["d"].open), None)
         assert prefill.is_gone
         assert "kv_transfer_params" not in whole.body
-        whole.response(RESPONSE)
+        whole.respond(RESPONSE)
         assert await response.json() == RESPONSE
         assert pair.outcomes() == {"prefill_failed": 1}
         await pair.assert_all_free()
@@ -710,7 +710,7 @@ async def test_what_became_of_pairs_is_counted(open_pair, autojump_clock):
                     decode.token(finish_reason="length")
                     decode.finish()
                 else:
-                    decode.response(RESPONSE)
+                    decode.respond(RESPONSE)
                 await response.read()
         async with pair.client().ask(TEXT, body()):
             await pair.ask_of("p")
@@ -735,7 +735,7 @@ async def test_the_time_in_line_that_is_left_does_not_count_the_prompt(open_pair
             prefill.hold()
             decode = await pair.ask_of("d")
             assert decode.body["queue_timeout"] == pytest.approx(2, abs=0.1)
-            decode.response(RESPONSE)
+            decode.respond(RESPONSE)
             await response.read()
         await pair.assert_all_free()
 

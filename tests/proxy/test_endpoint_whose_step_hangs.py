@@ -1,4 +1,4 @@
-"""An endpoint that responses its checks, and whose step does not end: it gets nothing until then, and what it has not
+"""An endpoint that answers its checks, and whose step does not end: it gets nothing until then, and what it has not
 begun is done elsewhere."""
 
 from __future__ import annotations

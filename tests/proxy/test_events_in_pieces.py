@@ -94,7 +94,7 @@ async def test_what_an_endpoint_allows_to_web_pages_is_not_what_the_router_allow
         async with pair.client().ask(TEXT, {**BODY, "stream": False}, headers=page) as response:
             ask = await pair.ask_of("w")
             assert "origin" not in ask.headers
-            ask.response({"choices": []}, headers={"Access-Control-Allow-Origin": "*", "x-other": "kept"})
+            ask.respond({"choices": []}, headers={"Access-Control-Allow-Origin": "*", "x-other": "kept"})
             await response.read()
             assert response.headers["x-other"] == "kept"
             assert not [name for name in response.headers if name.startswith("access-control-")]

@@ -37,13 +37,13 @@ class Endpoint:
                 if len(self.asked_for_load) == 1:
                     self.tell_load(running=0)
             else:
-                response(end, {})
+                respond(end, {})
 
     def tell_load(self, *, running: int) -> None:
-        response(self.asked_for_load[-1], {"running": running, "waiting": 0, "seats": 1})
+        respond(self.asked_for_load[-1], {"running": running, "waiting": 0, "seats": 1})
 
 
-def response(end: MemoryEnd, content: object) -> None:
+def respond(end: MemoryEnd, content: object) -> None:
     body = json.dumps(content).encode()
     end.send_nowait(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
 
@@ -59,7 +59,7 @@ async def test_a_response_that_came_with_a_report_does_not_make_room_twice(nurse
             await trio.sleep(1.5)
             assert (len(endpoint.requests), len(endpoint.asked_for_load)) == (2, 2)
             endpoint.tell_load(running=1)
-            response(endpoint.requests[0], {})
+            respond(endpoint.requests[0], {})
             await first.read()
             await wait_all_tasks_blocked()
             assert state.in_flight == 1

@@ -363,7 +363,7 @@ async def test_an_endpoint_with_too_many_texts_to_tokenize_is_not_taken_for_busy
             assert response.headers["retry-after"] == "9"
         async with routed.client().ask("/v1/completions", {"model": "fake", "prompt": "x"}) as response:
             ask = await routed.ask_of("w1")
-            ask.response({"choices": []})
+            ask.respond({"choices": []})
             assert await response.head() == 200
         await routed.assert_all_free()
 

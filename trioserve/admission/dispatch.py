@@ -1,12 +1,13 @@
-"""Waiting queue, then lease, then endpoint: the router as a Trio program sees it. Decides nothing; see router/core.
+"""The scope in which a request waits, has its lease and goes to its endpoint: the router as a Trio program sees it.
+Decides nothing; see router/core.
 
-with dispatch.enter(request) as turn:           # refusals rise here; leaving gives back whatever it holds
-    endpoint = await turn.lease()               # or here, for those that had to wait
-    with turn.attempt():
-        ...                                     # the request goes there; turn.first_token() once it answers
+with dispatch.enter(request) as admission:      # refusals rise here; leaving gives back whatever it holds
+    endpoint = await admission.lease()          # or here, for those that had to wait
+    with admission.attempt():
+        ...                                     # the request goes there; admission.first_token() once it answers
 
-A request that is disaggregated has two leases, one after the other: turn.stage says what is to be done with the one in
-hand, and turn.prefilled() gives the first one back.
+A request that is disaggregated has two leases, one after the other: admission.stage says what is to be done with the
+one in hand, and admission.prefilled() gives the first one back.
 """
 
 from __future__ import annotations
@@ -215,7 +216,7 @@ class Dispatch:
             admission.end(Draining(message, reason="draining", retry_after_seconds=RETRY_SECONDS))
 
     async def wait_until_idle(self) -> None:
-        """Returns when no turn is entered. For use after drain()."""
+        """Returns when no request is entered. For use after drain()."""
         while self._admissions:
             if self._idle.is_set():
                 self._idle = trio.Event()
@@ -304,7 +305,7 @@ class AdmissionScope:
 
     @property
     def pair_outcome(self) -> PairOutcome | None:
-        """What became of its being split."""
+        """What became of its being disaggregated."""
         return self.ticket.pair_outcome
 
     @property
@@ -359,7 +360,7 @@ class AdmissionScope:
         self._core.first_token(ticket, now)
 
     def prefilled(self, *, outcome: PairOutcome | None = None) -> None:
-        """The endpoint has computed the prompt, and its seat there is free: `lease` again, for the rest. outcome: why
+        """The endpoint has computed the prompt, and its slot there is free: `lease` again, for the rest. outcome: why
         one endpoint has to do that alone; None: the blocks are held for a decode endpoint."""
         self._core.prefilled(self.ticket, trio.current_time(), outcome=outcome)
         self._dispatch.retime()
@@ -389,7 +390,7 @@ class AdmissionScope:
         return self._end is not None or self.ticket.state is TicketState.ENDED
 
     def end(self, reason: TrioserveError) -> None:
-        """End it, wherever it is. In line its place is free at once; an attempt ends with its scope."""
+        """End it, wherever it is. In the queue its place is free at once; an attempt ends with its scope."""
         self._end = reason
         if self._attempt is not None:
             self._attempt.cancel()

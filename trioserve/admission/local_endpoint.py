@@ -17,13 +17,13 @@ LOCAL_ENDPOINT = EndpointId("local")
 LOCAL_MODEL = "local"
 """One engine has one queue, by whichever of its names its model is asked for."""
 
-WAITING_DEPTH_MAX = 4  # prepared already when seats come free, so that no seat waits for a tokenizer
+WAITING_DEPTH_MAX = 4  # prepared already when places in the batch come free, so that none waits for a tokenizer
 TOKEN_CHARACTERS = 4  # of English text, on average
 
 
 def local_dispatch(max_num_seqs: int, settings: AdmissionSettings) -> Dispatch:
     """A router with one endpoint, which takes as many sequences as may run and a few more. With those who wait in its
-    line they are max_num_seqs + waiting_requests_max, for requests of one sequence."""
+    queue they are max_num_seqs + waiting_requests_max, for requests of one sequence."""
     waiting_depth = min(WAITING_DEPTH_MAX, settings.waiting_requests_max // 2)
     dispatch = Dispatch(
         RouterSettings(
@@ -41,8 +41,8 @@ def local_dispatch(max_num_seqs: int, settings: AdmissionSettings) -> Dispatch:
 
 
 def local_request(prompt: Prompt, *, tenant: str, priority: int, sequences: int) -> RoutedRequest:
-    """What the queue is told of a request. Its tokens are guessed from its length: nothing is tokenized before it has a
-    lease."""
+    """What the queue is told of a request. Its tokens are estimated from its length: nothing is tokenized before it has
+    a lease."""
     return RoutedRequest(
         model=LOCAL_MODEL,
         tenant=tenant,

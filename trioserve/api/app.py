@@ -81,7 +81,7 @@ class BaseApp(abc.ABC, Generic[ContextType]):
 
     @abc.abstractmethod
     def end_fields(self, context: ContextType) -> dict[str, object]:
-        """What the log says of the call's work besides what it says of every call."""
+        """What the log says of the request's work besides what it says of every request."""
 
     async def __call__(self, exchange: Exchange) -> None:
         route = self.route(exchange.path)
@@ -89,7 +89,7 @@ class BaseApp(abc.ABC, Generic[ContextType]):
         self._open_count += 1
         began_at = trio.current_time()
         try:
-            await self._response(context, route)
+            await self._respond(context, route)
         finally:
             self._open_count -= 1
             self._count(route, context.status)
@@ -123,7 +123,7 @@ class BaseApp(abc.ABC, Generic[ContextType]):
             self._metrics.http_requests_total.labels(path, str(status or "left")).inc(count)
         self._counts.clear()
 
-    async def _response(self, context: ContextType, route: Route[ContextType] | None) -> None:
+    async def _respond(self, context: ContextType, route: Route[ContextType] | None) -> None:
         try:
             context.request_id = request_id_from(context.exchange.headers.get("x-request-id")) or context.request_id
             if route is None or route.needs_key or self._is_closed(route.path):

@@ -23,7 +23,8 @@ REQUEST_ID_CHARACTERS_MAX = 128  # it is repeated in headers, log lines and ever
 
 
 class Responder:
-    """Whoever has one answers it once: with `response`, or `start_events`, `exchange.send` and `finish`.
+    """Whoever has one answers it once: with `respond_json` or `respond_bytes`, or with `start_events`, `exchange.send`
+    and `finish`.
 
     request_id: the client's, or ours; the client has it in the head of every response.
     status: of the response; None as long as there is none.
@@ -46,11 +47,13 @@ class Responder:
         """Whose requests this caller may see and abort, and to whom a new one belongs; None: all, and nobody's."""
         return self.caller.owner
 
-    async def response(self, value: object, *, status: int = 200, headers: tuple[tuple[str, str], ...] = ()) -> None:
+    async def respond_json(
+        self, value: object, *, status: int = 200, headers: tuple[tuple[str, str], ...] = ()
+    ) -> None:
         """Send `value` as JSON."""
-        await self.response_bytes(encode(value), "application/json", status=status, headers=headers)
+        await self.respond_bytes(encode(value), "application/json", status=status, headers=headers)
 
-    async def response_bytes(
+    async def respond_bytes(
         self, body: bytes, content_type: str, *, status: int = 200, headers: tuple[tuple[str, str], ...] = ()
     ) -> None:
         self.status = status
@@ -73,7 +76,7 @@ class Responder:
         self.reason = dict(error.headers).get(REASON_HEADER) or error.code or error.type
         self.outcome = Outcome.FAILED if self.exchange.started else Outcome.REFUSED
         if not self.exchange.started:
-            await self.response(error.body(), status=error.status, headers=error.headers)
+            await self.respond_json(error.body(), status=error.status, headers=error.headers)
             return True
         if self._streaming:
             await self.exchange.finish(error_event(error))

@@ -32,7 +32,7 @@ __all__ = ["ROUTES", "App"]
 
 async def read_openapi(context: RequestContext) -> None:
     """What all routes take and give, in OpenAPI 3.1."""
-    await context.response_bytes(_openapi_json(), "application/json")
+    await context.respond_bytes(_openapi_json(), "application/json")
 
 
 @functools.cache

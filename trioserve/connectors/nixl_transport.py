@@ -62,7 +62,7 @@ AGENTS_MAX = 64  # engines that are known at a time
 _never_freed: list[Agent] = []
 """Of connectors that ended while a READ could still land in their buffers: these stay until the process ends."""
 
-Response = TypeVar("Response")
+Result = TypeVar("Result")
 log = logging.getLogger(__name__)
 
 
@@ -143,7 +143,7 @@ class Nixl:
         assert self._agent is not None
         return self._agent.metadata
 
-    async def call(self, call: Callable[..., Response], *arguments: object) -> Response:
+    async def call(self, call: Callable[..., Result], *arguments: object) -> Result:
         return await trio.to_thread.run_sync(call, *arguments, limiter=self._one_call)
 
     async def open(self) -> None:
@@ -334,7 +334,7 @@ class NixlTransport:
         ) -> Reader:
             return NixlReader(policy, identity, note, open_wire, self._nixl, options.window_bytes)
 
-        self._stream = StreamTransport(policy, self._response, make_reader)
+        self._stream = StreamTransport(policy, self._respond, make_reader)
 
     def wake(self) -> None:
         self._stream.wake()
@@ -347,7 +347,7 @@ class NixlTransport:
         finally:
             await self._nixl.close()
 
-    async def _response(self, connection: PeerConnection, head: Head) -> bool:
+    async def _respond(self, connection: PeerConnection, head: Head) -> bool:
         if head.kind is Kind.PLACES_ASKED:
             await self._tell_places(connection, head.transfer, await receive_body(connection.wire, head, PlacesAsked))
         elif head.kind is Kind.HAVE_READ:

@@ -50,7 +50,7 @@ class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What the choice of an endpoint may depend on.
 
     model: the name that the client asked for. tenant: who shares one turn with all others of that name.
-    priority: a lower number is sooner. sequences: how many seats it takes. prompt_tokens: counted, or guessed from its
+    priority: a lower number is sooner. sequences: how many it runs as. prompt_tokens: counted, or estimated from its
     length. session: the client's key of a conversation. pinned: the one endpoint it may run at.
     prefix: names of the prompt's leading blocks of bytes, from the first: for guesses. A block has PREFIX_BLOCK_TOKENS,
     as far as one can guess.

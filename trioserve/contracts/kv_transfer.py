@@ -124,7 +124,8 @@ class KVConnector(Protocol):
         """How many tokens of the prompt, from position `computed_count` on, the connector could load; 0: none.
 
         Has no side effect and may be called again, with the same or another computed_count. A larger number than the
-        prompt has is cut: at least the last token is always computed here. A response that is no count is taken for 0.
+        prompt has is cut: at least the last token is always computed here. What comes back and is no count is taken for
+        0.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""What a front end asks of an engine: one sequence to be continued."""
+"""What is asked of an engine core: one sequence to be continued."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trioserve.contracts.sampling import SamplingParams
 
 __all__ = ["EngineRequest", "PRIORITY_MAX", "PRIORITY_MIN"]
 
-PRIORITY_MIN = -100  # each level in use is a queue of its own in the waiting queue, so their number is bounded
+PRIORITY_MIN = -100  # each level in use is a queue of its own, so their number is bounded
 PRIORITY_MAX = 100
 
 

@@ -14,7 +14,7 @@ from trioserve.core.transfer_faults import TransferFaults
 
 __all__ = ["ConnectorGuard"]
 
-Response = TypeVar("Response")
+Result = TypeVar("Result")
 
 
 class ConnectorGuard:
@@ -75,7 +75,7 @@ class ConnectorGuard:
         raised = object()
         return self._call(call, arguments, raised) is not raised
 
-    def _call(self, call: Callable[..., Response], arguments: tuple[object, ...], otherwise: Response) -> Response:
+    def _call(self, call: Callable[..., Result], arguments: tuple[object, ...], otherwise: Result) -> Result:
         try:
             return call(*arguments)
         except Exception as error:

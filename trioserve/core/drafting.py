@@ -1,12 +1,11 @@
-"""Draft tokens the next tokens of a request from its own text: what followed the last time its latest tokens stood
-there.
+"""Drafts the next tokens of a request from its own text: what followed the last time its latest tokens stood there.
 
 This is prompt lookup decoding (Apoorv Saxena, 2023, github.com/apoorvumang/prompt-lookup-decoding), known as the ngram
 speculator of vLLM and as prompt_lookup_num_tokens of transformers. A draft token is only ever computed beside the real
 next token, which tells whether it was right; so what is drafted here changes how fast a response comes, and nothing of
 it.
 
-Others search the whole text again for every draft token. Here earlier places are found as deflate finds them (RFC 1951,
+Others search the whole text again for every draft. Here earlier places are found as deflate finds them (RFC 1951,
 section 4): every place is entered once, under a hash of the tokens before it, in a chain that starts with the latest.
 """
 
@@ -19,19 +18,17 @@ __all__ = ["Drafter"]
 
 NGRAM_MIN = 3  # tokens that have to be equal; two are equal by chance far too often
 NGRAM_MAX = 8  # beyond this, one place is as good as another
-PLACES_MAX = 16  # looked at for a draft token; the latest ones
-ENTERED_MAX = (
-    512  # places for a draft token: a long prompt is entered in the course of its first tokens, not all at once
-)
+PLACES_MAX = 16  # looked at for a draft; the latest ones
+ENTERED_MAX = 512  # places for a draft: a long prompt is entered in the course of its first tokens, not all at once
 HEADS_MAX = 2**14
-LENGTH_FIRST = 4  # draft tokens at a time, before anything is known of a request
-PAUSE_MAX = 32  # tokens without a draft token, where draft tokens are wrong
+LENGTH_FIRST = 4  # tokens of a draft, before anything is known of a request
+PAUSE_MAX = 32  # tokens without a draft, where drafts are wrong
 
 
 class Drafter:
     """One request's. Takes four bytes a token of its text, and at most as much again for the chains' heads.
 
-    draft_tokens_max: draft tokens at a time. tokens_max: how long the text can become.
+    draft_tokens_max: of one draft. tokens_max: how long the text can become.
     """
 
     __slots__ = ("_draft_tokens_max", "_heads", "_length", "_pause", "_pause_next", "_previous")
@@ -47,7 +44,7 @@ class Drafter:
         self._pause_next = 1
 
     def draft(self, tokens: Sequence[int], count_max: int) -> tuple[int, ...]:
-        """At most so many draft tokens of what follows `tokens`; often none. tokens: as in the last call, and more."""
+        """At most so many draft tokens for what follows `tokens`; often none. tokens: as in the last call, and more."""
         if self._pause > 0:
             self._pause -= 1
             return ()

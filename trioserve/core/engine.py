@@ -318,7 +318,7 @@ class EngineCore:
         self, chunk: ScheduledChunk, live: LiveRequest, sampled: tuple[int, ...], reason: FinishReason | None
     ) -> tuple[tuple[int, ...], FinishReason | None]:
         """Go on behind the first new token of a request for as long as its draft tokens were right: the token that was
-        sampled after a accepted draft token is the one that follows. Returns the further tokens, and why they end it,
+        sampled after an accepted draft token is the one that follows. Returns the further tokens, and why they end it,
         if they do. sampled: what follows each draft token. reason: why the first token ends it."""
         known_count = len(live.tokens)
         for draft_token, token_id in zip(chunk.draft, sampled, strict=False):

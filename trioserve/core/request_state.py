@@ -86,7 +86,7 @@ class LiveRequest:
         self.blocks_wanted = 0  # as many must be available before it is worth looking again whether it fits
         self.overtaken_count = 0  # by those who came later and fitted, while it did not
         self.chain = PrefixChain(request.cache_salt)
-        self.drafter: Drafter | None = None  # made when it first may draft token
+        self.drafter: Drafter | None = None  # made when it first may draft
         self.cached_token_count: int | None = None  # set when it runs for the first time
         self.wants_load = False  # and there was no room for one more
         self.asked_remote = False  # a load was begun: it is not tried twice

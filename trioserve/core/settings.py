@@ -25,7 +25,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     block_count: KV blocks in the pool. block_size: tokens a block holds.
     context_tokens_max: prompt and output of one request together.
-    max_num_seqs: seats in the batch. Each costs a row in every step.
+    max_num_seqs: sequences in the batch. Each costs a row in every step.
     overtakes_max: how many may start before a request that was there before them, since its prompt does not fit the
         pool and they do. After so many the blocks that come free are left for it. About as many as run at a time: what
         it waits longer is about what those take that it finds running.
@@ -35,8 +35,8 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     overlap_steps: a step may be planned while the one before it is in flight (EngineCore.schedule_ahead). Not with
         drafts: what a step with draft tokens brings is not one token. draft_tokens_max: draft tokens that a decode may
         compute beside its last token; 0 turns drafts off. draft_step_tokens_max: tokens of a step with drafts. Up to
-        here a CPU waits for the weights anyway, and a draft token
-        costs a twentieth of a step; beyond, it costs as much as it can save.
+        here a CPU waits for the weights anyway, and a draft token costs a twentieth of a step; beyond, it costs as
+        much as it can save.
     hold_seconds_max: how long a connector may keep the blocks of a request that is over before they are taken back.
     remote_kv_seconds_max: how long a request waits for KV from elsewhere.
     held_share_max: share of the pool that connectors may hold of requests that asked for it; beyond that a request is

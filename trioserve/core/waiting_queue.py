@@ -14,9 +14,9 @@ __all__ = ["WaitingQueue"]
 
 class WaitingQueue:
     def __init__(self) -> None:
-        # One line per priority in use. An OrderedDict, because a dict that loses its first entries is slow to find the
-        # next one.
-        self._lines: dict[int, OrderedDict[RequestId, LiveRequest]] = {}
+        # One queue for each priority in use. An OrderedDict, because a dict that loses its first entries is slow to
+        # find the next one.
+        self._queues: dict[int, OrderedDict[RequestId, LiveRequest]] = {}
         self._priorities: list[int] = []
         self._count = 0
 
@@ -26,39 +26,39 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[LiveRequest]:
         """In order; the queue must not change meanwhile."""
         for priority in self._priorities:
-            yield from self._lines[priority].values()
+            yield from self._queues[priority].values()
 
     def add(self, live: LiveRequest) -> None:
         """Join at the end of the queue."""
-        self._line(live.request.priority)[live.request.id] = live
+        self._queue(live.request.priority)[live.request.id] = live
         self._count += 1
 
     def put_back(self, live: LiveRequest) -> None:
         """Take the place again that an earlier arrival has: before everyone who came later."""
-        line = self._line(live.request.priority)
+        queue = self._queue(live.request.priority)
         earlier = []
-        for other in line.values():
+        for other in queue.values():
             if other.arrival_index > live.arrival_index:
                 break
             earlier.append(other)
-        line[live.request.id] = live
-        line.move_to_end(live.request.id, last=False)
+        queue[live.request.id] = live
+        queue.move_to_end(live.request.id, last=False)
         for other in reversed(earlier):
-            line.move_to_end(other.request.id, last=False)
+            queue.move_to_end(other.request.id, last=False)
         self._count += 1
 
     def remove(self, live: LiveRequest) -> None:
         priority = live.request.priority
-        line = self._lines[priority]
-        del line[live.request.id]
+        queue = self._queues[priority]
+        del queue[live.request.id]
         self._count -= 1
-        if not line:
-            del self._lines[priority]
+        if not queue:
+            del self._queues[priority]
             self._priorities.remove(priority)
 
-    def _line(self, priority: int) -> OrderedDict[RequestId, LiveRequest]:
-        line = self._lines.get(priority)
-        if line is None:
-            line = self._lines[priority] = OrderedDict()
+    def _queue(self, priority: int) -> OrderedDict[RequestId, LiveRequest]:
+        queue = self._queues.get(priority)
+        if queue is None:
+            queue = self._queues[priority] = OrderedDict()
             insort(self._priorities, priority)
-        return line
+        return queue

@@ -168,7 +168,7 @@ class Delivery:
         self._tell_faults(self._core.latest_faults)
 
     def _tell_faults(self, latest: Mapping[TransferFault, str]) -> None:
-        """Each kind has its queue in the log once; the metric counts them all."""
+        """Each kind has its line in the log once; the metric counts them all."""
         if len(latest) > len(self._faults_told):
             for fault in latest.keys() - self._faults_told:
                 self._faults_told.add(fault)

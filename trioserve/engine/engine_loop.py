@@ -33,9 +33,9 @@ class StepRunner(Protocol):
 
     def run_step(self, plan: StepPlan, is_abandoned: IsAbandoned) -> Coroutine[Any, Any, StepResult | None]:
         """Hand a plan over, to be computed after those that were handed over before, at the latest when it is awaited;
-        which has to happen, in that order. That ends with the response, even when cancelled, or with None once
+        which has to happen, in that order. That ends with the result, even when cancelled, or with None once
         is_abandoned has said so. Raises what the executor raises; whatever was handed over behind that is not computed,
-        and its response is None."""
+        and its result is None."""
         ...
 
 

@@ -30,9 +30,9 @@ class LaunchedSteps:
         self._is_over = False
 
     def run_step(self, plan: StepPlan, is_abandoned: IsAbandoned) -> Coroutine[Any, Any, StepResult | None]:
-        return self._response(self._thread.begin(self._launch, plan, is_abandoned))
+        return self._result(self._thread.begin(self._launch, plan, is_abandoned))
 
-    async def _response(self, launched: Coroutine[Any, Any, Finish]) -> StepResult | None:
+    async def _result(self, launched: Coroutine[Any, Any, Finish]) -> StepResult | None:
         finish = await launched
         return await self._thread.run(self._finish, finish)
 

@@ -21,17 +21,17 @@ from trioserve.engine.delivery import Delivery
 __all__ = ["OverlappedSteps"]
 
 RunStep = Callable[[StepPlan, IsAbandoned], Coroutine[Any, Any, StepResult | None]]
-"""StepRunner.run_step: hands a plan over at once, and is awaited for its response."""
+"""StepRunner.run_step: hands a plan over at once, and is awaited for its result."""
 
 
 class _Handed:
     """A plan that was handed over. at: when."""
 
-    __slots__ = ("at", "plan", "response")
+    __slots__ = ("at", "plan", "result")
 
-    def __init__(self, plan: StepPlan, response: Coroutine[Any, Any, StepResult | None]) -> None:
+    def __init__(self, plan: StepPlan, result: Coroutine[Any, Any, StepResult | None]) -> None:
         self.plan = plan
-        self.response = response
+        self.result = result
         self.at = trio.current_time()
 
 
@@ -51,13 +51,13 @@ class OverlappedSteps:
             while out:
                 out += self._hand_over_behind()
                 step = out.pop(0)
-                result = await step.response
+                result = await step.result
                 now = trio.current_time()
                 self._take(step, result, now - max(step.at, ended_at))
                 ended_at = now
         except BaseException:
             for step in out:
-                await step.response  # its blocks are being written
+                await step.result  # its blocks are being written
             raise
 
     def _hand_over(self, plan: StepPlan) -> _Handed:

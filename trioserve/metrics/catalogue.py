@@ -256,7 +256,7 @@ CATALOGUE: tuple[Metric, ...] = (
         name="tasks",
         kind="gauge",
         unit="tasks",
-        meaning="Trio tasks of the whole process, the one that responses this scrape included.",
+        meaning="Trio tasks of the whole process, the one that answers this scrape included.",
     ),
     Metric(
         name="step_seconds",

@@ -285,8 +285,7 @@ class _Step:
             if row in samples.logprobs:
                 logprobs[request_id] = samples.logprobs[row]
             if chunk.draft:
-                # What cannot be sampled behind a draft token is an error when its turn comes, if the draft token is
-                # right.
+                # What cannot be sampled behind a draft token is an error when its turn comes, if that token is right.
                 after = tuple(takewhile(lambda token: token is not None, samples.token_ids[row + 1 : next_row]))
                 draft_token_ids[request_id] = cast(tuple[int, ...], after)
                 if row in samples.logprobs:

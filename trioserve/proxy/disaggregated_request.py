@@ -1,6 +1,6 @@
 """A request whose prompt is computed at one endpoint and whose response is made at another, within one scope.
 
-First it goes to a prefill endpoint, for one token. That one keeps the KV blocks and responses how another engine gets
+First it goes to a prefill endpoint, for one token. That one keeps the KV blocks and answers how another engine gets
 at them: kv_transfer_params, which go to the decode endpoint with the client's own body. Its response is the client's.
 
 Our own servers are asked to stream, and end that stream when the blocks are kept no longer. So the router keeps them by
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from trioserve.proxy.request_clock import RequestClock
     from trioserve.proxy.router_context import RouterContext
 
-__all__ = ["forward_pair"]
+__all__ = ["serve_disaggregated"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,17 +50,17 @@ ERROR_BYTES_SHOWN = 200
 EVENT_END = b"\n\n"
 
 
-async def forward_pair(
+async def serve_disaggregated(
     context: RouterContext, admission: AdmissionScope, raw: bytes, body: RoutedBody, clock: RequestClock
 ) -> None:
     """Serve an admission that has begun with a stage. Raises what one at a single endpoint does."""
     with errors_unwrapped():
         async with trio.open_nursery() as nursery:
-            pair = _Pair(context, admission, raw, body, clock, nursery)
+            request = _DisaggregatedRequest(context, admission, raw, body, clock, nursery)
             try:
-                await pair.serve()
+                await request.serve()
             finally:
-                pair.let_go()
+                request.let_go()
             nursery.cancel_scope.cancel()
 
 
@@ -76,7 +76,7 @@ class _Hold:
         self.asking.end()
 
 
-class _Pair:
+class _DisaggregatedRequest:
     """hold: the prefill whose connection is open. params: kv_transfer_params as they came."""
 
     def __init__(
@@ -186,7 +186,7 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class _Responded(msgspec.Struct):
+class _PrefillResponse(msgspec.Struct):
     """A response with one token, or an event of one."""
 
     choices: list[_Choice] = []
@@ -207,21 +207,21 @@ class _Responded(msgspec.Struct):
         return bytes(self.kv_transfer_params).startswith(b"{") and not self.is_finished
 
 
-def _parsed(id: EndpointId, said: bytes) -> _Responded:
+def _parsed(id: EndpointId, said: bytes) -> _PrefillResponse:
     """Raises EndpointLost for what is no response, RequestAborted where somebody has ended it."""
     try:
-        answered = msgspec.json.decode(said, type=_Responded)
+        response = msgspec.json.decode(said, type=_PrefillResponse)
     except msgspec.DecodeError as wrong:
         raise EndpointLost(f'the endpoint "{id}" answered a prefill with something else: {wrong}') from wrong
-    if bytes(answered.error) not in (b"", b"null"):
-        error = bytes(answered.error)[:ERROR_BYTES_SHOWN].decode(errors="replace")
+    if bytes(response.error) not in (b"", b"null"):
+        error = bytes(response.error)[:ERROR_BYTES_SHOWN].decode(errors="replace")
         if error_code(said) == "request_aborted":
             raise RequestAborted(f'the request was aborted at the endpoint "{id}"')
         raise EndpointLost(f'the endpoint "{id}" failed a prefill: {error}')
-    return answered
+    return response
 
 
-async def _last_event(id: EndpointId, response: RemoteResponse) -> _Responded | None:
+async def _last_event(id: EndpointId, response: RemoteResponse) -> _PrefillResponse | None:
     """The event that ends the response, as soon as it is there; what follows it only lasts as long as the blocks do.
     None if it is too large. Raises EndpointLost when it does not come."""
     held = b""
@@ -231,9 +231,9 @@ async def _last_event(id: EndpointId, response: RemoteResponse) -> _Responded | 
             for line in event.split(b"\n"):
                 data = line.removeprefix(b"data:").strip()
                 if line.startswith(b"data:") and data != b"[DONE]":
-                    answered = _parsed(id, data)
-                    if answered.is_over:
-                        return answered
+                    end = _parsed(id, data)
+                    if end.is_over:
+                        return end
         if len(held) > PREFILL_BYTES_MAX:
             return None
     raise EndpointLost(f'the endpoint "{id}" ended a prefill before its token came')

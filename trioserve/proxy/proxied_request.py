@@ -18,7 +18,7 @@ from trioserve.api.openai.request_types import decode_body
 from trioserve.contracts.endpoint import EndpointId, RoutedRequest
 from trioserve.contracts.errors import Overloaded
 from trioserve.proxy.disaggregated_body import can_be_disaggregated
-from trioserve.proxy.disaggregated_request import forward_pair
+from trioserve.proxy.disaggregated_request import serve_disaggregated
 from trioserve.proxy.relay import attempt, lease, model_field
 from trioserve.proxy.request_clock import RequestClock
 from trioserve.proxy.routed_body import RoutedBody, prefix_of, rewritten, without_transfer_params
@@ -89,7 +89,7 @@ async def _pass_through(
     with context.fleet.dispatch.enter(request, id=context.request_id, owner=context.owner) as admission:
         context.admission = admission
         if admission.stage is not None:
-            await forward_pair(context, admission, raw, body, clock)
+            await serve_disaggregated(context, admission, raw, body, clock)
             return
         while True:
             id = context.endpoint = await lease(admission, clock)

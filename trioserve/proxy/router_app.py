@@ -1,4 +1,4 @@
-"""The API of a router: what goes on to an endpoint, and what the router responses itself."""
+"""The API of a router: what goes on to an endpoint, and what the router answers itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
 from trioserve.api.openai.models import MODEL_PATH
 from trioserve.api.openai.request_types import decode_body
 from trioserve.api.operations.health import VERSION
-from trioserve.api.operations.live_requests import REQUEST_PATH, respond_to_abort, respond_to_aborts
+from trioserve.api.operations.live_requests import REQUEST_PATH, serve_abort, serve_aborts
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import InvalidRequest, StartupError, UnknownModel
 from trioserve.http.clock_and_ids import ClockAndIds
@@ -50,7 +50,7 @@ MANAGED_BY_ADMIN = "endpoints are added and drained with the admin's API key: se
 
 
 async def list_models(context: RouterContext) -> None:
-    await context.response({"object": "list", "data": [_card(name) for name in context.fleet.models()]})
+    await context.respond_json({"object": "list", "data": [_card(name) for name in context.fleet.models()]})
 
 
 async def read_model(context: RouterContext) -> None:
@@ -58,7 +58,7 @@ async def read_model(context: RouterContext) -> None:
     name = context.exchange.path.removeprefix(MODEL_PATH)
     if name not in context.fleet.models():
         raise UnknownModel(f'the model "{name}" is not served here; served are: {", ".join(context.fleet.models())}')
-    await context.response(_card(name))
+    await context.respond_json(_card(name))
 
 
 def _card(name: str) -> dict[str, object]:
@@ -70,24 +70,24 @@ STARTED_AT = int(time.time())
 
 async def read_health(context: RouterContext) -> None:
     """200 as long as the event loop turns."""
-    await context.response({"status": "alive"})
+    await context.respond_json({"status": "alive"})
 
 
 async def read_ready(context: RouterContext) -> None:
     """200 if there is an endpoint that takes requests."""
     reason = context.fleet.unready_reason()
     if reason is None:
-        await context.response({"ready": True})
+        await context.respond_json({"ready": True})
     else:
-        await context.response({"ready": False, "reason": reason}, status=503, headers=((REASON_HEADER, reason),))
+        await context.respond_json({"ready": False, "reason": reason}, status=503, headers=((REASON_HEADER, reason),))
 
 
 async def read_version(context: RouterContext) -> None:
-    await context.response({"version": VERSION})
+    await context.respond_json({"version": VERSION})
 
 
 async def list_endpoints(context: RouterContext) -> None:
-    await context.response({"object": "list", "data": context.fleet.described()})
+    await context.respond_json({"object": "list", "data": context.fleet.described()})
 
 
 async def add_endpoint(context: RouterContext) -> None:
@@ -98,7 +98,7 @@ async def add_endpoint(context: RouterContext) -> None:
         id = context.fleet.add(spec)
     except StartupError as error:
         raise InvalidRequest(str(error)) from None
-    await context.response({"id": id, "object": "endpoint"}, status=201)
+    await context.respond_json({"id": id, "object": "endpoint"}, status=201)
 
 
 async def drain_endpoint(context: RouterContext) -> None:
@@ -115,13 +115,13 @@ async def drain_endpoint(context: RouterContext) -> None:
                 headers=((REASON_HEADER, "endpoint_not_found"),),
             )
         )
-    await context.response({"id": id, "object": "endpoint", "draining": True})
+    await context.respond_json({"id": id, "object": "endpoint", "draining": True})
 
 
 async def list_requests(context: RouterContext) -> None:
     """Those that live, wherever they are."""
     now = trio.current_time()
-    await context.response(
+    await context.respond_json(
         {
             "object": "list",
             "data": [
@@ -142,17 +142,17 @@ async def list_requests(context: RouterContext) -> None:
 
 async def abort_request(context: RouterContext) -> None:
     """Answers 200 with what it did; 404 if no request of this caller bears the id."""
-    await respond_to_abort(context, context.fleet.dispatch.abort)
+    await serve_abort(context, context.fleet.dispatch.abort)
 
 
 async def abort_requests(context: RouterContext) -> None:
     """Answers with a result for each id, in the order in which they came."""
-    await respond_to_aborts(context, context.fleet.dispatch.abort)
+    await serve_aborts(context, context.fleet.dispatch.abort)
 
 
 async def read_metrics(context: RouterContext) -> None:
     metrics = context.metrics
-    await context.response_bytes(metrics.expose() + context.more_metrics(), metrics.content_type)
+    await context.respond_bytes(metrics.expose() + context.more_metrics(), metrics.content_type)
 
 
 ROUTES = {

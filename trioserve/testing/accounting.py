@@ -25,9 +25,9 @@ def assert_all_free(engine: Engine) -> None:
         f"{stats.blocks_used} KV blocks in use, {stats.blocks_held} held, {stats.running_count} sequences running, "
         f"{stats.waiting_count} waiting, {len(live)} requests entered"
     )
-    line = engine.dispatch.core.stats()
-    leases = sum(line.leases.values())
-    taken += f", {line.waiting} in the queue, {leases} leases out"
-    held = (stats.blocks_used, stats.blocks_held, stats.running_count, stats.waiting_count, line.waiting, leases)
+    queue = engine.dispatch.core.stats()
+    leases = sum(queue.leases.values())
+    taken += f", {queue.waiting} in the queue, {leases} leases out"
+    held = (stats.blocks_used, stats.blocks_held, stats.running_count, stats.waiting_count, queue.waiting, leases)
     is_free = not (any(held) or live)
     assert is_free, "\n".join([f"not all is free: {taken}", *lines])

@@ -220,11 +220,11 @@ class FakeConnector:
 
     # --- inside ---
 
-    def _note(self, context: str) -> None:
-        self.calls[context] += 1
-        if context in self.raises:
+    def _note(self, call: str) -> None:
+        self.calls[call] += 1
+        if call in self.raises:
             self.raised_count += 1
-            raise RuntimeError(f"{context} is broken")
+            raise RuntimeError(f"{call} is broken")
 
     def _expect(self, holds: bool, violation: str) -> None:
         if not holds:

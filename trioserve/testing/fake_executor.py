@@ -233,7 +233,7 @@ class FakeExecutor:
             assert 0 <= chunk.start < end <= len(chunk.tokens), f"{name}: {chunk.start} to {end} of {len(chunk.tokens)}"
             assert tuple(chunk.tokens[: len(prompt)]) == prompt, f"{name}: the prompt has changed"
             assert chunk.samples == (end == len(chunk.tokens)), f"{name}: samples at the wrong place"
-            assert not chunk.draft or (chunk.samples and chunk.count == 1), f"{name} draft tokens, and is no decode"
+            assert not chunk.draft or (chunk.samples and chunk.count == 1), f"{name} drafts, and is no decode"
             block_count = -(-(end + len(chunk.draft)) // self.block_size)
             assert len(chunk.block_table) == block_count, f"{name}: {len(chunk.block_table)} blocks"
             assert len(set(chunk.block_table)) == len(chunk.block_table), f"{name}: a block twice"

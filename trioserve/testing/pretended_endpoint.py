@@ -35,7 +35,7 @@ class Ask:
         self._end = end
         self._is_begun = False
 
-    def response(self, content: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+    def respond(self, content: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
         """The whole response."""
         body = json.dumps(content).encode()
         fields = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
@@ -45,7 +45,7 @@ class Ask:
 
     def refuse(self, status: int, code: str = "said_so", *, headers: Mapping[str, str] | None = None) -> None:
         error = {"message": "no", "type": "server_error", "param": None, "code": code}
-        self.response({"error": error}, status=status, headers=headers)
+        self.respond({"error": error}, status=status, headers=headers)
 
     def begin(self) -> None:
         """The head of a stream of events."""
@@ -151,7 +151,7 @@ class PretendedEndpoint:
                         self.asks.append(ask)
                     elif not self.is_silent:
                         status = 200 if self.is_well else 503
-                        Ask(self, end, path, headers, None).response(self._said(path), status=status)
+                        Ask(self, end, path, headers, None).respond(self._said(path), status=status)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             pass
         finally:

@@ -24,14 +24,14 @@ async def call_abandonable(function: Callable[..., T], *arguments: Any, thread_n
     is_abandoned = False
 
     def work() -> None:
-        response = outcome.capture(function, *arguments)
+        result = outcome.capture(function, *arguments)
         with contextlib.suppress(trio.RunFinishedError):  # abandoned, and even the program around it is over
-            token.run_sync_soon(hand_back, response)
+            token.run_sync_soon(hand_back, result)
 
-    def hand_back(response: outcome.Outcome[T]) -> None:
+    def hand_back(result: outcome.Outcome[T]) -> None:
         if not is_abandoned:
             thread.join()  # it has nothing left to do
-            trio.lowlevel.reschedule(task, response)
+            trio.lowlevel.reschedule(task, result)
 
     def leave(_raise_cancel: object) -> trio.lowlevel.Abort:
         nonlocal is_abandoned

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class _Job:
-    __slots__ = ("arguments", "function", "is_cancelled", "is_here", "response", "task")
+    __slots__ = ("arguments", "function", "is_cancelled", "is_here", "result", "task")
 
     def __init__(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], task: trio.lowlevel.Task | None
@@ -32,7 +32,7 @@ class _Job:
         self.function = function
         self.arguments = arguments
         self.task = task  # that waits; None: nobody does yet
-        self.response: outcome.Outcome[Any] | None = None  # that came before anybody waited
+        self.result: outcome.Outcome[Any] | None = None  # that came before anybody waited
         self.is_cancelled = False
         self.is_here = False  # it begins on its caller's CPU
 
@@ -68,7 +68,7 @@ class WorkerThread:
         self._thread.join()
 
     async def run(self, function: Callable[..., T], *arguments: Any, on_cancel: Callable[[], None] | None = None) -> T:
-        """Call it in the thread and wait for the response, also when cancelled: whoever owns memory that the job uses
+        """Call it in the thread and wait for the result, also when cancelled: whoever owns memory that the job uses
         may rely on it having ended. on_cancel is called when the caller is cancelled, to make a long job stop early."""
 
         self._check_open()
@@ -82,7 +82,7 @@ class WorkerThread:
 
     def begin(self, function: Callable[..., T], *arguments: Any, here: bool = False) -> Coroutine[Any, Any, T]:
         """Have it called in the thread, after what was asked before. To be awaited, once, by one task: that waits for
-        the response as `run` does, also when cancelled.
+        the result as `run` does, also when cancelled.
 
         here: the job begins on the caller's CPU. For a thread that has nothing to do, and a caller who has nothing
         left to do but wait."""
@@ -93,17 +93,17 @@ class WorkerThread:
             job.is_here = True
             self._callers_cpu.offer(self._thread.native_id)
         self._jobs.put(job)
-        return self._response_of(job)
+        return self._result_of(job)
 
-    async def _response_of(self, job: _Job) -> Any:
-        if job.response is None:
+    async def _result_of(self, job: _Job) -> Any:
+        if job.result is None:
             job.task = trio.lowlevel.current_task()
             return await trio.lowlevel.wait_task_rescheduled(lambda _raise_cancel: trio.lowlevel.Abort.FAILED)
         await trio.lowlevel.cancel_shielded_checkpoint()  # others have their turn, however fast the thread is
-        return job.response.unwrap()
+        return job.result.unwrap()
 
     async def run_cancellable(self, function: Callable[..., T], *arguments: Any) -> T:
-        """The same, but a cancelled caller leaves at once: a job not yet begun is dropped, and the response of one that
+        """The same, but a cancelled caller leaves at once: a job not yet begun is dropped, and the result of one that
         was is thrown away. For functions of values."""
 
         self._check_open()
@@ -127,8 +127,8 @@ class WorkerThread:
     ) -> T:
         job = _Job(function, arguments, trio.lowlevel.current_task())
         self._jobs.put(job)
-        response: T = await trio.lowlevel.wait_task_rescheduled(lambda _raise_cancel: on_cancel(job))
-        return response
+        result: T = await trio.lowlevel.wait_task_rescheduled(lambda _raise_cancel: on_cancel(job))
+        return result
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -137,9 +137,9 @@ class WorkerThread:
             # Before it is asked: a caller that leaves meanwhile takes them away.
             function, arguments = job.function, job.arguments
             if not job.is_cancelled:
-                response = outcome.capture(function, *arguments)
-                self._token.run_sync_soon(_hand_back, job, response)
-                del response
+                result = outcome.capture(function, *arguments)
+                self._token.run_sync_soon(_hand_back, job, result)
+                del result
             del job, function, arguments  # a job may hold the model; a thread that waits for the next one must not
 
 
@@ -147,10 +147,10 @@ def _nothing() -> None:
     """What is left of a job that nobody wants."""
 
 
-def _hand_back(job: _Job, response: outcome.Outcome[Any]) -> None:
+def _hand_back(job: _Job, result: outcome.Outcome[Any]) -> None:
     if job.is_cancelled:
         return
     if job.task is None:
-        job.response = response
+        job.result = result
     else:
-        trio.lowlevel.reschedule(job.task, response)
+        trio.lowlevel.reschedule(job.task, result)

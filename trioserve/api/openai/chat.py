@@ -63,13 +63,13 @@ async def create_chat_completion(context: RequestContext) -> None:
         else:
             [choices] = await collect([stream], sampling.n)
             if stream.is_held:  # a client that leaves before it knows of the hold ends it
-                await context.response(_whole(context, body, stream, head, choices))
+                await context.respond_json(_whole(context, body, stream, head, choices))
                 stream.keep_hold()
     # The engine's part is over, and its scope left: a slow client keeps nothing but its own bytes waiting.
     if body.stream:
         await context.finish(events.end())
     elif context.status is None:
-        await context.response(_whole(context, body, stream, head, choices))
+        await context.respond_json(_whole(context, body, stream, head, choices))
 
 
 def _check(body: ChatBody) -> None:

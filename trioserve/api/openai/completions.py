@@ -1,7 +1,7 @@
 """POST /v1/completions: one or more prompts in, their continuations out, whole or piece by piece.
 
-Several prompts are one context: each has a stream of its own, and when one of them fails the others are cancelled and
-the call fails with that error. Choice number prompt_index * n + i is choice i of that prompt.
+Several prompts are one request: each has a stream of its own, and when one of them fails the others are cancelled and
+the request fails with that error. Choice number prompt_index * n + i is choice i of that prompt.
 """
 
 from __future__ import annotations
@@ -78,13 +78,13 @@ async def create_completion(context: RequestContext) -> None:
         else:
             choices = await collect(streams, sampling.n)
             if streams[0].is_held:  # a client that leaves before it knows of the hold ends it
-                await context.response(response.whole(head, choices))
+                await context.respond_json(response.whole(head, choices))
                 streams[0].keep_hold()
     # The engine's part is over, and its scopes left: a slow client keeps nothing but its own bytes waiting.
     if body.stream:
         await context.finish(events.end())
     elif context.status is None:
-        await context.response(response.whole(head, choices))
+        await context.respond_json(response.whole(head, choices))
 
 
 def _check(body: CompletionBody) -> None:

@@ -1,4 +1,5 @@
-"""From the streams of one call to its response: reading several as one, collecting whole choices, counting tokens."""
+"""From the streams of one request to its response: reading several as one, collecting whole choices, counting
+tokens."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ class Choice:
 
 async def wait_until_begun(stream: RequestStream) -> None:
     """Returns when the request runs, and so its response may begin with status 200. Raises what ended it in the
-    line."""
+    queue."""
     end = await stream.wait_until_begun()
     error = None if end is None else foreign_end(end)
     if error is not None:

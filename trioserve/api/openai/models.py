@@ -12,12 +12,12 @@ MODEL_PATH = "/v1/models/"
 
 async def list_models(context: RequestContext) -> None:
     names = context.engine.model.served_names
-    await context.response({"object": "list", "data": [_card(context, name) for name in names]})
+    await context.respond_json({"object": "list", "data": [_card(context, name) for name in names]})
 
 
 async def read_model(context: RequestContext) -> None:
     """Raises UnknownModel."""
-    await context.response(_card(context, context.model_name(context.exchange.path.removeprefix(MODEL_PATH))))
+    await context.respond_json(_card(context, context.model_name(context.exchange.path.removeprefix(MODEL_PATH))))
 
 
 def _card(context: RequestContext, name: str) -> dict[str, object]:

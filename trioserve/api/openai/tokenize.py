@@ -28,7 +28,7 @@ async def tokenize(context: RequestContext) -> None:
     with context.engine.tokenizing(owner=context.owner) as texts:
         token_ids = await _token_ids(context, body, texts)
         strings = await _gone_through(context, texts, _token_texts, token_ids) if body.return_token_strs else None
-    await context.response(
+    await context.respond_json(
         {
             "count": len(token_ids),
             "max_model_len": context.engine.model.context_tokens_max,
@@ -44,7 +44,7 @@ async def detokenize(context: RequestContext) -> None:
     with context.engine.tokenizing(owner=context.owner) as texts:
         await _gone_through(context, texts, _check_token_ids, body.tokens)
         prompt = await texts.decode(body.tokens)
-    await context.response({"prompt": prompt})
+    await context.respond_json({"prompt": prompt})
 
 
 async def _gone_through(

@@ -20,10 +20,10 @@ async def read_health(context: RequestContext) -> None:
     """
     overdue = context.engine.step_watch.overdue()
     if overdue is None or not context.engine.step_watch.hangs():
-        await context.response({"status": "alive"})
+        await context.respond_json({"status": "alive"})
         return
     status = {"status": "hangs", "reason": STEP_OVERDUE, "message": overdue}
-    await context.response(status, status=503, headers=((REASON_HEADER, STEP_OVERDUE),))
+    await context.respond_json(status, status=503, headers=((REASON_HEADER, STEP_OVERDUE),))
 
 
 async def read_ready(context: RequestContext) -> None:
@@ -38,24 +38,24 @@ async def read_ready(context: RequestContext) -> None:
     elif not context.engine.ready:
         reason = "loading"
     else:
-        await context.response({"ready": True})
+        await context.respond_json({"ready": True})
         return
     status = {"ready": False, "reason": reason, **({} if message is None else {"message": message})}
-    await context.response(status, status=503, headers=((REASON_HEADER, reason),))
+    await context.respond_json(status, status=503, headers=((REASON_HEADER, reason),))
 
 
 async def read_load(context: RequestContext) -> None:
     """What a router asks for several times a second; /metrics has all of it and costs a hundred times as much."""
-    await context.response(context.engine.load())
+    await context.respond_json(context.engine.load())
 
 
 async def read_version(context: RequestContext) -> None:
-    await context.response({"version": VERSION})
+    await context.respond_json({"version": VERSION})
 
 
 async def read_metrics(context: RequestContext) -> None:
     metrics = context.engine.metrics
-    await context.response_bytes(metrics.expose(), metrics.content_type)
+    await context.respond_bytes(metrics.expose(), metrics.content_type)
 
 
 def _version() -> str:

@@ -22,8 +22,8 @@ __all__ = [
     "Abort",
     "abort_request",
     "abort_requests",
-    "respond_to_abort",
-    "respond_to_aborts",
+    "serve_abort",
+    "serve_aborts",
     "list_requests",
 ]
 
@@ -42,15 +42,15 @@ ABORTS_MAX = 1000  # ids in one call; each answers with a line
 
 async def list_requests(context: RequestContext) -> None:
     views = context.engine.live_requests(owner=context.owner)
-    await context.response({"object": "list", "data": [_shown(view) for view in views]})
+    await context.respond_json({"object": "list", "data": [_shown(view) for view in views]})
 
 
 async def abort_request(context: RequestContext) -> None:
     """Answers 200 with what it did; 404 if no request of this caller bears the id."""
-    await respond_to_abort(context, context.engine.abort)
+    await serve_abort(context, context.engine.abort)
 
 
-async def respond_to_abort(context: Responder, abort: Abort) -> None:
+async def serve_abort(context: Responder, abort: Abort) -> None:
     request_id = context.exchange.path.removeprefix(REQUEST_PATH)
     outcome = abort([request_id], owner=context.owner)[request_id]
     if outcome is AbortOutcome.UNKNOWN:
@@ -63,20 +63,20 @@ async def respond_to_abort(context: Responder, abort: Abort) -> None:
                 headers=((REASON_HEADER, "request_not_found"),),
             )
         )
-    await context.response({"id": request_id, "object": "request.abort", "result": outcome.value})
+    await context.respond_json({"id": request_id, "object": "request.abort", "result": outcome.value})
 
 
 async def abort_requests(context: RequestContext) -> None:
     """Answers with a result for each id, in the order in which they came."""
-    await respond_to_aborts(context, context.engine.abort)
+    await serve_aborts(context, context.engine.abort)
 
 
-async def respond_to_aborts(context: Responder, abort: Abort) -> None:
+async def serve_aborts(context: Responder, abort: Abort) -> None:
     ids = decode_body(await context.exchange.body(), AbortBody).ids
     if not 1 <= len(ids) <= ABORTS_MAX:
         raise InvalidRequest(f"ids has {len(ids)} entries, allowed are 1 to {ABORTS_MAX}", param="ids")
     outcomes = abort(ids, owner=context.owner)
-    await context.response(
+    await context.respond_json(
         {
             "object": "list",
             "data": [

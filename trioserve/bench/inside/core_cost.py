@@ -119,7 +119,7 @@ class Crowd:
         return took
 
     def abort_running_ns(self) -> int:
-        """Abort the one that has run for longest; the head of the queue takes its seat."""
+        """Abort the one that has run for longest; the head of the queue takes its place."""
         took = self._abort_ns(self.running_ids.pop(0))
         self.running_ids.append(self.queued_ids.pop(0))
         self.queued_ids.append(self.add())

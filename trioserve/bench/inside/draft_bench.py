@@ -52,7 +52,7 @@ _CODE = (
 )
 _QUESTIONS = (
     "What is the capital of France, and what is it known for?",
-    "Write a short entry about a lighthouse keeper and a storm.",
+    "Write a short story about a lighthouse keeper and a storm.",
     "Explain to a child why the sky is blue.",
     "Give me five tips for a job interview.",
 )
@@ -79,7 +79,7 @@ WORKLOADS = (
     Workload("copies a text", (_copy(_STORY),)),
     Workload("copies code", (_copy(_CODE),)),
     Workload("the same, sampled", (_copy(_CODE),), 0.7),
-    Workload("chat, an entry", (_chat(_QUESTIONS[1]),)),
+    Workload("chat, a story", (_chat(_QUESTIONS[1]),)),
     Workload("chat, tips", (_chat(_QUESTIONS[3]),)),
     Workload("the same, sampled", (_chat(_QUESTIONS[3]),), 0.7),
     Workload("4 copies at a time", tuple(_copy(_STORY, number) for number in range(4))),

@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
     wishes: list[QuantizationName] = arguments.quantization
     natives = [_Local("native", arguments.model, arguments.threads, wish) for wish in wishes]
     if arguments.answering:
-        return _response(natives[0])
+        return _respond(natives[0])
     runner = natives[0].runner
     contestants: dict[str, _Contestant] = {}
     for wish, native in zip(wishes, natives, strict=True):
@@ -231,7 +231,7 @@ class _Other:
         return response
 
 
-def _response(local: _Local) -> int:
+def _respond(local: _Local) -> int:
     """The other end of _Other."""
     for line in sys.stdin:
         what, fields = json.loads(line)

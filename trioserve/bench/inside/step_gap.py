@@ -64,9 +64,9 @@ class Passes:
 
         def noted(owner: object, *arguments: Any) -> object:
             began_at = perf_counter()
-            response = compute(owner, *arguments)
+            result = compute(owner, *arguments)
             self._passes.append((self._rows_of(*arguments), began_at, perf_counter()))
-            return response
+            return result
 
         setattr(self._owner, self._name, noted)
         try:

@@ -33,7 +33,7 @@ class TenantFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BurstFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """One run of bursts. flags: of the router. endpoints: how deep the line inside each was."""
+    """One run of bursts. flags: of the router. endpoints: how long the queue inside each was."""
 
     holds_back: bool
     flags: list[str]

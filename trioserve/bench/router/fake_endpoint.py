@@ -205,7 +205,7 @@ class FakeEndpoints:
             head, body = client.received[:head_end], client.received[body_at:end]
             client.received = client.received[end:]
             method, target, _ = head.split(b"\r\n", 1)[0].split(b" ", 2)
-            self._response(client, method + b" " + target, body)
+            self._respond(client, method + b" " + target, body)
 
     def _forget(self, client: _Client) -> None:
         self._selector.unregister(client.connection)
@@ -217,7 +217,7 @@ class FakeEndpoints:
 
     # --- answers ---
 
-    def _response(self, client: _Client, asked: bytes, body: bytes) -> None:
+    def _respond(self, client: _Client, asked: bytes, body: bytes) -> None:
         endpoint = client.endpoint
         if asked == b"POST /v1/completions":
             self._complete(client, msgspec.json.decode(body, type=_Ask))

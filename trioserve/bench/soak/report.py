@@ -16,7 +16,7 @@ __all__ = ["NOTES", "SoakReport", "soak_json", "soak_text"]
 NOTES = (
     "Cancel-to-free is the server's own count, from the moment it noticed; times are interpolated within its buckets.",
     "In the control, those who would leave ask for as many tokens as they would have had, and stay; who would leave in "
-    "the line or before the body is complete is absent. ITL is of clients that stay in both, whole responses, without "
+    "the queue or before the body is complete is absent. ITL is of clients that stay in both, whole responses, without "
     "the beginning of each slice.",
     "Memory is judged after the warm-up: pages of a KV cache are resident only once they were written, and on a CPU "
     "torch keeps the kernels it has made for each number of tokens in a step.",

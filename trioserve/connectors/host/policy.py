@@ -34,7 +34,7 @@ from trioserve.contracts.request import EngineRequest
 __all__ = ["HostPolicy", "Lane"]
 
 CHAINS_MAX = 128
-"""Requests whose names are remembered between two questions: those at the head of the line, and those that load."""
+"""Requests whose names are remembered between two questions: those at the head of the queue, and those that load."""
 
 SAVING_BYTES_MAX = 2 * 2**30
 """That are held to be copied at a time: about a second's work, and a tenth of the time for which blocks may be held."""
@@ -96,11 +96,11 @@ class HostPolicy:
             return 0
         first = computed_count // self._block_size
         chain, tokens = self._chain(request), request.prompt_token_ids
-        files_response = not any(load.is_abandoned and load.reads_files for load in self._running_loads())
+        files_answer = not any(load.is_abandoned and load.reads_files for load in self._running_loads())
         index = first
         while index < (len(tokens) - 1) // self._block_size:  # the last token is computed in any case
             name = chain.name(index, tokens)
-            if self.store.in_memory(name) is None and not (files_response and self.store.file(name) is not None):
+            if self.store.in_memory(name) is None and not (files_answer and self.store.file(name) is not None):
                 break
             index += 1
         return (index - first) * self._block_size

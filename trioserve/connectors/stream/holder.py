@@ -73,7 +73,7 @@ class Holder:
             while True:
                 # A reader that always has another question would never let others run.
                 await trio.lowlevel.checkpoint()
-                await self._response(connection)
+                await self._respond(connection)
         except (*BROKEN, Refused) as error:
             if connection is None or isinstance(error, BadFrame):
                 self._refused(peer, describe(error))
@@ -97,7 +97,7 @@ class Holder:
         self._policy.totals["peers_refused_total"] += 1
         self._note(peer, why)
 
-    async def _response(self, connection: PeerConnection) -> None:
+    async def _respond(self, connection: PeerConnection) -> None:
         """One thing that the reader asks or tells."""
         connection.wire.silence_seconds = IDLE_SECONDS_MAX
         head = await receive_head(connection.wire)

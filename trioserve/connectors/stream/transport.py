@@ -140,9 +140,9 @@ async def _wire_over(stream: trio.SocketStream, tls: ssl.SSLContext | None, peer
     """peer_host: whom to expect, on the side that has connected."""
     if tls is None:
         return SocketWire(stream, GREETING_SECONDS_MAX)
-    over_tls = trio.SSLStream(stream, tls, server_hostname=peer_host, server_side=peer_host is None)
-    await over_tls.do_handshake()
-    return StreamWire(over_tls, GREETING_SECONDS_MAX, stream.socket.close)
+    stream_over_tls = trio.SSLStream(stream, tls, server_hostname=peer_host, server_side=peer_host is None)
+    await stream_over_tls.do_handshake()
+    return StreamWire(stream_over_tls, GREETING_SECONDS_MAX, stream.socket.close)
 
 
 def _make_tls(options: StreamOptions) -> tuple[ssl.SSLContext | None, ssl.SSLContext | None]:

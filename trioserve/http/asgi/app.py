@@ -46,7 +46,7 @@ class AsgiApp:
         if scope["type"] == "lifespan":
             await _live(receive, send)
         elif scope["type"] == "http":
-            await self._response(scope, receive, send)
+            await self._respond(scope, receive, send)
         else:
             raise NotImplementedError(f"scope type {scope['type']!r} is not served here, only http and lifespan")
 
@@ -55,7 +55,7 @@ class AsgiApp:
         unsent = [exchange.unsent_bytes for exchange in self._exchanges if exchange.unsent_bytes]
         return self._tally.snapshot(self._body_budget, answer_bytes_held=sum(unsent), exchanges_behind=len(unsent))
 
-    async def _response(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+    async def _respond(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         share = BodyShare(self._body_budget)
         exchange = AsgiExchange(_request_head(scope), share, self._limits)
         self._tally.exchanges_total += 1

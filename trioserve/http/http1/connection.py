@@ -213,7 +213,7 @@ class H11Connection:
     async def _converse(self) -> None:
         while True:
             head = await self._next_request()
-            if head is None or not await self._response(head) or self._draining or not self.protocol.next_cycle():
+            if head is None or not await self._respond(head) or self._draining or not self.protocol.next_cycle():
                 return
 
     async def _next_request(self) -> RequestHead | None:
@@ -269,7 +269,7 @@ class H11Connection:
             return 503, TOO_MANY[refusal], (("retry-after", "1"), ("x-trioserve-reason", refusal.value))
         return None
 
-    async def _response(self, head: RequestHead) -> bool:
+    async def _respond(self, head: RequestHead) -> bool:
         """Run the handler. Returns whether the response is whole."""
         tally = self._tally
         slots = self._setup.slots

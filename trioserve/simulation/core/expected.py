@@ -1,4 +1,4 @@
-"""One sequence of a simulation: what was asked, what the reference responses, and what the core said. The core's word
+"""One sequence of a simulation: what was asked, what the reference answers, and what the core said. The core's word
 is compared as it comes, with a bookkeeping of its own that shares nothing with the core's."""
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class World(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
 
     overlaps: steps may be planned ahead. overtakes_max: how often one that does not fit may be overtaken.
 
-    draft_tokens, draft_step_tokens: guesses of a request in a step, and tokens of a step with guesses.
+    draft_tokens, draft_step_tokens: draft tokens of a request in a step, and tokens of a step with drafts.
 
     has_connector: there is one; hold_seconds and load_seconds: how long it may keep blocks, and a request wait for its
     KV. fails_without_kv: a request whose KV does not come ends with an error, instead of computing it.

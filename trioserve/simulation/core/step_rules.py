@@ -46,7 +46,7 @@ def check_begun_step(
     ]
     for chunk in plan.chunks:
         if chunk.draft:
-            assert not waiting, f"{chunk.request.id} draft tokens, and {waiting[0].request.id} waits"
+            assert not waiting, f"{chunk.request.id} drafts, and {waiting[0].request.id} waits"
             assert plan.token_count <= settings.draft_step_tokens_max, f"{plan.token_count} tokens, with draft tokens"
             _check_draft(chunk, settings.draft_tokens_max)
     waiting.sort(key=_turn)
@@ -110,15 +110,15 @@ def _goes_on(entry: ExpectedSequence) -> bool:
 def _check_draft(chunk: ScheduledChunk, tokens_max: int) -> None:
     """It fits what the request may have, and it is what followed some earlier place of its text."""
     name, known, draft = chunk.request.id, list(chunk.tokens), chunk.draft
-    assert len(draft) <= tokens_max, f"{name} draft tokens {len(draft)} tokens, {tokens_max} are allowed"
+    assert len(draft) <= tokens_max, f"{name} drafts {len(draft)} tokens, {tokens_max} are allowed"
     output_count = len(known) - len(chunk.request.prompt_token_ids)
-    assert output_count + len(draft) < chunk.request.output_tokens_max, f"{name} draft tokens beyond its last token"
-    assert output_count > 0, f"{name} draft tokens before its first token"
+    assert output_count + len(draft) < chunk.request.output_tokens_max, f"{name} drafts beyond its last token"
+    assert output_count > 0, f"{name} drafts before its first token"
     text = [*known, *draft]
     for place in range(NGRAM_MIN, len(known)):
         if known[place - NGRAM_MIN : place] == known[-NGRAM_MIN:] and text[place : place + len(draft)] == list(draft):
             return
-    raise AssertionError(f"{name} draft tokens {draft}, which follows nothing that is like its last tokens")
+    raise AssertionError(f"{name} drafts {draft}, which follows nothing that is like its last tokens")
 
 
 Turn = tuple[bool, tuple[int, int]]

@@ -34,7 +34,7 @@ class Front(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Connection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="connection"):
-    """A client's connection, for the asks that name its number; one without a queue of its own is as plain as this.
+    """A client's connection, for the asks that name its number; one without an entry of its own is as plain as this.
 
     http: 1 or 2. pieces: bytes are sent and read in pieces of so many, in turn; empty: as they come. window: bytes of
     a response that may be on their way, HTTP/2. is_pipelined: HTTP/1.1, asks without waiting for responses. stalls_at,

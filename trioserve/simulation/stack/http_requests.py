@@ -61,7 +61,7 @@ def expected_tokens(ask: Ask, model: FakeModel) -> list[tuple[int, ...]]:
 
 
 def _sequence(ask: Ask, prompt: tuple[int, ...], index: int) -> EngineRequest:
-    """What the runtime makes of a choice, as far as the response depends on it."""
+    """What the engine makes of a choice, as far as the response depends on it."""
     return EngineRequest(
         id=RequestId(f"{ask.number}/{index}"),
         prompt_token_ids=prompt,

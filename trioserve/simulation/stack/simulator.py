@@ -1,4 +1,4 @@
-"""The whole stack around the core, in virtual time: clients over HTTP (stack_http) and of the runtime itself that read
+"""The whole stack around the core, in virtual time: clients over HTTP (stack_http) and of the engine itself that read
 slowly, leave, or run out of patience, operators who abort by id and drain, an engine that breaks. Everything is real
 but the model, the network and the clock.
 
@@ -46,7 +46,7 @@ BROKEN = "the engine was told to break"
 
 
 class StackSimulation:
-    """One plan, once. counts: of what came to pass. digest: of the trace. trace: is told each of its queues."""
+    """One plan, once. counts: of what came to pass. digest: of the trace. trace: is told each of its lines."""
 
     def __init__(self, plan: StackPlan, *, trace: Callable[[str], None] | None = None) -> None:
         self.plan = plan
@@ -66,7 +66,7 @@ class StackSimulation:
         return self._digest.hexdigest()
 
     def run(self) -> None:
-        """Raises AssertionError, or whatever the runtime raises, when something is not as it has to be."""
+        """Raises AssertionError, or whatever the engine raises, when something is not as it has to be."""
         with seeded_schedule(self.plan.stage.schedule_seed):
             clock = MockClock(autojump_threshold=0)
             trio.run(self._main, clock=clock, instruments=[self._idle_watch])
@@ -140,7 +140,7 @@ class StackSimulation:
             fake.assert_all_free()
 
     async def _pass_on_fault(self, fake: FakeEngine) -> None:
-        """As the server does, and clients of the runtime itself have their time, too."""
+        """As the server does, and clients of the engine itself have their time, too."""
         assert self._http is not None
         self._http.drain()
         await self._http.wait_until_closed()
@@ -357,7 +357,7 @@ class _WatchedSteps:
 
 
 def _sequence(client: Client, index: int) -> EngineRequest:
-    """What the runtime makes of a choice, as far as the response depends on it."""
+    """What the engine makes of a choice, as far as the response depends on it."""
     return EngineRequest(
         id=RequestId(f"{client.number}/{index}"),
         prompt_token_ids=client.prompt,
