@@ -1,6 +1,6 @@
 """HTTP/1.1 as a server speaks it, without I/O: bytes in, requests and their bodies out; responses in, bytes out.
 
-Two parsers stand behind it. Ordinary requests are read by hand (plain_request.py), and ordinary responses written so;
+Two parsers stand behind it. Ordinary requests are read by hand (fast_path.py), and ordinary responses written so;
 all others are h11's. Which one has seen what is settled here, and nobody else needs to know that there are two.
 """
 
