@@ -233,7 +233,7 @@ def test_those_who_left_leave_nothing_behind(make_router):
     for _ in range(2000):
         router.leave(router.enter(tenant="again"))
     assert len(router.core._deadlines) < 200
-    newcomers = router.core._models["m"].queues[None].newcomers._classes[0]
+    newcomers = router.core._queues.models["m"].queues[None].newcomers._classes[0]
     assert len(newcomers._turns) < 200
     assert len(newcomers._turn_of) < 200
     assert stays.state is TicketState.WAITING
@@ -247,7 +247,7 @@ def test_tenants_that_were_served_leave_nothing_behind_either(make_router):
     for index in range(12_000):  # there is always somebody in the queue
         waiting.append(router.enter(tenant=f"tenant {index}"))
         router.leave(waiting.pop(0))
-    assert len(router.core._models["m"].queues[None].newcomers._classes[0]._turn_of) < 9_000
+    assert len(router.core._queues.models["m"].queues[None].newcomers._classes[0]._turn_of) < 9_000
 
 
 # --- endpoints ---

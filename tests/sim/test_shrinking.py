@@ -50,7 +50,7 @@ def test_a_history_of_the_core_is_cut_down(monkeypatch):
 def test_a_history_of_a_router_is_cut_down(monkeypatch):
     def keep(core, ticket, now):
         if ticket.state is TicketState.WAITING:
-            core._leave_queue(ticket)  # and a lease stays where it is
+            core._queues.of(ticket).leave(ticket)  # and a lease stays where it is
 
     monkeypatch.setattr(RouterCore, "_let_go", keep)
     failure = first_failure(runs_of("router").run_seed, 150)

@@ -25,7 +25,7 @@ from trioserve.contracts.endpoint import EndpointId, EndpointLoad, Stage
 from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.router.settings import RouterSettings
 
-__all__ = ["EndpointHealth", "EndpointState"]
+__all__ = ["EndpointHealth", "EndpointState", "Fault"]
 
 
 class EndpointHealth(enum.Enum):
@@ -34,6 +34,15 @@ class EndpointHealth(enum.Enum):
     EJECTED = "ejected"
     PROBING = "probing"
     DRAINING = "draining"
+
+
+class Fault(enum.Enum):
+    """How an endpoint failed a request before its first token."""
+
+    UNREACHABLE = "unreachable"  # no connection: the request never got there
+    BUSY = "busy"  # it said so itself (429, 503): its load is other than we thought; it is not ill
+    BROKE = "broke"  # it broke off, or answered 500, 502, 504
+    TRANSFER = "transfer"  # it could not get at the blocks of a prompt: whose fault that is, nobody knows
 
 
 _H = EndpointHealth

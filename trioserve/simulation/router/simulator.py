@@ -13,8 +13,9 @@ from typing import Any
 from trioserve.contracts.block_hash import BlockHash
 from trioserve.contracts.endpoint import EndpointId, PairOutcome, RoutedRequest, Stage
 from trioserve.contracts.errors import InvalidRequest, Overloaded, TrioserveError
-from trioserve.router.core import SPARE_DEADLINES_MAX, Fault, RouterCore
+from trioserve.router.core import Fault, RouterCore
 from trioserve.router.policies import POLICIES
+from trioserve.router.queue_deadlines import SPARE_DEADLINES_MAX
 from trioserve.router.ticket import Ticket, TicketState
 from trioserve.simulation.router.books import RouterBooks
 from trioserve.simulation.router.endpoint_book import CLOSE_SECONDS, EndpointBook

@@ -1,0 +1,99 @@
+"""Which requests have their prompt computed at one endpoint and their response made at another, and what becomes of
+those that cannot go on so.
+
+Such a request has a prefill stage and then a decode stage (its stage), each with a queue of its own. Roles are hints,
+so whatever does not come to pass that way, one endpoint does whole: the stage becomes None, for good.
+"""
+
+from __future__ import annotations
+
+from trioserve.contracts.endpoint import EndpointId, PairOutcome, RoutedRequest, Stage
+from trioserve.router.endpoint_state import Fault
+from trioserve.router.endpoints import Endpoints, may_do
+from trioserve.router.policies import Candidate
+from trioserve.router.queues import ModelQueues, Queues
+from trioserve.router.settings import RouterSettings
+from trioserve.router.ticket import Ticket
+
+__all__ = ["Disaggregation", "stage_fault"]
+
+
+class Disaggregation:
+    """outcomes_total: requests that were to be disaggregated, by what became of that."""
+
+    def __init__(self, settings: RouterSettings, endpoints: Endpoints, queues: Queues) -> None:
+        self.outcomes_total = dict.fromkeys(PairOutcome, 0)
+        self._settings = settings
+        self._endpoints = endpoints
+        self._queues = queues
+
+    def will_be_disaggregated(self, request: RoutedRequest) -> bool:
+        """Whether it would be, if it entered now."""
+        return request.can_be_disaggregated and request.pinned is None and self.is_pair_there(request.model)
+
+    def is_pair_there(self, model: str, tried: tuple[EndpointId, ...] = ()) -> bool:
+        """Whether one endpoint may compute a prompt and another one response."""
+        there = [state for state in self._endpoints.serving(model) if state.is_given and state.id not in tried]
+        first = {state.id for state in there if state.is_meant_for(Stage.PREFILL)}
+        second = {state.id for state in there if state.is_meant_for(Stage.DECODE)}
+        return bool(first and second) and len(first | second) > 1
+
+    def is_handover_full(self, model: str) -> bool:
+        """Whether so many wait to be answered that no further prompt is begun."""
+        return self._queues.of_model(model).queues[Stage.DECODE].count >= self._settings.handover_waiting_max
+
+    def make_whole_what_cannot_be_split(self, name: str, model: ModelQueues) -> None:
+        """Nobody waits for a part that no endpoint may do now: those one endpoint does whole."""
+        for stage in Stage:
+            queue = model.queues[stage]
+            for ticket in list(queue.again.values()):
+                if not self._is_next_stage_there(ticket):
+                    self._make_whole(ticket)
+            if queue.newcomers.count and not self.is_pair_there(name):
+                for ticket in sorted(queue.newcomers, key=lambda ticket: ticket.index):
+                    self._make_whole(ticket)
+
+    def nearest(self, ticket: Ticket, candidates: list[Candidate]) -> list[Candidate]:
+        """Of those that may do all of a request, the ones to choose from: the one that has computed its prompt already,
+        or else those that are not kept for prompts, as long as they have room."""
+        there = [candidate for candidate in candidates if candidate.has_room and candidate.id == ticket.prefilled_by]
+        if there:
+            return there
+        by_id = self._endpoints.by_id
+        beside = [candidate for candidate in candidates if by_id[candidate.id].role != "prefill"]
+        return beside if any(candidate.has_room for candidate in beside) else candidates
+
+    def note_outcome(self, ticket: Ticket, outcome: PairOutcome) -> None:
+        """Once for each request that was to be disaggregated."""
+        if ticket.is_disaggregated and ticket.pair_outcome is None:
+            ticket.pair_outcome = outcome
+            self.outcomes_total[outcome] += 1
+
+    def _is_next_stage_there(self, ticket: Ticket) -> bool:
+        if ticket.stage is Stage.PREFILL:
+            return self.is_pair_there(ticket.request.model, ticket.tried)
+        return ticket.is_held and any(
+            state.is_given and may_do(state, ticket) and state.id not in ticket.tried
+            for state in self._endpoints.serving(ticket.request.model)
+        )
+
+    def _make_whole(self, ticket: Ticket) -> None:
+        was_elsewhere = ticket.index in self._queues.of(ticket).again
+        self._queues.of(ticket).leave(ticket)
+        fallback = ticket.stage_fault
+        if fallback is None:
+            is_lost = ticket.stage is Stage.DECODE and not ticket.is_held
+            fallback = PairOutcome.HOLD_LOST if is_lost else PairOutcome.NO_ENDPOINT
+        self.note_outcome(ticket, fallback)
+        ticket.stage = None
+        if was_elsewhere:
+            self._queues.of(ticket).wait_again(ticket)
+        else:
+            self._queues.of(ticket).newcomers.add(ticket)
+
+
+def stage_fault(stage: Stage | None, fault: Fault) -> PairOutcome | None:
+    """What becomes of a disaggregated request if nobody else takes the stage over that an endpoint has failed."""
+    if stage is Stage.DECODE:
+        return PairOutcome.TRANSFER_FAILED if fault is Fault.TRANSFER else PairOutcome.DECODE_FAILED
+    return PairOutcome.PREFILL_FAILED if stage is Stage.PREFILL else None

@@ -1,0 +1,119 @@
+"""Who waits for which model: a queue for each part of a request that may be next, and the order between those.
+
+Whether anybody may be served is not asked here.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from trioserve.contracts.endpoint import Stage
+from trioserve.router.drain_rate import DrainRate
+from trioserve.router.ticket import Ticket
+from trioserve.router.waiting_queue import FairQueue
+
+__all__ = ["ModelQueues", "Queue", "Queues"]
+
+
+class Queue:
+    """One model's queue for one stage."""
+
+    def __init__(self) -> None:
+        self.newcomers = FairQueue()
+        # Requests that were elsewhere, where they failed or had their prompt computed, and wait again: they have stood
+        # in the queue already, and come before it.
+        self.again: OrderedDict[int, Ticket] = OrderedDict()
+        self._again_prompt_tokens = 0
+        self.drain_rate = DrainRate()
+
+    @property
+    def count(self) -> int:
+        return self.newcomers.count + len(self.again)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.newcomers.prompt_tokens + self._again_prompt_tokens
+
+    def wait_again(self, ticket: Ticket) -> None:
+        self.again[ticket.index] = ticket
+        self._again_prompt_tokens += ticket.request.prompt_tokens
+
+    def end_wait_again(self, ticket: Ticket) -> None:
+        del self.again[ticket.index]
+        self._again_prompt_tokens -= ticket.request.prompt_tokens
+
+    def leave(self, ticket: Ticket) -> None:
+        """It waits no longer, and was not served."""
+        if ticket.index in self.again:
+            self.end_wait_again(ticket)
+        else:
+            self.newcomers.remove(ticket)
+
+
+class ModelQueues:
+    """One model's. preparing: requests that are read before they enter."""
+
+    def __init__(self) -> None:
+        self.queues: dict[Stage | None, Queue] = {stage: Queue() for stage in (Stage.DECODE, Stage.PREFILL, None)}
+        self.preparing = 0
+
+    @property
+    def count(self) -> int:
+        return sum(queue.count for queue in self.queues.values())
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(queue.prompt_tokens for queue in self.queues.values())
+
+    @property
+    def is_anybody_waiting(self) -> bool:
+        """Asked at every event, and mostly not so."""
+        decode, prefill, whole = self.queues.values()
+        return bool(
+            whole.newcomers.count
+            or whole.again
+            or prefill.newcomers.count
+            or prefill.again
+            or decode.newcomers.count
+            or decode.again
+        )
+
+    def waiting_again(self) -> list[Ticket]:
+        """Who waits again, in the order in which that began. It is one for all stages: those whose prompt is computed
+        never cease to come, and would keep an endpoint that does both from those that it is the last hope of."""
+        again = [ticket for queue in self.queues.values() for ticket in queue.again.values()]
+        return sorted(again, key=lambda ticket: ticket.again_index)
+
+    def heads(self) -> list[tuple[Queue, Ticket]]:
+        """Who is next in each queue. Where queues want the same endpoint, the one who came first goes first."""
+        heads = [(queue, head) for queue in self.queues.values() if (head := queue.newcomers.head()) is not None]
+        return sorted(heads, key=lambda entry: (entry[1].request.priority, entry[1].index))
+
+
+class Queues:
+    """All of them. models: by name."""
+
+    def __init__(self) -> None:
+        self.models: dict[str, ModelQueues] = {}
+        self._again_total = 0
+
+    def of_model(self, name: str) -> ModelQueues:
+        model = self.models.get(name)
+        if model is None:
+            model = self.models[name] = ModelQueues()
+        return model
+
+    def of(self, ticket: Ticket) -> Queue:
+        """The one in which it is, or was before it got its lease."""
+        return self.of_model(ticket.request.model).queues[ticket.stage]
+
+    def wait_again(self, ticket: Ticket) -> None:
+        """It was elsewhere, and comes after those who wait again already."""
+        self._again_total += 1
+        ticket.again_index = self._again_total
+        self.of(ticket).wait_again(ticket)
+
+    def everybody(self) -> list[Ticket]:
+        """Who waits, in no order."""
+        queues = [queue for model in self.models.values() for queue in model.queues.values()]
+        return [ticket for queue in queues for ticket in (*queue.again.values(), *queue.newcomers)]

@@ -1,0 +1,25 @@
+"""What the router counts, as a frozen value."""
+
+from __future__ import annotations
+
+import msgspec
+
+from trioserve.contracts.endpoint import EndpointId, PairOutcome
+from trioserve.router.endpoint_state import EndpointHealth
+
+__all__ = ["RouterStats"]
+
+
+class RouterStats(msgspec.Struct, frozen=True, kw_only=True):
+    """waiting: requests in the queue, and those that are being read before. leases: sequences that have a seat, by
+    endpoint. pairs_total: requests that were to be disaggregated, by what became of that. Totals count since the
+    start."""
+
+    waiting: int
+    waiting_prompt_tokens: int
+    leases: dict[EndpointId, int]
+    health: dict[EndpointId, EndpointHealth]
+    admissions_total: int
+    retries_total: int
+    rejections_total: dict[str, int]
+    pairs_total: dict[PairOutcome, int]
