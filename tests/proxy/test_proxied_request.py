@@ -6,6 +6,8 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
+from trioserve.api.openai.request_types import decode_body
+from trioserve.proxy.routed_body import RoutedBody
 from trioserve.testing.memory_router import SELDOM_SECONDS
 
 CHAT = "/v1/completions"
@@ -378,3 +380,20 @@ async def test_more_responses_than_a_request_may_ask_for_are_refused_before_it_w
         assert error["param"] == "n"
         assert "asks for 300 responses, its n times its prompts, and one request may have 1 to 256" in error["message"]
         await setup.assert_all_free()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count"),
+    [
+        (b'"a"', 1),
+        (b"[]", 1),
+        (b"[1, 2]", 1),
+        (b'["a", "b"]', 2),
+        (b"[[1], [2], [3]]", 3),
+        (b"[" + b" \n" * 100 + b'"a", "b"]', 2),
+        (b"[" + b"\t" * 100 + b"[1], [2]]", 2),
+        (b"[" + b" " * 100 + b"1, 2]", 1),
+    ],
+)
+def test_prompts_are_counted_however_they_are_written(prompt, count):
+    assert decode_body(b'{"prompt": ' + prompt + b"}", RoutedBody).prompt_count == count

@@ -16,7 +16,6 @@ __all__ = ["TRANSFER_PARAMS", "RoutedBody", "prefix_of", "rewritten", "without_t
 TOKEN_BYTES = 4  # of English text and JSON, on average: the router does not tokenize
 PREFIX_BLOCK_BYTES = PREFIX_BLOCK_TOKENS * TOKEN_BYTES
 PREFIX_BLOCKS_MAX = 1024  # 128 KiB of prompt; what lies behind them decides nothing
-BEGIN_BYTES = 64  # of a list: enough for white space, if there is any, and what its first item is
 TRANSFER_PARAMS = "kv_transfer_params"
 
 _NOTHING = msgspec.Raw()
@@ -46,8 +45,10 @@ class RoutedBody(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def prompt_count(self) -> int:
         """How many prompts there are: a list of texts, or of lists of token ids, is several."""
-        begin = bytes(memoryview(self.prompt)[:BEGIN_BYTES]).split()
-        if not b"".join(begin).startswith((b'["', b"[[")):
+        if bytes(memoryview(self.prompt)[:1]) != b"[":
+            return 1
+        # However much white space is before its first item: that tells what it is a list of.
+        if not bytes(self.prompt)[1:].lstrip().startswith((b'"', b"[")):
             return 1
         return max(1, len(msgspec.json.decode(self.prompt, type=list[msgspec.Raw])))
 

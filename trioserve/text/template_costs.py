@@ -420,9 +420,17 @@ def metered_filter(function: Callable[..., Any], charge: Callable[..., None]) ->
 def _item_filter(value: Any, given: tuple[Any, ...]) -> None:
     """For those that hand items on, or pick some."""
     item_count = length(value)
-    attribute_count = 1 + sum(1 + text.count(".") + text.count(",") for text in given if isinstance(text, str))
-    budget.get().spend(ITEM_CHARACTERS // 4 * item_count * attribute_count)
+    # What is given may be an attribute, a path of them, or several. Looking one up takes as long as a round: of a key
+    # that is not there an exception is made, and then it is asked whether a template may read such an attribute.
+    lookup_count = sum(1 + text.count(".") + text.count(",") if isinstance(text, str) else 1 for text in given)
+    budget.get().step(item_count * lookup_count)
+    budget.get().spend(ITEM_CHARACTERS // 4 * item_count)
     budget.get().hold((TEXT_BYTES if isinstance(value, str | Mapping) else 8) * item_count)
+
+
+def _choosing_filter(value: Any, given: tuple[Any, ...]) -> None:
+    """By an attribute. What else is given is for the test of each."""
+    _item_filter(value, given[:1])
 
 
 def _grouping_filter(value: Any, given: tuple[Any, ...]) -> None:
@@ -442,6 +450,12 @@ def _comparing_filter(value: Any, given: tuple[Any, ...]) -> None:
     budget.get().spend(size * (1 + math.ceil(math.log2(item_count + 1))))
     # Keys for sorting, one for each attribute, and texts among them in lower case.
     budget.get().hold(TEXT_BYTES * item_count * (1 + given_size // 2) + 4 * size)
+
+
+def _group_by_filter(value: Any, given: tuple[Any, ...]) -> None:
+    _comparing_filter(value, given)
+    for _ in range(2):  # the attribute is looked up again: to tell the groups apart, and to name them
+        _item_filter(value, given)
 
 
 def _unique_filter(value: Any, given: tuple[Any, ...]) -> None:
@@ -524,9 +538,11 @@ def _json_filter(value: Any, given: tuple[Any, ...]) -> None:
 
 FILTERS: dict[str, Callable[[Any, tuple[Any, ...]], None]] = {
     **dict.fromkeys(("abs", "attr", "count", "d", "default", "first", "last", "length", "random"), _charge_nothing),
-    **dict.fromkeys(("items", "list", "map", "reject", "rejectattr", "reverse", "select", "selectattr"), _item_filter),
+    **dict.fromkeys(("items", "list", "map", "reverse"), _item_filter),
+    **dict.fromkeys(("reject", "select"), lambda value, given: _item_filter(value, ())),
+    **dict.fromkeys(("rejectattr", "selectattr"), _choosing_filter),
     **dict.fromkeys(("batch", "slice"), _grouping_filter),
-    **dict.fromkeys(("dictsort", "groupby", "max", "min", "sort"), _comparing_filter),
+    **dict.fromkeys(("dictsort", "max", "min", "sort"), _comparing_filter),
     **dict.fromkeys(("capitalize", "lower", "upper"), _text_filter(_rewrites)),
     **dict.fromkeys(("e", "escape", "forceescape"), _text_filter(_escapes)),
     **dict.fromkeys(("safe", "string"), _text_filter(_only_reads)),
@@ -536,6 +552,7 @@ FILTERS: dict[str, Callable[[Any, tuple[Any, ...]], None]] = {
     "center": _text_filter(_pads),
     # Named values may be taken again and again, and here nothing says whether they are named.
     "format": _text_filter(lambda text, given: budget.get().make(_percent_size(text, dict(enumerate(given))))),
+    "groupby": _group_by_filter,
     "indent": _text_filter(_indents),
     "join": _join_filter,
     "replace": _text_filter(_replaces),
