@@ -394,7 +394,7 @@ class Engine:
         return EndpointLoad(
             running=stats.running_count,
             waiting=stats.waiting_count + self._preparing_count,
-            seats=self._core.settings.max_num_seqs,
+            max_num_seqs=self._core.settings.max_num_seqs,
             kv_usage=stats.kv_usage,
             role=UNSET if self.role is None else self.role,
         )

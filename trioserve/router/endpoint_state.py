@@ -130,7 +130,7 @@ class EndpointState:
         load = self.load
         if load is None or now >= self._load_at + self._settings.load_seconds_max:
             return None
-        seats = load.seats
+        seats = load.max_num_seqs
         if seats is None:
             # If somebody waits, all seats are taken; if nobody does, there are at least as many as were ever taken.
             seats = load.running if load.waiting else max(load.running, self._seats_seen)

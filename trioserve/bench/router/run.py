@@ -180,12 +180,12 @@ def _events(router: Router, settings: RouterBenchSettings) -> EventFigures:
 
 
 def _bursts(settings: RouterBenchSettings, *, holds_back: bool) -> BurstFigures:
-    seats = FakeEndpointSettings(
-        endpoints=settings.endpoints, seats_max=settings.seats_max, service_seconds=settings.service_seconds
+    endpoints = FakeEndpointSettings(
+        endpoints=settings.endpoints, slots_max=settings.slots_max, service_seconds=settings.service_seconds
     )
     plan = burst_plan(settings)
     flags = settings.burst_flags(holds_back=holds_back)
-    with _endpoints(seats) as ports, _router(ports, flags) as router:
+    with _endpoints(endpoints) as ports, _router(ports, flags) as router:
         for address in router.endpoints:
             _ask_once(address, WireRequest("/measure-anew", {}))
         asked = at_moments(router.address, plan)

@@ -102,7 +102,7 @@ class H11Connection:
         self._tell_change()
 
     def make_room(self) -> None:
-        """End an idle connection whose seat is needed, without waiting for the client to close, too."""
+        """End an idle connection whose place is needed, without waiting for the client to close, too."""
         self._lingers = False
         self.drain()
 

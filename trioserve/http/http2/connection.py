@@ -119,7 +119,7 @@ class H2Connection:
                 stream.wake()
 
     def make_room(self) -> None:
-        """End an idle connection whose seat is needed: a GOAWAY, and no waiting for the client to close, too."""
+        """End an idle connection whose place is needed: a GOAWAY, and no waiting for the client to close, too."""
         self._lingers = False
         self.drain()
 

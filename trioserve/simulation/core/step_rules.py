@@ -60,9 +60,9 @@ def check_begun_step(
             if transfers is not None and transfers.may_wait_to_load(entry.request.id, ready_count)
         ]
         _check_nobody_was_overtaken(waiting, [*sharing, *loading_later], plan, admitted)
-        seats = settings.max_num_seqs - len(running) - len(sharing)
+        free_seqs = settings.max_num_seqs - len(running) - len(sharing)
         if (
-            seats > 0
+            free_seqs > 0
             and plan.token_count < settings.step_tokens_max
             and len(loading_later) <= settings.max_num_seqs  # beyond that nobody looks any further
         ):
@@ -140,7 +140,7 @@ def _check_nobody_was_overtaken(
 def _check_nobody_waits_in_vain(
     core: EngineCore, waiting: list[ExpectedSequence], passed_over: list[ExpectedSequence]
 ) -> None:
-    """Seats and tokens are left for the first who waits, so why does it?"""
+    """Places in the batch and tokens are left for the first who waits, so why does it?"""
     for entry in waiting:
         if not _is_ready(entry) and -(-len(entry.known) // core.settings.block_size) > core.pool.available_count:
             return  # nobody overtakes one that does not fit
