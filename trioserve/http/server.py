@@ -45,7 +45,7 @@ class FrontendServer:
     """HTTP/2 and HTTP/1.1 on the same port, for one handler. Knows nothing of engines.
 
     `serve` returns after `drain`, when the last connection has ended. To end sooner, cancel the scope around it: every
-    exchange is cancelled, and connections get at most close_seconds_max for their last words.
+    exchange is cancelled, and connections get at most close_seconds_max for their GOAWAY.
 
     knows_caller: tells callers for whom a share of the exchanges is kept; None treats all alike.
     """
