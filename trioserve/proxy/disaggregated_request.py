@@ -27,10 +27,10 @@ from trioserve.proxy.relay import (
     attempt,
     check_status,
     error_code,
-    fails_elsewhere,
-    headers_there,
+    handle_failure,
     lease,
     model_field,
+    request_headers,
 )
 from trioserve.proxy.routed_body import TRANSFER_PARAMS, RoutedBody, rewritten
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
@@ -126,7 +126,7 @@ class _DisaggregatedRequest:
         context, admission = self._context, self._admission
         is_ours = context.fleet.tells_role(id)
         sent = prefill_body(context.exchange.path, self._raw, self._fields(id), stream=is_ours)
-        headers = headers_there(context, admission.stage)
+        headers = request_headers(context, admission.stage)
         asking = context.fleet.remote(id).request(context.exchange.method, context.target, headers, sent)
         hold = self._hold = _Hold(asking)
         try:
@@ -135,7 +135,7 @@ class _DisaggregatedRequest:
                 outcome = await self._read(id, response)
         except (Refused, EndpointLost) as failure:
             self.let_go()
-            return await fails_elsewhere(context, admission, id, failure)
+            return await handle_failure(context, admission, id, failure)
         self._clock.note_served(trio.current_time() - admission.leased_at)
         if outcome is not None:
             self.let_go()
