@@ -29,7 +29,7 @@ REFUSED = b"HTTP/1.1 429 No\r\nX-Trioserve-Reason: queue_full\r\nconnection: clo
 
 @pytest.fixture
 def start() -> Iterator[object]:
-    """start(settings): the addresses of pretended endpoints that run in a thread."""
+    """start(settings): the addresses of fake endpoints that run in a thread."""
     stops = []
 
     def started(**settings: object) -> list[tuple[str, int]]:

@@ -1,4 +1,4 @@
-"""A router between clients and pretended endpoints, each in a process of its own, over sockets of this machine.
+"""A router between clients and fake endpoints, each in a process of its own, over sockets of this machine.
 
 What a router costs is the difference to the same requests without it, sent in turn in the same run, so that a noisy
 machine is noisy for both; and its processor time, which others on the machine change little.
@@ -220,7 +220,7 @@ def _endpoints(settings: FakeEndpointSettings) -> Iterator[list[int]]:
         try:
             line = process.stdout.readline()
             if not line:
-                raise _NotReady("the pretended endpoints did not start")
+                raise _NotReady("the fake endpoints did not start")
             yield json.loads(line)
         finally:
             process.stdin.close()
