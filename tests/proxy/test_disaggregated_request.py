@@ -471,7 +471,7 @@ async def test_after_the_first_token_a_failure_is_the_clients(open_pair):
         await pair.assert_all_free()
 
 
-async def test_attempts_are_bounded_over_both_legs(open_pair):
+async def test_attempts_are_bounded_over_both_stages(open_pair):
     async with open_pair("p1 p2 d1 d2", attempts_max=3) as pair, pair.client().ask(TEXT, body()) as response:
         for _ in range(3):
             await wait_all_tasks_blocked()
@@ -564,7 +564,7 @@ async def at(pair: ScriptedEndpoints, moment: Any, *, http: int = 1, **fields: o
 
 @pytest.mark.parametrize("http", [1, 2])
 @pytest.mark.parametrize("moment", MOMENTS)
-async def test_a_client_that_leaves_takes_both_legs_along(open_pair, moment, http):
+async def test_a_client_that_leaves_takes_both_stages_along(open_pair, moment, http):
     """S07, S10: whenever it leaves, both connections are closed and both leases are back."""
     async with open_pair(leases_max=1) as pair:
         async with at(pair, moment, http=http):
@@ -573,7 +573,7 @@ async def test_a_client_that_leaves_takes_both_legs_along(open_pair, moment, htt
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-async def test_an_abort_by_id_ends_both_legs(open_pair, moment):
+async def test_an_abort_by_id_ends_both_stages(open_pair, moment):
     async with open_pair(leases_max=1) as pair:
         async with at(pair, moment) as response:
             aborted = await pair.client().post("/v1/requests/abort", {"ids": ["mine"]})
@@ -588,7 +588,7 @@ async def test_an_abort_by_id_ends_both_legs(open_pair, moment):
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-async def test_the_time_of_a_request_covers_both_legs(open_pair, moment, autojump_clock):
+async def test_the_time_of_a_request_covers_both_stages(open_pair, moment, autojump_clock):
     async with open_pair(leases_max=1) as pair:
         async with at(pair, moment, timeout=10) as response:
             if await response.head() == 200:
@@ -599,7 +599,7 @@ async def test_the_time_of_a_request_covers_both_legs(open_pair, moment, autojum
         await pair.assert_all_free()
 
 
-async def test_the_time_to_the_first_token_covers_both_legs(open_pair, autojump_clock):
+async def test_the_time_to_the_first_token_covers_both_stages(open_pair, autojump_clock):
     async with open_pair() as pair:
         async with pair.client().ask(TEXT, body(ttft_timeout=10, timeout=100)) as response:
             prefill = await pair.ask_of("p")

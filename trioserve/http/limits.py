@@ -10,11 +10,7 @@ import msgspec
 
 from trioserve.contracts.errors import StartupError
 
-__all__ = ["SPLIT_PROMPT_TOKENS_MIN", "FrontendLimits"]
-
-SPLIT_PROMPT_TOKENS_MIN = 32
-"""Of a prompt that a router has computed elsewhere: two blocks of the usual size. Less is computed in the time in which
-it would be fetched."""
+__all__ = ["FrontendLimits"]
 
 
 class FrontendLimits(msgspec.Struct, frozen=True, kw_only=True):
