@@ -22,11 +22,12 @@ from msgspec import Meta
 
 from trioserve.connectors.settings import connector_settings
 from trioserve.contracts.deadlines import Deadlines
+from trioserve.contracts.endpoint import DISAGGREGATED_PROMPT_TOKENS_MIN
 from trioserve.contracts.errors import InvalidRequest, StartupError
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
 from trioserve.core.settings import check_overlap
 from trioserve.engine.settings import EngineSettings
-from trioserve.http.limits import SPLIT_PROMPT_TOKENS_MIN, FrontendLimits
+from trioserve.http.limits import FrontendLimits
 
 __all__ = ["Config", "RouteConfig", "ServerConfig", "add_arguments", "config_from", "make_config", "engine_settings"]
 
@@ -129,7 +130,7 @@ class RouteConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields
         "say so", "URL")] = ()
     split_min_tokens: Annotated[int, _about(
         "tokens of prompt, as estimated from its length, from which on a request goes to a prefill endpoint and then "
-        "to a decode endpoint, if there are two", "TOKENS", ge=1)] = SPLIT_PROMPT_TOKENS_MIN
+        "to a decode endpoint, if there are two", "TOKENS", ge=1)] = DISAGGREGATED_PROMPT_TOKENS_MIN
     endpoints_file: Annotated[str | None, _about(
         "TOML or JSON file with a list 'endpoints'; watched, so that it may change; default: none", "FILE")] = None
     endpoints_dns: Annotated[str | None, _about(

@@ -218,7 +218,7 @@ class ScriptedEngine:
         return stream
 
     def load(self) -> EndpointLoad:
-        return EndpointLoad(running=2, waiting=1, seats=8, kv_usage=0.25)
+        return EndpointLoad(running=2, waiting=1, max_num_seqs=8, kv_usage=0.25)
 
     async def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
         await trio.lowlevel.checkpoint()

@@ -24,7 +24,7 @@ class Response:
         return json.loads(self.body)
 
 
-class Asking:
+class RemoteRequest:
     """One request over HTTP/1.1 whose response ends with the connection."""
 
     def __init__(self, server: MemoryServer) -> None:
@@ -46,7 +46,7 @@ def completion(prompt: str = "prompt", **more: object) -> dict[str, object]:
 
 
 async def ask(server: MemoryServer, method: str, path: str, body: object = None, **headers: str) -> Response:
-    return await Asking(server).ask(method, path, body, **headers)
+    return await RemoteRequest(server).ask(method, path, body, **headers)
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -105,7 +105,7 @@ async def test_a_bad_deadline_is_a_400_that_names_it(fields, headers, param, aut
 async def test_a_request_is_listed_and_aborted_by_its_id_and_its_client_gets_a_last_event(autojump_clock):
     """S25."""
     async with open_memory_server(step_seconds=0.1) as server, trio.open_nursery() as nursery:
-        client = Asking(server)
+        client = RemoteRequest(server)
         nursery.start_soon(
             lambda: client.ask("POST", "/v1/completions", completion(stream=True), **{"x-request-id": "r/1"})
         )
@@ -138,7 +138,7 @@ async def test_a_key_sees_and_aborts_its_own_requests_and_the_admin_all(autojump
 
         def as_key(key: str, method: str, path: str, body: object = None, request_id: str = "x"):
             headers = {"authorization": f"Bearer {key}", "x-request-id": request_id}
-            return Asking(server).ask(method, path, body, **headers)
+            return RemoteRequest(server).ask(method, path, body, **headers)
 
         nursery.start_soon(lambda: as_key("one", "POST", "/v1/completions", completion(), "of-one"))
         nursery.start_soon(lambda: as_key("two", "POST", "/v1/completions", completion(), "of-two"))

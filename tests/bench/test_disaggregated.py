@@ -73,7 +73,7 @@ SETTINGS = DisaggregatedSettings(
 
 
 @pytest.fixture
-def pretended(tmp_path, monkeypatch):
+def fakes(tmp_path, monkeypatch):
     (tmp_path / "trioserve").mkdir()
     (tmp_path / "trioserve/__init__.py").touch()
     (tmp_path / "trioserve/__main__.py").write_text(SERVER)
@@ -84,10 +84,10 @@ def pretended(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_both_get_the_same_load_in_turn(pretended, tmp_path, capsys):
+def test_both_get_the_same_load_in_turn(fakes, tmp_path, capsys):
     assert main(SETTINGS.__class__(**{**_fields(SETTINGS), "json_path": str(tmp_path / "report.json")})) == 0
 
-    started = [line.split() for line in (pretended / "started").read_text().splitlines()]
+    started = [line.split() for line in (fakes / "started").read_text().splitlines()]
     one, prefill, decode, router = (line[1:] for line in started)
     assert one[:3] == ["serve", "--threads", "4"]
     for words, role in ((prefill, "prefill"), (decode, "decode")):
@@ -99,7 +99,7 @@ def test_both_get_the_same_load_in_turn(pretended, tmp_path, capsys):
         with pytest.raises(ProcessLookupError):
             os.kill(int(line[0]), 0)
 
-    asked = [line.split() for line in (pretended / "asked").read_text().splitlines()]
+    asked = [line.split() for line in (fakes / "asked").read_text().splitlines()]
     longs = [line for line in asked if line[1] == "64"]
     # Five by themselves, and then one of each four to warm up.
     assert [line[0] for line in longs] == ["route"] * 5 + (["serve"] * 4 + ["route"] * 4) * 2
@@ -114,7 +114,7 @@ def test_both_get_the_same_load_in_turn(pretended, tmp_path, capsys):
     assert "1 transfers over tcp under the load above: 10 blocks, 1.0 MB at 2.00 GB/s; 0 failed." in text
 
 
-def test_a_request_that_fails_ends_it(pretended, monkeypatch, capsys):
+def test_a_request_that_fails_ends_it(fakes, monkeypatch, capsys):
     monkeypatch.setenv("PRETEND_TO_FAIL", "1")
     assert main(SETTINGS) == 1
     assert "a request failed: status 500" in capsys.readouterr().err

@@ -16,7 +16,7 @@ SMALL = {
     "rounds": 1,
     "output_tokens": 5,
     "endpoints": 2,
-    "seats_max": 2,
+    "slots_max": 2,
     "service_seconds": 0.05,
     "burst_seconds": 0.3,
     "bursts": 1,
@@ -70,7 +70,7 @@ def test_a_router_that_does_not_start_is_told_with_its_last_words(capsys):
         ({"rows": ("latency", "speed")}, "--rows names 'speed'"),
         ({"concurrency": 513}, "--concurrency is 513"),
         ({"burst_load": 0.0}, "burst_load is 0.0"),
-        ({"seats_max": 0}, "seats_max is 0"),
+        ({"slots_max": 0}, "slots_max is 0"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_in_one_sentence(wrong, expect):

@@ -29,7 +29,7 @@ REFUSED = b"HTTP/1.1 429 No\r\nX-Trioserve-Reason: queue_full\r\nconnection: clo
 
 @pytest.fixture
 def start() -> Iterator[object]:
-    """start(settings): the addresses of pretended endpoints that run in a thread."""
+    """start(settings): the addresses of fake endpoints that run in a thread."""
     stops = []
 
     def started(**settings: object) -> list[tuple[str, int]]:
@@ -89,8 +89,8 @@ def test_a_wrong_status_ends_the_measurement(start):
         at_a_time(connections, WireRequest("/nothing", {}), requests=1)
 
 
-def test_seats_bound_how_many_are_served_at_a_time_and_metrics_tell_who_waits(start):
-    here, there = start(endpoints=2, seats_max=1, service_seconds=60.0)
+def test_slots_bound_how_many_are_served_at_a_time_and_metrics_tell_who_waits(start):
+    here, there = start(endpoints=2, slots_max=1, service_seconds=60.0)
     request = WireRequest(PATH, BODY)
     with opened(here, 4) as connections:
         for connection in connections[:3]:
@@ -109,7 +109,7 @@ def test_seats_bound_how_many_are_served_at_a_time_and_metrics_tell_who_waits(st
 
 
 def test_requests_go_out_at_their_moments_and_do_not_wait_for_each_other(start):
-    [address] = start(seats_max=2, service_seconds=0.05)
+    [address] = start(slots_max=2, service_seconds=0.05)
     request = WireRequest(PATH, BODY)
     asked = at_moments(address, [Planned(0.02 * index, index, request) for index in (3, 0, 2, 1)])
     assert {each.key for each in asked} == {0, 1, 2, 3}

@@ -52,7 +52,7 @@ def served(**metrics: float):
 
 @pytest.fixture(autouse=True)
 def measured_rates(monkeypatch):
-    """Pretended: measuring them takes seconds."""
+    """Faked: measuring them takes seconds."""
     monkeypatch.setattr(suite, "read_bandwidth", lambda: 1e10)
     monkeypatch.setattr(suite, "product_rate", lambda: 1e12)
 

@@ -1,4 +1,4 @@
-"""Places of the waiting queue and seats of the engine: counted before anything costly, never more than there are, and
+"""Places of the waiting queue and of the batch: counted before anything costly, never more than there are, and
 back however their clients leave. Hundreds of rounds each, since a leak shows only when it adds up."""
 
 from __future__ import annotations

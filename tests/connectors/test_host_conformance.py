@@ -12,8 +12,7 @@ import trio.testing
 from trioserve.connectors.host.settings import host_settings_from
 from trioserve.connectors.host.transport import HostConnector, make_connector
 from trioserve.contracts.kv_transfer import ConnectorSetup
-
-suite = pytest.importorskip("trioserve.testing.connector_conformance")
+from trioserve.testing import connector_conformance as suite
 
 
 async def at_once(work):

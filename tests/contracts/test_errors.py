@@ -18,7 +18,6 @@ TREE = """
             ModelLoadError
         Overloaded
             Draining
-            StepOverdue
             NoEndpoint
             StepOverdue
         QueueWaitOver

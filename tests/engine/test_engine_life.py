@@ -70,7 +70,7 @@ async def test_a_fault_of_a_step_reaches_every_reader_and_rises_where_the_engine
     assert len(told) == 3
 
 
-async def test_last_words_get_a_bounded_time(autojump_clock):
+async def test_clients_get_a_bounded_time_to_be_told(autojump_clock):
     async def never_done() -> None:
         await trio.sleep_forever()
 

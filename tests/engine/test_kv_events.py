@@ -176,15 +176,15 @@ async def test_a_reader_is_woken_by_the_next_change_and_by_the_end():
         cache.events.end()
 
 
-async def test_readers_are_let_go_when_the_engine_breaks_and_before_its_last_words():
+async def test_readers_are_let_go_when_the_engine_breaks_and_before_its_clients_are_told():
     were_let_go = []
     with pytest.raises(EngineFault):
         async with open_fake_engine(kv_events_max=10) as engine, engine.generate("hello"):
 
-            async def last_words() -> None:
+            async def tell_clients() -> None:
                 were_let_go.append(engine.kv_events.is_over)
 
-            engine.on_fault = last_words
+            engine.on_fault = tell_clients
             with engine.kv_events.reading() as reader:
                 await reader.next()
                 engine.break_next_step()

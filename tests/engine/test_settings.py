@@ -15,8 +15,8 @@ from trioserve.engine.settings import EngineSettings
         {"drain_seconds_max": -0.5},
         {"drain_seconds_max": float("inf")},
         {"drain_seconds_max": float("nan")},
-        {"last_words_seconds_max": -1},
-        {"last_words_seconds_max": 86_401},
+        {"grace_seconds_max": -1},
+        {"grace_seconds_max": 86_401},
     ],
 )
 def test_a_setting_out_of_range_is_named(setting):
@@ -25,4 +25,4 @@ def test_a_setting_out_of_range_is_named(setting):
 
 
 def test_nothing_waits_and_nothing_is_awaited_at_zero():
-    EngineSettings(waiting_requests_max=0, drain_seconds_max=0, last_words_seconds_max=0)
+    EngineSettings(waiting_requests_max=0, drain_seconds_max=0, grace_seconds_max=0)

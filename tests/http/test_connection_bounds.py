@@ -61,7 +61,7 @@ async def test_connection_that_is_idle_longest_makes_room_for_a_new_one(first_as
 
 
 @pytest.mark.slow
-async def test_connection_with_a_request_keeps_its_seat_until_it_is_idle():
+async def test_connection_with_a_request_keeps_its_place_until_it_is_idle():
     go_on = trio.Event()
 
     async def handler(exchange):
@@ -78,7 +78,7 @@ async def test_connection_with_a_request_keeps_its_seat_until_it_is_idle():
         await second.send_all(REQUEST)
         with trio.move_on_after(0.3):  # three times what it takes to look again
             await second.receive_some()
-            raise AssertionError("there was no seat for it")
+            raise AssertionError("there was no place for it")
         go_on.set()
         assert (await first.receive_some()).endswith(b"ok")
         assert (await second.receive_some()).endswith(b"ok")
@@ -100,8 +100,8 @@ async def test_idle_http_2_connection_makes_room_with_a_goaway(h2_client):
         await other.aclose()
 
 
-async def test_seats_come_back_however_a_client_leaves():
-    """S48: one seat, and clients that leave it at every phase."""
+async def test_places_come_back_however_a_client_leaves():
+    """S48: one place, and clients that leave it at every phase."""
 
     async def handler(exchange):
         await exchange.body()

@@ -321,7 +321,7 @@ async def test_drained_server_refuses_connections():
         await stream.aclose()
 
 
-async def test_connections_beyond_the_limit_wait_for_a_seat():
+async def test_connections_beyond_the_limit_wait_for_a_place():
     listeners = await open_listeners("127.0.0.1", 0)
     address = listeners[0].socket.getsockname()
     server = FrontendServer(respond_ok, limits=FrontendLimits(connections_max=2))

@@ -1,4 +1,4 @@
-"""A router before two servers without weights, or before pretended endpoints, all in memory."""
+"""A router before two servers without weights, or before scripted endpoints, all in memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from trioserve.testing.memory_router import MemoryRouter, open_memory_router
 from trioserve.testing.memory_server import MemoryServer, open_memory_server
-from trioserve.testing.pretended_pair import open_pretended_pair
+from trioserve.testing.scripted_endpoints import open_scripted_endpoints
 
 
 class Setup:
@@ -59,4 +59,4 @@ def open_setup() -> Callable[..., Any]:
 
 @pytest.fixture
 def open_pair() -> Callable[..., Any]:
-    return open_pretended_pair
+    return open_scripted_endpoints

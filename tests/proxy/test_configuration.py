@@ -82,7 +82,7 @@ async def test_endpoints_have_the_roles_that_flags_give_them():
 
 async def test_the_length_from_which_requests_are_split_is_a_flag():
     routing = route.Routing(configured(*ENDPOINT, "--split-min-tokens", "500"))
-    assert routing.app()._rules.split_prompt_tokens_min == 500
+    assert routing.app()._rules.disaggregated_prompt_tokens_min == 500
 
 
 def test_an_endpoints_file_may_say_roles(tmp_path):

@@ -12,8 +12,8 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from trioserve.contracts.endpoint import EndpointId, PairOutcome
-from trioserve.testing.pretended_endpoint import Ask
-from trioserve.testing.pretended_pair import Pair
+from trioserve.testing.scripted_endpoint import Ask
+from trioserve.testing.scripted_endpoints import ScriptedEndpoints
 
 TEXT = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -207,7 +207,7 @@ async def test_a_role_that_an_operator_gives_stands_above_what_a_server_says(ope
 # --- falling back ---
 
 
-async def responded_whole(pair: Pair, response: Any, id: str, outcome: str) -> None:
+async def responded_whole(pair: ScriptedEndpoints, response: Any, id: str, outcome: str) -> None:
     """The endpoint gets the client's own body, and answers it, streamed if the client asked for that."""
     ask = await pair.ask_of(id)
     assert "kv_transfer_params" not in ask.body
@@ -253,30 +253,30 @@ async def test_what_a_prefill_endpoint_refuses_is_asked_again_as_the_client_aske
         await pair.assert_all_free()
 
 
-def breaks(pair: Pair, ask: Ask) -> None:
+def breaks(pair: ScriptedEndpoints, ask: Ask) -> None:
     ask.say(": alive\n\n")
     ask.hang_up()
 
 
-def is_busy(pair: Pair, ask: Ask) -> None:
+def is_busy(pair: ScriptedEndpoints, ask: Ask) -> None:
     ask.refuse(429)
 
 
-def fails(pair: Pair, ask: Ask) -> None:
+def fails(pair: ScriptedEndpoints, ask: Ask) -> None:
     ask.refuse(500)
 
 
-def fails_in_an_event(pair: Pair, ask: Ask) -> None:
+def fails_in_an_event(pair: ScriptedEndpoints, ask: Ask) -> None:
     ask.event(error={"message": "no", "type": "server_error", "code": "request_failed"})
     ask.finish()
 
 
-def ends_early(pair: Pair, ask: Ask) -> None:
+def ends_early(pair: ScriptedEndpoints, ask: Ask) -> None:
     ask.begin()
     ask.end()
 
 
-def babbles(pair: Pair, ask: Ask) -> None:
+def babbles(pair: ScriptedEndpoints, ask: Ask) -> None:
     ask.say("data: what?\n\n")
 
 
@@ -471,7 +471,7 @@ async def test_after_the_first_token_a_failure_is_the_clients(open_pair):
         await pair.assert_all_free()
 
 
-async def test_attempts_are_bounded_over_both_legs(open_pair):
+async def test_attempts_are_bounded_over_both_stages(open_pair):
     async with open_pair("p1 p2 d1 d2", attempts_max=3) as pair, pair.client().ask(TEXT, body()) as response:
         for _ in range(3):
             await wait_all_tasks_blocked()
@@ -485,41 +485,41 @@ async def test_attempts_are_bounded_over_both_legs(open_pair):
 # --- leaving ---
 
 
-async def in_line_for_prefill(pair: Pair) -> None:
+async def in_line_for_prefill(pair: ScriptedEndpoints) -> None:
     assert await pair.listed() == [("other", "prefill", "p"), ("mine", "waiting", None)]
 
 
-async def during_prefill(pair: Pair) -> None:
+async def during_prefill(pair: ScriptedEndpoints) -> None:
     await pair.ask_of("p")
     assert await pair.listed() == [("mine", "prefill", "p")]
 
 
-async def in_line_for_decode(pair: Pair) -> None:
+async def in_line_for_decode(pair: ScriptedEndpoints) -> None:
     (await pair.ask_of("p")).hold()
     await wait_all_tasks_blocked()
     assert await pair.listed() == [("other", "running", "d"), ("mine", "handover", None)]
 
 
-async def before_the_first_token(pair: Pair) -> None:
+async def before_the_first_token(pair: ScriptedEndpoints) -> None:
     (await pair.ask_of("p")).hold()
     await pair.ask_of("d")
     assert await pair.listed() == [("mine", "decode", "d")]
 
 
-async def with_a_head_and_no_token(pair: Pair) -> None:
+async def with_a_head_and_no_token(pair: ScriptedEndpoints) -> None:
     await before_the_first_token(pair)
     (await pair.ask_of("d")).begin()
     await wait_all_tasks_blocked()
 
 
-async def during_decode(pair: Pair) -> None:
+async def during_decode(pair: ScriptedEndpoints) -> None:
     await before_the_first_token(pair)
     (await pair.ask_of("d")).token()
     await wait_all_tasks_blocked()
     assert await pair.listed() == [("mine", "decode", "d")]
 
 
-async def when_it_is_finished_by_the_prefill_endpoint(pair: Pair) -> None:
+async def when_it_is_finished_by_the_prefill_endpoint(pair: ScriptedEndpoints) -> None:
     (await pair.ask_of("p")).hold()
     (await pair.ask_of("d")).refuse(503)
     await pair.ask_of("p")
@@ -539,7 +539,7 @@ IN_THE_WAY = {in_line_for_prefill: body(), in_line_for_decode: body(n=2)}
 
 
 @asynccontextmanager
-async def at(pair: Pair, moment: Any, *, http: int = 1, **fields: object) -> AsyncIterator[Any]:
+async def at(pair: ScriptedEndpoints, moment: Any, *, http: int = 1, **fields: object) -> AsyncIterator[Any]:
     """A request with the id "mine" that has come so far. Beside it is the one it waits for, if it waits."""
     async with pair.client().ask(TEXT, IN_THE_WAY.get(moment, body()), headers={"x-request-id": "other"}) as other:
         if moment not in IN_THE_WAY:
@@ -564,7 +564,7 @@ async def at(pair: Pair, moment: Any, *, http: int = 1, **fields: object) -> Asy
 
 @pytest.mark.parametrize("http", [1, 2])
 @pytest.mark.parametrize("moment", MOMENTS)
-async def test_a_client_that_leaves_takes_both_legs_along(open_pair, moment, http):
+async def test_a_client_that_leaves_takes_both_stages_along(open_pair, moment, http):
     """S07, S10: whenever it leaves, both connections are closed and both leases are back."""
     async with open_pair(leases_max=1) as pair:
         async with at(pair, moment, http=http):
@@ -573,7 +573,7 @@ async def test_a_client_that_leaves_takes_both_legs_along(open_pair, moment, htt
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-async def test_an_abort_by_id_ends_both_legs(open_pair, moment):
+async def test_an_abort_by_id_ends_both_stages(open_pair, moment):
     async with open_pair(leases_max=1) as pair:
         async with at(pair, moment) as response:
             aborted = await pair.client().post("/v1/requests/abort", {"ids": ["mine"]})
@@ -588,7 +588,7 @@ async def test_an_abort_by_id_ends_both_legs(open_pair, moment):
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-async def test_the_time_of_a_request_covers_both_legs(open_pair, moment, autojump_clock):
+async def test_the_time_of_a_request_covers_both_stages(open_pair, moment, autojump_clock):
     async with open_pair(leases_max=1) as pair:
         async with at(pair, moment, timeout=10) as response:
             if await response.head() == 200:
@@ -599,7 +599,7 @@ async def test_the_time_of_a_request_covers_both_legs(open_pair, moment, autojum
         await pair.assert_all_free()
 
 
-async def test_the_time_to_the_first_token_covers_both_legs(open_pair, autojump_clock):
+async def test_the_time_to_the_first_token_covers_both_stages(open_pair, autojump_clock):
     async with open_pair() as pair:
         async with pair.client().ask(TEXT, body(ttft_timeout=10, timeout=100)) as response:
             prefill = await pair.ask_of("p")

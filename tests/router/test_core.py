@@ -354,10 +354,10 @@ def test_whoever_waits_for_the_last_endpoint_is_told_when_it_goes(make_router):
 def test_the_depth_inside_an_endpoint_is_kept_shallow(make_router):
     router = make_router(waiting_depth_max=2)
     a = router.endpoint("a", leases_max=64)
-    router.core.note_load(a, EndpointLoad(running=4, waiting=0, seats=4), router.now, sent_when_asked=0)
+    router.core.note_load(a, EndpointLoad(running=4, waiting=0, max_num_seqs=4), router.now, sent_when_asked=0)
     assert [router.sent().state for _ in range(2)] == [TicketState.LEASED] * 2
     assert router.enter().state is TicketState.WAITING
-    router.core.note_load(a, EndpointLoad(running=4, waiting=1, seats=4), router.now, sent_when_asked=2)
+    router.core.note_load(a, EndpointLoad(running=4, waiting=1, max_num_seqs=4), router.now, sent_when_asked=2)
     assert router.core.stats().waiting == 0
 
 
@@ -366,7 +366,7 @@ def test_what_was_given_since_the_question_counts_as_not_reported(make_router):
     a = router.endpoint("a")
     asked = router.core.sent_total
     router.sent()
-    router.core.note_load(a, EndpointLoad(running=3, waiting=0, seats=4), router.now, sent_when_asked=asked)
+    router.core.note_load(a, EndpointLoad(running=3, waiting=0, max_num_seqs=4), router.now, sent_when_asked=asked)
     assert router.enter().state is TicketState.WAITING
 
 
@@ -377,7 +377,7 @@ def test_what_has_ended_while_a_report_was_on_its_way_is_not_taken_for_what_was_
     asked = router.core.sent_total
     router.leave(ends)  # the endpoint looks at itself now: it is idle
     router.sent()
-    router.core.note_load(a, EndpointLoad(running=0, waiting=0, seats=1), router.now, sent_when_asked=asked)
+    router.core.note_load(a, EndpointLoad(running=0, waiting=0, max_num_seqs=1), router.now, sent_when_asked=asked)
     assert router.enter().state is TicketState.WAITING
 
 
@@ -385,7 +385,7 @@ def test_whoever_has_a_lease_and_was_not_sent_yet_is_in_no_report(make_router):
     router = make_router(waiting_depth_max=0)
     a = router.endpoint("a")
     router.enter()
-    router.core.note_load(a, EndpointLoad(running=3, waiting=0, seats=4), router.now, sent_when_asked=0)
+    router.core.note_load(a, EndpointLoad(running=3, waiting=0, max_num_seqs=4), router.now, sent_when_asked=0)
     assert router.enter().state is TicketState.WAITING
 
 
@@ -404,7 +404,7 @@ def test_seats_that_nobody_tells_are_learned_from_what_was_seen(make_router):
 def test_a_stale_report_says_nothing(make_router):
     router = make_router(waiting_depth_max=0, load_seconds_max=2)
     a = router.endpoint("a")
-    router.core.note_load(a, EndpointLoad(running=4, waiting=4, seats=4), router.now, sent_when_asked=0)
+    router.core.note_load(a, EndpointLoad(running=4, waiting=4, max_num_seqs=4), router.now, sent_when_asked=0)
     waiting = router.enter()
     assert waiting.state is TicketState.WAITING
     router.after(2.1)
@@ -621,7 +621,7 @@ def test_a_report_that_gets_old_frees_whoever_waits_for_it_in_spite_of_rounding(
     router = make_router(waiting_depth_max=0, load_seconds_max=seconds)
     router.now = began_at
     a = router.endpoint("a")
-    router.core.note_load(a, EndpointLoad(running=4, waiting=4, seats=4), router.now, sent_when_asked=0)
+    router.core.note_load(a, EndpointLoad(running=4, waiting=4, max_num_seqs=4), router.now, sent_when_asked=0)
     waiting = router.enter()
     router.after(2 * seconds)
     assert waiting.state is TicketState.LEASED

@@ -107,7 +107,7 @@ def test_one_that_failed_elsewhere_needs_a_single_seat_too(make_router):
 def test_it_goes_where_one_more_may_wait_inside(make_router):
     router = make_router(waiting_depth_max=1)
     a = router.endpoint("a", leases_max=20)
-    router.core.note_load(a, EndpointLoad(running=2, waiting=0, seats=2), router.now, sent_when_asked=0)
+    router.core.note_load(a, EndpointLoad(running=2, waiting=0, max_num_seqs=2), router.now, sent_when_asked=0)
     large, small = router.enter(sequences=5), router.enter()
     assert (large.state, small.state) == (LEASED, WAITING)
 

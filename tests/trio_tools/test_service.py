@@ -1,4 +1,4 @@
-"""The order of stopping: readiness, the line, the running ones, last words, the end."""
+"""The order of stopping: readiness, the queue, the running ones, the grace period, the end."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def test_drain_lets_running_requests_finish_and_returns_when_the_last_has(
         check_idle(fake.core)
 
 
-async def test_the_deadline_ends_running_requests_with_a_last_word(autojump_clock):
+async def test_the_deadline_ends_running_requests_and_says_why(autojump_clock):
     """S21."""
     async with open_fake_engine(step_seconds=0.1) as fake:
         front_end = ScriptedFrontEnd(fake, ["one"])
@@ -92,10 +92,10 @@ async def test_a_second_order_ends_the_draining(autojump_clock):
         assert front_end.ends == {"one": FinishReason.ABORT}
 
 
-async def test_a_third_order_ends_the_last_words(autojump_clock):
+async def test_a_third_order_ends_the_grace_period(autojump_clock):
     async with open_fake_engine(step_seconds=0.1) as fake:
         front_end = ScriptedFrontEnd(fake, ["one"], tell_seconds=1000)
-        settings = StoppingSettings(drain_seconds_max=60, last_words_seconds_max=60)
+        settings = StoppingSettings(drain_seconds_max=60, grace_seconds_max=60)
         await run_with_orders_at(Service(fake, front_end, settings), 1, 2, 3)
         assert trio.current_time() == pytest.approx(3.0, abs=0.01)
         assert front_end.ends == {"one": FinishReason.ABORT}
@@ -104,7 +104,7 @@ async def test_a_third_order_ends_the_last_words(autojump_clock):
 async def test_clients_that_cannot_be_told_do_not_hold_the_exit_up(autojump_clock):
     async with open_fake_engine(step_seconds=0.1) as fake:
         front_end = ScriptedFrontEnd(fake, ["one"], tell_seconds=1000)
-        settings = StoppingSettings(drain_seconds_max=3, last_words_seconds_max=2)
+        settings = StoppingSettings(drain_seconds_max=3, grace_seconds_max=2)
         await run_with_orders_at(Service(fake, front_end, settings), 1)
         assert trio.current_time() == pytest.approx(6.0, abs=0.01)
 
@@ -141,7 +141,7 @@ async def test_what_is_held_for_another_engine_is_waited_for_like_a_running_requ
     await serve_with_a_hold(20.0, StoppingSettings(drain_seconds_max=60))
     assert trio.current_time() == pytest.approx(20.0, abs=0.01)
     begun_at = trio.current_time()
-    await serve_with_a_hold(200.0, StoppingSettings(drain_seconds_max=60, last_words_seconds_max=2))
+    await serve_with_a_hold(200.0, StoppingSettings(drain_seconds_max=60, grace_seconds_max=2))
     assert trio.current_time() - begun_at == pytest.approx(1 + 60 + 2, abs=0.01)
 
 

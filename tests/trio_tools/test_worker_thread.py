@@ -15,7 +15,7 @@ import trio
 from trioserve.admission.text_threads import TextThreads
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult, never_abandoned
 from trioserve.engine.engine_loop import ThreadedExecutor
-from trioserve.trio_tools.callers_cpu import CallersCpu
+from trioserve.trio_tools.cpu_affinity import CpuAffinity
 from trioserve.trio_tools.worker_thread import WorkerThread
 
 
@@ -216,6 +216,6 @@ async def test_a_system_that_does_not_let_us_choose_a_cpu_is_asked_once(monkeypa
 
 async def test_a_thread_that_cannot_be_asked_for_its_cpu_stays_where_it_is(monkeypatch):
     monkeypatch.setattr(sys, "platform", "elsewhere")
-    callers_cpu = CallersCpu()
+    affinity = CpuAffinity()
     monkeypatch.setattr(os, "sched_setaffinity", pytest.fail, raising=False)
-    callers_cpu.offer(1)
+    affinity.pin_to_caller(1)

@@ -235,7 +235,7 @@ MEASUREMENTS = (
     ),
     Measurement(
         name="router",
-        meaning="start trioserve route before pretended endpoints: what it adds to requests, how it holds bursts back",
+        meaning="start trioserve route before fake endpoints: what it adds to requests, how it holds bursts back",
         settings=RouterBenchSettings,
         module="trioserve.bench.router.run",
         meanings={

@@ -157,7 +157,7 @@ class Routing:
                 tenant_header=config.tenant_header,
                 session_header=config.session_header,
                 passes_authorization=not (config.api_key or config.gateway_api_key) and config.endpoint_api_key is None,
-                split_prompt_tokens_min=config.split_min_tokens,
+                disaggregated_prompt_tokens_min=config.split_min_tokens,
             ),
             api_keys=config.api_key,
             admin_api_key=config.admin_api_key,

@@ -144,7 +144,7 @@ class _HypercornFrontEnd:
             self._listeners,
             shutdown_trigger=self._is_draining.wait,
             # Its own deadline comes after ours, so that requests end with an error event before they are cut.
-            drain_seconds_max=config.drain_timeout + 2 * engine_settings(config).last_words_seconds_max,
+            drain_seconds_max=config.drain_timeout + 2 * engine_settings(config).grace_seconds_max,
             limits=frontend_limits(config),
             certificate=optional_path(config.ssl_certfile),
             key=optional_path(config.ssl_keyfile),

@@ -13,11 +13,23 @@ from msgspec import UNSET, UnsetType
 from trioserve.contracts.block_hash import BlockHash
 from trioserve.contracts.kv_transfer import EngineRole
 
-__all__ = ["PREFIX_BLOCK_TOKENS", "EndpointId", "EndpointLoad", "Stage", "PairOutcome", "RoutedRequest"]
+__all__ = [
+    "DISAGGREGATED_PROMPT_TOKENS_MIN",
+    "PREFIX_BLOCK_TOKENS",
+    "EndpointId",
+    "EndpointLoad",
+    "Stage",
+    "PairOutcome",
+    "RoutedRequest",
+]
 
 EndpointId = NewType("EndpointId", str)
 """The router's name of an endpoint, chosen by the operator; unique among those that it knows."""
 
+
+DISAGGREGATED_PROMPT_TOKENS_MIN = 32
+"""Of a prompt that a router has computed elsewhere: two blocks of the usual size. Less is computed in the time in which
+it would be fetched."""
 
 PREFIX_BLOCK_TOKENS = 32
 """In a block of a prompt whose tokens nobody has counted: short enough for a common system prompt, and few names for a
@@ -74,12 +86,12 @@ class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EndpointLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What an endpoint reports of itself. running, waiting: sequences. seats: how many may run there; None if it does
-    not say. kv_usage: 0 to 1. role: what it is meant for, if it can give KV to other engines or take it; otherwise it
-    is left out."""
+    """What an endpoint reports of itself. running, waiting: sequences. max_num_seqs: how many may run there, "seats" in
+    JSON; None if it does not say. kv_usage: 0 to 1. role: what it is meant for, if it can give KV to other engines or
+    take it; otherwise it is left out."""
 
     running: int
     waiting: int
-    seats: int | None = None
+    max_num_seqs: int | None = msgspec.field(default=None, name="seats")
     kv_usage: float = 0.0
     role: EngineRole | UnsetType = UNSET

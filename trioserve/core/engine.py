@@ -409,7 +409,7 @@ class EngineCore:
             kv_transfer = self._let_go(live, reason, now)
         else:
             live.move(RequestStatus.ENDED)
-            self.scheduler.leave_seat(live)
+            self.scheduler.leave_batch(live)
             self.flights.end_early(live, reason)
         request_id = live.request.id
         del self._live[request_id]

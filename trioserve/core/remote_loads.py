@@ -1,10 +1,10 @@
-"""Which requests wait for KV from elsewhere, until when, and which have got it and wait for a seat.
+"""Which requests wait for KV from elsewhere, until when, and which have got it and wait to run.
 
     WAITING ──begin──► WAITING_FOR_REMOTE_KV ──arrived──► WAITING, with computed blocks, in the queue `ready`
                                              ──given_up──► WAITING, without blocks, and never asks again
 
 A request that loads owns every block that its known tokens need, so that one whose KV has arrived needs nothing more
-than a seat: requests with loaded KV cannot lock each other, or those that run, out of the pool.
+than a place in the batch: requests with loaded KV cannot lock each other, or those that run, out of the pool.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RemoteLoads:
     @property
     def is_full(self) -> bool:
         """As many load as can run: more would only keep blocks from those that do. (Who is asked for this has room for
-        a seat, so nobody is `ready` at that moment.)"""
+        a place, so nobody is `ready` at that moment.)"""
         return len(self._pending) >= self._settings.max_num_seqs
 
     def matched_count(self, live: LiveRequest, computed_count: int) -> int:
@@ -73,7 +73,7 @@ class RemoteLoads:
         return self._pending.pop(request_id, None)
 
     def arrived(self, live: LiveRequest, token_count: int) -> None:
-        """`token_count` tokens more of a request are computed: it waits for a seat, before those that have nothing."""
+        """`token_count` tokens more of a request are computed: it waits to run, before those that have nothing."""
         blocks = live.blocks
         live.loaded_token_count = token_count
         live.computed_count += token_count

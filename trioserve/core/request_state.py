@@ -6,7 +6,7 @@
     WAITING_FOR_          FINISHED ◄┴────────┘
     REMOTE_KV ──────────►  (from every state, once)
 
-A request owns blocks while it is RUNNING, while it is WAITING_FOR_REMOTE_KV, while it is WAITING for a seat with KV
+A request owns blocks while it is RUNNING, while it is WAITING_FOR_REMOTE_KV, while it is WAITING to run with KV
 that has arrived, and while it is ENDED: everything was said, and a step that was planned ahead still reads them
 (flight). At no other time here. FINISHED is left by no move: that is what makes giving the blocks back happen once.
 """

@@ -138,7 +138,7 @@ class Scheduler:
             )
         return chunks, lives, admitted
 
-    def leave_seat(self, live: LiveRequest) -> None:
+    def leave_batch(self, live: LiveRequest) -> None:
         """A request that has ended runs no longer; it keeps its blocks."""
         del self.running[live.request.id]
 
@@ -266,7 +266,7 @@ class Scheduler:
     def _admit(
         self, planned: dict[RequestId, int], budget: int, now: float, in_flight: StepPlan | None = None
     ) -> list[RequestId]:
-        """Start waiting requests, in order, while seats, budget and blocks last.
+        """Start waiting requests, in order, while places in the batch, budget and blocks last.
 
         One that does not fit is passed over, and those that start before it are counted. When they are overtakes_max it
         holds the line: whoever runs ends, and its blocks are left for it. So the first of the best priority starts in
@@ -276,15 +276,15 @@ class Scheduler:
         A request is admitted only when all of its known tokens fit the pool as it is, so that a prompt that is computed
         in chunks does not start what it cannot finish. One whose next block is just being computed by another (a shared
         prefix, n choices) is passed over: after this step the block is a hit. One whose KV can be loaded begins to
-        wait for it instead: that takes its blocks, and no seat. While as many load as may it is passed over, too; at
+        wait for it instead: that takes its blocks, and no place. While as many load as may it is passed over, too; at
         most max_num_seqs are. in_flight: the step that runs, if another is planned behind it; what it computes
         is a hit only behind that one.
         """
-        seats = self._settings.max_num_seqs - len(self.running)
+        free_seqs = self._settings.max_num_seqs - len(self.running)
         loads = self._loads
-        if seats == 0 or budget == 0 or not self._somebody_waits():
+        if free_seqs == 0 or budget == 0 or not self._somebody_waits():
             return []
-        admission = _Admission(planned, seats=seats, budget=budget)
+        admission = _Admission(planned, free_seqs=free_seqs, budget=budget)
         ends: dict[RequestId, int] = {}
         for chunk in () if in_flight is None else in_flight.chunks:
             ends[chunk.request.id] = end = chunk.start + chunk.count
@@ -304,11 +304,12 @@ class Scheduler:
         return [live.request.id for live in admission.chosen]
 
     def _somebody_waits(self) -> bool:
-        """For a seat: whoever waits for KV from elsewhere has its blocks, and nothing here could help it."""
+        """For a place in the batch: whoever waits for KV from elsewhere has its blocks, and nothing here could help
+        it."""
         return len(self.waiting) > 0 or (self._loads is not None and len(self._loads.ready) > 0)
 
     def _start_loaded(self, loads: RemoteLoads, admission: _Admission) -> None:
-        """Those whose KV has arrived: they have their blocks, and need nothing more than a seat."""
+        """Those whose KV has arrived: they have their blocks, and need nothing more than a place."""
         for live in loads.ready:
             if not admission.goes_on:
                 break
@@ -347,7 +348,7 @@ class Scheduler:
         hit_blocks = self._match(live)
         if self._next_hash(live) in admission.being_computed:
             live.chain.restart()
-            admission.seats -= 1  # bounds how many are passed over
+            admission.free_seqs -= 1  # bounds how many are passed over
             return True
         if not self._fits(live, hit_blocks):
             live.chain.restart()
@@ -386,7 +387,7 @@ class Scheduler:
         self._loads.begin(live, load_count, now)
 
     def _start(self, live: LiveRequest, admission: _Admission) -> None:
-        """Give it a seat, and plan the first tokens that it computes."""
+        """Give it a place in the batch, and plan the first tokens that it computes."""
         if live.cached_token_count is None:
             live.cached_token_count = live.computed_count - live.loaded_token_count
             if self._takes_hits(live):
@@ -398,7 +399,7 @@ class Scheduler:
         admission.planned[live.request.id] = count
         admission.being_computed.update(self._hashes_of_step(live, end, count))
         admission.budget -= count
-        admission.seats -= 1
+        admission.free_seqs -= 1
         admission.chosen.append(live)
 
     def _takes_hits(self, live: LiveRequest) -> bool:
@@ -431,18 +432,18 @@ class Scheduler:
 
 
 class _Admission:
-    """One step's admitting: what is left of its seats and tokens, and who starts.
+    """One step's admitting: what is left of its places and tokens, and who starts.
 
     planned: the step's chunks so far. being_computed: the full blocks that they will complete. leaving: who leaves the
     waiting queue, to run or to load. unfit: who does not fit, and is passed over. passed_count: how many were passed
     over for that, or because as many load as may.
     """
 
-    __slots__ = ("being_computed", "budget", "chosen", "leaving", "passed_count", "planned", "seats", "unfit")
+    __slots__ = ("being_computed", "budget", "chosen", "free_seqs", "leaving", "passed_count", "planned", "unfit")
 
-    def __init__(self, planned: dict[RequestId, int], *, seats: int, budget: int) -> None:
+    def __init__(self, planned: dict[RequestId, int], *, free_seqs: int, budget: int) -> None:
         self.planned = planned
-        self.seats = seats
+        self.free_seqs = free_seqs
         self.budget = budget
         self.being_computed: set[BlockHash] = set()
         self.chosen: list[LiveRequest] = []
@@ -452,4 +453,4 @@ class _Admission:
 
     @property
     def goes_on(self) -> bool:
-        return self.seats > 0 and self.budget > 0
+        return self.free_seqs > 0 and self.budget > 0

@@ -103,7 +103,7 @@ class Delivery:
         self._core.abort(ids, now=trio.current_time())
         self._wake()
 
-    def end_with_last_word(
+    def end_with_final_delta(
         self, request: OpenRequest, reason: FinishReason, message: str | None, *, stop_reason: str | None = None
     ) -> None:
         """The same, and the reader gets, for each choice, what was held back of its text, and why it ended."""

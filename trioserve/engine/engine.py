@@ -103,7 +103,7 @@ class Engine:
         self.default_sampling = default_sampling or SamplingParams()
         self.draining = False
         self.fault: EngineFault | None = None
-        self.on_fault: Callable[[], Awaitable[None]] | None = None  # passes the last words on
+        self.on_fault: Callable[[], Awaitable[None]] | None = None  # has the clients told
         self._core = core
         self._connector = connector
         self._kept_holds = KeptHolds()
@@ -148,7 +148,7 @@ class Engine:
         """The engine's own task. Ends when cancelled, after the step in flight, with every block back.
 
         Raises EngineFault when a step or the connector failed: every reader has the fault by then, and `on_fault` had
-        last_words_seconds_max to pass it on. Raises StartupError, and has not started, if the connector cannot start.
+        grace_seconds_max to pass it on. Raises StartupError, and has not started, if the connector cannot start.
         """
         if self._connector is None:
             await self._run_steps(task_status)
@@ -199,7 +199,7 @@ class Engine:
             for request in self._live_requests():
                 request.fail(fault)
             if self.on_fault is not None:
-                with trio.move_on_after(self._settings.last_words_seconds_max):
+                with trio.move_on_after(self._settings.grace_seconds_max):
                     try:
                         await self.on_fault()
                     except Exception:
@@ -243,7 +243,7 @@ class Engine:
         """End every request, and every hold; each reader gets a last delta with finish_reason ABORT and the message,
         unless it had one."""
         for request in self._live_requests():
-            self._delivery.end_with_last_word(request, FinishReason.ABORT, message)
+            self._delivery.end_with_final_delta(request, FinishReason.ABORT, message)
             self._delivery.end_holds(request)
         for request in self._kept_holds:
             self._delivery.end_holds(request)
@@ -329,7 +329,7 @@ class Engine:
             requests = [request for request in requests if owner in (None, request.owner)]
             unfinished = [request for request in requests if not request.is_finished]
             for request in unfinished:
-                self._delivery.end_with_last_word(request, reason, "the request was aborted by its id")
+                self._delivery.end_with_final_delta(request, reason, "the request was aborted by its id")
             for request in requests:
                 self._delivery.end_holds(request)
             if unfinished:
@@ -394,7 +394,7 @@ class Engine:
         return EndpointLoad(
             running=stats.running_count,
             waiting=stats.waiting_count + self._preparing_count,
-            seats=self._core.settings.max_num_seqs,
+            max_num_seqs=self._core.settings.max_num_seqs,
             kv_usage=stats.kv_usage,
             role=UNSET if self.role is None else self.role,
         )
@@ -427,7 +427,7 @@ class Engine:
             finally:
                 self._preparing_count -= count
             if request.is_finished:
-                return  # aborted meanwhile; its reader finds the last words
+                return  # aborted meanwhile; its reader finds the final delta
             if not self._is_open:
                 raise self.fault or self._refused_draining()
             for choice, sequence in zip(request.choices, self._preparation.sequences(request), strict=True):
@@ -535,7 +535,7 @@ class Engine:
         if not request.is_finished:
             self.metrics.deadlines_passed_total.labels(deadline.value).inc()
             message = f"the request's {deadline.value} of {seconds:g} s has passed"
-            self._delivery.end_with_last_word(request, FinishReason.DEADLINE, message, stop_reason=deadline.value)
+            self._delivery.end_with_final_delta(request, FinishReason.DEADLINE, message, stop_reason=deadline.value)
 
     def _live_requests(self) -> list[OpenRequest]:
         return [request for requests in self._requests.values() for request in requests]

@@ -23,7 +23,7 @@ from trioserve.contracts.prompt import Prompt
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.text.output import ChoiceOutput, merge
 from trioserve.trio_tools.deadline_keeper import Alarm
-from trioserve.trio_tools.woken import WOKEN
+from trioserve.trio_tools.none_outcome import NONE_OUTCOME
 
 __all__ = ["Choice", "OpenRequest"]
 
@@ -287,4 +287,4 @@ class OpenRequest:
 
     def _wake_readers(self) -> None:
         while self._waiting:
-            reschedule(self._waiting.pop(), WOKEN)
+            reschedule(self._waiting.pop(), NONE_OUTCOME)

@@ -24,7 +24,7 @@ RunStep = Callable[[StepPlan, IsAbandoned], Coroutine[Any, Any, StepResult | Non
 """StepRunner.run_step: hands a plan over at once, and is awaited for its result."""
 
 
-class _Handed:
+class _StepInFlight:
     """A plan that was handed over. at: when."""
 
     __slots__ = ("at", "plan", "result")
@@ -60,10 +60,10 @@ class OverlappedSteps:
                 await step.result  # its blocks are being written
             raise
 
-    def _hand_over(self, plan: StepPlan) -> _Handed:
-        return _Handed(plan, self._run_step(plan, self._core.abandonment(plan)))
+    def _hand_over(self, plan: StepPlan) -> _StepInFlight:
+        return _StepInFlight(plan, self._run_step(plan, self._core.abandonment(plan)))
 
-    def _hand_over_behind(self) -> list[_Handed]:
+    def _hand_over_behind(self) -> list[_StepInFlight]:
         now = trio.current_time()
         self._delivery.on_ended([*self._core.progress(now), *self._core.expire(now)])
         if trio.current_effective_deadline() == -math.inf:
@@ -74,7 +74,7 @@ class OverlappedSteps:
         self._delivery.on_plan(plan)
         return [self._hand_over(plan)]
 
-    def _take(self, step: _Handed, result: StepResult | None, seconds: float) -> None:
+    def _take(self, step: _StepInFlight, result: StepResult | None, seconds: float) -> None:
         now = trio.current_time()
         if result is None:
             events = self._core.drop_plan(step.plan, now)

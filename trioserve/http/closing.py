@@ -1,4 +1,4 @@
-"""How a connection's bytes end: with last words that the client gets to read, or broken off so that it notices."""
+"""How a connection's bytes end: with final bytes that the client gets to read, or broken off so that it notices."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["break_off", "close_after", "close_now"]
 LINGER_BYTES_MAX = 1024 * 1024  # of what the client still sends; more than that is not on its way, it is an upload
 
 
-async def close_after(stream: trio.abc.Stream, last_words: bytes, *, seconds_max: float, more_expected: bool) -> None:
-    """Send `last_words`, end our half, and read on until the client has closed, all within `seconds_max`.
+async def close_after(stream: trio.abc.Stream, final_bytes: bytes, *, seconds_max: float, more_expected: bool) -> None:
+    """Send `final_bytes`, end our half, and read on until the client has closed, all within `seconds_max`.
 
-    Without the reading, a TCP stack answers bytes that nobody read with a reset, which may overtake the last words
+    Without the reading, a TCP stack answers bytes that nobody read with a reset, which may overtake the final bytes
     (RFC 9112, 9.6). TLS has no half to end: there the reading would only hold up the close, which may be the end of
     a response, so it is done only where more is expected from the client. Always closes the stream, cancelled or not.
     """
@@ -27,8 +27,8 @@ async def close_after(stream: trio.abc.Stream, last_words: bytes, *, seconds_max
             trio.move_on_after(seconds_max),
             contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError, trio.BusyResourceError),
         ):
-            if last_words:
-                await stream.send_all(last_words)
+            if final_bytes:
+                await stream.send_all(final_bytes)
             if isinstance(stream, trio.abc.HalfCloseableStream):
                 await stream.send_eof()
                 more_expected = True
@@ -42,12 +42,12 @@ async def close_after(stream: trio.abc.Stream, last_words: bytes, *, seconds_max
         await close_now(stream, b"", seconds_max=seconds_max)
 
 
-async def close_now(stream: trio.abc.Stream, last_words: bytes, *, seconds_max: float) -> None:
-    """Send `last_words` and close, within `seconds_max` even when cancelled: for a server that has to leave."""
+async def close_now(stream: trio.abc.Stream, final_bytes: bytes, *, seconds_max: float) -> None:
+    """Send `final_bytes` and close, within `seconds_max` even when cancelled: for a server that has to leave."""
     with trio.CancelScope(deadline=trio.current_time() + seconds_max, shield=True):
         try:
-            if last_words:
-                await stream.send_all(last_words)
+            if final_bytes:
+                await stream.send_all(final_bytes)
         except (trio.BrokenResourceError, trio.ClosedResourceError, trio.BusyResourceError):
             pass  # the client was faster
         finally:

@@ -22,7 +22,7 @@ class ConnectionRefusal(enum.StrEnum):
     """A body fell too far behind its pace. On HTTP/2 it is the stream that ends, and the connection goes on."""
     CONTROL_FRAMES = "control_frames"
     CROWDED = "crowded"
-    """Idle while others waited for a seat."""
+    """Idle while others waited for a place."""
     FRAME_TOO_LARGE = "frame_too_large"
     HEAD_TIMEOUT = "head_timeout"
     HEAD_TOO_LARGE = "head_too_large"

@@ -10,11 +10,7 @@ import msgspec
 
 from trioserve.contracts.errors import StartupError
 
-__all__ = ["SPLIT_PROMPT_TOKENS_MIN", "FrontendLimits"]
-
-SPLIT_PROMPT_TOKENS_MIN = 32
-"""Of a prompt that a router has computed elsewhere: two blocks of the usual size. Less is computed in the time in which
-it would be fetched."""
+__all__ = ["FrontendLimits"]
 
 
 class FrontendLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +39,7 @@ class FrontendLimits(msgspec.Struct, frozen=True, kw_only=True):
     idle_seconds_max: float = 75.0
     """Without a request under way. Longer than the minute that connection pools and proxies usually keep one."""
     close_seconds_max: float = 1.0
-    """For the last words of a connection (GOAWAY, a TLS close): they are a courtesy, and leaving must not wait."""
+    """For the end of a connection (GOAWAY, a TLS close): these are a courtesy, and leaving must not wait."""
 
     # --- one request ---
     head_bytes_max: int = 64 * 1024

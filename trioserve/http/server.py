@@ -45,7 +45,7 @@ class FrontendServer:
     """HTTP/2 and HTTP/1.1 on the same port, for one handler. Knows nothing of engines.
 
     `serve` returns after `drain`, when the last connection has ended. To end sooner, cancel the scope around it: every
-    exchange is cancelled, and connections get at most close_seconds_max for their last words.
+    exchange is cancelled, and connections get at most close_seconds_max for their GOAWAY.
 
     knows_caller: tells callers for whom a share of the exchanges is kept; None treats all alike.
     """
@@ -74,7 +74,7 @@ class FrontendServer:
         self._connections: set[H2Connection | H11Connection] = set()
         self._unidentified: dict[trio.CancelScope, float] = {}  # since when
         self._accepting = trio.CancelScope()
-        self._seats = trio.CapacityLimiter(self._limits.connections_max)
+        self._connection_limit = trio.CapacityLimiter(self._limits.connections_max)
 
     @property
     def draining(self) -> bool:
@@ -154,11 +154,11 @@ class FrontendServer:
 
     async def _accept(self, listener: trio.SocketListener, connections: trio.Nursery) -> None:
         while True:
-            await self._take_seat(listener, seat := object())
+            await self._wait_for_place(listener, borrower := object())
             accepted = False
             try:
                 stream = await listener.accept()
-                connections.start_soon(self._serve_accepted, stream, seat)
+                connections.start_soon(self._serve_accepted, stream, borrower)
                 accepted = True
             except OSError as error:
                 if error.errno in ACCEPT_MISHAPS:
@@ -170,18 +170,18 @@ class FrontendServer:
                     raise
             finally:
                 if not accepted:
-                    self._seats.release_on_behalf_of(seat)
+                    self._connection_limit.release_on_behalf_of(borrower)
 
-    async def _take_seat(self, listener: trio.SocketListener, seat: object) -> None:
+    async def _wait_for_place(self, listener: trio.SocketListener, borrower: object) -> None:
         try:
-            self._seats.acquire_on_behalf_of_nowait(seat)
+            self._connection_limit.acquire_on_behalf_of_nowait(borrower)
             return
         except trio.WouldBlock:
             await trio.lowlevel.wait_readable(listener.socket)  # nobody has to leave before somebody has come
         while True:
             self._end_longest_idle()
             with trio.move_on_after(ACCEPT_RETRY_SECONDS):
-                await self._seats.acquire_on_behalf_of(seat)
+                await self._connection_limit.acquire_on_behalf_of(borrower)
                 return
 
     def _end_longest_idle(self) -> None:
@@ -198,7 +198,7 @@ class FrontendServer:
             self._setup.tally.connections_refused_total[ConnectionRefusal.CROWDED] += 1
             end()
 
-    async def _serve_accepted(self, stream: trio.SocketStream, seat: object) -> None:
+    async def _serve_accepted(self, stream: trio.SocketStream, borrower: object) -> None:
         peer = _peer_name(stream)
         try:
             with contextlib.suppress(OSError):  # the client may be gone already; its stream will tell
@@ -210,7 +210,7 @@ class FrontendServer:
             served = TcpStream(stream) if isinstance(stream, trio.SocketStream) else stream
             await self.serve_connection(served, peer=peer)
         finally:
-            self._seats.release_on_behalf_of(seat)
+            self._connection_limit.release_on_behalf_of(borrower)
 
     # --- finding out what a connection speaks ---
 

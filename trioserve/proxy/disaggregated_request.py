@@ -27,17 +27,17 @@ from trioserve.proxy.relay import (
     attempt,
     check_status,
     error_code,
-    fails_elsewhere,
-    headers_there,
+    handle_failure,
     lease,
     model_field,
+    request_headers,
 )
 from trioserve.proxy.routed_body import TRANSFER_PARAMS, RoutedBody, rewritten
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 if TYPE_CHECKING:
     from trioserve.admission.dispatch import AdmissionScope
-    from trioserve.proxy.remote_endpoint import Asking, RemoteResponse
+    from trioserve.proxy.remote_endpoint import RemoteRequest, RemoteResponse
     from trioserve.proxy.request_clock import RequestClock
     from trioserve.proxy.router_context import RouterContext
 
@@ -67,13 +67,13 @@ async def serve_disaggregated(
 class _Hold:
     """A prefill that was asked for, and the blocks that are kept for it as long as its stream lasts."""
 
-    def __init__(self, asking: Asking) -> None:
-        self.asking = asking
+    def __init__(self, request: RemoteRequest) -> None:
+        self.request = request
         self.watching = trio.CancelScope()
 
     def close(self) -> None:
         self.watching.cancel()
-        self.asking.end()
+        self.request.end()
 
 
 class _DisaggregatedRequest:
@@ -126,16 +126,16 @@ class _DisaggregatedRequest:
         context, admission = self._context, self._admission
         is_ours = context.fleet.tells_role(id)
         sent = prefill_body(context.exchange.path, self._raw, self._fields(id), stream=is_ours)
-        headers = headers_there(context, admission.stage)
-        asking = context.fleet.remote(id).request(context.exchange.method, context.target, headers, sent)
-        hold = self._hold = _Hold(asking)
+        headers = request_headers(context, admission.stage)
+        request = context.fleet.remote(id).request(context.exchange.method, context.target, headers, sent)
+        hold = self._hold = _Hold(request)
         try:
             with admission.attempt():
-                response = await asking.begin()
+                response = await request.begin()
                 outcome = await self._read(id, response)
         except (Refused, EndpointLost) as failure:
             self.let_go()
-            return await fails_elsewhere(context, admission, id, failure)
+            return await handle_failure(context, admission, id, failure)
         self._clock.note_served(trio.current_time() - admission.leased_at)
         if outcome is not None:
             self.let_go()
@@ -167,7 +167,7 @@ class _DisaggregatedRequest:
                     pass
             except EndpointLost:
                 pass
-            hold.asking.end()
+            hold.request.end()
             self._admission.hold_lost()
 
     def _fields(self, id: EndpointId) -> dict[str, object]:

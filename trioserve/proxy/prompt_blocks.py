@@ -46,7 +46,7 @@ class PromptBlocks:
             try:
                 token_ids = await self._token_ids(prompt, add_special_tokens=add_special_tokens)
                 sizes = tuple(block_sizes)
-                return await self._context(lambda: _named(token_ids, sizes, salt), token_count=len(token_ids))
+                return await self._run_on_tokens(lambda: _named(token_ids, sizes, salt), token_count=len(token_ids))
             except InvalidRequest:
                 pass
         return {}
@@ -56,7 +56,7 @@ class PromptBlocks:
             return prompt  # taken as they are, and an id that the model does not have finds no block
         return await self._encoder.encode(prompt, add_special_tokens=add_special_tokens)
 
-    async def _context(self, function: Callable[[], T], *, token_count: int) -> T:
+    async def _run_on_tokens(self, function: Callable[[], T], *, token_count: int) -> T:
         if token_count <= INLINE_TOKENS_MAX:
             return function()
         return await self._texts.run(function, size=min(token_count, NAMED_TOKENS_MAX))

@@ -104,7 +104,9 @@ def _routed(context: RouterContext, raw: bytes, body: RoutedBody, model: str, cl
     content = body.content
     prompt_tokens = len(content) // 4 + 1
     # Looking at the rest of a body costs something, and mostly there are no two endpoints for it.
-    is_disaggregated = prompt_tokens >= rules.split_prompt_tokens_min and context.fleet.dispatch.is_pair_there(model)
+    is_disaggregated = prompt_tokens >= rules.disaggregated_prompt_tokens_min and context.fleet.dispatch.is_pair_there(
+        model
+    )
     return RoutedRequest(
         model=model,
         tenant=context.caller.tenant(context.named_tenant),

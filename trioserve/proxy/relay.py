@@ -13,9 +13,9 @@ from trioserve.admission.text_threads import TEXT_QUEUE_FULL
 from trioserve.api.error_responses import REASON_HEADER, deadline_refusal
 from trioserve.contracts.endpoint import EndpointId, Stage
 from trioserve.contracts.errors import EndpointLost, QueueWaitOver, TrioserveError
+from trioserve.proxy.event_splitter import EventSplitter, is_comment
 from trioserve.proxy.remote_endpoint import Unreachable
 from trioserve.proxy.routed_body import TRANSFER_PARAMS
-from trioserve.proxy.whole_events import WholeEvents, is_comment
 
 if TYPE_CHECKING:
     from trioserve.admission.dispatch import AdmissionScope
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from trioserve.proxy.request_clock import RequestClock
     from trioserve.proxy.router_context import RouterContext
 
-__all__ = ["attempt", "check_status", "error_code", "fails_elsewhere", "headers_there", "lease", "model_field"]
+__all__ = ["attempt", "check_status", "error_code", "handle_failure", "request_headers", "lease", "model_field"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ ENDED_ON_PURPOSE = frozenset({"request_aborted", "queue_timeout", "ttft_timeout"
 ENDPOINT_HEADER = "x-trioserve-endpoint"
 PREFILL_ENDPOINT_HEADER = "x-trioserve-prefill-endpoint"
 CROSS_ORIGIN_PREFIX = "access-control-"  # web pages ask the router, and it says which of them may
-LEG_HEADER = "x-trioserve-stage"
+STAGE_HEADER = "x-trioserve-stage"
 """Tells two requests of the same id apart, at endpoints of a disaggregated request: "prefill" or "decode"."""
 
 # What is between two neighbours (RFC 9110, 7.6.1), and what the router says itself.
@@ -64,7 +64,7 @@ NOT_FORWARDED = frozenset(
         "x-queue-timeout",
         "x-ttft-timeout",
         "x-request-timeout",
-        LEG_HEADER,
+        STAGE_HEADER,
     ]
 )
 NOT_RETURNED = frozenset(
@@ -118,10 +118,10 @@ async def attempt(
             await _relay(context, admission, id, body, clock, on_begin)
         return True
     except (Refused, EndpointLost) as failure:
-        return await fails_elsewhere(context, admission, id, failure)
+        return await handle_failure(context, admission, id, failure)
 
 
-async def fails_elsewhere(
+async def handle_failure(
     context: RouterContext, admission: AdmissionScope, id: EndpointId, failure: Refused | EndpointLost
 ) -> bool:
     """An attempt has failed. False: it goes on elsewhere; True: the client has got what the endpoint said. Raises the
@@ -191,7 +191,7 @@ async def _relay(
 
     endpoint = context.fleet.remote(id)
     async with endpoint.request(
-        context.exchange.method, context.target, headers_there(context, admission.stage), body
+        context.exchange.method, context.target, request_headers(context, admission.stage), body
     ) as response:
         if response.status >= 400:
             await check_status(response, admission.stage)
@@ -203,7 +203,7 @@ async def _relay(
         if whole is not None:
             await _pass_on(context, response, whole)
             return
-        await context.start(response.status, _headers_back(context, response), is_events=False)
+        await context.start(response.status, _response_headers(context, response), is_events=False)
         while (piece := await response.next_piece()) is not None:
             await context.exchange.send(piece)
     await context.finish()
@@ -213,13 +213,13 @@ async def _relay_events(
     context: RouterContext, admission: AdmissionScope, response: RemoteResponse, begin: Callable[[], None]
 ) -> None:
     if not context.exchange.started:  # by an endpoint that was lost before it said anything else
-        await context.start(response.status, _headers_back(context, response), is_events=True)
-    whole = WholeEvents()
+        await context.start(response.status, _response_headers(context, response), is_events=True)
+    splitter = EventSplitter()
     is_over = False
     while not is_over:
         piece = await response.next_piece()
         is_over = piece is None
-        events = whole.rest if piece is None else whole.feed(piece)
+        events = splitter.rest if piece is None else splitter.feed(piece)
         if not admission.has_token and not is_comment(events):
             if admission.stage is Stage.DECODE:
                 _check_first_event(context, events)
@@ -256,10 +256,10 @@ async def _pass_on(context: RouterContext, response: RemoteResponse, body: bytes
     if context.exchange.started:
         # The head of a response is out already, so its status cannot be told any more.
         raise EndpointLost(f"the endpoint answered with status {response.status} when it was asked again")
-    await context.respond(response.status, _headers_back(context, response), body)
+    await context.respond(response.status, _response_headers(context, response), body)
 
 
-def headers_there(context: RouterContext, stage: Stage | None) -> list[tuple[str, str]]:
+def request_headers(context: RouterContext, stage: Stage | None) -> list[tuple[str, str]]:
     tenant_header = context.rules.tenant_header
     headers = [
         (name, value)
@@ -271,14 +271,14 @@ def headers_there(context: RouterContext, stage: Stage | None) -> list[tuple[str
     if tenant is not None:
         headers.append((tenant_header, tenant))
     if stage is not None:
-        headers.append((LEG_HEADER, stage.value))
+        headers.append((STAGE_HEADER, stage.value))
     authorization = context.exchange.headers.get("authorization")
     if context.rules.passes_authorization and authorization is not None:
         headers.append(("authorization", authorization))
     return headers
 
 
-def _headers_back(context: RouterContext, response: RemoteResponse) -> list[tuple[str, str]]:
+def _response_headers(context: RouterContext, response: RemoteResponse) -> list[tuple[str, str]]:
     headers = [
         (name, value)
         for name, value in response.headers

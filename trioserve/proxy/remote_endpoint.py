@@ -20,7 +20,7 @@ from trioserve.contracts.errors import EndpointLost, InvalidRequest, StartupErro
 from trioserve.proxy.response_reader import BadResponse, ResponseHead, ResponseReader
 from trioserve.trio_tools.tcp_stream import TcpStream
 
-__all__ = ["Asking", "EndpointAddress", "RemoteResponse", "RemoteEndpoint", "Unreachable"]
+__all__ = ["RemoteRequest", "EndpointAddress", "RemoteResponse", "RemoteEndpoint", "Unreachable"]
 
 CONNECT_SECONDS_MAX = 5.0
 IDLE_CONNECTIONS_MAX = 128  # as many as are in use in a burst; each costs a socket at both ends
@@ -131,14 +131,14 @@ class RemoteEndpoint:
         self._idle: deque[tuple[float, _Connection]] = deque()  # (since when, connection), the oldest first
         self._is_closed = False
 
-    def request(self, method: str, path: str, headers: list[tuple[str, str]], body: bytes) -> Asking:
+    def request(self, method: str, path: str, headers: list[tuple[str, str]], body: bytes) -> RemoteRequest:
         """Send a request, any but HEAD; the scope holds the response. Leaving it before the body's end closes the
         connection.
 
         Raises Unreachable if there is no connection, EndpointLost if it breaks before the head of the response, and
         InvalidRequest for a header that cannot be sent.
         """
-        return Asking(self, self._encoded(method, path, headers, body))
+        return RemoteRequest(self, self._encoded(method, path, headers, body))
 
     def _encoded(self, method: str, path: str, headers: list[tuple[str, str]], body: bytes) -> bytes:
         target = self.address.path + path
@@ -223,7 +223,7 @@ class RemoteEndpoint:
             self._idle.pop()[1].close()
 
 
-class Asking:
+class RemoteRequest:
     """The scope of one request: holds its response, and its connection. For those whose scope is no `async with` block,
     there are `begin`, and `end` from then on at any moment, also again."""
 

@@ -52,7 +52,7 @@ class _Watch:
         self._policy = policy
         self._snapshot: list[BlockHash] = []
         self._sequence: int | None = None  # of the next change; None: a snapshot is not complete
-        self._last_words = ""
+        self._reason_told = ""
 
     async def listen(self) -> None:
         """One stream, until it ends, breaks or is silent."""
@@ -107,15 +107,15 @@ class _Watch:
         self._policy.note_resident(self._remote.id, part.block_size, self._snapshot)
         logger.info("residency known endpoint=%s blocks=%d", self._remote.id, len(self._snapshot))
         self.is_known = True
-        self._last_words = ""
+        self._reason_told = ""
         self._snapshot, self._sequence = [], part.sequence
 
     def _say(self, reason: str) -> None:
-        if reason != self._last_words:  # an endpoint that never tells is logged once
+        if reason != self._reason_told:  # an endpoint that never tells is logged once
             logger.info(
                 "residency unknown endpoint=%s reason=%s", self._remote.id, msgspec.json.encode(reason).decode()
             )
-            self._last_words = reason
+            self._reason_told = reason
 
 
 class _Lines:

@@ -8,9 +8,8 @@ from urllib.parse import parse_qsl, urlencode
 
 from trioserve.api.responder import TENANT_HEADER, Responder
 from trioserve.contracts.deadlines import Deadlines
-from trioserve.contracts.endpoint import EndpointId
+from trioserve.contracts.endpoint import DISAGGREGATED_PROMPT_TOKENS_MIN, EndpointId
 from trioserve.http.clock_and_ids import ClockAndIds
-from trioserve.http.limits import SPLIT_PROMPT_TOKENS_MIN
 
 if TYPE_CHECKING:
     from trioserve.admission.dispatch import AdmissionScope
@@ -26,10 +25,11 @@ ENDPOINT_PARAMETER = "id"
 
 
 class RoutingRules:
-    """How requests are read. deadlines: of those that bring none; deadlines_max: what any may have.
-    tenant_header, session_header: whose values tell tenants and sessions apart; which callers' tenants, see Caller.
+    """How requests are read. deadlines: of those that bring none; deadlines_max: what any may have. tenant_header,
+    session_header: whose values tell tenants and sessions apart; which callers' tenants, see Caller.
     passes_authorization: endpoints get the client's Authorization header, since no key of the router stands in it.
-    split_prompt_tokens_min: a prompt with fewer tokens, as guessed from its length, is computed where its response is.
+    disaggregated_prompt_tokens_min: a prompt with fewer tokens, as estimated from its length, is computed where its
+    response is.
     """
 
     def __init__(
@@ -40,14 +40,14 @@ class RoutingRules:
         tenant_header: str = TENANT_HEADER,
         session_header: str = "x-session-id",
         passes_authorization: bool = True,
-        split_prompt_tokens_min: int = SPLIT_PROMPT_TOKENS_MIN,
+        disaggregated_prompt_tokens_min: int = DISAGGREGATED_PROMPT_TOKENS_MIN,
     ) -> None:
         self.deadlines = deadlines or Deadlines()
         self.deadlines_max = deadlines_max or Deadlines()
         self.tenant_header = tenant_header.lower()
         self.session_header = session_header
         self.passes_authorization = passes_authorization
-        self.split_prompt_tokens_min = split_prompt_tokens_min
+        self.disaggregated_prompt_tokens_min = disaggregated_prompt_tokens_min
 
 
 class RouterContext(Responder):

@@ -82,12 +82,12 @@ class RouterCore:
         in the queue and at the endpoints. The caller owes `prepared`. Raises as enter does, and then holds nothing."""
         self._check_open(request, now)
         model = self._queues.of_model(request.model)
-        seats = self._fleet.free_count(request.model)
+        slots = self._fleet.free_count(request.model)
         queue = model.queues[Stage.PREFILL if self.will_be_disaggregated(request) else None]
         count = queue.count + model.preparing
-        if count >= self.settings.queue_requests_max + seats:
+        if count >= self.settings.queue_requests_max + slots:
             requests_max = self.settings.queue_requests_max
-            raise self._refusals.counted(refusals.preparing_is_full(queue, count, seats, requests_max, now))
+            raise self._refusals.counted(refusals.preparing_is_full(queue, count, slots, requests_max, now))
         model.preparing += 1
 
     def prepared(self, request: RoutedRequest) -> None:
@@ -166,7 +166,7 @@ class RouterCore:
         self._hand_over(now)
 
     def prefilled(self, ticket: Ticket, now: float, *, outcome: PairOutcome | None = None) -> None:
-        """The endpoint has computed the prompt: its seat there is free, and the ticket waits for a decode endpoint, or
+        """The endpoint has computed the prompt: its slot there is free, and the ticket waits for a decode endpoint, or
         has a lease there already. outcome: why one endpoint has to do the rest, if so; best the one that has the
         prompt in its prefix cache now."""
         if ticket.state is not TicketState.LEASED or ticket.stage is not Stage.PREFILL:

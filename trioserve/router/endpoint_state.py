@@ -11,9 +11,9 @@
 An endpoint gets requests while it is HEALTHY, as much as its slow start allows, and one at a time while it is PROBING;
 the limits of leases and of its load hold for both.
 
-A request of several sequences goes where all of them find a seat, if there is such an endpoint, and otherwise where one
-of them does: the others wait there, and the seats that come free are theirs before anybody else's. So a large request
-costs the seats that it uses, and no others: nothing is emptied for it, and nobody has to be let past it.
+A request of several sequences goes where all of them find a slot, if there is such an endpoint, and otherwise where one
+of them does: the others wait there, and the slots that come free are theirs before anybody else's. So a large request
+costs the slots that it uses, and no others: nothing is emptied for it, and nobody has to be let past it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class EndpointState:
     """What the router knows of one endpoint. Times are seconds of the router's clock.
 
     models: the names under which it may be asked. leases_max: sequences. claims: sequences of the requests that have a
-    lease here; all but the leases_max first of them wait for their seat.
+    lease here; all but the leases_max first of them wait for their slot.
     in_flight: sequences that were given to it and have not ended; more than the claims once these go back at the first
     token. sent: those of them that are on their way or there, by the index of their request's sending.
     slow_start: it comes to others that run, and is to get its share little by little.
@@ -98,7 +98,7 @@ class EndpointState:
         self._settings = settings
         self._load_at = 0.0
         self._known_at_load = 0  # of those in flight; what is more by now, the report may not know
-        self._seats_seen = 0
+        self._slots_seen = 0
         self._failures_in_a_row = 0
         self._ejections_in_a_row = 0
         self._is_ejected_by_check = False
@@ -118,7 +118,7 @@ class EndpointState:
 
     @property
     def leases(self) -> int:
-        """Sequences that have a seat."""
+        """Sequences that have a slot."""
         return min(self.claims, self.leases_max)
 
     @property
@@ -139,17 +139,17 @@ class EndpointState:
         load = self.load
         if load is None or now >= self._load_at + self._settings.load_seconds_max:
             return None
-        seats = load.seats
-        if seats is None:
-            # If somebody waits, all seats are taken; if nobody does, there are at least as many as were ever taken.
-            seats = load.running if load.waiting else max(load.running, self._seats_seen)
+        slots = load.max_num_seqs
+        if slots is None:
+            # If somebody waits, all slots are taken; if nobody does, there are at least as many as were ever taken.
+            slots = load.running if load.waiting else max(load.running, self._slots_seen)
         there = max(0, load.running + load.waiting + self.in_flight - self._known_at_load)
         if there == 0:
             return 0  # whoever comes to an idle endpoint does not wait for others, however large it is
-        return max(0, there + more - seats)
+        return max(0, there + more - slots)
 
     def has_room(self, sequences: int, now: float) -> bool:
-        """Whether so many more sequences find a seat there at once."""
+        """Whether so many more sequences find a slot there at once."""
         if not self.is_given or now < self.busy_until or (self.health is EndpointHealth.PROBING and self.probe_out):
             return False
         leases_max = max(1, int(self.leases_max * self.share(now)))
@@ -166,7 +166,7 @@ class EndpointState:
         self.load = load
         self._load_at = now
         self._known_at_load = sum(count for index, count in self.sent.items() if index <= sent_when_asked)
-        self._seats_seen = load.running if load.waiting else max(self._seats_seen, load.running)
+        self._slots_seen = load.running if load.waiting else max(self._slots_seen, load.running)
 
     def note_check(self, is_well: bool, now: float) -> None:
         """A health check ended. Who was ejected by checks is back with the first good one; who failed requests while it

@@ -52,7 +52,7 @@ class Endpoints:
         ]
 
     def free_count(self, model: str) -> int:
-        """Sequences that find a seat at those that are given requests."""
+        """Sequences that find a slot at those that are given requests."""
         return sum(max(0, state.leases_max - state.leases) for state in self.serving(model) if state.is_given)
 
     def of(self, ticket: Ticket) -> EndpointState:
@@ -61,7 +61,7 @@ class Endpoints:
 
     def candidates(self, ticket: Ticket, now: float) -> list[Candidate]:
         """The endpoints that are there for what is next of it, and which of them has room: for all of its sequences, or
-        where none has, for one of them. These need not start together: the others wait there for their seats."""
+        where none has, for one of them. These need not start together: the others wait there for their slots."""
         candidates = self._with_room_for(ticket, ticket.request.sequences, now)
         if ticket.request.sequences > 1 and not any(candidate.has_room for candidate in candidates):
             candidates = self._with_room_for(ticket, 1, now)
@@ -81,7 +81,7 @@ class Endpoints:
         self._policy.note_sent(request, id)
 
     def end_lease(self, ticket: Ticket) -> None:
-        """Its seats are another's, and it may still run."""
+        """Its slots are another's, and it may still run."""
         self.of(ticket).claims -= ticket.request.sequences
 
     def end_probe(self, ticket: Ticket) -> None:

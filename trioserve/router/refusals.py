@@ -54,11 +54,11 @@ def too_many_sequences(request: RoutedRequest, sequences_max: int) -> InvalidReq
     )
 
 
-def preparing_is_full(queue: Queue, count: int, seats: int, requests_max: int, now: float) -> Overloaded:
+def preparing_is_full(queue: Queue, count: int, slots: int, requests_max: int, now: float) -> Overloaded:
     """count: who waits, and who is read before."""
     seconds = queue.drain_rate.seconds_for(count + 1, now)
     return Overloaded(
-        f"{count} requests wait for the model, {requests_max} may and {seats} find "
+        f"{count} requests wait for the model, {requests_max} may and {slots} find "
         f"room at an endpoint: try again in {math.ceil(seconds)} s",
         reason="queue_full",
         retry_after_seconds=seconds,

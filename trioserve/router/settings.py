@@ -17,8 +17,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         no free endpoint is refused at once.
     queue_seconds_max: how long anybody waits in the queue.
     leases_max: sequences at one endpoint, unless the endpoint has a limit of its own.
-    sequences_max: of one request, its n times its prompts. They are all at one endpoint, where those that find no seat
-        at first wait before everybody who comes later; so this is how many seats others may have to wait for.
+    sequences_max: of one request, its n times its prompts. They are all at one endpoint, where those that find no slot
+        at first wait before everybody who comes later; so this is how many slots others may have to wait for.
     waiting_depth_max: sequences that may wait inside an endpoint, those of one large request apart. A shallow queue
         there keeps the order here, where a waiter that left costs nothing and another endpoint can still take it.
     lease_until: when a lease goes back; at the first token it bounds prefills, at the end it bounds answers.

@@ -11,7 +11,7 @@ __all__ = ["RouterStats"]
 
 
 class RouterStats(msgspec.Struct, frozen=True, kw_only=True):
-    """waiting: requests in the queue, and those that are being read before. leases: sequences that have a seat, by
+    """waiting: requests in the queue, and those that are being read before. leases: sequences that have a slot, by
     endpoint. pairs_total: requests that were to be disaggregated, by what became of that. Totals count since the
     start."""
 

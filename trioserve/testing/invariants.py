@@ -112,7 +112,7 @@ def _check_loading(core: EngineCore, live: LiveRequest) -> None:
 
 def _check_ready(core: EngineCore, live: LiveRequest) -> None:
     name = live.request.id
-    assert not live.steps_in_flight, f"{name} waits for a seat and computes"
+    assert not live.steps_in_flight, f"{name} waits to run and computes"
     assert live.asked_remote, f"{name} waits and holds blocks"
     assert live.computed_count >= live.chain.block_count * core.settings.block_size, name
     assert len(live.blocks) == _blocks_for(core, live.computed_count), f"{name}: {len(live.blocks)} blocks"
@@ -131,7 +131,7 @@ def _check_ended(core: EngineCore, live: LiveRequest) -> None:
     name = live.request.id
     assert live.status is RequestStatus.ENDED, f"{name} has ended, and is {live.status.value}"
     assert live.steps_in_flight == 1, f"{name} has ended, and {live.steps_in_flight} steps read its blocks"
-    assert name not in core.scheduler.running, f"{name} has ended, and has a seat"
+    assert name not in core.scheduler.running, f"{name} has ended, and runs"
     assert live.blocks, f"{name} has ended, and a step reads blocks that it has no more"
 
 

@@ -62,7 +62,7 @@ class Http2ClientProtocol:
         self.streams_max: int = self._h2.remote_settings.max_concurrent_streams
         self._frames = _FrameSplitter()
         self._streams: dict[int, _Stream] = {}
-        self._last_words = b""
+        self._goaway_bytes = b""
 
     @property
     def stream_count(self) -> int:
@@ -117,7 +117,7 @@ class Http2ClientProtocol:
     def say_goaway(self) -> None:
         """Tell the server that this client will take no streams from it, of which it has none: what runs goes on."""
         # Not by h2, which would take in nothing more.
-        self._last_words += hyperframe.frame.GoAwayFrame(0).serialize()
+        self._goaway_bytes += hyperframe.frame.GoAwayFrame(0).serialize()
 
     def receive(self, data: bytes) -> None:
         if not data:
@@ -135,8 +135,8 @@ class Http2ClientProtocol:
 
     def take_unsent(self) -> bytes:
         unsent = self._h2.data_to_send()
-        if self._last_words:
-            unsent, self._last_words = unsent + self._last_words, b""
+        if self._goaway_bytes:
+            unsent, self._goaway_bytes = unsent + self._goaway_bytes, b""
         return unsent
 
     def _handle(self, event: h2.events.Event) -> None:

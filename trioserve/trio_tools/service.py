@@ -1,7 +1,7 @@
 """The order of serving and of stopping. Who speaks HTTP and who computes was decided before.
 
 Stopping, on the first order: readiness turns, requests in the queue are refused with 503, running ones may finish; at
-the deadline they are ended with a last word; then everything is cancelled. A second order shortens the wait.
+the deadline they are ended and told why; then everything is cancelled. A second order shortens the wait.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Service:
         *,
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Serve until the first item in `orders`, then drain; a second one ends the draining, a third the last words.
-        Returns when nobody is served any more; raises what the front end raises."""
+        """Serve until the first item in `orders`, then drain; a second one ends the draining, a third the grace
+        period. Returns when nobody is served any more; raises what the front end raises."""
         settings = self._settings
         async with trio.open_nursery() as nursery:
             await nursery.start(self._serve_to_the_end)
@@ -81,7 +81,7 @@ class Service:
                 await _first_of(self._is_over.wait, orders.receive)
             if not self._is_over.is_set():
                 self._worker.abort_all("the server is shutting down")
-                with trio.move_on_after(settings.last_words_seconds_max):
+                with trio.move_on_after(settings.grace_seconds_max):
                     await _first_of(self._is_over.wait, orders.receive)
             nursery.cancel_scope.cancel()
 

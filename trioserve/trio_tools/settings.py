@@ -13,14 +13,14 @@ STOPPING_SECONDS_MAX = 86_400  # a day: whoever asks for more has meant somethin
 
 class StoppingSettings(msgspec.Struct, frozen=True, kw_only=True):
     """drain_seconds_max: how long running requests may go on after the order to stop.
-    last_words_seconds_max: after that, or after a fault, how long clients have to be told.
+    grace_seconds_max: after that, or after a fault, how long clients have until everything is cancelled.
     """
 
     drain_seconds_max: float = 30.0
-    last_words_seconds_max: float = 2.0
+    grace_seconds_max: float = 2.0
 
     def __post_init__(self) -> None:
-        for name in ("drain_seconds_max", "last_words_seconds_max"):
+        for name in ("drain_seconds_max", "grace_seconds_max"):
             value = getattr(self, name)
             if not 0 <= value <= STOPPING_SECONDS_MAX:
                 raise StartupError(f"{name} is {value}, it must be 0 to {STOPPING_SECONDS_MAX} seconds")

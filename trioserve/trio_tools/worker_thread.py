@@ -16,7 +16,7 @@ import outcome
 import trio
 
 from trioserve.contracts.errors import AlreadyEnded
-from trioserve.trio_tools.callers_cpu import CallersCpu
+from trioserve.trio_tools.cpu_affinity import CpuAffinity
 
 __all__ = ["WorkerThread"]
 
@@ -48,7 +48,7 @@ class WorkerThread:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"trioserve-{name}", daemon=True)
         self._is_left = False
-        self._callers_cpu = CallersCpu()
+        self._cpu_affinity = CpuAffinity()
 
     @trio.lowlevel.enable_ki_protection  # a Ctrl-C halfway would leave the thread behind
     async def __aenter__(self) -> WorkerThread:
@@ -91,7 +91,7 @@ class WorkerThread:
         if here:
             assert self._thread.native_id is not None, "a job for a thread that was not started"
             job.is_here = True
-            self._callers_cpu.offer(self._thread.native_id)
+            self._cpu_affinity.pin_to_caller(self._thread.native_id)
         self._jobs.put(job)
         return self._result_of(job)
 
@@ -133,7 +133,7 @@ class WorkerThread:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             if job.is_here:
-                self._callers_cpu.free()
+                self._cpu_affinity.unpin()
             # Before it is asked: a caller that leaves meanwhile takes them away.
             function, arguments = job.function, job.arguments
             if not job.is_cancelled:

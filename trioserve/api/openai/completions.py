@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["create_completion"]
 
-PROMPTS_MAX = 128  # evaluation tools send batches of up to this size; each prompt takes n seats in the queue
+PROMPTS_MAX = 128  # evaluation tools send batches of up to this size; each prompt takes n places in the queue
 
 TextPrompt = str | list[int]
 

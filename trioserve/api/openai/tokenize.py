@@ -27,7 +27,7 @@ async def tokenize(context: RequestContext) -> None:
     context.model_name(body.model)
     with context.engine.tokenizing(owner=context.owner) as texts:
         token_ids = await _token_ids(context, body, texts)
-        strings = await _gone_through(context, texts, _token_texts, token_ids) if body.return_token_strs else None
+        strings = await _run_on_tokens(context, texts, _token_texts, token_ids) if body.return_token_strs else None
     await context.respond_json(
         {
             "count": len(token_ids),
@@ -42,12 +42,12 @@ async def detokenize(context: RequestContext) -> None:
     body = await context.body(DetokenizeBody)
     context.model_name(body.model)
     with context.engine.tokenizing(owner=context.owner) as texts:
-        await _gone_through(context, texts, _check_token_ids, body.tokens)
+        await _run_on_tokens(context, texts, _check_token_ids, body.tokens)
         prompt = await texts.decode(body.tokens)
     await context.respond_json({"prompt": prompt})
 
 
-async def _gone_through(
+async def _run_on_tokens(
     context: RequestContext, texts: PromptEncoder, look: Callable[[Engine, Sequence[int]], T], token_ids: Sequence[int]
 ) -> T:
     """What `look` makes of the tokens, here if they are few. A client that leaves does not wait for many."""

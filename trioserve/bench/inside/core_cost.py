@@ -64,7 +64,7 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Crowd:
-    """A core with some requests that decode and some that wait for a seat, all with different prompts."""
+    """A core with some requests that decode and some that wait to run, all with different prompts."""
 
     def __init__(self, running_count: int, queued_count: int, *, prompt_blocks: int = 2) -> None:
         context_tokens_max = (prompt_blocks + 1) * BLOCK_SIZE + OUTPUT_TOKENS_MAX

@@ -95,7 +95,7 @@ class HandOffCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def delivery_cost(readers: Readers, running_count: int, queued_count: int, *, steps: int) -> DeliveryCost:
-    """Of a step in which `running_count` requests decode while `queued_count` wait for a seat."""
+    """Of a step in which `running_count` requests decode while `queued_count` wait to run."""
     taken = trio.run(_taken, readers, running_count, queued_count, steps)
     us = {part: median(samples[-steps:]) / 1e3 for part, samples in taken.items()}
     return DeliveryCost(

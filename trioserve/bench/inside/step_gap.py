@@ -109,11 +109,11 @@ async def _measure(
     open_engine: OpenEngine, model: str, passes: Passes, stream_counts: Sequence[int], rounds: int, tokens: int
 ) -> list[GapFigure]:
     figures: list[GapFigure] = []
-    seats = max(stream_counts)
+    fits_all = {"max_num_seqs": max(stream_counts), "kv_cache_memory": KV_CACHE_GIB}
     with passes.watched():
         async with (
-            open_engine(model, max_num_seqs=seats, kv_cache_memory=KV_CACHE_GIB, overlap_steps=False) as plain,
-            open_engine(model, max_num_seqs=seats, kv_cache_memory=KV_CACHE_GIB, overlap_steps=True) as overlapping,
+            open_engine(model, **fits_all, overlap_steps=False) as plain,
+            open_engine(model, **fits_all, overlap_steps=True) as overlapping,
         ):
             keep_what_is_loaded()
             for stream_count in stream_counts:

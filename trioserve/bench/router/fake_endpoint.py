@@ -1,9 +1,9 @@
 """Fake endpoints to measure a router with, in a process of their own: `python -m trioserve.bench.router.fake_endpoint`.
 
 Each speaks as much HTTP/1.1 and of OpenAI's API as a router asks for, over plain sockets and by hand, so that next to
-nothing of what is measured is theirs. Without seats a completion is answered as fast as it can be, or streamed with an
-event in a write of its own every event_seconds, as the steps of an engine would have it. With seats it takes its
-service time, or waits for a seat; /metrics tells of both under vLLM's names. Only a measurement is to talk to it.
+nothing of what is measured is theirs. Without slots a completion is answered as fast as it can be, or streamed with an
+event in a write of its own every event_seconds, as the steps of an engine would have it. With slots it takes its
+service time, or waits for a slot; /metrics tells of both under vLLM's names. Only a measurement is to talk to it.
 
 Reads its settings as JSON from its first argument, prints the ports as JSON in one line, and ends with its input.
 """
@@ -20,13 +20,13 @@ import time
 
 import msgspec
 
-from trioserve.bench.router.slots import Seats
+from trioserve.bench.router.slots import Slots
 
 __all__ = ["MODEL", "DepthFigures", "FakeEndpointSettings", "FakeEndpoints", "main"]
 
 MODEL = "fake"
 BACKLOG = 1024
-ENDLESS_SEATS = 10_000  # said by who has no seats, so that no router holds anything back for want of them
+ENDLESS_SLOTS = 10_000  # said by who has no slots, so that no router holds anything back for want of them
 RECEIVE_BYTES = 65_536
 
 _HEAD_END = b"\r\n\r\n"
@@ -35,10 +35,10 @@ _TEXT = "three or four words"
 
 
 class FakeEndpointSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """endpoints: how many, each on a port of its own. seats_max: of each; None: every request is answered at once."""
+    """endpoints: how many, each on a port of its own. slots_max: of each; None: every request is answered at once."""
 
     endpoints: int = 1
-    seats_max: int | None = None
+    slots_max: int | None = None
     service_seconds: float = 0.0
     event_seconds: float = 0.01
 
@@ -87,7 +87,7 @@ _EVENT = _chunk(b"data: " + json.dumps(_completion(None)).encode() + b"\n\n")
 _LAST_EVENT = _chunk(b"data: " + json.dumps(_completion("length")).encode() + b"\n\n")
 _STREAM_END = _chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
 _MODELS = _whole(json.dumps({"object": "list", "data": [{"id": MODEL, "object": "model"}]}).encode())
-_LOAD = _whole(json.dumps({"running": 0, "waiting": 0, "seats": ENDLESS_SEATS}).encode())
+_LOAD = _whole(json.dumps({"running": 0, "waiting": 0, "seats": ENDLESS_SLOTS}).encode())
 _WELL = _whole(b"{}")
 _UNKNOWN = _whole(b'{"error": {"message": "there is nothing here"}}', b"404 Not Found")
 
@@ -109,11 +109,11 @@ class _Client:
 
 
 class _Endpoint:
-    """One port. seats: None, every request is answered at once."""
+    """One port. slots: None, every request is answered at once."""
 
-    def __init__(self, listener: socket.socket, seats: Seats | None) -> None:
+    def __init__(self, listener: socket.socket, slots: Slots | None) -> None:
         self.listener = listener
-        self.seats = seats
+        self.slots = slots
         self.served = 0
 
 
@@ -132,10 +132,10 @@ class FakeEndpoints:
         for _ in range(settings.endpoints):
             listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
             listener.setblocking(False)
-            seats = None
-            if settings.seats_max is not None:
-                seats = Seats(settings.seats_max, settings.service_seconds, now)
-            endpoint = _Endpoint(listener, seats)
+            slots = None
+            if settings.slots_max is not None:
+                slots = Slots(settings.slots_max, settings.service_seconds, now)
+            endpoint = _Endpoint(listener, slots)
             self._endpoints.append(endpoint)
             self._selector.register(listener, selectors.EVENT_READ, endpoint)
 
@@ -166,7 +166,7 @@ class FakeEndpoints:
         self._selector.close()
 
     def _patience(self) -> float | None:
-        moments = [endpoint.seats.next_end for endpoint in self._endpoints if endpoint.seats is not None]
+        moments = [endpoint.slots.next_end for endpoint in self._endpoints if endpoint.slots is not None]
         if self._streaming:
             moments.append(self._next_event_at)
         seconds = min(moments, default=float("inf")) - time.monotonic()
@@ -212,8 +212,8 @@ class FakeEndpoints:
         client.connection.close()
         del self._clients[client.key]
         self._streaming.pop(client.key, None)
-        if client.endpoint.seats is not None:
-            client.endpoint.seats.leave(client.key, time.monotonic())
+        if client.endpoint.slots is not None:
+            client.endpoint.slots.leave(client.key, time.monotonic())
 
     # --- answers ---
 
@@ -225,15 +225,15 @@ class FakeEndpoints:
             client.send(_WELL)
         elif asked == b"GET /v1/models":
             client.send(_MODELS)
-        elif asked == b"GET /load" and endpoint.seats is None:
+        elif asked == b"GET /load" and endpoint.slots is None:
             client.send(_LOAD)
         elif asked == b"GET /metrics":
             client.send(_whole(_metrics(endpoint), kind=b"text/plain; version=0.0.4"))
         elif asked == b"POST /measure-anew":
             now = time.monotonic()
             endpoint.served = 0
-            if endpoint.seats is not None:
-                endpoint.seats.measure_depth_anew(now)
+            if endpoint.slots is not None:
+                endpoint.slots.measure_depth_anew(now)
             client.send(_WELL)
         elif asked == b"GET /measured":
             client.send(_whole(msgspec.json.encode(_measured(endpoint, time.monotonic()))))
@@ -241,7 +241,7 @@ class FakeEndpoints:
             client.send(_UNKNOWN)
 
     def _complete(self, client: _Client, ask: _Ask) -> None:
-        seats = client.endpoint.seats
+        slots = client.endpoint.slots
         if ask.stream:
             client.send(_STREAM_HEAD)
             if ask.at_once:
@@ -254,18 +254,18 @@ class FakeEndpoints:
                 self._next_event_at = time.monotonic() + self._settings.event_seconds
             client.events_left = ask.max_tokens
             self._streaming[client.key] = client
-        elif seats is None:
+        elif slots is None:
             client.endpoint.served += 1
             client.send(_RESPONSE)
         else:
             now = time.monotonic()
             self._end_services(now)
-            seats.enter(client.key, now)
+            slots.enter(client.key, now)
 
     def _end_services(self, now: float) -> None:
         for endpoint in self._endpoints:
-            if endpoint.seats is not None:
-                for key in endpoint.seats.ended(now):
+            if endpoint.slots is not None:
+                for key in endpoint.slots.ended(now):
                     endpoint.served += 1
                     self._clients[key].send(_RESPONSE)
 
@@ -285,7 +285,7 @@ class FakeEndpoints:
 
 
 def _measured(endpoint: _Endpoint, now: float) -> DepthFigures:
-    depth = None if endpoint.seats is None else endpoint.seats.depth
+    depth = None if endpoint.slots is None else endpoint.slots.depth
     return DepthFigures(
         depth_max=0 if depth is None else depth.most,
         depth_mean=0.0 if depth is None else depth.mean(now),
@@ -294,8 +294,8 @@ def _measured(endpoint: _Endpoint, now: float) -> DepthFigures:
 
 
 def _metrics(endpoint: _Endpoint) -> bytes:
-    running = 0 if endpoint.seats is None else endpoint.seats.running
-    waiting = 0 if endpoint.seats is None else endpoint.seats.waiting
+    running = 0 if endpoint.slots is None else endpoint.slots.running
+    waiting = 0 if endpoint.slots is None else endpoint.slots.waiting
     return (
         f'vllm:num_requests_running{{model_name="{MODEL}"}} {running}.0\n'
         f'vllm:num_requests_waiting{{model_name="{MODEL}"}} {waiting}.0\n'

@@ -150,7 +150,7 @@ def _burst_lines(burst: BurstFigures, settings: RouterBenchSettings) -> list[str
     means = " ".join(f"{each.depth_mean:.1f}" for each in burst.endpoints)
     lines = [
         f"{settings.bursts} bursts of {settings.burst_seconds:g} s at {settings.burst_load:g} times the "
-        f"{burst.capacity_per_second:g} requests/s of {settings.endpoints} endpoints with {settings.seats_max} seats; "
+        f"{burst.capacity_per_second:g} requests/s of {settings.endpoints} endpoints with {settings.slots_max} slots; "
         f"route with {' '.join(burst.flags)}",
         f"waiting inside an endpoint: at most {burst.depth_max} ({depths}), mean {burst.depth_mean:.2f} ({means})",
         f"{'tenant':<12}{'asked':>8}{'served':>8}{'refused':>9}{'wait ms: p50':>14}{'p99':>9}{'of its fair share':>19}",

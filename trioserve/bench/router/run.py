@@ -1,4 +1,4 @@
-"""A router between clients and pretended endpoints, each in a process of its own, over sockets of this machine.
+"""A router between clients and fake endpoints, each in a process of its own, over sockets of this machine.
 
 What a router costs is the difference to the same requests without it, sent in turn in the same run, so that a noisy
 machine is noisy for both; and its processor time, which others on the machine change little.
@@ -180,12 +180,12 @@ def _events(router: Router, settings: RouterBenchSettings) -> EventFigures:
 
 
 def _bursts(settings: RouterBenchSettings, *, holds_back: bool) -> BurstFigures:
-    seats = FakeEndpointSettings(
-        endpoints=settings.endpoints, seats_max=settings.seats_max, service_seconds=settings.service_seconds
+    endpoints = FakeEndpointSettings(
+        endpoints=settings.endpoints, slots_max=settings.slots_max, service_seconds=settings.service_seconds
     )
     plan = burst_plan(settings)
     flags = settings.burst_flags(holds_back=holds_back)
-    with _endpoints(seats) as ports, _router(ports, flags) as router:
+    with _endpoints(endpoints) as ports, _router(ports, flags) as router:
         for address in router.endpoints:
             _ask_once(address, WireRequest("/measure-anew", {}))
         asked = at_moments(router.address, plan)
@@ -220,7 +220,7 @@ def _endpoints(settings: FakeEndpointSettings) -> Iterator[list[int]]:
         try:
             line = process.stdout.readline()
             if not line:
-                raise _NotReady("the pretended endpoints did not start")
+                raise _NotReady("the fake endpoints did not start")
             yield json.loads(line)
         finally:
             process.stdin.close()

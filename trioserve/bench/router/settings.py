@@ -15,7 +15,7 @@ WITHOUT_FLAGS = frozenset(
     {
         "event_seconds",
         "endpoints",
-        "seats_max",
+        "slots_max",
         "service_seconds",
         "endpoint_max_waiting",
         "burst_load",
@@ -34,7 +34,7 @@ class RouterBenchSettings(msgspec.Struct, frozen=True, kw_only=True):
     and `concurrency` at a time. output_tokens: events of a response that is streamed at a pace. server_flags: what
     `route` is given besides port and endpoints.
 
-    The bursts: `endpoints` servers with seats_max seats each, whose requests take service_seconds. One tenant sends
+    The bursts: `endpoints` servers with slots_max slots each, whose requests take service_seconds. One tenant sends
     steadily steady_share of what they can do together, another one bursts, so that together they ask for burst_load
     times of it for burst_seconds, followed by as long a rest.
     """
@@ -47,7 +47,7 @@ class RouterBenchSettings(msgspec.Struct, frozen=True, kw_only=True):
     event_seconds: float = 0.01
     server_flags: tuple[str, ...] = ()
     endpoints: int = 8
-    seats_max: int = 4
+    slots_max: int = 4
     service_seconds: float = 0.2
     endpoint_max_waiting: int = 4
     burst_load: float = 2.0
@@ -66,7 +66,7 @@ class RouterBenchSettings(msgspec.Struct, frozen=True, kw_only=True):
         check_integer("--concurrency", self.concurrency, 1, 512)
         check_integer("--rounds", self.rounds, 1, 100)
         check_integer("--output-tokens", self.output_tokens, 1, 100_000)
-        for name in ("endpoints", "seats_max", "bursts"):
+        for name in ("endpoints", "slots_max", "bursts"):
             check_integer(name, getattr(self, name), 1, 1000)
         for name in ("service_seconds", "event_seconds", "burst_load", "burst_seconds"):
             check_number(name, getattr(self, name), 0.001, 60.0)
@@ -80,7 +80,7 @@ class RouterBenchSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def capacity_per_second(self) -> float:
         """Requests that all endpoints together can answer in a second, at most."""
-        return self.endpoints * self.seats_max / self.service_seconds
+        return self.endpoints * self.slots_max / self.service_seconds
 
     def burst_flags(self, *, holds_back: bool) -> tuple[str, ...]:
         """Of the router that is measured under bursts: one that holds requests back, or one that passes all on."""

@@ -1,4 +1,4 @@
-"""Who runs and who waits at a pretended endpoint that has so many seats, and how long its queue was. Told the time."""
+"""Who runs and who waits at a fake endpoint that has so many slots, and how long its queue was. Told the time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import heapq
 import math
 from collections import deque
 
-__all__ = ["Depth", "Seats"]
+__all__ = ["Depth", "Slots"]
 
 
 class Depth:
@@ -31,15 +31,15 @@ class Depth:
         return (self._area + self._count * (now - self._changed_at)) / seconds if seconds > 0 else float(self._count)
 
 
-class Seats:
-    """First come, first served: each takes a seat for service_seconds, or waits for one.
+class Slots:
+    """First come, first served: each takes a slot for service_seconds, or waits for one.
 
-    Keys are the caller's names of its requests. A seat that became free was free from the moment the service ended, and
-    whoever waited had it from then on, however late that is noticed: the capacity is seats_max / service_seconds.
+    Keys are the caller's names of its requests. A slot that became free was free from the moment the service ended, and
+    whoever waited had it from then on, however late that is noticed: the capacity is slots_max / service_seconds.
     """
 
-    def __init__(self, seats_max: int, service_seconds: float, now: float) -> None:
-        self._seats_max = seats_max
+    def __init__(self, slots_max: int, service_seconds: float, now: float) -> None:
+        self._slots_max = slots_max
         self._service_seconds = service_seconds
         self._waiting: deque[int] = deque()
         self._running: dict[int, float] = {}  # until when
@@ -63,7 +63,7 @@ class Seats:
 
     def enter(self, key: int, now: float) -> None:
         """To be called after `ended` of the same moment."""
-        if self.running < self._seats_max:
+        if self.running < self._slots_max:
             self._run(key, now)
         else:
             self._waiting.append(key)
@@ -72,26 +72,26 @@ class Seats:
     def leave(self, key: int, now: float) -> None:
         """Its client has gone. Nothing to do when it has ended."""
         if self._running.pop(key, None) is not None:
-            self._seat_next(now)
+            self._start_next(now)
         elif key in self._waiting:
             self._waiting.remove(key)
             self.depth.note(self.waiting, now)
 
     def ended(self, now: float) -> list[int]:
-        """Whose service is over by now, in order; their seats are taken by those who waited."""
+        """Whose service is over by now, in order; their slots are taken by those who waited."""
         keys = []
         while self.next_end <= now:
             end, key = heapq.heappop(self._ends)
             del self._running[key]
             keys.append(key)
-            self._seat_next(end)
+            self._start_next(end)
         return keys
 
     def measure_depth_anew(self, now: float) -> None:
         self.depth = Depth(now)
         self.depth.note(self.waiting, now)
 
-    def _seat_next(self, now: float) -> None:
+    def _start_next(self, now: float) -> None:
         if self._waiting:
             self._run(self._waiting.popleft(), now)
             self.depth.note(self.waiting, now)

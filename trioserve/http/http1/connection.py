@@ -102,7 +102,7 @@ class H11Connection:
         self._tell_change()
 
     def make_room(self) -> None:
-        """End an idle connection whose seat is needed, without waiting for the client to close, too."""
+        """End an idle connection whose place is needed, without waiting for the client to close, too."""
         self._lingers = False
         self.drain()
 
@@ -303,7 +303,7 @@ class H11Connection:
         """Refuse a request that has not come whole, because the server is leaving."""
         self._tally.streams_refused_total[StreamRefusal.DRAINING] += 1
         fields = (("retry-after", "1"), ("x-trioserve-reason", StreamRefusal.DRAINING.value))
-        with trio.move_on_after(self._limits.close_seconds_max):  # last words: leaving must not wait for them
+        with trio.move_on_after(self._limits.close_seconds_max):  # a courtesy: leaving must not wait for it
             await self._refuse(503, "the server is shutting down: send the request to another one, or again", fields)
 
     # --- ending ---

@@ -73,7 +73,7 @@ class H2Connection:
         self._ended_at = now  # of the last stream
         self._last_stream_id: int | None = None  # of our GOAWAY; set when no more streams are taken
         self._client_gone = False
-        self._lingers = True  # until the client has read our last words
+        self._lingers = True  # until the client has read our GOAWAY
         self._write_broken = False  # a part of a frame may be out: nothing can follow it
 
     # --- for the server ---
@@ -89,14 +89,14 @@ class H2Connection:
                     await self._read()
         except BaseException:
             # The caller ends us, or we are broken. The streams' tasks have left and with that reset their streams.
-            await close_now(self._transport, self._last_words(), seconds_max=close_seconds_max)
+            await close_now(self._transport, self._final_bytes(), seconds_max=close_seconds_max)
             raise
         if self._write_broken:
             await break_off(self._transport)
         elif self._client_gone or not self._lingers:
-            await close_now(self._transport, self._last_words(), seconds_max=close_seconds_max)
+            await close_now(self._transport, self._final_bytes(), seconds_max=close_seconds_max)
         else:
-            await close_after(self._transport, self._last_words(), seconds_max=close_seconds_max, more_expected=True)
+            await close_after(self._transport, self._final_bytes(), seconds_max=close_seconds_max, more_expected=True)
 
     @property
     def idle_since(self) -> float | None:
@@ -119,7 +119,7 @@ class H2Connection:
                 stream.wake()
 
     def make_room(self) -> None:
-        """End an idle connection whose seat is needed: a GOAWAY, and no waiting for the client to close, too."""
+        """End an idle connection whose place is needed: a GOAWAY, and no waiting for the client to close, too."""
         self._lingers = False
         self.drain()
 
@@ -435,7 +435,7 @@ class H2Connection:
             self._last_stream_id = self._protocol.highest_inbound_stream_id
         self._outbox.collect(goaway_frame(self._last_stream_id, code))
 
-    def _last_words(self) -> bytes:
+    def _final_bytes(self) -> bytes:
         if self._write_broken or self._client_gone:
             return b""
         if self._last_stream_id is None:

@@ -121,13 +121,13 @@ class Generator:
     def _drawn_world(self) -> World:
         rng = self._rng
         block_size = rng.choice((1, 2, 3, 4))
-        seats = rng.choice((1, 2, 3, 3, 4, 5))
+        max_num_seqs = rng.choice((1, 2, 3, 3, 4, 5))
         draft_tokens = rng.choice((0, 0, 1, 3, 8))
         return World(
             block_count=rng.randint(3, 9) if rng.random() < 0.6 else rng.randint(10, 24),
             block_size=block_size,
-            max_num_seqs=seats,
-            step_tokens_max=seats + rng.choice((0, 1, 3, 8, 16)),
+            max_num_seqs=max_num_seqs,
+            step_tokens_max=max_num_seqs + rng.choice((0, 1, 3, 8, 16)),
             # Draft tokens come from text that repeats itself, and of few tokens most does.
             vocab_size=rng.choice((1, 2, 2, 4) if draft_tokens else (2, 4, 4, 50)),
             stop_period=rng.choice((2, 4, 8)),

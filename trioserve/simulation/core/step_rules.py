@@ -63,9 +63,9 @@ def check_begun_step(
             if transfers is not None and transfers.may_wait_to_load(entry.request.id, ready_count)
         ]
         _check_overtaken(core, [entry for entry in waiting if entry not in (*sharing, *loading_later)], overtaking)
-        seats = settings.max_num_seqs - len(running) - len(sharing)
+        free_seqs = settings.max_num_seqs - len(running) - len(sharing)
         if (
-            seats > 0
+            free_seqs > 0
             and plan.token_count < settings.step_tokens_max
             and len(loading_later) <= settings.max_num_seqs  # beyond that nobody looks any further
         ):
@@ -161,8 +161,8 @@ def _check_overtaken(core: EngineCore, waiting: list[ExpectedSequence], overtaki
 def _check_nobody_waits_in_vain(
     core: EngineCore, waiting: list[ExpectedSequence], passed_over: list[ExpectedSequence], *, may_overtake: bool
 ) -> None:
-    """Seats and tokens are left for the first who waits, so why does it? may_overtake: nothing but room keeps anybody
-    waiting, so that who does not fit can be told from who waits for something else."""
+    """Places in the batch and tokens are left for the first who waits, so why does it? may_overtake: nothing but room
+    keeps anybody waiting, so that who does not fit can be told from who waits for something else."""
     unfit_count = 0
     for entry in waiting:
         if not _is_ready(entry) and _block_count(core, entry) > core.pool.available_count:

@@ -67,7 +67,7 @@ class TransferWatch:
         return self._remote_counts[name] > 0
 
     def may_wait_to_load(self, name: str, ready_count: int) -> bool:
-        """Whether a request may have to wait since as many load, or have loaded and wait for a seat, as can run."""
+        """Whether a request may have to wait since as many load, or have loaded and wait to run, as can run."""
         pending_count = sum(not load.is_abandoned for load in self.connector.loads.values())
         return self._remote_counts[name] > 0 and pending_count + ready_count >= self._world.max_num_seqs
 

@@ -124,8 +124,8 @@ class EndpointBook:
             )
         load = report.load
         told = load.running + load.waiting + self.in_flight - report.in_flight  # at least so many are there
-        seats = load.seats if load.seats is not None else load.running
-        if (load.seats is not None or load.waiting) and told > 0 and told + sequences - seats > depth_max:
+        seats = load.max_num_seqs if load.max_num_seqs is not None else load.running
+        if (load.max_num_seqs is not None or load.waiting) and told > 0 and told + sequences - seats > depth_max:
             return f"{self.id} told of {load.running} and {load.waiting}, and gets {sequences} more"
         return None
 
@@ -142,7 +142,7 @@ class EndpointBook:
             return True
         load = report.load
         there = max(0, load.running + load.waiting + self.in_flight - report.known)
-        seats = load.seats if load.seats is not None else load.running
+        seats = load.max_num_seqs if load.max_num_seqs is not None else load.running
         return there == 0 or there + sequences - seats <= self._world.waiting_depth_max
 
     def _limit(self, now: float) -> int:
@@ -187,7 +187,7 @@ class EndpointBook:
         count = self._strangers + sum(self.there.values())
         running, waiting = lie or (min(count, self._seats), max(0, count - self._seats))
         self.question.response = EndpointLoad(
-            running=running, waiting=waiting, seats=self._seats if self._tells_seats else None
+            running=running, waiting=waiting, max_num_seqs=self._seats if self._tells_seats else None
         )
         self.question.is_lie = lie is not None
 

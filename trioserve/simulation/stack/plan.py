@@ -111,7 +111,7 @@ def stack_plan_of(script: str) -> StackPlan:
 def drawn_stack_plan(rng: Random, client_count: int) -> StackPlan:
     """So many clients; how many of them come over HTTP is drawn, too."""
     block_count = rng.randint(6, 20)
-    seats = rng.randint(1, 4)
+    max_num_seqs = rng.randint(1, 4)
     context = block_count * BLOCK_SIZE
     draws = _Draws(rng, client_count, context, span=rng.choice((0.05, 0.2, 0.5)))
     http_count = round(client_count * rng.choice((0.0, 0.5, 0.8, 1.0)))
@@ -121,8 +121,8 @@ def drawn_stack_plan(rng: Random, client_count: int) -> StackPlan:
     draft_tokens = rng.choice((0, 0, 2, 5))
     stage = Stage(
         block_count=block_count,
-        max_num_seqs=seats,
-        step_tokens_max=seats + rng.choice((0, 4, 12)),
+        max_num_seqs=max_num_seqs,
+        step_tokens_max=max_num_seqs + rng.choice((0, 4, 12)),
         waiting_requests_max=rng.choice((2, 40)),
         step_seconds=tuple(rng.choice((0.0, 0.005, 0.01, 0.04)) for _ in range(5)),
         schedule_seed=rng.getrandbits(32),

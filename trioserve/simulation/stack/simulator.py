@@ -126,7 +126,7 @@ class StackSimulation:
                         nursery.start_soon(clients.be_operator, part, number)
                 clients.start(nursery)
             await fake.wait_until_idle()
-            await trio.sleep(2)  # the step that is in flight may still read blocks; connections have last words
+            await trio.sleep(2)  # the step that is in flight may still read blocks; connections say GOAWAY
             fake.assert_all_free()
             self.check(fake)
             http.check_over()

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trioserve.contracts.errors import EndpointLost
-from trioserve.proxy import whole_events
-from trioserve.proxy.whole_events import WholeEvents, is_comment
+from trioserve.proxy import event_splitter
+from trioserve.proxy.event_splitter import EventSplitter, is_comment
 
 ENDS = ("\n\n", "\r\n\r\n", "\r\r", "\n\r\n", "\r\n\n", "\r\n\r")
 LINES = st.sampled_from(["data: x", "data: y\r\ndata: z", ": ping", "id: 1\nevent: e\rdata", "data: \u2028é"])
@@ -18,7 +18,7 @@ LINES = st.sampled_from(["data: x", "data: y\r\ndata: z", ": ping", "id: 1\neven
 def test_whole_events_come_out_wherever_they_are_cut(events, data):
     stream = "".join(line + end for line, end in events).encode()
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
-    whole, came = WholeEvents(), b""
+    whole, came = EventSplitter(), b""
     for begin, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
         events_now = whole.feed(stream[begin:end])
         came += events_now
@@ -28,7 +28,7 @@ def test_whole_events_come_out_wherever_they_are_cut(events, data):
 
 
 def test_nothing_comes_before_its_event_is_whole():
-    whole = WholeEvents()
+    whole = EventSplitter()
     assert whole.feed(b"data: 1") == b""
     assert whole.feed(b"\n") == b""
     assert whole.feed(b"\ndata: 2\n\ndata: 3") == b"data: 1\n\ndata: 2\n\n"
@@ -36,15 +36,15 @@ def test_nothing_comes_before_its_event_is_whole():
 
 
 def test_a_line_is_no_event():
-    whole = WholeEvents()
+    whole = EventSplitter()
     assert whole.feed(b"data: 1\r\n") == b""
     assert whole.feed(b"data: 2\r\n") == b""
     assert whole.feed(b"\r\n") == b"data: 1\r\ndata: 2\r\n\r\n"
 
 
 def test_an_event_without_an_end_is_given_up(monkeypatch):
-    monkeypatch.setattr(whole_events, "EVENT_BYTES_MAX", 10)
-    whole = WholeEvents()
+    monkeypatch.setattr(event_splitter, "EVENT_BYTES_MAX", 10)
+    whole = EventSplitter()
     assert whole.feed(b"x" * 20 + b"\n\n" + b"y" * 10) == b"x" * 20 + b"\n\n"
     with pytest.raises(EndpointLost, match="more than 10 bytes"):
         whole.feed(b"y")

@@ -12,17 +12,17 @@ import ctypes
 import os
 import sys
 
-__all__ = ["CallersCpu"]
+__all__ = ["CpuAffinity"]
 
 
-class CallersCpu:
+class CpuAffinity:
     """Of one thread; made where every CPU is allowed that the thread is to run on."""
 
     def __init__(self) -> None:
         self._cpu = None if sys.platform != "linux" else getattr(ctypes.CDLL(None), "sched_getcpu", None)
         self._allowed = os.sched_getaffinity(0) if sys.platform == "linux" else set[int]()
 
-    def offer(self, thread_id: int) -> None:
+    def pin_to_caller(self, thread_id: int) -> None:
         """Have the thread, which sleeps, wake on the CPU of the thread that calls this, and stay until it is free."""
         if self._cpu is None:
             return
@@ -31,7 +31,7 @@ class CallersCpu:
         except OSError:  # the system does not let us
             self._cpu = None
 
-    def free(self) -> None:
+    def unpin(self) -> None:
         """Called by the thread itself: it may run on every CPU again."""
         with contextlib.suppress(OSError):  # none of them is ours any more: the system has chosen others
             os.sched_setaffinity(0, self._allowed)

@@ -1,4 +1,4 @@
-"""A server in memory that does what a test says: one half of a prefill/decode pair as a router sees it.
+"""A server in memory that does what a test says: a prefill or a decode endpoint as a router sees it.
 
 It answers by itself what a router asks of a server (health, models, load). Every other request is an Ask, which waits
 for the test: it is answered, refused, broken off or left alone, and knows whether its client has left.
@@ -15,7 +15,7 @@ import trio
 from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.testing.memory_stream import MemoryEnd, memory_connection
 
-__all__ = ["Ask", "PretendedEndpoint"]
+__all__ = ["Ask", "ScriptedEndpoint"]
 
 RECEIVE_BYTES = 65_536
 
@@ -24,7 +24,7 @@ class Ask:
     """One request. headers: names in lower case. body: as parsed. is_gone: its client has closed the connection before
     the response was over. is_over: the response is, or cannot be any more. is_held: blocks are kept for it."""
 
-    def __init__(self, endpoint: PretendedEndpoint, end: MemoryEnd, path: str, headers: dict[str, str], body: Any):
+    def __init__(self, endpoint: ScriptedEndpoint, end: MemoryEnd, path: str, headers: dict[str, str], body: Any):
         self.endpoint = endpoint
         self.path = path
         self.headers = headers
@@ -98,7 +98,7 @@ class Ask:
             self._end.send_nowait(data)
 
 
-class PretendedEndpoint:
+class ScriptedEndpoint:
     """role: what it says it is meant for; None: nothing, as servers of others do. load: beside that. asks: all that
     came, oldest first. is_reachable, is_well, is_silent: until told otherwise. params: kv_transfer_params of what it
     holds."""

@@ -10,7 +10,7 @@ import re
 
 from trioserve.contracts.errors import EndpointLost
 
-__all__ = ["WholeEvents", "is_comment"]
+__all__ = ["EventSplitter", "is_comment"]
 
 EVENT_BYTES_MAX = 16 * 1024 * 1024  # a token has some hundreds; logprobs of a long prompt have millions
 
@@ -20,7 +20,7 @@ _END = re.compile(rb"(?:\r\n|\n|\r(?!\n)){2}")
 _END_BYTES_MAX = 4
 
 
-class WholeEvents:
+class EventSplitter:
     """rest: what has come of an event that is not whole."""
 
     def __init__(self) -> None:

@@ -13,20 +13,20 @@ from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.testing.memory_client import MemoryClient
 from trioserve.testing.memory_router import MemoryRouter, open_memory_router
-from trioserve.testing.pretended_endpoint import Ask, PretendedEndpoint
+from trioserve.testing.scripted_endpoint import Ask, ScriptedEndpoint
 
-__all__ = ["Pair", "open_pretended_pair"]
+__all__ = ["ScriptedEndpoints", "open_scripted_endpoints"]
 
 
-class Pair:
-    """A router, and pretended endpoints by id: those whose id begins with p are for prompts, with d for responses, with
+class ScriptedEndpoints:
+    """A router, and scripted endpoints by id: those whose id begins with p are for prompts, with d for responses, with
     b for both; w says nothing."""
 
-    def __init__(self, router: MemoryRouter, endpoints: dict[str, PretendedEndpoint]) -> None:
+    def __init__(self, router: MemoryRouter, endpoints: dict[str, ScriptedEndpoint]) -> None:
         self.router = router
         self.endpoints = endpoints
 
-    def __getitem__(self, id: str) -> PretendedEndpoint:
+    def __getitem__(self, id: str) -> ScriptedEndpoint:
         return self.endpoints[id]
 
     def client(self, **options: Any) -> MemoryClient:
@@ -61,12 +61,12 @@ ROLES: dict[str, EngineRole | None] = {"p": "prefill", "d": "decode", "b": "both
 
 
 @asynccontextmanager
-async def open_pretended_pair(ids: str = "p d", **options: Any) -> AsyncIterator[Pair]:
+async def open_scripted_endpoints(ids: str = "p d", **options: Any) -> AsyncIterator[ScriptedEndpoints]:
     """ids: apart by spaces. options: as of open_memory_router. It begins when each endpoint has said what it is for."""
     async with trio.open_nursery() as nursery:
-        endpoints = {id: PretendedEndpoint(nursery, role=ROLES[id[0]]) for id in ids.split()}
+        endpoints = {id: ScriptedEndpoint(nursery, role=ROLES[id[0]]) for id in ids.split()}
         connects = {id: endpoint.connect for id, endpoint in endpoints.items()}
         async with open_memory_router(connects, **options) as router:
             await wait_all_tasks_blocked()
-            yield Pair(router, endpoints)
+            yield ScriptedEndpoints(router, endpoints)
         nursery.cancel_scope.cancel()

@@ -1,4 +1,4 @@
-"""What a waiting task is woken with when there is nothing to say."""
+"""The outcome None, to wake a waiting task with."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any, NoReturn
 
 import outcome
 
-__all__ = ["WOKEN"]
+__all__ = ["NONE_OUTCOME"]
 
 
-class _Woken(outcome.Outcome[None]):
+class _NoneOutcome(outcome.Outcome[None]):
     """None, any number of times. Trio would make a Value for each wake-up, which may be opened once: to make it and to
     open it is a tenth of what a token costs the event loop."""
 
@@ -26,5 +26,5 @@ class _Woken(outcome.Outcome[None]):
         raise AssertionError("only wait_task_rescheduled is ended with this")
 
 
-WOKEN = _Woken()
-"""For trio.lowlevel.reschedule(task, WOKEN)."""
+NONE_OUTCOME = _NoneOutcome()
+"""For trio.lowlevel.reschedule(task, NONE_OUTCOME)."""

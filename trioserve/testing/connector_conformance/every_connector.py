@@ -1,0 +1,197 @@
+"""What holds for every connector, also for one that moves nothing."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, ClassVar
+
+import trio
+from trio.testing import MockClock
+
+from trioserve.contracts.errors import StartupError
+from trioserve.contracts.events import FinishReason
+from trioserve.contracts.kv_transfer import (
+    ConnectorFactory,
+    ConnectorSetup,
+    KVConnector,
+    KVLayout,
+)
+from trioserve.contracts.kv_transfer_params import KVTransferParams
+from trioserve.testing.connector_conformance.stage import ABORT, TOKENS, Stage
+from trioserve.testing.connector_stage import Side, make_request
+from trioserve.testing.memory_pages import SMALL_LAYOUT, MemoryPages
+from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
+
+__all__ = ["ConnectorConformance"]
+
+
+class ConnectorConformance:
+    """For any connector.
+
+    factory: makes a connector, as an engine would do it. real_time: threads, sockets or processes are at work.
+    patience_seconds: how long anything may take that must come some time; settle_seconds: how long the suite waits, in
+    real time, for what must not come. layout: of the engines' caches.
+    """
+
+    factory: ClassVar[ConnectorFactory | Callable[[ConnectorSetup], KVConnector]]
+    real_time: bool = False
+    patience_seconds: float = 30.0
+    settle_seconds: float = 0.05
+    layout: KVLayout = SMALL_LAYOUT
+
+    def options(self, side: str) -> Mapping[str, Any]:
+        """kv_connector_extra_config of the engine that plays this side: "sender" or "reader"."""
+        return {}
+
+    # --- how a test is played ---
+
+    def sides(self, *, reader_layout: KVLayout | None = None, has_views: bool = True) -> tuple[Side, Side]:
+        reader = Side("reader", reader_layout or self.layout, has_views=has_views)
+        return Side("sender", self.layout, has_views=has_views), reader
+
+    def play(self, script: Callable[[Stage], Coroutine[Any, Any, None]], **how: Any) -> None:
+        async def main() -> None:
+            async with self._opened(**how) as stage:
+                await script(stage)
+                await stage.settle()
+                open_holds = [f"{side.name}: {name}" for side in stage.sides for name in (*side.sends, *side.loads)]
+                assert not open_holds, f"nothing was reported of {', '.join(open_holds)}"
+            stage.check()
+
+        with errors_unwrapped():
+            if self.real_time:
+                trio.run(main)
+            else:
+                trio.run(main, clock=MockClock(autojump_threshold=0))
+
+    @asynccontextmanager
+    async def _opened(self, **how: Any) -> AsyncIterator[Stage]:
+        stage = Stage(self, *self.sides(**how))
+        for side in stage.sides:
+            side.connect(type(self).factory, dict(self.options(side.name)), f"engine-of-{side.name}")
+        task_count = trio.lowlevel.current_statistics().tasks_living
+        async with trio.open_nursery() as nursery:
+            for side in stage.sides:
+                if hasattr(side.connector, "run"):  # one without a life of its own is none the worse
+                    stage.scopes[side.name] = await nursery.start(_run_scoped, side.connector.run)
+            yield stage
+            nursery.cancel_scope.cancel()
+        left = trio.lowlevel.current_statistics().tasks_living - task_count
+        assert left == 0, f"{left} tasks are left when the connectors have ended"
+
+    # --- the tests ---
+
+    def test_a_request_that_wants_nothing_is_left_alone(self) -> None:
+        async def script(stage: Stage) -> None:
+            side = stage.sender
+            for reason in FinishReason:
+                request = make_request(stage.name(), TOKENS)
+                assert side.connector.num_matched_tokens(request, 0) == 0
+                assert side.connector.num_matched_tokens(request, side.pages.layout.block_size) == 0
+                assert side.finish(request, side.take(len(TOKENS)), TOKENS, reason) is None
+            for name in list(side.sends):
+                await stage.until_released(name)
+
+        self.play(script)
+
+    def test_one_that_only_ever_sees_aborts(self) -> None:
+        """Every request's end is told, also of one that the connector never heard of before, whatever it wanted."""
+
+        async def script(stage: Stage) -> None:
+            for side in stage.sides:
+                for params in (None, *_WANTED):
+                    for token_count in (0, 1, len(TOKENS)):
+                        request = make_request(stage.name(), TOKENS, params)
+                        side.finish(request, side.take(token_count), TOKENS[:token_count], ABORT)
+                        side.abort_after_finish(request.id)
+                for name in list(side.sends):
+                    await stage.until_released(name, side)
+
+        self.play(script)
+
+    def test_params_that_name_nobody_fail_one_load_in_time(self) -> None:
+        async def script(stage: Stage) -> None:
+            reader = stage.reader
+            for params in _WANTED:
+                request = make_request(stage.name(), TOKENS, params)
+                count = reader.connector.num_matched_tokens(request, 0)
+                assert isinstance(count, int), f"{count!r} tokens match"
+                assert count >= 0, f"{count} tokens match"
+                if count > 0:
+                    load = reader.start_load(request, 0, min(count, len(TOKENS) - 1))
+                    await stage.until_load_ends(load)
+                reader.finish(request, (), (), ABORT)
+            assert not reader.loaded, "KV came from nobody"
+
+        self.play(script)
+
+    def test_progress_is_told_once(self) -> None:
+        async def script(stage: Stage) -> None:
+            for side in stage.sides:
+                assert list(side.connector.progress()) == []
+
+        self.play(script)
+
+    def test_counts_are_numbers(self) -> None:
+        async def script(stage: Stage) -> None:
+            for side in stage.sides:
+                counts = side.connector.counts() if hasattr(side.connector, "counts") else {}
+                assert all(isinstance(name, str) and value >= 0 for name, value in counts.items()), counts
+
+        self.play(script)
+
+    def test_an_option_that_it_does_not_know_is_refused(self) -> None:
+        setup = ConnectorSetup(
+            engine_id="e",
+            role="both",
+            pages=MemoryPages(8, self.layout),
+            options={**self.options("sender"), "an option that nobody has": 1},
+            wake=lambda: None,
+        )
+        try:
+            type(self).factory(setup)
+        except StartupError:
+            return
+        raise AssertionError("an option that does not exist was taken")
+
+
+async def _run_scoped(
+    run: Callable[..., Coroutine[Any, Any, None]], *, task_status: trio.TaskStatus[trio.CancelScope]
+) -> None:
+    """Starts a connector's task in a scope of its own; tells the scope when the connector is ready."""
+
+    class Status:
+        def started(self, value: Any = None) -> None:
+            task_status.started(scope)
+
+    with trio.CancelScope() as scope:
+        await run(task_status=Status())
+
+
+_WANTED = (
+    KVTransferParams(do_remote_decode=True),
+    KVTransferParams(do_remote_prefill=True),
+    KVTransferParams(
+        do_remote_prefill=True,
+        remote_engine_id="nobody",
+        remote_request_id="nothing",
+        remote_block_ids=(0, 1, 2),
+        remote_host="127.0.0.1",
+        remote_port=9,  # nobody listens there; the port of the discard protocol
+        remote_block_size=4,
+        remote_num_tokens=12,
+    ),
+    KVTransferParams(
+        do_remote_prefill=True,
+        remote_engine_id="",
+        remote_request_id="",
+        remote_block_ids=((-1, 10**9), ()),
+        remote_host="",
+        remote_port=-1,
+        remote_block_size=0,
+        remote_num_tokens=10**9,
+        tp_size=0,
+    ),
+    KVTransferParams(do_remote_prefill=True, do_remote_decode=True, remote_engine_id="x", remote_num_tokens=-5),
+)

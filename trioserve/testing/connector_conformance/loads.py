@@ -1,0 +1,170 @@
+"""What holds for a connector that loads, wherever the blocks come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import trio
+
+from trioserve.testing.connector_conformance.every_connector import ConnectorConformance
+from trioserve.testing.connector_conformance.stage import ABORT, MOMENTS_MAX, TOKENS, Offered, Stage
+from trioserve.testing.connector_stage import Load, is_same
+
+__all__ = ["LoadConformance"]
+
+
+class LoadConformance(ConnectorConformance):
+    """What holds wherever KV comes from."""
+
+    async def offer(self, stage: Stage, tokens: Sequence[int] = TOKENS) -> Offered:
+        raise NotImplementedError
+
+    def matched(self, stage: Stage, offered: Offered, computed_count: int = 0) -> int:
+        """How much a core would load."""
+        request = offered.request
+        count = stage.reader.connector.num_matched_tokens(request, computed_count)
+        return min(count, len(request.prompt_token_ids) - 1 - computed_count)
+
+    def begin(self, stage: Stage, offered: Offered, computed_count: int = 0, token_count: int | None = None) -> Load:
+        matched_count = self.matched(stage, offered, computed_count)
+        assert matched_count > 0, f"nothing matches of {offered.name} from token {computed_count} on"
+        count = matched_count if token_count is None else min(token_count, matched_count)
+        return stage.reader.start_load(offered.request, computed_count, count)
+
+    def compare(self, stage: Stage, offered: Offered, load: Load) -> bool:
+        """Whether it was loaded, with nothing but what was offered."""
+        loaded = stage.reader.loaded.get(load.request.id)
+        if loaded is None:
+            return False
+        count = len(loaded[0])
+        expected = [layer[load.start : load.start + count] for layer in offered.kv]
+        layouts = stage.reader.pages.layout, stage.sender.pages.layout
+        assert is_same(loaded, expected, layouts[0].dtype, layouts[1].dtype), (
+            f"{load.request.id}: what was loaded from token {load.start} on is not what was held"
+        )
+        return True
+
+    async def conclude(self, stage: Stage, offered: Offered, load: Load | None = None) -> None:
+        """The reader's request ends, and then nobody waits for anything any more."""
+        if load is not None:
+            stage.reader.abandon(load)
+            await stage.until_load_ends(load)
+        stage.reader.finish(offered.request, (), (), ABORT)
+        stage.drain()
+        stage.sender.expire_send(offered.name)
+
+    async def load_whole(self, stage: Stage, offered: Offered, computed_count: int, token_count: int | None) -> None:
+        load = self.begin(stage, offered, computed_count, token_count)
+        await stage.until_load_ends(load)
+        assert self.compare(stage, offered, load), f"it was not loaded: {stage.reader.reports[-1]}"
+        await self.conclude(stage, offered)
+
+    async def at_each_moment(
+        self, stage: Stage, act: Callable[[Offered, Load], None], *, ends_load: bool = True
+    ) -> None:
+        """`act` after every number of passes of the loop, up to the load's end; then both sides come to an end."""
+        for moment in range(MOMENTS_MAX):
+            offered = await self.offer(stage)
+            load = self.begin(stage, offered)
+            for _ in range(moment):
+                await trio.lowlevel.checkpoint()
+            stage.reader.drain()
+            is_over = load.request.id not in stage.reader.loads
+            act(offered, load)
+            stage.check()
+            if load.request.id in stage.reader.loads:
+                await stage.until_load_ends(load)
+            self.compare(stage, offered, load)
+            stage.drain()
+            stage.check()
+            await self.conclude(stage, offered)
+            if is_over:
+                return
+
+    def test_a_load_brings_what_was_held_and_writes_nowhere_else(self) -> None:
+        size = self.layout.block_size
+
+        async def script(stage: Stage) -> None:
+            for computed_count in (0, size, 5 * size):
+                for token_count in (None, 1, size - 1, size, size + 1, 2 * size + 3):
+                    await self.load_whole(stage, await self.offer(stage), computed_count, token_count)
+
+        self.play(script)
+
+    def test_blocks_that_the_host_cannot_address(self) -> None:
+        async def script(stage: Stage) -> None:
+            await self.load_whole(stage, await self.offer(stage), 0, None)
+            await self.load_whole(stage, await self.offer(stage), self.layout.block_size, 3)
+
+        self.play(script, has_views=False)
+
+    def test_asking_what_matches_changes_nothing(self) -> None:
+        async def script(stage: Stage) -> None:
+            offered = await self.offer(stage)
+            size = self.layout.block_size
+            counts = [self.matched(stage, offered, computed_count) for computed_count in range(0, len(TOKENS), size)]
+            await stage.settle()
+            again = [self.matched(stage, offered, computed_count) for computed_count in range(0, len(TOKENS), size)]
+            assert counts == again, f"first {counts}, then {again}"
+            await self.load_whole(stage, offered, 0, None)
+
+        self.play(script)
+
+    def test_several_loads_at_a_time(self) -> None:
+        async def script(stage: Stage) -> None:
+            offers = [await self.offer(stage, range(start, start + 14)) for start in range(0, 100, 20)]
+            loads = [self.begin(stage, offered) for offered in offers]
+            for offered, load in zip(reversed(offers), reversed(loads), strict=True):
+                await stage.until_load_ends(load)
+                assert self.compare(stage, offered, load), f"it was not loaded: {stage.reader.reports}"
+                await self.conclude(stage, offered)
+
+        self.play(script)
+
+    def test_an_abandoned_load_ends_once_at_any_moment(self) -> None:
+        async def script(stage: Stage) -> None:
+            await self.at_each_moment(stage, lambda offered, load: stage.reader.abandon(load))
+
+        self.play(script)
+
+    def test_a_load_that_expired_writes_nothing_and_says_nothing_at_any_moment(self) -> None:
+        async def script(stage: Stage) -> None:
+            def act(_offered: Offered, load: Load) -> None:
+                stage.reader.abandon(load)
+                stage.reader.expire_load(load)
+
+            await self.at_each_moment(stage, act)
+
+        self.play(script)
+
+    def test_a_load_that_expired_some_time_after_it_was_abandoned(self) -> None:
+        async def script(stage: Stage) -> None:
+            for moment in range(10):
+                offered = await self.offer(stage)
+                load = self.begin(stage, offered)
+                for _ in range(moment):
+                    await trio.lowlevel.checkpoint()
+                stage.reader.abandon(load)
+                await trio.lowlevel.checkpoint()
+                stage.reader.expire_load(load)
+                await stage.settle()
+                await self.conclude(stage, offered)
+
+        self.play(script)
+
+    def test_the_reader_ends_in_the_middle(self) -> None:
+        for moment in range(10):
+
+            async def script(stage: Stage, moment: int = moment) -> None:
+                offered = await self.offer(stage)
+                load = self.begin(stage, offered)
+                for _ in range(moment):
+                    await trio.lowlevel.checkpoint()
+                stage.end(stage.reader)
+                await stage.settle()
+                stage.reader.abandon(load)
+                stage.reader.expire_load(load)
+                stage.reader.finish(offered.request, (), (), ABORT)
+                stage.sender.expire_send(offered.name)
+
+            self.play(script)

@@ -1,0 +1,244 @@
+"""What holds for two engines, of which one reads what the other holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import trio
+
+from trioserve.contracts.ids import RequestId
+from trioserve.contracts.kv_transfer import (
+    KVLayout,
+    LoadFailed,
+    Released,
+)
+from trioserve.contracts.kv_transfer_params import KVTransferParams
+from trioserve.testing.connector_conformance.loads import LoadConformance
+from trioserve.testing.connector_conformance.sender import SenderConformance
+from trioserve.testing.connector_conformance.stage import ABORT, LENGTH, MOMENTS_MAX, TOKENS, Offered, Stage
+from trioserve.testing.connector_stage import kv_of, make_request
+from trioserve.testing.memory_pages import SMALL_LAYOUT
+
+__all__ = ["PairConformance"]
+
+
+class PairConformance(LoadConformance, SenderConformance):
+    """For two engines, each with a connector of its own, of which the reader reads what the sender holds.
+
+    tells_early: a reader that leaves before it has read, or in the middle, tells the sender, whose hold ends then and
+    not at its deadline. other_layouts: of the reader, where they are not the sender's: converted, or refused.
+    """
+
+    tells_early: bool = True
+    other_layouts: Sequence[KVLayout] = tuple(
+        msgspec.structs.replace(SMALL_LAYOUT, **change)
+        for change in (
+            {"block_size": 8},
+            {"block_size": 2},
+            {"block_size": 3},
+            {"dtype": "bfloat16"},
+            {"dtype": "float16", "block_size": 16},
+        )
+    )
+    foreign_layouts: Sequence[KVLayout] = tuple(
+        msgspec.structs.replace(SMALL_LAYOUT, **change)
+        for change in ({"model": "another"}, {"layer_count": 3}, {"kv_head_count": 2}, {"head_dim": 4})
+    )
+
+    async def offer(self, stage: Stage, tokens: Sequence[int] = TOKENS) -> Offered:
+        return await SenderConformance.offer(self, stage, tokens)
+
+    def test_a_send_ends_once_when_it_has_been_read(self) -> None:
+        async def script(stage: Stage) -> None:
+            for _ in range(3):
+                offered = await self.offer(stage)
+                load = self.begin(stage, offered)
+                await stage.until_load_ends(load)
+                assert self.compare(stage, offered, load)
+                await stage.until_released(offered.name)
+                stage.reader.finish(offered.request, (), (), ABORT)
+                assert stage.sender.reports.count(Released(offered.name)) == 1
+
+        self.play(script)
+
+    def test_a_hold_that_expires_at_any_moment_brings_no_foreign_bytes(self) -> None:
+        async def script(stage: Stage) -> None:
+            await self.at_each_moment(stage, lambda offered, load: stage.sender.expire_send(offered.name))
+
+        self.play(script)
+
+    def test_an_abort_of_what_is_held_at_any_moment_of_its_reading(self) -> None:
+        async def script(stage: Stage) -> None:
+            for moment in range(MOMENTS_MAX):
+                offered = await self.offer(stage)
+                load = self.begin(stage, offered)
+                for _ in range(moment):
+                    await trio.lowlevel.checkpoint()
+                stage.reader.drain()
+                is_over = load.request.id not in stage.reader.loads
+                stage.sender.abort_after_finish(offered.name)
+                await stage.until_released(offered.name)
+                await stage.until_load_ends(load)
+                self.compare(stage, offered, load)
+                await self.conclude(stage, offered)
+                if is_over:
+                    return
+
+        self.play(script)
+
+    def test_a_reader_that_leaves_tells_the_sender(self) -> None:
+        """Before it began, and in the middle."""
+        if not self.tells_early:
+            return
+
+        async def script(stage: Stage) -> None:
+            for moment in range(8):
+                offered = await self.offer(stage)
+                if moment > 0:
+                    load = self.begin(stage, offered)
+                    for _ in range(moment):
+                        await trio.lowlevel.checkpoint()
+                    stage.reader.abandon(load)
+                stage.reader.finish(offered.request, (), (), ABORT)
+                await stage.until_released(offered.name)
+                if moment > 0:
+                    await stage.until_load_ends(load)
+
+        self.play(script)
+
+    def test_what_is_not_held_any_more_fails_the_load(self) -> None:
+        async def script(stage: Stage) -> None:
+            for end in (stage.sender.expire_send, stage.sender.abort_after_finish):
+                offered = await self.offer(stage)
+                end(offered.name)
+                await stage.settle()
+                await self._fail(stage, offered)
+
+        self.play(script)
+
+    def test_another_engine_and_another_request_fail_the_load(self) -> None:
+        async def script(stage: Stage) -> None:
+            offered = await self.offer(stage)
+            params = offered.request.kv_transfer
+            assert params is not None
+            for change in ({"remote_engine_id": "engine-before"}, {"remote_request_id": "nobody"}):
+                wrong = msgspec.structs.replace(params, **change)
+                name, request = RequestId("nobody"), make_request(stage.name(), TOKENS, wrong)
+                await self._fail(stage, msgspec.structs.replace(offered, name=name, request=request))
+            await self.load_whole(stage, offered, 0, None)
+
+        self.play(script)
+
+    def test_a_sender_that_is_gone_fails_the_load_in_time(self) -> None:
+        async def script(stage: Stage) -> None:
+            offered = await self.offer(stage)
+            stage.end(stage.sender)
+            await stage.settle()
+            stage.sender.expire_send(offered.name)
+            await self._fail(stage, offered)
+
+        self.play(script)
+
+    def test_a_sender_that_goes_at_any_moment(self) -> None:
+        for moment in range(12):
+
+            async def script(stage: Stage, moment: int = moment) -> None:
+                offered = await self.offer(stage)
+                load = self.begin(stage, offered)
+                for _ in range(moment):
+                    await trio.lowlevel.checkpoint()
+                stage.end(stage.sender)
+                stage.sender.drain()
+                await trio.lowlevel.checkpoint()
+                stage.sender.expire_send(offered.name)  # its memory is another's
+                await stage.until_load_ends(load)
+                self.compare(stage, offered, load)
+                await self.conclude(stage, offered)
+
+            self.play(script)
+
+    def test_two_readers_of_one_send(self) -> None:
+        async def script(stage: Stage) -> None:
+            offered = await self.offer(stage)
+            second = msgspec.structs.replace(offered.request, id=RequestId("second"))
+            again = msgspec.structs.replace(offered, request=second)
+            loads = [(each, self.begin(stage, each)) for each in (offered, again)]
+            for each, load in loads:
+                await stage.until_load_ends(load)
+                self.compare(stage, each, load)
+                await self.conclude(stage, each)
+
+        self.play(script)
+
+    def test_a_block_that_two_sends_share(self) -> None:
+        async def script(stage: Stage) -> None:
+            sender = stage.sender
+            blocks = sender.take(len(TOKENS))
+            kv = kv_of(sender.pages, blocks, range(len(TOKENS)))
+            offers = []
+            for _ in range(2):
+                name = stage.name()
+                request = make_request(name, TOKENS, KVTransferParams(do_remote_decode=True), output_tokens_max=1)
+                there = make_request(f"{name}-there", TOKENS, sender.finish(request, blocks, TOKENS, LENGTH))
+                offers.append(Offered(request.id, there, kv))
+            load = self.begin(stage, offers[1])
+            sender.expire_send(offers[0].name)
+            await stage.until_load_ends(load)
+            assert self.compare(stage, offers[1], load), "a hold that is not this one's has expired"
+            for offered in offers:
+                await self.conclude(stage, offered)
+
+        self.play(script)
+
+    def test_both_ways_at_a_time(self) -> None:
+        async def script(stage: Stage) -> None:
+            there = await self.offer(stage)
+            stage.sender, stage.reader = stage.reader, stage.sender
+            back = await self.offer(stage)
+            load_back = self.begin(stage, back)
+            stage.sender, stage.reader = stage.reader, stage.sender
+            load_there = self.begin(stage, there)
+            await stage.until_load_ends(load_there)
+            assert self.compare(stage, there, load_there)
+            await self.conclude(stage, there)
+            stage.sender, stage.reader = stage.reader, stage.sender
+            await stage.until_load_ends(load_back)
+            assert self.compare(stage, back, load_back)
+            await self.conclude(stage, back)
+
+        self.play(script)
+
+    def test_unequal_layouts_are_converted_or_refused(self) -> None:
+        for layout in self.other_layouts:
+
+            async def script(stage: Stage) -> None:
+                for blocks_computed in (0, 1):
+                    offered = await self.offer(stage)
+                    computed_count = blocks_computed * stage.reader.pages.layout.block_size
+                    if self.matched(stage, offered, computed_count) > 0:
+                        load = self.begin(stage, offered, computed_count)
+                        await stage.until_load_ends(load)
+                        self.compare(stage, offered, load)
+                    await self.conclude(stage, offered)
+
+            self.play(script, reader_layout=layout)
+
+    def test_another_model_is_refused(self) -> None:
+        for layout in self.foreign_layouts:
+
+            async def script(stage: Stage) -> None:
+                offered = await self.offer(stage)
+                await self._fail(stage, offered)
+
+            self.play(script, reader_layout=layout)
+
+    async def _fail(self, stage: Stage, offered: Offered) -> None:
+        """It must not be loaded, and the end comes in time, with a sentence."""
+        if self.matched(stage, offered) > 0:
+            load = self.begin(stage, offered)
+            await stage.until_load_ends(load)
+            report = next(event for event in reversed(stage.reader.reports) if event.request_id == load.request.id)
+            assert isinstance(report, LoadFailed), f"{report}, and there was nothing to load"
+            assert report.message, "it failed, and nobody says why"
+        await self.conclude(stage, offered)

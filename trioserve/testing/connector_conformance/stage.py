@@ -1,0 +1,91 @@
+"""The engines of one conformance test, played by the test itself, and what both sides agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+import trio
+
+from trioserve.contracts.events import FinishReason
+from trioserve.contracts.ids import RequestId
+from trioserve.contracts.request import EngineRequest
+from trioserve.testing.connector_stage import KV, Load, Side
+
+if TYPE_CHECKING:
+    from trioserve.testing.connector_conformance.every_connector import ConnectorConformance
+
+__all__ = ["ABORT", "LENGTH", "MOMENTS_MAX", "TOKENS", "Offered", "Stage"]
+
+LENGTH, ABORT = FinishReason.LENGTH, FinishReason.ABORT
+MOMENTS_MAX = 60  # beyond that, one moment of a load is like another
+TOKENS = range(100, 130)  # a prompt: seven blocks and a half of SMALL_LAYOUT
+
+
+class Offered(msgspec.Struct, frozen=True):
+    """What a sender has: name, of its request; request, for the reader; kv, of the prompt."""
+
+    name: RequestId
+    request: EngineRequest
+    kv: KV
+
+
+class Stage:
+    """The engines of one test, the connectors of which run in `nursery`. reader is sender where a connector serves one
+    engine alone."""
+
+    def __init__(self, suite: ConnectorConformance, sender: Side, reader: Side) -> None:
+        self.suite = suite
+        self.sender, self.reader = sender, reader
+        self.sides = [sender] if sender is reader else [sender, reader]
+        self.scopes: dict[str, trio.CancelScope] = {}
+        self._names = 0
+
+    def name(self) -> str:
+        self._names += 1
+        return f"r{self._names}"
+
+    def drain(self) -> None:
+        for side in self.sides:
+            side.drain()
+
+    async def until(self, side: Side, is_so: Callable[[], bool], what: str) -> None:
+        """Take reports until it is so. The connector has to call `wake` for each."""
+        with trio.move_on_after(self.suite.patience_seconds):
+            while not is_so():
+                woken = side.woken
+                if not woken.is_set():
+                    await woken.wait()
+                side.drain()
+            return
+        raise AssertionError(
+            f"{what} was not reported within {self.suite.patience_seconds} seconds, or nobody was woken for it"
+        )
+
+    async def until_load_ends(self, load: Load) -> None:
+        name = load.request.id
+        await self.until(self.reader, lambda: name not in self.reader.loads, f"the end of the load of {name}")
+
+    async def until_released(self, name: RequestId, side: Side | None = None) -> None:
+        here = side or self.sender
+        await self.until(here, lambda: name not in here.sends, f"the end of the send of {name}")
+
+    async def settle(self) -> None:
+        """Whatever was begun comes to its end, or nothing comes of it."""
+        if self.suite.real_time:
+            await trio.sleep(self.suite.settle_seconds)
+        else:
+            await trio.sleep(self.suite.patience_seconds)
+        self.drain()
+        self.check()
+
+    def check(self) -> None:
+        for side in self.sides:
+            side.check()
+        broken = [f"{side.name}: {violation}" for side in self.sides for violation in side.violations]
+        assert not broken, "; ".join(broken)
+
+    def end(self, side: Side) -> None:
+        """The connector's task ends, as with its engine."""
+        self.scopes.pop(side.name).cancel()

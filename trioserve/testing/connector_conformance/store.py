@@ -1,0 +1,92 @@
+"""What holds for a connector that keeps blocks by itself and brings them to the next equal prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import trio
+
+from trioserve.contracts.kv_transfer import (
+    KVLayout,
+)
+from trioserve.testing.connector_conformance.loads import LoadConformance
+from trioserve.testing.connector_conformance.stage import ABORT, LENGTH, MOMENTS_MAX, TOKENS, Offered, Stage
+from trioserve.testing.connector_stage import Side, kv_of, make_request
+
+__all__ = ["StoreConformance"]
+
+
+class StoreConformance(LoadConformance):
+    """For a connector that keeps the blocks of requests that end (StoreConformance.offer), and brings them to a later
+    request with the same tokens and salt; one engine, one connector. How much it keeps is its own affair, but a prompt
+    of some blocks that has just ended must match in part."""
+
+    def sides(self, *, reader_layout: KVLayout | None = None, has_views: bool = True) -> tuple[Side, Side]:
+        side = Side("sender", self.layout, has_views=has_views)
+        return side, side
+
+    async def offer(self, stage: Stage, tokens: Sequence[int] = TOKENS, salt: str | None = None) -> Offered:
+        """A request ends, and has been saved. Equal tokens under equal salts have equal KV, and here they would not: so
+        without a salt it gets one of its own."""
+        side, name = stage.sender, stage.name()
+        salt = name if salt is None else salt
+        request = make_request(name, tokens, cache_salt=salt)
+        blocks = side.take(len(tokens))
+        kv = kv_of(side.pages, blocks, range(len(tokens)))
+        side.finish(request, blocks, tokens, LENGTH)
+        await stage.until_released(request.id)
+        return Offered(request.id, make_request(f"{name}-again", tokens, cache_salt=salt), kv)
+
+    def test_other_tokens_and_salts_match_nothing(self) -> None:
+        async def script(stage: Stage) -> None:
+            await self.offer(stage, salt="s")
+            connector = stage.reader.connector
+            shifted = make_request(stage.name(), range(101, 131), cache_salt="s")
+            assert connector.num_matched_tokens(shifted, 0) == 0, "other tokens match"
+            for salt in ("another", "", None):
+                salted = make_request(stage.name(), TOKENS, cache_salt=salt)
+                assert connector.num_matched_tokens(salted, 0) == 0, "what was kept under another salt matches"
+
+        self.play(script)
+
+    def test_a_common_beginning_matches_as_far_as_it_goes(self) -> None:
+        async def script(stage: Stage) -> None:
+            offered = await self.offer(stage)
+            common = len(TOKENS) // 2
+            tokens = [*TOKENS[:common], *range(500, 515)]
+            other = make_request(stage.name(), tokens, cache_salt=offered.request.cache_salt)
+            count = stage.reader.connector.num_matched_tokens(other, 0)
+            assert 0 <= count <= common, f"{count} tokens match, and {common} are the same"
+            if count > 0:
+                load = stage.reader.start_load(other, 0, count)
+                await stage.until_load_ends(load)
+                self.compare(stage, offered, load)
+            stage.reader.finish(other, (), (), ABORT)
+
+        self.play(script)
+
+    def test_a_hold_that_expires_while_it_is_saved_keeps_no_foreign_bytes(self) -> None:
+        async def script(stage: Stage) -> None:
+            side = stage.sender
+            for moment in range(MOMENTS_MAX):
+                tokens = [1000 * (moment + 1) + token for token in TOKENS]
+                request = make_request(stage.name(), tokens)
+                blocks = side.take(len(tokens))
+                kv = kv_of(side.pages, blocks, range(len(tokens)))
+                side.finish(request, blocks, tokens, LENGTH)
+                for _ in range(moment):
+                    await trio.lowlevel.checkpoint()
+                side.drain()
+                is_over = request.id not in side.sends
+                side.expire_send(request.id)
+                await stage.settle()
+                again = Offered(request.id, make_request(stage.name(), tokens), kv)
+                if self.matched(stage, again) > 0:
+                    load = self.begin(stage, again)
+                    await stage.until_load_ends(load)
+                    self.compare(stage, again, load)
+                side.finish(again.request, (), (), ABORT)
+                if is_over:
+                    return
+
+        self.play(script)
