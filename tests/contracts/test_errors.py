@@ -20,6 +20,7 @@ TREE = """
             Draining
             StepOverdue
             NoEndpoint
+            StepOverdue
         QueueWaitOver
         RequestAborted
         EndpointLost

@@ -66,7 +66,7 @@ def test_each_value_has_its_range(name, allowed, refused):
         ("temperature", ["hot", None, True, 1j, 10**400, np.ones(3), object()]),
         ("top_p", ["0.5", None, b"1"]),
         ("stop", ["ab", b"x", None, 5, (5,), ("a", None), [b"x"], {"a"}, {"a": 1}, iter("a")]),
-        ("stop_token_ids", [(1.5,), 5, None, "1", {1}, ("1",), [None], np.ones(2)]),
+        ("stop_token_ids", [(1.5,), 5, None, "1", {1}, ("1",), [None], np.ones(2), np.array(5)]),
         ("logit_bias", [{"5": 1.0}, {1.5: 1.0}, {1: "a"}, {1: None}, {None: 1.0}, [1], "a", 5]),
         ("ignore_eos", [1, None, "yes"]),
         ("skip_special_tokens", [0]),

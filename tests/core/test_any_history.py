@@ -104,6 +104,7 @@ class CoreHistory(RuleBasedStateMachine):
         stop_period=st.integers(1, 6),
         policy=st.sampled_from(["recompute", "recompute", "fail"]),
         draft_tokens_max=st.sampled_from([0, 0, 2, 6]),
+        overtakes_max=st.sampled_from([0, 1, 2, 64]),
     )
     def begin(
         self,
@@ -116,6 +117,7 @@ class CoreHistory(RuleBasedStateMachine):
         stop_period,
         policy,
         draft_tokens_max,
+        overtakes_max,
     ):
         model = FakeModel(vocab_size=VOCAB_SIZE, stop_token_id=0, stop_period=stop_period)
         self.executor = FakeExecutor(block_count=block_count, block_size=block_size, model=model)
@@ -134,6 +136,7 @@ class CoreHistory(RuleBasedStateMachine):
                 remote_kv_seconds_max=REMOTE_KV_SECONDS_MAX,
                 load_failure_policy=policy,
                 draft_tokens_max=draft_tokens_max,
+                overtakes_max=overtakes_max,
             ),
             hash_block=hash_function,
             connector=self.connector,
@@ -207,7 +210,6 @@ class CoreHistory(RuleBasedStateMachine):
     def check_order(self, plan: StepPlan) -> None:
         lives = {live.request.id: live for live in self.core.live_requests()}
         running = [live.order for live in lives.values() if live.status is RequestStatus.RUNNING]
-        waiting = [live.order for live in lives.values() if live.status is not RequestStatus.RUNNING]
         admitted = [lives[name].order for name in plan.admitted]
         if self.connector is not None:
             # Whose KV has come goes first; and when all who ran have lost their blocks to holds, others may start.
@@ -219,7 +221,12 @@ class CoreHistory(RuleBasedStateMachine):
         for name in plan.preempted:
             assert lives[name].order > max(running), "somebody made room for one that comes after it"
         if admitted and not self.core.settings.enable_prefix_caching:
-            assert all(order > admitted[-1] for order in waiting), "somebody was overtaken"
+            for live in lives.values():
+                if live.status is not RequestStatus.RUNNING and live.order < admitted[-1]:
+                    assert live.status is RequestStatus.WAITING, "one that was begun was overtaken"
+                    needed = self.core.scheduler.blocks_for(len(live.tokens))
+                    assert needed > self.core.pool.available_count, "one that fits was overtaken"
+                    assert live.overtaken_count <= self.core.settings.overtakes_max
 
     @precondition(lambda self: self.plan is None)
     @rule(count=st.integers(2, 6))

@@ -111,8 +111,25 @@ def test_when_blocks_run_out_the_last_in_order_gives_its_own_back(check, script,
         pytest.param("a:8>5 b:a8+1 c:1", "a0-7* | a8* b8* | a9* c0* | a10* | a11*", id="shared blocks cost nothing"),
     ],
 )
-def test_a_request_starts_when_its_whole_prompt_fits_and_nobody_overtakes_it(check, script, expect):
-    check(script, expect, block_count=4)
+def test_a_request_starts_when_its_whole_prompt_fits(check, script, expect):
+    check(script, expect, block_count=4, overtakes_max=0)
+
+
+@pytest.mark.parametrize(
+    ("overtakes_max", "expect"),
+    [
+        pytest.param(0, "a0-7* | a8* | a9* | b0-7 | b8* c0* | d0* e0*", id="never"),
+        pytest.param(1, "a0-7* | a8* c0* | a9* | b0-7 | b8* d0* | e0*", id="once"),
+        pytest.param(3, "a0-7* | a8* c0* | a9* d0* | b0-7 | b8* e0*", id="as often as there is somebody"),
+    ],
+)
+def test_one_that_does_not_fit_is_overtaken_so_often_and_then_starts_first(check, overtakes_max, expect):
+    check("a:8>3 b:9 c:1 d:1 e:1", expect, block_count=4, max_num_seqs=2, overtakes_max=overtakes_max)
+
+
+def test_several_in_one_step_overtake_it_no_more_often_than_they_may(check):
+    expect = "a0-7* | a8* c0* d0* | a9* | a10* | b0-7 | b8* e0*"
+    check("a:8>4 | b:9 c:1 d:1 e:1", expect, block_count=5, overtakes_max=2)
 
 
 @pytest.mark.parametrize(

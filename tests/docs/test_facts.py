@@ -19,9 +19,6 @@ ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "trioserve/testing/README.md"]
 README_LINES_MAX = 150
 
-NEW_ROOMS = (ROOT / "trioserve" / "engine").is_dir()
-"""The documents name files where they will lie."""
-
 FOREIGN_FLAGS = {
     *{"--no-deps", "--continuous-batching", "--cb-num-blocks", "--cb-max-batch-tokens", "--no-cache-idle-slots"},
     *{"--name", "--no-name", "--max-time", "--help"},
@@ -53,8 +50,6 @@ def test_every_link_leads_somewhere(page):
     for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text(encoding="utf-8")):
         path, _, anchor = target.partition("#")
         place = (page.parent / path).resolve() if path else page
-        if place.is_relative_to(ROOT / "deploy") and not (ROOT / "deploy").exists():
-            pytest.xfail("deploy/ is not there yet")
         assert place.exists(), f"{target} leads nowhere"
         if anchor and not anchor.startswith("trioserve."):  # those come from docstrings
             assert anchor in anchors_of(place), f"{target}: there is no such heading"
@@ -68,11 +63,10 @@ def test_the_readme_is_short():
     assert "make test" in first_screen
 
 
-@pytest.mark.skipif(not NEW_ROOMS, reason="the rooms have their old names")
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda page: page.name)
 def test_every_file_that_is_named_exists(page):
     for name in named(page.read_text(encoding="utf-8")):
-        if re.fullmatch(r"(trioserve|tests|kernels|docs|examples|deploy)/[\w/.-]+", name):
+        if re.fullmatch(r"(trioserve|tests|kernels|docs|examples)/[\w/.-]+", name):
             assert (ROOT / name).exists(), name
 
 

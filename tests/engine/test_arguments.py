@@ -40,6 +40,7 @@ async def response_of(fake: FakeEngine, prompt: object = "a prompt", **arguments
         ({"prompt": [None]}, "prompt", r"prompt holds None"),
         ({"prompt": [[1, 2]]}, "prompt", r"prompt holds \[1, 2\] \(list\)"),
         ({"prompt": np.ones((2, 2), int)}, "prompt", r"\(ndarray\)"),
+        ({"prompt": np.array(5)}, "prompt", r"prompt is array\(5\) \(ndarray\)"),
         ({"prompt": np.ones(2)}, "prompt", r"\(float64\)"),
         ({"prompt": ChatPrompt(messages=None)}, "messages", r"messages is None"),
         ({"prompt": ChatPrompt(messages=["Hello"])}, "messages", r"messages holds 'Hello' \(str\)"),

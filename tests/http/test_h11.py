@@ -10,6 +10,7 @@ import trio
 from trio.testing import lockstep_stream_pair, memory_stream_pair
 
 from trioserve.http.http1.chunk_sizes import ChunkSizes
+from trioserve.http.http1.protocol import CHUNKS_A_PIECE_MAX
 
 JSON = [("content-type", "application/json")]
 
@@ -114,6 +115,29 @@ async def test_chunked_body_and_chunked_response(autojump_clock, front):
         await client.request(headers=(("transfer-encoding", "chunked"),), body=b"hello")
         status, headers, body = await client.response()
         assert (status, headers["transfer-encoding"], body) == (200, "chunked", b"hello")
+
+
+async def test_others_have_their_turn_while_a_body_in_crumbs_is_read(autojump_clock, front):
+    turns = []
+
+    async def count_turns(task_status) -> None:
+        task_status.started()
+        while True:
+            turns.append(trio.current_time())
+            await trio.lowlevel.checkpoint()
+
+    async def read(exchange):
+        async with trio.open_nursery() as nursery:
+            await nursery.start(count_turns)
+            body = await exchange.body()
+            nursery.cancel_scope.cancel()
+        await exchange.respond(200, [], b"%d" % len(body))
+
+    client = front(read).h11()
+    head = b"POST / HTTP/1.1\r\nhost: test\r\ntransfer-encoding: chunked\r\n\r\n"
+    await client.raw(head + b"1\r\nx\r\n" * 3200 + b"0\r\n\r\n")
+    assert (await client.response())[2] == b"3200"
+    assert len(turns) >= 3200 // CHUNKS_A_PIECE_MAX
 
 
 async def test_streamed_response_arrives_piece_by_piece(autojump_clock, front):

@@ -87,3 +87,9 @@ def test_without_pytest_trio_other_tests_run(tmp_path):
     (tmp_path / "pytest_trio.py").write_text("raise ImportError('not here')\n")
     ran = run_pytest(tmp_path, "def test_it():\n    pass\n", "-p", "no:trio", trio=False)
     assert "1 passed" in ran.stdout, ran.stdout + ran.stderr
+
+
+def test_a_former_name_of_the_kit_still_leads_to_it():
+    import trioserve.testing
+
+    assert trioserve.testing.MemoryAnswer is trioserve.testing.MemoryResponse

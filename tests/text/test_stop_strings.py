@@ -161,6 +161,13 @@ def test_a_character_costs_a_few_steps_whatever_the_stop_strings_are(stops: list
     assert line_count <= 40 * len(text)
 
 
+def test_no_character_of_the_text_stands_for_a_missing_one() -> None:
+    finder = StopStringFinder(["a", "x", "ab"])
+    assert finder.feed("a", may_complete=False) == ""
+    assert finder.feed("\0") == "a\0"
+    assert finder.found is None
+
+
 def test_finders_for_the_same_stop_strings_know_nothing_of_each_other() -> None:
     one, other = StopStringFinder(["stop"]), StopStringFinder(["stop"])
     assert (one.feed("st"), other.feed("op")) == ("", "op")

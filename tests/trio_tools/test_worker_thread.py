@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import threading
 import weakref
@@ -11,6 +12,7 @@ import weakref
 import pytest
 import trio
 
+from trioserve.admission.text_threads import TextThreads
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult, never_abandoned
 from trioserve.engine.engine_loop import ThreadedExecutor
 from trioserve.trio_tools.cpu_affinity import CpuAffinity
@@ -35,6 +37,24 @@ async def test_leaving_ends_the_thread():
     async with WorkerThread("test") as thread:
         worker = await thread.run(threading.current_thread)
     assert not worker.is_alive()
+
+
+def test_ctrl_c_while_threads_begin_leaves_none(monkeypatch):
+    before = set(threading.enumerate())
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        signal.raise_signal(signal.SIGINT)
+
+    async def main() -> None:
+        async with TextThreads(), WorkerThread("test"):
+            pass
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trio.run(main)
+    assert set(threading.enumerate()) == before
 
 
 async def test_run_stays_when_cancelled_until_the_job_has_ended():

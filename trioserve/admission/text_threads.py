@@ -17,6 +17,8 @@ from contextlib import AsyncExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
+import trio
+
 from trioserve.contracts.errors import Overloaded
 from trioserve.trio_tools.worker_thread import WorkerThread
 
@@ -63,6 +65,7 @@ class TextThreads:
         self._aside_jobs: Counter[str | None] = Counter()  # by owner
         self._aside_characters = 0
 
+    @trio.lowlevel.enable_ki_protection  # a Ctrl-C between two threads would leave the first one behind
     async def __aenter__(self) -> TextThreads:
         async with AsyncExitStack() as scopes:
             for thread in (self._short, self._long, self._longest, self._aside):
@@ -70,6 +73,7 @@ class TextThreads:
             self._scopes = scopes.pop_all()
         return self
 
+    @trio.lowlevel.enable_ki_protection
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:

@@ -7,12 +7,12 @@ hashes, into kernels.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Set, Sized
-from typing import NoReturn, SupportsFloat, SupportsIndex
+from collections.abc import Iterable, Mapping, Sequence, Set, Sized
+from typing import NoReturn, SupportsFloat, SupportsIndex, TypeGuard
 
 from trioserve.contracts.errors import InvalidRequest
 
-__all__ = ["check_count", "refuse", "shown", "to_bool", "to_float", "to_int", "to_items", "to_str"]
+__all__ = ["check_count", "is_list", "refuse", "shown", "to_bool", "to_float", "to_int", "to_items", "to_str"]
 
 SHOWN_CHARACTERS_MAX = 80
 
@@ -72,11 +72,22 @@ def to_bool(param: str, value: object) -> bool:
 def to_items(param: str, value: object, allowed: str, *, count_max: int) -> tuple[object, ...]:
     """What a tuple or a list holds, also another library's; a text is one value and not several, and what has no order
     or no length is no list. Nothing is looked at of one that holds too many. Raises InvalidRequest."""
-    is_other = isinstance(value, str | bytes | bytearray | memoryview | Mapping | Set)
-    if is_other or not isinstance(value, Sized) or not isinstance(value, Iterable):
+    if not is_list(value):
         refuse(param, value, allowed)
     check_count(param, value, count_max)
     return tuple(value)
+
+
+def is_list(value: object) -> TypeGuard[Sequence[object]]:
+    """Whether it holds several in an order, and knows how many: no text, no dict, no array without a dimension."""
+    is_other = isinstance(value, str | bytes | bytearray | memoryview | Mapping | Set)
+    if is_other or not isinstance(value, Sized) or not isinstance(value, Iterable):
+        return False
+    try:
+        len(value)
+    except TypeError:  # such an array has the method all the same
+        return False
+    return True
 
 
 def check_count(param: str, value: Sized, count_max: int) -> None:

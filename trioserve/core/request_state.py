@@ -65,6 +65,7 @@ class LiveRequest:
         "computed_count",
         "drafter",
         "loaded_token_count",
+        "overtaken_count",
         "prompt_logprobs_count",
         "request",
         "reserved_blocks",
@@ -83,6 +84,7 @@ class LiveRequest:
         self.blocks: list[BlockIndex] = []
         self.reserved_blocks: list[BlockIndex] = []  # its own as well, for what is known and not loaded
         self.blocks_wanted = 0  # as many must be available before it is worth looking again whether it fits
+        self.overtaken_count = 0  # by those who came later and fitted, while it did not
         self.chain = PrefixChain(request.cache_salt)
         self.drafter: Drafter | None = None  # made when it first may draft
         self.cached_token_count: int | None = None  # set when it runs for the first time

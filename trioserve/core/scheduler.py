@@ -13,7 +13,8 @@ Draft tokens (drafting.py) come last: they use the tokens and blocks that are le
 A step may be filled behind one that is in flight (fill_step_ahead): whoever is computed there is taken to go on, and
 nobody loses its blocks for it. Where that does not do, the step is filled when the other has come back, as ever.
 
-The cost of a step is O(running requests and computed tokens), whatever waits.
+The cost of a step is O(running requests and computed tokens), whatever waits: of those that wait, no more are looked at
+than may run.
 """
 
 from __future__ import annotations
@@ -265,7 +266,12 @@ class Scheduler:
     def _admit(
         self, planned: dict[RequestId, int], budget: int, now: float, in_flight: StepPlan | None = None
     ) -> list[RequestId]:
-        """Start waiting requests, in order, while seats, budget and blocks last; the first that does not fit ends it.
+        """Start waiting requests, in order, while seats, budget and blocks last.
+
+        One that does not fit is passed over, and those that start before it are counted. When they are overtakes_max it
+        holds the line: whoever runs ends, and its blocks are left for it. So the first of the best priority starts in
+        any case, and nobody waits longer for one that does not fit than that takes. A preempted request holds the line
+        at once: it was begun, and whoever started before it would have its blocks.
 
         A request is admitted only when all of its known tokens fit the pool as it is, so that a prompt that is computed
         in chunks does not start what it cannot finish. One whose next block is just being computed by another (a shared
@@ -312,16 +318,25 @@ class Scheduler:
 
     def _start_waiting(self, admission: _Admission, now: float) -> None:
         passed_max = self._settings.max_num_seqs
+        overtakes_max = self._settings.overtakes_max
         for live in self.waiting:
             if not admission.goes_on or admission.passed_count > passed_max:
                 break
             if not self._consider(live, admission, now):
-                break
+                if live.status is RequestStatus.PREEMPTED or live.overtaken_count >= overtakes_max:
+                    break
+                admission.unfit.append(live)
+                admission.passed_count += 1
+            elif admission.unfit and admission.leaving and admission.leaving[-1] is live:
+                for overtaken in admission.unfit:
+                    overtaken.overtaken_count += 1
+                if any(overtaken.overtaken_count >= overtakes_max for overtaken in admission.unfit):
+                    break
         for live in admission.leaving:
             self.waiting.remove(live)
 
     def _consider(self, live: LiveRequest, admission: _Admission, now: float) -> bool:
-        """Start the next in the queue, begin its load, or pass it over. False: it does not fit, and holds the line."""
+        """Start the next in the queue, begin its load, or pass it over. False: it does not fit."""
         if live.wants_load and self._loading_is_full():
             admission.passed_count += 1
             return True
@@ -419,10 +434,11 @@ class _Admission:
     """One step's admitting: what is left of its seats and tokens, and who starts.
 
     planned: the step's chunks so far. being_computed: the full blocks that they will complete. leaving: who leaves the
-    waiting queue, to run or to load. passed_count: how many were passed over because as many load as may.
+    waiting queue, to run or to load. unfit: who does not fit, and is passed over. passed_count: how many were passed
+    over for that, or because as many load as may.
     """
 
-    __slots__ = ("being_computed", "budget", "chosen", "leaving", "passed_count", "planned", "seats")
+    __slots__ = ("being_computed", "budget", "chosen", "leaving", "passed_count", "planned", "seats", "unfit")
 
     def __init__(self, planned: dict[RequestId, int], *, seats: int, budget: int) -> None:
         self.planned = planned
@@ -431,6 +447,7 @@ class _Admission:
         self.being_computed: set[BlockHash] = set()
         self.chosen: list[LiveRequest] = []
         self.leaving: list[LiveRequest] = []
+        self.unfit: list[LiveRequest] = []
         self.passed_count = 0
 
     @property

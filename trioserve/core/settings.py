@@ -26,6 +26,9 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     block_count: KV blocks in the pool. block_size: tokens a block holds.
     context_tokens_max: prompt and output of one request together.
     max_num_seqs: sequences in the batch. Each costs a row in every step.
+    overtakes_max: how many may start before a request that was there before them, since its prompt does not fit the
+        pool and they do. After so many the blocks that come free are left for it. About as many as run at a time: what
+        it waits longer is about what those take that it finds running.
     step_tokens_max: tokens computed in one step; a longer prompt is computed in chunks, so that the others' next token
         does not wait for all of it.
     enable_prefix_caching: full blocks stay findable by their tokens after their request has gone.
@@ -46,6 +49,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 16
     context_tokens_max: int
     max_num_seqs: int = 64
+    overtakes_max: int = 64
     step_tokens_max: int = 512
     enable_prefix_caching: bool = True
     overlap_steps: bool = False
@@ -61,7 +65,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value < 1:
                 raise StartupError(f"{name} is {value}, it must be at least 1")
-        for name in ("draft_tokens_max", "draft_step_tokens_max"):
+        for name in ("draft_tokens_max", "draft_step_tokens_max", "overtakes_max"):
             if getattr(self, name) < 0:
                 raise StartupError(f"{name} is {getattr(self, name)}, it must be at least 0")
         check_overlap(self.overlap_steps, self.draft_tokens_max)

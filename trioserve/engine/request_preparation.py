@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Iterable, Mapping, Set, Sized
 from typing import TypeVar
 
 import msgspec
 
-from trioserve.contracts.arguments import refuse, to_bool, to_str
+from trioserve.contracts.arguments import is_list, refuse, to_bool, to_str
 from trioserve.contracts.errors import ContextTooLong, InvalidRequest
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer import EngineRole
@@ -135,8 +134,7 @@ def checked_prompt(prompt: object) -> Prompt:
     if isinstance(prompt, ChatPrompt):
         _check_chat(prompt)
         return prompt
-    is_other = isinstance(prompt, bytes | bytearray | memoryview | Mapping | Set)
-    if is_other or not isinstance(prompt, Sized) or not isinstance(prompt, Iterable):
+    if not is_list(prompt):
         refuse("prompt", prompt, "a text (str), a ChatPrompt, or a list of token ids (int)")
     return prompt  # type: ignore[return-value]  # an array of numpy, which is no Sequence, does as well
 

@@ -1,7 +1,7 @@
 """Every bound of connections and messages, with unit and reason: nothing that a client can make grow is missing here.
 
 What a body may say once it has arrived (how deep it nests, how many values, which ranges) is bounded where it is read:
-openai_types.py, chat_prompt.py, contracts/sampling.py.
+request_types.py, chat_prompt.py, contracts/sampling.py.
 """
 
 from __future__ import annotations

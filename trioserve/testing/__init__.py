@@ -53,7 +53,11 @@ __all__ = [
 ]
 
 
+_FORMER_NAMES = {"MemoryAnswer": "MemoryResponse"}
+
+
 def __getattr__(name: str) -> object:
+    name = _FORMER_NAMES.get(name, name)
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"trioserve.testing.{_HOMES[name]}"), name)

@@ -108,7 +108,8 @@ class _Automaton:
     )
 
     def __init__(self, stops: tuple[str, ...]) -> None:
-        self.stops = stops
+        # Sorted, so that behind each one come those which begin with it: a state with a way on has a next character.
+        self.stops = stops = tuple(sorted(stops))
         self.first_characters = frozenset(stop[0] for stop in stops)
         self.branches: dict[int, dict[str, int]] = {}
         next_characters: list[str] = [""]  # nothing leads on from a state that has no further character

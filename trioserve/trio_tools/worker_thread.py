@@ -50,11 +50,13 @@ class WorkerThread:
         self._is_left = False
         self._cpu_affinity = CpuAffinity()
 
+    @trio.lowlevel.enable_ki_protection  # a Ctrl-C halfway would leave the thread behind
     async def __aenter__(self) -> WorkerThread:
         self._token = trio.lowlevel.current_trio_token()
         self._thread.start()
         return self
 
+    @trio.lowlevel.enable_ki_protection
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:

@@ -120,6 +120,7 @@ class H11Connection:
             piece = self.protocol.next_body_piece()
             self._tell_change()
             if piece != b"":
+                await trio.lowlevel.checkpoint()  # a body in crumbs is work for each of them: the others have a turn
                 return piece
             assert self._exchange is not None
             self._exchange.share.check_size(self.protocol.announced_body_bytes)

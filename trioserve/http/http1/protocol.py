@@ -1,6 +1,6 @@
 """HTTP/1.1 as a server speaks it, without I/O: bytes in, requests and their bodies out; responses in, bytes out.
 
-Two parsers stand behind it. Ordinary requests are read by hand (plain_request.py), and ordinary responses written so;
+Two parsers stand behind it. Ordinary requests are read by hand (fast_path.py), and ordinary responses written so;
 all others are h11's. Which one has seen what is settled here, and nobody else needs to know that there are two.
 """
 
@@ -17,6 +17,9 @@ from trioserve.http.message_head import REASONS, RequestHead, split_target
 __all__ = ["BadHead", "H1Protocol"]
 
 EncodedFields = list[tuple[bytes, bytes]]
+
+CHUNKS_A_PIECE_MAX = 32  # of a body; h11 needs about 10 us for each, however small it is, and others want their turn
+DROPPED_PIECES_MAX = 32  # of a body that nobody will read: whoever sends it in more crumbs gets a new connection
 
 
 class BadHead(Exception):
@@ -116,32 +119,43 @@ class H1Protocol:
         return b"" if self.request_ended else self._take_plain_body()
 
     def next_body_piece(self) -> bytes | None:
-        """Empty: more of the body has to come. None: that was all. Raises InvalidRequest when its framing is broken."""
+        """What has come of the body, at most CHUNKS_A_PIECE_MAX chunks. Empty: more of it has to come. None: that was
+        all. Raises InvalidRequest when its framing is broken."""
         if self.request_ended:
             return None
         if self._is_plain:
             return self._take_plain_body()
+        chunks: list[bytes] = []
         try:
-            while (event := self._h11.next_event()) is h11.NEED_DATA:
-                if not self._held:
-                    return b""
-                self._feed(len(self._held))
+            while not self.request_ended and len(chunks) < CHUNKS_A_PIECE_MAX:
+                event = self._h11.next_event()
+                if isinstance(event, h11.Data):
+                    chunks.append(bytes(event.data))
+                elif event is not h11.NEED_DATA:
+                    assert isinstance(event, h11.EndOfMessage), event
+                    self.request_ended = True
+                elif self._held:
+                    self._feed(len(self._held))
+                else:
+                    break
         except h11.RemoteProtocolError as error:
             self._request_broken = True
             raise InvalidRequest(f"the request body cannot be read: {error}") from None
-        if isinstance(event, h11.Data):
-            return bytes(event.data)
-        assert isinstance(event, h11.EndOfMessage)
-        self.request_ended = True
-        return None
+        return None if self.request_ended and not chunks else b"".join(chunks)
 
     def drop_body(self) -> None:
-        """Pass over what has arrived of a body that nobody will read."""
+        """Pass over what has arrived of a body that nobody will read. One in too many pieces is not followed to its
+        end."""
         try:
-            while not self._request_broken and self.next_body_piece():
-                pass
+            for _ in range(DROPPED_PIECES_MAX):
+                if self._request_broken or not self.next_body_piece():
+                    break
+            else:
+                self._request_broken = not self.request_ended
         except InvalidRequest:
             pass  # noted: the connection ends behind this response
+        if self._request_broken:
+            self._held.clear()
 
     # --- responses ---
 

@@ -25,7 +25,8 @@ class ExpectedSequence:
     were cached when it first ran; None before. message: what its failing step says. lacks_kv: it has to end, since its
     KV did not come. steps_in_flight: that compute it. computed_end: how far these come. has_surplus: it has ended, and
     a step in flight computes it once more. loaded_count: the tokens whose KV a connector has brought. draft_counts: of
-    its drafts that were verified: how many, their tokens, those of them that were right."""
+    its drafts that were verified: how many, their tokens, those of them that were right. overtaken_count_min, _max: how
+    many started before it that came later; of some it is not known whether that was for want of room for it."""
 
     __slots__ = (
         "aborted_for",
@@ -41,6 +42,8 @@ class ExpectedSequence:
         "message",
         "order",
         "output_count",
+        "overtaken_count_max",
+        "overtaken_count_min",
         "prompt_logprobs_count",
         "request",
         "response",
@@ -58,6 +61,8 @@ class ExpectedSequence:
         self.draft_counts = (0, 0, 0)
         self.prompt_logprobs_count = 0
         self.cached_count: int | None = None
+        self.overtaken_count_min = 0
+        self.overtaken_count_max = 0
         self.is_running = False
         self.steps_in_flight = 0
         self.computed_end = 0

@@ -140,6 +140,7 @@ class Generator:
             hold_seconds=rng.choice((0.2, 1.0)),
             load_seconds=rng.choice((0.2, 1.0)),
             fails_without_kv=rng.random() < 0.3,
+            overtakes_max=rng.choice((0, 1, 2, 5, 64)),
         )
 
     def _wait(self, _simulation: Simulation) -> Wait:

@@ -40,7 +40,7 @@ class World(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
     """The engine and the model. has_poor_hash: blocks get names that collide all the time. vocab_size: so few tokens
     that prompts share prefixes by chance. stop_period: one prefix in so many is followed by token 0.
 
-    overlaps: steps may be planned ahead.
+    overlaps: steps may be planned ahead. overtakes_max: how often one that does not fit may be overtaken.
 
     draft_tokens, draft_step_tokens: draft tokens of a request in a step, and tokens of a step with drafts.
 
@@ -56,6 +56,7 @@ class World(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
     stop_period: int = 4
     enable_prefix_caching: bool = True
     overlaps: bool = False
+    overtakes_max: int = 64
     draft_tokens: int = 0
     draft_step_tokens: int = 16
     has_poor_hash: bool = False

@@ -1,5 +1,6 @@
 """Whenever somebody waits and something could run, something runs: whom an engine may leave waiting when it computes
-nothing. Reckoned anew from the requests and the pool, and not from what the scheduler remembers of them."""
+nothing. Reckoned anew from the requests and the pool; of what the scheduler remembers, only how often a request was
+overtaken is believed."""
 
 from __future__ import annotations
 
@@ -29,7 +30,12 @@ def check_nobody_could_start(core: EngineCore, may_load: Callable[[LiveRequest],
         name = live.request.id
         assert not live.blocks, f"{name} has its KV and could run, and nothing is computed"
         if _blocks_lacking(core, live) > core.pool.available_count:
-            return  # nobody overtakes one that does not fit
+            if live.status is RequestStatus.PREEMPTED or live.overtaken_count >= core.settings.overtakes_max:
+                return  # it holds the queue
+            passed_count += 1
+            if passed_count > slots:
+                return  # nobody looks any further
+            continue
         is_first_time = live.status is RequestStatus.WAITING and not live.asked_remote
         if loading_count >= slots and is_first_time and may_load(live):
             passed_count += 1

@@ -89,6 +89,7 @@ class Simulation:
                 step_tokens_max=world.step_tokens_max,
                 enable_prefix_caching=world.enable_prefix_caching,
                 overlap_steps=world.overlaps,
+                overtakes_max=world.overtakes_max,
                 draft_tokens_max=world.draft_tokens,
                 draft_step_tokens_max=world.draft_step_tokens,
                 hold_seconds_max=world.hold_seconds,

@@ -1,5 +1,5 @@
 """What a step that begins may hold, and who may start or lose its blocks before whom. Judged from the plan and the
-entries, by rules of its own: it asks the core only how many blocks there are to be had."""
+entries, by rules of its own: it asks the core only how many blocks there are to be had, and who has them."""
 
 from __future__ import annotations
 
@@ -49,8 +49,11 @@ def check_begun_step(
             assert not waiting, f"{chunk.request.id} drafts, and {waiting[0].request.id} waits"
             assert plan.token_count <= settings.draft_step_tokens_max, f"{plan.token_count} tokens, with draft tokens"
             _check_draft(chunk, settings.draft_tokens_max)
+    waiting.sort(key=_turn)
+    overtaking: dict[str, list[str]] = {entry.request.id: _later_ones(entry, plan, live) for entry in waiting}
+    for entry in waiting:
+        entry.overtaken_count_max += len(overtaking[entry.request.id])
     if waiting and not plan.preempted:
-        waiting.sort(key=_turn)
         chunks = [*computed, *plan.chunks]
         sharing = [entry for entry in waiting if _may_wait_for_a_hit(core, chunks, live, entry, knows_hashes)]
         ready_count = sum(map(_is_ready, waiting))
@@ -59,14 +62,16 @@ def check_begun_step(
             for entry in waiting
             if transfers is not None and transfers.may_wait_to_load(entry.request.id, ready_count)
         ]
-        _check_nobody_was_overtaken(waiting, [*sharing, *loading_later], plan, admitted)
+        _check_overtaken(core, [entry for entry in waiting if entry not in (*sharing, *loading_later)], overtaking)
         free_seqs = settings.max_num_seqs - len(running) - len(sharing)
         if (
             free_seqs > 0
             and plan.token_count < settings.step_tokens_max
             and len(loading_later) <= settings.max_num_seqs  # beyond that nobody looks any further
         ):
-            _check_nobody_waits_in_vain(core, waiting, [*sharing, *loading_later])
+            _check_nobody_waits_in_vain(
+                core, waiting, [*sharing, *loading_later], may_overtake=transfers is None and not sharing
+            )
 
 
 def check_no_step_ahead(core: EngineCore, live: Mapping[str, ExpectedSequence]) -> None:
@@ -128,23 +133,49 @@ def _is_ready(entry: ExpectedSequence) -> bool:
     return entry.loaded_count > 0 and entry.cached_count is None
 
 
-def _check_nobody_was_overtaken(
-    waiting: list[ExpectedSequence], passed_over: list[ExpectedSequence], plan: StepPlan, admitted: list[Turn]
-) -> None:
+def _later_ones(entry: ExpectedSequence, plan: StepPlan, live: Mapping[str, ExpectedSequence]) -> list[str]:
+    """Who is admitted before it, and came later."""
+    return [name for name in plan.admitted if _turn(live[name]) > _turn(entry)]
+
+
+def _check_overtaken(core: EngineCore, waiting: list[ExpectedSequence], overtaking: Mapping[str, list[str]]) -> None:
+    """Nobody is overtaken who would have fitted, or was begun, and nobody too often. waiting: for nothing but room."""
+    overtakes_max = core.settings.overtakes_max
+    pool, running = core.pool, core.scheduler.running
     for entry in waiting:
-        if not admitted or _turn(entry) > admitted[-1]:
-            break
-        assert entry in passed_over, f"{entry.request.id} waits, and was overtaken by {plan.admitted[-1]}"
+        name = entry.request.id
+        before = overtaking[name]
+        if not before:
+            continue
+        entry.overtaken_count_min += len(before)
+        assert entry.cached_count is None, f"{name} was preempted, and is overtaken by {before[-1]}"
+        # Blocks that nobody but those has were there for it.
+        taken = [block for own in running.values() if own.request.id in before for block in own.blocks]
+        own_count = sum(pool.user_count(block) == 1 and pool.hold_count(block) == 0 for block in taken)
+        is_unfit = _block_count(core, entry) > pool.available_count + own_count
+        assert is_unfit, f"{name} would have fitted, and was overtaken by {before[-1]}"
+        count = entry.overtaken_count_min
+        assert count <= overtakes_max, f"{name} was overtaken {count} times, {overtakes_max} are allowed"
 
 
 def _check_nobody_waits_in_vain(
-    core: EngineCore, waiting: list[ExpectedSequence], passed_over: list[ExpectedSequence]
+    core: EngineCore, waiting: list[ExpectedSequence], passed_over: list[ExpectedSequence], *, may_overtake: bool
 ) -> None:
-    """Places in the batch and tokens are left for the first who waits, so why does it?"""
+    """Places and tokens are left for the first who waits, so why does it? may_overtake: nothing but room keeps anybody
+    waiting, so that who does not fit can be told from who waits for something else."""
+    unfit_count = 0
     for entry in waiting:
-        if not _is_ready(entry) and -(-len(entry.known) // core.settings.block_size) > core.pool.available_count:
-            return  # nobody overtakes one that does not fit
+        if not _is_ready(entry) and _block_count(core, entry) > core.pool.available_count:
+            unfit_count += 1
+            is_held = entry.cached_count is not None or entry.overtaken_count_max >= core.settings.overtakes_max
+            if is_held or not may_overtake or unfit_count > core.settings.max_num_seqs:
+                return
+            continue
         assert entry in passed_over, f"{entry.request.id} could start, and waits"
+
+
+def _block_count(core: EngineCore, entry: ExpectedSequence) -> int:
+    return -(-len(entry.known) // core.settings.block_size)
 
 
 def _may_wait_for_a_hit(
