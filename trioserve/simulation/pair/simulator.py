@@ -1,24 +1,17 @@
 """One history of a pair, against two real cores and the real books of a connector; all is checked after each event.
 
-The router is a model: what it may do is what any router may do that speaks to both engines and whose clients leave. So
-is the transport (pair_transport). What is compared: every client's tokens are those of the reference engine, whatever
-happened; an executor notices KV that is not its request's own; the invariants read both cores' books; a connector's
-reports must be about what is out. When everybody has gone, both pools are free, without waiting for any deadline if
-nothing broke, and within one otherwise.
+The router is a model (router.py), and so is the transport (transport.py). What is compared: every client's tokens are
+those of the reference engine, whatever happened; an executor notices KV that is not its request's own; the invariants
+read both cores' books; a connector's reports must be about what is out. When everybody has gone, both pools are free,
+without waiting for any deadline if nothing broke, and within one otherwise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
-import msgspec
-
-from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import RequestId
-from trioserve.contracts.kv_transfer_params import KVTransferParams
-from trioserve.contracts.request import EngineRequest
-from trioserve.contracts.sampling import SamplingParams
 from trioserve.simulation.pair.history import (
     HOSTS,
     Come,
@@ -39,63 +32,17 @@ from trioserve.simulation.pair.history import (
     Step,
     Stop,
 )
-from trioserve.simulation.pair.host import AbortIds, Finished, PairHost, Refused, Submit, Tokens
-from trioserve.simulation.pair.network import Connection, Network
+from trioserve.simulation.pair.host import PairHost
+from trioserve.simulation.pair.network import Network
+from trioserve.simulation.pair.router import ROUTER, Client, PairRouter, StageRequest, request_of
 from trioserve.simulation.pair.transport import Holding, Serving
-from trioserve.simulation.reference_engine import ReferenceEngine, ReferenceResponse
+from trioserve.simulation.reference_engine import ReferenceEngine
 from trioserve.testing.fake_executor import FakeModel
 from trioserve.testing.invariants import check_idle
 
-__all__ = ["Client", "PairSimulation"]
+__all__ = ["PairSimulation"]
 
-ROUTER = "router"
-ROUTER_PATIENCE_SECONDS = 60.0  # without a byte of a response
 ROUNDS_TO_END_MAX = 5_000  # far more than any history needs; who is not done then is in a circle
-
-StageKind = Literal["prefill", "decode", "whole"]
-State = Literal["open", "done", "left", "failed"]
-
-
-class Client:
-    """tokens: what it has got. stage: the one that is out for it. prefilled: the request whose blocks may be held."""
-
-    def __init__(self, event: Come, response: ReferenceResponse) -> None:
-        self.event = event
-        self.response = response
-        self.tokens: list[int] = []
-        self.state: State = "open"
-        self.stage: Stage | None = None
-        self.prefilled: RequestId | None = None
-        self.stage_count = 0
-        self.was_refused = False
-
-
-class Stage:
-    """A request that the router has sent to an engine; the router's end of its connection."""
-
-    def __init__(self, simulation: PairSimulation, client: Client, kind: StageKind, host: HostName) -> None:
-        self.simulation = simulation
-        self.client = client
-        self.kind = kind
-        self.host = host
-        self.id = RequestId(f"{client.event.id}.{kind}{client.stage_count}")
-        self.connection: Connection | None = None
-
-    def take(self, connection: Connection, message: msgspec.Struct) -> None:
-        self.simulation.take_from_engine(self, connection, message)
-
-    def broke(self, connection: Connection, why: str) -> None:
-        self.simulation.lost(self)
-
-
-class Nobody:
-    """The router's end of a connection that is there for one message."""
-
-    def take(self, connection: Connection, message: msgspec.Struct) -> None:
-        pass
-
-    def broke(self, connection: Connection, why: str) -> None:
-        pass
 
 
 class PairSimulation:
@@ -113,6 +60,7 @@ class PairSimulation:
         self.hosts: dict[HostName, PairHost] = {
             name: PairHost(name, world, model, self.network, lambda: self.now, self._listener_at) for name in HOSTS
         }
+        self._router = PairRouter(world, self.network, self.hosts, clock=lambda: self.now, count=self._count)
         self._reference = ReferenceEngine(model)
         self._trace = trace
 
@@ -167,10 +115,10 @@ class PairSimulation:
     def _come(self, event: Come) -> None:
         if event.id in self.clients:
             return
-        response = self._reference.response(self._request(event, RequestId(event.id), event.output, None))
+        response = self._reference.response(request_of(event, RequestId(event.id), event.output, None))
         self.clients[event.id] = client = Client(event, response)
         self._count("requests")
-        self._begin(client, "prefill", "prefill")
+        self._router.begin(client, "prefill", "prefill")
 
     def _leave(self, event: Leave) -> None:
         client = self.clients.get(event.id)
@@ -179,8 +127,8 @@ class PairSimulation:
         assert client.stage is not None
         self._count(f"leaves: {self._phase(client.stage)}")
         client.state = "left"
-        self._end_stage(client)
-        self._let_go(client)
+        self._router.end_stage(client)
+        self._router.let_go(client)
 
     def _step(self, event: Step) -> None:
         host = self.hosts[event.host]
@@ -314,84 +262,6 @@ class PairSimulation:
     def _standing_of(self, host: PairHost) -> tuple[object, ...]:
         return host.flight, host.hold_count, self.counts.get(f"steps: {host.name}", 0)
 
-    # --- the router ---
-
-    def _begin(self, client: Client, kind: StageKind, host: HostName, params: KVTransferParams | None = None) -> None:
-        client.stage_count += 1
-        client.stage = stage = Stage(self, client, kind, host)
-        self._count(f"stages: {kind}")
-        output = 1 if kind == "prefill" else client.event.output
-        asked = KVTransferParams(do_remote_decode=True) if kind == "prefill" else params
-        if not self.hosts[host].is_up:
-            self.lost(stage)
-            return
-        stage.connection = self.network.open({ROUTER: stage, host: self.hosts[host]})
-        stage.connection.send(ROUTER, Submit(self._request(client.event, stage.id, output, asked)))
-        stage.connection.patience[ROUTER] = self.now + ROUTER_PATIENCE_SECONDS
-
-    def take_from_engine(self, stage: Stage, connection: Connection, message: msgspec.Struct) -> None:
-        client = stage.client
-        connection.patience[ROUTER] = self.now + ROUTER_PATIENCE_SECONDS
-        if isinstance(message, Refused):
-            self._end_stage(client)
-            self.lost(stage, is_refused=True)
-        elif isinstance(message, Tokens):
-            if stage.kind != "prefill":
-                client.tokens += message.token_ids
-                self._check_response(client)
-        else:
-            assert isinstance(message, Finished)
-            self._end_stage(client)
-            self._take_end(stage, message)
-
-    def _take_end(self, stage: Stage, end: Finished) -> None:
-        client = stage.client
-        if end.reason not in (FinishReason.LENGTH, FinishReason.STOP):
-            assert end.reason is FinishReason.ERROR, f"{stage.id} ends with {end.reason}, and nobody has aborted it"
-            assert self.world.fails_without_kv, f"{stage.id} failed, and KV that does not come is computed"
-            self.lost(stage)
-        elif stage.kind == "prefill":
-            client.prefilled = None if end.kv_transfer is None else stage.id
-            self._begin(client, "decode", "decode", end.kv_transfer)
-        else:
-            client.state = "done"
-            assert tuple(client.tokens) == client.response.token_ids, f"{client.event.id} got {client.tokens}"
-            assert end.reason is client.response.reason, f"{client.event.id} ends with {end.reason}"
-
-    def lost(self, stage: Stage, *, is_refused: bool = False) -> None:
-        """An engine does not answer; another one does, if no token has come of the response yet."""
-        client = stage.client
-        if client.state != "open" or client.stage is not stage:
-            return
-        self._count(f"stages {'refused' if is_refused else 'lost'}: {stage.kind}")
-        client.stage = None
-        client.was_refused = client.was_refused or is_refused
-        if stage.kind == "decode":
-            self._let_go(client)
-        if stage.kind == "whole" or client.tokens:
-            client.state = "failed"
-            return
-        self._begin(client, "whole", "decode" if stage.kind == "prefill" else "prefill")
-
-    def _end_stage(self, client: Client) -> None:
-        """Close its connection, which ends whatever is still computed for it."""
-        assert client.stage is not None
-        connection = client.stage.connection
-        if connection is not None:
-            if client.stage.kind == "prefill" and client.state == "left":
-                # It may have ended already, and then what is held is held for nobody.
-                connection.send(ROUTER, AbortIds((client.stage.id,)))
-            self.network.close(connection, ROUTER)
-
-    def _let_go(self, client: Client) -> None:
-        """Nobody will read what is held for it."""
-        host = self.hosts["prefill"]
-        if client.prefilled is not None and host.is_up:
-            connection = self.network.open({ROUTER: Nobody(), host.name: host})
-            connection.send(ROUTER, AbortIds((client.prefilled,)))
-            self.network.close(connection, ROUTER)
-        client.prefilled = None
-
     # --- what must hold ---
 
     def _settle(self) -> None:
@@ -404,28 +274,9 @@ class PairSimulation:
                 host.check()
         self._count("checks of both engines")
 
-    def _check_response(self, client: Client) -> None:
-        count = len(client.tokens)
-        assert tuple(client.tokens) == client.response.token_ids[:count], (
-            f"{client.event.id} got {client.tokens}, the reference has {client.response.token_ids}"
-        )
-
     # --- inside ---
 
-    def _request(
-        self, event: Come, name: RequestId, output: int, kv_transfer: KVTransferParams | None
-    ) -> EngineRequest:
-        return EngineRequest(
-            id=name,
-            prompt_token_ids=event.prompt,
-            sampling=SamplingParams(temperature=event.temperature),
-            output_tokens_max=output,
-            stop_token_ids=frozenset(event.stops),
-            seed=0,
-            kv_transfer=kv_transfer,
-        )
-
-    def _phase(self, stage: Stage) -> str:
+    def _phase(self, stage: StageRequest) -> str:
         """Where a client's request is."""
         core = self.hosts[stage.host].core
         live = next((live for live in core.live_requests() if live.request.id == stage.id), None)
