@@ -210,7 +210,7 @@ async def test_what_is_left_of_a_deadline_goes_to_the_endpoint(open_setup, autoj
             await setup.servers["a"].engine.step()
             await holder.read()
             await wait_all_tasks_blocked()
-            [request] = setup.servers["a"].engine._live_requests()
+            [request] = setup.servers["a"].engine._requests
             assert request.deadlines.timeout == pytest.approx(6, abs=0.1)
             await setup.servers["a"].engine.step()
             events = [event async for event in response]
