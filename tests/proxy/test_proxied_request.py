@@ -94,7 +94,7 @@ async def test_a_client_that_leaves_during_decode_frees_everything_at_both_ends(
         await setup.assert_all_free()
 
 
-async def test_a_client_that_leaves_in_line_is_never_sent_anywhere(open_setup):
+async def test_a_client_that_leaves_in_the_queue_is_never_sent_anywhere(open_setup):
     """S32, S37."""
     async with open_setup("a", engine={"paused": True}, leases_max=1) as setup:
         async with setup.client().ask(CHAT, body()):
