@@ -18,7 +18,7 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.testing.invariants import check_core
 from trioserve.testing.scripted_connector import ScriptedConnector
-from trioserve.testing.seeded_schedule import seeded_schedule
+from trioserve.testing.task_order import seeded_schedule
 
 CLIENTS = 24
 HOLD_SECONDS, LOAD_SECONDS = 1.0, 0.5

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from trioserve.testing.memory_server import MemoryServer, open_memory_server
     from trioserve.testing.memory_stream import MemoryEnd, memory_connection
     from trioserve.testing.scripted_connector import ScriptedConnector
-    from trioserve.testing.seeded_schedule import seeded_schedule
+    from trioserve.testing.task_order import seeded_schedule
 
 _HOMES = {
     "ConnectionLost": "memory_client",
@@ -32,7 +32,7 @@ _HOMES = {
     "ScriptedConnector": "scripted_connector",
     "open_fake_engine": "fake_engine",
     "open_memory_server": "memory_server",
-    "seeded_schedule": "seeded_schedule",
+    "seeded_schedule": "task_order",
 }
 
 __all__ = [

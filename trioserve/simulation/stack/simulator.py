@@ -36,7 +36,7 @@ from trioserve.simulation.stack.plan import BLOCK_SIZE, Client, Order, StackPlan
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.testing.fake_executor import FakeModel
 from trioserve.testing.invariants import check_core
-from trioserve.testing.seeded_schedule import seeded_schedule
+from trioserve.testing.task_order import seeded_schedule
 
 __all__ = ["StackSimulation"]
 
