@@ -1,6 +1,6 @@
 """Ask three times, keep the first response, stop the others: their KV blocks are free one step later.
 
-python examples/first_answer_wins.py
+python examples/first_response_wins.py
 """
 
 import trio

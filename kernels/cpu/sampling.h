@@ -33,7 +33,7 @@ struct Sampling {
 
 enum Flaw : int32_t { NO_FLAW = 0, NOT_FINITE = 1, NOTHING_LEFT = 2 };
 
-// --- random numbers: drawing.py says what they are ---------------------------------------------------------------------
+// --- random numbers: gumbel.py says what they are ---------------------------------------------------------------------
 
 constexpr uint64_t GAMMA = 0x9E3779B97F4A7C15;
 
@@ -216,7 +216,7 @@ inline void adjust(const Sampling& sampling, const int32_t* ids, const float* bi
     }
 }
 
-// The race of drawing.py: between the tiles by their sums, then inside the one that won. weights: padded with zeros.
+// The race of gumbel.py: between the tiles by their sums, then inside the one that won. weights: padded with zeros.
 inline int32_t draw(const float* weights, int64_t vocab, float threshold, uint64_t word) {
     alignas(64) double tiles[DRAW_TILES] = {};
     for (int64_t first = 0; first < vocab; first += LANES) {

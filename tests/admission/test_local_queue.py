@@ -40,7 +40,7 @@ async def test_a_burst_of_one_tenant_does_not_keep_another_waiting(autojump_cloc
         fake.assert_all_free()
 
 
-async def test_prompt_tokens_in_line_are_bounded_before_they_are_counted_exactly(autojump_clock):
+async def test_prompt_tokens_in_the_queue_are_bounded_before_they_are_counted_exactly(autojump_clock):
     async with open_fake_engine(max_num_seqs=1, waiting_requests_max=2, waiting_prompt_tokens_max=20) as fake:
 
         async def ask(prompt: list[int]) -> None:
@@ -121,5 +121,5 @@ async def test_the_tenant_is_a_header(autojump_clock):
         (ChatPrompt(messages=[{"role": "user", "content": [{"type": "text", "text": "x" * 40}, 7]}, {}]), 11),
     ],
 )
-def test_tokens_are_guessed_from_what_came(prompt, tokens):
+def test_tokens_are_estimated_from_what_came(prompt, tokens):
     assert local_request(prompt, tenant="", priority=0, sequences=1).prompt_tokens == tokens

@@ -78,7 +78,7 @@ async def scene(http1_client, **options: object):
         # Nothing is left of anybody: no block, no task, no place.
         check_idle(server.engine.core)
         assert server.connection_count == 0
-        assert server.engine._requests == {}
+        assert server.engine.live_requests() == []
         assert server.server.counters().exchanges_open == 0
 
 
@@ -245,4 +245,4 @@ async def test_a_burst_of_leavers_leaves_nothing(http1_client, http2_client, aut
         await server.hang_up()  # who only reset a stream still has a connection
         await wait_all_tasks_blocked()
         assert trio.lowlevel.current_statistics().tasks_living == tasks_before
-        assert server.engine._requests == {}
+        assert server.engine.live_requests() == []

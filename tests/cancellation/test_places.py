@@ -211,7 +211,7 @@ async def test_a_place_is_held_until_the_end_of_the_response_and_not_only_until_
 
 
 @pytest.mark.slow
-async def test_who_left_the_line_is_in_no_plan(http1_client, http2_client, autojump_clock):
+async def test_who_left_the_queue_is_in_no_plan(http1_client, http2_client, autojump_clock):
     """S32, S37: two hundred wait, in either protocol, streamed or whole, and leave in every way. One of them stays."""
     async with served(max_num_seqs=1, waiting_requests_max=300, step_seconds=0.0) as server:
         core, steps = server.engine.core, server.engine.steps

@@ -48,16 +48,16 @@ def draft_token(text: str, count: int = 16, *, draft_tokens_max: int = 16) -> st
         ("wxyz1 xyz2 wxyz", "1 xyz2 wxyz1 xyz"),  # but the longest before it
     ],
 )
-def test_what_follows_the_last_tokens_elsewhere_is_guessed(text, drafted):
+def test_what_follows_the_last_tokens_elsewhere_is_drafted(text, drafted):
     assert draft_token(text) == drafted
 
 
-def test_there_are_no_more_guesses_than_are_wanted():
+def test_there_are_no_more_draft_tokens_than_are_wanted():
     assert draft_token("one two three, one two", 3) == " th"
     assert draft_token("one two three, one two", 16, draft_tokens_max=2) == " t"
 
 
-def test_what_is_guessed_does_not_depend_on_how_the_text_came():
+def test_what_is_drafted_does_not_depend_on_how_the_text_came():
     text = [ord(letter) for letter in "to be or not to be, that is to be or not"]
     grown = drafter()
     for count in range(1, len(text)):
@@ -90,7 +90,7 @@ GUESS_LOOKS_MAX = 2 * NGRAM_MIN + PLACES_MAX * 2 * NGRAM_MAX + 8
     [lambda number: [100 + number, 200_000 + number, 400_000 + number], lambda number: [100 + number, 1, 2, 3]],
     ids=["of new tokens", "in which every place is like the last"],
 )
-def test_a_guess_in_a_long_text_costs_a_few_looks(piece):
+def test_a_draft_in_a_long_text_costs_a_few_looks(piece):
     text = Watched(token for number in range(5_000) for token in piece(number))
     one = Drafter(8, 40_000)
     for _ in range(len(text) // ENTERED_MAX + 1):
@@ -130,7 +130,7 @@ def lengths(one: Drafter, accepted: list[int]) -> list[int]:
     return found
 
 
-def test_right_guesses_are_followed_by_longer_drafts_up_to_the_limit():
+def test_right_draft_tokens_are_followed_by_longer_drafts_up_to_the_limit():
     assert lengths(Drafter(20, 100), [100] * 5) == [4, 8, 16, 20, 20]
     assert lengths(Drafter(3, 100), [100] * 3) == [3, 3, 3]
 
@@ -139,7 +139,7 @@ def test_a_draft_that_is_right_in_part_is_followed_by_one_of_that_length():
     assert lengths(Drafter(20, 100), [100, 100, 3, 100, 1, 1]) == [4, 8, 16, 3, 6, 1]
 
 
-def test_wrong_guesses_are_followed_by_ever_longer_pauses():
+def test_wrong_draft_tokens_are_followed_by_ever_longer_pauses():
     found = lengths(Drafter(8, 100), [0] * 200)
     assert found[:14] == [4, 2, 1, 0, 1, 0, 0, 1, 0, 0, 0, 0, 1, 0]
     assert max("".join(map(str, found)).split("1"), key=len).count("0") == PAUSE_MAX
@@ -166,7 +166,7 @@ def repeating(period: int) -> FakeModel:
     return Repeating()
 
 
-def test_right_guesses_bring_several_tokens_a_step(drive):
+def test_right_draft_tokens_bring_several_tokens_a_step(drive):
     driver = drive(model=repeating(5), draft_tokens_max=4, step_tokens_max=64)
     driver.add("a", (1, 2, 3, 4, 5, 1, 2, 3, 4, 5), 41)
     driver.run()
@@ -181,7 +181,7 @@ def test_right_guesses_bring_several_tokens_a_step(drive):
     assert len(driver.tokens["a"]) == 41
 
 
-def test_wrong_guesses_cost_no_token_and_no_block(drive):
+def test_wrong_draft_tokens_cost_no_token_and_no_block(drive):
     driver = drive(model=FakeModel(vocab_size=2), draft_tokens_max=8, block_size=2, block_count=40, step_tokens_max=40)
     driver.add("a", (0, 1, 0, 0, 1, 1, 0, 1), 30)
     driver.run()
@@ -190,7 +190,7 @@ def test_wrong_guesses_cost_no_token_and_no_block(drive):
     assert stats.steps_total == 30 - stats.accepted_tokens_total
 
 
-def test_without_the_setting_nothing_is_guessed(drive):
+def test_without_the_setting_nothing_is_drafted(drive):
     driver = drive(model=repeating(5), step_tokens_max=64)
     driver.add("a", (1, 2, 3, 4, 5) * 2, 20)
     driver.run()
@@ -216,7 +216,7 @@ def test_a_stop_token_before_min_tokens_does_not(drive):
 
 
 @pytest.mark.parametrize("output_tokens_max", range(1, 14))
-def test_nothing_is_guessed_beyond_the_last_token(drive, output_tokens_max):
+def test_nothing_is_drafted_beyond_the_last_token(drive, output_tokens_max):
     driver = drive(model=repeating(2), draft_tokens_max=8, step_tokens_max=64, context_tokens_max=8 + output_tokens_max)
     driver.add("a", (1, 2) * 4, output_tokens_max)
     count = 0
@@ -227,7 +227,7 @@ def test_nothing_is_guessed_beyond_the_last_token(drive, output_tokens_max):
     assert driver.finished["a"].reason is FinishReason.LENGTH
 
 
-def test_nobody_guesses_while_somebody_waits(drive):
+def test_nobody_drafts_while_somebody_waits(drive):
     driver = drive(model=repeating(2), draft_tokens_max=8, step_tokens_max=64, max_num_seqs=1)
     driver.add("a", (1, 2) * 4, 12)
     driver.step()
@@ -239,7 +239,7 @@ def test_nobody_guesses_while_somebody_waits(drive):
     driver.run()
 
 
-def test_guesses_take_what_a_step_has_left_and_share_it(drive):
+def test_drafts_take_what_a_step_has_left_and_share_it(drive):
     driver = drive(model=repeating(2), draft_tokens_max=8, step_tokens_max=64, draft_step_tokens_max=9)
     for name in "abc":
         driver.add(name, (ord(name), 1) * 4, 60)
@@ -253,7 +253,7 @@ def test_guesses_take_what_a_step_has_left_and_share_it(drive):
     driver.run()
 
 
-def test_guesses_have_no_more_blocks_than_are_left(drive):
+def test_drafts_have_no_more_blocks_than_are_left(drive):
     """Three blocks of four: one more token fits than is known."""
     driver = drive(model=repeating(2), draft_tokens_max=8, step_tokens_max=64, block_count=3, block_size=4)
     driver.add("a", (1, 2) * 3, 5)
@@ -264,7 +264,7 @@ def test_guesses_have_no_more_blocks_than_are_left(drive):
     driver.run()
 
 
-def test_an_abort_during_a_step_with_guesses_frees_every_block_in_its_update(drive):
+def test_an_abort_during_a_step_with_drafts_frees_every_block_in_its_update(drive):
     driver = drive(model=repeating(2), draft_tokens_max=8, step_tokens_max=64, block_size=1)
     driver.add("a", (1, 2) * 4, 40)
     driver.step()
@@ -276,7 +276,7 @@ def test_an_abort_during_a_step_with_guesses_frees_every_block_in_its_update(dri
     driver.run()
 
 
-def test_a_failing_step_with_guesses_frees_every_block(drive):
+def test_a_failing_step_with_drafts_frees_every_block(drive):
     driver = drive(model=repeating(2), draft_tokens_max=8, step_tokens_max=64, block_size=1)
     driver.add("a", (1, 2) * 4, 40)
     driver.step()
@@ -286,7 +286,7 @@ def test_a_failing_step_with_guesses_frees_every_block(drive):
     driver.run()
 
 
-def test_an_abandoned_step_with_guesses_frees_every_block(drive):
+def test_an_abandoned_step_with_drafts_frees_every_block(drive):
     driver = drive(model=repeating(2), draft_tokens_max=8, step_tokens_max=64, block_size=1)
     driver.add("a", (1, 2) * 4, 40)
     driver.step()
@@ -298,7 +298,7 @@ def test_an_abandoned_step_with_guesses_frees_every_block(drive):
     assert driver.core.stats().blocks_used == 0
 
 
-def test_only_right_guesses_are_found_by_others(drive):
+def test_only_right_draft_tokens_are_found_by_others(drive):
     """Another request begins with the first one's text; the fake KV tells what a block really holds."""
     driver = drive(model=FakeModel(vocab_size=2), draft_tokens_max=8, block_size=1, block_count=80, step_tokens_max=80)
     driver.add("a", (0, 1, 0, 0, 1, 1, 0, 1), 30)
@@ -312,7 +312,7 @@ def test_only_right_guesses_are_found_by_others(drive):
     assert driver.finished["b"].cached_token_count == len(text) - 1  # the last one was never computed
 
 
-def test_a_request_that_lost_its_blocks_guesses_again(drive):
+def test_a_request_that_lost_its_blocks_drafts_again(drive):
     driver = drive(
         model=repeating(2), draft_tokens_max=4, step_tokens_max=64, block_count=10, block_size=2, max_num_seqs=2
     )
@@ -324,7 +324,7 @@ def test_a_request_that_lost_its_blocks_guesses_again(drive):
     assert stats.accepted_tokens_total > 0
 
 
-def test_a_guess_after_which_nothing_can_be_sampled_ends_the_run_there():
+def test_a_draft_token_after_which_nothing_can_be_sampled_ends_the_run_there():
     """The executor gives fewer tokens than there are draft tokens; the request goes on behind the last one."""
     core = EngineCore(CoreSettings(block_count=16, context_tokens_max=64, draft_tokens_max=4))
     core.add(_request((1, 2) * 4, 20))

@@ -352,6 +352,6 @@ def test_a_core_that_was_not_told_to_plans_nothing_ahead(drive):
         driver.core.schedule_ahead(0.0)
 
 
-def test_steps_with_guesses_do_not_overlap():
+def test_steps_with_drafts_do_not_overlap():
     with pytest.raises(StartupError, match=r"--overlap-steps .* --speculative-ngram 3 .*: give one of them"):
         CoreSettings(block_count=4, context_tokens_max=64, overlap_steps=True, draft_tokens_max=3)

@@ -30,7 +30,7 @@ async def end_of(stream) -> tuple[object, object, float]:
         (Deadlines(queue_timeout=2, ttft_timeout=3, timeout=4), "queue_timeout"),
     ],
 )
-async def test_who_waits_in_line_ends_at_any_deadline_and_never_runs(deadlines, reason, autojump_clock):
+async def test_who_waits_in_the_queue_ends_at_any_deadline_and_never_runs(deadlines, reason, autojump_clock):
     """S35, S37."""
     async with open_fake_engine(step_seconds=0.1, max_num_seqs=1) as fake:
         async with (

@@ -163,7 +163,7 @@ async def test_who_is_being_prepared_when_the_engine_is_closed_gets_a_last_delta
         readers.start_soon(ask)
         await held.begun.wait()
     assert [(delta.finish_reason, delta.message) for delta in deltas] == [(FinishReason.ABORT, "the engine was closed")]
-    assert fake._requests == {}
+    assert fake.live_requests() == []
 
 
 async def test_a_closed_engine_refuses_and_lets_nobody_wait():

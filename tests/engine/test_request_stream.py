@@ -363,7 +363,7 @@ async def test_a_bad_request_is_refused_and_holds_nothing(prompt, sampling, erro
         with pytest.raises(AlreadyEnded):
             await anext(stream)
         check_all_free(fake)
-        assert fake._requests == {}
+        assert fake.live_requests() == []
         assert fake._preparing_count == 0
 
 
@@ -395,7 +395,7 @@ async def test_a_long_prompt_is_tokenized_in_the_text_thread_and_can_be_left_mea
             assert fake._preparing_count == 1
             nursery.cancel_scope.cancel()
         assert fake._preparing_count == 0
-        assert fake._requests == {}
+        assert fake.live_requests() == []
         go_on.set()
 
 

@@ -23,7 +23,7 @@ async def read(fake: FakeEngine, **sampling: object) -> tuple[list, object]:
         return [delta async for delta in stream], stream
 
 
-async def test_right_guesses_come_as_one_delta_and_count_as_the_tokens_they_are(autojump_clock):
+async def test_right_draft_tokens_come_as_one_delta_and_count_as_the_tokens_they_are(autojump_clock):
     async with open_fake_engine(response=TEXT, speculative_ngram=8, step_seconds=0.1) as fake:
         deltas, stream = await read(fake)
         assert "".join(delta.text for delta in deltas) == TEXT
@@ -44,7 +44,7 @@ async def test_right_guesses_come_as_one_delta_and_count_as_the_tokens_they_are(
 
 
 @pytest.mark.parametrize("stop", ["two th", "four. one", "e fou", " ", "three four. one two three four. one two"])
-async def test_a_stop_string_ends_the_response_in_the_middle_of_right_guesses(stop, autojump_clock):
+async def test_a_stop_string_ends_the_response_in_the_middle_of_right_draft_tokens(stop, autojump_clock):
     async with open_fake_engine(response=TEXT) as plain, open_fake_engine(response=TEXT, speculative_ngram=8) as fake:
         expected, expected_stream = await read(plain, stop=(stop,))
         deltas, stream = await read(fake, stop=(stop,))
@@ -58,7 +58,7 @@ async def test_a_stop_string_ends_the_response_in_the_middle_of_right_guesses(st
         fake.assert_all_free()
 
 
-async def test_each_token_of_right_guesses_has_its_logprobs(autojump_clock):
+async def test_each_token_of_right_draft_tokens_has_its_logprobs(autojump_clock):
     async with open_fake_engine(response=TEXT) as plain, open_fake_engine(response=TEXT, speculative_ngram=8) as fake:
         expected, _ = await read(plain, logprobs=2)
         deltas, _ = await read(fake, logprobs=2)
@@ -67,7 +67,7 @@ async def test_each_token_of_right_guesses_has_its_logprobs(autojump_clock):
         assert logprobs == [entry for delta in expected for entry in delta.logprobs]
 
 
-async def test_a_client_that_leaves_during_a_step_with_guesses_gives_everything_back():
+async def test_a_client_that_leaves_during_a_step_with_drafts_gives_everything_back():
     async with open_fake_engine(response=TEXT, speculative_ngram=8, block_count=128, block_size=1, paused=True) as fake:
         leaving = trio.CancelScope()
 

@@ -56,7 +56,7 @@ def one_at_a_time(step_driver: ModuleType, runner: Any) -> tuple[dict[str, list[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3"])
-def test_tokens_do_not_depend_on_what_was_guessed(
+def test_tokens_do_not_depend_on_what_was_drafted(
     kind: str, cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
     """Accepted draft tokens, wrong ones, right ones up to somewhere, of all lengths, beside decodes and a prompt."""
@@ -99,7 +99,7 @@ def test_tokens_do_not_depend_on_what_was_guessed(
             assert [token for token, _ in mine.top] == [token for token, _ in other.top]
 
 
-def test_what_cannot_be_sampled_behind_a_guess_ends_the_run_and_fails_nobody(
+def test_what_cannot_be_sampled_behind_a_draft_token_ends_the_run_and_fails_nobody(
     tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It fails the request only when its turn comes; by then the draft token may have been wrong."""
@@ -129,7 +129,7 @@ def test_what_cannot_be_sampled_behind_a_guess_ends_the_run_and_fails_nobody(
     assert set(driver.step({"a": 1, "b": 1}, {"a": (5,)}).errors) == {"a"}
 
 
-def test_each_guess_has_the_position_and_history_that_it_would_have_alone(
+def test_each_draft_token_has_the_position_and_history_that_it_would_have_alone(
     tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
     driver = step_driver.StepDriver(step_driver.load_runner(tiny_checkpoint("llama")))

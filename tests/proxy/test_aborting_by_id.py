@@ -27,7 +27,7 @@ async def results(response) -> dict[str, str]:
     return {each["id"]: each["result"] for each in (await response.json())["data"]}
 
 
-async def test_those_that_run_and_those_in_line_are_listed_and_aborted(open_setup):
+async def test_those_that_run_and_those_in_the_queue_are_listed_and_aborted(open_setup):
     async with open_setup("a", engine={"paused": True}, leases_max=1) as setup:
         engine = setup.servers["a"].engine
         async with (
@@ -105,7 +105,7 @@ async def test_one_that_is_aborted_while_its_endpoint_fails_does_not_wait_for_an
     assert not any(dispatch.core.stats().leases.values())
 
 
-async def test_an_abort_in_line_gives_the_place_back_in_the_same_call():
+async def test_an_abort_in_the_queue_gives_the_place_back_in_the_same_call():
     dispatch = Dispatch(RouterSettings(), RoundRobin)
     dispatch.core.add_endpoint(EndpointId("a"), ("m",), trio.current_time())  # nobody has asked it yet: it gets nothing
     with dispatch.enter(RoutedRequest(model="m"), id="mine") as admission:

@@ -485,7 +485,7 @@ async def test_attempts_are_bounded_over_both_stages(open_pair):
 # --- leaving ---
 
 
-async def in_line_for_prefill(pair: ScriptedEndpoints) -> None:
+async def queued_for_prefill(pair: ScriptedEndpoints) -> None:
     assert await pair.listed() == [("other", "prefill", "p"), ("mine", "waiting", None)]
 
 
@@ -494,7 +494,7 @@ async def during_prefill(pair: ScriptedEndpoints) -> None:
     assert await pair.listed() == [("mine", "prefill", "p")]
 
 
-async def in_line_for_decode(pair: ScriptedEndpoints) -> None:
+async def queued_for_decode(pair: ScriptedEndpoints) -> None:
     (await pair.ask_of("p")).hold()
     await wait_all_tasks_blocked()
     assert await pair.listed() == [("other", "running", "d"), ("mine", "handover", None)]
@@ -527,15 +527,15 @@ async def when_it_is_finished_by_the_prefill_endpoint(pair: ScriptedEndpoints) -
 
 
 MOMENTS = [
-    in_line_for_prefill,
+    queued_for_prefill,
     during_prefill,
-    in_line_for_decode,
+    queued_for_decode,
     before_the_first_token,
     with_a_head_and_no_token,
     during_decode,
     when_it_is_finished_by_the_prefill_endpoint,
 ]
-IN_THE_WAY = {in_line_for_prefill: body(), in_line_for_decode: body(n=2)}
+IN_THE_WAY = {queued_for_prefill: body(), queued_for_decode: body(n=2)}
 
 
 @asynccontextmanager
@@ -614,7 +614,7 @@ async def test_the_time_to_the_first_token_covers_both_stages(open_pair, autojum
         await pair.assert_all_free()
 
 
-async def test_time_in_which_its_prompt_is_computed_is_no_time_in_line(open_pair, autojump_clock):
+async def test_time_in_which_its_prompt_is_computed_is_no_time_in_the_queue(open_pair, autojump_clock):
     async with open_pair(leases_max=1) as pair:
         async with (
             pair.client().ask(TEXT, body(n=2)) as other,
@@ -726,7 +726,7 @@ async def test_what_became_of_pairs_is_counted(open_pair, autojump_clock):
         await pair.assert_all_free()
 
 
-async def test_the_time_in_line_that_is_left_does_not_count_the_prompt(open_pair, autojump_clock):
+async def test_the_time_in_the_queue_that_is_left_does_not_count_the_prompt(open_pair, autojump_clock):
     async with open_pair() as pair:
         async with pair.client().ask(TEXT, body(queue_timeout=2)) as response:
             prefill = await pair.ask_of("p")

@@ -136,9 +136,9 @@ class NameServer:
         with self._socket:
             await self._socket.bind(("127.0.0.1", 0))
             task_status.started()
-            await self._answer()
+            await self._respond()
 
-    async def _answer(self) -> None:
+    async def _respond(self) -> None:
         while True:
             data, peer = await self._socket.recvfrom(4096)
             query = dns.message.from_wire(data)
@@ -235,9 +235,9 @@ class ApiServer:
 
     async def _serve(self, stream: trio.abc.Stream) -> None:
         with contextlib.suppress(trio.BrokenResourceError):  # the client left
-            await self._answer(stream)
+            await self._respond(stream)
 
-    async def _answer(self, stream: trio.abc.Stream) -> None:
+    async def _respond(self, stream: trio.abc.Stream) -> None:
         http = h11.Connection(h11.SERVER)
         while True:
             while (event := http.next_event()) is h11.NEED_DATA:

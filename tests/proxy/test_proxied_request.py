@@ -96,7 +96,7 @@ async def test_a_client_that_leaves_during_decode_frees_everything_at_both_ends(
         await setup.assert_all_free()
 
 
-async def test_a_client_that_leaves_in_line_is_never_sent_anywhere(open_setup):
+async def test_a_client_that_leaves_in_the_queue_is_never_sent_anywhere(open_setup):
     """S32, S37."""
     async with open_setup("a", engine={"paused": True}, leases_max=1) as setup:
         async with setup.client().ask(CHAT, body()):
@@ -212,7 +212,7 @@ async def test_what_is_left_of_a_deadline_goes_to_the_endpoint(open_setup, autoj
             await setup.servers["a"].engine.step()
             await holder.read()
             await wait_all_tasks_blocked()
-            [request] = setup.servers["a"].engine._live_requests()
+            [request] = setup.servers["a"].engine._requests
             assert request.deadlines.timeout == pytest.approx(6, abs=0.1)
             await setup.servers["a"].engine.step()
             events = [event async for event in response]

@@ -43,6 +43,14 @@ def test_every_name_of_the_kit_can_be_had():
         assert getattr(trioserve.testing, name) is not None
 
 
+def test_no_module_of_the_kit_bears_the_name_of_something_in_it():
+    """Importing the module would put it where the other one is looked for."""
+    import trioserve.testing
+
+    folder = Path(trioserve.testing.__file__).parent
+    assert {module.stem for module in folder.iterdir()}.isdisjoint(trioserve.testing.__all__)
+
+
 @pytest.mark.slow
 def test_a_test_that_leaves_something_behind_fails(tmp_path):
     source = """

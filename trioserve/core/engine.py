@@ -6,7 +6,7 @@ request is marked, and update_from_output takes the marked ones first. So the or
 forgets it.
 
 With overlap_steps the next step may be planned while one is in flight (schedule_ahead); what that changes is said in
-flight.py.
+steps_in_flight.py.
 
 Time comes in as an argument, in seconds of any clock that never goes back, where something may begin or end by it: only
 waiting for a connector does. Whoever drives the core calls expire() when next_deadline() has come.

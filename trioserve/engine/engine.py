@@ -19,14 +19,14 @@ from msgspec import UNSET
 
 from trioserve.admission.dispatch import AdmissionScope
 from trioserve.admission.ended_ids import EndedIds
-from trioserve.admission.local_endpoint import local_dispatch, local_request
+from trioserve.admission.local_endpoint import local_dispatch
 from trioserve.admission.prompt_encoder import PromptEncoder
 from trioserve.admission.router_metrics import show_router
 from trioserve.admission.text_threads import TextRunner, TextThreads
 from trioserve.contracts.arguments import refuse, to_bool, to_float, to_int, to_str
 from trioserve.contracts.deadlines import NO_DEADLINES, Deadline, Deadlines
 from trioserve.contracts.endpoint import EndpointLoad
-from trioserve.contracts.errors import Draining, EngineFault, InvalidRequest, Overloaded, StepOverdue
+from trioserve.contracts.errors import EngineFault, InvalidRequest, Overloaded
 from trioserve.contracts.events import (
     AbortOutcome,
     FinishReason,
@@ -41,11 +41,11 @@ from trioserve.core.engine import EngineCore
 from trioserve.engine.connector_metrics import show_connector
 from trioserve.engine.delivery import Delivery
 from trioserve.engine.engine_loop import EngineLoop, StepRunner, WhenIdle
-from trioserve.engine.kept_holds import KeptHolds
 from trioserve.engine.kv_events import KvEvents
 from trioserve.engine.live_view import view_of
 from trioserve.engine.model_description import ModelDescription
 from trioserve.engine.open_request import OpenRequest
+from trioserve.engine.request_admission import RequestAdmission
 from trioserve.engine.request_preparation import (
     RequestPreparation,
     checked_kv_transfer,
@@ -54,6 +54,7 @@ from trioserve.engine.request_preparation import (
     text_or_none,
 )
 from trioserve.engine.request_stream import RequestStream
+from trioserve.engine.requests_by_id import RequestsById
 from trioserve.engine.settings import EngineSettings
 from trioserve.engine.step_watch import StepWatch
 from trioserve.metrics.engine_gauges import EngineGauges
@@ -106,7 +107,7 @@ class Engine:
         self.on_fault: Callable[[], Awaitable[None]] | None = None  # has the clients told
         self._core = core
         self._connector = connector
-        self._kept_holds = KeptHolds()
+        self._kept_holds = RequestsById()  # finished and left, and what is held of them is still to be read
         self.step_watch = StepWatch(settings.step_seconds_max)
         self._delivery = Delivery(core, metrics, wake=self.wake, step_watch=self.step_watch)
         self._loop = EngineLoop(core, steps, self._delivery, readers_first=readers_first, when_idle=when_idle)
@@ -115,11 +116,12 @@ class Engine:
         self._preparation = RequestPreparation(model, tokenizer, role=role)
         self._settings = settings
         self._new_request_id = new_request_id
-        self._requests: dict[str, list[OpenRequest]] = {}  # entered and not left, by the id that callers know
+        self._requests = RequestsById()  # entered and not left
         self._ended_ids = EndedIds()
         self._preparing_count = 0
         self._deadline_keeper = DeadlineKeeper()
         self.dispatch = local_dispatch(core.settings.max_num_seqs, settings)
+        self._admission = RequestAdmission(self.dispatch, metrics)
         self._is_running = False
         self._steps_scope = trio.CancelScope()
         self._connector_error: Exception | None = None
@@ -196,7 +198,7 @@ class Engine:
             self._kept_holds.clear()  # nobody will report their end
             self._note_idle()
             self._end_kv_events()
-            for request in self._live_requests():
+            for request in self._requests:
                 request.fail(fault)
             if self.on_fault is not None:
                 with trio.move_on_after(self._settings.grace_seconds_max):
@@ -234,15 +236,15 @@ class Engine:
         self.dispatch.drain()
         self._end_kv_events()
         queued = {live.request.id for live in self._core.live_requests() if live.cached_token_count is None}
-        for request in self._live_requests():
+        for request in self._requests:
             if all(choice.sequence_id in queued for choice in request.choices):
                 self._delivery.end(request, FinishReason.ABORT)
-                request.fail(self._refused_draining())
+                request.fail(self._admission.refused_draining())
 
     def abort_all(self, message: str) -> None:
         """End every request, and every hold; each reader gets a last delta with finish_reason ABORT and the message,
         unless it had one."""
-        for request in self._live_requests():
+        for request in self._requests:
             self._delivery.end_with_final_delta(request, FinishReason.ABORT, message)
             self._delivery.end_holds(request)
         for request in self._kept_holds:
@@ -325,7 +327,7 @@ class Engine:
         reason = instance_of(FinishReason, "reason", reason, FinishReason.ABORT)
         outcomes = {}
         for request_id in dict.fromkeys(request_ids):
-            requests = [*self._requests.get(request_id, ()), *self._kept_holds.of(request_id)]
+            requests = [*self._requests.of(request_id), *self._kept_holds.of(request_id)]
             requests = [request for request in requests if owner in (None, request.owner)]
             unfinished = [request for request in requests if not request.is_finished]
             for request in unfinished:
@@ -343,7 +345,7 @@ class Engine:
     def live_requests(self, *, owner: str | None = None) -> list[LiveRequestView]:
         """Every request that is entered and not left, or held, oldest first. owner: only theirs."""
         sequences = {live.request.id: live for live in self._core.live_requests()}
-        requests = [*self._live_requests(), *self._kept_holds]
+        requests = [*self._requests, *self._kept_holds]
         requests = [request for request in requests if owner in (None, request.owner)]
         now = trio.current_time()
         return [
@@ -412,16 +414,16 @@ class Engine:
         count = request.sampling.n
         self._preparation.check(request)
         self._check_open(count)
-        admission = self._admission(request)
+        admission = self._admission.begin(request)
         request.on_gone = lambda: self._leave_queue(request, admission)
-        self._requests.setdefault(request.id, []).append(request)
+        self._requests.add(request)
         try:  # from here on there is something to be given back
             request.choices = self._preparation.new_choices(request)
             self._set_alarms(request)
             self._preparing_count += count
             try:
                 with request.preparation:
-                    await self._lease(request, admission)
+                    await self._admission.lease(request, admission)
                     token_ids = await self.encode(request.prompt, add_special_tokens=request.add_special_tokens)
                     request.prompt_token_ids = tuple(token_ids)
             finally:
@@ -429,7 +431,7 @@ class Engine:
             if request.is_finished:
                 return  # aborted meanwhile; its reader finds the final delta
             if not self._is_open:
-                raise self.fault or self._refused_draining()
+                raise self.fault or self._admission.refused_draining()
             for choice, sequence in zip(request.choices, self._preparation.sequences(request), strict=True):
                 self._core.add(sequence)
                 self._delivery.add(choice)
@@ -447,10 +449,7 @@ class Engine:
             request.on_released = lambda: self._forget_hold(request)
         else:
             self._delivery.end_holds(request)
-        requests = self._requests[request.id]
-        requests.remove(request)
-        if not requests:
-            del self._requests[request.id]
+        self._requests.remove(request)
         self._ended_ids.note(request.id, request.owner)
         self._note_idle()
 
@@ -477,52 +476,13 @@ class Engine:
         if self.fault is not None:
             raise self.fault
         if not self._is_open:
-            raise self._refused_draining()
+            raise self._admission.refused_draining()
         overdue = self.step_watch.overdue()
         if overdue is not None:
-            raise self._refused_overdue(overdue)
+            raise self._admission.refused_overdue(overdue)
         live_max = self._core.settings.max_num_seqs + self._settings.waiting_requests_max
         if count > live_max:
             raise InvalidRequest(f"n is {count}, but at most {live_max} sequences may run and wait here", param="n")
-
-    def _admission(self, request: OpenRequest) -> AdmissionScope:
-        routed = local_request(
-            request.prompt, tenant=request.tenant, priority=request.priority, sequences=request.sampling.n
-        )
-        try:
-            return self.dispatch.begin(routed)
-        except Overloaded as refusal:
-            self._note_refusal(request, refusal)
-            raise
-
-    async def _lease(self, request: OpenRequest, admission: AdmissionScope) -> None:
-        try:
-            await admission.lease()
-            if admission.is_queued:  # otherwise it was ended just when it had got one
-                admission.sent()
-        except Overloaded as refusal:  # the queue is drained, or it waited too long, or had to make room
-            self._note_refusal(request, refusal)
-            raise
-
-    def _note_refusal(self, request: OpenRequest, refusal: Overloaded) -> None:
-        self.metrics.requests_rejected_total.labels(refusal.reason).inc()
-        logger.info("refused request=%s reason=%s", request.id, refusal.reason)
-
-    def _refused_draining(self) -> Draining:
-        self.metrics.requests_rejected_total.labels("draining").inc()
-        return Draining(
-            "the server is leaving and takes no new requests: ask another one",
-            reason="draining",
-            retry_after_seconds=5.0,
-        )
-
-    def _refused_overdue(self, overdue: str) -> StepOverdue:
-        self.metrics.requests_rejected_total.labels("step_overdue").inc()
-        return StepOverdue(
-            f"{overdue}: ask another server, or this one again when it is ready",
-            reason="step_overdue",
-            retry_after_seconds=5.0,
-        )
 
     def _set_alarms(self, request: OpenRequest) -> None:
         for deadline in Deadline:
@@ -537,12 +497,9 @@ class Engine:
             message = f"the request's {deadline.value} of {seconds:g} s has passed"
             self._delivery.end_with_final_delta(request, FinishReason.DEADLINE, message, stop_reason=deadline.value)
 
-    def _live_requests(self) -> list[OpenRequest]:
-        return [request for requests in self._requests.values() for request in requests]
-
     def _waiting_since(self) -> float | None:
         """When the first of those that wait or run has come; None if nobody does."""
-        return min((request.entered_at for request in self._live_requests() if not request.is_finished), default=None)
+        return min((request.entered_at for request in self._requests if not request.is_finished), default=None)
 
     def _end_kv_events(self) -> None:
         if self.kv_events is not None:
@@ -557,7 +514,7 @@ class Engine:
         self._gauges.show(
             self._core.stats(),
             preparing_count=self._preparing_count,
-            live_count=sum(len(requests) for requests in self._requests.values()),
+            live_count=len(self._requests),
             held_count=self._delivery.held_count,
             task_count=trio.lowlevel.current_statistics().tasks_living,
             step_seconds=self.step_watch.age_seconds(now),

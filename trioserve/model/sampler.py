@@ -1,4 +1,4 @@
-"""Logits to token ids, in torch: penalties, filters, logprobs; drawing.py draws. What is said here holds for the native
+"""Logits to token ids, in torch: penalties, filters, logprobs; gumbel.py draws. What is said here holds for the native
 kernels' sampling.h, too.
 
 The order is vLLM's: logit_bias, min_tokens, penalties, temperature, min_p, top_k, top_p. Logprobs are taken before all
@@ -7,7 +7,7 @@ sort breaks ties; the greedy choice among equals is the lowest id.
 
 Random numbers come from the request's seed and the token's position alone. With equal logits a request gets the same
 tokens in any batch and after any preemption; what logits depend on is said in the kernels' reference, and where they
-differ by rounding, drawing.py makes that change a token as seldom as it can.
+differ by rounding, gumbel.py makes that change a token as seldom as it can.
 """
 
 from __future__ import annotations

@@ -36,12 +36,12 @@ def runs_of(mode: Mode) -> Runs:
     if mode == "stack":
         return _StackRuns()
     if mode == "router":
-        from trioserve.simulation.router import generator as router_author
+        from trioserve.simulation.router import generator as router_generator
         from trioserve.simulation.router import history as router_history
         from trioserve.simulation.router import simulator as router_simulator
 
         return _EventRuns(
-            generator=router_author.RouterGenerator,
+            generator=router_generator.RouterGenerator,
             simulation=router_simulator.RouterSimulation,
             history=router_history.RouterHistory,
             history_of=router_history.history_of,
@@ -49,23 +49,23 @@ def runs_of(mode: Mode) -> Runs:
             plainer=with_defaults,
         )
     if mode == "pair":
-        from trioserve.simulation.pair import generator as pair_author
+        from trioserve.simulation.pair import generator as pair_generator
         from trioserve.simulation.pair import history as pair_history
         from trioserve.simulation.pair import simulator as pair_simulator
 
         return _EventRuns(
-            generator=pair_author.PairGenerator,
+            generator=pair_generator.PairGenerator,
             simulation=pair_simulator.PairSimulation,
             history=pair_history.PairHistory,
             history_of=pair_history.history_of,
             script_of=pair_history.script_of,
             plainer=with_defaults,
         )
-    from trioserve.simulation.core import generator as generator
+    from trioserve.simulation.core import generator as core_generator
     from trioserve.simulation.core import history, simulator
 
     return _EventRuns(
-        generator=generator.Generator,
+        generator=core_generator.Generator,
         simulation=simulator.Simulation,
         history=history.History,
         history_of=history.history_of,
@@ -74,7 +74,7 @@ def runs_of(mode: Mode) -> Runs:
     )
 
 
-class _Author(Protocol):
+class _Generator(Protocol):
     """Makes up a world, and then one event after another, from what has come to pass."""
 
     @property
@@ -86,7 +86,7 @@ class _Author(Protocol):
 class _EventRuns(NamedTuple):
     """Of what is a world and events in it. A history is made of these two."""
 
-    generator: Callable[[Random], _Author]
+    generator: Callable[[Random], _Generator]
     simulation: Callable[..., EventSimulation]
     history: Callable[..., Any]
     history_of: Callable[[str], Any]

@@ -166,7 +166,7 @@ class FakeEngine(Engine):
 
     def fail_request(self, request_id: str, message: str = "a test made this request fail") -> None:
         """The request's next forward pass fails, for each of its choices, and for nobody else's. It must live."""
-        choices = [choice for request in self._requests.get(request_id, ()) for choice in request.choices]
+        choices = [choice for request in self._requests.of(request_id) for choice in request.choices]
         live_ids = [choice.sequence_id for choice in choices if not choice.is_ended]
         assert live_ids, f"no request {request_id!r} lives: {[view.id for view in self.live_requests()]} do"
         for sequence_id in live_ids:
@@ -178,7 +178,7 @@ class FakeEngine(Engine):
     def first_unfinished_id(self) -> str | None:
         """Of those that are entered, in the queue or beyond it, one that has not had the end of its response; None:
         nobody."""
-        return next((request.id for request in self._live_requests() if not request.is_finished), None)
+        return next((request.id for request in self._requests if not request.is_finished), None)
 
     def assert_all_free(self) -> None:
         """Assert that nothing of any request is left: no KV block, no place, no state. See testing.assert_all_free."""

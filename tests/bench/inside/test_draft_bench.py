@@ -1,4 +1,4 @@
-"""The benchmark of guesses asks two engines for the same, and tells what they did. How fast they are is not a test."""
+"""The benchmark of drafts asks two engines for the same, and tells what they did. How fast they are is not a test."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The runner with these kernels answers as it does with the plain ones: chunks and decodes in one step, windows,
-heads that are normed, prompts in pieces and longer than a tile, guesses behind decodes, a cache full of NaN. Decodes of
+heads that are normed, prompts in pieces and longer than a tile, drafts behind decodes, a cache full of NaN. Decodes of
 fixed shape do so when they are replayed from a recording: a CUDA graph, or what stands for one in the interpreter."""
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ def test_what_steps_launch_was_compiled_before_the_first_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Prompts and their pieces, beside decodes of one part and of two; decodes alone; all that sampling can be asked
-    for; guesses. In float16, since scores that were changed are float32 whatever the model is."""
+    for; drafts. In float16, since scores that were changed are float32 whatever the model is."""
     tiny_checkpoints.write_checkpoint(tmp_path, kind, dtype="float32", sharded=False)
     monkeypatch.setattr(torch_step_model, "pick_kernels", lambda name: triton)
     runner = step_driver.load_runner(

@@ -201,7 +201,7 @@ class _Response:
 
 
 class _CompletionEvents:
-    """The events of one streamed call."""
+    """The events of one streamed response."""
 
     def __init__(self, response: _Response, head: dict[str, object]) -> None:
         self._response = response

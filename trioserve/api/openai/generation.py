@@ -44,7 +44,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def usage_of(streams: Sequence[RequestStream]) -> Usage:
-    """The tokens of a call so far; a prompt counts once, however many choices it has."""
+    """The tokens of a request so far; a prompt counts once, however many choices it has."""
     prompt_tokens = sum(len(stream.prompt_token_ids) for stream in streams)
     completion_tokens = sum(stream.completion_token_count for stream in streams)
     return Usage(

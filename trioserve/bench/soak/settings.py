@@ -1,5 +1,5 @@
-"""What a soak is asked to do. Which requests that makes is settled in soak_plan.py, and what is judged in
-soak_verdict.py."""
+"""What a soak is asked to do. Which requests that makes is settled in plan.py, and what is judged in
+verdict.py."""
 
 from __future__ import annotations
 

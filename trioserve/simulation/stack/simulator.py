@@ -1,6 +1,6 @@
-"""The whole stack around the core, in virtual time: clients over HTTP (stack_http) and of the engine itself that read
-slowly, leave, or run out of patience, operators who abort by id and drain, an engine that breaks. Everything is real
-but the model, the network and the clock.
+"""The whole stack around the core, in virtual time: clients over HTTP (http_clients.py) and of the engine itself that
+read slowly, leave, or run out of patience, operators who abort by id and drain, an engine that breaks. Everything is
+real but the model, the network and the clock.
 
 The core is checked wherever a task touches it. Each client knows what it may see: the reference's tokens in order, at
 most one end a choice, nothing after an abort; and what leaving must do at once: none of its sequences computes on.

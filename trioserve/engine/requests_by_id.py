@@ -1,5 +1,4 @@
-"""Answered requests whose blocks are held for another engine after their scope was left, by the ids that callers
-know."""
+"""Requests by the ids that their callers know, which several may share."""
 
 from __future__ import annotations
 
@@ -7,17 +6,20 @@ from collections.abc import Iterator
 
 from trioserve.engine.open_request import OpenRequest
 
-__all__ = ["KeptHolds"]
+__all__ = ["RequestsById"]
 
 
-class KeptHolds:
-    """As many as there are holds in the core, which bounds them by their blocks."""
+class RequestsById:
+    """In the order in which they came, for each id."""
 
     def __init__(self) -> None:
         self._requests: dict[str, list[OpenRequest]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._requests)
+
+    def __len__(self) -> int:
+        return sum(len(requests) for requests in self._requests.values())
 
     def __iter__(self) -> Iterator[OpenRequest]:
         """Of a moment: they may go while one iterates."""
