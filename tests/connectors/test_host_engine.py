@@ -233,7 +233,7 @@ class History:
 def test_any_history_gives_the_responses_that_there_are_without_a_store(tmp_path, in_files):
     """The executor looks at every slot that it reads, so a foreign byte that came back is found at once."""
     loaded = faults = 0
-    for seed in range(50):
+    for seed in range(70):
         history = History(seed, tmp_path / str(seed) if in_files else None)
         history.play()
         stats = history.core.stats()
