@@ -765,7 +765,7 @@ async def impostor(response: Callable[[Wire], Awaitable[None]], params: KVTransf
 
 
 def responses(*content: bytes, engine_id: str = "there", key: bytes = KEY, layout=SMALL_LAYOUT):
-    """A holder that greets as it should and responses whatever it is asked with this."""
+    """A holder that greets as it should and answers whatever it is asked with this."""
 
     async def play(wire: Wire) -> None:
         await greet_reader(wire, Identity(engine_id, layout, key))

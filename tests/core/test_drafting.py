@@ -24,7 +24,7 @@ from trioserve.testing.fake_executor import FakeModel
 def drafter(draft_tokens_max: int = 16) -> Drafter:
     made = Drafter(draft_tokens_max, 4096)
     for _ in range(5):
-        made.learn(16, 16)  # so that it draft tokens as much as it may
+        made.learn(16, 16)  # so that it drafts as much as it may
     return made
 
 

@@ -25,7 +25,7 @@ def smollm2_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A stand-in for huggingface_hub: it notes what is asked for, and responses or raises `response`."""
+    """A stand-in for huggingface_hub: it notes what is asked for, and answers with, or raises, `response`."""
     seen = SimpleNamespace(calls=[], response="")
 
     def snapshot_download(name: str, **options: Any) -> str:

@@ -5,7 +5,7 @@
     router.enter(request, now)          -> Ticket: in the queue, or with a lease already; raises what refuses it
     router.leave(ticket, now)           the one way out: its place or lease is back; legal at any moment, ever again
     router.sent(ticket)                 the request goes to its endpoint
-    router.first_token(ticket, now)     the endpoint responses: from here on it is not tried elsewhere
+    router.first_token(ticket, now)     the endpoint answers: from here on it is not tried elsewhere
     router.failed(ticket, fault, now)   -> whether the ticket is in the queue again, for another endpoint
     router.prefilled(ticket, now)       one endpoint has computed the prompt of a disaggregated request
     router.hold_lost(ticket, now)       and keeps its blocks no longer
@@ -414,7 +414,7 @@ class RouterCore:
         return self._disaggregation.will_be_disaggregated(request)
 
     def is_pair_there(self, model: str) -> bool:
-        """Whether one endpoint may compute a prompt and another one response."""
+        """Whether one endpoint may compute a prompt and another one make the response."""
         return self._disaggregation.is_pair_there(model)
 
     # --- refusing ---

@@ -32,7 +32,7 @@ class Disaggregation:
         return request.can_be_disaggregated and request.pinned is None and self.is_pair_there(request.model)
 
     def is_pair_there(self, model: str, tried: tuple[EndpointId, ...] = ()) -> bool:
-        """Whether one endpoint may compute a prompt and another one response."""
+        """Whether one endpoint may compute a prompt and another one make the response."""
         there = [state for state in self._endpoints.serving(model) if state.is_given and state.id not in tried]
         first = {state.id for state in there if state.is_meant_for(Stage.PREFILL)}
         second = {state.id for state in there if state.is_meant_for(Stage.DECODE)}

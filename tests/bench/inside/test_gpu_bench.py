@@ -97,7 +97,7 @@ def test_it_can_be_tried_out_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.slow
 def test_overlapped_steps_get_the_tokens_that_are_not_there_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is launched when the one before it is the only one that has not been finished, and responses for every
+    """Each is launched when the one before it is the only one that has not been finished, and answers for every
     row."""
     unfinished: list[StepPlan] = []
     results: list[StepResult | None] = []

@@ -97,7 +97,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, tag="ask"):
 
 
 class Response(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="answer"):
-    """It looks at itself and responses a question that is out. lie: running and waiting, instead of what is true."""
+    """It looks at itself and answers a question that is out. lie: running and waiting, instead of what is true."""
 
     id: str
     lie: tuple[int, int] | None = None

@@ -17,7 +17,7 @@ def may_do(book: EndpointBook, entry: ExpectedRequest) -> bool:
 
 
 def is_pair_there(serving: Iterable[EndpointBook], tried: Sequence[str] = ()) -> bool:
-    """Whether one may compute a prompt and another one response. serving: those that serve the model."""
+    """Whether one may compute a prompt and another one make the response. serving: those that serve the model."""
     there = [book for book in serving if book.is_given and book.id not in tried]
     return any(
         first is not second and first.is_meant_for(Stage.PREFILL) and second.is_meant_for(Stage.DECODE)
