@@ -11,6 +11,7 @@ import msgspec
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.token_masks import TokenMasks
 
 __all__ = [
     "Executor",
@@ -34,7 +35,8 @@ class ScheduledChunk(msgspec.Struct, frozen=True):
     it, and nothing else, when that step's result is taken. A decode is a chunk with count 1 that samples; a prefix hit
     is a chunk whose start is above 0. draft: tokens that may come after the last known one, computed in the same step
     at the positions behind it. Only a decode has one. A token is sampled after the last known token and after each
-    draft token, as if all before it were known. The block table covers the draft, too.
+    draft token, as if all before it were known. The block table covers the draft, too. mask_row: the row of the plan's
+    masks that says which tokens may come next; each draft token has one more, behind it. None: all may.
     """
 
     request: EngineRequest
@@ -45,6 +47,7 @@ class ScheduledChunk(msgspec.Struct, frozen=True):
     samples: bool
     draft: tuple[int, ...] = ()
     awaits_token: bool = False
+    mask_row: int | None = None
 
     @property
     def row_count(self) -> int:
@@ -63,7 +66,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     preempted name requests that started, or lost their blocks, when this plan was made. One request may be in both: it
     lost its blocks, and with nothing else left to compute it starts over in the same plan, as a chunk of its own.
     is_ahead: it was made while the step before it was in flight, as if every request of that one went on; nobody is
-    preempted then."""
+    preempted then. masks: of the chunks that have a mask_row; None where none has."""
 
     step_index: int
     chunks: tuple[ScheduledChunk, ...]
@@ -71,6 +74,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     admitted: tuple[RequestId, ...] = ()
     preempted: tuple[RequestId, ...] = ()
     is_ahead: bool = False
+    masks: TokenMasks | None = None
 
 
 class StepResult(msgspec.Struct, frozen=True):
