@@ -49,7 +49,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     host: Annotated[str, _about("address to listen at", "ADDRESS")] = "127.0.0.1"
     port: Annotated[int, _about("TCP port; 0 takes a free one", "PORT", ge=0, le=65535)] = 8000
     api_key: Annotated[tuple[str, ...], _about(
-        "keys that clients must send as 'Authorization: Bearer KEY'; default: none", "KEY")] = ()
+        "keys that clients must send as 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'; default: none", "KEY")] = ()
     admin_api_key: Annotated[str | None, _about(
         "key that sees and aborts the requests of all keys, and whose priority, tenant and cache_salt count as they "
         "are sent; default: none", "KEY")] = None

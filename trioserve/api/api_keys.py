@@ -1,4 +1,5 @@
-"""Who may use the API: whoever sends one of the configured keys as a bearer token (RFC 6750)."""
+"""Who may use the API: whoever sends one of the configured keys, as a bearer token (RFC 6750) or, as clients of
+Anthropic's API do, in a header of its own."""
 
 from __future__ import annotations
 
@@ -39,27 +40,34 @@ class ApiKeys:
         self._check_rules(has_admin=admin_key is not None)
         self._nobody = msgspec.structs.replace(ANYBODY, priority_min=self.rules.priority_min)
 
-    def caller(self, authorization: str | None) -> Caller:
-        """Who sends this value of the Authorization header. Raises Refusal (401) unless it holds a key, or there are
-        none."""
+    def caller(self, authorization: str | None, own_header: str | None = None) -> Caller:
+        """Who sends these values of the Authorization and of the X-Api-Key header. If both hold a key, the former
+        counts. Raises Refusal (401) unless one does, or there are none."""
         if not self._callers:
             return self._nobody
         scheme, _, token = (authorization or "").partition(" ")
-        given = _digest(token.strip())
-        # Every key is compared, and in constant time: how long a refusal takes tells nothing about any of them.
-        matches = [hmac.compare_digest(given, digest) for digest in self._callers]
-        if scheme.lower() != "bearer" or not any(matches):
-            what = "no API key came" if authorization is None else "the API key is wrong"
+        by_token = self._known(token if scheme.lower() == "bearer" else "")
+        by_header = self._known(own_header or "")
+        caller = by_token or by_header
+        if caller is None:
+            came = authorization is not None or own_header is not None
+            what = "the API key is wrong" if came else "no API key came"
             raise Refusal(
                 ErrorResponse(
                     status=401,
                     type="invalid_request_error",
                     code="invalid_api_key",
-                    message=f'{what}: send it as "Authorization: Bearer KEY"',
+                    message=f'{what}: send it as "Authorization: Bearer KEY" or "X-Api-Key: KEY"',
                     headers=(("www-authenticate", 'Bearer realm="trioserve"'), (REASON_HEADER, "invalid_api_key")),
                 )
             )
-        return self._callers[given]
+        return caller
+
+    def _known(self, key: str) -> Caller | None:
+        given = _digest(key.strip())
+        # Every key is compared, and in constant time: how long a refusal takes tells nothing about any of them.
+        matches = [hmac.compare_digest(given, digest) for digest in self._callers]
+        return self._callers[given] if any(matches) else None
 
     def _add(self, key: str, kind: CallerKind) -> None:
         """The last kind counts of a key that is given as several: what is trusted more comes later."""

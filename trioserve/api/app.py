@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import msgspec
 import trio
 
+from trioserve.api.anthropic.surface import surface_of
 from trioserve.api.api_keys import ApiKeys
 from trioserve.api.caller import check_is_admin
 from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal, error_response
@@ -99,7 +100,7 @@ class BaseApp(abc.ABC, Generic[ContextType]):
     def knows_caller(self, headers: Headers) -> bool:
         """Whether the head of a request holds a key. Without any keys, everybody is known."""
         try:
-            self._keys.caller(headers.get("authorization"))
+            self._keys.caller(headers.get("authorization"), headers.get("x-api-key"))
         except Refusal:
             return False
         return True
@@ -124,10 +125,12 @@ class BaseApp(abc.ABC, Generic[ContextType]):
         self._counts.clear()
 
     async def _respond(self, context: ContextType, route: Route[ContextType] | None) -> None:
+        headers = context.exchange.headers
         try:
-            context.request_id = request_id_from(context.exchange.headers.get("x-request-id")) or context.request_id
+            context.surface = surface_of(context.exchange)
+            context.request_id = request_id_from(headers.get("x-request-id")) or context.request_id
             if route is None or route.needs_key or self._is_closed(route.path):
-                context.caller = self._keys.caller(context.exchange.headers.get("authorization"))
+                context.caller = self._keys.caller(headers.get("authorization"), headers.get("x-api-key"))
             if route is None:
                 raise _not_found(context.exchange.path)
             self._check_may_read(context, route.path)

@@ -185,7 +185,8 @@ def openapi_document(routes: Iterable[Route[RequestContext]]) -> dict[str, Any]:
                     "type": "http",
                     "scheme": "bearer",
                     "description": "Needed only where the server was started with API keys.",
-                }
+                },
+                "apiKeyHeader": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "The same key."},
             },
         },
     }
@@ -210,7 +211,7 @@ def _operation(described: DescribedOperation, route: Route[RequestContext], meth
         "summary": described.summary,
         "parameters": parameters,
         "responses": _responses(described, needs_key=route.needs_key),
-        "security": [{"apiKey": []}, {}] if route.needs_key else [],
+        "security": [{"apiKey": []}, {"apiKeyHeader": []}, {}] if route.needs_key else [],
     }
     if described.description:
         operation["description"] = described.description

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from trioserve.api.caller import ANYBODY, Caller
 from trioserve.api.error_responses import REASON_HEADER, ErrorResponse
 from trioserve.api.request_end import Outcome
-from trioserve.api.sse import encode, error_event
+from trioserve.api.sse import encode
+from trioserve.api.surface import OPENAI, REQUEST_ID_HEADER, Surface
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.http.clock_and_ids import ClockAndIds
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = ["REQUEST_ID_HEADER", "TENANT_HEADER", "Responder", "request_id_from"]
 
-REQUEST_ID_HEADER = "x-request-id"
 TENANT_HEADER = "x-tenant-id"
 REQUEST_ID_CHARACTERS_MAX = 128  # it is repeated in headers, log lines and every event
 
@@ -29,6 +29,7 @@ class Responder:
     request_id: the client's, or ours; the client has it in the head of every response.
     status: of the response; None as long as there is none.
     caller: who asks, as the API key tells.
+    surface: how errors and ids are worded.
     outcome, reason: how it ended so far, and why if not as asked.
     """
 
@@ -38,6 +39,7 @@ class Responder:
         self.clock_and_ids = clock_and_ids
         self.status: int | None = None
         self.caller: Caller = ANYBODY
+        self.surface: Surface = OPENAI
         self.outcome = Outcome.LEFT
         self.reason: str | None = None
         self._streaming = False
@@ -76,15 +78,17 @@ class Responder:
         self.reason = dict(error.headers).get(REASON_HEADER) or error.code or error.type
         self.outcome = Outcome.FAILED if self.exchange.started else Outcome.REFUSED
         if not self.exchange.started:
-            await self.respond_json(error.body(), status=error.status, headers=error.headers)
+            body = self.surface.body(error, self.request_id)
+            status = self.surface.status(error)
+            await self.respond_bytes(body, "application/json", status=status, headers=error.headers)
             return True
         if self._streaming:
-            await self.exchange.finish(error_event(error))
+            await self.exchange.finish(self.surface.event(error, self.request_id))
             return True
         return False
 
     def _head(self, content_type: str, headers: tuple[tuple[str, str], ...]) -> list[tuple[str, str]]:
-        return [("content-type", content_type), (REQUEST_ID_HEADER, self.request_id), *headers]
+        return [("content-type", content_type), *self.surface.id_fields(self.request_id), *headers]
 
 
 def request_id_from(value: str | None) -> str | None:

@@ -14,7 +14,7 @@ from trioserve.http.message_head import TOKEN
 
 __all__ = ["CrossOrigin", "checked_origins"]
 
-EXPOSED = "x-request-id, retry-after, x-trioserve-reason"
+EXPOSED = "x-request-id, request-id, retry-after, x-trioserve-reason"
 METHODS = "GET, HEAD, POST, DELETE"
 ASKED_CHARACTERS_MAX = 2000  # of header names, which are repeated; OpenAI's client for browsers sends about ten
 PREFLIGHT_SECONDS = "600"  # for which a browser may remember the response; Chromium allows two hours at most

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 WHOLE_BYTES_MAX = 256 * 1024  # answers up to here go out in one piece, once they are complete
 ERROR_BYTES_MAX = 64 * 1024
-NOT_ENDPOINTS_FAULT = frozenset({429, 503})
+NOT_ENDPOINTS_FAULT = frozenset({429, 503, 529})  # the last one is how 503 is said in Anthropic's API
 BROKEN = frozenset({500, 502, 504})
 CLIENTS_FAULT = frozenset({400, 413, 422})
 BUSY_SECONDS_MAX = 5.0
@@ -42,6 +42,7 @@ CROSS_ORIGIN_PREFIX = "access-control-"  # web pages ask the router, and it says
 STAGE_HEADER = "x-trioserve-stage"
 """Tells two requests of the same id apart, at endpoints of a disaggregated request: "prefill" or "decode"."""
 
+KEY_HEADERS = ("authorization", "x-api-key")
 # What is between two neighbours (RFC 9110, 7.6.1), and what the router says itself.
 NOT_FORWARDED = frozenset(
     [
@@ -60,6 +61,7 @@ NOT_FORWARDED = frozenset(
         "trailer",
         "transfer-encoding",
         "upgrade",
+        "x-api-key",
         "x-request-id",
         "x-queue-timeout",
         "x-ttft-timeout",
@@ -272,9 +274,11 @@ def request_headers(context: RouterContext, stage: Stage | None) -> list[tuple[s
         headers.append((tenant_header, tenant))
     if stage is not None:
         headers.append((STAGE_HEADER, stage.value))
-    authorization = context.exchange.headers.get("authorization")
-    if context.rules.passes_authorization and authorization is not None:
-        headers.append(("authorization", authorization))
+    if context.rules.passes_authorization:
+        for name in KEY_HEADERS:
+            key = context.exchange.headers.get(name)
+            if key is not None:
+                headers.append((name, key))
     return headers
 
 
