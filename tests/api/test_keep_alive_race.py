@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import trio
 
-from trioserve.api.openai.generation import KEEP_ALIVE_SECONDS, KeepAlive, read_streams
+from trioserve.api.generation import KEEP_ALIVE_SECONDS, KeepAlive, read_streams
 from trioserve.contracts.output import Delta
 from trioserve.trio_tools.deadline_keeper import DeadlineKeeper
 

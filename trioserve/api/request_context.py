@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
 
-from trioserve.api.openai.generation import KeepAlive
-from trioserve.api.openai.request_types import GenerationBody, decode_body
+from trioserve.api.generation import KeepAlive
+from trioserve.api.openai.request_types import decode_body
 from trioserve.api.responder import Responder
 from trioserve.api.sse import KEEP_ALIVE
 from trioserve.contracts.errors import UnknownModel
@@ -15,13 +15,26 @@ from trioserve.http.clock_and_ids import ClockAndIds
 
 if TYPE_CHECKING:
     from trioserve.contracts.deadlines import Deadlines
+    from trioserve.contracts.kv_transfer_params import KVTransferParams
     from trioserve.contracts.prompt import Prompt
     from trioserve.contracts.sampling import SamplingParams
     from trioserve.engine.engine import Engine
     from trioserve.engine.request_stream import RequestStream
     from trioserve.http.exchange import Exchange
 
-__all__ = ["RequestContext"]
+__all__ = ["AsksEngine", "RequestContext"]
+
+
+class AsksEngine(Protocol):
+    """What a body, of whichever API, may ask of the engine besides a prompt and sampling."""
+
+    @property
+    def priority(self) -> int | None: ...
+    @property
+    def cache_salt(self) -> str | None: ...
+    @property
+    def kv_transfer_params(self) -> KVTransferParams | None: ...
+
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
@@ -67,7 +80,7 @@ class RequestContext(Responder):
         self,
         prompt: Prompt,
         sampling: SamplingParams,
-        body: GenerationBody,
+        body: AsksEngine,
         deadlines: Deadlines,
         *,
         add_special_tokens: bool = True,

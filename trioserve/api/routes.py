@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from trioserve.api.api_keys import ApiKeys
 from trioserve.api.app import BaseApp, Route
 from trioserve.api.caller import AccessRules
+from trioserve.api.generation import usage_of
 from trioserve.api.openai.chat import create_chat_completion
 from trioserve.api.openai.completions import create_completion
-from trioserve.api.openai.generation import usage_of
 from trioserve.api.openai.models import MODEL_PATH, list_models, read_model
 from trioserve.api.openai.tokenize import detokenize, tokenize
 from trioserve.api.openapi import openapi_document

@@ -9,20 +9,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trioserve.api.deadline_fields import deadlines_of
-from trioserve.api.openai.chat_prompt import chat_prompt
-from trioserve.api.openai.generation import (
+from trioserve.api.generation import (
     Choice,
     collect,
     read_streams,
     transfer_fields,
     usage_of,
-    wait_until_begun,
     wait_until_released,
 )
+from trioserve.api.openai.chat_prompt import chat_prompt
 from trioserve.api.openai.logprobs import chat_logprobs, prompt_logprobs
 from trioserve.api.openai.request_types import ChatBody
 from trioserve.api.request_context import RequestContext
 from trioserve.api.sse import DONE, ChunkWriter, encode, one_line_json, transfer_field
+from trioserve.api.turn.chat_turn import chat_turn
+from trioserve.api.turn.turn_request import TurnRequest
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.output import Delta
 from trioserve.contracts.sampling import SAMPLING_RANGES, SamplingParams
@@ -47,9 +48,23 @@ async def create_chat_completion(context: RequestContext) -> None:
         "created": context.clock_and_ids.unix_seconds(),
         "model": model,
     }
-    async with context.generate(prompt, sampling, body, deadlines_of(body, context.exchange.headers)) as stream:
+    request = TurnRequest(
+        messages=prompt.messages,
+        tools=prompt.tools,
+        sampling=sampling,
+        template_arguments=prompt.template_arguments,
+        chat_template=prompt.chat_template,
+        add_generation_prompt=prompt.add_generation_prompt,
+        continue_final_message=prompt.continue_final_message,
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+        deadlines=deadlines_of(body, context.exchange.headers),
+        kv_transfer_params=body.kv_transfer_params,
+    )
+    async with chat_turn(context, request) as turn:
+        stream = turn.stream
         if body.stream:
-            await wait_until_begun(stream)
+            await turn.wait_until_begun()
             await context.start_events()
             events = _ChatEvents(context, body, stream, head)
 

@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, cast
 
 from trioserve.api.deadline_fields import deadlines_of
-from trioserve.api.openai.generation import (
+from trioserve.api.generation import (
     Choice,
     Usage,
     collect,

@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from trioserve.api.openai.generation import Usage
+from trioserve.api.generation import Usage
 from trioserve.contracts.events import AbortOutcome, Phase
 from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.contracts.kv_transfer_params import KVTransferParams

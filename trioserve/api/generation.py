@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 import trio
+from msgspec import UNSET, UnsetType
 
 from trioserve.api.error_responses import foreign_end
 from trioserve.contracts.errors import TrioserveError
@@ -36,15 +37,23 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """completion_tokens_details: where thoughts are told apart from the rest."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
-def usage_of(streams: Sequence[RequestStream]) -> Usage:
-    """The tokens of a request so far; a prompt counts once, however many choices it has."""
+def usage_of(streams: Sequence[RequestStream], *, reasoning_token_count: int | None = None) -> Usage:
+    """The tokens of a request so far; a prompt counts once, however many choices it has. reasoning_token_count: None
+    where thoughts are not told apart."""
     prompt_tokens = sum(len(stream.prompt_token_ids) for stream in streams)
     completion_tokens = sum(stream.completion_token_count for stream in streams)
     return Usage(
@@ -52,6 +61,9 @@ def usage_of(streams: Sequence[RequestStream]) -> Usage:
         completion_tokens=completion_tokens,
         total_tokens=prompt_tokens + completion_tokens,
         prompt_tokens_details=PromptTokensDetails(sum(stream.cached_token_count for stream in streams)),
+        completion_tokens_details=(
+            UNSET if reasoning_token_count is None else CompletionTokensDetails(reasoning_token_count)
+        ),
     )
 
 

@@ -1,0 +1,122 @@
+"""One turn of a conversation as a scope: what all chat-like APIs are made of.
+
+`async with chat_turn(context, request) as turn:` takes a place in the queue; leaving ends what still runs, in whichever
+way. Inside, the response is read once: with `read`, piece by piece and in order, or with `collect`, whole.
+
+    async with chat_turn(context, request) as turn:
+        await turn.wait_until_begun()
+        await turn.read(take, keep_alive=context.keep_alive)    # await take(choice_index, parts, delta)
+    turn.usage()
+
+A turn without a request of HTTP (a background task) is made with ChatTurn itself, which takes how its stream is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from trioserve.api.generation import KeepAlive, Usage, read_streams, usage_of, wait_until_begun
+from trioserve.api.turn.turn_choice import CollectedChoice, TurnChoice
+from trioserve.api.turn.turn_request import TurnRequest
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.output import Delta
+from trioserve.text.response_parts import ResponsePart
+
+if TYPE_CHECKING:
+    from trioserve.api.request_context import RequestContext
+    from trioserve.contracts.prompt import ChatPrompt
+    from trioserve.contracts.sampling import SamplingParams
+    from trioserve.engine.engine import Engine
+    from trioserve.engine.request_stream import RequestStream
+
+__all__ = ["ChatTurn", "Generate", "Take", "chat_turn"]
+
+Generate = Callable[["ChatPrompt", "SamplingParams"], "RequestStream"]
+"""A request to the engine in the caller's name, as RequestContext.generate makes it."""
+
+Take = Callable[[int, list[ResponsePart], Delta], Awaitable[None]]
+"""choice_index, the parts that are new, and the delta that brought them: its token_ids, logprobs, and whether it is the
+choice's last one (finish_reason; then ChatTurn.choices[choice_index].finish_reason is the one to show)."""
+
+
+def chat_turn(context: RequestContext, request: TurnRequest) -> ChatTurn:
+    """A turn in this caller's name. Raises InvalidRequest."""
+
+    def generate(prompt: ChatPrompt, sampling: SamplingParams) -> RequestStream:
+        return context.generate(prompt, sampling, request, request.deadlines)
+
+    return ChatTurn(context.engine, request, generate, new_id=context.clock_and_ids.new_request_id)
+
+
+class ChatTurn:
+    """stream: the engine's side; held KV, prompt tokens and their log probabilities are its own. choices: by index;
+    there once it is entered.
+
+    Entering raises what entering a RequestStream raises, and then holds nothing.
+    """
+
+    def __init__(self, engine: Engine, request: TurnRequest, generate: Generate, *, new_id: Callable[[], str]) -> None:
+        if request.structured is not None:
+            raise InvalidRequest("structured output is not supported yet", param="response_format")
+        self._engine = engine
+        self._request = request
+        self._new_id = new_id
+        self.stream = generate(request.prompt(), request.sampling)
+        self.choices: list[TurnChoice] = []
+
+    async def __aenter__(self) -> ChatTurn:
+        await self.stream.__aenter__()
+        self.choices = [
+            TurnChoice(
+                index,
+                None,
+                calls_max=None if self._request.parallel_tool_calls else 1,
+                new_call_id=lambda: f"call_{self._new_id()}",
+            )
+            for index in range(self.stream.choice_count)
+        ]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.stream.__aexit__(kind, error, traceback)
+
+    @property
+    def is_plain(self) -> bool:
+        """Nothing is parsed out of the response: its deltas may as well be read from the stream as they are."""
+        return True
+
+    async def wait_until_begun(self) -> None:
+        """Returns when the request runs, and so its response may begin with status 200. Raises what ended it in the
+        queue."""
+        await wait_until_begun(self.stream)
+
+    async def read(self, take: Take, *, keep_alive: KeepAlive | None = None) -> None:
+        """Give every piece to `take(choice_index, parts, delta)`, one at a time, until all choices have ended. A piece
+        may have no parts.
+
+        Raises what read_streams raises: so a choice that was aborted, or whose deadline has passed, ends with an error,
+        after what it had said; a call that it had begun has no ToolCallEnd then.
+        """
+
+        async def take_delta(_: int, delta: Delta) -> None:
+            await take(delta.index, self.choices[delta.index].take(delta), delta)
+
+        await read_streams([self.stream], take_delta, keep_alive=keep_alive)
+
+    async def collect(self) -> list[CollectedChoice]:
+        """Every choice, complete. Raises what `read` raises."""
+        collected = [CollectedChoice() for _ in self.choices]
+
+        async def take(index: int, parts: list[ResponsePart], delta: Delta) -> None:
+            collected[index].take(self.choices[index], parts, delta)
+
+        await self.read(take)
+        return collected
+
+    def usage(self) -> Usage:
+        """Tokens so far, of all choices."""
+        return usage_of([self.stream], reasoning_token_count=sum(c.reasoning_token_count for c in self.choices))

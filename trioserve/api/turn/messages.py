@@ -1,0 +1,73 @@
+"""Which messages are taken: roles, contents, tool calls and their results, in OpenAI's chat shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trioserve.contracts.errors import InvalidRequest
+
+__all__ = ["check_messages", "check_shape"]
+
+JSON_DEPTH_MAX = 64  # templates walk and print these values recursively; a schema of real tools is ten deep at most
+JSON_VALUES_MAX = 100_000  # in one field; as Python objects they take ten times the room that they take on the wire
+
+
+def check_messages(messages: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """The messages themselves. Raises InvalidRequest, naming the field by its path, for what a template could not make
+    text of."""
+    if not messages:
+        raise InvalidRequest("messages is empty, at least one is needed", param="messages")
+    # First of all: the checks below print what is wrong, and printing is recursive, too.
+    check_shape(messages, "messages")
+    for index, message in enumerate(messages):
+        _check_message(message, f"messages[{index}]")
+    return messages
+
+
+def _check_message(message: dict[str, Any], path: str) -> None:
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise InvalidRequest(f"{path} has no role: a non-empty string is needed", param=f"{path}.role")
+    content = message.get("content")
+    if isinstance(content, str):
+        return
+    if content is None:
+        if role != "assistant":
+            raise InvalidRequest(
+                f"{path} has no content: a string or a list of text parts is needed", param=f"{path}.content"
+            )
+        return
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{path}.content is neither a string nor a list of text parts", param=f"{path}.content")
+    for index, part in enumerate(content):
+        _check_part(part, f"{path}.content[{index}]")
+
+
+def _check_part(part: object, path: str) -> None:
+    if not isinstance(part, dict):
+        raise InvalidRequest(f'{path} is no content part: send {{"type": "text", "text": "..."}}', param=path)
+    if part.get("type") != "text":
+        raise InvalidRequest(
+            f'{path} is of type {part.get("type")!r}, but only "text" is supported', param=f"{path}.type"
+        )
+    if not isinstance(part.get("text"), str):
+        raise InvalidRequest(f"{path}.text must be a string", param=f"{path}.text")
+
+
+def check_shape(value: object, field: str) -> None:
+    """Raises InvalidRequest if there is more in it, or further down, than a template should have to walk."""
+    count = 0
+    level = [value]
+    for _ in range(JSON_DEPTH_MAX):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return
+        count += len(level)
+        if count > JSON_VALUES_MAX:
+            raise InvalidRequest(f"{field} holds more than {JSON_VALUES_MAX} values", param=field)
+    raise InvalidRequest(f"{field} is nested more than {JSON_DEPTH_MAX} deep", param=field)
