@@ -14,7 +14,7 @@ ARGS ?=
 TEST_PROCESSES ?= 2
 ROLE_ARGS ?=
 # What does not load torch, transformers or a model; -m "not slow" leaves out the rest of what takes long.
-FAST_TESTS := $(addprefix tests/,admission api connectors contracts core engine http metrics proxy router text trio_tools \
+FAST_TESTS := $(addprefix tests/,admission api connectors contracts core engine http metrics proxy router store text trio_tools \
 	test_layout.py test_scenarios.py)
 VENV := .venv
 BIN := $(VENV)/bin

@@ -40,7 +40,7 @@ OUTSIDE_WORLD = words(
 DECIDES = Room(rooms=words("contracts"), without=OUTSIDE_WORLD, waits=False)
 
 EVERY_ROOM = words(
-    "contracts core router text metrics model connectors trio_tools admission engine http api proxy bench"
+    "contracts core router text metrics model connectors trio_tools store admission engine http api proxy bench"
 )
 
 ROOMS = {
@@ -66,6 +66,8 @@ ROOMS = {
     "trio_tools": Room(
         rooms=words("contracts"), packages=words("trio outcome h2 h11 hpack hyperframe"), without=words("asyncio")
     ),
+    # sqlite3 is of the standard library
+    "store": Room(rooms=words("contracts trio_tools"), packages=words("trio"), without=words("asyncio")),
     "admission": Room(
         rooms=words("contracts router text metrics trio_tools"), packages=words("trio"), without=words("asyncio")
     ),
@@ -81,7 +83,7 @@ ROOMS = {
         without=words("asyncio"),
     ),
     "api": Room(
-        rooms=words("contracts text metrics trio_tools http engine admission"),
+        rooms=words("contracts text metrics trio_tools store http engine admission"),
         packages=words("trio"),
         without=words("asyncio"),
     ),

@@ -18,6 +18,8 @@ from trioserve.contracts.errors import (
     RequestAborted,
     RequestFailed,
     StepOverdue,
+    StoreFault,
+    StoreFull,
     TrioserveError,
     UnknownModel,
 )
@@ -75,6 +77,8 @@ TABLE: tuple[tuple[type[TrioserveError], int, str, str | None], ...] = (
     (NoEndpoint, 503, "service_unavailable_error", "no_endpoint"),
     (Overloaded, 429, "rate_limit_error", "overloaded"),
     (RequestAborted, 503, _SERVER, "request_aborted"),
+    (StoreFull, 507, _SERVER, "store_full"),
+    (StoreFault, 500, _SERVER, "store_fault"),
     (EndpointLost, 502, _SERVER, "endpoint_lost"),
     (RequestFailed, 500, _SERVER, "request_failed"),
     (EngineFault, 500, _SERVER, "engine_fault"),

@@ -147,6 +147,7 @@ STATUSES = {
     500: "The server failed on this request.",
     503: "The server is leaving, or the request was aborted; another one may take it.",
     504: "A deadline of the request has passed; error.code says which.",
+    507: "There is no room for what was to be stored: delete some, or send store=false.",
 }
 
 _STRING = {"type": "string"}

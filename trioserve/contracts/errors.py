@@ -17,6 +17,8 @@ __all__ = [
     "RequestFailed",
     "StartupError",
     "StepOverdue",
+    "StoreFault",
+    "StoreFull",
     "TrioserveError",
     "UnknownModel",
 ]
@@ -89,6 +91,10 @@ class RequestAborted(TrioserveError):
     """Somebody has aborted the request by its id."""
 
 
+class StoreFull(TrioserveError):
+    """There is no room for what was to be kept: a bound is reached, or the disk is full. Nothing of it was kept."""
+
+
 class EndpointLost(TrioserveError):
     """The endpoint failed while it served this request, and no other could take it over."""
 
@@ -98,6 +104,10 @@ class EndpointLost(TrioserveError):
 
 class RequestFailed(TrioserveError):
     """The engine could not go on with this one request. Others are not touched."""
+
+
+class StoreFault(TrioserveError):
+    """What is kept could not be read or written. Nothing of what was to be written is there."""
 
 
 class EngineFault(TrioserveError):

@@ -1,0 +1,39 @@
+"""The tables of the store, by version. A file of an earlier version is brought up to date when it is opened."""
+
+from __future__ import annotations
+
+__all__ = ["APPLICATION_ID", "MIGRATIONS", "SCHEMA_VERSION"]
+
+APPLICATION_ID = 0x74727376  # "trsv": in the header of each of our files, so that nobody else's is taken for one
+
+# Each makes of a file of the version before one of its own; the first one begins with an empty file. What was once
+# published is never changed: another version is added.
+MIGRATIONS: tuple[tuple[str, ...], ...] = (
+    (
+        # number: the order of coming, which pages of a list go by. byte_count: what it takes of the bound, its blob
+        # and its row included.
+        """CREATE TABLE objects (
+            number INTEGER PRIMARY KEY AUTOINCREMENT,
+            kind TEXT NOT NULL,
+            id TEXT NOT NULL,
+            owner TEXT,
+            created_at REAL NOT NULL,
+            expires_at REAL NOT NULL,
+            is_evictable INTEGER NOT NULL,
+            byte_count INTEGER NOT NULL,
+            blob_bytes INTEGER NOT NULL DEFAULT 0,
+            body BLOB NOT NULL,
+            UNIQUE (kind, id)
+        ) STRICT""",
+        "CREATE INDEX objects_by_owner ON objects (kind, owner, number)",
+        "CREATE INDEX objects_by_end ON objects (expires_at)",
+        "CREATE INDEX objects_to_evict ON objects (owner, number) WHERE is_evictable",
+        """CREATE TABLE pieces (
+            object INTEGER NOT NULL REFERENCES objects (number) ON DELETE CASCADE,
+            offset INTEGER NOT NULL,
+            data BLOB NOT NULL,
+            PRIMARY KEY (object, offset)
+        ) STRICT""",
+    ),
+)
+SCHEMA_VERSION = len(MIGRATIONS)

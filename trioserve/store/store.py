@@ -1,0 +1,117 @@
+"""The store as a Trio program sees it: every call runs in one thread of its own, and none blocks the event loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from trioserve.contracts.errors import StartupError
+from trioserve.store.database import FILE_NAME, StoreDatabase, StoreUsage
+from trioserve.store.settings import StoreSettings
+from trioserve.store.stored_objects import Change, Order, StoredObject, is_id
+from trioserve.trio_tools.worker_thread import WorkerThread
+
+__all__ = ["LIST_MAX", "BLOB_PIECE_BYTES_MAX", "JobRunner", "Store", "open_store"]
+
+LIST_MAX = 100  # objects of one page: each may have a body of megabytes
+BLOB_PIECE_BYTES_MAX = 2**20  # of one read, so that other calls have their turn
+
+T = TypeVar("T")
+
+
+class JobRunner(Protocol):
+    """Calls functions in the one thread that the database belongs to, in order."""
+
+    async def run(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Waits for the end of it also when cancelled."""
+
+    async def run_cancellable(self, function: Callable[..., T], *arguments: Any) -> T:
+        """A cancelled caller leaves at once."""
+
+
+class Store:
+    """Made by open_store. owner, everywhere: only theirs; None: anybody's. An id that none can be is simply not there.
+
+    Raises StoreFull when there is no room (and nothing of the write has happened), StoreFault when the file fails.
+    """
+
+    def __init__(self, runner: JobRunner, database: StoreDatabase, wall_clock: Callable[[], float]) -> None:
+        self._runner = runner
+        self._database = database
+        self._wall_clock = wall_clock
+
+    async def write(self, *changes: Change) -> bool:
+        """All of the changes or none, kept for good when this returns; also when the caller is cancelled meanwhile, so
+        who is told of it is told the truth. False, and nothing has changed, if what is to be replaced or appended to
+        is gone."""
+        for change in changes:
+            assert is_id(change.id), f"{change.id!r} is no id"
+        return await self._runner.run(self._database.write, changes, self._wall_clock())
+
+    async def get(self, kind: str, object_id: str, *, owner: str | None) -> StoredObject | None:
+        if not is_id(object_id):
+            return None
+        return await self._runner.run_cancellable(self._database.get, kind, object_id, owner, self._wall_clock())
+
+    async def page(
+        self, kind: str, *, owner: str | None, after: str | None = None, limit: int = 20, order: Order = "desc"
+    ) -> list[StoredObject] | None:
+        """At most `limit` (up to LIST_MAX) in the order of their coming, behind the object with the id `after`;
+        None if that is not there."""
+        assert 1 <= limit <= LIST_MAX, f"limit is {limit}"
+        if after is not None and not is_id(after):
+            return None
+
+        def read(now: float) -> list[StoredObject] | None:
+            return self._database.page(kind, owner, now, after=after, limit=limit, order=order)
+
+        return await self._runner.run_cancellable(read, self._wall_clock())
+
+    async def read_blob(
+        self, kind: str, object_id: str, *, owner: str | None, offset: int = 0, size: int = BLOB_PIECE_BYTES_MAX
+    ) -> bytes | None:
+        """At most `size` bytes of its blob from `offset` on, none at the end; None if there is no such object."""
+        assert 1 <= size <= BLOB_PIECE_BYTES_MAX, f"size is {size}"
+        if not is_id(object_id):
+            return None
+
+        def read(now: float) -> bytes | None:
+            return self._database.read_blob(kind, object_id, owner, now, offset=offset, size=size)
+
+        return await self._runner.run_cancellable(read, self._wall_clock())
+
+    def usage(self) -> StoreUsage:
+        """Never waits: a few numbers, as they are while the thread may be writing."""
+        return self._database.usage()
+
+
+@asynccontextmanager
+async def open_store(
+    directory: Path | None = None,
+    settings: StoreSettings | None = None,
+    *,
+    wall_clock: Callable[[], float] = time.time,
+) -> AsyncIterator[Store]:
+    """The store in this directory, which is made if it is not there; None: in memory, for as long as this scope.
+
+    Leaving waits for the call at hand. Raises StartupError: see StoreDatabase.
+    """
+
+    def open_database() -> StoreDatabase:
+        if directory is not None:
+            try:
+                directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            except OSError as error:
+                raise StartupError(f"--data-dir {directory} cannot be made: {error}") from None
+        path = None if directory is None else directory / FILE_NAME
+        return StoreDatabase(path, settings or StoreSettings(), now=wall_clock())
+
+    async with WorkerThread("store") as thread:
+        database = await thread.run(open_database)
+        try:
+            yield Store(thread, database, wall_clock)
+        finally:
+            await thread.run(database.close)  # ends also when cancelled
