@@ -25,7 +25,8 @@ from trioserve.contracts.errors import (
 )
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.output import Delta
-from trioserve.http.exchange import BodyTimeout, BodyTooLarge
+from trioserve.http.content_coding import CODINGS
+from trioserve.http.exchange import BodyTimeout, BodyTooLarge, UnknownCoding
 
 __all__ = ["REASON_HEADER", "ErrorResponse", "Refusal", "deadline_refusal", "error_response", "foreign_end"]
 
@@ -69,6 +70,7 @@ _SERVER = "server_error"
 TABLE: tuple[tuple[type[TrioserveError], int, str, str | None], ...] = (
     (BodyTooLarge, 413, _CALLER, "body_too_large"),
     (BodyTimeout, 408, _CALLER, "body_timeout"),
+    (UnknownCoding, 415, _CALLER, "unsupported_content_encoding"),
     (ContextTooLong, 400, _CALLER, "context_length_exceeded"),
     (UnknownModel, 404, _CALLER, "model_not_found"),
     (InvalidRequest, 400, _CALLER, None),
@@ -106,6 +108,8 @@ def error_response(error: Exception) -> ErrorResponse:
     if isinstance(error, Overloaded):
         reason = error.reason
         headers.append(("retry-after", str(max(1, math.ceil(error.retry_after_seconds)))))
+    if isinstance(error, UnknownCoding):
+        headers.append(("accept-encoding", CODINGS))
     if reason is not None:
         headers.append((REASON_HEADER, reason))
     return ErrorResponse(

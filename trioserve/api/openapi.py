@@ -53,7 +53,7 @@ class DescribedOperation(msgspec.Struct, frozen=True, kw_only=True):
     takes_deadlines: bool = False
 
 
-_READS_BODY = (400, 408, 413, 429, 503)
+_READS_BODY = (400, 408, 413, 415, 429, 503)
 _GENERATES = (*_READS_BODY, 404, 500, 504)
 
 OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
@@ -114,6 +114,10 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
         response=response_types.Detokenized,
         errors=(*_READS_BODY, 404),
     ),
+    ("GET", "/tokenizer_info"): DescribedOperation(
+        summary="Say what a client needs to render chats and to count tokens by itself",
+        response=response_types.TokenizerInfo,
+    ),
     ("GET", "/kv_events"): DescribedOperation(
         summary="Read which blocks the prefix cache holds, and each change from then on",
         description="A snapshot, in one part or several, then changes, numbered in order. Another snapshot means that "
@@ -143,6 +147,7 @@ STATUSES = {
     404: "There is no such model or request, or it is switched off.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
+    415: "The body is compressed in a way that is not read here; Accept-Encoding says which are.",
     429: "Too much at a time: Retry-After says when to try again, X-Trioserve-Reason which bound it was.",
     500: "The server failed on this request.",
     503: "The server is leaving, or the request was aborted; another one may take it.",

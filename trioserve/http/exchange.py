@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.http.headers import Headers
 
-__all__ = ["BodyTimeout", "BodyTooLarge", "Exchange", "Handler", "HeaderFields"]
+__all__ = ["BodyTimeout", "BodyTooLarge", "Exchange", "Handler", "HeaderFields", "UnknownCoding"]
 
 HeaderFields = Sequence[tuple[str, str]]
 
@@ -22,6 +22,10 @@ class BodyTooLarge(InvalidRequest):
 
 class BodyTimeout(InvalidRequest):
     """The request's body fell body_wait_seconds_max behind its pace. To be answered with 408."""
+
+
+class UnknownCoding(InvalidRequest):
+    """The request's body is compressed in a way that is not read here. To be answered with 415."""
 
 
 class Exchange(abc.ABC):
@@ -60,14 +64,15 @@ class Exchange(abc.ABC):
 
     @abc.abstractmethod
     async def body(self) -> bytes:
-        """The whole body of the request; a second call gives the same bytes. To be awaited before the response starts.
+        """The whole body of the request, unfolded if it came compressed (gzip, deflate); a second call gives the same
+        bytes. To be awaited before the response starts.
 
         A body that has not come whole when the server begins to leave is not waited for: the exchange is cancelled.
 
         Raises BodyTooLarge beyond body_bytes_max (before reading it, if content-length says so), BodyTimeout when
-        it falls body_wait_seconds_max behind body_bytes_per_second_min, InvalidRequest when its framing is broken, and
-        Overloaded when all clients' bodies together reach bodies_bytes_max. What was read counts there
-        until the exchange ends.
+        it falls body_wait_seconds_max behind body_bytes_per_second_min, UnknownCoding for another content-encoding,
+        InvalidRequest when its framing is broken, and Overloaded when all clients' bodies together reach
+        bodies_bytes_max. What was read counts there until the exchange ends.
         """
 
     @abc.abstractmethod

@@ -43,12 +43,13 @@ STAGE_HEADER = "x-trioserve-stage"
 """Tells two requests of the same id apart, at endpoints of a disaggregated request: "prefill" or "decode"."""
 
 KEY_HEADERS = ("authorization", "x-api-key")
-# What is between two neighbours (RFC 9110, 7.6.1), and what the router says itself.
+# What is between two neighbours (RFC 9110, 7.6.1), what the router says itself, and what it has undone.
 NOT_FORWARDED = frozenset(
     [
         "accept-encoding",
         "authorization",
         "connection",
+        "content-encoding",
         "content-length",
         "expect",
         "forwarded",

@@ -8,6 +8,7 @@ import trio
 
 from trioserve.http.body_budget import BodyShare
 from trioserve.http.body_pace import BodyPace
+from trioserve.http.content_coding import plain_body
 from trioserve.http.exchange import BodyTimeout, Exchange, HeaderFields
 from trioserve.http.http1.protocol import EncodedFields, H1Protocol
 from trioserve.http.limits import FrontendLimits
@@ -70,7 +71,7 @@ class H11Exchange(Exchange):
             self._body_read = True
         if self._body_read:
             await trio.lowlevel.checkpoint_if_cancelled()
-            return self.share.whole()
+            return await plain_body(self.share, self.headers)
         pace = BodyPace(self._limits, now=trio.current_time())
         with trio.CancelScope(deadline=pace.deadline) as patience:
             while not self._body_read:
@@ -84,7 +85,7 @@ class H11Exchange(Exchange):
             self._owner.body_too_slow()
             raise BodyTimeout(pace.lost)
         await trio.lowlevel.checkpoint()
-        return self.share.whole()
+        return await plain_body(self.share, self.headers)
 
     async def respond(self, status: int, headers: HeaderFields, body: bytes) -> None:
         fields, is_ordinary = self._begin(status, headers, content_length=len(body))

@@ -13,6 +13,7 @@ import trio
 
 from trioserve.http.body_budget import BodyShare
 from trioserve.http.body_pace import BodyPace
+from trioserve.http.content_coding import plain_body
 from trioserve.http.exchange import BodyTimeout, Exchange, HeaderFields
 from trioserve.http.limits import FrontendLimits
 from trioserve.http.message_head import RequestHead, encode_fields
@@ -121,7 +122,7 @@ class H2Stream(Exchange):
             self._owner.body_too_slow()
             raise BodyTimeout(pace.lost)
         await trio.lowlevel.checkpoint()
-        return self.share.whole()
+        return await plain_body(self.share, self.headers)
 
     async def respond(self, status: int, headers: HeaderFields, body: bytes) -> None:
         self._start(status, headers, content_length=len(body), end_stream=not body)

@@ -1,0 +1,98 @@
+"""Bodies that come compressed: unfolded within the limits of a body, whatever they say of themselves."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import zlib
+from typing import Any
+
+import msgspec
+import pytest
+
+from trioserve.contracts.errors import InvalidRequest, Overloaded
+from trioserve.http.body_budget import BodyBudget, BodyShare
+from trioserve.http.content_coding import PIECE_BYTES, plain_body
+from trioserve.http.exchange import BodyTooLarge, UnknownCoding
+from trioserve.http.headers import Headers
+from trioserve.http.limits import FrontendLimits
+from trioserve.testing import open_memory_server
+
+BODY = msgspec.json.encode({"prompt": "Hello", "max_tokens": 3})
+LARGE = os.urandom(300_000) + b"\0" * (3 * PIECE_BYTES)
+
+
+def raw_deflate(data: bytes) -> bytes:
+    compressor = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+    return compressor.compress(data) + compressor.flush()
+
+
+async def unfolded(raw: bytes, coding: str, **limits: int) -> tuple[bytes, BodyBudget]:
+    """What becomes of a body, and the budget that still holds it."""
+    budget = BodyBudget(FrontendLimits(**limits))
+    share = BodyShare(budget)
+    share.add(raw)
+    try:
+        headers = Headers([("content-encoding", coding)])
+        plain = await plain_body(share, headers)
+        assert await plain_body(share, headers) == plain
+        assert budget.bytes_held == len(plain)
+    finally:
+        share.release()
+    assert budget.bytes_held == 0
+    return plain, budget
+
+
+@pytest.mark.parametrize(
+    "coding, raw",
+    [
+        ("gzip", gzip.compress(LARGE)),
+        ("X-GZIP", gzip.compress(LARGE)),
+        ("deflate", zlib.compress(LARGE)),
+        ("deflate", raw_deflate(LARGE)),
+        (" identity ", LARGE),
+    ],
+)
+async def test_a_body_is_unfolded(coding: str, raw: bytes) -> None:
+    plain, _ = await unfolded(raw, coding)
+    assert plain == LARGE
+
+
+@pytest.mark.parametrize(
+    "coding, raw, error, words",
+    [
+        ("br", b"x", UnknownCoding, '"br", allowed are gzip, deflate'),
+        ("gzip, gzip", gzip.compress(gzip.compress(BODY)), UnknownCoding, "gzip, gzip"),
+        ("gzip", BODY, InvalidRequest, "the body is not gzip"),
+        ("gzip", b"", InvalidRequest, "ends in the middle"),
+        ("gzip", gzip.compress(LARGE)[:-1], InvalidRequest, "ends in the middle"),
+        ("gzip", gzip.compress(BODY) * 2, InvalidRequest, "one member alone"),
+        ("gzip", gzip.compress(BODY)[:-8] + b"\0" * 8, InvalidRequest, "incorrect data check"),
+    ],
+)
+async def test_what_is_not_as_it_says_is_refused(coding: str, raw: bytes, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        await unfolded(raw, coding)
+
+
+@pytest.mark.parametrize("limit, error", [("body_bytes_max", BodyTooLarge), ("bodies_bytes_max", Overloaded)])
+async def test_a_bomb_is_held_to_the_limit_of_a_body(limit: str, error: type[Exception]) -> None:
+    """64 MiB in 64 KiB: unfolding ends with the piece that is too much."""
+    bomb = gzip.compress(b"\0" * 2**26, 9)
+    assert len(bomb) < 70_000
+    with pytest.raises(error, match=r"at most 1048576 are allowed"):
+        await unfolded(bomb, "gzip", **{limit: 2**20})
+
+
+@pytest.mark.parametrize("http", [1, 2])
+async def test_a_server_reads_it_and_says_what_it_takes(http: int) -> None:
+    async with open_memory_server() as server:
+        client = server.client(http=http)
+        response = await client.post("/v1/completions", gzip.compress(BODY), headers={"content-encoding": "gzip"})
+        assert response.status == 200
+        refused = await client.post("/v1/completions", BODY, headers={"content-encoding": "zstd"})
+        assert refused.status == 415
+        assert refused.headers["accept-encoding"] == "gzip, deflate"
+        error: Any = await refused.json()
+        assert error["error"]["code"] == "unsupported_content_encoding"
+        await server.assert_all_free()
