@@ -74,7 +74,7 @@ async def test_what_is_not_debug_stays_silent(api: Any, caplog: pytest.LogCaptur
 @pytest.mark.parametrize(
     ("path", "body", "status", "reason"),
     [
-        ("/v1/completions", {"prompt": "a", "n": 65}, "400", "invalid_request_error"),
+        ("/v1/completions", {"prompt": "a", "n": 129}, "400", "invalid_request_error"),
         ("/v1/completions", {"prompt": "a", "model": "gpt-9"}, "404", "model_not_found"),
         ("/nowhere", {}, "404", "not_found"),
         ("/health", {}, "405", "method_not_allowed"),

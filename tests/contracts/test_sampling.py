@@ -24,7 +24,7 @@ def check(name: str, value: object, *, allowed: bool, **others: object) -> None:
 @pytest.mark.parametrize(
     ("name", "allowed", "refused"),
     [
-        ("n", [1, 64], [0, -1, 65]),
+        ("n", [1, 128], [0, -1, 129]),
         ("temperature", [0.0, TEMPERATURE_MIN, 1.0, 100.0], [-0.1, 100.1, math.nan, math.inf]),
         ("top_p", [1e-9, 0.5, 1.0], [0.0, -0.1, 1.1, math.nan]),
         ("top_k", [-1, 0, 1, 10**9], [-2, -100]),

@@ -48,7 +48,8 @@ class PromptEncoder:
             )
         if len(prompt) > self._context_tokens_max:
             raise ContextTooLong(
-                f"the prompt has {len(prompt)} tokens, this model takes {self._context_tokens_max}: shorten it",
+                f"This model's maximum context length is {self._context_tokens_max} tokens, and the prompt has "
+                f"{len(prompt)} tokens: shorten it",
                 param="prompt",
             )
         return await self.run(lambda: self._checked(prompt), size=len(prompt) * TOKEN_CHARACTERS)
@@ -81,8 +82,8 @@ class PromptEncoder:
         token_count_min = self._tokenizer.token_count_min(text)
         if token_count_min > self._context_tokens_max:
             raise ContextTooLong(
-                f"the prompt has {len(text)} characters, which are at least {token_count_min} tokens, and this model "
-                f"takes {self._context_tokens_max}: shorten it",
+                f"This model's maximum context length is {self._context_tokens_max} tokens, and the prompt has "
+                f"{len(text)} characters, which are at least {token_count_min} tokens: shorten it",
                 param=param,
             )
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)

@@ -40,7 +40,8 @@ class InvalidRequest(TrioserveError):
 
 
 class ContextTooLong(InvalidRequest):
-    """Prompt, or prompt and response together, do not fit the model's context."""
+    """Prompt, or prompt and response together, do not fit the model's context. The message begins as OpenAI's does,
+    "This model's maximum context length is": clients look for it, and send less then."""
 
 
 class UnknownModel(InvalidRequest):

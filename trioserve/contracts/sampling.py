@@ -12,7 +12,7 @@ from trioserve.contracts.errors import InvalidRequest
 
 __all__ = ["SAMPLING_RANGES", "Range", "SamplingParams"]
 
-CHOICES_MAX = 64  # n; each choice is a sequence of its own and takes a place in the batch
+CHOICES_MAX = 128  # n, as in OpenAI's API; each choice is a sequence of its own and takes a place in the batch
 STOP_STRINGS_MAX = 16  # every one is searched for in every delta
 STOP_STRING_CHARACTERS_MAX = 256  # this much text may have to be held back from the client
 STOP_TOKENS_MAX = 128

@@ -95,9 +95,9 @@ class EngineCore:
             )
         if prompt_count + request.output_tokens_max > self.settings.context_tokens_max:
             raise ContextTooLong(
-                f"prompt and response may have {self.settings.context_tokens_max} tokens together, but the prompt has "
-                f"{prompt_count} and max_tokens asks for {request.output_tokens_max}: shorten the prompt or lower "
-                "max_tokens",
+                f"This model's maximum context length is {self.settings.context_tokens_max} tokens, prompt and "
+                f"response together, but the prompt has {prompt_count} and max_tokens asks for "
+                f"{request.output_tokens_max}: shorten the prompt or lower max_tokens",
                 param="max_tokens",
             )
         if not PRIORITY_MIN <= request.priority <= PRIORITY_MAX:

@@ -52,8 +52,8 @@ class RequestPreparation:
         room = self._model.context_tokens_max - len(request.prompt_token_ids)
         if room < 1:
             raise ContextTooLong(
-                f"the prompt has {len(request.prompt_token_ids)} tokens, and with at least one of response this model "
-                f"takes {self._model.context_tokens_max}: shorten it",
+                f"This model's maximum context length is {self._model.context_tokens_max} tokens, with at least one of "
+                f"response, and the prompt has {len(request.prompt_token_ids)} tokens: shorten it",
                 param="prompt",
             )
         stop_token_ids = frozenset(sampling.stop_token_ids)
