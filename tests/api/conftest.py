@@ -109,6 +109,8 @@ class MemoryExchange(Exchange):
 class LetterTokenizer:
     """Every character is a token: its code point."""
 
+    bos_token, eos_token, pad_token, chat_template = chr(BOS), None, None, None
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [BOS] * add_special_tokens + [ord(character) for character in text]
 

@@ -37,6 +37,26 @@ async def test_an_unknown_path_is_404_in_the_shape_of_the_api(api: Any, path: st
 
 
 @pytest.mark.parametrize(
+    "path, nearest",
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/chat/completions", "/v1/chat/completions"),
+        ("/V1/Models/", "/v1/models"),
+        ("/v1/tokenize", "/tokenize"),
+    ],
+)
+async def test_an_unknown_path_is_told_the_nearest(api: Any, path: str, nearest: str) -> None:
+    message = (await api.context("GET", path)).json()["error"]["message"]
+    assert message == f"there is nothing at {path}: did you mean {nearest}?"
+
+
+@pytest.mark.parametrize("path", ["/favicon.ico", "/" + "v1/models" * 1000])
+async def test_what_is_like_nothing_is_not_compared(api: Any, path: str) -> None:
+    message = (await api.context("GET", path)).json()["error"]["message"]
+    assert "did you mean" not in message
+
+
+@pytest.mark.parametrize(
     "method, path, allow",
     [
         ("GET", CHAT, "POST"),

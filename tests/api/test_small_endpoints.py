@@ -8,6 +8,8 @@ import pytest
 from openai.types import Model
 
 from trioserve.contracts.errors import EngineFault
+from trioserve.testing import open_memory_server
+from trioserve.testing.byte_tokenizer import CHAT_TEMPLATE, END_TOKEN
 
 # --- models ---
 
@@ -88,6 +90,20 @@ async def test_tokens_become_a_prompt(api: Any) -> None:
 )
 async def test_what_is_no_token_is_refused(api: Any, body: dict[str, Any], param: str) -> None:
     await api.check_refused("/detokenize", body, param=param)
+
+
+async def test_a_client_learns_what_it_needs_to_count_tokens_by_itself(api: Any) -> None:
+    info = (await api.context("GET", "/tokenizer_info")).json()
+    assert info["bos_token"] == "\x01"
+    assert {info[name] for name in ("eos_token", "pad_token", "chat_template")} == {None}
+    assert (info["vocab_size"], info["model_max_length"]) == (0x110000, 100)
+
+
+async def test_a_tokenizer_of_real_files_tells_its_tokens_and_its_template() -> None:
+    async with open_memory_server() as server:
+        info = await (await server.client().get("/tokenizer_info")).json()
+    assert (info["eos_token"], info["bos_token"]) == (END_TOKEN, None)
+    assert info["chat_template"] == CHAT_TEMPLATE
 
 
 # --- operations ---

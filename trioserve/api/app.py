@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import abc
+import difflib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 ContextType = TypeVar("ContextType", bound=Responder)
 METRICS_PATH = "/metrics"
 LOAD_PATH = "/load"
+NEAREST_CHARACTERS_MAX = 64  # of a path for which a similar one is looked up: a comparison takes the product of both
 OTHER_PATH = "other"
 """The name of all unknown paths in metrics."""
 
@@ -76,6 +78,10 @@ class BaseApp(abc.ABC, Generic[ContextType]):
     @abc.abstractmethod
     def route(self, path: str) -> Route[ContextType] | None:
         """What is at this path, if anything."""
+
+    @abc.abstractmethod
+    def paths(self) -> Iterable[str]:
+        """What there is, for those who ask for something else."""
 
     @abc.abstractmethod
     def new_context(self, exchange: Exchange) -> ContextType: ...
@@ -132,7 +138,7 @@ class BaseApp(abc.ABC, Generic[ContextType]):
             if route is None or route.needs_key or self._is_closed(route.path):
                 context.caller = self._keys.caller(headers.get("authorization"), headers.get("x-api-key"))
             if route is None:
-                raise _not_found(context.exchange.path)
+                raise _not_found(context.exchange.path, self.paths())
             self._check_may_read(context, route.path)
             await route.operation(context.exchange.method)(context)
             context.outcome = Outcome.FINISHED
@@ -169,13 +175,17 @@ class BaseApp(abc.ABC, Generic[ContextType]):
         )
 
 
-def _not_found(path: str) -> Refusal:
+def _not_found(path: str, paths: Iterable[str]) -> Refusal:
+    nearest: list[str] = []
+    if len(path) <= NEAREST_CHARACTERS_MAX:
+        nearest = difflib.get_close_matches(path.lower().rstrip("/"), list(paths), n=1)
+    hint = f": did you mean {nearest[0]}?" if nearest else "; docs/http-api.md lists what there is"
     return Refusal(
         ErrorResponse(
             status=404,
             type="invalid_request_error",
             code="not_found",
-            message=f"there is nothing at {path}",
+            message=f"there is nothing at {path}{hint}",
             headers=((REASON_HEADER, "not_found"),),
         )
     )

@@ -13,7 +13,7 @@ from trioserve.api.generation import usage_of
 from trioserve.api.openai.chat import create_chat_completion
 from trioserve.api.openai.completions import create_completion
 from trioserve.api.openai.models import MODEL_PATH, list_models, read_model
-from trioserve.api.openai.tokenize import detokenize, tokenize
+from trioserve.api.openai.tokenize import detokenize, read_tokenizer_info, tokenize
 from trioserve.api.openapi import openapi_document
 from trioserve.api.operations.health import read_health, read_load, read_metrics, read_ready, read_version
 from trioserve.api.operations.kv_events import stream_kv_events
@@ -51,6 +51,7 @@ ROUTES = {
         Route(path="/kv_events", operations={"GET": stream_kv_events}),
         Route(path="/tokenize", operations={"POST": tokenize}),
         Route(path="/detokenize", operations={"POST": detokenize}),
+        Route(path="/tokenizer_info", operations={"GET": read_tokenizer_info}),
         Route(path="/health", operations={"GET": read_health}, needs_key=False),
         Route(path="/ready", operations={"GET": read_ready}, needs_key=False),
         Route(path="/load", operations={"GET": read_load}, needs_key=False),
@@ -97,6 +98,9 @@ class App(BaseApp[RequestContext]):
         if path.startswith(REQUEST_PATH) and len(path) > len(REQUEST_PATH) and path not in ROUTES:
             return REQUEST
         return ROUTES.get(path)
+
+    def paths(self) -> Iterable[str]:
+        return [*ROUTES, MODEL.path, REQUEST.path]
 
     def new_context(self, exchange: Exchange) -> RequestContext:
         return RequestContext(

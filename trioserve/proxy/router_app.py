@@ -207,6 +207,9 @@ class RouterApp(BaseApp[RouterContext]):
             return REQUEST
         return ROUTES.get(path)
 
+    def paths(self) -> Iterable[str]:
+        return [*ROUTES, MODEL.path, REQUEST.path, ENDPOINT.path]
+
     def new_context(self, exchange: Exchange) -> RouterContext:
         return RouterContext(
             exchange,

@@ -31,7 +31,7 @@ class ChatTemplate:
     def __init__(
         self, source: str, *, bos_token: str | None, eos_token: str | None, tool_source: str | None = None
     ) -> None:
-        self._source = source
+        self.source = source
         self._tool_source = tool_source
         self._special_tokens = {
             name: token for name, token in (("bos_token", bos_token), ("eos_token", eos_token)) if token is not None
@@ -45,7 +45,7 @@ class ChatTemplate:
         """
         source = prompt.chat_template
         if source is None:
-            source = self._tool_source if self._tool_source is not None and prompt.tools else self._source
+            source = self._tool_source if self._tool_source is not None and prompt.tools else self.source
         for name in prompt.template_arguments:
             if name in RESERVED_ARGUMENTS:
                 raise InvalidRequest(

@@ -61,6 +61,7 @@ def vocabulary_from_gguf(metadata: Mapping[str, object]) -> TokenizerParts:
         eos_token=None if eos is None else eos[0],
         chat_template=_template(metadata, "tokenizer.chat_template"),
         tool_chat_template=_template(metadata, "tokenizer.chat_template.tool_use"),
+        pad_token=_pad_token(metadata, tokens),
     )
 
 
@@ -256,6 +257,12 @@ def _named_token(
             f"the GGUF file's {key} is {reprlib.repr(token_id)}, but it has {len(tokens)} tokens: it is damaged"
         )
     return tokens[token_id], token_id
+
+
+def _pad_token(metadata: Mapping[str, object], tokens: Sequence[str]) -> str | None:
+    """Nothing is filled up here, so a wrong id does no harm: it is told to clients, and that is all."""
+    token_id = metadata.get("tokenizer.ggml.padding_token_id")
+    return tokens[token_id] if isinstance(token_id, int) and 0 <= token_id < len(tokens) else None
 
 
 def _list(metadata: Mapping[str, object], key: str, kind: type[_T]) -> Sequence[_T]:

@@ -27,7 +27,7 @@ class Tokenizer:
     """Encodes and decodes for one model. Every method may be called from any thread.
 
     vocab_size: ids below it may have a text. A model's own vocabulary may be larger, its further ids have none.
-    bos_token, eos_token: as the model's files name them; None where they name none.
+    bos_token, eos_token, pad_token: as the model's files name them; None where they name none.
     chat_template: None when the files hold none.
     """
 
@@ -44,6 +44,7 @@ class Tokenizer:
         self.vocab_size = max(self._backend.get_vocab_size(with_added_tokens=False), max(added, default=-1) + 1)
         self.bos_token = parts.bos_token
         self.eos_token = parts.eos_token
+        self.pad_token = parts.pad_token
         self.eos_token_id = None if parts.eos_token is None else self._backend.token_to_id(parts.eos_token)
         self.chat_template: ChatTemplate | None = None
         if parts.chat_template is not None:

@@ -33,9 +33,9 @@ class TokenizerDirectory:
         backend = self._read_backend()
         config = self._read_json("tokenizer_config.json")
         special_tokens = self._read_json("special_tokens_map.json")
-        bos_token, eos_token = (
+        bos_token, eos_token, pad_token = (
             _token_text(config.get(name)) or _token_text(special_tokens.get(name))
-            for name in ("bos_token", "eos_token")
+            for name in ("bos_token", "eos_token", "pad_token")
         )
         self._add_missing_tokens(backend, config)
         _mark_special(backend, (bos_token, eos_token))
@@ -53,6 +53,7 @@ class TokenizerDirectory:
             eos_token=eos_token,
             chat_template=chat_template,
             tool_chat_template=tool_chat_template,
+            pad_token=pad_token,
         )
 
     def _read_backend(self) -> tokenizers.Tokenizer:

@@ -23,6 +23,7 @@ class TokenizerParts:
     eos_token: str | None
     chat_template: str | None
     tool_chat_template: str | None
+    pad_token: str | None = None
 
 
 def add_sequence_ends(

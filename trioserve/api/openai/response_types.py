@@ -33,6 +33,7 @@ __all__ = [
     "RequestAbort",
     "RequestAborts",
     "Tokenized",
+    "TokenizerInfo",
     "Version",
 ]
 
@@ -212,6 +213,18 @@ class Tokenized(Response):
 
 class Detokenized(Response):
     prompt: str
+
+
+class TokenizerInfo(Response):
+    """Each token as its text; null where the model's files name none."""
+
+    tokenizer_class: str
+    vocab_size: int
+    model_max_length: int
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    chat_template: str | None
 
 
 # --- requests that live ---

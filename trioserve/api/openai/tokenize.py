@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from trioserve.admission.prompt_encoder import PromptEncoder
     from trioserve.engine.engine import Engine
 
-__all__ = ["detokenize", "tokenize"]
+__all__ = ["detokenize", "read_tokenizer_info", "tokenize"]
 
 T = TypeVar("T")
+
+TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # as transformers calls any that the `tokenizers` library runs
 
 
 async def tokenize(context: RequestContext) -> None:
@@ -45,6 +47,24 @@ async def detokenize(context: RequestContext) -> None:
         await _run_on_tokens(context, texts, _check_token_ids, body.tokens)
         prompt = await texts.decode(body.tokens)
     await context.respond_json({"prompt": prompt})
+
+
+async def read_tokenizer_info(context: RequestContext) -> None:
+    """GET /tokenizer_info, as vLLM's: what a client needs to render chats and to count tokens by itself."""
+    engine = context.engine
+    tokenizer = engine.tokenizer
+    template = tokenizer.chat_template
+    await context.respond_json(
+        {
+            "tokenizer_class": TOKENIZER_CLASS,
+            "vocab_size": engine.model.vocab_size,
+            "model_max_length": engine.model.context_tokens_max,
+            "bos_token": tokenizer.bos_token,
+            "eos_token": tokenizer.eos_token,
+            "pad_token": tokenizer.pad_token,
+            "chat_template": None if template is None else template.source,
+        }
+    )
 
 
 async def _run_on_tokens(
