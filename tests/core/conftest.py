@@ -40,6 +40,7 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import StepPlan, StepResult
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
+from trioserve.engine.mask_rows import MasksAtOnce
 from trioserve.simulation.reference_engine import ReferenceEngine
 from trioserve.testing.fake_connector import FakeConnector
 from trioserve.testing.fake_executor import FakeExecutor, FakeModel
@@ -197,7 +198,8 @@ def make_driver(*, model: FakeModel | None = None, connected: bool = False, **se
     merged.setdefault("context_tokens_max", merged["block_count"] * merged["block_size"])
     executor = FakeExecutor(block_count=merged["block_count"], block_size=merged["block_size"], model=model)
     connector = FakeConnector(executor) if connected else None
-    return Driver(EngineCore(CoreSettings(**merged), connector=connector), executor, connector)
+    core = EngineCore(CoreSettings(**merged), connector=connector, mask_maker=MasksAtOnce(executor.model.vocab_size))
+    return Driver(core, executor, connector)
 
 
 def shown(plan: StepPlan | None) -> str:

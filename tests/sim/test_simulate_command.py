@@ -21,7 +21,7 @@ arrive id="b" prompt=[2,1] output=2
 def broken(monkeypatch):
     """Everything ends after its first token."""
     monkeypatch.setattr(
-        "trioserve.core.engine.finish_reason_of", lambda live: finish_reason_of(live) or _length_of(live)
+        "trioserve.core.guided_steps.finish_reason_of", lambda live: finish_reason_of(live) or _length_of(live)
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from trioserve.contracts.guide import Guide
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.sampling import SamplingParams
@@ -23,6 +24,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: PRIORITY_MIN to PRIORITY_MAX, a lower number runs sooner.
     cache_salt: requests share cached prefix blocks only when their salts are equal.
     kv_transfer: what a connector is to do for it; None: nothing.
+    guide: what restrains its tokens, which belongs to this sequence alone; None: nothing does.
     """
 
     id: RequestId
@@ -34,3 +36,4 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str | None = None
     kv_transfer: KVTransferParams | None = None
+    guide: Guide | None = None

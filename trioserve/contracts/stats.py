@@ -16,6 +16,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     still read or write them. remote_kv_count: of those that wait, how many wait for KV from elsewhere. The *_total
     figures only grow: preemptions, steps, prompt tokens that were looked up in the prefix cache (queries), found there
     (hits) and loaded from elsewhere, drafts that were verified, their tokens, those of them that were right (accepted),
+    tokens that were forced by a guide and so taken without being sampled,
     requests that asked to be held and were not, since too much was held already, and what went wrong with the
     connector, by kind (empty without one).
     """
@@ -36,6 +37,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     drafts_total: int
     draft_tokens_total: int
     accepted_tokens_total: int
+    forced_tokens_total: int
     holds_refused_total: int
     transfer_faults_total: dict[TransferFault, int]
 

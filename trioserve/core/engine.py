@@ -5,6 +5,8 @@ while no step runs, or when the running step does not read the request's blocks,
 request is marked, and update_from_output takes the marked ones first. So the order holds even if the loop around it
 forgets it.
 
+A request may have a guide, which says what may come next (guided_steps.py).
+
 With overlap_steps the next step may be planned while one is in flight (schedule_ahead); what that changes is said in
 steps_in_flight.py.
 
@@ -29,6 +31,7 @@ from trioserve.contracts.events import (
     TokenLogprob,
     TokensReady,
 )
+from trioserve.contracts.guide import MaskMaker
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer import HoldKind, KVConnector, TransferEvent, TransferFault
 from trioserve.contracts.kv_transfer_params import KVTransferParams
@@ -36,13 +39,13 @@ from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN, EngineReques
 from trioserve.contracts.stats import EngineStats
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult
 from trioserve.core.block_holds import Hold
+from trioserve.core.guided_steps import GuidedSteps, take_token
 from trioserve.core.kv_blocks import BlockPool
 from trioserve.core.prefix_cache import HashBlock, PrefixCache
 from trioserve.core.request_state import LiveRequest, RequestStatus
 from trioserve.core.scheduler import Scheduler
 from trioserve.core.settings import CoreSettings
 from trioserve.core.steps_in_flight import STEPS_IN_FLIGHT_MAX, StepsInFlight, lacking_ids, without_ended
-from trioserve.core.stopping import finish_reason_of
 from trioserve.core.transfers import Transfers, Unserved
 
 __all__ = ["EngineCore"]
@@ -53,7 +56,7 @@ FINISHED_IDS_MAX = 10_000  # so long an abort that comes late is told "already f
 
 class EngineCore:
     """One engine. Not thread-safe: every call comes from the thread of the event loop. connector: None carries nothing,
-    like connectors.none, and costs nothing."""
+    like connectors.none, and costs nothing. mask_maker: for requests with a guide; None: there are none."""
 
     def __init__(
         self,
@@ -61,6 +64,7 @@ class EngineCore:
         *,
         hash_block: HashBlock = hash_block,
         connector: KVConnector | None = None,
+        mask_maker: MaskMaker | None = None,
     ) -> None:
         self.settings = settings
         self.pool = BlockPool(settings.block_count)
@@ -70,6 +74,7 @@ class EngineCore:
             settings, self.pool, self.cache, None if self.transfers is None else self.transfers.loads
         )
         self.flights = StepsInFlight()
+        self._guided = GuidedSteps(mask_maker)
         self._live: dict[RequestId, LiveRequest] = {}
         self._finished_ids: OrderedDict[RequestId, None] = OrderedDict()
         self._arrivals_total = 0
@@ -84,6 +89,7 @@ class EngineCore:
         assert request.id not in self._live, f"{request.id} is in use"
         assert request.id not in self.flights.ended, f"{request.id} is read"
         assert self.transfers is None or not self.transfers.holds.has(request.id), f"{request.id} is held"
+        assert request.guide is None or self._guided.has_masks, f"{request.id} has a guide, and nobody makes masks"
         prompt_count = len(request.prompt_token_ids)
         if prompt_count == 0:
             raise InvalidRequest("the prompt has no tokens: send at least one", param="prompt")
@@ -140,6 +146,7 @@ class EngineCore:
         if not chunks:
             assert not self.scheduler.running, "requests run but nothing can be computed"
             return None
+        masks = self._guided.begin(chunks, lives)
         plan = StepPlan(
             self._steps_total,
             tuple(chunks),
@@ -147,6 +154,7 @@ class EngineCore:
             + (sum(len(chunk.draft) for chunk in chunks) if self.settings.draft_tokens_max else 0),
             tuple(admitted),
             tuple(preempted),
+            masks=masks,
         )
         self._begin(plan, lives)
         return plan
@@ -155,7 +163,8 @@ class EngineCore:
         """What to compute after the one step that is in flight, as if every request of it went on: a token that it
         samples is named by its place (ScheduledChunk.awaits_token). A request that will have all its tokens by then is
         not planned again, nor is one that was aborted. None: nothing can be said yet, so that schedule() has to,
-        once the step is back; among others whenever somebody would have to be preempted."""
+        once the step is back; among others whenever somebody would have to be preempted, or has a guide that has to
+        know the token first."""
         assert self.settings.overlap_steps, "steps do not overlap here"
         assert self.settings.draft_tokens_max == 0, "nobody knows yet which draft tokens are right"
         assert 1 <= len(self.flights) < STEPS_IN_FLIGHT_MAX, f"{len(self.flights)} steps are in flight"
@@ -163,7 +172,8 @@ class EngineCore:
         if not chunks:
             return None
         token_count = sum(chunk.count for chunk in chunks)
-        plan = StepPlan(self._steps_total, tuple(chunks), token_count, tuple(admitted), is_ahead=True)
+        masks = self._guided.begin(chunks, lives)
+        plan = StepPlan(self._steps_total, tuple(chunks), token_count, tuple(admitted), is_ahead=True, masks=masks)
         self._begin(plan, lives)
         return plan
 
@@ -270,6 +280,7 @@ class EngineCore:
             drafts_total=self._drafts_total,
             draft_tokens_total=self._draft_tokens_total,
             accepted_tokens_total=self._accepted_tokens_total,
+            forced_tokens_total=self._guided.forced_tokens_total,
             loaded_tokens_total=0 if transfers is None else transfers.loaded_tokens_total,
             holds_refused_total=0 if transfers is None else transfers.holds_refused_total,
             transfer_faults_total={} if transfers is None else dict(transfers.faults.totals),
@@ -291,6 +302,8 @@ class EngineCore:
             request = live.request
             if result.errors and request.id in result.errors:
                 message = result.errors[request.id]
+                if live.guide is not None:
+                    message = live.guide.fault or message  # nothing could be chosen, and it says why
                 events.append(self._finish(live, FinishReason.ERROR, now, message=message))
                 continue
             if request.sampling.prompt_logprobs is not None:
@@ -298,8 +311,10 @@ class EngineCore:
             if not chunk.samples:
                 continue
             assert token_id is not None, f"{request.id}: the chunk samples, but no token came"
-            live.tokens.append(token_id)
-            reason = finish_reason_of(live)
+            reason = take_token(live, token_id)
+            if reason is FinishReason.ERROR:
+                events.append(self._finish_by_guide(live, reason, now))
+                continue
             token_ids: tuple[int, ...] = (token_id,)
             logprobs: tuple[TokenLogprob, ...] | None = None
             if result.logprobs and request.id in result.logprobs:
@@ -309,8 +324,13 @@ class EngineCore:
                 token_ids += more
                 if logprobs is not None:
                     logprobs += result.draft_logprobs[request.id][: len(more)]
+            if live.guide is not None and reason is None:
+                forced, reason = self._guided.take_forced(live)
+                token_ids += forced
             events.append(TokensReady(request.id, token_ids, logprobs))
-            if reason is not None:
+            if reason is not None and live.guide is not None:
+                events.append(self._finish_by_guide(live, reason, now))
+            elif reason is not None:
                 stop_token_id = live.tokens[-1] if reason is FinishReason.STOP else None
                 events.append(self._finish(live, reason, now, stop_token_id=stop_token_id))
 
@@ -324,8 +344,7 @@ class EngineCore:
         for draft_token, token_id in zip(chunk.draft, sampled, strict=False):
             if reason is not None or draft_token != live.tokens[-1]:
                 break
-            live.tokens.append(token_id)
-            reason = finish_reason_of(live)
+            reason = take_token(live, token_id)
         accepted_count = len(live.tokens) - known_count
         # Behind the accepted draft tokens the KV is that of wrong ones: it is written anew when its turn comes.
         live.computed_count += accepted_count
@@ -364,6 +383,7 @@ class EngineCore:
         """The plan has come back: its requests, without those that had ended before it. The blocks of these are free,
         or held by a connector."""
         lives = self.flights.end(plan)
+        self._guided.end(plan)
         if not self.flights.ended:
             return lives
         lives = [live for live in lives if live.request.id not in self.flights.ended]
@@ -425,6 +445,13 @@ class EngineCore:
             message=message,
             kv_transfer=kv_transfer,
         )
+
+    def _finish_by_guide(self, live: LiveRequest, reason: FinishReason, now: float) -> RequestFinished:
+        """The end of a request with a guide: its form may be complete without an end token."""
+        assert live.guide is not None
+        is_stopped = reason is FinishReason.STOP and live.tokens[-1] in live.request.stop_token_ids
+        message = live.guide.fault if reason is FinishReason.ERROR else None
+        return self._finish(live, reason, now, stop_token_id=live.tokens[-1] if is_stopped else None, message=message)
 
     def _let_go(self, live: LiveRequest, reason: FinishReason, now: float) -> KVTransferParams | None:
         """Give its blocks back, once; a connector may hold them from now on. Returns how to get at those."""

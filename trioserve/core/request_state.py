@@ -64,6 +64,7 @@ class LiveRequest:
         "chain",
         "computed_count",
         "drafter",
+        "guide",
         "loaded_token_count",
         "overtaken_count",
         "prompt_logprobs_count",
@@ -87,6 +88,7 @@ class LiveRequest:
         self.overtaken_count = 0  # by those who came later and fitted, while it did not
         self.chain = PrefixChain(request.cache_salt)
         self.drafter: Drafter | None = None  # made when it first may draft
+        self.guide = request.guide
         self.cached_token_count: int | None = None  # set when it runs for the first time
         self.wants_load = False  # and there was no room for one more
         self.asked_remote = False  # a load was begun: it is not tried twice

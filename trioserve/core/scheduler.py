@@ -97,10 +97,12 @@ class Scheduler:
         self, in_flight: StepPlan, now: float
     ) -> tuple[list[ScheduledChunk], list[LiveRequest], list[RequestId]]:
         """The chunks of the step behind the one in flight, as if every request of that one went on, whose they are, and
-        who was admitted. No chunks: nothing to do, or somebody would have to lose its blocks for it, and they are being
-        read."""
+        who was admitted. No chunks: nothing to do; or somebody would have to lose its blocks for it, and they are being
+        read; or the guide of one of them waits for its token."""
         block_size = self._settings.block_size
         ends = {chunk.request.id: chunk.start + chunk.count for chunk in in_flight.chunks}
+        if any(live.guide is not None and _awaits_token(live, ends) for live in self.running.values()):
+            return [], [], []
         planned: dict[RequestId, int] = {}
         budget = self._settings.step_tokens_max
         needed = 0
@@ -244,6 +246,8 @@ class Scheduler:
             tokens_max = live.prompt_count + live.request.output_tokens_max
             live.drafter = Drafter(self._settings.draft_tokens_max, tokens_max)
         draft = live.drafter.draft(live.tokens, count_max)
+        if draft and live.guide is not None:
+            draft = draft[: live.guide.acceptable_count(draft)]
         self._extend(live, live.computed_count + 1 + len(draft))
         return draft
 
@@ -429,6 +433,11 @@ class Scheduler:
         self._pool.share(hit_blocks)
         live.blocks = list(hit_blocks)
         live.computed_count = len(hit_blocks) * self._settings.block_size
+
+
+def _awaits_token(live: LiveRequest, ends: Mapping[RequestId, int]) -> bool:
+    """Whether the step in flight, which comes so far, samples a token that it goes on with."""
+    return live.abort_reason is None and ends.get(live.request.id) == len(live.tokens)
 
 
 class _Admission:

@@ -1,4 +1,5 @@
-"""The response to compare with: one request at a time, from its own tokens, without blocks, batches or a cache.
+"""The response to compare with: one request at a time, from its own tokens, without blocks, batches or a cache; every
+token is chosen by itself, also those that a guide forces.
 
 It reads the rules of contracts.request and contracts.sampling, and shares no code with the core.
 """
@@ -9,6 +10,7 @@ import msgspec
 
 from trioserve.contracts.events import FinishReason, TokenLogprob
 from trioserve.contracts.request import EngineRequest
+from trioserve.testing.automaton_guide import AutomatonGuide
 from trioserve.testing.fake_executor import FakeModel
 
 __all__ = ["ReferenceResponse", "ReferenceEngine"]
@@ -37,23 +39,39 @@ class ReferenceEngine:
         token_ids: list[int] = []
         logprobs: list[TokenLogprob] = []
         stop_token_id = None
+        moves = self._guide_of(request)
+        state, reason = 0, FinishReason.LENGTH
         for output_count in range(request.output_tokens_max):
-            token_id = model.next_token_id(request, known, digest)
+            is_allowed = None if moves is None else moves[state].__contains__
+            token_id = model.chosen_token_id(request, known, digest, is_allowed)
+            assert token_id is not None, f"{request.id}: no token may come in state {state}"
             token_ids.append(token_id)
             logprobs.append(model.logprob(token_id, digest, sampling.logprobs or 0))
             # output_count tokens came before this one; fewer than min_tokens, and nothing stops it yet.
             if token_id in request.stop_token_ids and output_count >= sampling.min_tokens:
-                stop_token_id = token_id
+                stop_token_id, reason = token_id, FinishReason.STOP
                 break
+            if moves is not None:
+                state = moves[state][token_id]
+                if not moves[state]:
+                    reason = FinishReason.STOP
+                    break
             known.append(token_id)
             digest = model.digest((token_id,), digest)
         return ReferenceResponse(
             token_ids=tuple(token_ids),
-            reason=FinishReason.LENGTH if stop_token_id is None else FinishReason.STOP,
+            reason=reason,
             stop_token_id=stop_token_id,
             logprobs=None if sampling.logprobs is None else tuple(logprobs),
             prompt_logprobs=None if sampling.prompt_logprobs is None else self._prompt_logprobs(request),
         )
+
+    def _guide_of(self, request: EngineRequest) -> list[dict[int, int]] | None:
+        """What it was made of; its own state is another's."""
+        if request.guide is None:
+            return None
+        assert isinstance(request.guide, AutomatonGuide)
+        return [dict(moves) for moves in request.guide.automaton]
 
     def _prompt_logprobs(self, request: EngineRequest) -> tuple[TokenLogprob | None, ...]:
         prompt = request.prompt_token_ids

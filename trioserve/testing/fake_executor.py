@@ -8,7 +8,8 @@ between different prefixes or salts is noticed at the first look.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import ctypes
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -17,8 +18,12 @@ from trioserve.contracts.ids import RequestId
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult, never_abandoned
 
-__all__ = ["FakeExecutor", "FakeModel"]
+__all__ = ["NOTHING_MAY_COME", "FakeExecutor", "FakeModel", "IsAllowed"]
 
+IsAllowed = Callable[[int], bool]
+"""Whether a token id may come next."""
+
+NOTHING_MAY_COME = "no token may come next"
 _MASK_64 = 2**64 - 1
 
 
@@ -43,6 +48,23 @@ class FakeModel:
         for token_id in token_ids:
             parent = _mixed(parent ^ (token_id + 1))
         return parent
+
+    def chosen_token_id(
+        self, request: EngineRequest, tokens: Sequence[int], digest: int, is_allowed: IsAllowed | None
+    ) -> int | None:
+        """The same among those that are allowed: where next_token_id is not, the next one that is. None: there is
+        none."""
+        token_id = self.next_token_id(request, tokens, digest)
+        if is_allowed is None:
+            return token_id
+        hidden: frozenset[int] = frozenset()
+        if len(tokens) - len(request.prompt_token_ids) < request.sampling.min_tokens:
+            hidden = request.stop_token_ids
+        others: list[int] = [*range(token_id, self.vocab_size), *range(token_id)]
+        for other in others:
+            if other not in hidden and is_allowed(other):
+                return other
+        return None
 
     def next_token_id(self, request: EngineRequest, tokens: Sequence[int], digest: int) -> int:
         """The token after `tokens`, the prompt among them, whose digest is `digest`."""
@@ -138,19 +160,37 @@ class FakeExecutor:
             # One after the last known token, and one after each draft token.
             tokens = [*chunk.tokens, *chunk.draft]
             ends = range(len(chunk.tokens), len(tokens) + 1)
-            sampled = [self.model.next_token_id(request, tokens[:end], digests[end - 1]) for end in ends]
+            sampled = self._chosen(plan, chunk, tokens, digests)
+            if not sampled:
+                result.errors[request.id] = NOTHING_MAY_COME
+                token_ids.append(None)
+                continue
             token_ids.append(sampled[0])
             if chunk.draft:
                 result.draft_token_ids[request.id] = tuple(sampled[1:])
             if sampling.logprobs is not None:
                 logprobs = [
                     self.model.logprob(token_id, digests[end - 1], sampling.logprobs)
-                    for token_id, end in zip(sampled, ends, strict=True)
+                    for token_id, end in zip(sampled, ends, strict=False)
                 ]
                 result.logprobs[request.id] = logprobs[0]
                 if chunk.draft:
                     result.draft_logprobs[request.id] = tuple(logprobs[1:])
         return msgspec.structs.replace(result, token_ids=tuple(token_ids))
+
+    def _chosen(
+        self, plan: StepPlan, chunk: ScheduledChunk, tokens: Sequence[int], digests: Sequence[int]
+    ) -> list[int]:
+        """What follows the last known token, and what follows each draft token, as far as there is a token that may
+        come. tokens: the known ones and the draft."""
+        chosen: list[int] = []
+        for index, end in enumerate(range(len(chunk.tokens), len(tokens) + 1)):
+            is_allowed = None if chunk.mask_row is None else _mask_of(plan, chunk.mask_row + index)
+            token_id = self.model.chosen_token_id(chunk.request, tokens[:end], digests[end - 1], is_allowed)
+            if token_id is None:
+                break
+            chosen.append(token_id)
+        return chosen
 
     # --- for a connector that moves KV behind the steps ---
 
@@ -225,6 +265,10 @@ class FakeExecutor:
         assert not went_on & set(plan.preempted), "a request goes on in the step that takes its blocks"
         assert set(plan.admitted) <= set(ids), "a request is admitted and computes nothing"
         assert not (plan.is_ahead and plan.preempted), "somebody lost its blocks while a step reads them"
+        masked = [chunk for chunk in plan.chunks if chunk.mask_row is not None]
+        assert (plan.masks is not None) == bool(masked), "masks without rows, or rows without masks"
+        rows = [(chunk.mask_row or 0) + index for chunk in masked for index in range(1 + len(chunk.draft))]
+        assert plan.masks is None or sorted(rows) == list(range(plan.masks.row_count)), f"the masks' rows are {rows}"
         for chunk in chunks:
             name, end = chunk.request.id, chunk.start + chunk.count
             assert not chunk.awaits_token, f"{name} awaits a token, and no step is before it"
@@ -233,6 +277,7 @@ class FakeExecutor:
             assert 0 <= chunk.start < end <= len(chunk.tokens), f"{name}: {chunk.start} to {end} of {len(chunk.tokens)}"
             assert tuple(chunk.tokens[: len(prompt)]) == prompt, f"{name}: the prompt has changed"
             assert chunk.samples == (end == len(chunk.tokens)), f"{name}: samples at the wrong place"
+            assert chunk.mask_row is None or chunk.samples, f"{name} has a mask and samples nothing"
             assert not chunk.draft or (chunk.samples and chunk.count == 1), f"{name} drafts, and is no decode"
             block_count = -(-(end + len(chunk.draft)) // self.block_size)
             assert len(chunk.block_table) == block_count, f"{name}: {len(chunk.block_table)} blocks"
@@ -282,6 +327,14 @@ class FakeExecutor:
             self.model.logprob(chunk.tokens[position], digests[position - 1], top_count)
             for position in range(first, last + 1)
         )
+
+
+def _mask_of(plan: StepPlan, row: int) -> IsAllowed:
+    masks = plan.masks
+    assert masks is not None
+    masks.wait()
+    words = (ctypes.c_uint32 * masks.words_per_row).from_address(masks.address + 4 * masks.words_per_row * row)
+    return lambda token_id: bool(words[token_id // 32] >> token_id % 32 & 1)
 
 
 def _mixed(number: int) -> int:

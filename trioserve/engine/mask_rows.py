@@ -1,0 +1,120 @@
+"""Memory for the masks of steps, used again and again, and the plainest way to fill it: at once.
+
+Everything here but `fill` belongs to the thread of the core.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from array import array
+from collections.abc import Sequence
+
+from trioserve.contracts.guide import Guide, GuidedRows
+from trioserve.contracts.token_masks import TokenMasks, mask_words
+
+__all__ = ["MaskBuffers", "MaskRows", "MasksAtOnce"]
+
+logger = logging.getLogger(__name__)
+
+WORD_BYTES = 4
+SPARE_MAX = 4  # two steps in flight, and two that were given up while their masks are filled
+
+
+class MaskRows:
+    """A TokenMasks. guided: whose rows they are, until they are filled. is_over: nobody reads them any more."""
+
+    def __init__(self, words_per_row: int, row_capacity: int) -> None:
+        self.words_per_row = words_per_row
+        self.row_capacity = row_capacity
+        self.row_count = 0
+        self.is_over = False
+        self._words = array("I", bytes(WORD_BYTES * words_per_row * row_capacity))
+        self._filled = array("i", (1,))
+        self._is_filled = threading.Event()
+        self._guided: Sequence[GuidedRows] = ()
+        self.address = self._words.buffer_info()[0]
+        self.filled_address = self._filled.buffer_info()[0]
+
+    @property
+    def is_filled(self) -> bool:
+        return self._filled[0] == 1
+
+    def begin(self, guided: Sequence[GuidedRows], row_count: int) -> None:
+        """They are another step's from now on."""
+        assert row_count <= self.row_capacity
+        self._filled[0] = 0
+        self._is_filled.clear()
+        self.row_count = row_count
+        self.is_over = False
+        self._guided = guided
+
+    def wait(self) -> None:
+        self._is_filled.wait()
+
+    def fill(self) -> None:
+        """In whichever thread. Rows that nobody reads any more are left as they are."""
+        for rows in self._guided:
+            if self.is_over:
+                break
+            self._fill_one(rows.guide, rows.row, rows.draft)
+        self._guided = ()
+        self._filled[0] = 1
+        self._is_filled.set()
+
+    def _fill_one(self, guide: Guide, row: int, draft: Sequence[int]) -> None:
+        row_bytes = WORD_BYTES * self.words_per_row
+        address = self.address + row * row_bytes
+        try:
+            guide.fill_masks(address, self.words_per_row, draft)
+        except Exception:  # the fault of one request; without a bit it cannot go on
+            logger.exception("a mask could not be filled")
+            ctypes.memset(address, 0, row_bytes * (1 + len(draft)))
+
+
+class MaskBuffers:
+    """Lends memory to one step after another. What is over, and still being filled, comes back when it is filled."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._words_per_row = mask_words(vocab_size)
+        self._spare: list[MaskRows] = []
+        self._leaving: list[MaskRows] = []  # over, and still being filled
+
+    def take(self, guided: Sequence[GuidedRows], row_count: int) -> MaskRows:
+        self._sweep()
+        rows = next((rows for rows in self._spare if rows.row_capacity >= row_count), None)
+        if rows is None:
+            rows = MaskRows(self._words_per_row, 1 << (row_count - 1).bit_length())
+        else:
+            self._spare.remove(rows)
+        rows.begin(guided, row_count)
+        return rows
+
+    def give_back(self, rows: MaskRows) -> None:
+        rows.is_over = True
+        self._leaving.append(rows)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        if self._leaving:
+            filled = [rows for rows in self._leaving if rows.is_filled]
+            self._leaving = [rows for rows in self._leaving if not rows.is_filled]
+            # The largest are kept: a step of a busy moment is not the last of its kind.
+            self._spare = sorted((*self._spare, *filled), key=lambda rows: rows.row_capacity)[-SPARE_MAX:]
+
+
+class MasksAtOnce:
+    """A MaskMaker without a thread, for tests and simulations: masks are filled when they are asked for."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._buffers = MaskBuffers(vocab_size)
+
+    def begin(self, guided: Sequence[GuidedRows], row_count: int) -> TokenMasks:
+        rows = self._buffers.take(guided, row_count)
+        rows.fill()
+        return rows
+
+    def end(self, masks: TokenMasks) -> None:
+        assert isinstance(masks, MaskRows)
+        self._buffers.give_back(masks)

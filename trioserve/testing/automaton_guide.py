@@ -1,0 +1,71 @@
+"""A guide that is an automaton over token ids: small enough for a history, and able to force, to branch and to end."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+__all__ = ["AutomatonGuide", "Automaton"]
+
+Automaton = tuple[tuple[tuple[int, int], ...], ...]
+"""For each state the tokens that may come there, each with the state behind it. The first state is 0. One token alone
+is forced; a state without any is the end."""
+
+WORD_BITS = 32
+
+
+class AutomatonGuide:
+    """See contracts.guide. automaton: never changes. fails_after: so many tokens are taken, and then it has a fault.
+    None: it has none."""
+
+    def __init__(self, automaton: Automaton, *, fails_after: int | None = None) -> None:
+        self.automaton = automaton
+        self.state = 0
+        self.fault: str | None = None
+        self._moves = [dict(moves) for moves in automaton]
+        self._left = fails_after
+
+    @property
+    def wants_mask(self) -> bool:
+        return True
+
+    @property
+    def is_over(self) -> bool:
+        return not self._moves[self.state]
+
+    def accept(self, token_id: int) -> bool:
+        if self._left is not None:
+            self._left -= 1
+        if self._left == 0:
+            self.fault = "the guide has failed"
+        elif token_id not in self._moves[self.state]:
+            self.fault = f"token {token_id} may not come in state {self.state}"
+        else:
+            self.state = self._moves[self.state][token_id]
+        return self.fault is None
+
+    def forced_tokens(self, count_max: int) -> tuple[int, ...]:
+        forced: list[int] = []
+        state = self.state
+        while len(self._moves[state]) == 1 and len(forced) < count_max:
+            ((token_id, state),) = self._moves[state].items()
+            forced.append(token_id)
+        return tuple(forced)
+
+    def acceptable_count(self, token_ids: Sequence[int]) -> int:
+        state = self.state
+        for count, token_id in enumerate(token_ids):
+            if token_id not in self._moves[state]:
+                return count
+            state = self._moves[state][token_id]
+        return len(token_ids)
+
+    def fill_masks(self, address: int, words_per_row: int, draft: Sequence[int]) -> None:
+        state: int | None = self.state
+        for row in range(1 + len(draft)):
+            words = (ctypes.c_uint32 * words_per_row).from_address(address + 4 * words_per_row * row)
+            ctypes.memset(words, 0, ctypes.sizeof(words))
+            for token_id in () if state is None else self._moves[state]:
+                words[token_id // WORD_BITS] |= 1 << token_id % WORD_BITS
+            if row < len(draft) and state is not None:
+                state = self._moves[state].get(draft[row])
