@@ -51,7 +51,7 @@ async def test_whole_and_streamed_responses_are_the_same(make_api: Any, autojump
 async def test_deep_json_in_tool_arguments_is_the_clients_error(
     make_api: Any, autojump_clock: trio.testing.MockClock, depth: int
 ) -> None:
-    context = {"type": "function", "function": {"name": "f", "arguments": "[" * depth + "]" * depth}}
+    context = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "[" * depth + "]" * depth}}
     messages = [{"role": "assistant", "content": "", "tool_calls": [context]}, {"role": "user", "content": "go on"}]
     async with opened(make_api) as (api, _):
         for path in (CHAT, "/tokenize"):

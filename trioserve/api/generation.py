@@ -142,9 +142,9 @@ async def read_streams(streams: Sequence[RequestStream], take: Take, *, keep_ali
         await _read_patiently(streams[0], take, keep_alive)
 
 
-def transfer_fields(choices: Iterable[Choice]) -> dict[str, object]:
-    """`kv_transfer_params` of a whole response, where there are some."""
-    params = next((choice.kv_transfer for choice in choices if choice.kv_transfer is not None), None)
+def transfer_fields(transfers: Iterable[KVTransferParams | None]) -> dict[str, object]:
+    """`kv_transfer_params` of a whole response, where one of its choices has some."""
+    params = next((transfer for transfer in transfers if transfer is not None), None)
     return {} if params is None else {"kv_transfer_params": params}
 
 

@@ -1,23 +1,43 @@
-"""How a body becomes a turn of a chat: which messages, tools and template wishes are taken."""
+"""How a body becomes a turn of a chat: which messages, tools, thoughts and template wishes are taken.
+
+The old fields `functions` and `function_call`, and messages that go with them, are translated to tools.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast, get_args
 
 from trioserve.api.openai.request_types import ChatBody, TokenizeBody
 from trioserve.api.turn.messages import check_messages, check_shape
+from trioserve.api.turn.tools import checked_tools, tool_choice_of
+from trioserve.api.turn.turn_request import Reasoning, ReasoningEffort, ToolChoice, TurnRequest
+from trioserve.contracts.arguments import shown
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.prompt import ChatPrompt
+from trioserve.contracts.sampling import SamplingParams
 
-__all__ = ["chat_prompt"]
+__all__ = ["chat_prompt", "turn_request"]
+
+THOUGHT_TOKENS_MAX = 2**31 - 1
+_BUDGETS = ("thinking_token_budget", "thinking_budget", "max_reasoning_tokens")
+_EFFORTS = get_args(ReasoningEffort)
 
 
 def chat_prompt(body: ChatBody | TokenizeBody, *, trust_chat_template: bool) -> ChatPrompt:
-    """Raises InvalidRequest, naming the field by its path, for what a template could not make text of."""
-    for field in ("tools", "chat_template_kwargs"):
+    """What of the body the model is shown. Raises what turn_request raises."""
+    return turn_request(body, SamplingParams(), trust_chat_template=trust_chat_template).prompt()
+
+
+def turn_request(body: ChatBody | TokenizeBody, sampling: SamplingParams, *, trust_chat_template: bool) -> TurnRequest:
+    """The turn that a body asks for, without what is asked of the engine besides (priority and such).
+
+    Raises InvalidRequest, naming the field by its path, for what a template could not make text of.
+    """
+    for field in ("messages", "tools", "functions", "chat_template_kwargs"):
+        # First of all: the checks below print what is wrong, and printing is recursive.
         check_shape(getattr(body, field), field)
-    messages = check_messages(body.messages)
-    tools = _tools(body)
+    messages = check_messages(_with_tool_calls(body.messages))
+    tools = checked_tools(_tools(body))
     if body.chat_template is not None and not trust_chat_template:
         raise InvalidRequest(
             "chat_template is refused: this server takes no templates from requests "
@@ -34,21 +54,88 @@ def chat_prompt(body: ChatBody | TokenizeBody, *, trust_chat_template: bool) -> 
             "continue_final_message and add_generation_prompt are both set, only one of them can be",
             param="continue_final_message",
         )
-    return ChatPrompt(
+    return TurnRequest(
         messages=messages,
+        sampling=sampling,
         tools=tools,
+        tool_choice=_tool_choice(body, tools),
+        reasoning=_reasoning(body),
+        template_arguments=body.chat_template_kwargs or {},
+        chat_template=body.chat_template,
         add_generation_prompt=not continues and body.add_generation_prompt is not False,
         continue_final_message=continues,
-        chat_template=body.chat_template,
-        template_arguments=body.chat_template_kwargs or {},
     )
 
 
 def _tools(body: ChatBody | TokenizeBody) -> list[dict[str, Any]] | None:
-    """The tools that the template is to show. Calls are not parsed out of the response, so none can be promised."""
-    if body.tool_choice not in (None, "none", "auto"):
+    if not body.functions:
+        return body.tools
+    if body.tools:
+        raise InvalidRequest("functions is the old name of tools, and both are set: send one", param="functions")
+    return [{"type": "function", "function": function} for function in body.functions]
+
+
+def _tool_choice(body: ChatBody | TokenizeBody, tools: list[dict[str, Any]] | None) -> ToolChoice:
+    old = body.function_call
+    if old is None:
+        return tool_choice_of(body.tool_choice, tools)
+    if body.tool_choice is not None:
         raise InvalidRequest(
-            'tool_choice must be "auto" or "none": a call cannot be forced here, the model may write one as text',
-            param="tool_choice",
+            "function_call is the old name of tool_choice, and both are set: send one", param="function_call"
         )
-    return None if body.tool_choice == "none" else body.tools or None
+    if old in ("auto", "none"):
+        return tool_choice_of(old, tools)
+    if isinstance(old, dict) and isinstance(old.get("name"), str):
+        return tool_choice_of({"type": "function", "function": old}, tools)
+    raise InvalidRequest(
+        f'function_call is {shown(old)}, allowed are "auto", "none" and {{"name": "..."}}', param="function_call"
+    )
+
+
+def _with_tool_calls(messages: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Messages of the old kind in the form of today: a function_call is a tool call, and the message of the role
+    function behind it is its result."""
+    if not messages or not any("function_call" in message or message.get("role") == "function" for message in messages):
+        return messages
+    translated: list[dict[str, Any]] = []
+    for index, message in enumerate(messages):
+        new = dict(message)
+        call = new.pop("function_call", None)
+        if call is not None and not new.get("tool_calls"):
+            new["tool_calls"] = [{"id": f"call_{index}", "type": "function", "function": call}]
+        if new.get("role") == "function":
+            before = translated[-1].get("tool_calls") if translated else None
+            if not isinstance(before, list) or not before or not isinstance(before[0], dict):
+                raise InvalidRequest(
+                    f"messages[{index}] is of the role function, but the message before it has no function_call",
+                    param=f"messages[{index}].role",
+                )
+            new["role"], new["tool_call_id"] = "tool", before[0].get("id")
+        translated.append(new)
+    return translated
+
+
+def _reasoning(body: ChatBody | TokenizeBody) -> Reasoning:
+    effort = body.reasoning_effort
+    if effort is not None and effort not in _EFFORTS:
+        raise InvalidRequest(
+            f"reasoning_effort is {shown(effort)}, allowed are {', '.join(_EFFORTS)}", param="reasoning_effort"
+        )
+    return Reasoning(
+        is_on=body.enable_thinking,
+        effort=cast("ReasoningEffort | None", effort),
+        budget_tokens=_budget(body) if isinstance(body, ChatBody) else None,
+    )
+
+
+def _budget(body: ChatBody) -> int | None:
+    """Under whichever of its names it came."""
+    given = [(field, value) for field in _BUDGETS if (value := getattr(body, field)) is not None]
+    if not given:
+        return None
+    field, value = given[0]
+    if len(given) > 1:
+        raise InvalidRequest(f"{field} and {given[1][0]} mean the same, and both are set: send one", param=given[1][0])
+    if value < 0:
+        raise InvalidRequest(f"{field} is {value}, allowed is 0 to {THOUGHT_TOKENS_MAX}", param=field)
+    return cast(int, value)

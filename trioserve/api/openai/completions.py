@@ -164,7 +164,12 @@ class _Response:
         return usage_of(self.streams)
 
     def whole(self, head: dict[str, object], choices: list[list[Choice]]) -> dict[str, object]:
-        return {**head, "choices": self.choices(choices), "usage": self.usage(), **transfer_fields(choices[0])}
+        return {
+            **head,
+            "choices": self.choices(choices),
+            "usage": self.usage(),
+            **transfer_fields(choice.kv_transfer for choice in choices[0]),
+        }
 
     def choices(self, choices: list[list[Choice]]) -> list[dict[str, object]]:
         return [

@@ -147,14 +147,21 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     top_logprobs: Int32 | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    functions: list[dict[str, Any]] | None = None
+    function_call: str | dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    enable_thinking: bool | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    thinking_token_budget: Int32 | None = None
+    thinking_budget: Int32 | None = None
+    max_reasoning_tokens: Int32 | None = None
     modalities: list[str] | None = None
     audio: Any = None
-    functions: Any = None
-    function_call: Any = None
     web_search_options: Any = None
 
 
@@ -176,10 +183,14 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     return_token_strs: bool | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    functions: list[dict[str, Any]] | None = None
+    function_call: str | dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    enable_thinking: bool | None = None
 
 
 class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -223,8 +234,6 @@ REFUSED = {
     "truncate_prompt_tokens": "shorten the prompt before sending it",
     "suffix": "text is continued, not inserted",
     "audio": "only text is produced",
-    "functions": "use tools",
-    "function_call": "use tools",
     "web_search_options": "there is no web search here",
 }
 """Fields whose silent loss would change the response, and what to do instead."""

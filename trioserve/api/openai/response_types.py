@@ -61,6 +61,7 @@ class Error(Response):
 # --- chat ---
 
 FinishReason = Literal["stop", "length"]
+ChatFinishReason = Literal["stop", "length", "tool_calls", "function_call"]
 
 
 class PromptToken(Response):
@@ -91,10 +92,30 @@ class ChatLogprobs(Response):
     refusal: None
 
 
+class CalledFunction(Response):
+    """arguments: a JSON object, as text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Response):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(Response):
+    """content: null where there are calls and no text. reasoning_content, reasoning: the thought, under both of its
+    names. function_call: instead of tool_calls, for those who sent functions."""
+
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+    function_call: CalledFunction | UnsetType = UNSET
 
 
 class ChatChoice(Response):
@@ -103,7 +124,7 @@ class ChatChoice(Response):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
     stop_reason: int | str | None
     token_ids: list[int] | UnsetType = UNSET
 
@@ -120,16 +141,38 @@ class ChatCompletion(Response):
     kv_transfer_params: KVTransferParams | UnsetType = UNSET
 
 
+class FunctionDelta(Response):
+    """name: at first, with empty arguments; then the arguments, piece by piece."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCallDelta(Response):
+    """index: of the call within its choice. id, type: in its first delta."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
 class ChatDelta(Response):
+    """content: null in the first delta of a response that begins with a call."""
+
     role: Literal["assistant"] | UnsetType = UNSET
-    content: str | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    function_call: FunctionDelta | UnsetType = UNSET
 
 
 class ChatChunkChoice(Response):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
 

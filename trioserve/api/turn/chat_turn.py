@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from trioserve.api.generation import KeepAlive, Usage, read_streams, usage_of, wait_until_begun
 from trioserve.api.turn.turn_choice import CollectedChoice, TurnChoice
-from trioserve.api.turn.turn_request import TurnRequest
+from trioserve.api.turn.turn_request import ToolMode, TurnRequest
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.output import Delta
 from trioserve.text.response_parts import ResponsePart
@@ -60,6 +60,10 @@ class ChatTurn:
     def __init__(self, engine: Engine, request: TurnRequest, generate: Generate, *, new_id: Callable[[], str]) -> None:
         if request.structured is not None:
             raise InvalidRequest("structured output is not supported yet", param="response_format")
+        if request.tool_choice.mode in (ToolMode.REQUIRED, ToolMode.NAMED):
+            raise InvalidRequest(
+                'tool_choice must be "auto" or "none": a call cannot be forced yet', param="tool_choice"
+            )
         self._engine = engine
         self._request = request
         self._new_id = new_id

@@ -1,0 +1,161 @@
+"""The events of one streamed chat completion. What is the same in every event of a choice is built once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from trioserve.api.openai.chat_response import echo_of, finish_shown
+from trioserve.api.openai.logprobs import chat_logprobs
+from trioserve.api.openai.request_types import ChatBody
+from trioserve.api.sse import DONE, ChunkWriter, encode, one_line_json, transfer_field
+from trioserve.contracts.output import Delta
+from trioserve.text.response_parts import (
+    ContentText,
+    ReasoningText,
+    ResponsePart,
+    ToolCallArguments,
+    ToolCallBegin,
+    ToolCallEnd,
+)
+
+if TYPE_CHECKING:
+    from trioserve.api.turn.chat_turn import ChatTurn
+    from trioserve.text.tokenizer import Tokenizer
+
+__all__ = ["ChatEvents"]
+
+TEXT_END = b'},"logprobs":null,"finish_reason":null}'
+
+
+class ChatEvents:
+    """Of a turn that is read plainly, `of` its deltas; of others `of_parts`; and then `end`."""
+
+    def __init__(self, tokenizer: Tokenizer, body: ChatBody, turn: ChatTurn, head: dict[str, object]) -> None:
+        self._tokenizer = tokenizer
+        self._body = body
+        self._turn = turn
+        self._writer = ChunkWriter(head, null_usage=body.wants_usage)
+        self._content_heads: dict[int, bytes] = {}
+        # For events of nothing but text, if the client wants no more.
+        self._around_text: dict[int, tuple[bytes, bytes]] = {}
+        self._wants_text_only = not (body.logprobs or body.return_token_ids or body.wants_continuous_usage)
+        self._has_one_choice = turn.stream.choice_count == 1
+        self._last = b""
+
+    def of(self, delta: Delta) -> bytes:
+        """The events of one delta; nothing if there is nothing to show yet. Those with which the only choice ends are
+        in `end`: one write less, but for a response that goes on, since its KV is held."""
+        around = self._around_text.get(delta.index)
+        if around is not None and delta.finish_reason is None:
+            return around[0] + one_line_json(delta.text) + around[1] if delta.text else b""
+        events = []
+        content_head = self._content_heads.get(delta.index)
+        if content_head is None:
+            content_head = self._begin(delta.index)
+            events.append(self._first(delta.index, b'"content":' + encode(echo_of(self._body))))
+        extras = self._extras(delta)
+        if delta.text or extras is not None:
+            tail = TEXT_END if extras is None else extras
+            events.append(self._chunk(content_head + encode(delta.text) + tail))
+        return self._ended(events, delta, None if delta.finish_reason is None else delta.finish_reason.value)
+
+    def of_parts(self, parts: list[ResponsePart], delta: Delta) -> bytes:
+        """The same of a delta whose parts these are. Nothing begins before there is something to show, since a
+        response that is nothing but calls has no content, not even an empty one."""
+        if self._body.include_reasoning is False:
+            parts = [part for part in parts if not isinstance(part, ReasoningText)]
+        around = self._around_text.get(delta.index)
+        if around is not None and delta.finish_reason is None:
+            if not parts:
+                return b""
+            if len(parts) == 1 and isinstance(parts[0], ContentText):
+                return around[0] + one_line_json(parts[0].text) + around[1]
+        changes = [change for part in parts if (change := self._change(part))]
+        extras = self._extras(delta)
+        events = []
+        if delta.index not in self._content_heads:
+            if not changes and extras is None and delta.finish_reason is None:
+                return b""
+            self._begin(delta.index)
+            echo = echo_of(self._body)
+            is_call = bool(parts) and not isinstance(parts[0], ContentText | ReasoningText) and not echo
+            events.append(self._first(delta.index, b'"content":' + (b"null" if is_call else encode(echo))))
+        if not changes and extras is not None:
+            changes = [b""]
+        for change in changes:
+            tail, extras = (TEXT_END if extras is None else extras), None
+            events.append(self._chunk(b'{"index":%d,"delta":{%b' % (delta.index, change) + tail))
+        finish = None
+        if delta.finish_reason is not None:
+            finish = finish_shown(self._body, self._turn.choices[delta.index].finish_reason)
+        return self._ended(events, delta, finish)
+
+    def end(self) -> bytes:
+        usage = self._writer.chunk(b"", usage=self._turn.usage()) if self._body.wants_usage else b""
+        return self._last + usage + DONE
+
+    def _begin(self, index: int) -> bytes:
+        content_head = self._content_heads[index] = b'{"index":%d,"delta":{"content":' % index
+        if self._wants_text_only:
+            self._around_text[index] = self._writer.around(content_head, TEXT_END)
+        return content_head
+
+    def _first(self, index: int, content: bytes) -> bytes:
+        """The role, and what came before the response."""
+        fields = b""
+        if self._body.return_token_ids and len(self._content_heads) == 1:
+            fields = b',"prompt_token_ids":' + encode(self._turn.stream.prompt_token_ids)
+        return self._chunk(b'{"index":%d,"delta":{"role":"assistant",%b' % (index, content) + TEXT_END, fields)
+
+    def _change(self, part: ResponsePart) -> bytes:
+        """The fields of a delta that show a part; none for the end of a call, which the next one or the finish reason
+        tells."""
+        if isinstance(part, ContentText):
+            return b'"content":' + encode(part.text)
+        if isinstance(part, ReasoningText):
+            text = encode(part.text)
+            return b'"reasoning_content":%b,"reasoning":%b' % (text, text)
+        if isinstance(part, ToolCallEnd):
+            return b""
+        if self._body.functions:
+            return b'"function_call":{%b}' % _function_fields(part)
+        call = b""
+        if isinstance(part, ToolCallBegin):
+            call = b'"id":%b,"type":"function",' % encode(part.id)
+        return b'"tool_calls":[{"index":%d,%b"function":{%b}}]' % (part.index, call, _function_fields(part))
+
+    def _ended(self, events: Iterable[bytes], delta: Delta, finish: str | None) -> bytes:
+        """The events, and the one with which the choice ends, if it does."""
+        if finish is None:
+            return b"".join(events)
+        end = self._chunk(
+            b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b,"stop_reason":%b}'
+            % (delta.index, encode(finish), encode(delta.stop_reason)),
+            transfer_field(delta),
+        )
+        if self._has_one_choice and delta.kv_transfer is None:
+            self._last = b"".join((*events, end))
+            return b""
+        return b"".join((*events, end))
+
+    def _extras(self, delta: Delta) -> bytes | None:
+        """The end of a content chunk that has more than text in it."""
+        logprobs = delta.logprobs if self._body.logprobs else None
+        token_ids = delta.token_ids if self._body.return_token_ids else ()
+        if not logprobs and not token_ids:
+            return None
+        return b'},"logprobs":%b,"finish_reason":null%b}' % (
+            encode(chat_logprobs(self._tokenizer, logprobs)) if logprobs else b"null",
+            b',"token_ids":' + encode(token_ids) if token_ids else b"",
+        )
+
+    def _chunk(self, choice: bytes, fields: bytes = b"") -> bytes:
+        usage = self._turn.usage() if self._body.wants_continuous_usage else None
+        return self._writer.chunk(choice, usage=usage, fields=fields)
+
+
+def _function_fields(part: ToolCallBegin | ToolCallArguments) -> bytes:
+    if isinstance(part, ToolCallBegin):
+        return b'"name":%b,"arguments":""' % encode(part.name)
+    return b'"arguments":' + encode(part.text)

@@ -1,0 +1,82 @@
+"""A whole chat completion, as JSON's values; and what of a choice is shown in whole and streamed ones alike."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trioserve.api.generation import transfer_fields
+from trioserve.api.openai.logprobs import chat_logprobs, prompt_logprobs
+from trioserve.api.openai.request_types import ChatBody
+from trioserve.api.turn.turn_choice import CollectedChoice, TurnFinish
+
+if TYPE_CHECKING:
+    from trioserve.api.turn.chat_turn import ChatTurn
+    from trioserve.text.tokenizer import Tokenizer
+
+__all__ = ["echo_of", "finish_shown", "whole_response"]
+
+
+def whole_response(
+    tokenizer: Tokenizer,
+    body: ChatBody,
+    turn: ChatTurn,
+    head: dict[str, object],
+    choices: list[CollectedChoice],
+) -> dict[str, object]:
+    stream = turn.stream
+    response = {
+        **head,
+        "choices": [
+            {
+                "index": index,
+                "message": _message(body, choice),
+                "logprobs": chat_logprobs(tokenizer, choice.logprobs) if body.logprobs else None,
+                "finish_reason": finish_shown(body, choice.finish_reason),
+                "stop_reason": choice.stop_reason,
+                **({"token_ids": choice.token_ids} if body.return_token_ids else {}),
+            }
+            for index, choice in enumerate(choices)
+        ],
+        "usage": turn.usage(),
+        **transfer_fields(choice.kv_transfer for choice in choices),
+    }
+    if body.return_token_ids:
+        response["prompt_token_ids"] = stream.prompt_token_ids
+    if stream.prompt_logprobs is not None:
+        response["prompt_logprobs"] = prompt_logprobs(tokenizer, stream.prompt_logprobs)
+    return response
+
+
+def finish_shown(body: ChatBody, reason: TurnFinish | None) -> str | None:
+    """As the client knows it: whoever sent functions is told of a function_call."""
+    return "function_call" if reason == "tool_calls" and body.functions else reason
+
+
+def echo_of(body: ChatBody) -> str:
+    """With `echo` the response begins with the last message, if that was the assistant's too."""
+    last: dict[str, Any] = body.messages[-1]
+    if not body.echo or last["role"] != "assistant":
+        return ""
+    content = last.get("content") or ""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def _message(body: ChatBody, choice: CollectedChoice) -> dict[str, object]:
+    echo = echo_of(body)
+    content = choice.content
+    message: dict[str, object] = {
+        "role": "assistant",
+        "content": echo + (content or "") if echo else content,
+        "refusal": None,
+    }
+    if choice.reasoning is not None and body.include_reasoning is not False:
+        message["reasoning_content"] = message["reasoning"] = choice.reasoning
+    if choice.tool_calls and body.functions:
+        [call] = choice.tool_calls
+        message["function_call"] = {"name": call.name, "arguments": call.arguments}
+    elif choice.tool_calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in choice.tool_calls
+        ]
+    return message
