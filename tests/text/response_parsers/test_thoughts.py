@@ -1,0 +1,71 @@
+"""Thoughts between tags: where they begin and end, and how they go with calls."""
+
+from __future__ import annotations
+
+import pytest
+
+CALL = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("family", "inside", "text", "reasoning", "content"),
+    [
+        ("qwen3", None, "<think>\nHm.\n</think>\n\nYes.", "Hm.", "Yes."),
+        ("qwen3", None, "\n<think>Hm.</think>Yes.", "Hm.", "Yes."),
+        ("qwen3", None, "Yes.", "", "Yes."),
+        ("qwen3", None, "\n\n  Yes.\n", "", "\n\n  Yes.\n"),
+        ("qwen3", None, "<think>\n\n</think>\n\nYes.", "", "Yes."),
+        ("qwen3", True, "Hm.\n</think>\n\nYes.", "Hm.", "Yes."),
+        ("qwen3", True, "<think>\nHm.\n</think>\n\nYes.", "Hm.", "Yes."),
+        ("qwen3", True, "Hm", "Hm", ""),
+        ("qwen3", None, "<think>Hm </thi", "Hm </thi", ""),
+        ("qwen3", False, "Hm.</think>Yes.", "", "Hm.</think>Yes."),
+        ("qwen3", None, "<think>a\n\nb  c</think> d", "a\n\nb  c", " d"),
+        ("qwen3", None, "<think>a</think>\n\n    indented", "a", "    indented"),
+        ("qwen3", None, "<think>I write <think> here</think>ok", "I write <think> here", "ok"),
+        ("qwen3", None, "<think>a</think></think>\n</think>b", "a", "b"),
+        ("qwen3", None, "<think>a</think><think>b</think>c", "ab", "c"),
+        ("qwen3", None, "<think>a</think>b\n<think>c</think>d", "ac", "b\nd"),
+        ("qwen3", None, "The tag <think> opens", "", "The tag <think> opens"),
+        ("qwen3", None, "<thin", "", "<thin"),
+        ("qwen3", None, "", "", ""),
+        ("deepseek_r1", None, "Hm.</think>Yes.", "Hm.", "Yes."),
+        ("deepseek_r1", None, "<think>\nHm.\n</think>\nYes.", "Hm.", "Yes."),
+        ("deepseek_r1", None, "Never ends", "Never ends", ""),
+        ("deepseek_r1", False, "Yes.", "", "Yes."),
+        ("mistral", None, "[THINK]Hm.[/THINK]Yes.", "Hm.", "Yes."),
+        ("mistral", None, "<think>Hm.</think>Yes.", "Hm.", "Yes."),
+        (None, None, "<think>Hm.</think>Yes.", "", "<think>Hm.</think>Yes."),
+    ],
+)
+def test_thoughts_and_content(read, family, inside, text, reasoning, content):
+    found = read(text, None, family, begins_inside=inside)
+    assert (found.reasoning, found.content) == (reasoning, content)
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content", "count"),
+    [
+        (f"<think>\nHm.\n</think>\n\n{CALL}", "Hm.", "", 1),
+        (f"<think>Hm.</think>\nI look.\n{CALL}", "Hm.", "I look.", 1),
+        (f"<think>Shall I write {CALL}?</think>No.", f"Shall I write {CALL}?", "No.", 0),
+        (f"<think>Shall I write\n{CALL}", f"Shall I write\n{CALL}", "", 0),
+        (f"{CALL}\n<think>And now?</think>\n{CALL}", "And now?", "", 2),
+    ],
+)
+def test_calls_behind_thoughts_are_calls_and_those_inside_are_none(read, text, reasoning, content, count):
+    found = read(text, "hermes", "qwen3")
+    assert (found.reasoning, found.content, len(found.calls)) == (reasoning, content, count)
+
+
+def test_a_tag_inside_of_arguments_opens_no_thought(read):
+    text = '<tool_call>{"name": "write_file", "arguments":\n{"content": "x\n<think>y</think>"}}</tool_call>'
+    found = read(text, "hermes", "qwen3")
+    assert found.calls == [("write_file", {"content": "x\n<think>y</think>"})]
+    assert found.reasoning == ""
+
+
+def test_very_many_thoughts_do_not_recurse(read_in_pieces):
+    text = "<think>a</think>" * 20_000 + "b"
+    found = read_in_pieces([text], None, "qwen3")
+    assert (found.reasoning, found.content) == ("a" * 20_000, "b")

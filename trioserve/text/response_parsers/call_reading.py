@@ -1,0 +1,231 @@
+"""What a script that reads calls works with, and how it reads arguments and calls that are written as JSON."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from trioserve.text.response_parsers.json_scanner import JsonScanner, JsonStringDecoder, ScanState
+from trioserve.text.response_parsers.offered_tools import OfferedTool
+from trioserve.text.response_parsers.part_sink import ARGUMENT_CHARACTERS_MAX, NAME_CHARACTERS_MAX, PartSink
+from trioserve.text.response_parsers.text_source import NotACall, Script, TextSource
+
+__all__ = ["CallReader", "CallReading", "read_arguments", "read_call_object", "read_calls"]
+
+_KEY_CHARACTERS_MAX: Final = 256
+_ARGUMENT_KEYS = frozenset(("arguments", "parameters"))
+# What a schema of a tool has, and a call has not: a model that shows somebody a tool calls none.
+_SCHEMA_KEYS = frozenset(("description", "strict", "properties", "required"))
+_BETWEEN_CALLS = re.compile(r"[,;\s]+")
+
+
+class CallReading:
+    """source: at the opening marker of a call, or behind it. tools: those offered, by name."""
+
+    __slots__ = ("sink", "source", "tools")
+
+    def __init__(self, source: TextSource, sink: PartSink, tools: Mapping[str, OfferedTool]) -> None:
+        self.source = source
+        self.sink = sink
+        self.tools = tools
+
+    def end_call(self) -> None:
+        """The call is complete. What is read from here on is given back as content if it is none."""
+        self.sink.end_call()
+        self.source.mark()
+
+
+# Reads what stands behind an opening marker, which has been read. Raises NotACall if it is no call, and CutOff if the
+# text ends inside of one; calls that were ended by then stay.
+CallReader = Callable[[CallReading], Script[None]]
+
+
+def read_json(source: TextSource, scanner: JsonScanner | JsonStringDecoder, use: Callable[[str], None]) -> Script[None]:
+    """Read one value, handing its text over as it comes. Raises NotACall if it is none, CutOff if the text ends."""
+    while scanner.state is ScanState.MORE:
+        yield from source.need()
+        source.at = scanner.scan(source.text, source.at)
+        if text := scanner.take():
+            use(text)
+    if scanner.state is ScanState.BROKEN:
+        raise NotACall
+
+
+def read_arguments(reading: CallReading) -> Script[None]:
+    """Read an object as the arguments of the call that is begun."""
+    yield from read_json(reading.source, JsonScanner("{"), reading.sink.arguments)
+
+
+class _ArgumentsInString:
+    """Arguments that the model wrote as JSON inside a string."""
+
+    def __init__(self, use: Callable[[str], None]) -> None:
+        self._scanner = JsonScanner("{")
+        self._use = use
+        self._is_empty = True
+
+    def take_text(self, text: str) -> None:
+        at = self._scanner.scan(text, 0)
+        if text[at:].strip():
+            raise NotACall
+        self._is_empty = self._is_empty and not text.strip()
+        self._use(self._scanner.take())
+
+    def end(self) -> None:
+        if self._is_empty:
+            self._use("{}")
+        elif self._scanner.state is not ScanState.DONE:
+            raise NotACall
+
+
+class _CallObject:
+    """The keys of a call that have come. Its arguments go to the sink as soon as its name is known."""
+
+    def __init__(self, reading: CallReading, *, is_bare: bool) -> None:
+        self.reading = reading
+        self.is_bare = is_bare
+        self.name: str | None = None
+        self.call_id: str | None = None
+        self.has_arguments = False
+        self._held: list[str] = []
+        self._held_characters = 0
+
+    def named(self, name: str) -> None:
+        if self.name is not None or (self.is_bare and name not in self.reading.tools):
+            raise NotACall
+        self.name = name
+        if self.has_arguments:
+            self._begin()
+
+    def begin_arguments(self) -> None:
+        if self.has_arguments:
+            raise NotACall
+        self.has_arguments = True
+        if self.name is not None:
+            self._begin()
+
+    def arguments(self, text: str) -> None:
+        if self.reading.sink.in_call:
+            self.reading.sink.arguments(text)
+            return
+        self._held.append(text)
+        self._held_characters += len(text)
+        if self._held_characters > ARGUMENT_CHARACTERS_MAX:
+            raise NotACall
+
+    def end(self) -> None:
+        if self.name is None or (self.is_bare and not self.has_arguments):
+            raise NotACall
+        if not self.has_arguments:
+            self.begin_arguments()
+            self.arguments("{}")
+        self.reading.end_call()
+
+    def _begin(self) -> None:
+        assert self.name is not None
+        self.reading.sink.begin_call(self.name, self.call_id)
+        if self._held:
+            self.reading.sink.arguments("".join(self._held))
+            self._held.clear()
+
+
+def read_call_object(reading: CallReading, *, is_bare: bool) -> Script[None]:
+    """Read {"name": ..., "arguments": {...}}, whatever the order of its keys, with "parameters" for "arguments",
+    arguments as JSON in a string, and OpenAI's {"function": {...}} around it. is_bare: no marker says that this is a
+    call, so its name must be that of a tool, and it must have arguments."""
+    source = reading.source
+    call = _CallObject(reading, is_bare=is_bare)
+    yield from source.expect("{")
+    is_inside = False  # of "function": {
+    while True:
+        character = yield from source.need_behind_space()
+        if character == "}":
+            source.at += 1
+        else:
+            key = yield from _read_string(source, _KEY_CHARACTERS_MAX)
+            yield from source.need_behind_space()
+            yield from source.expect(":")
+            character = yield from source.need_behind_space()
+            if key == "function" and character == "{" and not is_inside and call.name is None:
+                is_inside = True
+                source.at += 1
+                continue
+            yield from _read_member(call, key, character)
+            character = yield from source.need_behind_space()
+            source.at += 1
+            if character == ",":
+                continue
+        if character != "}":
+            raise NotACall
+        if not is_inside:
+            call.end()
+            return
+        is_inside = False
+        character = yield from source.need_behind_space()
+        if character == ",":
+            source.at += 1
+        elif character != "}":
+            raise NotACall
+
+
+def _read_member(call: _CallObject, key: str, character: str) -> Script[None]:
+    """character: what the value begins with."""
+    source = call.reading.source
+    if key == "name" or (key == "function" and character == '"'):
+        call.named((yield from _read_string(source, NAME_CHARACTERS_MAX)))
+    elif key in _ARGUMENT_KEYS:
+        call.begin_arguments()
+        if character == '"':
+            source.at += 1
+            inside = _ArgumentsInString(call.arguments)
+            yield from read_json(source, JsonStringDecoder(), inside.take_text)
+            inside.end()
+        elif character == "n":
+            yield from source.expect("null")
+            call.arguments("{}")
+        else:
+            yield from read_json(source, JsonScanner("{"), call.arguments)
+    elif call.is_bare and key in _SCHEMA_KEYS:
+        raise NotACall
+    elif key == "id" and character == '"':
+        call.call_id = yield from _read_string(source, NAME_CHARACTERS_MAX)
+    else:
+        yield from read_json(source, JsonScanner(), lambda _text: None)
+
+
+def _read_string(source: TextSource, characters_max: int) -> Script[str]:
+    yield from source.expect('"')
+    pieces: list[str] = []
+    decoder = JsonStringDecoder()
+
+    def add(text: str) -> None:
+        pieces.append(text)
+        if sum(map(len, pieces)) > characters_max:
+            raise NotACall
+
+    yield from read_json(source, decoder, add)
+    return "".join(pieces)
+
+
+def read_calls(reading: CallReading, *, is_bare: bool) -> Script[None]:
+    """Read one call object, several of them with commas, semicolons or white space between, or an array of them."""
+    source = reading.source
+    character = yield from source.need_behind_space()
+    is_array = character == "["
+    if is_array:
+        source.at += 1
+        if (yield from source.need_behind_space()) != "{":
+            raise NotACall
+    while True:
+        yield from read_call_object(reading, is_bare=is_bare)
+        between = yield from source.take_while(_BETWEEN_CALLS, NAME_CHARACTERS_MAX)
+        character = yield from source.peek()
+        if is_array and character == "]":
+            source.at += 1
+            return
+        if character != "{":
+            if is_array and character:
+                raise NotACall
+            source.unread(between)
+            return

@@ -1,0 +1,25 @@
+"""Families that write a call as one JSON object, between tags or behind a marker."""
+
+from __future__ import annotations
+
+from trioserve.text.response_parsers.call_reading import CallReader, CallReading, read_calls
+from trioserve.text.response_parsers.text_source import NotACall, Script
+
+__all__ = ["read_bare_calls", "tagged_calls"]
+
+
+def tagged_calls(*closing: str, is_bare: bool = False) -> CallReader:
+    """Behind an opening tag: one or more calls, and the first of the closing tags that comes. At the end of the text
+    the tag may be missing. is_bare: the tag alone does not make it a call, the name must be that of a tool."""
+
+    def read(reading: CallReading) -> Script[None]:
+        yield from read_calls(reading, is_bare=is_bare)
+        if (yield from reading.source.skip_space()) and not (yield from reading.source.take_closing(closing)):
+            raise NotACall
+
+    return read
+
+
+def read_bare_calls(reading: CallReading) -> Script[None]:
+    """Behind a marker without a closing one."""
+    yield from read_calls(reading, is_bare=False)

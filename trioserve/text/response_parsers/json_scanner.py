@@ -1,0 +1,251 @@
+"""Follows one JSON value through pieces of text, without recursion: where it ends, and whether it is one.
+
+Lenient in one thing that models do: a raw line break or another control character inside a string is written as the
+escape that it should have been.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import re
+from typing import Final
+
+__all__ = ["DEPTH_MAX", "JsonScanner", "JsonStringDecoder", "ScanState"]
+
+DEPTH_MAX: Final = (
+    128  # objects and arrays inside one another; Python's own reader of JSON gives up at about a thousand
+)
+
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
+_SPACE = re.compile(r"[ \t\n\r]+")
+_NUMBER_RUN = re.compile(r"[-+.0-9eE]+")
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+_LITERALS = {"t": "true", "f": "false", "n": "null"}
+_ESCAPES = {'"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
+_HEX = frozenset("0123456789abcdefABCDEF")
+
+
+class ScanState(enum.Enum):
+    MORE = "more"  # the value is not over
+    DONE = "done"
+    BROKEN = "broken"  # it is no JSON
+
+
+class _At(enum.Enum):
+    VALUE = enum.auto()
+    VALUE_OR_END = enum.auto()  # behind [
+    KEY_OR_END = enum.auto()  # behind {
+    KEY = enum.auto()  # behind a comma in an object
+    COLON = enum.auto()
+    COMMA_OR_END = enum.auto()
+    STRING = enum.auto()
+    ESCAPE = enum.auto()
+    HEX = enum.auto()
+    NUMBER = enum.auto()
+    LITERAL = enum.auto()
+    OVER = enum.auto()
+    NOWHERE = enum.auto()  # broken
+
+
+class JsonScanner:
+    """scan() takes pieces until the state is DONE or BROKEN; take() gives the text of the value so far, once. only:
+    the character that the value has to begin with; empty: any value. A number at the top ends with what follows it."""
+
+    __slots__ = ("_at", "_hex_left", "_is_key", "_literal", "_number", "_objects", "_only", "_out")
+
+    def __init__(self, only: str = "") -> None:
+        self._at = _At.VALUE
+        self._only = only
+        self._objects = bytearray()  # the open ones: 1 is an object, 0 an array
+        self._is_key = False
+        self._hex_left = 0
+        self._literal = ""
+        self._number: list[str] = []
+        self._out: list[str] = []
+
+    @property
+    def state(self) -> ScanState:
+        if self._at is _At.OVER:
+            return ScanState.DONE
+        return ScanState.BROKEN if self._at is _At.NOWHERE else ScanState.MORE
+
+    def take(self) -> str:
+        text = "".join(self._out)
+        self._out.clear()
+        return text
+
+    def end(self) -> None:
+        """The text is over: a number at the top is complete now."""
+        if self._at is _At.NUMBER and not self._objects:
+            self._end_number()
+
+    def scan(self, text: str, at: int) -> int:
+        """Returns where it stopped: at the end of the text, behind the value, or at what is no JSON."""
+        while at < len(text) and self._at is not _At.OVER and self._at is not _At.NOWHERE:
+            if self._at is _At.STRING:
+                at = self._string(text, at)
+            elif self._at is _At.NUMBER:
+                at = self._in_number(text, at)
+            elif self._at in (_At.ESCAPE, _At.HEX, _At.LITERAL):
+                at += self._character(text[at])
+            elif match := _SPACE.match(text, at):
+                self._out.append(match.group())
+                at = match.end()
+            else:
+                at += self._token(text[at])
+        return at
+
+    def _string(self, text: str, at: int) -> int:
+        if match := _PLAIN.match(text, at):
+            self._out.append(match.group())
+            return match.end()
+        character = text[at]
+        if character < " ":
+            self._out.append(json.dumps(character)[1:-1])
+            return at + 1
+        self._out.append(character)
+        if character == "\\":
+            self._at = _At.ESCAPE
+        elif self._is_key:
+            self._at = _At.COLON
+        else:
+            self._end_value()
+        return at + 1
+
+    def _in_number(self, text: str, at: int) -> int:
+        if match := _NUMBER_RUN.match(text, at):
+            self._number.append(match.group())
+            self._out.append(match.group())
+            return match.end()
+        self._end_number()
+        return at
+
+    def _end_number(self) -> None:
+        is_number = _NUMBER.fullmatch("".join(self._number))
+        self._number.clear()
+        if is_number:
+            self._end_value()
+        else:
+            self._at = _At.NOWHERE
+
+    def _character(self, character: str) -> bool:
+        """Inside an escape or a literal. Returns whether the character belongs there."""
+        if self._at is _At.ESCAPE and (character in _ESCAPES or character == "u"):
+            self._at = _At.HEX if character == "u" else _At.STRING
+            self._hex_left = 4
+        elif self._at is _At.HEX and character in _HEX:
+            self._hex_left -= 1
+            if not self._hex_left:
+                self._at = _At.STRING
+        elif self._at is _At.LITERAL and character == self._literal[0]:
+            self._literal = self._literal[1:]
+            if not self._literal:
+                self._end_value()
+        else:
+            self._at = _At.NOWHERE
+            return False
+        self._out.append(character)
+        return True
+
+    def _token(self, character: str) -> bool:
+        at, self._at = self._at, _At.NOWHERE
+        is_value = at in (_At.VALUE, _At.VALUE_OR_END)
+        if is_value and self._only and not self._objects and character != self._only:
+            return False
+        if is_value and character in "{[":
+            if len(self._objects) < DEPTH_MAX:
+                self._objects.append(character == "{")
+                self._at = _At.KEY_OR_END if character == "{" else _At.VALUE_OR_END
+        elif character == '"' and (is_value or at in (_At.KEY, _At.KEY_OR_END)):
+            self._is_key = not is_value
+            self._at = _At.STRING
+        elif is_value and character in "-0123456789":
+            self._number.append(character)
+            self._at = _At.NUMBER
+        elif is_value and character in _LITERALS:
+            self._literal = _LITERALS[character][1:]
+            self._at = _At.LITERAL
+        elif character == ":" and at is _At.COLON:
+            self._at = _At.VALUE
+        elif character == "," and at is _At.COMMA_OR_END:
+            self._at = _At.KEY if self._objects[-1] else _At.VALUE
+        elif self._objects and (
+            (character == "}" and self._objects[-1] and at in (_At.KEY_OR_END, _At.COMMA_OR_END))
+            or (character == "]" and not self._objects[-1] and at in (_At.VALUE_OR_END, _At.COMMA_OR_END))
+        ):
+            self._objects.pop()
+            self._end_value()
+        if self.state is ScanState.BROKEN:
+            return False
+        self._out.append(character)
+        return True
+
+    def _end_value(self) -> None:
+        self._at = _At.COMMA_OR_END if self._objects else _At.OVER
+
+
+class JsonStringDecoder:
+    """What a JSON string says, piece by piece; from behind its opening quote to its closing one."""
+
+    __slots__ = ("_escape", "_high", "_out", "state")
+
+    def __init__(self) -> None:
+        self.state = ScanState.MORE
+        self._escape = ""  # as far as it has come
+        self._high = ""  # the first half of a surrogate pair
+        self._out: list[str] = []
+
+    def take(self) -> str:
+        text = "".join(self._out)
+        self._out.clear()
+        return text
+
+    def scan(self, text: str, at: int) -> int:
+        """Returns where it stopped: at the end of the text, behind the closing quote, or at what is no JSON."""
+        while at < len(text) and self.state is ScanState.MORE:
+            if self._escape:
+                self._in_escape(text[at])
+                at += 1
+            elif match := _PLAIN.match(text, at):
+                self._put(match.group())
+                at = match.end()
+            else:
+                if text[at] == '"':
+                    self._put("")
+                    self.state = ScanState.DONE
+                elif text[at] == "\\":
+                    self._escape = "\\"
+                else:
+                    self._put(text[at])
+                at += 1
+        return at
+
+    def _in_escape(self, character: str) -> None:
+        self._escape += character
+        if len(self._escape) == 2 and character in _ESCAPES:
+            self._put(_ESCAPES[character])
+        elif self._escape != "\\u" and not (self._escape.startswith("\\u") and character in _HEX):
+            self.state = ScanState.BROKEN
+            return
+        elif len(self._escape) < 6:
+            return
+        else:
+            self._put_unit(int(self._escape[2:], 16))
+        self._escape = ""
+
+    def _put_unit(self, unit: int) -> None:
+        if self._high and 0xDC00 <= unit < 0xE000:
+            high, self._high = ord(self._high), ""
+            self._out.append(chr(0x10000 + ((high - 0xD800) << 10) + unit - 0xDC00))
+        elif 0xD800 <= unit < 0xDC00:
+            self._put("")
+            self._high = chr(unit)
+        else:
+            self._put("\ufffd" if 0xDC00 <= unit < 0xE000 else chr(unit))
+
+    def _put(self, text: str) -> None:
+        if self._high:
+            self._out.append("\ufffd")  # half of a pair is no character
+            self._high = ""
+        self._out.append(text)

@@ -1,0 +1,35 @@
+"""Mistral: [TOOL_CALLS] and a JSON array of calls; since version 11 [TOOL_CALLS]name[ARGS]{...}, once for each call,
+with [CALL_ID]id behind the name in some."""
+
+from __future__ import annotations
+
+import re
+
+from trioserve.text.response_parsers.call_reading import CallReading, read_arguments, read_calls
+from trioserve.text.response_parsers.part_sink import NAME_CHARACTERS_MAX
+from trioserve.text.response_parsers.text_source import NotACall, Script
+
+__all__ = ["ARGUMENTS_MARKER", "CALLS_MARKER", "CALL_ID_MARKER", "read_mistral_calls"]
+
+CALLS_MARKER = "[TOOL_CALLS]"
+CALL_ID_MARKER = "[CALL_ID]"
+ARGUMENTS_MARKER = "[ARGS]"
+_NAME = re.compile(r"[\w.:/\-]+")
+_CALL_ID = re.compile(r"[\w\-]+")
+
+
+def read_mistral_calls(reading: CallReading) -> Script[None]:
+    source = reading.source
+    if (yield from source.need_behind_space()) in "[{":
+        yield from read_calls(reading, is_bare=False)
+        return
+    name = yield from source.take_while(_NAME, NAME_CHARACTERS_MAX)
+    call_id = None
+    if (yield from source.take((CALL_ID_MARKER,))):
+        call_id = yield from source.take_while(_CALL_ID, NAME_CHARACTERS_MAX)
+    yield from source.take((ARGUMENTS_MARKER,))
+    if (yield from source.need_behind_space()) != "{":
+        raise NotACall
+    reading.sink.begin_call(name, call_id)
+    yield from read_arguments(reading)
+    reading.end_call()

@@ -1,0 +1,99 @@
+"""Where the scripts of a response put its parts. Joins them, counts calls, and knows which one is open."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from trioserve.text.response_parsers.text_source import NotACall
+from trioserve.text.response_parts import (
+    ContentText,
+    ReasoningText,
+    ResponsePart,
+    ToolCallArguments,
+    ToolCallBegin,
+    ToolCallEnd,
+)
+
+__all__ = ["ARGUMENT_CHARACTERS_MAX", "CALLS_MAX", "NAME_CHARACTERS_MAX", "PartSink"]
+
+CALLS_MAX: Final = 128  # in one response; OpenAI takes as many tools in a request. What comes after them is content
+NAME_CHARACTERS_MAX: Final = 256  # four times what OpenAI allows
+ARGUMENT_CHARACTERS_MAX: Final = 8 << 20  # of one call: more than any model's window; it bounds what is held
+
+
+class PartSink:
+    """A call is begun, gets its arguments, and is ended or given up. One that is given up has no ToolCallEnd."""
+
+    __slots__ = ("_argument_characters", "_calls", "_kind", "_parts", "_texts", "calls_ended", "in_call")
+
+    def __init__(self) -> None:
+        self._parts: list[ResponsePart] = []
+        self._kind: type[ContentText] | type[ReasoningText] | type[ToolCallArguments] | None = None
+        self._texts: list[str] = []
+        self._calls = 0
+        self._argument_characters = 0
+        self.calls_ended = 0
+        self.in_call = False
+
+    def drain(self) -> list[ResponsePart]:
+        """The parts since the last time."""
+        self._join()
+        parts, self._parts = self._parts, []
+        return parts
+
+    def content(self, text: str) -> None:
+        self._add(ContentText, text)
+
+    def reasoning(self, text: str) -> None:
+        self._add(ReasoningText, text)
+
+    def begin_call(self, name: str, call_id: str | None = None) -> None:
+        """Raises NotACall if the name is none, or if there are too many calls."""
+        if not 0 < len(name) <= NAME_CHARACTERS_MAX or self._calls >= CALLS_MAX:
+            raise NotACall
+        assert not self.in_call
+        self._join()
+        self._parts.append(ToolCallBegin(self._calls, name, call_id))
+        self._calls += 1
+        self._argument_characters = 0
+        self.in_call = True
+
+    def arguments(self, text: str) -> None:
+        """Raises NotACall if they are longer than is allowed."""
+        assert self.in_call
+        self._argument_characters += len(text)
+        if self._argument_characters > ARGUMENT_CHARACTERS_MAX:
+            raise NotACall
+        self._add(ToolCallArguments, text)
+
+    def end_call(self) -> None:
+        assert self.in_call
+        self._join()
+        self._parts.append(ToolCallEnd(self._calls - 1))
+        self.in_call = False
+        self.calls_ended += 1
+
+    def give_up_call(self) -> None:
+        """The call that is open, if one is, was none, or was cut off."""
+        self.in_call = False
+
+    def _add(self, kind: type[ContentText] | type[ReasoningText] | type[ToolCallArguments], text: str) -> None:
+        if not text:
+            return
+        if kind is not self._kind:
+            self._join()
+            self._kind = kind
+        self._texts.append(text)
+
+    def _join(self) -> None:
+        if self._kind is None:
+            return
+        text = "".join(self._texts)
+        if self._kind is ToolCallArguments:
+            self._parts.append(ToolCallArguments(self._calls - 1, text))
+        elif self._kind is ContentText:
+            self._parts.append(ContentText(text))
+        else:
+            self._parts.append(ReasoningText(text))
+        self._kind = None
+        self._texts.clear()

@@ -1,0 +1,138 @@
+"""Which parser a request gets: the families by name, chosen by hand or from the chat template's text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.text.response_parsers.content_script import ContentScript
+from trioserve.text.response_parsers.families import REASONING_FAMILIES, TOOL_FAMILIES
+from trioserve.text.response_parsers.offered_tools import OfferedTool, tools_by_name
+from trioserve.text.response_parsers.part_sink import PartSink
+from trioserve.text.response_parsers.scripted_parser import RunningScript, ScriptedParser
+from trioserve.text.response_parsers.text_source import TextSource
+from trioserve.text.response_parsers.thought_script import ThoughtScript
+from trioserve.text.response_parts import ResponseParser
+
+__all__ = [
+    "AUTO",
+    "NONE",
+    "families_of_template",
+    "make_response_parser",
+    "named_families",
+    "prompt_begins_thought",
+]
+
+AUTO: Final = "auto"
+NONE: Final = "none"
+
+
+def make_response_parser(
+    tool_family: str | None,
+    reasoning_family: str | None,
+    *,
+    tools: Iterable[OfferedTool] = (),
+    begins_inside: bool | None = None,
+) -> ResponseParser:
+    """A parser for one choice. tool_family, reasoning_family: names in TOOL_FAMILIES and REASONING_FAMILIES; None: text
+    is not searched for calls, or for thoughts. tools: those the model may call; without any, nothing is a call.
+    begins_inside: whether the prompt has opened a thought (prompt_begins_thought); None: as is usual in the family.
+    """
+    offered = tools_by_name(tools)
+    family = TOOL_FAMILIES[tool_family] if tool_family is not None else None
+    sink = PartSink()
+    source = TextSource()
+    thoughts = REASONING_FAMILIES[reasoning_family] if reasoning_family is not None else None
+    scripts: list[RunningScript] = []
+    push, may_begin = sink.content, _always
+    if family is not None and offered:
+        content = ContentScript(
+            source,
+            sink,
+            offered,
+            family.readers,
+            line_readers=family.line_readers,
+            drops_space=family.drops_space,
+            is_lenient=family.is_lenient,
+        )
+        running = RunningScript(source, content.run())
+        scripts.append(running)
+
+        def may_begin() -> bool:
+            running.flush()
+            return content.is_in_content
+
+        push = running.push
+    if thoughts is not None:
+        source = TextSource()
+        begins = thoughts.tags.begins_inside if begins_inside is None else begins_inside
+        script = ThoughtScript(source, sink, thoughts.tags, begins_inside=begins, push=push, may_begin=may_begin)
+        scripts.insert(0, RunningScript(source, script.run()))
+        push = scripts[0].push
+    return ScriptedParser(sink, scripts, pass_on=push)
+
+
+def _always() -> bool:
+    return True
+
+
+def prompt_begins_thought(prompt_end: str, reasoning_family: str | None) -> bool | None:
+    """Whether a rendered prompt leaves a thought open; None if it says neither that nor the contrary.
+
+    prompt_end: the last characters of the prompt, 100 are enough.
+    """
+    if reasoning_family is None:
+        return None
+    tags = REASONING_FAMILIES[reasoning_family].tags
+    end = prompt_end.rstrip()
+    if end.endswith(tags.opening):
+        return True
+    return False if end.endswith(tags.closing) else None
+
+
+# In this order: what is looked for in a template, and what it tells. Every text of a line has to be there.
+_TOOL_SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("[TOOL_CALLS]",), "mistral"),
+    (("<tool_call>",), "hermes"),
+    (("<|python_tag|>",), "llama3_json"),
+    (('"parameters": dictionary of argument name and its value',), "llama3_json"),
+)
+_REASONING_SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("[THINK]",), "mistral"),
+    (("</think>", "<\uff5cAssistant\uff5c>", "thinking"), "deepseek_v3"),
+    (("</think>", "<\uff5cAssistant\uff5c>"), "deepseek_r1"),
+    (("</think>",), "qwen3"),
+)
+
+
+def families_of_template(template: str) -> tuple[str | None, str | None]:
+    """The family of tool calls and the one of thoughts that a chat template's source is written for. None: it has no
+    place for them."""
+    return _told_by(template, _TOOL_SIGNS), _told_by(template, _REASONING_SIGNS)
+
+
+def _told_by(template: str, signs: tuple[tuple[tuple[str, ...], str], ...]) -> str | None:
+    return next((family for texts, family in signs if all(text in template for text in texts)), None)
+
+
+def named_families(tool_family: str, reasoning_family: str, template: str | None) -> tuple[str | None, str | None]:
+    """The families that two settings mean: a name, "auto" or "none". Raises InvalidRequest for an unknown name, with
+    those that are known."""
+    told = families_of_template(template or "")
+    settings = (
+        ("tool_call_parser", tool_family, told[0], TOOL_FAMILIES),
+        ("reasoning_parser", reasoning_family, told[1], REASONING_FAMILIES),
+    )
+    chosen: list[str | None] = []
+    for setting, name, of_template, known in settings:
+        if name == AUTO:
+            chosen.append(of_template)
+        elif name == NONE:
+            chosen.append(None)
+        elif name in known:
+            chosen.append(name)
+        else:
+            names = ", ".join(sorted(known))
+            raise InvalidRequest(f"{setting} is {name!r}, known are auto, none, {names}", param=setting)
+    return chosen[0], chosen[1]
