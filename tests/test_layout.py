@@ -124,7 +124,9 @@ ROOMS = {
 # These stand above the rooms: they are the ones who may know several, and no room knows them.
 TOP_FILES = words("__init__ __main__ assemble cli commands config")
 PRETENDS = words("testing simulation bench.inside")
-COMMANDS_THAT_PRETEND = words("bench.py random_checkpoint.py simulate.py")  # nothing else of what is served knows fakes
+COMMANDS_THAT_PRETEND = words(
+    "bench.py random_checkpoint.py scripted.py simulate.py"
+)  # nothing else of what is served knows fakes
 
 
 # The rest of these rooms is the native path, too, which starts and serves without torch: what needs torch is imported

@@ -84,6 +84,11 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Nam
     serve = subparsers.add_parser("serve", help="serve a model over HTTP, OpenAI-compatible")
     add_arguments(serve)
 
+    scripted = subparsers.add_parser(
+        "scripted", help="the same with a model that says what a script tells it to, for trying clients"
+    )
+    _add_scripted(scripted)
+
     route = subparsers.add_parser("route", help="route requests to other servers; needs no model")
     add_arguments(route, RouteConfig)
 
@@ -118,6 +123,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Nam
     _add_random_checkpoint(random_checkpoint)
     return parser, {
         "serve": _serve,
+        "scripted": _scripted,
         "route": _route,
         "disagg": _disagg,
         "generate": _generate,
@@ -137,6 +143,15 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--top-p", type=float, metavar="X", help="share of probability to choose from (default: 1)")
     parser.add_argument("--seed", type=int, metavar="N", help="makes a sampled response repeatable (default: none)")
+
+
+def _add_scripted(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--script", metavar="FILE", help="JSON array of rules (default: none)")
+    parser.add_argument(
+        "--family", default="hermes", metavar="NAME", help="whose way of writing calls it has (default: hermes)"
+    )
+    parser.add_argument("--thinks", action="store_true", help="every response begins with a thought (default: off)")
+    add_arguments(parser)
 
 
 def _add_disagg(parser: argparse.ArgumentParser) -> None:
@@ -191,6 +206,13 @@ def _serve(arguments: argparse.Namespace) -> int:
     from trioserve.commands.serve import run_server
 
     return run_server(config)
+
+
+def _scripted(arguments: argparse.Namespace) -> int:
+    config = config_from(arguments, kind=Config)
+    from trioserve.commands.scripted import run_scripted
+
+    return run_scripted(arguments, config)
 
 
 def _route(arguments: argparse.Namespace) -> int:

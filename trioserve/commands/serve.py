@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import Protocol
 
 import trio
 
 from trioserve.admission.local_endpoint import LOCAL_ENDPOINT, WAITING_DEPTH_MAX
 from trioserve.api.api_keys import ApiKeys
 from trioserve.api.routes import App
-from trioserve.assemble import default_served_name, open_configured_engine
+from trioserve.assemble import Loaded, LoadReport, default_served_name, open_configured_engine
 from trioserve.commands.route import Routing
 from trioserve.commands.serving import (
     NativeFrontEnd,
@@ -22,6 +23,7 @@ from trioserve.commands.serving import (
 )
 from trioserve.commands.terminal import LoadingBar
 from trioserve.config import Config, engine_settings
+from trioserve.engine.engine import Engine
 from trioserve.http.asgi.hypercorn_server import serve_with_hypercorn
 from trioserve.http.cross_origin import CrossOrigin, checked_origins
 from trioserve.http.exchange import Handler
@@ -45,14 +47,24 @@ def run_server(config: Config) -> int:
     return run_until_signal(config, serve, what=", ".join(_names(config)))
 
 
+class OpenEngine(Protocol):
+    """As open_configured_engine."""
+
+    def __call__(
+        self, config: Config, *, on_progress: LoadReport, on_loaded: Callable[[Loaded], None]
+    ) -> AbstractAsyncContextManager[Engine]: ...
+
+
 async def serve_configured(
     config: Config,
     orders: trio.MemoryReceiveChannel[object],
     *,
     on_serving: Callable[[list[str]], None] = lambda urls: None,
+    open_engine: OpenEngine = open_configured_engine,
 ) -> None:
     """The whole server in the caller's scope, until an item comes in `orders` and it has drained. Installs no signal
-    handlers. on_serving is told the URLs. Cancelling it ends everything at once."""
+    handlers. on_serving is told the URLs. open_engine: makes the engine, where it is not to be the configured one.
+    Cancelling it ends everything at once."""
     # First of all, so that what cannot be is told before a model is loaded.
     ApiKeys(config.api_key, admin_key=config.admin_api_key, rules=access_rules(config))
     checked_origins(config.cors_origin)
@@ -66,7 +78,7 @@ async def serve_configured(
         urls = [f"{scheme}://{address}" for address in addresses(listeners)]
         bar = LoadingBar(config.model)
         async with AsyncExitStack() as scopes:
-            with_engine = open_configured_engine(config, on_progress=bar.progress, on_loaded=bar.loaded)
+            with_engine = open_engine(config, on_progress=bar.progress, on_loaded=bar.loaded)
             engine = await scopes.enter_async_context(with_engine)
             worker: Worker = engine
             app: App | RouterApp

@@ -20,14 +20,14 @@ CHAT_TEMPLATE = (
 )
 
 
-def byte_tokenizer() -> Tokenizer:
-    """Token i is byte i. The chat template is one line a message."""
+def byte_tokenizer(chat_template: str = CHAT_TEMPLATE) -> Tokenizer:
+    """Token i is byte i. The chat template is one line a message, where none is given."""
     return Tokenizer(
         TokenizerParts(
             backend=byte_backend(BYTE_VOCAB_SIZE),
             bos_token=None,
             eos_token=END_TOKEN,
-            chat_template=CHAT_TEMPLATE,
+            chat_template=chat_template,
             tool_chat_template=None,
         )
     )

@@ -25,6 +25,7 @@ from trioserve.testing.fake_executor import FakeExecutor, FakeModel
 from trioserve.testing.gated_core import GatedCore
 from trioserve.testing.invariants import check_idle
 from trioserve.testing.scripted_model import NextToken, Response, answering, following
+from trioserve.text.tokenizer import Tokenizer
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 __all__ = ["FakeEngine", "InjectedFault", "open_fake_engine"]
@@ -53,6 +54,8 @@ class FakeEngine(Engine):
         step_seconds: float,
         connector: RunningConnector | None = None,
         role: EngineRole | None = None,
+        served_names: tuple[str, ...] = ("fake",),
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         self.core = core
         self.connector = connector
@@ -60,7 +63,7 @@ class FakeEngine(Engine):
         self.steps = ControlledSteps(executor, seconds=step_seconds)
         super().__init__(
             model=ModelDescription(
-                served_names=("fake",),
+                served_names=served_names,
                 source="fake",
                 context_tokens_max=core.settings.context_tokens_max,
                 vocab_size=BYTE_VOCAB_SIZE,
@@ -69,9 +72,9 @@ class FakeEngine(Engine):
             ),
             core=core,
             steps=self.steps,
-            tokenizer=byte_tokenizer(),
+            tokenizer=tokenizer or byte_tokenizer(),
             text_threads=text_threads,
-            metrics=Metrics("fake"),
+            metrics=Metrics(served_names[0]),
             settings=settings,
             new_request_id=map("req-{}".format, itertools.count(1)).__next__,
             connector=connector,
@@ -206,6 +209,9 @@ async def open_fake_engine(
     response: Response | None = None,
     next_token: NextToken | None = None,
     model: FakeModel | None = None,
+    tokenizer: Tokenizer | None = None,
+    served_names: tuple[str, ...] = ("fake",),
+    new_executor: type[FakeExecutor] = FakeExecutor,
     deadlines: Deadlines | None = None,
     deadlines_max: Deadlines | None = None,
     step_seconds_max: float | None = None,
@@ -224,10 +230,12 @@ async def open_fake_engine(
     /kv_events` (0: it is off). overlap_steps: a step is planned while another runs, unless the engine is paused.
     paused: no step begins until step(), held_step() or resume(). What it says, of these at most one: `response`, a text
     or a function of the prompt's text; `next_token`, a function of the tokens so far; `model`. Otherwise it follows
-    from the prompt, but looks random. deadlines, deadlines_max: defaults and upper limits for every request.
-    step_seconds_max: how old a step may get; None and 0: as in EngineSettings. connector: makes one from the executor
-    and what wakes the engine, such as ScriptedConnector; with it go the engine's role, how long blocks are held and KV
-    is waited for, the share of the pool that may be held, and what becomes of a request whose KV does not come.
+    from the prompt, but looks random. tokenizer: a byte_tokenizer with another chat template. served_names: the model's
+    names. new_executor: FakeExecutor, or what checks less. deadlines, deadlines_max: defaults and upper limits for
+    every request. step_seconds_max: how old a step may get; None and 0: as in EngineSettings. connector: makes one from
+    the executor and what wakes the engine, such as ScriptedConnector; with it go the engine's role, how long blocks are
+    held and KV is waited for, the share of the pool that may be held, and what becomes of a request whose KV does not
+    come.
 
     Inside, the KV blocks are watched: a step that reads a block that another request wrote to is an AssertionError.
     Leaving does what leaving open_engine does.
@@ -238,7 +246,7 @@ async def open_fake_engine(
         model = answering(response)
     elif next_token is not None:
         model = following(next_token)
-    executor = FakeExecutor(
+    executor = new_executor(
         block_count=block_count, block_size=block_size, model=model or FakeModel(vocab_size=BYTE_VOCAB_SIZE - 1)
     )
     made = None if connector is None else connector(executor, lambda: engine.wake())
@@ -279,6 +287,8 @@ async def open_fake_engine(
                 step_seconds=step_seconds,
                 connector=made,
                 role=None if made is None else role,
+                served_names=served_names,
+                tokenizer=tokenizer,
             )
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(engine.keep_deadlines)

@@ -1,0 +1,78 @@
+"""`python -m trioserve scripted`: the whole server, whose model says what a script tells it to. For clients that are
+to be tried without weights: everything is real but the model, and bytes are tokens, so prompts are long ones."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import trio
+
+from trioserve.assemble import Loaded, LoadReport
+from trioserve.commands.serve import OpenEngine, serve_configured
+from trioserve.commands.serving import run_until_signal
+from trioserve.config import Config
+from trioserve.contracts.errors import StartupError
+from trioserve.engine.engine import Engine
+from trioserve.testing.byte_tokenizer import byte_tokenizer
+from trioserve.testing.fake_engine import open_fake_engine
+from trioserve.testing.preferred_text import PreferringModel, UncheckedExecutor
+from trioserve.testing.scripted_chat import FAMILIES, Rule, ScriptedChat, chat_template
+
+__all__ = ["run_scripted", "scripted_engine"]
+
+CONTEXT_TOKENS = 1_000_000  # an agent's instructions and tools are 50,000 bytes, and each byte is a token
+BLOCK_SIZE = 256
+BLOCK_COUNT = 4 * CONTEXT_TOKENS // BLOCK_SIZE
+STEP_TOKENS = 262_144
+
+
+def scripted_engine(chat: ScriptedChat, template: str, *, name: str = "scripted") -> OpenEngine:
+    """What opens the engine of such a server."""
+
+    @asynccontextmanager
+    async def open_engine(
+        config: Config, *, on_progress: LoadReport, on_loaded: Callable[[Loaded], None]
+    ) -> AsyncIterator[Engine]:
+        async with open_fake_engine(
+            model=PreferringModel(chat.drafts),
+            tokenizer=byte_tokenizer(template),
+            served_names=config.served_model_name or (name,),
+            new_executor=UncheckedExecutor,
+            block_size=BLOCK_SIZE,
+            block_count=BLOCK_COUNT,
+            context_tokens_max=config.max_model_len or CONTEXT_TOKENS,
+            step_tokens_max=STEP_TOKENS,
+            max_num_seqs=config.max_num_seqs,
+            waiting_requests_max=config.max_queued_requests,
+            waiting_prompt_tokens_max=4 * CONTEXT_TOKENS,
+            overlap_steps=True,
+        ) as engine:
+            yield engine
+
+    return open_engine
+
+
+def run_scripted(arguments: argparse.Namespace, config: Config) -> int:
+    """Serve until Ctrl-C or SIGTERM. Returns the exit code; raises StartupError."""
+    if arguments.family not in FAMILIES:
+        raise StartupError(f"--family is {arguments.family!r}, allowed are {', '.join(sorted(FAMILIES))}")
+    chat = ScriptedChat(arguments.family, _rules(arguments.script), thinks=arguments.thinks)
+    open_engine = scripted_engine(chat, chat_template(arguments.family))
+
+    async def serve(orders: trio.MemoryReceiveChannel[object], announce: Callable[[list[str]], None]) -> None:
+        await serve_configured(config, orders, on_serving=announce, open_engine=open_engine)
+
+    return run_until_signal(config, serve, what="a script")
+
+
+def _rules(path: str | None) -> list[Rule]:
+    if path is None:
+        return []
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=list[Rule])
+    except (OSError, msgspec.DecodeError) as error:
+        raise StartupError(f"--script {path} cannot be read as a list of rules: {error}") from error

@@ -1,0 +1,290 @@
+"""What a scripted model says in a chat: text, thoughts and calls of tools, in the format of a family of models.
+
+It reads the conversation from its prompt, which its own chat template writes as JSON, finds the first rule of its
+script that fits, and writes the response as a model of that family would. Where no rule fits, it calls the first tool
+that the last message speaks of, tells what a tool has answered, or repeats the last message. So the server around it
+is judged, and not a small model.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+__all__ = ["FAMILIES", "Call", "Rule", "ScriptedChat", "chat_template"]
+
+MESSAGE_MARK = "<|message|>"
+TOOLS_MARK = "<|tools|>"
+_WORD = re.compile(r"[a-z]+")
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """name: of several, the first that is offered."""
+
+    name: str | list[str]
+    arguments: dict[str, Any] = {}
+
+
+class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One line of a script. says: a pattern that the last message of the user has somewhere; whatever its case. after:
+    how many results of tools there are since then. Calls of tools that are not offered are left out."""
+
+    says: str
+    after: int = 0
+    reasoning: str = ""
+    content: str = ""
+    calls: list[Call] = []
+
+
+def chat_template(family: str) -> str:
+    """One line for the tools, and one for each message. What stands in the comment tells the family to those who look
+    for it in the template."""
+    marks = FAMILIES[family].marks
+    return (
+        f"{{# {marks} #}}"
+        f"{{% if tools %}}{TOOLS_MARK}{{{{ tools | tojson }}}}\n{{% endif %}}"
+        f"{{% for message in messages %}}{MESSAGE_MARK}{{{{ message | tojson }}}}\n{{% endfor %}}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+
+
+class ScriptedChat:
+    """family: how calls are written. rules: the first one that fits counts. thinks: every response begins with a
+    thought."""
+
+    def __init__(self, family: str = "hermes", rules: Sequence[Rule] = (), *, thinks: bool = False) -> None:
+        self._family = FAMILIES[family]
+        self._rules = [(re.compile(rule.says, re.IGNORECASE | re.DOTALL), rule) for rule in rules]
+        self._thinks = thinks
+
+    def drafts(self, prompt: str) -> tuple[str, ...]:
+        """What it would say to this prompt, the best first. The others are for one whose response has a form: its calls
+        without the words before them, the arguments alone, and the content alone."""
+        messages, tools = _conversation(prompt)
+        reasoning, content, calls = self._turn(messages, tools)
+        if self._thinks and not reasoning:
+            reasoning = "Let me think."
+        write = self._family.write_calls
+        thought = self._family.write_thought(reasoning) if reasoning else ""
+        said = self._family.write_content(content) if content else ""
+        written = write(calls) if calls else ""
+        drafts = [thought + said + written]
+        if calls:
+            drafts += [written, *(_json(arguments) for _name, arguments in calls)]
+        if content:
+            drafts += [said, content]
+        return tuple(dict.fromkeys(drafts))
+
+    def _turn(
+        self, messages: list[dict[str, Any]], tools: Mapping[str, Mapping[str, Any]]
+    ) -> tuple[str, str, list[tuple[str, dict[str, Any]]]]:
+        last_user = next((_text(message) for message in reversed(messages) if message.get("role") == "user"), "")
+        results = _results(messages)
+        for pattern, rule in self._rules:
+            if rule.after == len(results) and pattern.search(last_user):
+                calls = [(name, call.arguments) for call in rule.calls if (name := _offered(call.name, tools))]
+                if calls or rule.content or not rule.calls:
+                    return rule.reasoning, rule.content, calls
+        if results:
+            return "", "The tool says: " + results[-1], []
+        named = _spoken_of(last_user, tools)
+        if named is not None:
+            return "", "", [(named, _arguments(tools[named], last_user))]
+        return "", f"You said: {last_user}", []
+
+
+def _conversation(prompt: str) -> tuple[list[dict[str, Any]], dict[str, Mapping[str, Any]]]:
+    """Messages, and tools by name. A prompt that is no chat is one message."""
+    messages: list[dict[str, Any]] = []
+    tools: dict[str, Mapping[str, Any]] = {}
+    for line in prompt.split("\n"):
+        if line.startswith(MESSAGE_MARK):
+            messages.append(json.loads(line.removeprefix(MESSAGE_MARK)))
+        elif line.startswith(TOOLS_MARK):
+            for tool in json.loads(line.removeprefix(TOOLS_MARK)):
+                function = tool.get("function", tool)
+                tools[function["name"]] = function
+    return messages or [{"role": "user", "content": prompt}], tools
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+
+
+def _results(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Of tools, since the user spoke last."""
+    results: list[str] = []
+    for message in messages:
+        if message.get("role") == "user":
+            results = []
+        elif message.get("role") == "tool":
+            results.append(_text(message))
+    return results
+
+
+def _offered(names: str | list[str], tools: Mapping[str, object]) -> str | None:
+    return next((name for name in ([names] if isinstance(names, str) else names) if name in tools), None)
+
+
+def _spoken_of(text: str, tools: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """The tool whose name has most words in common with the text; None if none has any."""
+    words = set(_WORD.findall(text.lower()))
+    counts = {name: len(words & set(_WORD.findall(name.lower().replace("_", " ")))) for name in tools}
+    best = max(counts, key=lambda name: counts[name], default=None)
+    return best if best is not None and counts[best] > 0 else None
+
+
+def _arguments(tool: Mapping[str, Any], text: str) -> dict[str, Any]:
+    schema = tool.get("parameters") or {}
+    return {
+        name: value_of(part, text)
+        for name, part in (schema.get("properties") or {}).items()
+        if name in (schema.get("required") or ())
+    }
+
+
+def value_of(schema: Any, text: str, depth: int = 0) -> Any:
+    """A value that most such schemas accept; for a text, the last capitalized word of `text`."""
+    if not isinstance(schema, dict) or depth > 8:
+        return "x"
+    for word in ("const", "default"):
+        if word in schema:
+            return schema[word]
+    if schema.get("enum"):
+        return schema["enum"][0]
+    for word in ("anyOf", "oneOf", "allOf"):
+        if schema.get(word):
+            return value_of(schema[word][0], text, depth + 1)
+    kind = schema.get("type")
+    kind = kind[0] if isinstance(kind, list) else kind
+    if kind == "object":
+        required = schema.get("required") or ()
+        parts = (schema.get("properties") or {}).items()
+        return {name: value_of(part, text, depth + 1) for name, part in parts if name in required}
+    if kind == "array":
+        return [value_of(schema.get("items"), text, depth + 1)] * max(1, int(schema.get("minItems") or 0))
+    if kind in ("integer", "number"):
+        numbers = re.findall(r"\d+", text)
+        return int(numbers[0]) if numbers else 1
+    if kind in ("boolean", "null"):
+        return True if kind == "boolean" else None
+    names = re.findall(r"(?<!^)\b[A-Z]\w+", text)
+    return names[-1] if names else text[:40]
+
+
+# --- families ---
+
+_Calls = Sequence[tuple[str, dict[str, Any]]]
+
+
+class _Family(msgspec.Struct, frozen=True, kw_only=True):
+    """marks: what its chat templates are known by."""
+
+    marks: str
+    write_calls: Callable[[_Calls], str]
+    write_thought: Callable[[str], str] = "<think>\n{}\n</think>\n\n".format
+    write_content: Callable[[str], str] = str
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _raw(value: object) -> str:
+    return value if isinstance(value, str) else _json(value)
+
+
+def _each(template: str, between: str = "") -> Callable[[_Calls], str]:
+    """template: `NAME`, `ARGUMENTS` and `INDEX` become those of a call."""
+
+    def write(calls: _Calls) -> str:
+        return between.join(
+            template.replace("NAME", name).replace("INDEX", str(index)).replace("ARGUMENTS", _json(arguments))
+            for index, (name, arguments) in enumerate(calls)
+        )
+
+    return write
+
+
+def _within(opening: str, write: Callable[[_Calls], str], closing: str) -> Callable[[_Calls], str]:
+    return lambda calls: opening + write(calls) + closing
+
+
+def _qwen_xml(calls: _Calls) -> str:
+    return "\n".join(
+        f"<tool_call>\n<function={name}>\n"
+        + "".join(f"<parameter={key}>\n{_raw(value)}\n</parameter>\n" for key, value in arguments.items())
+        + "</function>\n</tool_call>"
+        for name, arguments in calls
+    )
+
+
+def _glm(calls: _Calls) -> str:
+    return "\n".join(
+        f"<tool_call>{name}\n"
+        + "".join(
+            f"<arg_key>{key}</arg_key>\n<arg_value>{_raw(value)}</arg_value>\n" for key, value in arguments.items()
+        )
+        + "</tool_call>"
+        for name, arguments in calls
+    )
+
+
+def _pythonic(calls: _Calls) -> str:
+    return (
+        "["
+        + ", ".join(
+            f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})" for name, arguments in calls
+        )
+        + "]"
+    )
+
+
+FAMILIES: dict[str, _Family] = {
+    "hermes": _Family(
+        marks="<tool_call>",
+        write_calls=_each('<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>', "\n"),
+    ),
+    "qwen3_xml": _Family(marks="<tool_call> <function= <parameter=", write_calls=_qwen_xml),
+    "llama3_json": _Family(
+        marks='<|python_tag|> {"name": , "parameters": }',
+        write_calls=_each('{"name": "NAME", "parameters": ARGUMENTS}', "; "),
+    ),
+    "pythonic": _Family(marks="[func_name1(params_name1=params_value1)]", write_calls=_pythonic),
+    "mistral": _Family(marks="[TOOL_CALLS] [ARGS]", write_calls=_each("[TOOL_CALLS]NAME[ARGS]ARGUMENTS")),
+    "deepseek_v3": _Family(
+        marks="<｜tool▁calls▁begin｜> function<｜tool▁sep｜>",
+        write_calls=_within(
+            "<｜tool▁calls▁begin｜>",
+            _each("<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nARGUMENTS\n```<｜tool▁call▁end｜>", "\n"),
+            "<｜tool▁calls▁end｜>",
+        ),
+    ),
+    "glm45": _Family(marks="<tool_call> <arg_key> <arg_value>", write_calls=_glm),
+    "kimi_k2": _Family(
+        marks="<|tool_calls_section_begin|>",
+        write_calls=_within(
+            "<|tool_calls_section_begin|>",
+            _each(
+                "<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>",
+            ),
+            "<|tool_calls_section_end|>",
+        ),
+    ),
+    "harmony": _Family(
+        marks="<|channel|>analysis<|message|>",
+        write_calls=_each(
+            "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS<|call|>",
+            "<|start|>assistant",
+        ),
+        write_thought="<|channel|>analysis<|message|>{}<|end|><|start|>assistant".format,
+        write_content="<|channel|>final<|message|>{}".format,
+    ),
+}
