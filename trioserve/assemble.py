@@ -31,6 +31,8 @@ from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.default_model import DOWNLOAD_THREAD, resolve_model
 from trioserve.model.loading.weights_name import weights_name
 from trioserve.model.settings import ModelSettings
+from trioserve.text.response_families import ResponseFamilies
+from trioserve.text.response_parsers.registry import named_families
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.trio_tools.daemon_thread import call_abandonable
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
@@ -84,6 +86,8 @@ async def open_engine(
     overlap_steps: bool = False,
     speculative_ngram: int = 0,
     step_timeout: float | None = None,
+    tool_call_parser: str = "auto",
+    reasoning_parser: str = "auto",
     kv_events: bool = False,
     kv_transfer_config: str | dict[str, Any] | None = None,
     role: Literal["prefill", "decode", "both"] = "both",
@@ -127,6 +131,8 @@ async def open_engine(
         speculative_ngram: draft tokens of a request in a step, taken from its own text; 0 is off.
         step_timeout: seconds that one step may take; a longer one refuses new requests until it ends; 0 is no limit.
             Default: 60, or ten times the longest step so far if that is more.
+        tool_call_parser, reasoning_parser: how the model writes calls of tools and thoughts, the names of families;
+            "auto" takes what its chat template shows, "none" leaves them in the text.
         kv_events: keep a record of what the prefix cache holds, for a router.
         kv_transfer_config: how KV blocks travel to and from other engines, as a dict or as JSON; None: not at all.
         role: what a router should use this engine for.
@@ -159,6 +165,10 @@ async def open_configured_engine(
 ) -> AsyncIterator[Engine]:
     """The same from a Config, with a look at the loading."""
     started_at = time.perf_counter()
+    try:
+        named_families(config.tool_call_parser, config.reasoning_parser, None)
+    except InvalidRequest as error:  # now, and not when the model has been loaded
+        raise StartupError(str(error)) from None
     transfers = connector_settings(config.kv_transfer_config, config.role)
     make_connector = None if transfers is None else find_connector(transfers.connector)
     with errors_unwrapped():
@@ -226,6 +236,11 @@ async def open_configured_engine(
                     default_sampling=_default_sampling(checkpoint),
                     connector=connector,
                     role=None if transfers is None else transfers.shown_role,
+                    families=ResponseFamilies(
+                        tokenizer,
+                        tool_call_parser=config.tool_call_parser,
+                        reasoning_parser=config.reasoning_parser,
+                    ),
                     readers_first=runner.device == "cpu",
                     when_idle=lambda: compute.run(runner.claim_memory),
                 )

@@ -218,6 +218,14 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
         "seconds that one step may take; a longer one turns /ready and refuses new requests until it ends, and one of "
         "five times that turns /health, too; 0 is no limit; default: 60, or ten times the longest step so far if that "
         "is more", "SECONDS")] = None
+    tool_call_parser: Annotated[str, _about(
+        "how the model writes calls of tools: auto takes what its chat template shows, none leaves them as text; "
+        "otherwise a family, such as hermes, mistral or llama3_json", "NAME")] = "auto"
+    reasoning_parser: Annotated[str, _about(
+        "how the model writes thoughts: auto takes what its chat template shows, none leaves them in the text; "
+        "otherwise a family, such as qwen3 or deepseek_r1", "NAME")] = "auto"
+    enable_auto_tool_choice: Annotated[bool, _about(
+        "taken for the sake of command lines for vLLM: tool_choice auto is always on")] = False
     kv_events: Annotated[bool, _about(
         "tell at /kv_events which blocks the prefix cache holds, for a router with --policy kv_aware")] = False
     kv_transfer_config: Annotated[str | dict[str, Any] | None, _about(

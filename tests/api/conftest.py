@@ -23,6 +23,7 @@ from trioserve.engine.step_watch import StepWatch
 from trioserve.http.exchange import Exchange, HeaderFields
 from trioserve.http.headers import Headers
 from trioserve.metrics.registry import Metrics
+from trioserve.text.response_families import ResponseFamilies
 from trioserve.trio_tools.deadline_keeper import DeadlineKeeper
 
 BOS = 1
@@ -109,6 +110,8 @@ class MemoryExchange(Exchange):
 class LetterTokenizer:
     """Every character is a token: its code point."""
 
+    chat_template = None
+
     bos_token, eos_token, pad_token, chat_template = chr(BOS), None, None, None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -116,6 +119,9 @@ class LetterTokenizer:
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(chr(token_id) for token_id in token_ids if token_id != BOS)
+
+    def writes_special(self, token: str) -> bool:
+        return False
 
     def token_text(self, token_id: int) -> str:
         return chr(token_id)
@@ -195,6 +201,7 @@ class ScriptedEngine:
     def __init__(self) -> None:
         self.model = Model()
         self.tokenizer = LetterTokenizer()
+        self.families = ResponseFamilies(self.tokenizer)  # type: ignore[arg-type]  # it has what is needed
         self.metrics = Metrics("letters")
         self.default_sampling = SamplingParams()
         self.ready, self.draining = True, False

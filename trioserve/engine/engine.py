@@ -59,6 +59,7 @@ from trioserve.engine.settings import EngineSettings
 from trioserve.engine.step_watch import StepWatch
 from trioserve.metrics.engine_gauges import EngineGauges
 from trioserve.metrics.registry import Metrics
+from trioserve.text.response_families import ResponseFamilies
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.trio_tools.deadline_keeper import Alarm, DeadlineKeeper
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
@@ -77,7 +78,8 @@ class Engine:
 
     new_request_id: for requests whose caller gives none. kv_events: what came and went in the prefix cache; None where
     nobody is told. connector: the core's; it runs as long as this does. role: what routers are told; None where KV
-    neither comes from other engines nor goes to them. readers_first and when_idle: see EngineLoop.
+    neither comes from other engines nor goes to them. families: how the model writes calls and thoughts; None: as its
+    chat template says. readers_first and when_idle: see EngineLoop.
     """
 
     def __init__(
@@ -94,12 +96,14 @@ class Engine:
         new_request_id: Callable[[], str] = _new_request_id,
         connector: RunningConnector | None = None,
         role: EngineRole | None = None,
+        families: ResponseFamilies | None = None,
         readers_first: bool = False,
         when_idle: WhenIdle | None = None,
     ) -> None:
         self.model = model
         self.role = role
         self.tokenizer = tokenizer
+        self.families = families or ResponseFamilies(tokenizer)
         self.metrics = metrics
         self.default_sampling = default_sampling or SamplingParams()
         self.draining = False

@@ -25,6 +25,7 @@ from trioserve.testing.fake_executor import FakeExecutor, FakeModel
 from trioserve.testing.gated_core import GatedCore
 from trioserve.testing.invariants import check_idle
 from trioserve.testing.scripted_model import NextToken, Response, answering, following
+from trioserve.text.response_families import ResponseFamilies
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
@@ -56,7 +57,10 @@ class FakeEngine(Engine):
         role: EngineRole | None = None,
         served_names: tuple[str, ...] = ("fake",),
         tokenizer: Tokenizer | None = None,
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
     ) -> None:
+        tokenizer = tokenizer or byte_tokenizer()
         self.core = core
         self.connector = connector
         self.executor = executor
@@ -72,13 +76,14 @@ class FakeEngine(Engine):
             ),
             core=core,
             steps=self.steps,
-            tokenizer=tokenizer or byte_tokenizer(),
+            tokenizer=tokenizer,
             text_threads=text_threads,
             metrics=Metrics(served_names[0]),
             settings=settings,
             new_request_id=map("req-{}".format, itertools.count(1)).__next__,
             connector=connector,
             role=role,
+            families=ResponseFamilies(tokenizer, tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser),
         )
 
     # --- when it steps ---
@@ -203,6 +208,8 @@ async def open_fake_engine(
     waiting_requests_max: int = 16,
     waiting_prompt_tokens_max: int = 1_000_000,
     waiting_seconds_max: float = 600.0,
+    tool_call_parser: str = "auto",
+    reasoning_parser: str = "auto",
     kv_events_max: int = 0,
     step_seconds: float = 0.0,
     paused: bool = False,
@@ -228,6 +235,8 @@ async def open_fake_engine(
     a step computes (a longer prompt comes in chunks), draft tokens of a request in a step (speculative_ngram), requests
     that wait, the tokens of their prompts and for how long, changes of the prefix cache that are kept for `GET
     /kv_events` (0: it is off). overlap_steps: a step is planned while another runs, unless the engine is paused.
+    tool_call_parser, reasoning_parser: how it writes calls of tools and thoughts: names of families; "auto" takes the
+    common format for calls, and no thoughts.
     paused: no step begins until step(), held_step() or resume(). What it says, of these at most one: `response`, a text
     or a function of the prompt's text; `next_token`, a function of the tokens so far; `model`. Otherwise it follows
     from the prompt, but looks random. tokenizer: a byte_tokenizer with another chat template. served_names: the model's
@@ -289,6 +298,8 @@ async def open_fake_engine(
                 role=None if made is None else role,
                 served_names=served_names,
                 tokenizer=tokenizer,
+                tool_call_parser=tool_call_parser,
+                reasoning_parser=reasoning_parser,
             )
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(engine.keep_deadlines)

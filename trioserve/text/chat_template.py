@@ -37,6 +37,11 @@ class ChatTemplate:
             name: token for name, token in (("bos_token", bos_token), ("eos_token", eos_token)) if token is not None
         }
 
+    @property
+    def text(self) -> str:
+        """The program itself, the one for tools included: what it writes tells how its model writes."""
+        return self.source if self._tool_source is None else f"{self.source}\n{self._tool_source}"
+
     def render(self, prompt: ChatPrompt) -> str:
         """The prompt's text. Encode it without adding special tokens: the template has written them.
 

@@ -67,6 +67,10 @@ class Tokenizer:
         with panics_become_load_errors("the GGUF file's tokens and merges"):
             return cls(vocabulary_from_gguf(metadata))
 
+    def writes_special(self, token: str) -> bool:
+        """Whether a text is one special token, which a response does not show unless it is asked to."""
+        return self._backend.token_to_id(token) in self._special_ids
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. 0.2 to 1.3 seconds per million characters, in which other threads may run.
 

@@ -17,11 +17,14 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from trioserve.api.generation import KeepAlive, Usage, read_streams, usage_of, wait_until_begun
 from trioserve.api.turn.turn_choice import CollectedChoice, TurnChoice
 from trioserve.api.turn.turn_request import ToolMode, TurnRequest
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.output import Delta
+from trioserve.text.response_families import PROMPT_END_TOKENS, offered_tools
 from trioserve.text.response_parts import ResponsePart
 
 if TYPE_CHECKING:
@@ -52,7 +55,8 @@ def chat_turn(context: RequestContext, request: TurnRequest) -> ChatTurn:
 
 class ChatTurn:
     """stream: the engine's side; held KV, prompt tokens and their log probabilities are its own. choices: by index;
-    there once it is entered.
+    there once it is entered. is_plain: nothing is parsed out of the response: its deltas may as well be read from the
+    stream as they are.
 
     Entering raises what entering a RequestStream raises, and then holds nothing.
     """
@@ -67,15 +71,26 @@ class ChatTurn:
         self._engine = engine
         self._request = request
         self._new_id = new_id
-        self.stream = generate(request.prompt(), request.sampling)
+        self._tools = offered_tools(request.offered_tools)
+        families = engine.families
+        has_tools = bool(self._tools)
+        sampling = request.sampling
+        if families.needs_special_tokens(has_tools=has_tools):
+            sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
+        self.is_plain = not families.needs_parser(has_tools=has_tools)
+        self.stream = generate(request.prompt(), sampling)
         self.choices: list[TurnChoice] = []
 
     async def __aenter__(self) -> ChatTurn:
         await self.stream.__aenter__()
+        prompt_end = ""
+        if not self.is_plain:
+            last = self.stream.prompt_token_ids[-PROMPT_END_TOKENS:]
+            prompt_end = self._engine.tokenizer.decode(last, skip_special_tokens=False)
         self.choices = [
             TurnChoice(
                 index,
-                None,
+                None if self.is_plain else self._engine.families.new_parser(self._tools, prompt_end=prompt_end),
                 calls_max=None if self._request.parallel_tool_calls else 1,
                 new_call_id=lambda: f"call_{self._new_id()}",
             )
@@ -87,11 +102,6 @@ class ChatTurn:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.stream.__aexit__(kind, error, traceback)
-
-    @property
-    def is_plain(self) -> bool:
-        """Nothing is parsed out of the response: its deltas may as well be read from the stream as they are."""
-        return True
 
     async def wait_until_begun(self) -> None:
         """Returns when the request runs, and so its response may begin with status 200. Raises what ended it in the

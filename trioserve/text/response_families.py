@@ -1,0 +1,68 @@
+"""How the served model writes calls and thoughts: told by its chat template, or by whoever serves it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from trioserve.text.response_parsers.families import REASONING_FAMILIES, TOOL_FAMILIES
+from trioserve.text.response_parsers.offered_tools import OfferedTool
+from trioserve.text.response_parsers.registry import AUTO, make_response_parser, named_families, prompt_begins_thought
+from trioserve.text.response_parts import ResponseParser
+from trioserve.text.tokenizer import Tokenizer
+
+__all__ = ["PROMPT_END_TOKENS", "ResponseFamilies", "offered_tools"]
+
+COMMON_TOOL_FAMILY = "hermes"
+"""For models whose template says nothing: the format that most others have learned."""
+
+PROMPT_END_TOKENS = 32  # of a prompt, that show whether it has opened a thought
+
+
+class ResponseFamilies:
+    """tool_family: the model's own, or the common one. reasoning_family: None for a model that does not think aloud."""
+
+    def __init__(self, tokenizer: Tokenizer, *, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO) -> None:
+        """Raises InvalidRequest for a parser that nobody knows, with those that are known."""
+        template = None if tokenizer.chat_template is None else tokenizer.chat_template.text
+        tool_family, self.reasoning_family = named_families(tool_call_parser, reasoning_parser, template)
+        if tool_family is None and tool_call_parser == AUTO:
+            tool_family = COMMON_TOOL_FAMILY
+        self.tool_family = tool_family
+        self._tool_tokens_are_special = tool_family is not None and any(
+            map(tokenizer.writes_special, TOOL_FAMILIES[tool_family].special_tokens)
+        )
+        self._thought_tokens_are_special = self.reasoning_family is not None and any(
+            map(tokenizer.writes_special, REASONING_FAMILIES[self.reasoning_family].special_tokens)
+        )
+
+    def needs_parser(self, *, has_tools: bool) -> bool:
+        """Whether there is anything to look for in the response; otherwise all of it is content."""
+        return self.reasoning_family is not None or (has_tools and self.tool_family is not None)
+
+    def needs_special_tokens(self, *, has_tools: bool) -> bool:
+        """Whether the markers to look for would be hidden with the other special tokens."""
+        return self._thought_tokens_are_special or (has_tools and self._tool_tokens_are_special)
+
+    def new_parser(self, tools: Iterable[OfferedTool], *, prompt_end: str) -> ResponseParser:
+        """For one choice. prompt_end: the text of the prompt's last PROMPT_END_TOKENS."""
+        return make_response_parser(
+            self.tool_family,
+            self.reasoning_family,
+            tools=tools,
+            begins_inside=prompt_begins_thought(prompt_end, self.reasoning_family),
+        )
+
+
+def offered_tools(tools: Iterable[Mapping[str, Any]] | None) -> list[OfferedTool]:
+    """Of tools in OpenAI's shape, which are checked."""
+    return [
+        OfferedTool(
+            name=function["name"],
+            description=function.get("description"),
+            parameters=function.get("parameters"),
+            strict=bool(function.get("strict")),
+        )
+        for tool in tools or ()
+        for function in [tool["function"]]
+    ]
