@@ -8,6 +8,7 @@ import msgspec
 
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer_params import KVTransferParams
+from trioserve.contracts.pooling import Pooled
 
 __all__ = [
     "AbortOutcome",
@@ -15,6 +16,7 @@ __all__ = [
     "EngineEvent",
     "FinishReason",
     "Phase",
+    "PooledReady",
     "PromptLogprobs",
     "RequestFinished",
     "TokenLogprob",
@@ -23,7 +25,7 @@ __all__ = [
 
 
 class FinishReason(enum.Enum):
-    STOP = "stop"  # an end token, a stop token or a stop string
+    STOP = "stop"  # an end token, a stop token or a stop string; or its prompt is pooled
     LENGTH = "length"  # output_tokens_max, or the model's context is full
     ABORT = "abort"  # the client left, or somebody aborted it by id
     DEADLINE = "deadline"
@@ -61,6 +63,13 @@ class PromptLogprobs(msgspec.Struct, frozen=True):
     logprobs: tuple[TokenLogprob | None, ...]
 
 
+class PooledReady(msgspec.Struct, frozen=True):
+    """What a request that is pooled gives, once. Its end comes next."""
+
+    request_id: RequestId
+    pooled: Pooled
+
+
 class RequestFinished(msgspec.Struct, frozen=True, kw_only=True):
     """The last event of a request. Its blocks are free when this is returned, or a connector holds them; or, where the
     next step had been planned ahead and has it once more, they are when that one has come back.
@@ -79,7 +88,7 @@ class RequestFinished(msgspec.Struct, frozen=True, kw_only=True):
     kv_transfer: KVTransferParams | None = None
 
 
-EngineEvent = TokensReady | PromptLogprobs | RequestFinished
+EngineEvent = TokensReady | PromptLogprobs | PooledReady | RequestFinished
 
 
 class AbortOutcome(enum.Enum):

@@ -1,4 +1,4 @@
-"""What is asked of an engine core: one sequence to be continued."""
+"""What is asked of an engine core: one sequence to be continued, or to be pooled."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import msgspec
 from trioserve.contracts.guide import Guide
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer_params import KVTransferParams
+from trioserve.contracts.pooling import Pooling
 from trioserve.contracts.sampling import SamplingParams
 
 __all__ = ["EngineRequest", "PRIORITY_MAX", "PRIORITY_MIN"]
@@ -25,6 +26,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: requests share cached prefix blocks only when their salts are equal.
     kv_transfer: what a connector is to do for it; None: nothing.
     guide: what restrains its tokens, which belongs to this sequence alone; None: nothing does.
+    pooling: the prompt is computed, and what its last chunk gives is a vector or a score in the place of a token: with
+        that it ends. output_tokens_max is 0 then, and of sampling and seed nothing is looked at. None: it is continued.
     """
 
     id: RequestId
@@ -37,3 +40,4 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     kv_transfer: KVTransferParams | None = None
     guide: Guide | None = None
+    pooling: Pooling | None = None

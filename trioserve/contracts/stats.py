@@ -43,5 +43,5 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_usage(self) -> float:
-        """Share of the pool that live requests use or a connector holds: 0 to 1."""
-        return (self.blocks_used + self.blocks_held) / self.blocks_total
+        """Share of the pool that live requests use or a connector holds: 0 to 1; 0 where there is no pool."""
+        return 0.0 if not self.blocks_total else (self.blocks_used + self.blocks_held) / self.blocks_total

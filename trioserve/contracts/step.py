@@ -10,6 +10,7 @@ import msgspec
 
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.ids import RequestId
+from trioserve.contracts.pooling import Pooled
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.token_masks import TokenMasks
 
@@ -33,7 +34,7 @@ class ScheduledChunk(msgspec.Struct, frozen=True):
     last known token, so its last row gives the next token. awaits_token: its one token, at `start`, is what the step
     before it samples for this request, and was not known when the plan was made. Then `tokens` ends before it, and gets
     it, and nothing else, when that step's result is taken. A decode is a chunk with count 1 that samples; a prefix hit
-    is a chunk whose start is above 0. draft: tokens that may come after the last known one, computed in the same step
+    is a chunk whose start is above 0. A request that is pooled never samples. draft: tokens that may come after the last known one, computed in the same step
     at the positions behind it. Only a decode has one. A token is sampled after the last known token and after each
     draft token, as if all before it were known. The block table covers the draft, too. mask_row: the row of the plan's
     masks that says which tokens may come next; each draft token has one more, behind it. None: all may.
@@ -53,6 +54,12 @@ class ScheduledChunk(msgspec.Struct, frozen=True):
     def row_count(self) -> int:
         """Tokens that it computes, known and drafted."""
         return self.count + len(self.draft)
+
+    @property
+    def pools(self) -> bool:
+        """Whether its request is pooled, and this is the last chunk of the prompt."""
+        request = self.request
+        return request.pooling is not None and self.start + self.count == len(request.prompt_token_ids)
 
     @property
     def row_tokens(self) -> Sequence[int]:
@@ -86,7 +93,7 @@ class StepResult(msgspec.Struct, frozen=True):
     .. start + count, as far as these are prompt tokens. errors: requests that cannot go on, with a sentence for the
     client; the others are not touched. draft_token_ids: by request with a draft, what follows each draft token, if the
     draft tokens up to it are right; shorter than the draft where no token could be chosen. draft_logprobs: as long, for
-    those that asked.
+    those that asked. pooled: of each chunk that pools, by request.
     """
 
     token_ids: tuple[int | None, ...]
@@ -95,6 +102,7 @@ class StepResult(msgspec.Struct, frozen=True):
     errors: dict[RequestId, str] = {}
     draft_token_ids: dict[RequestId, tuple[int, ...]] = {}
     draft_logprobs: dict[RequestId, tuple[TokenLogprob, ...]] = {}
+    pooled: dict[RequestId, Pooled] = {}
 
 
 class IsAbandoned:

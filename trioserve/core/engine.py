@@ -26,6 +26,7 @@ from trioserve.contracts.events import (
     AbortResult,
     EngineEvent,
     FinishReason,
+    PooledReady,
     PromptLogprobs,
     RequestFinished,
     TokenLogprob,
@@ -95,11 +96,13 @@ class EngineCore:
             raise InvalidRequest("the prompt has no tokens: send at least one", param="prompt")
         if not 0 <= min(request.prompt_token_ids) <= max(request.prompt_token_ids) < TOKEN_IDS_MAX:
             raise InvalidRequest(f"the prompt has token ids outside 0 to {TOKEN_IDS_MAX - 1}", param="prompt")
-        if request.output_tokens_max < 1:
+        if request.pooling is not None:
+            self._check_pooled(request)
+        elif request.output_tokens_max < 1:
             raise InvalidRequest(
                 f"max_tokens is {request.output_tokens_max}, the engine needs at least 1", param="max_tokens"
             )
-        if prompt_count + request.output_tokens_max > self.settings.context_tokens_max:
+        elif prompt_count + request.output_tokens_max > self.settings.context_tokens_max:
             raise ContextTooLong(
                 f"This model's maximum context length is {self.settings.context_tokens_max} tokens, prompt and "
                 f"response together, but the prompt has {prompt_count} and max_tokens asks for "
@@ -309,6 +312,9 @@ class EngineCore:
             if request.sampling.prompt_logprobs is not None:
                 self._pass_on_prompt_logprobs(chunk, live, result, events)
             if not chunk.samples:
+                if chunk.pools:
+                    events.append(PooledReady(request.id, result.pooled[request.id]))
+                    events.append(self._finish(live, FinishReason.STOP, now))
                 continue
             assert token_id is not None, f"{request.id}: the chunk samples, but no token came"
             reason = take_token(live, token_id)
@@ -333,6 +339,24 @@ class EngineCore:
             elif reason is not None:
                 stop_token_id = live.tokens[-1] if reason is FinishReason.STOP else None
                 events.append(self._finish(live, reason, now, stop_token_id=stop_token_id))
+
+    def _check_pooled(self, request: EngineRequest) -> None:
+        """Raises ContextTooLong."""
+        assert request.pooling is not None, request.id
+        assert request.output_tokens_max == 0, f"{request.id} is pooled, and is to have tokens"
+        assert request.pooling.is_whole or self.settings.keeps_kv, f"{request.id}: without KV all is computed at once"
+        prompt_count = len(request.prompt_token_ids)
+        if prompt_count > self.settings.context_tokens_max:
+            raise ContextTooLong(
+                f"the prompt has {prompt_count} tokens, this model takes {self.settings.context_tokens_max}: shorten it",
+                param="prompt",
+            )
+        if request.pooling.is_whole and prompt_count > self.settings.whole_tokens_max:
+            raise ContextTooLong(
+                f"the prompt has {prompt_count} tokens, and has to be computed in one step, which has room for "
+                f"{self.settings.whole_tokens_max}: shorten it or raise --max-num-batched-tokens",
+                param="prompt",
+            )
 
     def _take_draft(
         self, chunk: ScheduledChunk, live: LiveRequest, sampled: tuple[int, ...], reason: FinishReason | None

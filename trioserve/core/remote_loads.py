@@ -52,7 +52,7 @@ class RemoteLoads:
 
     def matched_count(self, live: LiveRequest, computed_count: int) -> int:
         """How many tokens from computed_count on could be loaded; 0 for one that has been loaded or has run before."""
-        if live.asked_remote or live.status is not RequestStatus.WAITING or live.wants_prompt_logprobs:
+        if live.asked_remote or live.status is not RequestStatus.WAITING or live.needs_every_row:
             return 0
         return self._connector.num_matched_tokens(live.request, computed_count)
 

@@ -65,6 +65,8 @@ class LiveRequest:
         "computed_count",
         "drafter",
         "guide",
+        "is_pooled",
+        "is_whole",
         "loaded_token_count",
         "overtaken_count",
         "prompt_logprobs_count",
@@ -79,6 +81,8 @@ class LiveRequest:
     def __init__(self, request: EngineRequest, arrival_index: int) -> None:
         self.request = request
         self.arrival_index = arrival_index
+        self.is_pooled = request.pooling is not None
+        self.is_whole = request.pooling is not None and request.pooling.is_whole
         self.status = RequestStatus.WAITING
         self.tokens = list(request.prompt_token_ids)
         self.computed_count = 0
@@ -115,8 +119,9 @@ class LiveRequest:
         return len(self.tokens) - self.computed_count
 
     @property
-    def wants_prompt_logprobs(self) -> bool:
-        return self.request.sampling.prompt_logprobs is not None
+    def needs_every_row(self) -> bool:
+        """No token of its prompt may come from elsewhere, be it the prefix cache: what computing it gives is asked."""
+        return self.is_whole or self.request.sampling.prompt_logprobs is not None
 
     @property
     def order(self) -> tuple[int, int]:

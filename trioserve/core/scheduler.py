@@ -54,7 +54,8 @@ class Scheduler:
         self.prefix_hit_tokens_total = 0
 
     def blocks_for(self, token_count: int) -> int:
-        return -(-token_count // self._settings.block_size)
+        """None where nobody has KV."""
+        return -(-token_count // self._settings.block_size) if self._settings.keeps_kv else 0
 
     def fill_step(self, now: float) -> tuple[list[ScheduledChunk], list[LiveRequest], list[RequestId], list[RequestId]]:
         """Returns the chunks of the next step, whose they are, and who was admitted and preempted for it. No chunks:
@@ -87,7 +88,7 @@ class Scheduler:
         lives = [self.running[request_id] for request_id in planned]
         for live, count in zip(lives, planned.values(), strict=True):
             start, tokens = live.computed_count, live.tokens
-            samples = start + count == len(tokens)
+            samples = start + count == len(tokens) and not live.is_pooled
             chunks.append(ScheduledChunk(live.request, tokens, start, count, live.blocks, samples))
         if self._settings.draft_tokens_max and not self._somebody_waits():
             self._add_drafts(chunks)
@@ -134,7 +135,7 @@ class Scheduler:
                     start,
                     count,
                     live.blocks,
-                    samples=start + count >= known_count,
+                    samples=start + count >= known_count and not live.is_pooled,
                     awaits_token=start == known_count,
                 )
             )
@@ -272,6 +273,9 @@ class Scheduler:
     ) -> list[RequestId]:
         """Start waiting requests, in order, while places in the batch, budget and blocks last.
 
+        One that has to be computed whole waits for a step with as many tokens left, and holds the line meanwhile: who
+        decodes leaves as many, and prompts that were begun come to their end.
+
         One that does not fit is passed over, and those that start before it are counted. When they are overtakes_max it
         holds the line: whoever runs ends, and its blocks are left for it. So the first of the best priority starts in
         any case, and nobody waits longer for one that does not fit than that takes. A preempted request holds the line
@@ -327,6 +331,8 @@ class Scheduler:
         for live in self.waiting:
             if not admission.goes_on or admission.passed_count > passed_max:
                 break
+            if live.is_whole and live.due_count > admission.budget:
+                break  # a step will have as many tokens left, once what was begun is done: nobody starts before it
             if not self._consider(live, admission, now):
                 if live.status is RequestStatus.PREEMPTED or live.overtaken_count >= overtakes_max:
                     break
@@ -407,8 +413,8 @@ class Scheduler:
         admission.chosen.append(live)
 
     def _takes_hits(self, live: LiveRequest) -> bool:
-        # A cached prompt token has no logits, so who wants its logprobs computes it.
-        return self._settings.enable_prefix_caching and not live.wants_prompt_logprobs
+        # A cached prompt token has no hidden state, so who wants that, or logprobs, computes it.
+        return self._settings.enable_prefix_caching and not live.needs_every_row
 
     def _match(self, live: LiveRequest) -> list[BlockIndex]:
         return self._cache.match(live.chain, live.tokens) if self._takes_hits(live) else []

@@ -41,6 +41,8 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     remote_kv_seconds_max: how long a request waits for KV from elsewhere.
     held_share_max: share of the pool that connectors may hold of requests that asked for it; beyond that a request is
         answered without being held. (So that one reader that is slow does not take the others' room.)
+    keeps_kv: False for a model that attends to all tokens of a prompt at once and keeps nothing (an encoder): nobody
+        has blocks, there need not be any, and every request is pooled and computed whole.
     load_failure_policy: whether a request whose KV does not come computes it here, or ends with an error.
     Raises StartupError when the limits contradict each other.
     """
@@ -59,11 +61,12 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     remote_kv_seconds_max: float = 10.0
     held_share_max: float = 0.5
     load_failure_policy: Literal["recompute", "fail"] = "recompute"
+    keeps_kv: bool = True
 
     def __post_init__(self) -> None:
         for name in ("block_count", "block_size", "context_tokens_max", "max_num_seqs", "step_tokens_max"):
             value = getattr(self, name)
-            if value < 1:
+            if value < (1 if name != "block_count" or self.keeps_kv else 0):
                 raise StartupError(f"{name} is {value}, it must be at least 1")
         for name in ("draft_tokens_max", "draft_step_tokens_max", "overtakes_max"):
             if getattr(self, name) < 0:
@@ -82,8 +85,16 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
                 f"a step may compute {self.step_tokens_max} tokens, but {self.max_num_seqs} requests may run "
                 "and each needs one: raise --max-num-batched-tokens or lower --max-num-seqs"
             )
-        if self.block_count * self.block_size < self.context_tokens_max:
+        if not self.keeps_kv and self.enable_prefix_caching:
+            raise StartupError("a model that keeps no KV has no prefix cache: turn enable_prefix_caching off")
+        if self.keeps_kv and self.block_count * self.block_size < self.context_tokens_max:
             raise StartupError(
                 f"the KV cache holds {self.block_count * self.block_size} tokens, less than the "
                 f"{self.context_tokens_max} of one full context: lower --max-model-len or give it more memory"
             )
+
+    @property
+    def whole_tokens_max(self) -> int:
+        """Tokens of a prompt that has to be computed in one step. Beside those that decode there is always room for as
+        many, sooner or later."""
+        return self.step_tokens_max - (self.max_num_seqs - 1 if self.keeps_kv else 0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from trioserve.contracts.events import FinishReason, TokenLogprob
+from trioserve.contracts.pooling import Pooled
 from trioserve.contracts.request import EngineRequest
 from trioserve.testing.automaton_guide import AutomatonGuide
 from trioserve.testing.fake_executor import FakeModel
@@ -25,6 +26,7 @@ class ReferenceResponse(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_id: int | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    pooled: Pooled | None = None
 
 
 class ReferenceEngine:
@@ -36,6 +38,10 @@ class ReferenceEngine:
         model, sampling = self.model, request.sampling
         digest = model.digest(request.prompt_token_ids)
         known = list(request.prompt_token_ids)
+        if request.pooling is not None:
+            asked = None if sampling.prompt_logprobs is None else self._prompt_logprobs(request)
+            pooled = model.pooled(request.pooling, digest)
+            return ReferenceResponse(token_ids=(), reason=FinishReason.STOP, prompt_logprobs=asked, pooled=pooled)
         token_ids: list[int] = []
         logprobs: list[TokenLogprob] = []
         stop_token_id = None

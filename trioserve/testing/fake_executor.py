@@ -9,26 +9,29 @@ between different prefixes or salts is noticed at the first look.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.ids import RequestId
+from trioserve.contracts.pooling import Pooled, Pooling
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult, never_abandoned
 
-__all__ = ["NOTHING_MAY_COME", "FakeExecutor", "FakeModel", "IsAllowed"]
+__all__ = ["EMBEDDING_SIZE", "NOTHING_MAY_COME", "FakeExecutor", "FakeModel", "IsAllowed"]
 
 IsAllowed = Callable[[int], bool]
 """Whether a token id may come next."""
 
 NOTHING_MAY_COME = "no token may come next"
 _MASK_64 = 2**64 - 1
+EMBEDDING_SIZE = 8
 
 
 class FakeModel:
-    """The pure part: tokens in, the next token out. Filters, penalties and logit_bias of the sampling have no effect.
+    """The pure part: tokens in, the next token or a vector out. Filters, penalties and logit_bias of the sampling have no effect.
 
     vocab_size: tokens are 0 .. vocab_size - 1. stop_token_id: the end token, which follows one prefix in
     `stop_period`; None: no token is preferred. Before min_tokens no stop token of the request is chosen, as in a real
@@ -79,6 +82,17 @@ class FakeModel:
                 token_id = (token_id + 1) % self.vocab_size
         return token_id
 
+    def pooled(self, pooling: Pooling, digest: int) -> Pooled:
+        """What a prompt with this digest gives: EMBEDDING_SIZE numbers from -1 to 1, or one from 0 to 1. It depends on
+        everything that is asked, so that nothing asked can be lost."""
+        if pooling.task == "score":
+            return Pooled.of([_mixed(digest ^ (pooling.first_segment_tokens or 0)) / _MASK_64])
+        digest = _mixed(digest ^ len(pooling.method))
+        numbers = [2.0 * _mixed(digest + index) / _MASK_64 - 1.0 for index in range(EMBEDDING_SIZE)]
+        numbers = numbers[: pooling.dimensions]
+        length = math.sqrt(sum(number * number for number in numbers)) if pooling.normalize else 1.0
+        return Pooled.of([number / length for number in numbers])
+
     def logprob(self, token_id: int, digest: int, top_count: int) -> TokenLogprob:
         """Made up, but deterministic: of `token_id` after a prefix with this digest, and of `top_count` others, best
         first. The same token has the same logprob in both places."""
@@ -98,10 +112,14 @@ class FakeExecutor:
     """An Executor (contracts.step) over a FakeModel.
 
     errors: requests that fail at their next chunk, with the sentence for the client; change it at any time. A failing
-    chunk leaves garbage in its slots, as a real one may. plans: how many were executed.
+    chunk leaves garbage in its slots, as a real one may. plans: how many were executed. keeps_kv: False plays a model
+    that needs no blocks, since it computes every prompt whole.
     """
 
-    def __init__(self, *, block_count: int, block_size: int = 16, model: FakeModel | None = None) -> None:
+    def __init__(
+        self, *, block_count: int, block_size: int = 16, model: FakeModel | None = None, keeps_kv: bool = True
+    ) -> None:
+        self.keeps_kv = keeps_kv
         self.block_count = block_count
         self.block_size = block_size
         self.model = FakeModel() if model is None else model
@@ -139,7 +157,7 @@ class FakeExecutor:
     def _sampled(self, plan: StepPlan, chunks: dict[int, ScheduledChunk]) -> StepResult:
         """chunks: those that are computed, by their place in the plan."""
         token_ids: list[int | None] = []
-        result = StepResult((), {}, {}, {}, {}, {})
+        result = StepResult((), {}, {}, {}, {}, {}, {})
         for index in range(len(plan.chunks)):
             if index not in chunks:
                 token_ids.append(None)
@@ -155,6 +173,8 @@ class FakeExecutor:
             if sampling.prompt_logprobs is not None:
                 result.prompt_logprobs[request.id] = self._prompt_logprobs(chunk, digests, sampling.prompt_logprobs)
             if not chunk.samples:
+                if chunk.pools and request.pooling is not None:
+                    result.pooled[request.id] = self.model.pooled(request.pooling, digests[-1])
                 token_ids.append(None)
                 continue
             # One after the last known token, and one after each draft token.
@@ -276,10 +296,17 @@ class FakeExecutor:
             assert chunk.count >= 1, f"{name}: an empty chunk"
             assert 0 <= chunk.start < end <= len(chunk.tokens), f"{name}: {chunk.start} to {end} of {len(chunk.tokens)}"
             assert tuple(chunk.tokens[: len(prompt)]) == prompt, f"{name}: the prompt has changed"
-            assert chunk.samples == (end == len(chunk.tokens)), f"{name}: samples at the wrong place"
             assert chunk.mask_row is None or chunk.samples, f"{name} has a mask and samples nothing"
+            pooling = chunk.request.pooling
+            samples = pooling is None and end == len(chunk.tokens)
+            assert chunk.samples == samples, f"{name}: samples at the wrong place"
+            if pooling is not None:
+                assert end <= len(prompt), f"{name}: goes on behind the prompt that is pooled"
+                is_whole = chunk.start == 0 and end == len(prompt)
+                assert is_whole or not pooling.is_whole, f"{name}: {chunk.start} to {end} of what is computed whole"
+            assert pooling is not None or self.keeps_kv, f"{name}: goes on without KV"
             assert not chunk.draft or (chunk.samples and chunk.count == 1), f"{name} drafts, and is no decode"
-            block_count = -(-(end + len(chunk.draft)) // self.block_size)
+            block_count = -(-(end + len(chunk.draft)) // self.block_size) if self.keeps_kv else 0
             assert len(chunk.block_table) == block_count, f"{name}: {len(chunk.block_table)} blocks"
             assert len(set(chunk.block_table)) == len(chunk.block_table), f"{name}: a block twice"
             assert all(0 <= block < self.block_count for block in chunk.block_table), f"{name}: no such block"
@@ -289,6 +316,8 @@ class FakeExecutor:
 
     def _write(self, chunk: ScheduledChunk) -> None:
         positions = range(chunk.start, chunk.start + chunk.row_count)
+        if not self.keeps_kv:
+            return
         if chunk.request.id in self.errors:
             self._spoil(chunk)
             return
@@ -303,6 +332,8 @@ class FakeExecutor:
             self._slots[self._slot(chunk, position)] = (parent, chunk.request.cache_salt)
 
     def _spoil(self, chunk: ScheduledChunk) -> None:
+        if not self.keeps_kv:
+            return
         for position in range(chunk.start, chunk.start + chunk.row_count):
             self._slots[self._slot(chunk, position)] = None
 
@@ -313,6 +344,9 @@ class FakeExecutor:
         tokens = [*chunk.tokens[: chunk.start + chunk.count], *chunk.draft]
         for position, token_id in enumerate(tokens):
             expected = self.model.digest((token_id,), expected)
+            if not self.keeps_kv:
+                digests.append(expected)
+                continue
             found = self._slots[self._slot(chunk, position)]
             assert found == (expected, chunk.request.cache_salt), (
                 f"{chunk.request.id}: position {position}, in block {chunk.block_table[position // self.block_size]}, "

@@ -63,14 +63,15 @@ def check_idle(core: EngineCore) -> None:
 
 
 def _blocks_for(core: EngineCore, token_count: int) -> int:
-    return -(-token_count // core.settings.block_size)
+    return -(-token_count // core.settings.block_size) if core.settings.keeps_kv else 0
 
 
 def _check_progress(core: EngineCore, live: LiveRequest) -> None:
     request = live.request
     assert live.status is not RequestStatus.FINISHED, f"{request.id} has finished and is still there"
     assert tuple(live.tokens[: live.prompt_count]) == request.prompt_token_ids, f"{request.id}: the prompt has changed"
-    assert 0 <= live.output_count < request.output_tokens_max, f"{request.id}: {live.output_count} tokens, and no end"
+    tokens_max = 1 if request.pooling is not None else request.output_tokens_max  # a vector stands for one
+    assert 0 <= live.output_count < tokens_max, f"{request.id}: {live.output_count} tokens, and no end"
     assert len(live.tokens) <= core.settings.context_tokens_max
     # The token of a marked request is not taken, though a step behind computes one that comes after it.
     is_read_on = live.abort_reason is not None and core.settings.overlap_steps

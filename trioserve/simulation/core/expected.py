@@ -9,6 +9,7 @@ from trioserve.contracts.events import (
     EngineEvent,
     FinishReason,
     Phase,
+    PooledReady,
     PromptLogprobs,
     RequestFinished,
     TokensReady,
@@ -35,6 +36,7 @@ class ExpectedSequence:
         "draft_counts",
         "finished",
         "has_surplus",
+        "is_pooled",
         "is_running",
         "known",
         "lacks_kv",
@@ -64,12 +66,22 @@ class ExpectedSequence:
         self.overtaken_count_min = 0
         self.overtaken_count_max = 0
         self.is_running = False
+        self.is_pooled = False
         self.steps_in_flight = 0
         self.computed_end = 0
         self.has_surplus = False
         self.aborted_for: FinishReason | None = None
         self.message: str | None = None
         self.finished: RequestFinished | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        return self.request.pooling is not None and self.request.pooling.is_whole
+
+    @property
+    def needs_every_row(self) -> bool:
+        """Nothing of its prompt may be a hit."""
+        return self.is_whole or self.request.sampling.prompt_logprobs is not None
 
     @property
     def phase(self) -> Phase:
@@ -81,7 +93,7 @@ class ExpectedSequence:
     def will_have_ended(self) -> bool:
         """Whether it ends with the step in flight that it is in, whatever that brings: it has all its tokens then."""
         samples = self.steps_in_flight > 0 and self.computed_end == len(self.known)
-        return samples and self.output_count + 1 == self.request.output_tokens_max
+        return samples and (self.request.pooling is not None or self.output_count + 1 == self.request.output_tokens_max)
 
     def take_chunk(self, chunk: ScheduledChunk) -> None:
         """It computes in the step that begins."""
@@ -131,7 +143,11 @@ class ExpectedSequence:
                 drafts, tokens, accepted = self.draft_counts
                 self.draft_counts = (drafts + 1, tokens + len(chunk.draft), accepted + expected - 1)
             assert count == expected, f"{name}: {count} tokens from a chunk that gives {expected}"
-            if self.output_count == len(self.response.token_ids):
+            if self.request.pooling is not None:
+                is_over = chunk.start + chunk.count == len(self.known)
+                assert self.is_pooled == is_over, f"{name}: pooled, or not, with its last chunk: {is_over}"
+                assert (self.finished is not None) == is_over, f"{name}: ended, or not, with its last chunk: {is_over}"
+            elif self.output_count == len(self.response.token_ids):
                 assert self.finished is not None, f"{name} has its whole response, and no end"
         # Whoever ends with one step and is in the next: there it is surplus.
         self.has_surplus = self.finished is not None and self.steps_in_flight > 0
@@ -155,6 +171,10 @@ class ExpectedSequence:
         assert self.aborted_for is None, f"{name} was aborted, and now {event}"
         if type(event) is TokensReady:
             self._take_tokens(event)
+        elif type(event) is PooledReady:
+            assert not self.is_pooled, f"{name} is pooled twice"
+            assert event.pooled == self.response.pooled, f"{name} is pooled to something else"
+            self.is_pooled = True
         elif type(event) is PromptLogprobs:
             entries = event.logprobs
             assert self.output_count == 0, f"{name}: prompt logprobs after the first token"
@@ -192,6 +212,7 @@ class ExpectedSequence:
             assert self.output_count == count, f"{name} ends with {self.output_count} of {count} tokens"
             asked = self.response.prompt_logprobs
             assert asked is None or self.prompt_logprobs_count == len(asked), f"{name}: prompt logprobs are missing"
+            assert self.is_pooled == (self.response.pooled is not None), f"{name} ends, and pooled is {self.is_pooled}"
         expected = RequestFinished(
             request_id=name,
             reason=reason,

@@ -123,6 +123,18 @@ class Generator:
         block_size = rng.choice((1, 2, 3, 4))
         max_num_seqs = rng.choice((1, 2, 3, 3, 4, 5))
         draft_tokens = rng.choice((0, 0, 1, 3, 8))
+        keeps_kv = rng.random() < 0.9
+        if not keeps_kv:
+            return World(
+                block_count=rng.randint(3, 24),
+                block_size=block_size,
+                max_num_seqs=max_num_seqs,
+                step_tokens_max=max_num_seqs + rng.choice((0, 1, 3, 8, 16)),
+                vocab_size=rng.choice((2, 4, 50)),
+                enable_prefix_caching=False,
+                overlaps=rng.random() < 0.6,
+                keeps_kv=False,
+            )
         return World(
             block_count=rng.randint(3, 9) if rng.random() < 0.6 else rng.randint(10, 24),
             block_size=block_size,
@@ -206,6 +218,24 @@ class Generator:
         if chance() < self._faults.lost_share:
             self._lost.add(name)
         timeout = round(chance() * 2, 3) if chance() < self._faults.timeout_share else None
+        if not self.world.keeps_kv or chance() < 0.12:
+            pooled: Literal["chunks", "whole"] = "whole"
+            if self.world.keeps_kv and chance() < 0.5:
+                pooled = "chunks"
+            elif chance() < 0.95:
+                prompt = prompt[: self.world.whole_tokens_max]
+            return Arrive(
+                id=name,
+                prompt=prompt,
+                output=output,
+                pooled=pooled,
+                choices=2 + self._below(2) if chance() < 0.1 else 1,
+                priority=priority,
+                salt=SALTS[self._below(len(SALTS))],
+                timeout=timeout,
+                remote=remote,
+                is_sent=is_sent,
+            )
         if chance() < 0.6:  # most want nothing special
             return Arrive(
                 id=name,

@@ -46,6 +46,9 @@ class World(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
 
     has_connector: there is one; hold_seconds and load_seconds: how long it may keep blocks, and a request wait for its
     KV. fails_without_kv: a request whose KV does not come ends with an error, instead of computing it.
+
+    keeps_kv: False is an encoder: there are no blocks, and every request is pooled; block_count and block_size only say
+    how long a prompt may be.
     """
 
     block_count: int
@@ -64,10 +67,17 @@ class World(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
     hold_seconds: float = 1.0
     load_seconds: float = 1.0
     fails_without_kv: bool = False
+    keeps_kv: bool = True
 
     @property
     def context_tokens_max(self) -> int:
         return self.block_count * self.block_size
+
+    @property
+    def whole_tokens_max(self) -> int:
+        """Of a prompt that has to be computed in one step."""
+        room = self.step_tokens_max - (self.max_num_seqs - 1 if self.keeps_kv else 0)
+        return min(room, self.context_tokens_max)
 
 
 class Arrive(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="arrive"):
@@ -75,6 +85,7 @@ class Arrive(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
 
     stops: the tokens that end it. timeout: seconds until it is aborted with reason DEADLINE; None: never. remote: so
     many tokens of the prompt could be loaded by the connector. is_sent: the connector wants its blocks when it ends.
+    pooled: the prompt becomes a vector, and comes in chunks or whole; then output counts for nothing.
     """
 
     id: str
@@ -92,19 +103,20 @@ class Arrive(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
     timeout: float | None = None
     remote: int = 0
     is_sent: bool = False
+    pooled: Literal["chunks", "whole"] | None = None
 
     @property
     def sequence_ids(self) -> list[str]:
         return [self.id] if self.choices == 1 else [f"{self.id}.{index}" for index in range(self.choices)]
 
-    def can_run(self, context_tokens_max: int) -> bool:
-        """Whether an engine with this context has to take it."""
+    def can_run(self, world: World) -> bool:
+        """Whether its engine has to take it."""
+        if self.pooled is not None:
+            fits = len(self.prompt) <= (world.context_tokens_max if self.pooled == "chunks" else world.whole_tokens_max)
+        else:
+            fits = self.output >= 1 and len(self.prompt) + self.output <= world.context_tokens_max
         return (
-            len(self.prompt) >= 1
-            and self.output >= 1
-            and len(self.prompt) + self.output <= context_tokens_max
-            and min(self.prompt) >= 0
-            and PRIORITY_MIN <= self.priority <= PRIORITY_MAX
+            len(self.prompt) >= 1 and fits and min(self.prompt) >= 0 and PRIORITY_MIN <= self.priority <= PRIORITY_MAX
         )
 
 

@@ -47,8 +47,8 @@ def check_nobody_could_start(core: EngineCore, may_load: Callable[[LiveRequest],
 
 def _blocks_lacking(core: EngineCore, live: LiveRequest) -> int:
     """How many blocks it needs beyond those that others use or hold, and it shares."""
-    needed = -(-len(live.tokens) // core.settings.block_size)
-    if not core.settings.enable_prefix_caching or live.wants_prompt_logprobs:
+    needed = -(-len(live.tokens) // core.settings.block_size) if core.settings.keeps_kv else 0
+    if not core.settings.enable_prefix_caching or live.needs_every_row:
         return needed
     hits = core.cache.match(PrefixChain(live.request.cache_salt), live.tokens)
     return needed - sum(not core.pool.is_idle(block) for block in hits)

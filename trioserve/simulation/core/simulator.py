@@ -18,6 +18,7 @@ from trioserve.contracts.block_hash import hash_block
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.events import AbortOutcome, AbortResult, EngineEvent, FinishReason, RequestFinished
 from trioserve.contracts.ids import BlockIndex, RequestId
+from trioserve.contracts.pooling import Pooling
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import StepPlan, StepResult
@@ -78,12 +79,16 @@ class Simulation:
         self.world = world
         self.now = 0.0
         model = FakeModel(vocab_size=world.vocab_size, stop_token_id=0, stop_period=world.stop_period)
-        self.executor = FakeExecutor(block_count=world.block_count, block_size=world.block_size, model=model)
+        block_count = world.block_count if world.keeps_kv else 0
+        self.executor = FakeExecutor(
+            block_count=block_count, block_size=world.block_size, model=model, keeps_kv=world.keeps_kv
+        )
         self.transfers = TransferWatch(world, self.executor) if world.has_connector else None
         self.core = EngineCore(
             CoreSettings(
-                block_count=world.block_count,
+                block_count=block_count,
                 block_size=world.block_size,
+                keeps_kv=world.keeps_kv,
                 context_tokens_max=world.context_tokens_max,
                 max_num_seqs=world.max_num_seqs,
                 step_tokens_max=world.step_tokens_max,
@@ -164,17 +169,21 @@ class Simulation:
             logprobs=event.logprobs,
             prompt_logprobs=event.prompt_logprobs,
         )
-        can_run = event.can_run(self.world.context_tokens_max)
+        can_run = event.can_run(self.world)
+        pooling = None
+        if event.pooled is not None:
+            pooling = Pooling(task="embed", method="last", normalize=False, is_whole=event.pooled == "whole")
         for index, name in enumerate(names):
             request = EngineRequest(
                 id=RequestId(name),
                 prompt_token_ids=event.prompt,
                 sampling=sampling,
-                output_tokens_max=event.output,
+                output_tokens_max=event.output if pooling is None else 0,
                 stop_token_ids=frozenset(event.stops),
                 seed=event.seed + index,
                 priority=event.priority,
                 cache_salt=event.salt,
+                pooling=pooling,
             )
             try:
                 self.core.add(request)
@@ -183,7 +192,7 @@ class Simulation:
                 self._count("refused: invalid")
                 continue
             assert can_run, f"{name} can never run, and was taken"
-            self._count("requests")
+            self._count("requests" if pooling is None else f"requests that are pooled {event.pooled}")
             entry = ExpectedSequence(request, len(self.entries), self._reference.response(request))
             if self.transfers is not None:
                 self.transfers.note_arrival(name, event)
@@ -339,7 +348,7 @@ class Simulation:
         return self.transfers is not None and self.transfers.could_load(live.request.id)
 
     def _hits(self, entry: ExpectedSequence) -> bool:
-        return self.world.enable_prefix_caching and entry.request.sampling.prompt_logprobs is None
+        return self.world.enable_prefix_caching and not entry.needs_every_row
 
     def _take(self, events: Iterable[EngineEvent]) -> None:
         for event in events:

@@ -70,7 +70,11 @@ def check_begun_step(
             and len(loading_later) <= settings.max_num_seqs  # beyond that nobody looks any further
         ):
             _check_nobody_waits_in_vain(
-                core, waiting, [*sharing, *loading_later], may_overtake=transfers is None and not sharing
+                core,
+                waiting,
+                [*sharing, *loading_later],
+                may_overtake=transfers is None and not sharing,
+                tokens_left=settings.step_tokens_max - plan.token_count,
             )
 
 
@@ -81,7 +85,7 @@ def check_no_step_ahead(core: EngineCore, live: Mapping[str, ExpectedSequence]) 
     for own in sorted(going_on, key=lambda own: _due_count(live[own.request.id]) != 1):
         entry = live[own.request.id]
         count = min(_due_count(entry), budget)
-        block_count = -(-(entry.computed_end + count) // core.settings.block_size)
+        block_count = -(-(entry.computed_end + count) // core.settings.block_size) if core.settings.keeps_kv else 0
         needed += max(0, block_count - len(own.blocks) - len(own.reserved_blocks))
         budget -= count
     assert not going_on or needed > core.pool.available_count, (
@@ -159,12 +163,19 @@ def _check_overtaken(core: EngineCore, waiting: list[ExpectedSequence], overtaki
 
 
 def _check_nobody_waits_in_vain(
-    core: EngineCore, waiting: list[ExpectedSequence], passed_over: list[ExpectedSequence], *, may_overtake: bool
+    core: EngineCore,
+    waiting: list[ExpectedSequence],
+    passed_over: list[ExpectedSequence],
+    *,
+    may_overtake: bool,
+    tokens_left: int,
 ) -> None:
     """Places in the batch and tokens are left for the first who waits, so why does it? may_overtake: nothing but room
     keeps anybody waiting, so that who does not fit can be told from who waits for something else."""
     unfit_count = 0
     for entry in waiting:
+        if entry.is_whole and len(entry.known) > tokens_left:
+            return  # it holds the queue, until a step has as many left
         if not _is_ready(entry) and _block_count(core, entry) > core.pool.available_count:
             unfit_count += 1
             is_held = entry.cached_count is not None or entry.overtaken_count_max >= core.settings.overtakes_max
@@ -175,7 +186,7 @@ def _check_nobody_waits_in_vain(
 
 
 def _block_count(core: EngineCore, entry: ExpectedSequence) -> int:
-    return -(-len(entry.known) // core.settings.block_size)
+    return -(-len(entry.known) // core.settings.block_size) if core.settings.keeps_kv else 0
 
 
 def _may_wait_for_a_hit(
@@ -188,7 +199,7 @@ def _may_wait_for_a_hit(
     """Whether its next block is being computed by another, so that waiting for a step saves computing it. What a
     connector has brought can be found after the first step, too."""
     settings = core.settings
-    if _is_ready(entry) or not settings.enable_prefix_caching or entry.request.sampling.prompt_logprobs is not None:
+    if _is_ready(entry) or not settings.enable_prefix_caching or entry.needs_every_row:
         return False
     block_size = settings.block_size
     for chunk in chunks:
