@@ -122,4 +122,4 @@ async def test_the_tenant_is_a_header(autojump_clock):
     ],
 )
 def test_tokens_are_estimated_from_what_came(prompt, tokens):
-    assert local_request(prompt, tenant="", priority=0, sequences=1).prompt_tokens == tokens
+    assert local_request([prompt], tenant="", priority=0, sequences=1).prompt_tokens == tokens

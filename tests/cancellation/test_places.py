@@ -275,13 +275,14 @@ async def test_places_come_back_from_whoever_leaves_again_and_again(phase, http1
     async with served(max_num_seqs=2, waiting_requests_max=1, step_tokens_max=16) as server:
         core, engine = server.engine.core, server.engine
         if phase == "being tokenized":
-            encode = engine.encode
+            prompts = engine._prompts
+            encode = prompts.encode
 
             async def slow_encode(*arguments, **options):
                 await trio.sleep(STEP_SECONDS)
                 return await encode(*arguments, **options)
 
-            engine.encode = slow_encode
+            prompts.encode = slow_encode
 
         async def come_and_go(index: int) -> None:
             client = (http1_client, http2_client)[index % 2](server)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from trioserve.admission.dispatch import Dispatch
 from trioserve.admission.settings import AdmissionSettings
 from trioserve.contracts.endpoint import EndpointId, RoutedRequest
+from trioserve.contracts.pooling import TextPair
 from trioserve.contracts.prompt import ChatPrompt, Prompt
 from trioserve.router.policies import RoundRobin
 from trioserve.router.settings import RouterSettings
@@ -40,7 +42,7 @@ def local_dispatch(max_num_seqs: int, settings: AdmissionSettings) -> Dispatch:
     return dispatch
 
 
-def local_request(prompt: Prompt, *, tenant: str, priority: int, sequences: int) -> RoutedRequest:
+def local_request(prompts: Iterable[Prompt | TextPair], *, tenant: str, priority: int, sequences: int) -> RoutedRequest:
     """What the queue is told of a request. Its tokens are estimated from its length: nothing is tokenized before it has
     a lease."""
     return RoutedRequest(
@@ -48,11 +50,13 @@ def local_request(prompt: Prompt, *, tenant: str, priority: int, sequences: int)
         tenant=tenant,
         priority=priority,
         sequences=sequences,
-        prompt_tokens=_token_count(prompt),
+        prompt_tokens=sum(map(_token_count, prompts)),
     )
 
 
-def _token_count(prompt: Prompt) -> int:
+def _token_count(prompt: Prompt | TextPair) -> int:
+    if isinstance(prompt, TextPair):
+        return _token_count(prompt.first) + _token_count(prompt.second)
     if isinstance(prompt, ChatPrompt):
         return sum(map(_character_count, prompt.messages)) // TOKEN_CHARACTERS + 1
     if isinstance(prompt, str):

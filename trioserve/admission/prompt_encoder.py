@@ -3,6 +3,7 @@ none that is too long for the model whatever its tokens turn out to be."""
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -10,9 +11,10 @@ from typing import Any, TypeVar
 from trioserve.admission.text_threads import LONG_CHARACTERS_MAX, TextRunner
 from trioserve.contracts.arguments import refuse, shown
 from trioserve.contracts.errors import ContextTooLong, InvalidRequest
+from trioserve.contracts.pooling import TextPair
 from trioserve.contracts.prompt import ChatPrompt, Prompt
 from trioserve.text.chat_template import ChatTemplate
-from trioserve.text.tokenizer import Tokenizer
+from trioserve.text.tokenizer import Cut, EncodedInput, Tokenizer
 
 __all__ = ["PromptEncoder"]
 
@@ -21,6 +23,8 @@ TOKEN_CHARACTERS = 1  # what a token counts for that is looked at: about a micro
 VALUE_CHARACTERS = 8  # what a value that is no text counts for
 CHAT_VALUES_MAX = 8192  # that are gone through for a chat's size, in a millisecond or two; with more it is a long one
 LONGEST = LONG_CHARACTERS_MAX + 1
+INPUT_CHARACTERS = 30  # what one of many inputs counts for, however short it is
+PIECE_CHARACTERS = 32_768  # of many inputs, about so much is tokenized in one go: a client that leaves waits no longer
 
 T = TypeVar("T")
 
@@ -54,6 +58,34 @@ class PromptEncoder:
             )
         return await self.run(lambda: self._checked(prompt), size=len(prompt) * TOKEN_CHARACTERS)
 
+    async def encode_inputs(
+        self,
+        inputs: Sequence[Prompt | TextPair],
+        *,
+        name_of: Callable[[int], str],
+        add_special_tokens: bool = True,
+        cut: Cut | None = None,
+    ) -> list[EncodedInput]:
+        """The same of many at once, in pieces that are not long. cut: of one that is too long; None: it is refused.
+        Raises what encode does, with the name of the input, which name_of gives for its index."""
+        encoded: list[EncodedInput] = []
+
+        def encode_piece(first: int, piece: Sequence[Prompt | TextPair]) -> list[EncodedInput]:
+            return [
+                self._encode_input(one, name_of(first + place), add_special_tokens, cut)
+                for place, one in enumerate(piece)
+            ]
+
+        while len(encoded) < len(inputs):
+            first, size = len(encoded), 0
+            end = first
+            while end < len(inputs) and (end == first or size < PIECE_CHARACTERS):
+                size += INPUT_CHARACTERS + _input_size(inputs[end])
+                end += 1
+            piece = inputs[first:end]
+            encoded += await self.run(functools.partial(encode_piece, first, piece), size=size)
+        return encoded
+
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of token ids. Raises InvalidRequest for an id that the model does not have."""
         return await self.run(
@@ -64,6 +96,21 @@ class PromptEncoder:
     async def run(self, function: Callable[[], T], *, size: int) -> T:
         """Call a function of values: here if it is short, else where long texts are worked on. size: see TextRunner."""
         return function() if size <= INLINE_CHARACTERS_MAX else await self._texts.run(function, size=size)
+
+    def _encode_input(
+        self, one: Prompt | TextPair, name: str, add_special_tokens: bool, cut: Cut | None
+    ) -> EncodedInput:
+        try:
+            if isinstance(one, ChatPrompt):
+                return _cut_ids(self._encode_chat(one), cut)
+            if isinstance(one, str | TextPair):
+                first, second = (one, None) if isinstance(one, str) else (one.first, one.second)
+                for text in (first, second or "") if cut is None else ():
+                    self._check_length(text, param=name)
+                return self._tokenizer.encode_input(first, second, add_special_tokens=add_special_tokens, cut=cut)
+            return _cut_ids(self._checked(one), cut)
+        except InvalidRequest as error:
+            raise type(error)(f"{name}: {error}", param=name) from error
 
     def _encode_chat(self, prompt: ChatPrompt) -> list[int]:
         tokenizer = self._tokenizer
@@ -79,6 +126,10 @@ class PromptEncoder:
         return self._encode_text(template.render(prompt), add_special_tokens=False, param="messages")
 
     def _encode_text(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
+        self._check_length(text, param=param)
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def _check_length(self, text: str, *, param: str) -> None:
         token_count_min = self._tokenizer.token_count_min(text)
         if token_count_min > self._context_tokens_max:
             raise ContextTooLong(
@@ -86,7 +137,6 @@ class PromptEncoder:
                 f"{len(text)} characters, which are at least {token_count_min} tokens: shorten it",
                 param=param,
             )
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _checked(self, token_ids: Sequence[int]) -> list[int]:
         try:
@@ -101,6 +151,18 @@ class PromptEncoder:
                 param="prompt",
             )
         return checked
+
+
+def _cut_ids(token_ids: list[int], cut: Cut | None) -> EncodedInput:
+    if cut is not None and len(token_ids) > cut.tokens_max:
+        token_ids = token_ids[: cut.tokens_max] if cut.side == "right" else token_ids[-cut.tokens_max :]
+    return EncodedInput(token_ids)
+
+
+def _input_size(one: Prompt | TextPair) -> int:
+    if isinstance(one, TextPair):
+        return len(one.first) + len(one.second)
+    return _chat_size(one) if isinstance(one, ChatPrompt) else len(one)
 
 
 def _is_whole(value: object) -> bool:

@@ -9,6 +9,7 @@ import msgspec
 from trioserve.contracts.deadlines import Deadline
 from trioserve.contracts.errors import (
     ContextTooLong,
+    DeadlinePassed,
     Draining,
     EndpointLost,
     EngineFault,
@@ -79,6 +80,7 @@ TABLE: tuple[tuple[type[TrioserveError], int, str, str | None], ...] = (
     (NoEndpoint, 503, "service_unavailable_error", "no_endpoint"),
     (Overloaded, 429, "rate_limit_error", "overloaded"),
     (RequestAborted, 503, _SERVER, "request_aborted"),
+    (DeadlinePassed, 504, _SERVER, "deadline_exceeded"),
     (StoreFull, 507, _SERVER, "store_full"),
     (StoreFault, 500, _SERVER, "store_fault"),
     (EndpointLost, 502, _SERVER, "endpoint_lost"),

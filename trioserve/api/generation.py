@@ -54,7 +54,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 def usage_of(streams: Sequence[RequestStream], *, reasoning_token_count: int | None = None) -> Usage:
     """The tokens of a request so far; a prompt counts once, however many choices it has. reasoning_token_count: None
     where thoughts are not told apart."""
-    prompt_tokens = sum(len(stream.prompt_token_ids) for stream in streams)
+    prompt_tokens = sum(stream.prompt_token_count for stream in streams)
     completion_tokens = sum(stream.completion_token_count for stream in streams)
     return Usage(
         prompt_tokens=prompt_tokens,

@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = [
     "AlreadyEnded",
     "ContextTooLong",
+    "DeadlinePassed",
     "Draining",
     "EndpointLost",
     "EngineFault",
@@ -86,6 +87,10 @@ class NoEndpoint(Overloaded):
 
 class QueueWaitOver(TrioserveError):
     """The request's own time to wait in the queue has passed; nothing was sent anywhere."""
+
+
+class DeadlinePassed(TrioserveError):
+    """A deadline of the request has passed before all of its results were there."""
 
 
 class RequestAborted(TrioserveError):

@@ -11,7 +11,16 @@ import msgspec
 from trioserve.contracts.arguments import refuse, to_bool, to_int
 from trioserve.contracts.errors import InvalidRequest
 
-__all__ = ["DIMENSIONS_MAX", "INPUTS_MAX", "Pooled", "Pooling", "PoolingMethod", "PoolingParams", "PoolingTask"]
+__all__ = [
+    "DIMENSIONS_MAX",
+    "INPUTS_MAX",
+    "Pooled",
+    "Pooling",
+    "PoolingMethod",
+    "PoolingParams",
+    "PoolingTask",
+    "TextPair",
+]
 
 INPUTS_MAX = 2048  # of one request, as in OpenAI's API
 DIMENSIONS_MAX = 2**24  # no model's vectors are as long; the model's own limit is checked where it is known
@@ -20,6 +29,13 @@ PoolingMethod = Literal["last", "mean", "cls"]
 PoolingTask = Literal["embed", "score"]
 METHODS: tuple[PoolingMethod, ...] = ("last", "mean", "cls")
 TASKS: tuple[PoolingTask, ...] = ("embed", "score")
+
+
+class TextPair(msgspec.Struct, frozen=True):
+    """Two texts that are judged together, such as a query and a document."""
+
+    first: str
+    second: str
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True):

@@ -34,10 +34,11 @@ class ScheduledChunk(msgspec.Struct, frozen=True):
     last known token, so its last row gives the next token. awaits_token: its one token, at `start`, is what the step
     before it samples for this request, and was not known when the plan was made. Then `tokens` ends before it, and gets
     it, and nothing else, when that step's result is taken. A decode is a chunk with count 1 that samples; a prefix hit
-    is a chunk whose start is above 0. A request that is pooled never samples. draft: tokens that may come after the last known one, computed in the same step
-    at the positions behind it. Only a decode has one. A token is sampled after the last known token and after each
-    draft token, as if all before it were known. The block table covers the draft, too. mask_row: the row of the plan's
-    masks that says which tokens may come next; each draft token has one more, behind it. None: all may.
+    is a chunk whose start is above 0. A request that is pooled never samples. draft: tokens that may come after the
+    last known one, computed in the same step at the positions behind it. Only a decode has one. A token is sampled
+    after the last known token and after each draft token, as if all before it were known. The block table covers the
+    draft, too. mask_row: the row of the plan's masks that says which tokens may come next; each draft token has one
+    more, behind it. None: all may.
     """
 
     request: EngineRequest

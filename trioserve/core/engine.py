@@ -348,7 +348,8 @@ class EngineCore:
         prompt_count = len(request.prompt_token_ids)
         if prompt_count > self.settings.context_tokens_max:
             raise ContextTooLong(
-                f"the prompt has {prompt_count} tokens, this model takes {self.settings.context_tokens_max}: shorten it",
+                f"This model's maximum context length is {self.settings.context_tokens_max} tokens, and the prompt has "
+                f"{prompt_count}: shorten it",
                 param="prompt",
             )
         if request.pooling.is_whole and prompt_count > self.settings.whole_tokens_max:

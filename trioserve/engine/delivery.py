@@ -16,6 +16,7 @@ from trioserve.contracts.events import (
     EngineEvent,
     FinishReason,
     Phase,
+    PooledReady,
     PromptLogprobs,
     RequestFinished,
     TokenLogprob,
@@ -78,7 +79,8 @@ class Delivery:
     # --- ends that come from outside ---
 
     def end(self, request: OpenRequest, reason: FinishReason) -> None:
-        """Abort what of a request the core still has. From here on nothing of it is delivered."""
+        """Abort what of a request the core still has. From here on nothing of it is delivered, and no more begun."""
+        request.upcoming.clear()
         cancelled = self._timings.cancelled(trio.current_time())
         ids = [choice.sequence_id for choice in request.choices if choice.sequence_id in self._choices]
         results = self._core.abort(ids, reason, now=cancelled.at)
@@ -135,7 +137,7 @@ class Delivery:
                 choice.has_run = True
                 choice.request.note_run()
                 self._metrics.request_queue_time_seconds.observe(now - choice.request.entered_at)
-                self._metrics.prompt_tokens_total.inc(len(choice.request.prompt_token_ids))
+                self._metrics.prompt_tokens_total.inc(choice.request.prompt_token_count_of(choice))
 
     def on_events(self, events: list[EngineEvent], step_seconds: float) -> None:
         now = trio.current_time()
@@ -154,6 +156,8 @@ class Delivery:
                     ready = None
                 self._on_finished(event, ready, now)
                 ready = None
+            elif isinstance(event, PooledReady):
+                choices[event.request_id].pooled = event.pooled  # its end comes next
             else:
                 self._on_prompt_logprobs(event)
         if ready is not None:
@@ -200,11 +204,12 @@ class Delivery:
         """Turn a sequence's new tokens into text for its reader. Returns the reason if that was the end."""
         assert not choice.is_ended
         if choice.is_mute:
-            if self._timings.note_tokens(choice, len(token_ids), now):
+            if choice.pooled is not None or self._timings.note_tokens(choice, len(token_ids), now):
                 choice.request.note_first_token()
             kv_transfer = None if finished is None else finished.kv_transfer
-            choice.request.push_end(choice, FinishReason.LENGTH, kv_transfer=kv_transfer)
-            return FinishReason.LENGTH
+            reason = FinishReason.LENGTH if choice.pooled is None else FinishReason.STOP
+            choice.request.push_end(choice, reason, kv_transfer=kv_transfer)
+            return reason
         output = choice.output
         count_before = output.token_count
         try:
@@ -248,6 +253,8 @@ class Delivery:
         choice = self._choices.pop(event.request_id)
         request = choice.request
         request.core_count -= 1
+        if request.upcoming:
+            request.begin_next()
         if not request.core_count:
             request.on_gone()
         if event.kv_transfer is not None:
@@ -257,8 +264,7 @@ class Delivery:
                 logger.debug("hold begins request=%s tokens=%d", request.id, len(request.prompt_token_ids))
             else:
                 self._core.abort([event.request_id], now=now)
-        if choice.index == 0:
-            request.cached_token_count = event.cached_token_count
+        request.note_cached(choice, event.cached_token_count)
         self._metrics.request_success_total.labels(reason.value).inc()
         if reason in WHOLE:
             self._metrics.e2e_request_latency_seconds.observe(now - request.entered_at)

@@ -34,7 +34,9 @@ from trioserve.contracts.events import (
 from trioserve.contracts.kv_transfer import EngineRole, RunningConnector, Started
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.live import LiveRequestView
+from trioserve.contracts.pooling import PoolingParams, TextPair
 from trioserve.contracts.prompt import Prompt
+from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.stats import EngineStats
 from trioserve.core.engine import EngineCore
@@ -45,6 +47,15 @@ from trioserve.engine.kv_events import KvEvents
 from trioserve.engine.live_view import view_of
 from trioserve.engine.model_description import ModelDescription
 from trioserve.engine.open_request import OpenRequest
+from trioserve.engine.pooled_preparation import (
+    check_can_be_pooled,
+    check_can_generate,
+    checked_inputs,
+    name_of_input,
+    pooled_sequences,
+)
+from trioserve.engine.pooled_request import PooledRequest
+from trioserve.engine.pooled_stream import PooledStream
 from trioserve.engine.request_admission import RequestAdmission
 from trioserve.engine.request_preparation import (
     RequestPreparation,
@@ -60,7 +71,7 @@ from trioserve.engine.step_watch import StepWatch
 from trioserve.metrics.engine_gauges import EngineGauges
 from trioserve.metrics.registry import Metrics
 from trioserve.text.response_families import ResponseFamilies
-from trioserve.text.tokenizer import Tokenizer
+from trioserve.text.tokenizer import Cut, Tokenizer
 from trioserve.trio_tools.deadline_keeper import Alarm, DeadlineKeeper
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
@@ -239,9 +250,8 @@ class Engine:
         self.draining = True
         self.dispatch.drain()
         self._end_kv_events()
-        queued = {live.request.id for live in self._core.live_requests() if live.cached_token_count is None}
         for request in self._requests:
-            if all(choice.sequence_id in queued for choice in request.choices):
+            if request.core_count and not request.has_run:
                 self._delivery.end(request, FinishReason.ABORT)
                 request.fail(self._admission.refused_draining())
 
@@ -314,6 +324,54 @@ class Engine:
             kv_transfer=checked_kv_transfer(kv_transfer),
         )
         return RequestStream(request, submit=self._submit, leave=self._leave)
+
+    def embed(
+        self,
+        inputs: Prompt | Sequence[Prompt] | TextPair | Sequence[TextPair],
+        pooling: PoolingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        add_special_tokens: bool = True,
+        cut: Cut | None = None,
+        name_of: Callable[[int], str] | None = None,
+        deadlines: Deadlines | None = None,
+        owner: str | None = None,
+        tenant: str | None = None,
+    ) -> PooledStream:
+        """A request whose inputs become vectors or scores: `vectors = await engine.embed(texts)`, or enter it with
+        `async with`, as generate's. Until then it holds nothing. However many inputs it has, it is one scope, with one
+        place in the queue and one lease, and at most half of what may run at a time is its own.
+
+        Args:
+            inputs: one prompt or several (INPUTS_MAX, 2048, at most), as generate takes them; a list of whole numbers
+                is one. For scores, a TextPair or several.
+            pooling: what is made of them. Default: vectors, as the model's makers recommend.
+            cut: what becomes of an input that is too long. Default: entering raises ContextTooLong, which names it.
+            name_of: what an input is called in an error, by its index. Default: input[index].
+            deadlines: as for generate; the first vector stands for the first token.
+
+        The others are generate's. Raises InvalidRequest for an argument of a wrong type.
+        """
+        checked = checked_inputs(inputs)
+        own_deadlines = instance_of(Deadlines, "deadlines", deadlines, NO_DEADLINES)
+        owner = text_or_none("owner", owner)
+        request = PooledRequest(
+            checked,
+            instance_of(PoolingParams, "pooling", pooling, PoolingParams()),
+            name_of=name_of or name_of_input(len(checked)),
+            cut=cut,
+            sequence_count_max=max(1, self._core.settings.max_num_seqs // 2),
+            request_id=text_or_none("request_id", request_id) or self._new_request_id(),
+            priority=to_int("priority", priority),
+            cache_salt=text_or_none("cache_salt", cache_salt),
+            add_special_tokens=to_bool("add_special_tokens", add_special_tokens),
+            deadlines=own_deadlines.within(self._settings.deadlines, self._settings.deadlines_max),
+            owner=owner,
+            tenant=text_or_none("tenant", tenant) or owner or "",
+        )
+        return PooledStream(request, submit=self._submit, leave=self._leave)
 
     def abort(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT, *, owner: str | None = None
@@ -415,30 +473,31 @@ class Engine:
     async def _submit(self, request: OpenRequest) -> None:
         """Take a place in the queue, wait for a lease, prepare, and hand the sequences to the core. Holds nothing when
         it raises."""
-        count = request.sampling.n
-        self._preparation.check(request)
+        count = request.sequence_count
+        self._check(request)
         self._check_open(count)
         admission = self._admission.begin(request)
         request.on_gone = lambda: self._leave_queue(request, admission)
         self._requests.add(request)
         try:  # from here on there is something to be given back
             request.choices = self._preparation.new_choices(request)
+            request.begin_next = lambda: self._begin_next(request)
             self._set_alarms(request)
             self._preparing_count += count
             try:
                 with request.preparation:
                     await self._admission.lease(request, admission)
-                    token_ids = await self.encode(request.prompt, add_special_tokens=request.add_special_tokens)
-                    request.prompt_token_ids = tuple(token_ids)
+                    await request.tokenize(self._prompts)
             finally:
                 self._preparing_count -= count
             if request.is_finished:
                 return  # aborted meanwhile; its reader finds the final delta
             if not self._is_open:
                 raise self.fault or self._admission.refused_draining()
-            for choice, sequence in zip(request.choices, self._preparation.sequences(request), strict=True):
-                self._core.add(sequence)
-                self._delivery.add(choice)
+            sequences = self._sequences(request)
+            request.upcoming.extend(zip(request.choices, sequences, strict=True))
+            for _ in range(request.sequence_count):
+                self._begin_next(request)
         except BaseException:
             self._leave(request)
             raise
@@ -459,6 +518,24 @@ class Engine:
 
     # --- inside ---
 
+    def _check(self, request: OpenRequest) -> None:
+        if isinstance(request, PooledRequest):
+            check_can_be_pooled(self.model, request.params, request.inputs)
+        else:
+            check_can_generate(self.model)
+            self._preparation.check(request)
+
+    def _sequences(self, request: OpenRequest) -> list[EngineRequest]:
+        if isinstance(request, PooledRequest):
+            return pooled_sequences(self.model, request)
+        return self._preparation.sequences(request)
+
+    def _begin_next(self, request: OpenRequest) -> None:
+        """The core gets one more of its sequences."""
+        choice, sequence = request.upcoming.popleft()
+        self._core.add(sequence)
+        self._delivery.add(choice)
+
     def _encoder(self, texts: TextRunner) -> PromptEncoder:
         model = self.model
         return PromptEncoder(
@@ -473,7 +550,7 @@ class Engine:
     def _leave_queue(self, request: OpenRequest, admission: AdmissionScope) -> None:
         """The core has nothing of it any more: its place or its lease is another's."""
         if admission.is_queued:
-            self._delivery.note_left_queue(request.sampling.n)
+            self._delivery.note_left_queue(request.sequence_count)
         self.dispatch.leave(admission)
 
     def _check_open(self, count: int) -> None:

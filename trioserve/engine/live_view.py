@@ -34,7 +34,7 @@ def view_of(
         phase=phase,
         priority=request.priority,
         age_seconds=now - request.entered_at,
-        prompt_token_count=len(request.prompt_token_ids),
+        prompt_token_count=request.prompt_token_count,
         completion_token_count=request.completion_token_count,
         block_count=sum(len(live.blocks) for live in living) + held_block_count,
     )

@@ -4,12 +4,29 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["ModelDescription"]
+from trioserve.contracts.pooling import PoolingMethod
+
+__all__ = ["ModelDescription", "PooledModel"]
+
+
+class PooledModel(msgspec.Struct, frozen=True, kw_only=True):
+    """What the model's prompts can be pooled to. embedding_size: numbers of a vector. method, normalize: what its
+    makers recommend. is_encoder: that is all it can do, it continues no text, and all of a prompt is computed in one
+    step. scores_pairs: it gives a pair of texts a score, and no vectors. whole_tokens_max: tokens of a prompt that is
+    computed in one step.
+    """
+
+    embedding_size: int
+    method: PoolingMethod = "last"
+    normalize: bool = True
+    is_encoder: bool = False
+    scores_pairs: bool = False
+    whole_tokens_max: int
 
 
 class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     """What is served. name is the first of served_names; source is what it was loaded from, as it was named;
-    created_at is in seconds since 1970."""
+    created_at is in seconds since 1970. pooled: what its prompts can be pooled to; None: nothing."""
 
     served_names: tuple[str, ...]
     source: str
@@ -17,6 +34,7 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     created_at: int
+    pooled: PooledModel | None = None
 
     @property
     def name(self) -> str:

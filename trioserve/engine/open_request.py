@@ -1,5 +1,5 @@
 """The engine's side of a request, from generate() to the end of all that it holds: what was asked, its choices, and
-what its reader has not fetched yet.
+what its reader has not fetched yet. What is different where its prompts are pooled stands in pooled_request.py.
 
 A reader that is slower than the engine finds several deltas merged into one: what is kept for it is one delta per
 choice, whose size is bounded by the request's own length.
@@ -8,18 +8,22 @@ choice, whose size is bounded by the request's own length.
 from __future__ import annotations
 
 import enum
+from collections import deque
 from collections.abc import Callable
 
 import trio
 from trio.lowlevel import current_task, reschedule
 
+from trioserve.admission.prompt_encoder import PromptEncoder
 from trioserve.contracts.deadlines import Deadline, Deadlines
 from trioserve.contracts.errors import AlreadyEnded
 from trioserve.contracts.events import FinishReason, TokenLogprob
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.output import Delta
+from trioserve.contracts.pooling import Pooled, TextPair
 from trioserve.contracts.prompt import Prompt
+from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.text.output import ChoiceOutput, merge
 from trioserve.trio_tools.deadline_keeper import Alarm
@@ -40,7 +44,7 @@ _ENTERED = ScopeState.ENTERED  # until Python 3.12 looking up a member of an enu
 
 
 class Choice:
-    """One of a request's n answers: its sequence in the engine, and the text it makes."""
+    """One of a request's n answers: its sequence in the engine, and the text it makes, or what it is pooled to."""
 
     __slots__ = (
         "first_token_at",
@@ -52,6 +56,7 @@ class Choice:
         "is_mute",
         "last_token_at",
         "output",
+        "pooled",
         "request",
         "sequence_id",
     )
@@ -63,7 +68,9 @@ class Choice:
         self.index = index
         self.sequence_id = sequence_id
         self.output = output
-        self.is_mute = is_mute  # max_tokens is 0: the prompt is computed, the one token it gives is not shown
+        # max_tokens is 0: the prompt is computed, the one token it gives is not shown. Or it is pooled, and gives none.
+        self.is_mute = is_mute
+        self.pooled: Pooled | None = None
         self.is_ended = False  # its last delta was pushed, or its request failed
         self.is_held = False  # it is over, and a connector holds its blocks for another engine
         self.held_since = 0.0
@@ -78,7 +85,9 @@ class OpenRequest:
 
     on_gone: called when the core has none of it, and gets none any more. on_released: when no block of it is held any
     more. preparation: the scope around waiting for a lease, rendering and tokenizing. core_count: choices whose
-    sequences the core has. is_hold_kept: what is held outlives the scope.
+    sequences the core has. is_hold_kept: what is held outlives the scope. upcoming: sequences that the core gets one
+    by one, each when it is done with another, so that what it has of this request at a time is bounded. begin_next:
+    hands it the next of them. sequence_count: as many are with the core at a time, at most.
     """
 
     def __init__(
@@ -115,15 +124,52 @@ class OpenRequest:
         self.choices: list[Choice] = []
         self.preparation = trio.CancelScope()
         self.core_count = 0
+        self.sequence_count = sampling.n
+        self.upcoming: deque[tuple[Choice, EngineRequest]] = deque()
+        self.begin_next: Callable[[], None] = lambda: None
         self.on_gone: Callable[[], None] = lambda: None
         self.scope = ScopeState.NEW
         self._pending: dict[int, Delta] = {}
         self._unfinished_count = sampling.n
+        self._run_count = 0  # choices that run, or have run
         self._first_end: Delta | None = None  # the last delta of the choice that ended first
         self._error: Exception | None = None
         self._waiting: list[trio.lowlevel.Task] = []  # most often one, the reader
         self._begun = trio.Event()
         self._released: trio.Event | None = None  # while somebody waits for it
+
+    @property
+    def choice_count(self) -> int:
+        return self.sampling.n
+
+    @property
+    def prompts(self) -> tuple[Prompt | TextPair, ...]:
+        """What there is to be tokenized."""
+        return (self.prompt,)
+
+    async def tokenize(self, encoder: PromptEncoder) -> None:
+        """Raises what the encoder does."""
+        token_ids = await encoder.encode(self.prompt, add_special_tokens=self.add_special_tokens)
+        self.prompt_token_ids = tuple(token_ids)
+
+    @property
+    def prompt_token_count(self) -> int:
+        """A prompt counts once, however many choices it has."""
+        return len(self.prompt_token_ids)
+
+    def prompt_token_count_of(self, choice: Choice) -> int:
+        """Of the sequence of one choice."""
+        return len(self.prompt_token_ids)
+
+    def note_cached(self, choice: Choice, token_count: int) -> None:
+        """A choice has ended, and so many tokens of its prompt were found in the prefix cache."""
+        if choice.index == 0:
+            self.cached_token_count = token_count
+
+    @property
+    def has_run(self) -> bool:
+        """Whether one of its choices was in a step."""
+        return self._run_count > 0
 
     @property
     def completion_token_count(self) -> int:
@@ -188,7 +234,7 @@ class OpenRequest:
         self._check_entered()
         await self._begun.wait()
         self._check_entered()
-        if any(choice.has_run for choice in self.choices):
+        if self.has_run:
             return None
         if self._error is not None:
             raise self._error
@@ -213,8 +259,9 @@ class OpenRequest:
 
     def note_run(self) -> None:
         """One more choice of it runs; when all do, the queue is over."""
+        self._run_count += 1
         self._begun.set()
-        if all(choice.has_run for choice in self.choices):
+        if self._run_count == self.sequence_count:
             self._cancel_alarm(Deadline.QUEUE)
 
     def note_released(self) -> None:

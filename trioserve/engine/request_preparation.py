@@ -44,7 +44,7 @@ class RequestPreparation:
 
     def new_choices(self, request: OpenRequest) -> list[Choice]:
         """Its n choices, with ids for their sequences that no others have."""
-        return [self._new_choice(request, index) for index in range(request.sampling.n)]
+        return [self._new_choice(request, index) for index in range(request.choice_count)]
 
     def sequences(self, request: OpenRequest) -> list[EngineRequest]:
         """What the core gets of it, a sequence for each choice, once its prompt is tokenized. Raises ContextTooLong."""

@@ -70,12 +70,17 @@ class RequestStream:
     @property
     def choice_count(self) -> int:
         """How many choices were asked for: n."""
-        return self._request.sampling.n
+        return self._request.choice_count
 
     @property
     def completion_token_count(self) -> int:
         """Tokens of all choices so far, shown or not."""
         return self._request.completion_token_count
+
+    @property
+    def prompt_token_count(self) -> int:
+        """Tokens of what was asked; known once it is entered."""
+        return self._request.prompt_token_count
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:

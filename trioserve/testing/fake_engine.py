@@ -16,12 +16,13 @@ from trioserve.contracts.kv_transfer import EngineRole, RunningConnector
 from trioserve.contracts.step import StepPlan
 from trioserve.core.settings import CoreSettings
 from trioserve.engine.engine import Engine, ModelDescription
+from trioserve.engine.model_description import PooledModel
 from trioserve.engine.settings import EngineSettings
 from trioserve.metrics.registry import Metrics
 from trioserve.testing.accounting import assert_all_free
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, byte_tokenizer
 from trioserve.testing.controlled_steps import ControlledSteps
-from trioserve.testing.fake_executor import FakeExecutor, FakeModel
+from trioserve.testing.fake_executor import EMBEDDING_SIZE, FakeExecutor, FakeModel
 from trioserve.testing.gated_core import GatedCore
 from trioserve.testing.invariants import check_idle
 from trioserve.testing.scripted_model import NextToken, Response, answering, following
@@ -59,6 +60,7 @@ class FakeEngine(Engine):
         tokenizer: Tokenizer | None = None,
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
+        scores_pairs: bool = False,
     ) -> None:
         tokenizer = tokenizer or byte_tokenizer()
         self.core = core
@@ -73,6 +75,13 @@ class FakeEngine(Engine):
                 vocab_size=BYTE_VOCAB_SIZE,
                 eos_token_ids=(END_TOKEN_ID,),
                 created_at=0,
+                pooled=PooledModel(
+                    embedding_size=EMBEDDING_SIZE,
+                    method="last" if core.settings.keeps_kv else "mean",
+                    is_encoder=not core.settings.keeps_kv,
+                    scores_pairs=scores_pairs,
+                    whole_tokens_max=core.settings.whole_tokens_max,
+                ),
             ),
             core=core,
             steps=self.steps,
@@ -228,6 +237,7 @@ async def open_fake_engine(
     remote_kv_seconds_max: float = 10.0,
     held_share_max: float = 0.5,
     load_failure_policy: Literal["recompute", "fail"] = "recompute",
+    encoder: Literal["embed", "score"] | None = None,
 ) -> AsyncIterator[FakeEngine]:
     """An engine as open_engine gives it, but for the model: bytes are tokens, and a forward pass takes step_seconds.
 
@@ -246,6 +256,9 @@ async def open_fake_engine(
     held and KV is waited for, the share of the pool that may be held, and what becomes of a request whose KV does not
     come.
 
+    encoder: it plays one that continues no text, keeps no KV, and gives vectors, or scores of pairs. Any other gives
+    vectors besides; they follow from the prompt and from what is asked.
+
     Inside, the KV blocks are watched: a step that reads a block that another request wrote to is an AssertionError.
     Leaving does what leaving open_engine does.
     """
@@ -255,8 +268,13 @@ async def open_fake_engine(
         model = answering(response)
     elif next_token is not None:
         model = following(next_token)
+    keeps_kv = encoder is None
+    block_count = block_count if keeps_kv else 0
     executor = new_executor(
-        block_count=block_count, block_size=block_size, model=model or FakeModel(vocab_size=BYTE_VOCAB_SIZE - 1)
+        block_count=block_count,
+        block_size=block_size,
+        model=model or FakeModel(vocab_size=BYTE_VOCAB_SIZE - 1),
+        keeps_kv=keeps_kv,
     )
     made = None if connector is None else connector(executor, lambda: engine.wake())
     core = GatedCore(
@@ -266,7 +284,8 @@ async def open_fake_engine(
             context_tokens_max=context_tokens_max,
             max_num_seqs=max_num_seqs,
             step_tokens_max=step_tokens_max,
-            enable_prefix_caching=enable_prefix_caching,
+            enable_prefix_caching=enable_prefix_caching and keeps_kv,
+            keeps_kv=keeps_kv,
             overlap_steps=overlap_steps,
             draft_tokens_max=speculative_ngram,
             hold_seconds_max=hold_seconds_max,
@@ -300,6 +319,7 @@ async def open_fake_engine(
                 tokenizer=tokenizer,
                 tool_call_parser=tool_call_parser,
                 reasoning_parser=reasoning_parser,
+                scores_pairs=encoder == "score",
             )
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(engine.keep_deadlines)

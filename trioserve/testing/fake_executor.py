@@ -31,7 +31,8 @@ EMBEDDING_SIZE = 8
 
 
 class FakeModel:
-    """The pure part: tokens in, the next token or a vector out. Filters, penalties and logit_bias of the sampling have no effect.
+    """The pure part: tokens in, the next token or a vector out. Filters, penalties and logit_bias of the sampling have
+    no effect.
 
     vocab_size: tokens are 0 .. vocab_size - 1. stop_token_id: the end token, which follows one prefix in
     `stop_period`; None: no token is preferred. Before min_tokens no stop token of the request is chosen, as in a real

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Self
+from typing import Literal, NamedTuple, Self
+
+import tokenizers
 
 from trioserve.contracts.errors import InvalidRequest, RequestFailed
 from trioserve.text.chat_template import ChatTemplate
@@ -20,7 +22,21 @@ from trioserve.text.token_span import TokenSpan
 from trioserve.text.tokenizer_directory import TokenizerDirectory
 from trioserve.text.tokenizer_parts import TokenizerParts, is_library_panic, panics_become_load_errors
 
-__all__ = ["Tokenizer"]
+__all__ = ["Cut", "EncodedInput", "Tokenizer"]
+
+
+class Cut(NamedTuple):
+    """tokens_max: what is left of a longer text. side: where tokens are cut off."""
+
+    tokens_max: int
+    side: Literal["left", "right"] = "right"
+
+
+class EncodedInput(NamedTuple):
+    """first_segment_tokens: of a pair, how many tokens belong to its first text; None: there is one text."""
+
+    token_ids: list[int]
+    first_segment_tokens: int | None = None
 
 
 class Tokenizer:
@@ -78,11 +94,40 @@ class Tokenizer:
         Raises InvalidRequest for a text with lone surrogates, which no encoding of Unicode can hold, and RequestFailed
         if the tokenizer library breaks on it.
         """
+        (encoding,) = self._encodings([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
+
+    def encode_input(
+        self, text: str, second: str | None = None, *, add_special_tokens: bool = True, cut: Cut | None = None
+    ) -> EncodedInput:
+        """Token ids of a text, or of a pair of texts, for a model that pools it. Of texts that are too long tokens are
+        cut off, those in which the special tokens lie never; of a pair the longer one is cut first. Raises what encode
+        does."""
+        texts = [text] if second is None else [text, second]
+        encodings = self._encodings(texts, add_special_tokens=False)
+        if cut is not None:
+            special_count = self._backend.num_special_tokens_to_add(second is not None) if add_special_tokens else 0
+            room = max(0, cut.tokens_max - special_count)
+            counts = _shares([len(encoding.ids) for encoding in encodings], room)
+            for encoding, count in zip(encodings, counts, strict=True):
+                encoding.truncate(count, direction=cut.side)
+        joined = self._backend.post_process(
+            encodings[0], None if second is None else encodings[1], add_special_tokens=add_special_tokens
+        )
+        ids = joined.ids if cut is None else joined.ids[: cut.tokens_max]
+        first_segment_tokens = None
+        if second is not None:
+            type_ids = joined.type_ids
+            first_segment_tokens = type_ids.index(1) if 1 in type_ids else len(ids)
+        return EncodedInput(ids, first_segment_tokens)
+
+    def _encodings(self, texts: list[str], *, add_special_tokens: bool) -> list[tokenizers.Encoding]:
         try:
             # Of the library's ways to encode only those for several texts let go of the GIL; the fast one leaves out
             # where in the text each token lies, which nobody asks for here.
-            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         except TypeError:
+            text = next((text for text in texts if any("\ud800" <= letter <= "\udfff" for letter in text)), "")
             index = next((index for index, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None)
             if index is None:
                 raise
@@ -96,7 +141,6 @@ class Tokenizer:
             raise RequestFailed(
                 f"the model's tokenizer broke on this text ({str(error)[:200]}): its files may be damaged"
             ) from error
-        return encoding.ids
 
     def token_count_min(self, text: str) -> int:
         """So many tokens a text has at least, from its length and the longest token; 0 where nothing is certain."""
@@ -122,3 +166,16 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token adds, exactly, even when they are part of a character."""
         return self._pieces[token_id]
+
+
+def _shares(lengths: list[int], room: int) -> list[int]:
+    """How much of each is left when all together have so much room: the longer one of two loses first."""
+    if sum(lengths) <= room:
+        return lengths
+    if len(lengths) == 1:
+        return [room]
+    first, second = lengths
+    half = room // 2
+    if first <= half:
+        return [first, room - first]
+    return [room - second, second] if second <= room - half else [half, room - half]

@@ -1,0 +1,308 @@
+"""What a caller of engine.embed() can rely on: one scope, however many inputs, and everything back when it is left."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from trioserve.contracts.deadlines import Deadlines
+from trioserve.contracts.errors import (
+    ContextTooLong,
+    DeadlinePassed,
+    Draining,
+    EngineFault,
+    InvalidRequest,
+    RequestAborted,
+    RequestFailed,
+)
+from trioserve.contracts.events import AbortOutcome
+from trioserve.contracts.pooling import Pooled, Pooling, PoolingParams, TextPair
+from trioserve.contracts.prompt import ChatPrompt
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
+from trioserve.testing.fake_executor import EMBEDDING_SIZE, FakeModel
+
+TEXTS = ("one", "and another", "a third one that is longer than the others by far", "4")
+WHOLE = {"encoder": "embed", "step_tokens_max": 64}
+
+
+def expected(text: str, **asked: object) -> Pooled:
+    """What the fake model says of a text alone."""
+    model = FakeModel(vocab_size=256)
+    pooling = {"task": "embed", "method": "last", "normalize": True} | asked
+    return model.pooled(Pooling(**pooling), model.digest(list(text.encode())))
+
+
+async def test_every_input_has_its_own_vector_in_the_order_of_the_inputs(autojump_clock):
+    async with open_fake_engine() as fake:
+        vectors = await fake.embed(TEXTS)
+        assert vectors == tuple(map(expected, TEXTS))
+        assert len(vectors[0]) == EMBEDDING_SIZE
+        assert sum(value * value for value in vectors[0].values()) == pytest.approx(1, abs=1e-6)
+        fake.assert_all_free()
+
+
+async def test_one_input_may_come_alone_as_text_tokens_or_chat(autojump_clock):
+    chat = ChatPrompt(messages=[{"role": "user", "content": "hi"}], add_generation_prompt=False)
+    async with open_fake_engine() as fake:
+        assert await fake.embed("one") == (expected("one"),)
+        assert await fake.embed(list(b"one")) == (expected("one"),)
+        assert await fake.embed([list(b"one"), "4"]) == (expected("one"), expected("4"))
+        assert await fake.embed(chat) == (expected("user: hi\n"),)
+
+
+@pytest.mark.parametrize("encoder", [None, "embed"])
+async def test_what_is_asked_of_the_vector_reaches_the_model(encoder, autojump_clock):
+    async with open_fake_engine(encoder=encoder) as fake:
+        asked = {"method": "mean", "normalize": False, "dimensions": 3}
+        assert await fake.embed("one", PoolingParams(**asked)) == (expected("one", **asked),)
+
+
+@pytest.mark.parametrize("encoder", [None, "embed"])
+async def test_more_inputs_than_may_run_at_a_time_are_one_request(encoder, autojump_clock):
+    texts = [f"text {index}" for index in range(50)]
+    async with open_fake_engine(encoder=encoder, max_num_seqs=4, waiting_requests_max=4, paused=True) as fake:
+        async with fake.embed(texts) as stream:
+            sequence_count_max = 0
+            while (await fake.step()) is not None:
+                stats = fake.stats()
+                sequence_count_max = max(sequence_count_max, stats.running_count + stats.waiting_count)
+                assert fake.dispatch.core.stats().leases
+            assert sequence_count_max == 2, "half of what may run is its own"
+            assert not fake.dispatch.core.stats().waiting
+            method = "last" if encoder is None else "mean"
+            assert await stream.results() == tuple(expected(text, method=method) for text in texts)
+            assert stream.prompt_token_count == sum(map(len, texts))
+        fake.resume()
+        fake.assert_all_free()
+
+
+async def test_another_request_runs_beside_one_of_very_many_inputs(autojump_clock):
+    async with open_fake_engine(max_num_seqs=4, step_seconds=0.01) as fake, trio.open_nursery() as nursery:
+        done: list[str] = []
+
+        async def embed() -> None:
+            await fake.embed(["a text of some length"] * 18)  # tokenized here: no time passes
+            done.append("embedded")
+
+        nursery.start_soon(embed)
+        await trio.sleep(0.03)
+        async with fake.generate("hello", SamplingParams(max_tokens=2)) as stream:
+            async for _ in stream:
+                pass
+        done.append("generated")
+        await trio.sleep(10)
+        assert done == ["generated", "embedded"]
+
+
+@pytest.mark.parametrize("encoder", [None, "embed"])
+@pytest.mark.parametrize("steps_before", [0, 1, 3])
+async def test_leaving_between_steps_gives_everything_back_at_once(encoder, steps_before, autojump_clock):
+    async with open_fake_engine(encoder=encoder, max_num_seqs=4, step_tokens_max=16, paused=True) as fake:
+        async with fake.embed(["fourteen bytes"] * 20):
+            await fake.step(steps_before)
+        fake.assert_all_free()
+
+
+@pytest.mark.parametrize("encoder", [None, "embed"])
+async def test_leaving_during_a_step_gives_everything_back_right_after_it(encoder, autojump_clock):
+    async with open_fake_engine(encoder=encoder, max_num_seqs=4, paused=True) as fake:
+        stream = fake.embed(["text"] * 20)
+        await stream.__aenter__()
+        async with fake.held_step() as plan:
+            assert len(plan.chunks) == 2
+            await stream.__aexit__(None, None, None)
+            assert fake.core.is_abandoned(plan)
+        fake.assert_all_free()
+
+
+async def test_leaving_the_queue_frees_the_place(autojump_clock):
+    async with open_fake_engine(max_num_seqs=1, paused=True) as fake:
+        async with fake.generate("hello", SamplingParams(max_tokens=4)):
+            with trio.move_on_after(1) as scope:
+                async with fake.generate("more", SamplingParams(n=4)), fake.embed(TEXTS):
+                    raise AssertionError("it has no lease yet")
+            assert scope.cancelled_caught
+        fake.assert_all_free()
+
+
+async def test_leaving_while_inputs_are_tokenized(autojump_clock):
+    async with open_fake_engine() as fake:
+        with trio.move_on_after(0):
+            await fake.embed(["x" * 40_000] * 3)
+        fake.assert_all_free()
+
+
+async def test_an_input_that_is_too_long_is_named_and_nothing_is_computed(autojump_clock):
+    async with open_fake_engine(context_tokens_max=20) as fake:
+        with pytest.raises(ContextTooLong, match=r"input\[2\] has 49: shorten it") as caught:
+            await fake.embed(TEXTS)
+        assert caught.value.param == "input[2]"
+        with pytest.raises(ContextTooLong, match=r"^This model's maximum context length is 20 tokens, and input has"):
+            await fake.embed(TEXTS[2])
+        with pytest.raises(InvalidRequest, match=r"input\[1\] has no tokens"):
+            await fake.embed(["a", ""])
+        with pytest.raises(InvalidRequest, match=r"query: the prompt has token id 257") as caught:
+            await fake.embed([[1], [257]], name_of=lambda index: "query")
+        assert caught.value.param == "query"
+        assert fake.stats().steps_total == 0
+        fake.assert_all_free()
+
+
+async def test_a_prompt_may_be_as_long_as_the_context(autojump_clock):
+    async with open_fake_engine(context_tokens_max=20) as fake:
+        assert await fake.embed("x" * 20) == (expected("x" * 20),)
+
+
+async def test_what_is_computed_whole_is_as_long_as_a_step_has_room_for(autojump_clock):
+    mean = PoolingParams(method="mean")
+    async with open_fake_engine(step_tokens_max=32, max_num_seqs=8) as fake:
+        assert await fake.embed("x" * 25, mean) == (expected("x" * 25, method="mean"),)
+        with pytest.raises(ContextTooLong, match="25 tokens for what is computed in one step, as here, and input has"):
+            await fake.embed("x" * 26, mean)
+        assert await fake.embed("x" * 26) == (expected("x" * 26),)
+    async with open_fake_engine(**WHOLE) as fake:
+        assert len(await fake.embed("x" * 64)) == 1
+        with pytest.raises(ContextTooLong):
+            await fake.embed("x" * 65)
+
+
+async def test_one_input_that_fails_fails_the_request_and_nobody_else(autojump_clock):
+    async with open_fake_engine(paused=True) as fake:
+        async with fake.embed(["one"]) as other, fake.embed(TEXTS, request_id="r") as stream:
+            fake.fail_request("r", "broken")
+            await fake.step(3)
+            with pytest.raises(RequestFailed, match="broken"):
+                await stream.results()
+            assert await other.results() == (expected("one"),)
+        fake.assert_all_free()
+
+
+async def test_aborting_by_id_ends_all_of_it(autojump_clock):
+    async with open_fake_engine(paused=True, max_num_seqs=2) as fake:
+        async with fake.embed(TEXTS, request_id="r") as stream:
+            await fake.step()
+            assert fake.abort("r") == {"r": AbortOutcome.ABORTED}
+            with pytest.raises(RequestAborted):
+                await stream.results()
+            assert fake.stats().running_count == fake.stats().waiting_count == 0
+        fake.assert_all_free()
+
+
+async def test_deadlines(autojump_clock):
+    async with open_fake_engine(step_seconds=1, max_num_seqs=2) as fake:
+        with pytest.raises(DeadlinePassed, match=r"timeout of 2\.5 s"):
+            await fake.embed(TEXTS, deadlines=Deadlines(timeout=2.5))
+        await trio.sleep(1)  # the step in flight ends
+        fake.assert_all_free()
+        assert len(await fake.embed(TEXTS, deadlines=Deadlines(queue_timeout=0.5, ttft_timeout=1.5))) == 4
+        with pytest.raises(DeadlinePassed, match="ttft_timeout"):
+            await fake.embed(TEXTS, deadlines=Deadlines(ttft_timeout=0.5))
+        await trio.sleep(1)
+        fake.assert_all_free()
+
+
+async def test_draining_refuses_what_has_not_begun_and_finishes_what_has(autojump_clock):
+    async with open_fake_engine(paused=True, max_num_seqs=1) as fake:
+        async with fake.embed(TEXTS) as running, fake.embed(TEXTS) as queued:
+            await fake.step()
+            fake.drain()
+            with pytest.raises(Draining):
+                await fake.embed("late")
+            with pytest.raises(Draining):
+                await queued.results()
+            fake.resume()
+            assert await running.results() == tuple(map(expected, TEXTS))
+        await wait_all_tasks_blocked()
+        fake.assert_all_free()
+
+
+async def test_a_fault_of_the_engine_ends_it(autojump_clock):
+    with pytest.raises(EngineFault):
+        async with open_fake_engine(max_num_seqs=2) as fake:
+            fake.break_next_step()
+            await fake.embed(TEXTS)
+
+
+async def test_a_better_priority_goes_first(autojump_clock):
+    order: list[int] = []
+
+    async def embed(fake: FakeEngine, priority: int) -> None:
+        await fake.embed(["some text"] * 3, priority=priority)
+        order.append(priority)
+
+    async with open_fake_engine(max_num_seqs=1, step_seconds=0.1) as fake, trio.open_nursery() as nursery:
+        nursery.start_soon(embed, fake, 5)
+        await trio.sleep(0.05)
+        nursery.start_soon(embed, fake, 9)
+        nursery.start_soon(embed, fake, -5)
+    assert order[-1] == 9
+    assert sorted(order) == [-5, 5, 9]
+
+
+async def test_the_prefix_cache_serves_vectors_of_the_last_token(autojump_clock):
+    async with open_fake_engine(block_size=4) as fake:
+        first = await fake.embed("a text of some length")
+        async with fake.embed("a text of some length") as stream:
+            assert await stream.results() == first
+            assert stream.cached_token_count == 20
+        async with fake.embed("a text of some length", PoolingParams(method="mean")) as stream:
+            await stream.results()
+            assert stream.cached_token_count == 0
+
+
+async def test_an_encoder_continues_no_text_and_scores_are_for_those_that_give_them(autojump_clock):
+    pair = TextPair("query", "document")
+    async with open_fake_engine(encoder="embed") as fake:
+        with pytest.raises(InvalidRequest, match="encoder and continues no text: ask it for embeddings"):
+            async with fake.generate("hello"):
+                pass
+        with pytest.raises(InvalidRequest, match="has no head that scores"):
+            await fake.embed(pair, PoolingParams(task="score"))
+        with pytest.raises(InvalidRequest, match="pairs of texts are for scores"):
+            await fake.embed(pair)
+        with pytest.raises(InvalidRequest, match="dimensions is 9, but vectors of fake have 8") as caught:
+            await fake.embed("x", PoolingParams(dimensions=9))
+        assert caught.value.param == "dimensions"
+    async with open_fake_engine(encoder="score") as fake:
+        (score,) = await fake.embed(pair, PoolingParams(task="score"))
+        assert 0 <= score.values()[0] <= 1
+        with pytest.raises(InvalidRequest, match="makes no embeddings"):
+            await fake.embed("text")
+    async with open_fake_engine() as fake:
+        with pytest.raises(InvalidRequest, match='method is "cls", but fake is a decoder'):
+            await fake.embed("text", PoolingParams(method="cls"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"inputs": []}, "input is an empty list"),
+        ({"inputs": 5}, r"input is 5 \(int\)"),
+        ({"inputs": {"a": 1}}, r"\(dict\)"),
+        ({"inputs": ["a", 5]}, r"prompt is 5 \(int\)"),
+        ({"inputs": ["a"] * 2049}, "input has 2049 entries, at most 2048 are allowed"),
+        ({"inputs": "a", "pooling": {}}, "PoolingParams, or None"),
+        ({"inputs": "a", "priority": "high"}, "priority is 'high'"),
+    ],
+)
+async def test_arguments_of_a_wrong_type_are_named(arguments, words, autojump_clock):
+    async with open_fake_engine() as fake:
+        with pytest.raises(InvalidRequest, match=words):
+            await fake.embed(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"task": "rank"}, "task is 'rank'"),
+        ({"method": "max"}, "method is 'max'"),
+        ({"normalize": 1}, "normalize is 1"),
+        ({"dimensions": 0}, "dimensions is 0, allowed is 1 to"),
+        ({"dimensions": 1.5}, "dimensions is 1.5"),
+    ],
+)
+def test_what_no_model_could_do_is_refused_when_it_is_asked(fields, words):
+    with pytest.raises(InvalidRequest, match=words):
+        PoolingParams(**fields)

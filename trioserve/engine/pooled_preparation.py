@@ -1,0 +1,132 @@
+"""What may be pooled by which model, and the sequences that the core gets of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from trioserve.contracts.arguments import check_count, is_list, refuse
+from trioserve.contracts.errors import ContextTooLong, InvalidRequest
+from trioserve.contracts.pooling import INPUTS_MAX, Pooling, PoolingParams, TextPair
+from trioserve.contracts.prompt import ChatPrompt, Prompt
+from trioserve.contracts.request import EngineRequest
+from trioserve.engine.model_description import ModelDescription, PooledModel
+from trioserve.engine.pooled_request import PooledRequest
+from trioserve.engine.request_preparation import checked_prompt
+
+__all__ = ["check_can_be_pooled", "check_can_generate", "checked_inputs", "name_of_input", "pooled_sequences"]
+
+
+def checked_inputs(inputs: object) -> tuple[Prompt | TextPair, ...]:
+    """One prompt, or several in a list: a list of whole numbers is one. Raises InvalidRequest."""
+    if isinstance(inputs, str | ChatPrompt | TextPair):
+        return (inputs,)
+    if not is_list(inputs):
+        refuse("input", inputs, "a text (str), token ids, a ChatPrompt, a TextPair, or a list of these")
+    if not len(inputs):
+        raise InvalidRequest("input is an empty list, at least one is needed", param="input")
+    if not isinstance(inputs[0], str | ChatPrompt | TextPair) and not is_list(inputs[0]):
+        return (checked_prompt(inputs),)
+    check_count("input", inputs, INPUTS_MAX)
+    return tuple(one if isinstance(one, TextPair) else checked_prompt(one) for one in inputs)
+
+
+def name_of_input(count: int) -> Callable[[int], str]:
+    """What an input is called, by its index."""
+    return (lambda index: "input") if count == 1 else "input[{}]".format
+
+
+def check_can_generate(model: ModelDescription) -> None:
+    """Raises InvalidRequest for a model that continues no text."""
+    if model.pooled is not None and model.pooled.is_encoder:
+        what = "scores of pairs of texts" if model.pooled.scores_pairs else "embeddings"
+        raise InvalidRequest(
+            f"{model.name} is an encoder and continues no text: ask it for {what}, or another model for this",
+            param="model",
+        )
+
+
+def check_can_be_pooled(model: ModelDescription, params: PoolingParams, inputs: Sequence[object]) -> PooledModel:
+    """Raises InvalidRequest for what this model cannot do."""
+    pooled = model.pooled
+    if pooled is None:
+        raise InvalidRequest(f"{model.name} makes no embeddings here", param="model")
+    if params.task == "score":
+        if not pooled.scores_pairs:
+            raise InvalidRequest(f"{model.name} has no head that scores pairs of texts", param="model")
+        if not all(isinstance(one, TextPair) for one in inputs):
+            raise InvalidRequest("what is scored are pairs of texts (TextPair)", param="input")
+        return pooled
+    if pooled.scores_pairs:
+        raise InvalidRequest(
+            f"{model.name} scores pairs of texts and makes no embeddings: ask it for scores, or to rerank",
+            param="model",
+        )
+    if any(isinstance(one, TextPair) for one in inputs):
+        raise InvalidRequest("pairs of texts are for scores: this model makes a vector of one text", param="input")
+    if params.method == "cls" and not pooled.is_encoder:
+        raise InvalidRequest(
+            f'method is "cls", but {model.name} is a decoder, whose first token has seen none of the others: '
+            'allowed are "last" and "mean"',
+            param="method",
+        )
+    if params.dimensions is not None and params.dimensions > pooled.embedding_size:
+        raise InvalidRequest(
+            f"dimensions is {params.dimensions}, but vectors of {model.name} have {pooled.embedding_size}: "
+            f"allowed is 1 to {pooled.embedding_size}",
+            param="dimensions",
+        )
+    return pooled
+
+
+def pooled_sequences(model: ModelDescription, request: PooledRequest) -> list[EngineRequest]:
+    """One for each choice, once the inputs are tokenized. Raises InvalidRequest or ContextTooLong that names the first
+    input that is empty or too long."""
+    pooled, params = model.pooled, request.params
+    assert pooled is not None, "it was checked before it was taken"
+    method = params.method or pooled.method
+    is_whole = pooled.is_encoder or method != "last"
+    tokens_max = min(model.context_tokens_max, pooled.whole_tokens_max) if is_whole else model.context_tokens_max
+    for index, count in enumerate(request.input_token_counts):
+        _check_length(request.name_of(index), count, tokens_max, model.context_tokens_max)
+    encoded, request.encoded = request.encoded, []
+    normalize = pooled.normalize if params.normalize is None else params.normalize
+    return [
+        EngineRequest(
+            id=choice.sequence_id,
+            prompt_token_ids=tuple(one.token_ids),
+            sampling=request.sampling,
+            output_tokens_max=0,
+            stop_token_ids=frozenset(),
+            seed=0,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            pooling=Pooling(
+                task=params.task,
+                method=method,
+                normalize=normalize,
+                dimensions=params.dimensions,
+                is_whole=is_whole,
+                first_segment_tokens=one.first_segment_tokens,
+            ),
+        )
+        for choice, one in zip(request.choices, encoded, strict=True)
+    ]
+
+
+def _check_length(name: str, count: int, tokens_max: int, context_tokens_max: int) -> None:
+    if count == 0:
+        raise InvalidRequest(f"{name} has no tokens: send at least one", param=name)
+    if count <= tokens_max:
+        return
+    if tokens_max == context_tokens_max:
+        raise ContextTooLong(
+            f"This model's maximum context length is {context_tokens_max} tokens, and {name} has {count}: shorten it, "
+            "or have it cut off with truncate_prompt_tokens",
+            param=name,
+        )
+    raise ContextTooLong(
+        f"This model's maximum context length is {tokens_max} tokens for what is computed in one step, as here, and "
+        f"{name} has {count}: shorten it, have it cut off with truncate_prompt_tokens, or raise "
+        "--max-num-batched-tokens",
+        param=name,
+    )
