@@ -76,7 +76,9 @@ class Kernels(Protocol):
         window: int | None,
     ) -> None: ...
 
-    def choose_tokens(self, scores: Tensor, parameters: Tensor, words: Tensor) -> Tensor: ...
+    def choose_tokens(
+        self, scores: Tensor, parameters: Tensor, words: Tensor, masks: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor: ...
 
 
 def pick_kernels(name: KernelsName = "torch") -> Kernels:

@@ -79,7 +79,10 @@ def _rows(kernels: Any, dtype: torch.dtype) -> None:
 
 def _sampling(kernels: Any, dtype: torch.dtype, vocab_size: int) -> None:
     scores = torch.zeros(5, vocab_size, dtype=dtype)
-    kernels.choose_tokens(scores, torch.zeros(5, 4, dtype=torch.float64), torch.zeros(5, dtype=torch.int64))
+    parameters, words = torch.zeros(5, 4, dtype=torch.float64), torch.zeros(5, dtype=torch.int64)
+    kernels.choose_tokens(scores, parameters, words)
+    bits = torch.zeros(3, (vocab_size + 31) // 32, dtype=torch.int32)
+    kernels.choose_tokens(scores, parameters, words, (bits, torch.zeros(5, dtype=torch.int32)))
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ __all__ = [
     "BLOCK_FORMATS",
     "BLOCK_OUTPUTS",
     "DTYPES",
+    "FLAW_NOTHING_ALLOWED",
     "FLAW_NOTHING_LEFT",
     "FLAW_NOT_FINITE",
     "NO_FLAW",
@@ -55,7 +56,7 @@ Float32Array = npt.NDArray[np.float32]
 
 _pointer, _int, _float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
 
-NO_FLAW, FLAW_NOT_FINITE, FLAW_NOTHING_LEFT = 0, 1, 2  # Flaw of cpu/sampling.h
+NO_FLAW, FLAW_NOT_FINITE, FLAW_NOTHING_LEFT, FLAW_NOTHING_ALLOWED = 0, 1, 2, 3  # Flaw of cpu/sampling.h
 
 
 class WeightFormat(enum.IntEnum):
@@ -139,6 +140,7 @@ class SamplingStruct(ctypes.Structure):
         ("seed", ctypes.c_uint64),
         ("top_p", ctypes.c_double),
         ("position", ctypes.c_int64),
+        ("mask", _pointer),
         *((name, _float) for name in ("temperature", "min_p")),
         *((name, _float) for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")),
         *((name, _int) for name in ("top_k", "ids_first", "biases_first", "bias_count", "hidden_count")),
@@ -155,6 +157,7 @@ class StepStruct(ctypes.Structure):
         *((name, _pointer) for name in ("pages", "sampled_rows", "samplings", "sampling_ids", "sampling_biases")),
         *((name, _pointer) for name in ("next_ids", "flaws", "logprobs", "top_ids", "hidden")),
         ("waited_for", _pointer),
+        ("masks_filled", _pointer),
     )
 
 

@@ -53,7 +53,7 @@ class Flaw(enum.IntFlag):
 
     NO_NUMBER = 1  # NaN or infinity
     HIDDEN = 2  # minus infinity somewhere
-    ALL_HIDDEN = 4
+    ALL_HIDDEN = 4  # by scores of minus infinity, by a mask, or by both
 
 
 def rms_norm(values: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -245,7 +245,9 @@ def _attend_one_by_one(
         attended[start:end] = attention_prompt(queries[start:end], seen, mask)
 
 
-def choose_tokens(scores: Tensor, parameters: Tensor, words: Tensor) -> Tensor:
+def choose_tokens(
+    scores: Tensor, parameters: Tensor, words: Tensor, masks: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
     """The next token of every row. Returns int64 [2, n]: token ids, and Flaws; a row with NO_NUMBER or ALL_HIDDEN
     has an id without meaning, which is one of the vocabulary nevertheless: the next step may look it up.
 
@@ -257,14 +259,24 @@ def choose_tokens(scores: Tensor, parameters: Tensor, words: Tensor) -> Tensor:
     The draw is a race of exponential clocks (arXiv 1411.0030), each as fast as its weight: between DRAW_TILES tiles, a
     token being in tile id modulo DRAW_TILES, then inside the tile that won. Clock i is -log of number i of the
     splitmix64 stream that starts at the word; a tile's i is its number, a token's its id plus DRAW_TILES.
+
+    masks: bits int32 [m, words of a row] and rows int32 [n]: of row i only the tokens may be chosen whose bit is set in
+    row rows[i] of the bits (bit id % 32 of word id // 32); all, where that is below 0. NO_NUMBER and HIDDEN are said of
+    the scores as they are given.
     """
     scores = scores.float()
     vocab_size = scores.shape[1]
+    given = scores
+    if masks is not None:
+        bits, mask_rows = masks
+        token = torch.arange(vocab_size, device=scores.device)
+        hidden = (bits[mask_rows.clamp(min=0)][:, token // 32] >> (token % 32)) & 1 == 0
+        scores = scores.masked_fill(hidden & (mask_rows >= 0)[:, None], float("-inf"))
     best, ids = scores.max(-1)
     flaws = torch.zeros_like(ids)
     for flaw, found in (
-        (Flaw.NO_NUMBER, ~(scores < float("inf")).all(-1)),
-        (Flaw.HIDDEN, (scores == float("-inf")).any(-1)),
+        (Flaw.NO_NUMBER, ~(given < float("inf")).all(-1)),
+        (Flaw.HIDDEN, (given == float("-inf")).any(-1)),
         (Flaw.ALL_HIDDEN, best == float("-inf")),
     ):
         flaws += found.long() * int(flaw)

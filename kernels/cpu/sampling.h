@@ -10,11 +10,14 @@
 #include <limits>
 
 #include "simd.h"
+#include "token_masks.h"
 
 namespace trioserve {
 
 constexpr int DRAW_TILES = 512;  // as in trioserve/model/gumbel.py
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
+// Where a mask leaves one of so many tokens, or fewer, each is looked at by itself, and the rest of the row not at all.
+constexpr int64_t FEW_SHARE = 8;
 
 // Of one row. Fields are those of native.py. Its lists lie one behind the other in Step's sampling_ids: the tokens of
 // logit_bias (their biases lie in sampling_biases), tokens that may not be sampled, and the request's known tokens, the
@@ -23,6 +26,7 @@ struct Sampling {
     uint64_t seed;
     double top_p;
     int64_t position;
+    const uint32_t* mask;  // of token_masks.h; null: every token may be sampled
     float temperature, min_p, repetition_penalty, presence_penalty, frequency_penalty;
     int32_t top_k;  // 0: off
     int32_t ids_first, biases_first, bias_count, hidden_count, seen_count, output_count;
@@ -31,7 +35,7 @@ struct Sampling {
     int32_t needs_logits;    // 0: the largest logit and nothing else, which is found while logits are computed
 };
 
-enum Flaw : int32_t { NO_FLAW = 0, NOT_FINITE = 1, NOTHING_LEFT = 2 };
+enum Flaw : int32_t { NO_FLAW = 0, NOT_FINITE = 1, NOTHING_LEFT = 2, NOTHING_ALLOWED = 3 };
 
 // --- random numbers: gumbel.py says what they are ---------------------------------------------------------------------
 
@@ -172,23 +176,29 @@ inline float threshold_of(const Sampling& sampling, const float* weights, int64_
 // One thread's memory for a row. marks are zeros between two rows.
 struct SamplingScratch {
     float *scores, *weights, *work;
-    int32_t* marks;
+    int32_t *marks, *allowed;
 };
 
 inline bool is_adjusted(const Sampling& sampling) {
     return sampling.bias_count + sampling.hidden_count + sampling.seen_count > 0;
 }
 
+// Whether the largest logit wins if its token is allowed, and nothing else is asked.
+inline bool is_largest_wanted(const Sampling& sampling) {
+    return sampling.temperature == 0.0f && !is_adjusted(sampling) && !sampling.wants_logprobs;
+}
+
 // Bias, hidden tokens, penalties; roundings are those of float32 operations one by one. Ids outside the vocabulary are
-// nobody's.
-inline void adjust(const Sampling& sampling, const int32_t* ids, const float* biases, int64_t vocab, float* scores,
-                   int32_t* marks) {
+// nobody's. Only scores of the ids are read and written. hides: false leaves hidden tokens as they are.
+inline void adjust(const Sampling& sampling, const int32_t* ids, const float* biases, int64_t vocab, bool hides,
+                   float* scores, int32_t* marks) {
     const auto is_there = [=](int32_t id) { return id >= 0 && id < vocab; };
     for (int32_t index = 0; index < sampling.bias_count; index++)
         if (is_there(ids[index])) scores[ids[index]] += biases[index];
     ids += sampling.bias_count;
-    for (int32_t index = 0; index < sampling.hidden_count; index++)
-        if (is_there(ids[index])) scores[ids[index]] = MINUS_INFINITY;
+    if (hides)
+        for (int32_t index = 0; index < sampling.hidden_count; index++)
+            if (is_there(ids[index])) scores[ids[index]] = MINUS_INFINITY;
     ids += sampling.hidden_count;
     if (sampling.repetition_penalty != 1.0f) {
         for (int32_t index = 0; index < sampling.seen_count; index++) {
@@ -246,6 +256,34 @@ inline int32_t draw(const float* weights, int64_t vocab, float threshold, uint64
     return int32_t(id);
 }
 
+// The same race among `count` tokens, the lowest id first, with the weights of these alone: the same token wins.
+inline int32_t draw_among(const float* weights, const int32_t* ids, int64_t count, float threshold, uint64_t word) {
+    double tiles[DRAW_TILES] = {};
+    for (int64_t index = 0; index < count; index++)
+        if (weights[index] >= threshold) tiles[ids[index] % DRAW_TILES] += weights[index];
+    int tile = 0;
+    double best = -1;
+    for (int index = 0; index < DRAW_TILES; index++) {
+        if (tiles[index] == 0) continue;
+        const double speed = tiles[index] / exponential(word, index);
+        if (speed > best) {
+            best = speed;
+            tile = index;
+        }
+    }
+    int32_t id = ids[0];
+    best = -1;
+    for (int64_t index = 0; index < count; index++) {
+        if (ids[index] % DRAW_TILES != tile || weights[index] < threshold || weights[index] == 0) continue;
+        const double speed = double(weights[index]) / exponential(word, DRAW_TILES + ids[index]);
+        if (speed > best) {
+            best = speed;
+            id = ids[index];
+        }
+    }
+    return id;
+}
+
 // Of finite logits: what the logarithms of probabilities are below them.
 inline float log_of_sum(const float* logits, int64_t vocab, float* weights) {
     const float best = largest_of(logits, vocab);
@@ -283,26 +321,73 @@ inline void write_logprobs(const float* logits, int64_t vocab, int32_t token, in
     for (int64_t index = 1; index <= std::min<int64_t>(top_count, vocab); index++) logprobs[index] -= below;
 }
 
+// The next token of `count` scores, which may lie in scratch.scores or scratch.work. ids: theirs, ascending; null: each
+// one's place.
+inline Flaw choose_token(const Sampling& sampling, const float* scores, const int32_t* ids, int64_t count,
+                         const SamplingScratch& scratch, int32_t* token) {
+    const float best = largest_of(scores, count);
+    if (best == MINUS_INFINITY) return NOTHING_LEFT;
+    if (sampling.temperature == 0.0f) {
+        const int32_t place = first_of(scores, best);
+        *token = ids == nullptr ? place : ids[place];
+        return NO_FLAW;
+    }
+    weigh(scores, count, sampling.temperature, best, scratch.weights);
+    const int64_t padded = (count + LANES - 1) / LANES * LANES;
+    const float threshold = threshold_of(sampling, scratch.weights, padded, count, scratch.work);
+    const uint64_t word = draw_word(sampling.seed, sampling.position);
+    *token = ids == nullptr ? draw(scratch.weights, count, threshold, word)
+                            : draw_among(scratch.weights, ids, count, threshold, word);
+    return NO_FLAW;
+}
+
+// As sample_row, of the tokens that the row's mask allows, and of nothing else. hides: whether hidden tokens are hidden.
+inline Flaw sample_allowed(const Sampling& sampling, const float* logits, int64_t vocab, const int32_t* ids,
+                           const float* biases, bool hides, const SamplingScratch& scratch, int32_t* token) {
+    const int64_t count = allowed_count(sampling.mask, vocab);
+    if (count == 0) return NOTHING_ALLOWED;
+    if (count * FEW_SHARE > vocab) {
+        const float* scores = logits;
+        if (is_adjusted(sampling)) {
+            std::memcpy(scratch.scores, logits, sizeof(float) * vocab);
+            adjust(sampling, ids, biases, vocab, hides, scratch.scores, scratch.marks);
+            scores = scratch.scores;
+        }
+        keep_allowed(sampling.mask, scores, vocab, MINUS_INFINITY, scratch.scores);
+        return choose_token(sampling, scratch.scores, nullptr, vocab, scratch, token);
+    }
+    write_allowed(sampling.mask, vocab, scratch.allowed);
+    const float* scores = logits;
+    if (is_adjusted(sampling)) {
+        const int32_t adjusted_count = sampling.bias_count + sampling.hidden_count + sampling.seen_count;
+        for (int32_t index = 0; index < adjusted_count; index++)
+            if (ids[index] >= 0 && ids[index] < vocab) scratch.scores[ids[index]] = logits[ids[index]];
+        for (int64_t index = 0; index < count; index++)
+            scratch.scores[scratch.allowed[index]] = logits[scratch.allowed[index]];
+        adjust(sampling, ids, biases, vocab, hides, scratch.scores, scratch.marks);
+        scores = scratch.scores;
+    }
+    for (int64_t index = 0; index < count; index++) scratch.work[index] = scores[scratch.allowed[index]];
+    return choose_token(sampling, scratch.work, scratch.allowed, count, scratch, token);
+}
+
 // The next token; logits are finite, and stay as they are. ids: the row's lists. NOTHING_LEFT: no token may be sampled.
+// NOTHING_ALLOWED: the row's mask has none. Hidden tokens come if a mask leaves no other one: a response that is complete
+// cannot go on for min_tokens' sake.
 inline Flaw sample_row(const Sampling& sampling, const float* logits, int64_t vocab, const int32_t* ids,
                        const float* biases, const SamplingScratch& scratch, int32_t* token) {
+    if (sampling.mask != nullptr) {
+        const Flaw flaw = sample_allowed(sampling, logits, vocab, ids, biases, true, scratch, token);
+        if (flaw != NOTHING_LEFT) return flaw;
+        return sample_allowed(sampling, logits, vocab, ids, biases, false, scratch, token);
+    }
     const float* scores = logits;
     if (is_adjusted(sampling)) {
         std::memcpy(scratch.scores, logits, sizeof(float) * vocab);
-        adjust(sampling, ids, biases, vocab, scratch.scores, scratch.marks);
+        adjust(sampling, ids, biases, vocab, true, scratch.scores, scratch.marks);
         scores = scratch.scores;
     }
-    const float best = largest_of(scores, vocab);
-    if (best == MINUS_INFINITY) return NOTHING_LEFT;
-    if (sampling.temperature == 0.0f) {
-        *token = first_of(scores, best);
-        return NO_FLAW;
-    }
-    weigh(scores, vocab, sampling.temperature, best, scratch.weights);
-    const int64_t padded = (vocab + LANES - 1) / LANES * LANES;
-    const float threshold = threshold_of(sampling, scratch.weights, padded, vocab, scratch.work);
-    *token = draw(scratch.weights, vocab, threshold, draw_word(sampling.seed, sampling.position));
-    return NO_FLAW;
+    return choose_token(sampling, scores, nullptr, vocab, scratch, token);
 }
 
 }  // namespace trioserve

@@ -107,6 +107,9 @@ inline Lanes where_at_least(Lanes at, Lanes limit, Lanes a, Lanes other) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(at, limit, _CMP_GE_OQ), other, a);
 }
 
+// Lane i of `a` where bit i of the lowest sixteen is set, of `other` elsewhere.
+inline Lanes where_bits(uint32_t bits, Lanes a, Lanes other) { return _mm512_mask_blend_ps(__mmask16(bits), other, a); }
+
 // Sixteen sums in float64.
 struct WideLanes {
     __m512d low, high;
@@ -320,6 +323,15 @@ inline Lanes cut_below(Lanes a, Lanes limit) {
 inline Lanes where_at_least(Lanes at, Lanes limit, Lanes a, Lanes other) {
     return {_mm256_blendv_ps(other.low, a.low, _mm256_cmp_ps(at.low, limit.low, _CMP_GE_OQ)),
             _mm256_blendv_ps(other.high, a.high, _mm256_cmp_ps(at.high, limit.high, _CMP_GE_OQ))};
+}
+
+inline __m256 half_where_bits(int bits, __m256 a, __m256 other) {
+    const __m256i places = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    const __m256i there = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(bits), places), places);
+    return _mm256_blendv_ps(other, a, _mm256_castsi256_ps(there));
+}
+inline Lanes where_bits(uint32_t bits, Lanes a, Lanes other) {
+    return {half_where_bits(bits & 0xFF, a.low, other.low), half_where_bits(bits >> 8 & 0xFF, a.high, other.high)};
 }
 
 struct WideLanes {

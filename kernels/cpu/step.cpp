@@ -86,7 +86,7 @@ public:
 private:
     struct Own {  // one thread's
         Buffer normed, quantized, dequantized, packed, floats, tiles;
-        Buffer best_values, best_ids, doubts, scores, weights, work, marks;
+        Buffer best_values, best_ids, doubts, scores, weights, work, marks, allowed;
     };
 
     void plan_rows(const Model& model, const Step& step);
@@ -120,6 +120,7 @@ private:
     bool is_finite(int64_t row);
     void prepare_sampling(int64_t vocab);
     void sample(int thread, const Step& step, int64_t row, int64_t vocab, const float* logits);
+    bool can_sample(const Step& step, int64_t row);
 
     Team team;
     std::vector<Own> own_;
@@ -130,7 +131,7 @@ private:
     std::map<int64_t, AttentionPlan> plans_;
     std::unique_ptr<std::atomic<int>[]> parts_done_;
     int64_t rows_ = 0, parts_done_count_ = 0;
-    bool is_abandoned_ = false;
+    std::atomic<bool> is_abandoned_{false};
     Buffer hidden_, normed_, quantized_, qkv_, queries_, attended_, activated_, angles_, partials_, sampled_, logits_;
 };
 
@@ -604,7 +605,15 @@ void Engine::prepare_sampling(int64_t vocab) {
         own.weights.of<float>(padded);
         own.work.of<float>(padded);
         own.marks.of<int32_t>(padded);
+        own.allowed.of<int32_t>(padded);
     }
+}
+
+// Waits for the masks if the row has one. False: the step is abandoned.
+bool Engine::can_sample(const Step& step, int64_t row) {
+    if (step.samplings[row].mask == nullptr || wait_for_masks(step.masks_filled, step.waited_for)) return true;
+    is_abandoned_ = true;
+    return false;
 }
 
 // logits: the row's, finite.
@@ -612,7 +621,7 @@ void Engine::sample(int thread, const Step& step, int64_t row, int64_t vocab, co
     const Sampling& sampling = step.samplings[row];
     Own& own = own_[thread];
     const SamplingScratch scratch{own.scores.of<float>(0), own.weights.of<float>(0), own.work.of<float>(0),
-                                  own.marks.of<int32_t>(0)};
+                                  own.marks.of<int32_t>(0), own.allowed.of<int32_t>(0)};
     int32_t* token = step.next_ids + row;
     step.flaws[row] = sample_row(sampling, logits, vocab, step.sampling_ids + sampling.ids_first,
                                  step.sampling_biases + sampling.biases_first, scratch, token);
@@ -738,10 +747,14 @@ bool Engine::compute(const Model& model, const Step& step) {
         const Rows<const T> x = norm_rows(thread, sampled_hidden, sampled, hidden_size, model.norm, model.norm_eps, normed);
         choose(thread, model, x, sampled);
         team.meet();
-        for (int64_t row; (row = team.take()) < sampled;) {
+        for (int64_t row; (row = team.take()) < sampled && can_sample(step, row);) {
+            const Sampling& sampling = step.samplings[row];
             if (!is_finite(row)) {
                 step.flaws[row] = NOT_FINITE;
-            } else if (step.samplings[row].needs_logits) {
+            } else if (sampling.mask != nullptr && is_largest_wanted(sampling) && is_allowed(sampling.mask, best_of(row))) {
+                step.flaws[row] = NO_FLAW;
+                step.next_ids[row] = best_of(row);
+            } else if (sampling.needs_logits) {
                 sample(thread, step, row, model.vocab_size, logits_of_row_[row]);
             } else {
                 step.flaws[row] = NO_FLAW;
@@ -786,7 +799,7 @@ bool Engine::compute_logprobs(const Model& model, const float* hidden, int64_t r
 void Engine::compute_sampling(const Step& step, int64_t vocab, const float* logits) {
     prepare_sampling(vocab);
     team.run([&](int thread) {
-        for (int64_t row; (row = team.take()) < step.sampled_count;)
+        for (int64_t row; (row = team.take()) < step.sampled_count && can_sample(step, row);)
             sample(thread, step, row, vocab, logits + row * vocab);
     });
 }

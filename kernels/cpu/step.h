@@ -64,6 +64,7 @@ struct Step {
     int32_t* top_ids;              // [sampled][top_count_max]
     float* hidden;                 // [rows, hidden_size] after the last layer, or null
     const int32_t* waited_for;     // 0, from any moment on: the step is abandoned; or null
+    const int32_t* masks_filled;   // 0 until the masks of all samplings can be read; null if none has one
 };
 
 class Engine;

@@ -32,20 +32,17 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def best_parts_kernel(
-    scores,
-    best_scores,
-    best_ids,
-    flaws,
-    vocab_size,
-    score_stride,
-    PART_TOKENS: tl.constexpr,
-    TOKEN_BLOCK: tl.constexpr,
+def _allowed(mask, token, inside):
+    """Whether a mask has the token's bit."""
+    word = tl.load(mask + (token >> 5), mask=inside, other=0)
+    return ((word >> (token & 31)) & 1) != 0
+
+
+@triton.jit
+def _best_of_part(
+    scores, mask, begin, vocab_size, MASKED: tl.constexpr, PART_TOKENS: tl.constexpr, TOKEN_BLOCK: tl.constexpr
 ):
-    """Program (row, part): the part's best score, the lowest id that has it, and flaws: 1 NaN or infinity, 2 minus
-    infinity."""
-    row = tl.program_id(0).to(tl.int64)
-    begin = tl.program_id(1) * PART_TOKENS
+    """The best score among the tokens that may be chosen, the lowest id that has it, and the flaws of all scores."""
     lane = tl.arange(0, TOKEN_BLOCK)
     best = tl.full([TOKEN_BLOCK], float("-inf"), tl.float32)
     best_id = begin + lane
@@ -53,29 +50,78 @@ def best_parts_kernel(
     for start in range(begin, tl.minimum(begin + PART_TOKENS, vocab_size), TOKEN_BLOCK):
         token = start + lane
         inside = token < vocab_size
-        score = tl.load(scores + row * score_stride + token, mask=inside, other=float("-inf")).to(tl.float32)
+        score = tl.load(scores + token, mask=inside, other=float("-inf")).to(tl.float32)
         hidden = score == float("-inf")
         flaw |= tl.where(inside & ((score != score) | (score == float("inf"))), 1, 0)
         flaw |= tl.where(inside & hidden, 2, 0)
         better = score > best
+        if MASKED:
+            better = better & _allowed(mask, token, inside)
         best_id = tl.where(better, token, best_id)
         best = tl.where(better, score, best)
     top = tl.max(best, 0)
     lowest = tl.min(tl.where(best == top, best_id, 2147483647), 0)
+    return top, lowest, tl.max(flaw & 1, 0) + tl.max(flaw & 2, 0)
+
+
+@triton.jit
+def best_parts_kernel(
+    scores,
+    best_scores,
+    best_ids,
+    flaws,
+    masks,
+    mask_rows,
+    vocab_size,
+    score_stride,
+    mask_stride,
+    HAS_MASKS: tl.constexpr,
+    PART_TOKENS: tl.constexpr,
+    TOKEN_BLOCK: tl.constexpr,
+):
+    """Program (row, part): the part's best score, the lowest id that has it, and flaws: 1 NaN or infinity, 2 minus
+    infinity. A row without a mask computes what it would without HAS_MASKS."""
+    row = tl.program_id(0).to(tl.int64)
+    begin = tl.program_id(1) * PART_TOKENS
+    scores += row * score_stride
+    if HAS_MASKS:
+        mask_row = tl.load(mask_rows + row).to(tl.int64)
+        mask = masks + mask_row * mask_stride
+        if mask_row >= 0:
+            top, lowest, flaw = _best_of_part(scores, mask, begin, vocab_size, True, PART_TOKENS, TOKEN_BLOCK)
+        else:
+            top, lowest, flaw = _best_of_part(scores, mask, begin, vocab_size, False, PART_TOKENS, TOKEN_BLOCK)
+    else:
+        top, lowest, flaw = _best_of_part(scores, masks, begin, vocab_size, False, PART_TOKENS, TOKEN_BLOCK)
     place = row * tl.num_programs(1) + tl.program_id(1)
     tl.store(best_scores + place, top)
     tl.store(best_ids + place, lowest)
-    tl.store(flaws + place, tl.max(flaw & 1, 0) + tl.max(flaw & 2, 0))
+    tl.store(flaws + place, flaw)
 
 
 @triton.jit
-def _weights(scores, token, inside, best, scale):
+def _weights(scores, mask, token, inside, best, scale, MASKED: tl.constexpr):
+    """0 for tokens that may not be chosen."""
     score = tl.load(scores + token, mask=inside, other=float("-inf")).to(tl.float32)
-    return tl.exp2((score - best) * scale)
+    weight = tl.exp2((score - best) * scale)
+    if MASKED:
+        weight = tl.where(_allowed(mask, token, inside), weight, 0.0)
+    return weight
 
 
 @triton.jit
-def _least_enough(scores, vocab_size, best, scale, threshold, wanted, COUNTED: tl.constexpr, TOKEN_BLOCK: tl.constexpr):
+def _least_enough(
+    scores,
+    mask,
+    vocab_size,
+    best,
+    scale,
+    threshold,
+    wanted,
+    COUNTED: tl.constexpr,
+    MASKED: tl.constexpr,
+    TOKEN_BLOCK: tl.constexpr,
+):
     """The largest t for which weights of at least t (and threshold) are enough: `wanted` by number if COUNTED, else by
     sum; 0 if none is."""
     low = tl.full([], 0, tl.int32)
@@ -91,7 +137,7 @@ def _least_enough(scores, vocab_size, best, scale, threshold, wanted, COUNTED: t
         reached_3 = tl.zeros([TOKEN_BLOCK], tl.float32)
         for start in range(0, vocab_size, TOKEN_BLOCK):
             token = start + lane
-            weight = _weights(scores, token, token < vocab_size, best, scale)
+            weight = _weights(scores, mask, token, token < vocab_size, best, scale, MASKED)
             amount = tl.where(weight >= threshold, 1.0 if COUNTED else weight, 0.0)
             reached_1 += tl.where(weight >= pivot_1, amount, 0.0)
             reached_2 += tl.where(weight >= pivot_2, amount, 0.0)
@@ -115,6 +161,56 @@ def _clocks(word, index):
     return -tl.log(((state >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16)
 
 
+@triton.jit
+def _draw(
+    scores,
+    mask,
+    setting,
+    word,
+    vocab_size,
+    best,
+    MASKED: tl.constexpr,
+    TOKEN_BLOCK: tl.constexpr,
+    DRAW_TILES: tl.constexpr,
+    COLUMN_BLOCK: tl.constexpr,
+):
+    """A token of a row that has a temperature. setting: its parameters."""
+    scale = _LOG2_E / tl.load(setting).to(tl.float32)
+    top_k = tl.load(setting + 1)
+    top_p = tl.load(setting + 2)
+    threshold = tl.load(setting + 3).to(tl.float32)  # min_p, since the best weight is 1
+    if (top_k > 0) & (top_k < vocab_size):
+        # Counted among all: what min_p has dropped is less than what it keeps, so its threshold just stays.
+        kth = _least_enough(scores, mask, vocab_size, best, scale, 0.0, top_k, True, MASKED, TOKEN_BLOCK)
+        threshold = tl.maximum(threshold, kth)
+    if top_p < 1.0:
+        sums = tl.zeros([TOKEN_BLOCK], tl.float32)
+        for start in range(0, vocab_size, TOKEN_BLOCK):
+            token = start + tl.arange(0, TOKEN_BLOCK)
+            weight = _weights(scores, mask, token, token < vocab_size, best, scale, MASKED)
+            sums += tl.where(weight >= threshold, weight, 0.0)
+        left = tl.sum(sums, 0).to(tl.float64)
+        nucleus = _least_enough(
+            scores, mask, vocab_size, best, scale, threshold, top_p * left, False, MASKED, TOKEN_BLOCK
+        )
+        threshold = tl.maximum(threshold, nucleus)
+    tile = tl.arange(0, DRAW_TILES)
+    # Each thread sums for itself, as above.
+    tile_sums = tl.zeros([TOKEN_BLOCK // DRAW_TILES, DRAW_TILES], tl.float64)
+    line = tl.arange(0, TOKEN_BLOCK // DRAW_TILES)[:, None] * DRAW_TILES
+    for start in range(0, vocab_size, TOKEN_BLOCK):
+        token = start + line + tile[None, :]
+        weight = _weights(scores, mask, token, token < vocab_size, best, scale, MASKED)
+        tile_sums += tl.where(weight >= threshold, weight, 0.0).to(tl.float64)
+    winner = tl.argmax(tl.sum(tile_sums, 0) / _clocks(word, tile), 0)
+    token = tl.arange(0, COLUMN_BLOCK) * DRAW_TILES + winner
+    weight = _weights(scores, mask, token, token < vocab_size, best, scale, MASKED)
+    weight = tl.where((weight >= threshold) & (token < vocab_size), weight, 0.0).to(tl.float64)
+    # The tiles have taken the first numbers of the stream, so a token's comes that much later.
+    column = tl.argmax(weight / _clocks(word, token + DRAW_TILES), 0)
+    return (column * DRAW_TILES + winner).to(tl.int64)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def choose_kernel(
     chosen,
@@ -122,18 +218,23 @@ def choose_kernel(
     best_scores,
     best_ids,
     flaws,
+    masks,
+    mask_rows,
     parameters,
     words,
     vocab_size,
     score_stride,
+    mask_stride,
     rows,
+    HAS_MASKS: tl.constexpr,
     PARTS: tl.constexpr,
     PART_BLOCK: tl.constexpr,
     TOKEN_BLOCK: tl.constexpr,
     DRAW_TILES: tl.constexpr,
     COLUMN_BLOCK: tl.constexpr,
 ):
-    """Program (row): joins the parts; draws if the row has a temperature."""
+    """Program (row): joins the parts; draws if the row has a temperature. A row without a mask computes what it would
+    without HAS_MASKS."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PART_BLOCK)
     place = row * PARTS + part
@@ -146,46 +247,29 @@ def choose_kernel(
     flaw += tl.where(best == float("-inf"), 4, 0)
     tl.store(chosen + rows + row, flaw.to(tl.int64))
     result = best_id.to(tl.int64)
-    temperature = tl.load(parameters + row * 4).to(tl.float32)
-    if (temperature > 0) & ((flaw & 5) == 0):
+    setting = parameters + row * 4
+    if (tl.load(setting) > 0) & ((flaw & 5) == 0):
         scores += row * score_stride
-        scale = _LOG2_E / temperature
-        top_k = tl.load(parameters + row * 4 + 1)
-        top_p = tl.load(parameters + row * 4 + 2)
-        threshold = tl.load(parameters + row * 4 + 3).to(tl.float32)  # min_p, since the best weight is 1
-        if (top_k > 0) & (top_k < vocab_size):
-            # Counted among all: what min_p has dropped is less than what it keeps, so its threshold just stays.
-            kth = _least_enough(scores, vocab_size, best, scale, 0.0, top_k, True, TOKEN_BLOCK)
-            threshold = tl.maximum(threshold, kth)
-        if top_p < 1.0:
-            sums = tl.zeros([TOKEN_BLOCK], tl.float32)
-            for start in range(0, vocab_size, TOKEN_BLOCK):
-                token = start + tl.arange(0, TOKEN_BLOCK)
-                weight = _weights(scores, token, token < vocab_size, best, scale)
-                sums += tl.where(weight >= threshold, weight, 0.0)
-            left = tl.sum(sums, 0).to(tl.float64)
-            nucleus = _least_enough(scores, vocab_size, best, scale, threshold, top_p * left, False, TOKEN_BLOCK)
-            threshold = tl.maximum(threshold, nucleus)
         word = tl.load(words + row).to(tl.uint64, bitcast=True)
-        tile = tl.arange(0, DRAW_TILES)
-        # Each thread sums for itself, as above.
-        tile_sums = tl.zeros([TOKEN_BLOCK // DRAW_TILES, DRAW_TILES], tl.float64)
-        line = tl.arange(0, TOKEN_BLOCK // DRAW_TILES)[:, None] * DRAW_TILES
-        for start in range(0, vocab_size, TOKEN_BLOCK):
-            token = start + line + tile[None, :]
-            weight = _weights(scores, token, token < vocab_size, best, scale)
-            tile_sums += tl.where(weight >= threshold, weight, 0.0).to(tl.float64)
-        winner = tl.argmax(tl.sum(tile_sums, 0) / _clocks(word, tile), 0)
-        token = tl.arange(0, COLUMN_BLOCK) * DRAW_TILES + winner
-        weight = _weights(scores, token, token < vocab_size, best, scale)
-        weight = tl.where((weight >= threshold) & (token < vocab_size), weight, 0.0).to(tl.float64)
-        # The tiles have taken the first numbers of the stream, so a token's comes that much later.
-        column = tl.argmax(weight / _clocks(word, token + DRAW_TILES), 0)
-        result = (column * DRAW_TILES + winner).to(tl.int64)
+        if HAS_MASKS:
+            mask_row = tl.load(mask_rows + row).to(tl.int64)
+            mask = masks + mask_row * mask_stride
+            if mask_row >= 0:
+                result = _draw(
+                    scores, mask, setting, word, vocab_size, best, True, TOKEN_BLOCK, DRAW_TILES, COLUMN_BLOCK
+                )
+            else:
+                result = _draw(
+                    scores, mask, setting, word, vocab_size, best, False, TOKEN_BLOCK, DRAW_TILES, COLUMN_BLOCK
+                )
+        else:
+            result = _draw(scores, masks, setting, word, vocab_size, best, False, TOKEN_BLOCK, DRAW_TILES, COLUMN_BLOCK)
     tl.store(chosen + row, result)
 
 
-def choose_tokens(scores: Tensor, parameters: Tensor, words: Tensor) -> Tensor:
+def choose_tokens(
+    scores: Tensor, parameters: Tensor, words: Tensor, masks: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
     rows, vocab_size = scores.shape
     assert scores.stride(1) == 1
     assert parameters.is_contiguous()
@@ -196,13 +280,20 @@ def choose_tokens(scores: Tensor, parameters: Tensor, words: Tensor) -> Tensor:
     best_ids = torch.empty(rows, parts, dtype=torch.int32, device=scores.device)
     flaws = torch.empty_like(best_ids)
     chosen = torch.empty(2, rows, dtype=torch.int64, device=scores.device)
+    # Without masks any integers stand in their place; they are not read.
+    bits, mask_rows = (best_ids, best_ids) if masks is None else masks
+    assert bits.stride(1) == 1
     best_parts_kernel[(rows, parts)](
         scores,
         best_scores,
         best_ids,
         flaws,
+        bits,
+        mask_rows,
         vocab_size,
         scores.stride(0),
+        bits.stride(0),
+        HAS_MASKS=masks is not None,
         PART_TOKENS=PART_TOKENS,
         TOKEN_BLOCK=PART_TOKEN_BLOCK,
         num_warps=8,
@@ -213,11 +304,15 @@ def choose_tokens(scores: Tensor, parameters: Tensor, words: Tensor) -> Tensor:
         best_scores,
         best_ids,
         flaws,
+        bits,
+        mask_rows,
         parameters,
         words,
         vocab_size,
         scores.stride(0),
+        bits.stride(0),
         rows,
+        HAS_MASKS=masks is not None,
         PARTS=parts,
         PART_BLOCK=triton.next_power_of_2(parts),
         TOKEN_BLOCK=TOKEN_BLOCK,

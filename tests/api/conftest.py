@@ -146,6 +146,10 @@ class ScriptedStream:
         self._engine = engine
         self._steps: Iterator[Step] = iter(())
 
+    @property
+    def prompt_token_count(self) -> int:
+        return len(self.prompt_token_ids)
+
     async def __aenter__(self) -> ScriptedStream:
         if self._engine.enter_errors:
             error = self._engine.enter_errors.pop(0)

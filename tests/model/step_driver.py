@@ -138,6 +138,12 @@ class StepDriver:
             result = self.step({name: self.left(name) for name in names})
             assert not result.errors
 
+    def take(self, name: str, chunk: ScheduledChunk, token: int | None) -> None:
+        """What `step` does with what a chunk of this request gave, for those that execute it themselves."""
+        self._computed[name] += chunk.count
+        if token is not None:
+            self.tokens[name].append(token)
+
     def left(self, name: str) -> int:
         return len(self.tokens[name]) - self._computed[name]
 

@@ -47,9 +47,9 @@ def static_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
     launch = StaticDecode.launch
 
-    def noted(self: StaticDecode, chunks: Any, awaited: Any) -> Any:
+    def noted(self: StaticDecode, chunks: Any, awaited: Any, masks: Any) -> Any:
         sizes.append(len(chunks))
-        return launch(self, chunks, awaited)
+        return launch(self, chunks, awaited, masks)
 
     monkeypatch.setattr(StaticDecode, "launch", noted)
     return sizes
@@ -367,7 +367,9 @@ def chunk(seed: int, start: int, table: list[int]) -> ScheduledChunk:
 def test_what_is_sent_is_the_step() -> None:
     """Fields of the rows, padding, block tables. Requests grow, change places and blocks, and the number of rows
     changes in between."""
-    inputs = StaticInputs((2, 4), kept_max=8, width_max=9, block_size=4, spare_block=77, device=torch.device("cpu"))
+    inputs = StaticInputs(
+        (2, 4), kept_max=8, width_max=9, block_size=4, vocab_size=320, spare_block=77, device=torch.device("cpu")
+    )
     long, short = [50, 51, 52, 53, 54], [60, 61]
     for rows, chunks, width in (
         (4, [chunk(1, 19, long), chunk(2, 3, short), chunk(3, 0, [70])], 5),
@@ -398,7 +400,9 @@ def test_what_is_sent_is_the_step() -> None:
 
 
 def test_only_as_much_of_the_block_tables_is_sent_as_the_step_needs() -> None:
-    inputs = StaticInputs((2,), kept_max=8, width_max=9, block_size=4, spare_block=77, device=torch.device("cpu"))
+    inputs = StaticInputs(
+        (2,), kept_max=8, width_max=9, block_size=4, vocab_size=320, spare_block=77, device=torch.device("cpu")
+    )
     chunks = [chunk(1, 19, [50, 51, 52, 53, 54]), chunk(2, 19, [60, 61, 62, 63, 64])]
     inputs.fill(chunks, 2, {})
     inputs.send(2, 3)
@@ -409,7 +413,7 @@ def test_only_as_much_of_the_block_tables_is_sent_as_the_step_needs() -> None:
 
 def test_every_field_begins_where_kernels_need_no_other_code() -> None:
     inputs = StaticInputs(
-        (1, 2, 3, 9), kept_max=9, width_max=5, block_size=4, spare_block=77, device=torch.device("cpu")
+        (1, 2, 3, 9), kept_max=9, width_max=5, block_size=4, vocab_size=320, spare_block=77, device=torch.device("cpu")
     )
     for tensors in inputs.tensors.values():
         for field in dataclasses.fields(tensors):

@@ -1,5 +1,5 @@
 """The API's own description, OpenAPI 3.1: paths from the routes, bodies and responses from their types, what each path
-does and may answer from the table here. It is served, and tests hold it against what the server really does."""
+does and may answer from the tables of the APIs. It is served, and tests hold it against what the server really does."""
 
 from __future__ import annotations
 
@@ -8,137 +8,23 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from trioserve.api.anthropic.descriptions import OPERATIONS as ANTHROPIC_OPERATIONS
 from trioserve.api.deadline_fields import HEADERS as DEADLINE_HEADERS
-from trioserve.api.openai import response_types
-from trioserve.api.openai.request_types import (
-    REFUSED,
-    AbortBody,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    GenerationBody,
-    TokenizeBody,
-)
+from trioserve.api.described_operation import DescribedOperation
+from trioserve.api.openai.descriptions import OPERATIONS as OPENAI_OPERATIONS
+from trioserve.api.openai.request_types import REFUSED
 from trioserve.api.operations.health import VERSION
-from trioserve.contracts.kv_events import BlocksRemoved, BlocksStored, ResidencySnapshot
-from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
-from trioserve.contracts.sampling import SAMPLING_RANGES, Range
+from trioserve.contracts.sampling import Range
 
 if TYPE_CHECKING:
     from trioserve.api.app import Route
     from trioserve.api.request_context import RequestContext
 
-__all__ = ["OPERATIONS", "DescribedOperation", "openapi_document"]
+__all__ = ["OPERATIONS", "openapi_document"]
 
+OPERATIONS = OPENAI_OPERATIONS | ANTHROPIC_OPERATIONS
 REF = "#/components/schemas/{name}"
 
-
-class DescribedOperation(msgspec.Struct, frozen=True, kw_only=True):
-    """What a method on a path takes and gives.
-
-    answer: type of the JSON with status 200, or the media type of what is no JSON. event: the type of a stream's events
-    when the body has `"stream": true`; kinds: the types of those of a stream that is the whole response. errors:
-    statuses that come with an Error. path_parameter: what it is.
-    """
-
-    summary: str
-    response: type | str
-    description: str = ""
-    body: type | None = None
-    event: type | None = None
-    kinds: tuple[type, ...] = ()
-    errors: tuple[int, ...] = (400,)
-    not_ready: type | None = None
-    path_parameter: str = ""
-    takes_deadlines: bool = False
-
-
-_READS_BODY = (400, 408, 413, 415, 429, 503)
-_GENERATES = (*_READS_BODY, 404, 500, 504)
-
-OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
-    ("POST", "/v1/chat/completions"): DescribedOperation(
-        summary="Answer a chat",
-        description="Fields, and their meanings, are OpenAI's and vLLM's. Fields that are not named here are ignored.",
-        body=ChatBody,
-        response=response_types.ChatCompletion,
-        event=response_types.ChatCompletionChunk,
-        errors=_GENERATES,
-        takes_deadlines=True,
-    ),
-    ("POST", "/v1/completions"): DescribedOperation(
-        summary="Continue one or more prompts",
-        description="Choice number prompt_index * n + i is choice i of that prompt. As above for everything else.",
-        body=CompletionBody,
-        response=response_types.Completion,
-        event=response_types.Completion,
-        errors=_GENERATES,
-        takes_deadlines=True,
-    ),
-    ("GET", "/v1/models"): DescribedOperation(summary="List the names that are served", response=response_types.Models),
-    ("GET", "/v1/models/{model}"): DescribedOperation(
-        summary="Find a model by its name",
-        response=response_types.Model,
-        errors=(400, 404),
-        path_parameter="name of the model, slashes included",
-    ),
-    ("GET", "/v1/requests"): DescribedOperation(
-        summary="List the requests that live",
-        description="Those of the caller's key; all of them with the admin key, or where there are no keys. Answered "
-        "ones, too, while their blocks are held for another engine.",
-        response=response_types.LiveRequests,
-    ),
-    ("DELETE", "/v1/requests/{request}"): DescribedOperation(
-        summary="Abort a request",
-        description="Its blocks are free with the next step. The client of its stream gets an error event. Of one that "
-        "has its response, and whose blocks are held for another engine, the hold is ended.",
-        response=response_types.RequestAbort,
-        errors=(400, 404),
-        path_parameter="the request's X-Request-Id",
-    ),
-    ("POST", "/v1/requests/abort"): DescribedOperation(
-        summary="Abort several requests",
-        body=AbortBody,
-        response=response_types.RequestAborts,
-        errors=_READS_BODY,
-    ),
-    ("POST", "/tokenize"): DescribedOperation(
-        summary="Show the tokens of a prompt or a chat",
-        body=TokenizeBody,
-        response=response_types.Tokenized,
-        errors=(*_READS_BODY, 404),
-    ),
-    ("POST", "/detokenize"): DescribedOperation(
-        summary="Show the text of tokens",
-        body=DetokenizeBody,
-        response=response_types.Detokenized,
-        errors=(*_READS_BODY, 404),
-    ),
-    ("GET", "/tokenizer_info"): DescribedOperation(
-        summary="Say what a client needs to render chats and to count tokens by itself",
-        response=response_types.TokenizerInfo,
-    ),
-    ("GET", "/kv_events"): DescribedOperation(
-        summary="Read which blocks the prefix cache holds, and each change from then on",
-        description="A snapshot, in one part or several, then changes, numbered in order. Another snapshot means that "
-        "changes were missed. Only where the server was started with --kv-events; with API keys, only for the admin's.",
-        response="text/event-stream",
-        kinds=(ResidencySnapshot, BlocksStored, BlocksRemoved),
-        errors=(400, 403, 404, 429, 503),
-    ),
-    ("GET", "/health"): DescribedOperation(
-        summary="Whether the process lives, and its engine does not hang",
-        response=response_types.Alive,
-        not_ready=response_types.Hangs,
-    ),
-    ("GET", "/ready"): DescribedOperation(
-        summary="Whether requests are taken", response=response_types.Ready, not_ready=response_types.NotReady
-    ),
-    ("GET", "/load"): DescribedOperation(summary="How much there is to do", response=response_types.Load),
-    ("GET", "/version"): DescribedOperation(summary="Version of the server", response=response_types.Version),
-    ("GET", "/metrics"): DescribedOperation(summary="Metrics, in Prometheus' text format", response="text/plain"),
-    ("GET", "/openapi.json"): DescribedOperation(summary="This description", response="application/json"),
-}
 
 STATUSES = {
     400: "The request cannot be served as it stands; error.param names the field.",
@@ -152,6 +38,7 @@ STATUSES = {
     500: "The server failed on this request.",
     503: "The server is leaving, or the request was aborted; another one may take it.",
     504: "A deadline of the request has passed; error.code says which.",
+    529: "The server takes nothing now, or the request was aborted; another one may take it.",
     507: "There is no room for what was to be stored: delete some, or send store=false.",
 }
 
@@ -244,14 +131,21 @@ def _responses(described: DescribedOperation, *, needs_key: bool) -> dict[str, A
             "x-description": 'With "stream": true. Each event is one line "data: JSON", where JSON is as in x-event. '
             'The last one is "data: [DONE]", or, if the response could not be completed, an Error. Lines that begin '
             "with a colon keep the connection alive.",
-            "x-event": {"anyOf": [_ref(described.event), _ref(response_types.Error)]},
+            "x-event": {"anyOf": [_ref(described.event), _ref(described.error)]},
+        }
+    if described.named_events:
+        content["text/event-stream"] = {
+            "x-description": 'With "stream": true. Each event is a line "event: NAME" and a line "data: JSON", where '
+            "JSON is as in x-event and its type is NAME. If the response could not be completed, the last one is an "
+            "error.",
+            "x-event": {"anyOf": [_ref(kind) for kind in (*described.named_events, described.error)]},
         }
     responses: dict[str, Any] = {"200": {"description": "As asked.", "headers": _RESPONSE_HEADERS, "content": content}}
     for status in sorted({*described.errors, *([401] if needs_key else [])}):
         responses[str(status)] = {
             "description": STATUSES[status],
             "headers": _REFUSAL_HEADERS,
-            "content": {"application/json": {"schema": _ref(response_types.Error)}},
+            "content": {"application/json": {"schema": _ref(described.error)}},
         }
     if described.not_ready is not None:
         responses["503"] = {
@@ -265,8 +159,8 @@ def _responses(described: DescribedOperation, *, needs_key: bool) -> dict[str, A
 def _components() -> dict[str, Any]:
     used: dict[str, type] = {}
     for described in OPERATIONS.values():
-        kinds = (described.body, described.response, described.event, described.not_ready, response_types.Error)
-        for kind in (*kinds, *described.kinds):
+        kinds = (described.body, described.response, described.event, described.not_ready, described.error)
+        for kind in (*kinds, *described.kinds, *described.named_events):
             if isinstance(kind, type):
                 used[kind.__name__] = kind
     _, components = msgspec.json.schema_components(used.values(), ref_template=REF)
@@ -274,18 +168,12 @@ def _components() -> dict[str, Any]:
         for field, reason in REFUSED.items():
             if field in schema.get("properties", ()):
                 schema["properties"][field] = {"type": "null", "description": f"not supported: {reason}"}
-    for name, kind in used.items():
-        if issubclass(kind, GenerationBody):
-            for field, allowed in _RANGES.items():
-                _say_range(components[name]["properties"].get(field, {}), allowed)
+    for described in OPERATIONS.values():
+        if described.body is not None:
+            for place, allowed in described.ranges.items():
+                inner, _, field = place.rpartition(".")
+                _say_range(components[inner or described.body.__name__]["properties"].get(field, {}), allowed)
     return components
-
-
-_RANGES = SAMPLING_RANGES | {
-    "max_completion_tokens": SAMPLING_RANGES["max_tokens"],
-    "top_logprobs": SAMPLING_RANGES["logprobs"],
-    "priority": Range(PRIORITY_MIN, PRIORITY_MAX),
-}
 
 
 def _say_range(schema: dict[str, Any], allowed: Range) -> None:

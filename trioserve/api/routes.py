@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from trioserve.api.anthropic.messages import count_message_tokens, create_message
 from trioserve.api.api_keys import ApiKeys
 from trioserve.api.app import BaseApp, Route
 from trioserve.api.caller import AccessRules
@@ -45,6 +46,8 @@ ROUTES = {
     for route in (
         Route(path="/v1/chat/completions", operations={"POST": create_chat_completion}),
         Route(path="/v1/completions", operations={"POST": create_completion}),
+        Route(path="/v1/messages", operations={"POST": create_message}),
+        Route(path="/v1/messages/count_tokens", operations={"POST": count_message_tokens}),
         Route(path="/v1/models", operations={"GET": list_models}),
         Route(path="/v1/requests", operations={"GET": list_requests}),
         Route(path="/v1/requests/abort", operations={"POST": abort_requests}),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-__all__ = ["TokenMasks", "mask_words"]
+__all__ = ["BITS", "TokenMasks", "mask_words"]
 
-BITS = 32
+BITS = 32  # of a word
 
 
 class TokenMasks(Protocol):

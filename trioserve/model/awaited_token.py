@@ -27,7 +27,9 @@ def fill_in(plan: StepPlan, before: BegunStep) -> list[tuple[int, ScheduledChunk
             continue
         if chunk.awaits_token:
             tokens = _TokensAndOne(chunk.tokens, chunk.start, given[request_id])
-            chunk = ScheduledChunk(chunk.request, tokens, chunk.start, 1, chunk.block_table, True)
+            chunk = ScheduledChunk(
+                chunk.request, tokens, chunk.start, 1, chunk.block_table, True, mask_row=chunk.mask_row
+            )
         filled.append((place, chunk))
     return filled
 

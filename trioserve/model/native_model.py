@@ -15,6 +15,7 @@ import numpy as np
 
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
+from trioserve.contracts.token_masks import TokenMasks
 from trioserve.model.device import DeviceType
 from trioserve.model.kv_storage import KVStorage
 from trioserve.model.model_config import ModelConfig
@@ -154,13 +155,15 @@ class NativeModel:
     def warm_up(self) -> None:
         """Nothing is left to be prepared: weights are packed as they are read."""
 
-    def compute(self, chunks: Sequence[ScheduledChunk], is_abandoned: IsAbandoned) -> ComputedStep | None:
+    def compute(
+        self, chunks: Sequence[ScheduledChunk], is_abandoned: IsAbandoned, masks: TokenMasks | None = None
+    ) -> ComputedStep | None:
         assert self._engine is not None, "compute after close"
         assert self._storage is not None, "compute before allocate_kv"
         if is_abandoned():
             return None
         arrays = _StepArrays(chunks, self._block_size)
-        samplings = NativeSamplings(sampled_rows(chunks), self.config.vocab_size)
+        samplings = NativeSamplings(sampled_rows(chunks), self.config.vocab_size, masks)
         with_logprobs = [
             place for place, chunk in enumerate(chunks) if chunk.request.sampling.prompt_logprobs is not None
         ]
@@ -205,7 +208,9 @@ class NativeModel:
 
     launches = False
 
-    def launch(self, chunks: Sequence[ScheduledChunk], awaited: Mapping[int, int]) -> ReadSamples | None:
+    def launch(
+        self, chunks: Sequence[ScheduledChunk], awaited: Mapping[int, int], masks: TokenMasks | None = None
+    ) -> ReadSamples | None:
         return None
 
     def close(self) -> None:

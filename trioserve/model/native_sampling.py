@@ -8,25 +8,55 @@ from collections.abc import Sequence
 
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.step import ScheduledChunk
-from trioserve.model.samples import NOT_FINITE, NOTHING_LEFT, Samples, counts_output, hides_end_tokens, is_plain
-from trioserve_kernels.native import FLAW_NOT_FINITE, NO_FLAW, SamplingStruct, StepStruct, int32_array, start_of
+from trioserve.contracts.token_masks import BITS, TokenMasks, mask_words
+from trioserve.model.samples import (
+    NOT_FINITE,
+    NOTHING_ALLOWED,
+    NOTHING_LEFT,
+    Samples,
+    counts_output,
+    hides_end_tokens,
+    is_largest_wanted,
+)
+from trioserve_kernels.native import (
+    FLAW_NOT_FINITE,
+    FLAW_NOTHING_ALLOWED,
+    FLAW_NOTHING_LEFT,
+    NO_FLAW,
+    SamplingStruct,
+    StepStruct,
+    int32_array,
+    start_of,
+)
 
 __all__ = ["NativeSamplings", "token_logprob"]
+
+ERRORS = {
+    FLAW_NOT_FINITE: NOT_FINITE,
+    FLAW_NOTHING_LEFT: NOTHING_LEFT,
+    FLAW_NOTHING_ALLOWED: NOTHING_ALLOWED,
+}
 
 
 class NativeSamplings:
     """The rows of a step that are sampled, in order, and room for what the kernels choose."""
 
-    def __init__(self, chunks: Sequence[ScheduledChunk], vocab_size: int) -> None:
+    def __init__(self, chunks: Sequence[ScheduledChunk], vocab_size: int, masks: TokenMasks | None = None) -> None:
+        """masks: of the chunks that have a mask_row; to be kept until the kernels have chosen."""
+        assert masks is None or masks.words_per_row >= mask_words(vocab_size), "masks of another vocabulary"
+        self._masks = masks
         self._ids: list[int] = []
         self._biases: list[float] = []
         self._structs = (SamplingStruct * len(chunks))()
         self._top_counts: dict[int, int] = {}
         for row, chunk in enumerate(chunks):
-            if not is_plain(chunk):
+            if not is_largest_wanted(chunk):
                 struct = self._structs[row] = self._struct(chunk, vocab_size)
                 if struct.wants_logprobs:
                     self._top_counts[row] = struct.top_count
+            if chunk.mask_row is not None:
+                self._structs[row].mask = self._mask_address(chunk.mask_row)
+                self._structs[row].needs_logits = 1
         self._top_count_max = max(self._top_counts.values(), default=0)
         self._id_array, self._bias_array = int32_array(self._ids), array("f", self._biases)
         self._next_ids = int32_array((0,)) * len(chunks)
@@ -41,17 +71,20 @@ class NativeSamplings:
         step.next_ids, step.flaws = start_of(self._next_ids), start_of(self._flaws)
         step.logprobs, step.top_ids = start_of(self._logprobs), start_of(self._top_ids)
         step.top_count_max = self._top_count_max
+        step.masks_filled = None if self._masks is None else self._masks.filled_address
 
     def samples(self) -> Samples:
         """What the kernels chose."""
         token_ids, flaws = self._next_ids.tolist(), self._flaws.tolist()
-        errors = {
-            row: NOT_FINITE if flaw == FLAW_NOT_FINITE else NOTHING_LEFT
-            for row, flaw in enumerate(flaws)
-            if flaw != NO_FLAW
-        }
+        errors = {row: ERRORS[flaw] for row, flaw in enumerate(flaws) if flaw != NO_FLAW}
         logprobs = {row: self._logprob(row, token_ids[row]) for row in self._top_counts if row not in errors}
         return Samples([None if row in errors else token for row, token in enumerate(token_ids)], logprobs, errors)
+
+    def _mask_address(self, mask_row: int) -> int:
+        masks = self._masks
+        assert masks is not None, "a row with a mask in a plan without masks"
+        assert 0 <= mask_row < masks.row_count
+        return masks.address + mask_row * masks.words_per_row * (BITS // 8)
 
     def _logprob(self, row: int, token_id: int) -> TokenLogprob:
         first, top_first = row * (1 + self._top_count_max), row * self._top_count_max

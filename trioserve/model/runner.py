@@ -213,7 +213,7 @@ class ModelRunner:
         awaited = {
             place: rows_before[chunk.request.id] for place, chunk in enumerate(step.chunks) if chunk.awaits_token
         }
-        read = model.launch(step.chunks, awaited)
+        read = model.launch(step.chunks, awaited, plan.masks)
         if read is None:
             return None
         sampled = (chunk.request.id for chunk in step.chunks if chunk.samples)
@@ -233,7 +233,7 @@ class ModelRunner:
             step = _Step(plan, enumerate(plan.chunks), self.config.vocab_size)
         if not step.chunks:
             return step.result(ComputedStep(None))
-        computed = model.compute(step.chunks, is_abandoned)
+        computed = model.compute(step.chunks, is_abandoned, plan.masks)
         return None if computed is None else step.result(computed)
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trioserve.model.samples import NOT_FINITE, ReadSamples, Samples
+from trioserve.model.samples import NOT_FINITE, NOTHING_ALLOWED, ReadSamples, Samples
+from trioserve_kernels.reference import Flaw
 
 __all__ = ["fetch_samples", "keep_ids"]
 
@@ -21,7 +22,7 @@ def keep_ids(kept_ids: Tensor, chosen: Tensor) -> None:
 
 def fetch_samples(chosen: Tensor, count: int) -> ReadSamples:
     """Begin to bring back what was chosen for the first `count` rows. chosen: as above; may be overwritten by what is
-    begun from now on. To be read once."""
+    begun from now on. Nothing was hidden but by masks. To be read once."""
     is_cuda = chosen.device.type == "cuda"
     there = torch.empty(chosen.shape, dtype=torch.int64, pin_memory=is_cuda)
     there.copy_(chosen, non_blocking=True)
@@ -33,7 +34,9 @@ def fetch_samples(chosen: Tensor, count: int) -> ReadSamples:
         if arrived is not None:
             arrived.synchronize()
         ids, flaws = there[:, :count].tolist()
-        errors = {row: NOT_FINITE for row, flaw in enumerate(flaws) if flaw}
+        errors = {
+            row: NOTHING_ALLOWED if flaw == Flaw.ALL_HIDDEN else NOT_FINITE for row, flaw in enumerate(flaws) if flaw
+        }
         return Samples([None if row in errors else ids[row] for row in range(count)], errors=errors)
 
     return read

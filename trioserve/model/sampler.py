@@ -1,9 +1,10 @@
 """Logits to token ids, in torch: penalties, filters, logprobs; gumbel.py draws. What is said here holds for the native
 kernels' sampling.h, too.
 
-The order is vLLM's: logit_bias, min_tokens, penalties, temperature, min_p, top_k, top_p. Logprobs are taken before all
-of it. Tokens of exactly equal probability are kept or dropped together by a filter, so that nothing depends on how a
-sort breaks ties; the greedy choice among equals is the lowest id.
+The order is vLLM's: logit_bias, min_tokens, penalties, mask, temperature, min_p, top_k, top_p. Logprobs are taken
+before all of it. Tokens of exactly equal probability are kept or dropped together by a filter, so that nothing depends
+on how a sort breaks ties; the greedy choice among equals is the lowest id. min_tokens hides nothing where a mask would
+leave no token then: a response that is complete cannot go on.
 
 Random numbers come from the request's seed and the token's position alone. With equal logits a request gets the same
 tokens in any batch and after any preemption; what logits depend on is said in the kernels' reference, and where they
@@ -14,15 +15,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import ScheduledChunk
+from trioserve.contracts.token_masks import TokenMasks
 from trioserve.model.gumbel import draw, draw_word, signed
+from trioserve.model.mask_rows import MaskArray, MaskedRows, allowed_tokens, allows_more_than, masked_rows
 from trioserve.model.samples import (
     NOT_FINITE,
+    NOTHING_ALLOWED,
     NOTHING_LEFT,
     Samples,
     counts_output,
@@ -40,15 +45,21 @@ SORTED_CANDIDATES = 256  # of each row; almost every top_k and top_p ends before
 CANDIDATES_GROWTH = 16  # a row that needs more gets 4,096, and only then all
 
 
-def sample(logits: Tensor, chunks: Sequence[ScheduledChunk], kernels: Kernels | None = None) -> Samples:
+def sample(
+    logits: Tensor,
+    chunks: Sequence[ScheduledChunk],
+    kernels: Kernels | None = None,
+    masks: TokenMasks | None = None,
+) -> Samples:
     """Choose the next token of every row.
 
     logits: [n, vocab_size] in any floating dtype; not changed. chunks: the row's chunk, whose last known token the row
     follows; n of them, at least one. logit_bias must name tokens of the vocabulary only. kernels: if they are fused,
-    they choose.
+    they choose. masks: of the chunks that have a mask_row; waits for them.
     """
+    masked = masked_rows(chunks, masks, logits.shape[1])
     if kernels is not None and kernels.FUSED:
-        return _sample_fused(logits, chunks, kernels)
+        return _sample_fused(logits, chunks, kernels, masked)
     finite = finite_rows(logits)
     if all(is_plain(chunk) for chunk in chunks):
         ids, finite_list = torch.stack((logits.max(-1).indices, finite.to(torch.int64))).tolist()
@@ -66,13 +77,20 @@ def sample(logits: Tensor, chunks: Sequence[ScheduledChunk], kernels: Kernels | 
     raw = scores[with_logprobs] if with_logprobs else None  # a copy, taken before anything is changed
     for row, chunk in enumerate(chunks):
         if row not in errors:
-            _adjust_(scores[row], chunk)
+            _adjust_(scores[row], chunk, None if masked is None else masked.of(row))
+    if masked is not None:
+        for row, allowed in zip(masked.rows, allowed_tokens(masked.bits, scores.shape[1]), strict=True):
+            if not allowed.any():
+                errors.setdefault(row, NOTHING_ALLOWED)
+            scores[row].masked_fill_(torch.from_numpy(~allowed).to(scores.device), float("-inf"))
     best, token_ids = scores.max(-1)
-    drawn = [row for row, chunk in enumerate(chunks) if chunk.request.sampling.temperature > 0]
+    drawn = [row for row, chunk in enumerate(chunks) if chunk.request.sampling.temperature > 0 and row not in errors]
     if drawn:
         token_ids[drawn] = _draw(scores[drawn], [chunks[row] for row in drawn])
     ids = token_ids.tolist()
-    errors |= {row: NOTHING_LEFT for row, empty in enumerate((best == float("-inf")).tolist()) if empty}
+    for row, empty in enumerate((best == float("-inf")).tolist()):
+        if empty:
+            errors.setdefault(row, NOTHING_LEFT)
     samples = Samples([None if row in errors else token for row, token in enumerate(ids)], errors=errors)
     if raw is not None:
         chosen = [ids[row] for row in with_logprobs]
@@ -90,7 +108,9 @@ def word_of(chunk: ScheduledChunk) -> int:
     return signed(draw_word(chunk.request.seed, chunk.start + chunk.count))
 
 
-def _sample_fused(logits: Tensor, chunks: Sequence[ScheduledChunk], kernels: Kernels) -> Samples:
+def _sample_fused(
+    logits: Tensor, chunks: Sequence[ScheduledChunk], kernels: Kernels, masked: MaskedRows | None
+) -> Samples:
     """As sample: the same order of changes, the same draw. What is chosen comes back in one copy; only rows that ask
     for logprobs, biases or penalties cost more."""
     scores = logits
@@ -98,14 +118,20 @@ def _sample_fused(logits: Tensor, chunks: Sequence[ScheduledChunk], kernels: Ker
     if hides:
         scores = logits.to(torch.float32, copy=True)
         for row, chunk in enumerate(chunks):
-            _adjust_(scores[row], chunk)
+            _adjust_(scores[row], chunk, None if masked is None else masked.of(row))
     samplings = [chunk.request.sampling for chunk in chunks]
     parameters = [draw_parameters(sampling) for sampling in samplings]
     words = list(map(word_of, chunks))
+    mask_tensors = None
+    if masked is not None:
+        arrays = (masked.bits.view(np.int32), masked.places)
+        bits, places = (torch.from_numpy(array).to(logits.device, non_blocking=True) for array in arrays)
+        mask_tensors = (bits, places)
     chosen = kernels.choose_tokens(
         scores,
         torch.tensor(parameters, dtype=torch.float64).to(logits.device, non_blocking=True),
         torch.tensor(words).to(logits.device, non_blocking=True),
+        mask_tensors,
     )
     if hides:
         # Minus infinity may be a hidden token now, so whether the model gave it is asked of the logits.
@@ -113,10 +139,10 @@ def _sample_fused(logits: Tensor, chunks: Sequence[ScheduledChunk], kernels: Ker
     ids, flaws, *finite = chosen.tolist()
     errors: dict[int, str] = {}
     for row, flaw in enumerate(flaws):
-        if (not finite[0][row]) if hides else flaw:
+        if (not finite[0][row]) if hides else flaw & (Flaw.NO_NUMBER | Flaw.HIDDEN):
             errors[row] = NOT_FINITE
         elif flaw & Flaw.ALL_HIDDEN:
-            errors[row] = NOTHING_LEFT
+            errors[row] = NOTHING_ALLOWED if masked is not None and row in masked.rows else NOTHING_LEFT
     samples = Samples([None if row in errors else token for row, token in enumerate(ids)], errors=errors)
     with_logprobs = [row for row, sampling in enumerate(samplings) if sampling.logprobs is not None]
     with_logprobs = [row for row in with_logprobs if row not in errors]
@@ -151,9 +177,9 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], tops: Sequence[int]
     ]
 
 
-def _adjust_(scores: Tensor, chunk: ScheduledChunk) -> None:
-    """Bias, hidden end tokens and penalties of one row, in place. Repetition counts prompt and output, presence and
-    frequency the output alone."""
+def _adjust_(scores: Tensor, chunk: ScheduledChunk, mask: MaskArray | None) -> None:
+    """Bias, hidden end tokens and penalties of one row, in place; not its mask. Repetition counts prompt and output,
+    presence and frequency the output alone."""
     if not is_adjusted(chunk):
         return
     request, sampling = chunk.request, chunk.request.sampling
@@ -161,9 +187,10 @@ def _adjust_(scores: Tensor, chunk: ScheduledChunk) -> None:
     if sampling.logit_bias:
         ids = torch.tensor(list(sampling.logit_bias), device=device)
         scores[ids] += torch.tensor(list(sampling.logit_bias.values()), dtype=scores.dtype, device=device)
-    if hides_end_tokens(chunk):
+    stops = request.stop_token_ids
+    if hides_end_tokens(chunk) and (mask is None or allows_more_than(mask, stops, vocab_size)):
         # A client may name stop tokens that this vocabulary does not have; they cannot be sampled anyway.
-        hidden = [token for token in request.stop_token_ids if token < vocab_size]
+        hidden = [token for token in stops if token < vocab_size]
         scores[torch.tensor(hidden, dtype=torch.int64, device=device)] = float("-inf")
     known = chunk.start + chunk.count
     if sampling.repetition_penalty != 1.0:

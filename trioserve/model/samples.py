@@ -10,6 +10,7 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import ScheduledChunk
 
 __all__ = [
+    "NOTHING_ALLOWED",
     "NOTHING_LEFT",
     "NOT_FINITE",
     "PROMPT_LOGPROB_ROWS",
@@ -21,12 +22,17 @@ __all__ = [
     "hides_end_tokens",
     "is_adjusted",
     "is_chosen_alone",
+    "is_largest_wanted",
     "is_plain",
     "prompt_followers",
     "sampled_rows",
 ]
 
 NOT_FINITE = "the model gave a result that is no number (NaN or infinity) for this request; its response cannot go on"
+NOTHING_ALLOWED = (
+    "the response cannot go on: in the form that was asked for no token may come next, or finding one takes too long; "
+    "take a simpler schema, regex or grammar"
+)
 NOTHING_LEFT = "min_tokens and logit_bias leave no token that may be sampled: lower min_tokens or change logit_bias"
 
 # Logits of this many prompt tokens at a time: 128 rows of a vocabulary of 150,000 are 77 MB in float32.
@@ -58,7 +64,7 @@ class ComputedStep:
 def sampled_rows(chunks: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:
     """One chunk for each row that is sampled, in the order of the rows: of a chunk with a draft first itself, then, for
     each draft token, the chunk that it is if the draft tokens up to there are right. So each has its own position and
-    history."""
+    history, and its own row of the plan's masks."""
     rows: list[ScheduledChunk] = []
     for chunk in chunks:
         if not chunk.samples:
@@ -67,7 +73,15 @@ def sampled_rows(chunks: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:
         if chunk.draft:
             tokens = [*chunk.tokens, *chunk.draft]
             rows += (
-                ScheduledChunk(chunk.request, tokens, chunk.start, chunk.count + right, chunk.block_table, True)
+                ScheduledChunk(
+                    chunk.request,
+                    tokens,
+                    chunk.start,
+                    chunk.count + right,
+                    chunk.block_table,
+                    True,
+                    mask_row=None if chunk.mask_row is None else chunk.mask_row + right,
+                )
                 for right in range(1, len(chunk.draft) + 1)
             )
     return rows
@@ -80,13 +94,19 @@ def prompt_followers(chunk: ScheduledChunk) -> Sequence[int]:
 
 def is_plain(chunk: ScheduledChunk) -> bool:
     """Whether the chunk's next token is that of its largest logit, and nothing else is asked."""
+    return chunk.mask_row is None and is_largest_wanted(chunk)
+
+
+def is_largest_wanted(chunk: ScheduledChunk) -> bool:
+    """Whether the chunk's next token is that of the largest logit of those that its mask allows, if it has one, and
+    nothing else is asked."""
     sampling = chunk.request.sampling
     return sampling.temperature == 0 and sampling.logprobs is None and not is_adjusted(chunk)
 
 
 def is_chosen_alone(chunk: ScheduledChunk) -> bool:
-    """Whether nothing is asked of this chunk but, if it samples, the token that follows from the logits as they are and
-    from draw_parameters."""
+    """Whether nothing is asked of this chunk but, if it samples, the token that follows from the logits as they are,
+    from draw_parameters and from its mask, if it has one."""
     sampling = chunk.request.sampling
     if sampling.prompt_logprobs is not None:
         return False
@@ -99,7 +119,7 @@ def draw_parameters(sampling: SamplingParams) -> tuple[float, int, float, float]
 
 
 def is_adjusted(chunk: ScheduledChunk) -> bool:
-    """Whether logits are changed before anything is chosen."""
+    """Whether logits are changed before anything is chosen, apart from what a mask does to them."""
     sampling = chunk.request.sampling
     return bool(
         sampling.logit_bias or hides_end_tokens(chunk) or sampling.repetition_penalty != 1.0 or counts_output(sampling)

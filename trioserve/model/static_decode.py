@@ -18,8 +18,10 @@ from typing import Protocol
 from torch import Tensor
 
 from trioserve.contracts.step import ScheduledChunk
+from trioserve.contracts.token_masks import TokenMasks
 from trioserve.model.families.llama import LlamaModel
 from trioserve.model.kv_storage import KVStorage
+from trioserve.model.mask_rows import masked_rows
 from trioserve.model.sampled_ids import fetch_samples, keep_ids
 from trioserve.model.samples import ReadSamples
 from trioserve.model.static_inputs import StaticInputs
@@ -85,6 +87,7 @@ class StaticDecode:
             kept_max=kept_max,
             width_max=-(-self._context_tokens_max // storage.block_size),
             block_size=storage.block_size,
+            vocab_size=config.vocab_size,
             spare_block=storage.block_count,
             device=model.device,
         )
@@ -115,12 +118,16 @@ class StaticDecode:
             self._inputs.send(rows, self._inputs.fill((), rows, {}))
             self._recordings[rows] = self._record(functools.partial(self._compute, rows))
 
-    def launch(self, chunks: Sequence[ScheduledChunk], awaited: Mapping[int, int]) -> ReadSamples:
+    def launch(
+        self, chunks: Sequence[ScheduledChunk], awaited: Mapping[int, int], masks: TokenMasks | None = None
+    ) -> ReadSamples:
         """Write the KV of every chunk's token, attend, and choose; returns at once. chunks: at least one, such that it
         takes them. awaited: of those whose token the last step chose, by their place, the row that they had there.
-        At most the step before this one has not been read."""
+        masks: of those that have a mask_row; waits until they are filled. At most the step before this one has not been
+        read."""
         rows = self.sizes[bisect.bisect_left(self.sizes, len(chunks))]
-        self._inputs.send(rows, self._inputs.fill(chunks, rows, awaited))
+        masked = masked_rows(chunks, masks, self._model.config.vocab_size)
+        self._inputs.send(rows, self._inputs.fill(chunks, rows, awaited, masked))
         recording = self._recordings.get(rows)
         if recording is None:
             chosen = self._compute(rows)
@@ -135,7 +142,9 @@ class StaticDecode:
         step = replace(self._steps[rows], token_ids=inputs.ids.index_select(0, inputs.id_places))
         hidden = self._model.forward(step, self._storage)
         assert hidden is not None, "nobody may abandon it"
-        chosen = self._model.kernels.choose_tokens(self._model.logits(hidden), inputs.parameters, inputs.words)
+        chosen = self._model.kernels.choose_tokens(
+            self._model.logits(hidden), inputs.parameters, inputs.words, (self._inputs.mask_bits, inputs.mask_places)
+        )
         keep_ids(self._inputs.kept_ids, chosen)
         return chosen
 

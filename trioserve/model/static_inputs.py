@@ -21,8 +21,10 @@ from torch import Tensor
 
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.step import ScheduledChunk
+from trioserve.contracts.token_masks import mask_words
 from trioserve.model.gumbel import draw_words
 from trioserve.model.host_to_device import ALIGNMENT_BYTES
+from trioserve.model.mask_rows import MaskedRows
 from trioserve.model.samples import draw_parameters
 
 __all__ = ["InputTensors", "StaticInputs"]
@@ -39,6 +41,7 @@ FIELDS: dict[str, tuple[type[np.generic], int]] = {
     "positions": (np.int64, 1),
     "slots": (np.int64, 1),
     "contexts": (np.int32, 1),
+    "mask_places": (np.int32, 1),
 }
 
 
@@ -46,7 +49,8 @@ FIELDS: dict[str, tuple[type[np.generic], int]] = {
 class InputTensors:
     """On the device, for n rows: ids int64 [n or more], what the last step chose and what is known; id_places int64
     [n], where among them a row's token stands; parameters float64 [n, 4] and words int64 [n] as choose_tokens takes
-    them; positions, slots int64 [n]; contexts int32 [n], 0 in a row that stands for nobody; block_tables int32
+    them; positions, slots int64 [n]; contexts int32 [n], 0 in a row that stands for nobody; mask_places int32 [n],
+    each row's row of the mask bits, below 0 where it has none; block_tables int32
     [n, width_max], of which only what a row's context needs means anything."""
 
     ids: Tensor
@@ -56,6 +60,7 @@ class InputTensors:
     positions: Tensor
     slots: Tensor
     contexts: Tensor
+    mask_places: Tensor
     block_tables: Tensor
 
 
@@ -81,7 +86,8 @@ class StaticInputs:
     """fill, then send, then compute what reads `tensors` of as many rows. When a step is filled in, the device has read
     what was sent for the one before the last.
 
-    kept_ids: int64 [kept_max], on the device: what the last step chose, for whoever computes to write."""
+    kept_ids: int64 [kept_max], on the device: what the last step chose, for whoever computes to write. mask_bits: int32
+    [rows, words of a mask], on the device; sent in a copy of their own, and only by steps that have masks."""
 
     def __init__(
         self,
@@ -90,6 +96,7 @@ class StaticInputs:
         kept_max: int,
         width_max: int,
         block_size: int,
+        vocab_size: int,
         spare_block: int,
         device: torch.device,
     ) -> None:
@@ -102,26 +109,35 @@ class StaticInputs:
         byte_count = max(layout.end(width_max) for layout in layouts.values())
         self._device = torch.zeros(self._sent_from + byte_count, dtype=torch.uint8, device=device)
         self.kept_ids = self._device[: self._sent_from].view(torch.int64)
+        self.mask_bits = torch.zeros(max(sizes), mask_words(vocab_size), dtype=torch.int32, device=device)
         self.tensors = {rows: self._tensors(layout, width_max) for rows, layout in layouts.items()}
         self._sides = itertools.cycle(
             [
-                _HostSide(layouts, byte_count, width_max, kept_max, block_size, spare_block, device)
+                _HostSide(layouts, byte_count, width_max, kept_max, block_size, spare_block, self.mask_bits)
                 for _ in range(HOST_BUFFERS)
             ]
         )
         self._side = next(self._sides)
 
-    def fill(self, chunks: Sequence[ScheduledChunk], rows: int, awaited: Mapping[int, int]) -> int:
+    def fill(
+        self,
+        chunks: Sequence[ScheduledChunk],
+        rows: int,
+        awaited: Mapping[int, int],
+        masked: MaskedRows | None = None,
+    ) -> int:
         """Write the step into the host's memory; the rows behind the last chunk stand for nobody. awaited: of chunks
-        whose token the last step chose, by their place, the row that it had there. Returns the width of the widest
-        block table."""
+        whose token the last step chose, by their place, the row that it had there. masked: of those that have a mask.
+        Returns the width of the widest block table."""
         self._side = next(self._sides)
-        return self._side.fill(chunks, rows, awaited)
+        return self._side.fill(chunks, rows, awaited, masked)
 
     def send(self, rows: int, width: int) -> None:
         """Copy what fill has written. Does not wait for the copy."""
         end = self._layouts[rows].end(width)
         self._device[self._sent_from : self._sent_from + end].copy_(self._side.buffer[:end], non_blocking=True)
+        if self._side.mask_count:
+            self.mask_bits[: self._side.mask_count].copy_(self._side.filled_masks(), non_blocking=True)
 
     def _tensors(self, layout: _Layout, width_max: int) -> InputTensors:
         rows = layout.rows
@@ -151,10 +167,14 @@ class _HostSide:
         kept_max: int,
         block_size: int,
         spare_block: int,
-        device: torch.device,
+        mask_bits: Tensor,
     ) -> None:
         # Pinned, so that the copy neither waits for the device nor is waited for.
-        self.buffer = torch.zeros(byte_count, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._is_pinned = mask_bits.device.type == "cuda"
+        self.buffer = torch.zeros(byte_count, dtype=torch.uint8, pin_memory=self._is_pinned)
+        self._mask_shape = mask_bits.shape
+        self._masks: Tensor | None = None  # int32, made for the first step that has some
+        self.mask_count = 0
         self._kept_max = kept_max
         self._block_size = block_size
         self._spare_slot = spare_block * block_size
@@ -165,14 +185,40 @@ class _HostSide:
         self._seeds = np.empty(0, dtype=np.uint64)
         self._tables: list[list[int]] = []
 
-    def fill(self, chunks: Sequence[ScheduledChunk], rows: int, awaited: Mapping[int, int]) -> int:
+    def filled_masks(self) -> Tensor:
+        """int32 [mask_count, words]."""
+        assert self._masks is not None, "a step without masks"
+        return self._masks[: self.mask_count]
+
+    def _fill_masks(self, places: _Array, masked: MaskedRows | None) -> None:
+        if masked is None:
+            if self.mask_count:
+                self.mask_count = 0
+                places[:] = -1
+            return
+        if self._masks is None:
+            self._masks = torch.zeros(self._mask_shape, dtype=torch.int32, pin_memory=self._is_pinned)
+        self.mask_count = len(masked.rows)
+        self._masks[: self.mask_count].numpy()[:] = masked.bits.view(np.int32)
+        places[:] = -1
+        places[: len(masked.places)] = masked.places
+
+    def fill(
+        self,
+        chunks: Sequence[ScheduledChunk],
+        rows: int,
+        awaited: Mapping[int, int],
+        masked: MaskedRows | None = None,
+    ) -> int:
         fields, tables = self._arrays[rows]
         requests = [chunk.request for chunk in chunks]
         if rows != self._filled_rows:
             self._filled_rows, self._tables = rows, [[] for _ in range(rows)]
             self._fill_requests(fields, requests)
+            fields["mask_places"][:] = -1  # another layout: what lies here is something else
         elif len(requests) != len(self._requests) or not all(map(operator.is_, requests, self._requests)):
             self._fill_requests(fields, requests)
+        self._fill_masks(fields["mask_places"], masked)
         blocks: list[int] = []
         width_max = 0
         for row, chunk in enumerate(chunks):
@@ -200,7 +246,8 @@ class _HostSide:
         self._requests = requests
         self._seeds = np.array([request.seed for request in requests], dtype=np.uint64)
         for name in FIELDS:
-            fields[name][count:] = self._spare_slot if name == "slots" else 0
+            if name != "mask_places":
+                fields[name][count:] = self._spare_slot if name == "slots" else 0
         if requests:
             fields["parameters"][:count] = [draw_parameters(request.sampling) for request in requests]
 

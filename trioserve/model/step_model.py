@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
+from trioserve.contracts.token_masks import TokenMasks
 from trioserve.model.device import DeviceType
 from trioserve.model.kv_storage import KVStorage
 from trioserve.model.model_config import ModelConfig
@@ -65,8 +66,11 @@ class StepModel(Protocol):
         """Prepare ahead what the first steps would have to wait for. No block is written."""
         ...
 
-    def compute(self, chunks: Sequence[ScheduledChunk], is_abandoned: IsAbandoned) -> ComputedStep | None:
-        """Write the KV of every chunk's tokens, attend, and sample where a chunk samples; None if it was abandoned."""
+    def compute(
+        self, chunks: Sequence[ScheduledChunk], is_abandoned: IsAbandoned, masks: TokenMasks | None = None
+    ) -> ComputedStep | None:
+        """Write the KV of every chunk's tokens, attend, and sample where a chunk samples; None if it was abandoned.
+        masks: of the chunks that have a mask_row. What is computed before a token is chosen does not wait for them."""
         ...
 
     @property
@@ -74,10 +78,13 @@ class StepModel(Protocol):
         """Whether there are steps that `launch` takes."""
         ...
 
-    def launch(self, chunks: Sequence[ScheduledChunk], awaited: Mapping[int, int]) -> ReadSamples | None:
+    def launch(
+        self, chunks: Sequence[ScheduledChunk], awaited: Mapping[int, int], masks: TokenMasks | None = None
+    ) -> ReadSamples | None:
         """Begin what compute does and come back before it is done; what comes back waits for it. awaited: of chunks
         that await their token, by their place, the row which that token had in the step before; that one was launched,
-        too, and need not have been read, but the one before it has. None: this is a step that has to be computed."""
+        too, and need not have been read, but the one before it has. Waits for masks, if there are some. None: this is a
+        step that has to be computed."""
         ...
 
     def close(self) -> None:

@@ -11,12 +11,14 @@ from torch import Tensor
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
+from trioserve.contracts.token_masks import TokenMasks
 from trioserve.model.cuda_graphs import CudaGraphRecorder
 from trioserve.model.device import DeviceType, step_weight_bytes
 from trioserve.model.families import MODEL_TYPES
 from trioserve.model.families.llama import LlamaModel
 from trioserve.model.host_to_device import Sending
 from trioserve.model.kv_storage import KVStorage
+from trioserve.model.mask_rows import masked_rows
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype
 from trioserve.model.sampled_ids import fetch_samples, keep_ids
@@ -143,13 +145,15 @@ class TorchStepModel:
             self._static.record_all()
 
     @torch.inference_mode()
-    def compute(self, chunks: Sequence[ScheduledChunk], is_abandoned: IsAbandoned) -> ComputedStep | None:
+    def compute(
+        self, chunks: Sequence[ScheduledChunk], is_abandoned: IsAbandoned, masks: TokenMasks | None = None
+    ) -> ComputedStep | None:
         model, storage = self._model, self._storage
         assert model is not None, "compute after close"
         assert storage is not None, "compute before allocate_kv"
         if is_abandoned():
             return None
-        if (read := self.launch(chunks, {})) is not None:
+        if (read := self.launch(chunks, {}, masks)) is not None:
             return ComputedStep(read())
         sending = Sending(self._shape.device)
         step = build_step_tensors(chunks, self._shape, sending)
@@ -168,7 +172,7 @@ class TorchStepModel:
                 )
             ]
             logits = model.logits(_take_rows(hidden, rows))
-            samples = sample(logits, sampled_rows(chunks), model.kernels)
+            samples = sample(logits, sampled_rows(chunks), model.kernels, masks)
         return ComputedStep(
             samples,
             {
@@ -179,7 +183,9 @@ class TorchStepModel:
         )
 
     @torch.inference_mode()
-    def launch(self, chunks: Sequence[ScheduledChunk], awaited: Mapping[int, int]) -> ReadSamples | None:
+    def launch(
+        self, chunks: Sequence[ScheduledChunk], awaited: Mapping[int, int], masks: TokenMasks | None = None
+    ) -> ReadSamples | None:
         model, storage, kept_ids = self._model, self._storage, self._kept_ids
         assert model is not None, "launch after close"
         assert storage is not None, "launch before allocate_kv"
@@ -187,7 +193,7 @@ class TorchStepModel:
         if not self.launches or not all(is_chosen_alone(chunk) and not chunk.draft for chunk in chunks):
             return None
         if self._static is not None and self._static.takes(chunks):
-            return self._static.launch(chunks, awaited)
+            return self._static.launch(chunks, awaited, masks)
         sampled = [place for place, chunk in enumerate(chunks) if chunk.samples]
         if not 0 < len(sampled) <= kept_ids.shape[0]:
             return None
@@ -204,9 +210,22 @@ class TorchStepModel:
             step.token_ids.index_copy_(0, given[0], kept_ids.index_select(0, given[1]))
         hidden = model.forward(step, storage)
         assert hidden is not None, "nobody may abandon it"
-        chosen = model.kernels.choose_tokens(model.logits(hidden.index_select(0, rows)), parameters, words)
+        logits = model.logits(hidden.index_select(0, rows))
+        chosen = model.kernels.choose_tokens(
+            logits, parameters, words, self._sent_masks([chunks[place] for place in sampled], masks)
+        )
         keep_ids(kept_ids, chosen)
         return fetch_samples(chosen, len(sampled))
+
+    def _sent_masks(self, chunks: Sequence[ScheduledChunk], masks: TokenMasks | None) -> tuple[Tensor, Tensor] | None:
+        """As choose_tokens takes them. Sent when they are filled, while the device computes the layers."""
+        masked = masked_rows(chunks, masks, self.config.vocab_size)
+        if masked is None:
+            return None
+        sending = Sending(self._shape.device)
+        tensors = sending.add(masked.bits.view(np.int32)), sending.add(masked.places)
+        sending.send()
+        return tensors
 
     def close(self) -> None:
         self._model = self._storage = self._static = self._kept_ids = None

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from msgspec import structs
+
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import ScheduledChunk, StepPlan
+from trioserve.model.mask_rows import FilledMasks
 
 __all__ = ["fused_kernel_plans", "warm_up_plans"]
 
@@ -32,7 +35,8 @@ def warm_up_plans(context_max: int, block_count: int, vocab_size: int) -> Iterat
 def fused_kernel_plans(context_max: int, block_count: int, vocab_size: int) -> Iterator[StepPlan]:
     """What else Triton would compile for the first requests, while all others wait for their tokens. Whether a decode's
     parts are joined is settled for steps of fixed shape by the longest context that may come, for others by the longest
-    of the step: so a decode of one part, and one of two, beside a prompt. And scores that were changed are float32.
+    of the step: so a decode of one part, and one of two, beside a prompt. Scores that were changed are float32, and
+    either may have masks.
 
     context_max: as above."""
     # With torch, which a model that launches has loaded.
@@ -47,6 +51,10 @@ def fused_kernel_plans(context_max: int, block_count: int, vocab_size: int) -> I
         yield _plan(_chunk(prompt, 0, context - 1, block_count), _chunk(decode, context - 1, 1, block_count))
     biased = _request("warm-up", 1, vocab_size, SamplingParams(temperature=0.0, logit_bias={0: 1.0}))
     yield _plan(_chunk(biased, 0, 1, block_count))
+    masks = FilledMasks((range(vocab_size),), vocab_size)
+    for request in (biased, _request("warm-up", 1, vocab_size, GREEDY)):
+        chunk = _chunk(request, 0, 1, block_count)
+        yield structs.replace(_plan(structs.replace(chunk, mask_row=0)), masks=masks)
 
 
 def _request(name: str, token_count: int, vocab_size: int, sampling: SamplingParams) -> EngineRequest:

@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import ScheduledChunk
 from trioserve.model.gumbel import DRAW_TILES
+from trioserve.model.mask_rows import FilledMasks
 from trioserve.model.sampler import sample
-from trioserve.model.samples import NOT_FINITE, NOTHING_LEFT
+from trioserve.model.samples import NOT_FINITE, NOTHING_ALLOWED, NOTHING_LEFT
 from trioserve_kernels import reference, triton
 from trioserve_kernels.reference import Flaw
 
@@ -119,6 +121,35 @@ def test_equals_stay_or_go_together(device: str) -> None:
         assert len(set(half.tolist())) > 8
 
 
+@pytest.mark.parametrize("vocab_size", (VOCAB_SIZE, 9_001))
+def test_masked_rows_are_those_of_the_reference(vocab_size: int, numbers: Callable[..., Tensor]) -> None:
+    """Beside rows without a mask, under each filter; of one token, of few, of many; one of none."""
+    filters = [*itertools.product((0, 20), (1.0, 0.8), (0.0, 0.05)), (0, 1.0, 0.0)]
+    settings = [(0.0 if index % 3 == 2 else 1.3, *values) for index, values in enumerate(filters * 2)]
+    count = len(settings)
+    scores = numbers(count, vocab_size) * 3
+    scores[3, 40] = math.nan
+    words = torch.arange(count, device=scores.device) * 0x9E3779B97F4A7C
+    generator = torch.Generator().manual_seed(1)
+    bits = torch.randint(-(2**31), 2**31, (7, (vocab_size + 31) // 32), generator=generator, dtype=torch.int32)
+    bits[1:3] &= torch.randint(-(2**31), 2**31, bits[1:3].shape, generator=generator, dtype=torch.int32)
+    bits[3], bits[4], bits[5] = 0, -1, 0
+    bits[5, 11] = -(2**31)
+    masks = bits.to(scores.device), torch.tensor([index % 8 - 1 for index in range(count)]).int().to(scores.device)
+    parameters = torch.tensor(settings, dtype=torch.float64, device=scores.device)
+    got = triton.choose_tokens(scores, parameters, words, masks).tolist()
+    wanted = reference.choose_tokens(scores, parameters, words, masks).tolist()
+    got[0][3] = wanted[0][3] = 0  # without meaning
+    assert got == wanted
+    flawed = {3: Flaw.NO_NUMBER, 4: Flaw.ALL_HIDDEN, 12: Flaw.ALL_HIDDEN}
+    assert got[1] == [flawed.get(index, 0) for index in range(count)]
+    assert got[0][6] == got[0][14] == 11 * 32 + 31
+    chosen = reference.choose_tokens(scores, parameters, words).tolist()
+    for index in range(count):
+        if masks[1][index] in (-1, 4):
+            assert got[0][index] == chosen[0][index]
+
+
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "plain": {"temperature": 1.0},
@@ -146,6 +177,22 @@ def test_the_samplers_response_is_that_of_its_plain_path(
     assert got.errors == wanted.errors == {len(names): NOT_FINITE}
     assert got.logprobs == wanted.logprobs
     assert torch.equal(logits, before)
+
+
+def test_the_samplers_response_to_masks_is_that_of_its_plain_path(numbers: Callable[..., Tensor]) -> None:
+    names = tuple(SAMPLINGS)
+    logits = numbers(len(names) + 2, VOCAB_SIZE, seed=3) * 3
+    allowed = [range(index, VOCAB_SIZE, 5 * index + 1) for index in range(len(names))]
+    chunks = [
+        structs.replace(row(SamplingParams(**SAMPLINGS[name]), output=(9, 9, 4), seed=index), mask_row=index)
+        for index, name in enumerate(names)
+    ]
+    chunks += [structs.replace(row(SamplingParams()), mask_row=len(names)), row(SamplingParams())]
+    masks = FilledMasks((*allowed, ()), VOCAB_SIZE)
+    got, wanted = sample(logits, chunks, triton, masks), sample(logits, chunks, masks=masks)
+    assert got.token_ids == wanted.token_ids
+    assert got.errors == wanted.errors == {len(names): NOTHING_ALLOWED}
+    assert got.logprobs == wanted.logprobs
 
 
 def test_a_row_without_any_token_left_fails_alone(numbers: Callable[..., Tensor]) -> None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from trioserve.text.response_parsers.call_forms import CallForm, json_call
 from trioserve.text.response_parsers.call_reading import CallReader, CallReading, read_calls
 from trioserve.text.response_parsers.text_source import NotACall, Script
 
-__all__ = ["read_bare_calls", "tagged_calls"]
+__all__ = ["HERMES_FORM", "LLAMA3_FORM", "read_bare_calls", "tagged_calls"]
+
+HERMES_FORM = CallForm(
+    call=json_call(before="<tool_call>\n", after="\n</tool_call>"), separator="\n", trigger="<tool_call>"
+)
+LLAMA3_FORM = CallForm(call=json_call(arguments_key="parameters"), separator="; ")
 
 
 def tagged_calls(*closing: str, is_bare: bool = False) -> CallReader:

@@ -5,15 +5,29 @@ from __future__ import annotations
 
 import re
 
+from trioserve.text.response_parsers.call_forms import CallForm, arguments_of, json_call
 from trioserve.text.response_parsers.call_reading import CallReading, read_arguments, read_calls
 from trioserve.text.response_parsers.part_sink import NAME_CHARACTERS_MAX
 from trioserve.text.response_parsers.text_source import NotACall, Script
 
-__all__ = ["ARGUMENTS_MARKER", "CALLS_MARKER", "CALL_ID_MARKER", "read_mistral_calls"]
+__all__ = [
+    "ARGUMENTS_MARKER",
+    "CALLS_MARKER",
+    "CALL_ID_MARKER",
+    "MISTRAL_ARRAY_FORM",
+    "MISTRAL_FORM",
+    "read_mistral_calls",
+]
 
 CALLS_MARKER = "[TOOL_CALLS]"
 CALL_ID_MARKER = "[CALL_ID]"
 ARGUMENTS_MARKER = "[ARGS]"
+MISTRAL_FORM = CallForm(
+    call=lambda tool: (f"{CALLS_MARKER}{tool.name}{ARGUMENTS_MARKER}", arguments_of(tool)), trigger=CALLS_MARKER
+)
+MISTRAL_ARRAY_FORM = CallForm(
+    call=json_call(), opening=f"{CALLS_MARKER} [", closing="]", separator=", ", trigger=CALLS_MARKER
+)
 _NAME = re.compile(r"[\w.:/\-]+")
 _CALL_ID = re.compile(r"[\w\-]+")
 

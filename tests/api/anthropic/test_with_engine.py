@@ -1,0 +1,108 @@
+"""The Messages API over the whole server in memory: clients that leave at every phase, silence, aborts by id."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from trioserve.testing.memory_server import MemoryServer, open_memory_server
+
+PATH = "/v1/messages"
+
+
+def body(text: str = "Hi", *, stream: bool = True, max_tokens: int = 20, **fields: Any) -> dict[str, Any]:
+    return {
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": max_tokens,
+        "stream": stream,
+        "temperature": 0,
+        **fields,
+    }
+
+
+async def step(server: MemoryServer) -> None:
+    server.engine.steps.release()
+    server.engine.steps.hold()
+    await wait_all_tasks_blocked()
+
+
+@pytest.mark.parametrize("http", [1, 2])
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("step_count", [0, 1, 2, 5])
+async def test_a_client_that_leaves_frees_everything_a_step_later(http, stream, step_count, autojump_clock):
+    """In the prefill, of several chunks, and between two tokens."""
+    async with open_memory_server(step_tokens_max=16, block_count=128) as server, trio.open_nursery() as nursery:
+        server.engine.steps.hold()
+        client = server.client(http=http)
+
+        scope = trio.CancelScope()
+
+        async def ask() -> None:
+            with scope:
+                async with client.ask(PATH, body("a question of more than one chunk", stream=stream)) as response:
+                    await response.read()
+
+        nursery.start_soon(ask)
+        await server.engine.steps.entered()
+        for _ in range(step_count):
+            await step(server)
+        used = server.engine.core.stats().blocks_used
+        assert used > 0
+        scope.cancel()
+        await wait_all_tasks_blocked()
+        assert server.engine.core.stats().blocks_used == used  # the forward pass still reads them
+        await step(server)
+        assert server.engine.core.stats().blocks_used == 0
+        server.engine.steps.release()
+        await server.assert_all_free()
+
+
+async def test_a_client_that_leaves_the_queue_costs_nothing(autojump_clock):
+    async with open_memory_server(max_num_seqs=1, step_seconds=0.1) as server, trio.open_nursery() as nursery:
+        first, second = server.client(), server.client()
+        nursery.start_soon(first.post, PATH, body(max_tokens=10))
+        await trio.sleep(0.15)
+        async with second.ask(PATH, body()):
+            await wait_all_tasks_blocked()
+            assert server.engine.core.stats().waiting_count == 1
+        await wait_all_tasks_blocked()
+        assert server.engine.core.stats().waiting_count == 0
+    await server.assert_all_free()
+
+
+async def test_silence_is_told_by_pings(autojump_clock):
+    async with open_memory_server(step_seconds=10, step_tokens_max=16) as server:
+        response = await server.client().post(PATH, body("p" * 40, max_tokens=2))
+        assert response.body.count(b"event: ping\n") >= 3
+        assert response.body.index(b"event: ping") < response.body.index(b"event: content_block_start")
+        assert b"message_stop" in response.body
+
+
+async def test_an_abort_by_id_is_an_error_and_no_end_of_the_message(autojump_clock):
+    async with open_memory_server(step_seconds=0.1) as server:
+        client, operator = server.client(), server.client()
+        events = []
+        async with client.ask(PATH, body(), headers={"x-request-id": "mine"}) as response:
+            async for event in response:
+                events.append(event)
+                if event["type"] == "content_block_start":
+                    async with operator.ask("/v1/requests/mine", method="DELETE") as aborted:
+                        assert (await aborted.json())["result"] == "aborted"
+        assert response.headers["request-id"] == "mine"
+        assert events[-1]["type"] == "error"
+        assert events[-1]["request_id"] == "mine"
+        assert "message_stop" not in [event["type"] for event in events]
+        await trio.sleep(0.1)
+        await server.assert_all_free()
+
+
+async def test_a_deadline_of_the_request_ends_it(autojump_clock):
+    async with open_memory_server(step_seconds=0.1) as server:
+        response = await server.client().post(PATH, body(stream=False, timeout=0.35))
+        assert response.status == 504
+        assert b"timeout_error" in response.body
+        await trio.sleep(0.1)
+        await server.assert_all_free()

@@ -1,0 +1,111 @@
+"""Anthropic's official client, unchanged, against the real model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import anthropic
+import pytest
+
+MESSAGES = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
+GREEDY = {"temperature": 0}  # this client has no argument for it
+TOOL = {
+    "name": "get_weather",
+    "description": "The weather of a city.",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+
+
+@pytest.fixture
+def client(server) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_a_message(client):
+    message = client.messages.create(model="smollm2", max_tokens=20, messages=MESSAGES, extra_body=GREEDY)
+    assert message.type == "message"
+    assert "Paris" in message.content[0].text
+    assert message.stop_reason == "end_turn"
+    assert message.usage.input_tokens + message.usage.cache_read_input_tokens > 10
+    assert message._request_id
+
+
+def test_the_stream_helper_makes_the_same_message(client):
+    whole = client.messages.create(model="smollm2", max_tokens=20, messages=MESSAGES, extra_body=GREEDY)
+    with client.messages.stream(model="smollm2", max_tokens=20, messages=MESSAGES, extra_body=GREEDY) as stream:
+        texts = list(stream.text_stream)
+        final = stream.get_final_message()
+    assert "".join(texts) == final.content[0].text == whole.content[0].text
+    assert final.stop_reason == whole.stop_reason
+    assert final.usage.output_tokens == whole.usage.output_tokens
+
+
+def test_raw_events_a_system_prompt_and_a_stop_sequence(client):
+    types = [
+        event.type
+        for event in client.messages.create(
+            model="smollm2",
+            max_tokens=20,
+            messages=[*MESSAGES, {"role": "assistant", "content": "The capital of France"}],
+            system=[{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+            stop_sequences=["Paris"],
+            extra_body=GREEDY,
+            stream=True,
+        )
+    ]
+    assert types[0] == "message_start"
+    assert types[-2:] == ["message_delta", "message_stop"]
+
+
+def test_tokens_are_counted(client):
+    counted = client.messages.count_tokens(model="smollm2", messages=MESSAGES, system="Be brief.")
+    message = client.messages.create(model="smollm2", max_tokens=1, messages=MESSAGES, system="Be brief.")
+    assert counted.input_tokens == message.usage.input_tokens + message.usage.cache_read_input_tokens
+
+
+def test_a_conversation_with_a_tool_and_its_result(client):
+    message = client.messages.create(
+        model="smollm2",
+        max_tokens=20,
+        tools=[TOOL],
+        messages=[
+            {"role": "user", "content": "What is the weather in Paris?"},
+            {
+                "role": "assistant",
+                "content": [{"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": {"city": "Paris"}}],
+            },
+            {
+                "role": "user",
+                "content": [{"type": "tool_result", "tool_use_id": "toolu_1", "content": "Sunny, 25 degrees."}],
+            },
+        ],
+    )
+    assert message.content
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "kind"),
+    [
+        ({"model": "claude-of-tomorrow"}, anthropic.NotFoundError, "not_found_error"),
+        ({"extra_body": {"temperature": -1}}, anthropic.BadRequestError, "invalid_request_error"),
+        ({"messages": []}, anthropic.BadRequestError, "invalid_request_error"),
+        ({"max_tokens": 0}, anthropic.BadRequestError, "invalid_request_error"),
+    ],
+)
+def test_errors_are_the_clients_own_types(client, arguments, error, kind):
+    with pytest.raises(error) as caught:
+        client.messages.create(
+            **{"model": "smollm2", "messages": MESSAGES, "max_tokens": 3, **arguments}  # type: ignore[arg-type]
+        )
+    assert caught.value.type == kind
+    assert caught.value.request_id
+
+
+def test_closing_a_stream_frees_its_blocks(client, server):
+    with client.messages.stream(model="smollm2", max_tokens=2000, messages=MESSAGES) as stream:
+        next(iter(stream.text_stream))
+    for _ in range(200):
+        if server.metric('trioserve:kv_blocks{state="used"}') == 0:
+            break
+    assert server.metric('trioserve:kv_blocks{state="used"}') == 0

@@ -1,0 +1,148 @@
+"""The grammars that force calls compile, take what the family's parser reads, and refuse wrong arguments."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import llguidance
+import msgspec
+import pytest
+
+from trioserve.text.joined_response import WholeCall
+from trioserve.text.response_parsers.families import TOOL_FAMILIES
+from trioserve.text.response_parsers.forced_calls import forced_calls, strict_calls
+
+FAMILIES = sorted(TOOL_FAMILIES)
+PARIS = WholeCall("get_weather", '{"city": "Paris", "days": 3}')
+NOON = WholeCall("get_time", "{}")
+
+
+@pytest.fixture(scope="module")
+def byte_vocabulary() -> llguidance.LLTokenizer:
+    return llguidance.LLTokenizer("byte")
+
+
+@pytest.fixture(scope="module")
+def takes(byte_vocabulary):
+    """Whether a grammar takes a text, and may end there."""
+
+    def takes_text(grammar: str, text: str) -> bool:
+        problem = llguidance.LLMatcher.validate_grammar(grammar, byte_vocabulary)
+        assert not problem, (problem, grammar)
+        matcher = llguidance.LLMatcher(byte_vocabulary, grammar)
+        tokens = byte_vocabulary.tokenize_str(text)
+        return (
+            matcher.validate_tokens(tokens) == len(tokens) and matcher.consume_tokens(tokens) and matcher.is_accepting()
+        )
+
+    return takes_text
+
+
+def written(family: str, *calls: WholeCall, special: Mapping[str, int] | None = None) -> str:
+    return TOOL_FAMILIES[family].form_in(special or {}).written(calls)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_written_is_read(read, family):
+    for calls in ((PARIS,), (NOON,), (PARIS, NOON, PARIS)):
+        found = read(written(family, *calls), family)
+        assert found.calls == [(call.name, json.loads(call.arguments)) for call in calls]
+        assert found.content == ""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_forced_call_is_of_an_offered_tool_and_fits_its_schema(tools, takes, family):
+    form = forced_calls(family, tools, may_repeat=False, special_token_ids={})
+    assert takes(form.source, written(family, PARIS))
+    assert takes(form.source, written(family, NOON))
+    assert takes(form.source, written(family, WholeCall("get_weather", '{"city": "a\\n\\"b\\" é"}')))
+    assert not takes(form.source, "Let me see.")
+    assert not takes(form.source, written(family, WholeCall("get_whether", '{"city": "Paris"}')))
+    assert not takes(form.source, written(family, WholeCall("get_weather", '{"days": 3}')))
+    assert not takes(form.source, written(family, WholeCall("get_weather", '{"city": "Paris", "days": "three"}')))
+    assert not takes(form.source, written(family, PARIS, PARIS))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_named_call_is_of_that_tool_alone(tools, takes, family):
+    form = forced_calls(family, tools[1:2], may_repeat=False, special_token_ids={})
+    assert takes(form.source, written(family, NOON))
+    assert not takes(form.source, written(family, PARIS))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_calls_may_repeat_where_the_family_writes_several(tools, takes, family):
+    form = forced_calls(family, tools, may_repeat=True, special_token_ids={})
+    several = TOOL_FAMILIES[family].form_in({}).separator is not None
+    assert takes(form.source, written(family, PARIS))
+    assert takes(form.source, written(family, PARIS, NOON, PARIS)) == several
+
+
+@pytest.mark.parametrize(
+    ("inside", "free_until", "good", "bad"),
+    [
+        (True, "</think>", ["{}", "\n\n{}"], ["<think>a</think>{}"]),
+        (None, "", ["{}", "<think>\na\n</think>\n\n{}", "<think></think>{}"], ["a</think>{}", "<think>{}"]),
+        (False, "", ["{}"], ["\n{}", "<think>a</think>{}"]),
+    ],
+)
+def test_a_forced_call_may_be_thought_about(tools, takes, inside, free_until, good, bad):
+    form = forced_calls(
+        "hermes", tools, may_repeat=False, special_token_ids={}, reasoning_family="qwen3", begins_inside=inside
+    )
+    assert form.free_until == free_until
+    call = written("hermes", PARIS)
+    assert all(takes(form.source, text.replace("{}", call)) for text in good)
+    assert not any(takes(form.source, text.replace("{}", call)) for text in bad)
+
+
+def test_a_family_that_begins_inside_is_free_until_its_thought_ends(tools):
+    form = forced_calls("hermes", tools, may_repeat=False, special_token_ids={}, reasoning_family="deepseek_r1")
+    assert form.free_until == "</think>"
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if TOOL_FAMILIES[family].form.trigger])
+def test_free_calls_of_strict_tools_fit_their_schemas(tools, takes, family):
+    strict = [msgspec.structs.replace(tool, strict=True) for tool in tools]
+    form = strict_calls(family, strict, may_repeat=True, special_token_ids={})
+    assert form is not None
+    assert takes(form.source, "Just text, with <tags> and {braces}.\n")
+    assert takes(form.source, written(family, PARIS))
+    assert takes(form.source, "I look.\n" + written(family, PARIS))
+    assert not takes(form.source, "I look.\n" + written(family, WholeCall("get_weather", '{"days": 3}')))
+    assert not takes(form.source, written(family, WholeCall("get_whether", '{"city": "Paris"}')))
+
+
+def test_where_no_tool_is_strict_a_free_response_stays_free(tools):
+    assert strict_calls("hermes", tools, may_repeat=True, special_token_ids={}) is None
+
+
+def test_special_tokens_are_meant_where_their_text_stands(tools):
+    form = forced_calls("hermes", tools, may_repeat=False, special_token_ids={"<tool_call>": 7, "</tool_call>": 9})
+    assert '<[7]> "\\n{' in form.source
+    assert '"}\\n" <[9]>' in form.source
+    assert "<tool_call>" not in form.source
+
+
+def test_older_mistral_vocabularies_get_an_array(tools, takes):
+    form = forced_calls("mistral", tools, may_repeat=True, special_token_ids={})
+    assert takes(form.source, '[TOOL_CALLS] [{"name": "get_time", "arguments": {}}]')
+    form = forced_calls("mistral", tools, may_repeat=True, special_token_ids={"[TOOL_CALLS]": 5, "[ARGS]": 6})
+    assert '<[5]> "get_time" <[6]>' in form.source
+
+
+def test_equal_requests_share_a_grammar(tools):
+    first = forced_calls("hermes", tools, may_repeat=True, special_token_ids={"<tool_call>": 7})
+    assert first == forced_calls("hermes", list(tools), may_repeat=True, special_token_ids={"<tool_call>": 7})
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [None, {}, {"type": "object"}, {"type": "object", "properties": {}, "additionalProperties": False}],
+)
+def test_tools_without_parameters_can_be_forced(takes, tools, parameters):
+    tool = msgspec.structs.replace(tools[1], parameters=parameters)
+    for family in FAMILIES:
+        form = forced_calls(family, [tool], may_repeat=False, special_token_ids={})
+        assert takes(form.source, written(family, NOON))

@@ -1,0 +1,142 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages API over the same turns as any other chat."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trioserve.api.anthropic.content_blocks import BlockEvents, ContentBlocks
+from trioserve.api.anthropic.request_types import CountTokensBody, MessagesBody
+from trioserve.api.anthropic.surface import event
+from trioserve.api.anthropic.turn import counted_turn, message_turn
+from trioserve.api.generation import KeepAlive
+from trioserve.api.request_context import RequestContext
+from trioserve.api.turn.chat_turn import ChatTurn, chat_turn
+from trioserve.contracts.output import Delta
+
+if TYPE_CHECKING:
+    from trioserve.text.response_parts import ResponsePart
+
+__all__ = ["count_message_tokens", "create_message"]
+
+PING = event("ping", {"type": "ping"})
+
+
+async def create_message(context: RequestContext) -> None:
+    body = await context.body(MessagesBody)
+    model = context.model_name(body.model)
+    engine = context.engine
+    request = message_turn(
+        body,
+        context.exchange.headers,
+        engine.default_sampling,
+        context_tokens_max=engine.model.context_tokens_max,
+    )
+    shows_thoughts = body.thinking is None or body.thinking.display != "omitted"
+    response = _Response(context, body, model)
+    async with chat_turn(context, request) as turn:
+        if body.stream:
+            events = BlockEvents(shows_thoughts=shows_thoughts)
+            await turn.wait_until_begun()
+            await context.start_events()
+            await context.exchange.send(response.start(turn) + PING)
+
+            async def send(_index: int, parts: list[ResponsePart], delta: Delta) -> None:
+                response.note(delta)
+                if piece := events.of(parts):
+                    await context.exchange.send(piece)
+
+            keep_alive = KeepAlive(lambda: context.exchange.send(PING), engine.call_at)
+            await turn.read(send, keep_alive=keep_alive)
+        else:
+            blocks = ContentBlocks(shows_thoughts=shows_thoughts)
+
+            async def take(_index: int, parts: list[ResponsePart], delta: Delta) -> None:
+                response.note(delta)
+                blocks.take(parts)
+
+            await turn.read(take)
+    # The engine's part is over, and its scope left: a slow client keeps nothing but its own bytes waiting.
+    if body.stream:
+        await context.finish(events.end() + response.end(turn))
+    else:
+        await context.respond_json(response.whole(turn, blocks.whole()))
+
+
+async def count_message_tokens(context: RequestContext) -> None:
+    body = await context.body(CountTokensBody)
+    context.model_name(body.model)
+    request = counted_turn(body, context.engine.default_sampling)
+    with context.engine.tokenizing(owner=context.owner) as texts:
+        token_ids = await texts.encode(request.prompt())
+    await context.respond_json({"input_tokens": len(token_ids)})
+
+
+class _Response:
+    """What a message says besides its content. last: the delta with which it ended."""
+
+    def __init__(self, context: RequestContext, body: MessagesBody, model: str) -> None:
+        self._id = f"msg_{context.request_id}"
+        self._tokens_max = body.max_tokens
+        self._model = model
+        self._last: Delta | None = None
+
+    def note(self, delta: Delta) -> None:
+        self._last = delta
+
+    def start(self, turn: ChatTurn) -> bytes:
+        return event("message_start", {"type": "message_start", "message": self._message(turn, [], None, None)})
+
+    def end(self, turn: ChatTurn) -> bytes:
+        reason, sequence = self._stop(turn)
+        delta = {"stop_reason": reason, "stop_sequence": sequence, "stop_details": None, "container": None}
+        value = {"type": "message_delta", "delta": delta, "usage": _usage(turn)}
+        return event("message_delta", value) + event("message_stop", {"type": "message_stop"})
+
+    def whole(self, turn: ChatTurn, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return self._message(turn, content, *self._stop(turn))
+
+    def _message(
+        self, turn: ChatTurn, content: list[dict[str, Any]], reason: str | None, sequence: str | None
+    ) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": content,
+            "stop_reason": reason,
+            "stop_sequence": sequence,
+            "stop_details": None,
+            "container": None,
+            "usage": _usage(turn),
+        }
+
+    def _stop(self, turn: ChatTurn) -> tuple[str, str | None]:
+        """Why it ended, and which stop sequence ended it."""
+        [choice] = turn.choices
+        if choice.finish_reason == "tool_calls":
+            return "tool_use", None
+        if choice.finish_reason == "length":
+            # Whoever asked for more than fits gets what fits.
+            is_context_full = turn.stream.completion_token_count < self._tokens_max
+            return "model_context_window_exceeded" if is_context_full else "max_tokens", None
+        sequence = None if self._last is None else self._last.stop_reason
+        return ("stop_sequence", sequence) if isinstance(sequence, str) else ("end_turn", None)
+
+
+def _usage(turn: ChatTurn) -> dict[str, Any]:
+    """As Anthropic counts: tokens of the prompt that were found in the cache are no input_tokens."""
+    usage = turn.usage()
+    cached = turn.stream.cached_token_count
+    thinking = sum(choice.reasoning_token_count for choice in turn.choices)
+    return {
+        "input_tokens": usage.prompt_tokens - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "cache_creation": None,
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": thinking} if thinking else None,
+        "server_tool_use": None,
+        "service_tier": "standard",
+        "inference_geo": None,
+    }

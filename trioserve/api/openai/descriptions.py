@@ -1,0 +1,104 @@
+"""What each path of OpenAI's API does and may answer, and those of operators: for the API's own description."""
+
+from __future__ import annotations
+
+from trioserve.api.described_operation import GENERATES, READS_BODY, DescribedOperation
+from trioserve.api.openai import response_types
+from trioserve.api.openai.request_types import AbortBody, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from trioserve.contracts.kv_events import BlocksRemoved, BlocksStored, ResidencySnapshot
+from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
+from trioserve.contracts.sampling import SAMPLING_RANGES, Range
+
+__all__ = ["OPERATIONS", "RANGES"]
+
+RANGES = SAMPLING_RANGES | {
+    "max_completion_tokens": SAMPLING_RANGES["max_tokens"],
+    "top_logprobs": SAMPLING_RANGES["logprobs"],
+    "priority": Range(PRIORITY_MIN, PRIORITY_MAX),
+}
+
+OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
+    ("POST", "/v1/chat/completions"): DescribedOperation(
+        summary="Answer a chat",
+        description="Fields, and their meanings, are OpenAI's and vLLM's. Fields that are not named here are ignored.",
+        body=ChatBody,
+        ranges=RANGES,
+        response=response_types.ChatCompletion,
+        event=response_types.ChatCompletionChunk,
+        errors=GENERATES,
+        takes_deadlines=True,
+    ),
+    ("POST", "/v1/completions"): DescribedOperation(
+        summary="Continue one or more prompts",
+        description="Choice number prompt_index * n + i is choice i of that prompt. As above for everything else.",
+        body=CompletionBody,
+        ranges=RANGES,
+        response=response_types.Completion,
+        event=response_types.Completion,
+        errors=GENERATES,
+        takes_deadlines=True,
+    ),
+    ("GET", "/v1/models"): DescribedOperation(summary="List the names that are served", response=response_types.Models),
+    ("GET", "/v1/models/{model}"): DescribedOperation(
+        summary="Find a model by its name",
+        response=response_types.Model,
+        errors=(400, 404),
+        path_parameter="name of the model, slashes included",
+    ),
+    ("GET", "/v1/requests"): DescribedOperation(
+        summary="List the requests that live",
+        description="Those of the caller's key; all of them with the admin key, or where there are no keys. Answered "
+        "ones, too, while their blocks are held for another engine.",
+        response=response_types.LiveRequests,
+    ),
+    ("DELETE", "/v1/requests/{request}"): DescribedOperation(
+        summary="Abort a request",
+        description="Its blocks are free with the next step. The client of its stream gets an error event. Of one that "
+        "has its response, and whose blocks are held for another engine, the hold is ended.",
+        response=response_types.RequestAbort,
+        errors=(400, 404),
+        path_parameter="the request's X-Request-Id",
+    ),
+    ("POST", "/v1/requests/abort"): DescribedOperation(
+        summary="Abort several requests",
+        body=AbortBody,
+        response=response_types.RequestAborts,
+        errors=READS_BODY,
+    ),
+    ("POST", "/tokenize"): DescribedOperation(
+        summary="Show the tokens of a prompt or a chat",
+        body=TokenizeBody,
+        response=response_types.Tokenized,
+        errors=(*READS_BODY, 404),
+    ),
+    ("POST", "/detokenize"): DescribedOperation(
+        summary="Show the text of tokens",
+        body=DetokenizeBody,
+        response=response_types.Detokenized,
+        errors=(*READS_BODY, 404),
+    ),
+    ("GET", "/tokenizer_info"): DescribedOperation(
+        summary="Say what a client needs to render chats and to count tokens by itself",
+        response=response_types.TokenizerInfo,
+    ),
+    ("GET", "/kv_events"): DescribedOperation(
+        summary="Read which blocks the prefix cache holds, and each change from then on",
+        description="A snapshot, in one part or several, then changes, numbered in order. Another snapshot means that "
+        "changes were missed. Only where the server was started with --kv-events; with API keys, only for the admin's.",
+        response="text/event-stream",
+        kinds=(ResidencySnapshot, BlocksStored, BlocksRemoved),
+        errors=(400, 403, 404, 429, 503),
+    ),
+    ("GET", "/health"): DescribedOperation(
+        summary="Whether the process lives, and its engine does not hang",
+        response=response_types.Alive,
+        not_ready=response_types.Hangs,
+    ),
+    ("GET", "/ready"): DescribedOperation(
+        summary="Whether requests are taken", response=response_types.Ready, not_ready=response_types.NotReady
+    ),
+    ("GET", "/load"): DescribedOperation(summary="How much there is to do", response=response_types.Load),
+    ("GET", "/version"): DescribedOperation(summary="Version of the server", response=response_types.Version),
+    ("GET", "/metrics"): DescribedOperation(summary="Metrics, in Prometheus' text format", response="text/plain"),
+    ("GET", "/openapi.json"): DescribedOperation(summary="This description", response="application/json"),
+}

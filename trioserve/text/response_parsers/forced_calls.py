@@ -1,0 +1,74 @@
+"""The grammars that force calls: of any tool, of one, or, where a call is free, that those of strict tools fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from trioserve.contracts.structured_output import FormKind, StructuredOutput
+from trioserve.text.response_parsers.call_forms import CallForm, without_trigger
+from trioserve.text.response_parsers.families import REASONING_FAMILIES, TOOL_FAMILIES
+from trioserve.text.response_parsers.lark_grammar import LarkGrammar
+from trioserve.text.response_parsers.offered_tools import OfferedTool
+
+__all__ = ["forced_calls", "strict_calls"]
+
+_LINE_BREAKS = r"/[ \n]{0,4}/"  # behind a thought
+
+
+def forced_calls(
+    tool_family: str,
+    tools: Sequence[OfferedTool],
+    *,
+    may_repeat: bool,
+    special_token_ids: Mapping[str, int],
+    reasoning_family: str | None = None,
+    begins_inside: bool | None = None,
+) -> StructuredOutput:
+    """The form of a response that calls one of the tools, or, if may_repeat, one or more of them, and says nothing
+    else but its thoughts. The family's parser reads the calls from it.
+
+    tools: those that may be called; for a named one it alone. special_token_ids: the vocabulary's special tokens.
+    begins_inside: whether the prompt has opened a thought (prompt_begins_thought); None: the response may open one.
+    """
+    form = TOOL_FAMILIES[tool_family].form_in(special_token_ids)
+    lark = LarkGrammar(special_token_ids)
+    start = _calls(lark, form, tools, may_repeat=may_repeat)
+    if form.before:
+        start = f"({lark.sequence(form.before)})? {start}"
+    if reasoning_family is None or begins_inside is False or TOOL_FAMILIES[tool_family].whole is not None:
+        return StructuredOutput(kind=FormKind.GRAMMAR, source=lark.source(start))
+    tags = REASONING_FAMILIES[reasoning_family].tags
+    if begins_inside or (begins_inside is None and tags.begins_inside):
+        start = f"{lark.rule(_LINE_BREAKS, is_terminal=True)} {start}"
+        return StructuredOutput(kind=FormKind.GRAMMAR, source=lark.source(start), free_until=tags.closing[0])
+    thought = f"{lark.text(tags.opening[0])} {lark.raw_until(tags.closing[0])} {_LINE_BREAKS}"
+    return StructuredOutput(kind=FormKind.GRAMMAR, source=lark.source(f"({thought})? {start}"))
+
+
+def strict_calls(
+    tool_family: str, tools: Sequence[OfferedTool], *, may_repeat: bool, special_token_ids: Mapping[str, int]
+) -> StructuredOutput | None:
+    """The form of a response that is free to call or not: where it begins a call, that is one of a tool, with
+    arguments that its schema accepts. None if no tool is strict, or if nothing in the family's text tells that a call
+    begins."""
+    form = TOOL_FAMILIES[tool_family].form_in(special_token_ids)
+    if not form.trigger or not any(tool.strict for tool in tools):
+        return None
+    lark = LarkGrammar(special_token_ids)
+    before = lark.raw_until(form.trigger)
+    calls = _calls(lark, form, tools, may_repeat=may_repeat, trigger=form.trigger)
+    repeat = "*" if may_repeat else "?"
+    start = f"({before} {calls}){repeat} {lark.any_text()}"
+    return StructuredOutput(kind=FormKind.GRAMMAR, source=lark.source(start))
+
+
+def _calls(
+    lark: LarkGrammar, form: CallForm, tools: Sequence[OfferedTool], *, may_repeat: bool, trigger: str = ""
+) -> str:
+    """trigger: has come already, before the first call or before all of them."""
+    one = lark.any_of([form.call(tool) for tool in tools])
+    more = "" if form.separator is None or not may_repeat else f"({lark.text(form.separator)} {one})*"
+    opening = form.opening.removeprefix(trigger)
+    if trigger and not form.opening:
+        one = lark.any_of([without_trigger(form.call(tool), trigger) for tool in tools])
+    return " ".join(filter(None, (lark.text(opening), one, more, lark.text(form.closing))))

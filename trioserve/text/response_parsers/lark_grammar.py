@@ -1,0 +1,80 @@
+"""Forms of calls as one grammar in llguidance's Lark."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from trioserve.text.response_parsers.call_forms import AnyOf, JsonOf, Maybe, Piece, RawUntil
+
+__all__ = ["LarkGrammar"]
+
+# As Python's json writes, which is what models have seen. One that may write any white space may write it for ever.
+_JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+class LarkGrammar:
+    """Collects rules; `source` is the grammar. special_token_ids: the special tokens of the vocabulary, which no text
+    in a grammar matches: where one of them stands in a text, the token is meant."""
+
+    def __init__(self, special_token_ids: Mapping[str, int]) -> None:
+        self._special = dict(special_token_ids)
+        names = sorted(filter(None, self._special), key=len, reverse=True)
+        self._split = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
+        self._rules: list[str] = []
+        self._schemas: dict[str, str] = {}
+
+    def source(self, start: str) -> str:
+        return "\n".join(["%llguidance {}", f"start: {start}", *self._rules]) + "\n"
+
+    def rule(self, expression: str, *, attributes: str = "", is_terminal: bool = False) -> str:
+        """A new rule's name."""
+        name = f"{'T' if is_terminal else 'r'}{len(self._rules)}"
+        self._rules.append(f"{name}{attributes}: {expression}")
+        return name
+
+    def sequence(self, pieces: Sequence[Piece]) -> str:
+        return " ".join(filter(None, map(self.piece, pieces)))
+
+    def piece(self, piece: Piece) -> str:
+        """An expression that may stand beside others; empty for nothing."""
+        if isinstance(piece, str):
+            return self.text(piece)
+        if isinstance(piece, JsonOf):
+            return self.json(piece)
+        if isinstance(piece, RawUntil):
+            return self.raw_until(piece.stop)
+        if isinstance(piece, Maybe):
+            return f"({self.sequence(piece.pieces)})?"
+        assert isinstance(piece, AnyOf)
+        return self.any_of(piece.choices)
+
+    def any_of(self, choices: Sequence[Sequence[Piece]]) -> str:
+        return self.rule(" | ".join(self.sequence(choice) or '""' for choice in choices))
+
+    def text(self, text: str) -> str:
+        parts = self._split.split(text) if self._split is not None else [text]
+        return " ".join(
+            f"<[{self._special[part]}]>" if part in self._special else json.dumps(part, ensure_ascii=False)
+            for part in parts
+            if part
+        )
+
+    def json(self, piece: JsonOf) -> str:
+        schema: dict[str, Any] = {**piece.schema, "x-guidance": {**_JSON_STYLE, "lenient": not piece.is_strict}}
+        text = json.dumps(schema)
+        if text not in self._schemas:
+            self._schemas[text] = self.rule(f"%json {text}")
+        return self._schemas[text]
+
+    def raw_until(self, stop: str) -> str:
+        """Any text up to the first `stop`, and that."""
+        any_text = self.any_text()
+        if stop in self._special:
+            return f"{any_text} {self.text(stop)}"
+        return self.rule(f"{any_text} {self.text(stop)}", attributes="[lazy]")
+
+    def any_text(self) -> str:
+        return self.rule(r"/(.|\n)*/", is_terminal=True)
