@@ -5,19 +5,14 @@
 // as near to the first one's. The random bits of the clocks are the same; the logarithm is the C library's (1e-16).
 #pragma once
 
-#include <algorithm>
-#include <cmath>
-#include <limits>
-
-#include "simd.h"
+#include "draws.h"
+#include "row_passes.h"
 #include "token_masks.h"
 
 namespace trioserve {
 
-constexpr int DRAW_TILES = 512;  // as in trioserve/model/gumbel.py
-constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
 // Where a mask leaves one of so many tokens, or fewer, each is looked at by itself, and the rest of the row not at all.
-constexpr int64_t FEW_SHARE = 8;
+constexpr int64_t FEW_SHARE = 4;
 
 // Of one row. Fields are those of native.py. Its lists lie one behind the other in Step's sampling_ids: the tokens of
 // logit_bias (their biases lie in sampling_biases), tokens that may not be sampled, and the request's known tokens, the
@@ -37,124 +32,6 @@ struct Sampling {
 
 enum Flaw : int32_t { NO_FLAW = 0, NOT_FINITE = 1, NOTHING_LEFT = 2, NOTHING_ALLOWED = 3 };
 
-// --- random numbers: gumbel.py says what they are ---------------------------------------------------------------------
-
-constexpr uint64_t GAMMA = 0x9E3779B97F4A7C15;
-
-inline uint64_t mixed(uint64_t state) {
-    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9;
-    state = (state ^ (state >> 27)) * 0x94D049BB133111EB;
-    return state ^ (state >> 31);
-}
-
-inline uint64_t draw_word(uint64_t seed, int64_t position) {
-    return mixed(mixed(seed + GAMMA) + uint64_t(position + 1) * GAMMA);
-}
-
-inline double exponential(uint64_t word, int64_t index) {
-    return -std::log((double(mixed(word + uint64_t(index + 1) * GAMMA) >> 12) + 0.5) / 4503599627370496.0);
-}
-
-// --- passes over a row ---------------------------------------------------------------------------------------------------
-
-inline float largest_of(const float* values, int64_t count) {
-    Lanes largest = set(MINUS_INFINITY);
-    int64_t index = 0;
-    for (; index + LANES <= count; index += LANES) largest = max(largest, load(values + index));
-    float best = max_of(largest);
-    for (; index < count; index++) best = std::max(best, values[index]);
-    return best;
-}
-
-inline int32_t first_of(const float* values, float value) {
-    int32_t index = 0;
-    while (values[index] != value) index++;
-    return index;
-}
-
-// exp((score - best) / temperature), padded with zeros to LANES. A score of minus infinity gives 0.
-inline void weigh(const float* scores, int64_t count, float temperature, float best, float* weights) {
-    const Lanes divisor = set(temperature), highest = set(best / temperature);
-    int64_t index = 0;
-    for (; index + LANES <= count; index += LANES)
-        store(weights + index, exp(sub(div(load(scores + index), divisor), highest)));
-    if (index == count) return;
-    alignas(64) float rest[LANES];
-    for (int lane = 0; lane < LANES; lane++) rest[lane] = index + lane < count ? scores[index + lane] : MINUS_INFINITY;
-    store(weights + index, exp(sub(div(load(rest), divisor), highest)));
-}
-
-// Of values that are at least `limit`: their sum, and how many they are.
-inline double sum_at_least(const float* values, int64_t count, float limit) {
-    alignas(64) double lanes[LANES] = {};
-    WideLanes sums = load(lanes);
-    int64_t index = 0;
-    for (; index + LANES <= count; index += LANES) sums = add(sums, cut_below(load(values + index), set(limit)));
-    store(lanes, sums);
-    double sum = 0;
-    for (; index < count; index++) sum += values[index] >= limit ? values[index] : 0.0f;
-    for (int lane = 0; lane < LANES; lane++) sum += lanes[lane];
-    return sum;
-}
-
-inline double count_at_least(const float* values, int64_t count, float limit) {
-    int32_t found = 0;
-    for (int64_t index = 0; index < count; index++) found += values[index] >= limit;
-    return found;
-}
-
-// Copies the values that are at least `limit`, or with IS_UPPER false those below; `kept` may be `values`. Returns how
-// many they are.
-template <bool IS_UPPER>
-inline int64_t keep(const float* values, int64_t count, float limit, float* kept) {
-    int64_t kept_count = 0, index = 0;
-    for (; index + LANES <= count; index += LANES)
-        kept_count += store_kept<IS_UPPER>(kept + kept_count, load(values + index), set(limit));
-    for (; index < count; index++) {
-        const float value = values[index];
-        kept[kept_count] = value;
-        kept_count += (value >= limit) == IS_UPPER;
-    }
-    return kept_count;
-}
-
-// --- filters ---------------------------------------------------------------------------------------------------------------
-
-inline float float_of(uint32_t bits) {
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-// The least of the values for which all larger ones together measure less than `wanted`: by count_at_least the wanted-th
-// largest, by sum_at_least the least of a nucleus. values: 0 to 1, at least one; they are changed.
-//
-// Radix selection (Knuth, The Art of Computer Programming 3, 5.2.2) with a bit for a digit, the highest first: floats of
-// 0 and more are in the order of their bits. What a bit has ruled out is not looked at again, so all bits together cost
-// a few passes over the row.
-inline float select(float* values, int64_t count, double wanted, double (*measure)(const float*, int64_t, float)) {
-    constexpr int HIGHEST_BIT = 29;  // of 1.0
-    uint32_t prefix = 0;
-    double above = 0;
-    for (int bit = HIGHEST_BIT; bit >= 0 && count > 1; bit--) {
-        const uint32_t with_bit = prefix | uint32_t(1) << bit;
-        const float middle = float_of(with_bit);
-        const int64_t upper_count = int64_t(count_at_least(values, count, middle));
-        if (upper_count == 0) continue;
-        const double upper = upper_count == count ? 0 : measure(values, count, middle);
-        if (upper_count == count) {
-            prefix = with_bit;
-        } else if (above + upper >= wanted) {
-            prefix = with_bit;
-            count = keep<true>(values, count, middle, values);
-        } else {
-            above += upper;
-            count = keep<false>(values, count, middle, values);
-        }
-    }
-    return values[0];
-}
-
 // What a weight must reach to pass min_p, top_k and top_p. weights: padded with zeros, the largest is 1. work: as long.
 inline float threshold_of(const Sampling& sampling, const float* weights, int64_t padded, int64_t vocab, float* work) {
     float threshold = sampling.min_p;
@@ -170,8 +47,6 @@ inline float threshold_of(const Sampling& sampling, const float* weights, int64_
     const int64_t count = keep<true>(weights, padded, std::max(threshold, least), work);
     return std::max(threshold, select(work, count, sampling.top_p * left, sum_at_least));
 }
-
-// --- one row -----------------------------------------------------------------------------------------------------------------
 
 // One thread's memory for a row. marks are zeros between two rows.
 struct SamplingScratch {
@@ -224,64 +99,6 @@ inline void adjust(const Sampling& sampling, const int32_t* ids, const float* bi
         scores[id] = float(double(scores[id]) - double(penalty));
         marks[id] = 0;
     }
-}
-
-// The race of gumbel.py: between the tiles by their sums, then inside the one that won. weights: padded with zeros.
-inline int32_t draw(const float* weights, int64_t vocab, float threshold, uint64_t word) {
-    alignas(64) double tiles[DRAW_TILES] = {};
-    for (int64_t first = 0; first < vocab; first += LANES) {
-        double* sums = tiles + first % DRAW_TILES;
-        store(sums, add(load(sums), cut_below(load(weights + first), set(threshold))));
-    }
-    int tile = 0;
-    double best = -1;
-    for (int index = 0; index < DRAW_TILES; index++) {
-        if (tiles[index] == 0) continue;
-        const double speed = tiles[index] / exponential(word, index);
-        if (speed > best) {
-            best = speed;
-            tile = index;
-        }
-    }
-    int64_t id = tile;
-    best = -1;
-    for (int64_t index = tile; index < vocab; index += DRAW_TILES) {
-        if (weights[index] < threshold || weights[index] == 0) continue;
-        const double speed = double(weights[index]) / exponential(word, DRAW_TILES + index);
-        if (speed > best) {
-            best = speed;
-            id = index;
-        }
-    }
-    return int32_t(id);
-}
-
-// The same race among `count` tokens, the lowest id first, with the weights of these alone: the same token wins.
-inline int32_t draw_among(const float* weights, const int32_t* ids, int64_t count, float threshold, uint64_t word) {
-    double tiles[DRAW_TILES] = {};
-    for (int64_t index = 0; index < count; index++)
-        if (weights[index] >= threshold) tiles[ids[index] % DRAW_TILES] += weights[index];
-    int tile = 0;
-    double best = -1;
-    for (int index = 0; index < DRAW_TILES; index++) {
-        if (tiles[index] == 0) continue;
-        const double speed = tiles[index] / exponential(word, index);
-        if (speed > best) {
-            best = speed;
-            tile = index;
-        }
-    }
-    int32_t id = ids[0];
-    best = -1;
-    for (int64_t index = 0; index < count; index++) {
-        if (ids[index] % DRAW_TILES != tile || weights[index] < threshold || weights[index] == 0) continue;
-        const double speed = double(weights[index]) / exponential(word, DRAW_TILES + ids[index]);
-        if (speed > best) {
-            best = speed;
-            id = ids[index];
-        }
-    }
-    return id;
 }
 
 // Of finite logits: what the logarithms of probabilities are below them.

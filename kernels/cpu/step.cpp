@@ -618,6 +618,7 @@ bool Engine::can_sample(const Step& step, int64_t row) {
 
 // logits: the row's, finite.
 void Engine::sample(int thread, const Step& step, int64_t row, int64_t vocab, const float* logits) {
+    const TinyAreZero tiny_are_zero;  // weights so far below the best one's 1 are no token's chance
     const Sampling& sampling = step.samplings[row];
     Own& own = own_[thread];
     const SamplingScratch scratch{own.scores.of<float>(0), own.weights.of<float>(0), own.work.of<float>(0),

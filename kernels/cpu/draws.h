@@ -1,0 +1,86 @@
+// The race of exponential clocks that draws a token, and its random numbers: gumbel.py says what both are.
+#pragma once
+
+#include <cmath>
+
+#include "row_passes.h"
+
+namespace trioserve {
+
+constexpr int DRAW_TILES = 512;  // as in trioserve/model/gumbel.py
+
+constexpr uint64_t GAMMA = 0x9E3779B97F4A7C15;
+
+inline uint64_t mixed(uint64_t state) {
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9;
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB;
+    return state ^ (state >> 31);
+}
+
+inline uint64_t draw_word(uint64_t seed, int64_t position) {
+    return mixed(mixed(seed + GAMMA) + uint64_t(position + 1) * GAMMA);
+}
+
+inline double exponential(uint64_t word, int64_t index) {
+    return -std::log((double(mixed(word + uint64_t(index + 1) * GAMMA) >> 12) + 0.5) / 4503599627370496.0);
+}
+
+// The race of gumbel.py: between the tiles by their sums, then inside the one that won. weights: padded with zeros.
+inline int32_t draw(const float* weights, int64_t vocab, float threshold, uint64_t word) {
+    alignas(64) double tiles[DRAW_TILES] = {};
+    for (int64_t first = 0; first < vocab; first += LANES) {
+        double* sums = tiles + first % DRAW_TILES;
+        store(sums, add(load(sums), cut_below(load(weights + first), set(threshold))));
+    }
+    int tile = 0;
+    double best = -1;
+    for (int index = 0; index < DRAW_TILES; index++) {
+        if (tiles[index] == 0) continue;
+        const double speed = tiles[index] / exponential(word, index);
+        if (speed > best) {
+            best = speed;
+            tile = index;
+        }
+    }
+    int64_t id = tile;
+    best = -1;
+    for (int64_t index = tile; index < vocab; index += DRAW_TILES) {
+        if (weights[index] < threshold || weights[index] == 0) continue;
+        const double speed = double(weights[index]) / exponential(word, DRAW_TILES + index);
+        if (speed > best) {
+            best = speed;
+            id = index;
+        }
+    }
+    return int32_t(id);
+}
+
+// The same race among `count` tokens, the lowest id first, with the weights of these alone: the same token wins.
+inline int32_t draw_among(const float* weights, const int32_t* ids, int64_t count, float threshold, uint64_t word) {
+    double tiles[DRAW_TILES] = {};
+    for (int64_t index = 0; index < count; index++)
+        if (weights[index] >= threshold) tiles[ids[index] % DRAW_TILES] += weights[index];
+    int tile = 0;
+    double best = -1;
+    for (int index = 0; index < DRAW_TILES; index++) {
+        if (tiles[index] == 0) continue;
+        const double speed = tiles[index] / exponential(word, index);
+        if (speed > best) {
+            best = speed;
+            tile = index;
+        }
+    }
+    int32_t id = ids[0];
+    best = -1;
+    for (int64_t index = 0; index < count; index++) {
+        if (ids[index] % DRAW_TILES != tile || weights[index] < threshold || weights[index] == 0) continue;
+        const double speed = double(weights[index]) / exponential(word, DRAW_TILES + ids[index]);
+        if (speed > best) {
+            best = speed;
+            id = ids[index];
+        }
+    }
+    return id;
+}
+
+}  // namespace trioserve
