@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from trioserve.contracts.output import Delta
     from trioserve.contracts.prompt import ChatPrompt
     from trioserve.contracts.sampling import SamplingParams
+    from trioserve.contracts.structured_output import StructuredOutput
+    from trioserve.contracts.thinking import Thinking
 
 __all__ = [
     "AbortOutcome",
@@ -42,6 +44,8 @@ __all__ = [
     "Overloaded",
     "SamplingParams",
     "StartupError",
+    "StructuredOutput",
+    "Thinking",
     "TrioserveError",
     "__version__",
     "open_engine",
@@ -56,6 +60,8 @@ _HOMES = {
     "Delta": "trioserve.contracts.output",
     "KVTransferParams": "trioserve.contracts.kv_transfer_params",
     "SamplingParams": "trioserve.contracts.sampling",
+    "StructuredOutput": "trioserve.contracts.structured_output",
+    "Thinking": "trioserve.contracts.thinking",
     "AbortOutcome": "trioserve.contracts.events",
     "FinishReason": "trioserve.contracts.events",
 }

@@ -6,7 +6,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,13 +24,17 @@ from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
 from trioserve.engine.engine import Engine, ModelDescription
 from trioserve.engine.engine_loop import StepRunner, ThreadedExecutor
+from trioserve.engine.guide_metrics import show_masks
 from trioserve.engine.kv_events import EVENTS_MAX
 from trioserve.engine.launched_steps import LaunchedSteps
+from trioserve.engine.mask_thread import MaskThread
 from trioserve.metrics.registry import Metrics
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.default_model import DOWNLOAD_THREAD, resolve_model
 from trioserve.model.loading.weights_name import weights_name
 from trioserve.model.settings import ModelSettings
+from trioserve.text.form_compiler import FormCompiler
+from trioserve.text.guide_factory import GuideFactory
 from trioserve.text.response_families import ResponseFamilies
 from trioserve.text.response_parsers.registry import named_families
 from trioserve.text.tokenizer import Tokenizer
@@ -172,13 +176,15 @@ async def open_configured_engine(
     transfers = connector_settings(config.kv_transfer_config, config.role)
     make_connector = None if transfers is None else find_connector(transfers.connector)
     with errors_unwrapped():
-        async with WorkerThread("compute") as compute, TextThreads() as text:
+        async with WorkerThread("compute") as compute, TextThreads() as text, AsyncExitStack() as threads:
             # It may be a download, which nothing can end from outside: not in a thread that leaving waits for.
             path = await call_abandonable(resolve_model, config.model, thread_name=DOWNLOAD_THREAD)
             checkpoint = await text.run_cancellable(open_checkpoint, path)
             runners: list[ModelRunner] = []
             try:
-                runner, tokenizer = await _load(config, checkpoint, compute, text, on_progress, runners)
+                runner, compiler = await _load(config, checkpoint, compute, text, on_progress, runners)
+                tokenizer = compiler.tokenizer
+                masks = threads.enter_context(MaskThread(checkpoint.config.vocab_size))
                 connector = None
                 if transfers is not None and make_connector is not None:
                     if transfers.ignored:
@@ -193,7 +199,9 @@ async def open_configured_engine(
                             wake=lambda: engine.wake(),
                         )
                     )
-                core = EngineCore(_core_settings(config, transfers, runner, checkpoint), connector=connector)
+                core = EngineCore(
+                    _core_settings(config, transfers, runner, checkpoint), connector=connector, mask_maker=masks
+                )
                 on_loaded(
                     Loaded(
                         model_path=path,
@@ -214,6 +222,7 @@ async def open_configured_engine(
                 metrics.token_kv_bytes.set(runner.kv_cache_bytes / (runner.block_count * runner.block_size))
                 metrics.token_flops.set(runner.token_flops)
                 metrics.attended_token_flops.set(runner.attended_token_flops)
+                show_masks(metrics, masks)
                 engine = Engine(
                     model=ModelDescription(
                         served_names=served_names,
@@ -243,6 +252,7 @@ async def open_configured_engine(
                     ),
                     readers_first=runner.device == "cpu",
                     when_idle=lambda: compute.run(runner.claim_memory),
+                    guides=GuideFactory(compiler),
                 )
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(engine.keep_deadlines)
@@ -267,9 +277,9 @@ async def _load(
     text: TextThreads,
     on_progress: LoadReport,
     runners: list[ModelRunner],
-) -> tuple[ModelRunner, Tokenizer]:
-    """Weights in the compute thread, tokenizer in the text thread, at the same time. What is put in `runners` is the
-    caller's to close, also when this raises."""
+) -> tuple[ModelRunner, FormCompiler]:
+    """Weights in the compute thread, the tokenizer and what forms need of it in the text thread, at the same time. What
+    is put in `runners` is the caller's to close, also when this raises."""
     is_cancelled = trio.Event()  # set by the event loop, read in the compute thread
 
     def report(done: int, total: int) -> None:
@@ -287,9 +297,9 @@ async def _load(
         return runner
 
     async def load_tokenizer() -> None:
-        tokenizers.append(await text.run_cancellable(_make_tokenizer, checkpoint))
+        compilers.append(await text.run_cancellable(_make_compiler, checkpoint))
 
-    tokenizers: list[Tokenizer] = []
+    compilers: list[FormCompiler] = []
     async with trio.open_nursery() as nursery:
         nursery.start_soon(load_tokenizer)
         try:
@@ -298,7 +308,7 @@ async def _load(
             if is_cancelled.is_set():  # what the loading says then is not the reason
                 await trio.sleep_forever()  # raises Cancelled
             raise
-    return runner, tokenizers[0]
+    return runner, compilers[0]
 
 
 class _LoadingCancelled(Exception):
@@ -310,6 +320,16 @@ def _default_sampling(checkpoint: Checkpoint) -> SamplingParams:
         return msgspec.convert(dict(checkpoint.sampling_defaults), SamplingParams)
     except (msgspec.ValidationError, InvalidRequest) as error:
         raise ModelLoadError(f"the sampling defaults of the checkpoint cannot be used: {error}") from None
+
+
+def _make_compiler(checkpoint: Checkpoint) -> FormCompiler:
+    config = checkpoint.config
+    tokenizer = _make_tokenizer(checkpoint)
+    compiler = FormCompiler(tokenizer, vocab_size=config.vocab_size, end_token_ids=config.eos_token_ids)
+    reason = compiler.load()
+    if reason is not None:
+        logger.warning("no structured output: %s", reason)
+    return compiler
 
 
 def _make_tokenizer(checkpoint: Checkpoint) -> Tokenizer:

@@ -5,6 +5,8 @@ order of size have a thread of their own, in which they are done in the order of
 for a long one, and a long one for none that takes more than some times as long as itself. The operating system shares
 the cores between them, since tokenizing lets go of the GIL.
 
+Forms of responses are compiled in a thread of their own, which has the stack that this takes.
+
 What is done aside, for its own sake and without a place in the queue, has one more thread, and a bound of its own: it
 delays no request at all.
 """
@@ -20,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 import trio
 
 from trioserve.contracts.errors import Overloaded
+from trioserve.text.form_compiler import COMPILE_STACK_BYTES
 from trioserve.trio_tools.worker_thread import WorkerThread
 
 __all__ = [
@@ -61,6 +64,7 @@ class TextThreads:
         self._long = WorkerThread("text-long")
         self._longest = WorkerThread("text-longest")
         self._aside = WorkerThread("text-aside")
+        self._forms = WorkerThread("forms", stack_bytes=COMPILE_STACK_BYTES)
         self._scopes = AsyncExitStack()
         self._aside_jobs: Counter[str | None] = Counter()  # by owner
         self._aside_characters = 0
@@ -68,7 +72,7 @@ class TextThreads:
     @trio.lowlevel.enable_ki_protection  # a Ctrl-C between two threads would leave the first one behind
     async def __aenter__(self) -> TextThreads:
         async with AsyncExitStack() as scopes:
-            for thread in (self._short, self._long, self._longest, self._aside):
+            for thread in (self._short, self._long, self._longest, self._aside, self._forms):
                 await scopes.enter_async_context(thread)
             self._scopes = scopes.pop_all()
         return self
@@ -90,6 +94,10 @@ class TextThreads:
     async def run_cancellable(self, function: Callable[..., T], *arguments: Any) -> T:
         """What there is to do before the first request: loading."""
         return await self._short.run_cancellable(function, *arguments)
+
+    async def run_compile(self, function: Callable[..., T], *arguments: Any) -> T:
+        """A form's compile, after those that were asked before. A cancelled caller leaves at once."""
+        return await self._forms.run_cancellable(function, *arguments)
 
     @contextmanager
     def aside(self, owner: str | None) -> Iterator[TextRunner]:

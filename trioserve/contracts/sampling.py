@@ -9,6 +9,8 @@ import msgspec
 
 from trioserve.contracts.arguments import check_count, refuse, shown, to_bool, to_float, to_int, to_items, to_str
 from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.structured_output import StructuredOutput
+from trioserve.contracts.thinking import Thinking
 
 __all__ = ["SAMPLING_RANGES", "Range", "SamplingParams"]
 
@@ -16,6 +18,9 @@ CHOICES_MAX = 128  # n, as in OpenAI's API; each choice is a sequence of its own
 STOP_STRINGS_MAX = 16  # every one is searched for in every delta
 STOP_STRING_CHARACTERS_MAX = 256  # this much text may have to be held back from the client
 STOP_TOKENS_MAX = 128
+ALLOWED_TOKENS_MAX = 65_536  # a bit each; half of a large vocabulary
+BAD_WORDS_MAX = 1024  # each is compared with the latest tokens at every step
+BAD_WORD_CHARACTERS_MAX = 256
 LOGIT_BIAS_MAX = 1024  # entries are copied into the logits at every step
 LOGPROBS_MAX = 20  # as in OpenAI's API
 TEMPERATURE_MAX = 100.0  # above this every distribution is flat in practice
@@ -54,6 +59,7 @@ SAMPLING_RANGES = {
     "max_tokens": Range(0, None),
     "min_tokens": Range(0, None),
     "stop_token_ids": Range(0, TOKEN_ID_MAX),
+    "allowed_token_ids": Range(0, TOKEN_ID_MAX),
     "logit_bias": Range(-100.0, 100.0),
     "logprobs": Range(0, LOGPROBS_MAX),
     "prompt_logprobs": Range(0, LOGPROBS_MAX),
@@ -72,6 +78,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: the same for the prompt's own tokens; such a request does not use the prefix cache.
     stop: strings that end the text; they are not part of it unless include_stop_str_in_output.
     ignore_eos: the model's own end tokens do not stop the request; stop_token_ids still do.
+    structured: the form that the response is to have. Where it is complete the request ends, also with ignore_eos.
+    allowed_token_ids: no others come, end tokens neither. bad_words: these texts are not written; each is compared as
+    the tokens that it has by itself, and behind a space. thinking: where thoughts end, and when they have to.
     Raises InvalidRequest, naming the field, when a value is of another type or out of range.
     """
 
@@ -94,6 +103,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: dict[int, float] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured: StructuredOutput | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    thinking: Thinking | None = None
 
     def __post_init__(self) -> None:
         for name, default, taken in _TYPES:
@@ -116,13 +129,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _check_stop(self.stop)
         for token_id in self.stop_token_ids:
             _check_range("stop_token_ids", token_id)
+        if self.allowed_token_ids is not None:
+            _check_allowed(self.allowed_token_ids)
+        for word in self.bad_words:
+            if not 1 <= len(word) <= BAD_WORD_CHARACTERS_MAX:
+                raise InvalidRequest(
+                    f"bad_words holds a text of {len(word)} characters, allowed are 1 to {BAD_WORD_CHARACTERS_MAX}",
+                    param="bad_words",
+                )
         if self.logit_bias is not None:
             _check_logit_bias(self.logit_bias)
 
 
 def _to_stop(name: str, value: object) -> tuple[str, ...]:
     allowed = "a tuple of texts (str)"
-    items = to_items(name, value, allowed, count_max=STOP_STRINGS_MAX)
+    items = to_items(name, value, allowed, count_max=BAD_WORDS_MAX if name == "bad_words" else STOP_STRINGS_MAX)
     return tuple(to_str(name, item, allowed, verb="holds") for item in items)
 
 
@@ -130,6 +151,21 @@ def _to_token_ids(name: str, value: object) -> tuple[int, ...]:
     allowed = "a tuple of token ids (int)"
     items = to_items(name, value, allowed, count_max=STOP_TOKENS_MAX)
     return tuple(to_int(name, item, allowed, verb="holds") for item in items)
+
+
+def _to_allowed(name: str, value: object) -> tuple[int, ...] | None:
+    allowed = "a tuple of token ids (int), or None"
+    items = to_items(name, value, allowed, count_max=ALLOWED_TOKENS_MAX)
+    return tuple(to_int(name, item, allowed, verb="holds") for item in items)
+
+
+def _instance(kind: type) -> Callable[[str, object], object]:
+    def taken(name: str, value: object) -> object:
+        if not isinstance(value, kind):
+            refuse(name, value, f"a {kind.__name__}, or None")
+        return value
+
+    return taken
 
 
 def _to_logit_bias(name: str, value: object) -> dict[int, float] | None:
@@ -151,6 +187,9 @@ _BY_TYPE: dict[str, Callable[[str, object], object]] = {
     "bool": to_bool,
     "tuple[str, ...]": _to_stop,
     "tuple[int, ...]": _to_token_ids,
+    "tuple[int, ...] | None": _to_allowed,
+    "StructuredOutput | None": _instance(StructuredOutput),
+    "Thinking | None": _instance(Thinking),
     "dict[int, float] | None": _to_logit_bias,
 }
 _TYPES = [
@@ -164,6 +203,15 @@ def _check_range(name: str, value: float) -> None:
     allowed = SAMPLING_RANGES[name]
     if not allowed.holds(value):
         raise InvalidRequest(f"{name} is {shown(value)}, allowed is {allowed}", param=name)
+
+
+def _check_allowed(token_ids: tuple[int, ...]) -> None:
+    if not token_ids:
+        raise InvalidRequest(
+            "allowed_token_ids is empty: name at least one token id, or leave it out", param="allowed_token_ids"
+        )
+    for token_id in (min(token_ids), max(token_ids)):
+        _check_range("allowed_token_ids", token_id)
 
 
 def _check_stop(stop: tuple[str, ...]) -> None:

@@ -43,6 +43,7 @@ from trioserve.core.engine import EngineCore
 from trioserve.engine.connector_metrics import show_connector
 from trioserve.engine.delivery import Delivery
 from trioserve.engine.engine_loop import EngineLoop, StepRunner, WhenIdle
+from trioserve.engine.guide_preparation import GuidePreparation
 from trioserve.engine.kv_events import KvEvents
 from trioserve.engine.live_view import view_of
 from trioserve.engine.model_description import ModelDescription
@@ -70,6 +71,7 @@ from trioserve.engine.settings import EngineSettings
 from trioserve.engine.step_watch import StepWatch
 from trioserve.metrics.engine_gauges import EngineGauges
 from trioserve.metrics.registry import Metrics
+from trioserve.text.guide_factory import GuideFactory
 from trioserve.text.response_families import ResponseFamilies
 from trioserve.text.tokenizer import Cut, Tokenizer
 from trioserve.trio_tools.deadline_keeper import Alarm, DeadlineKeeper
@@ -90,7 +92,8 @@ class Engine:
     new_request_id: for requests whose caller gives none. kv_events: what came and went in the prefix cache; None where
     nobody is told. connector: the core's; it runs as long as this does. role: what routers are told; None where KV
     neither comes from other engines nor goes to them. families: how the model writes calls and thoughts; None: as its
-    chat template says. readers_first and when_idle: see EngineLoop.
+    chat template says. readers_first and when_idle: see EngineLoop. guides: makes those of requests, and the core their
+    masks; None: no request has any.
     """
 
     def __init__(
@@ -110,6 +113,7 @@ class Engine:
         families: ResponseFamilies | None = None,
         readers_first: bool = False,
         when_idle: WhenIdle | None = None,
+        guides: GuideFactory | None = None,
     ) -> None:
         self.model = model
         self.role = role
@@ -129,6 +133,7 @@ class Engine:
         self._text_threads = text_threads
         self._prompts = self._encoder(text_threads)
         self._preparation = RequestPreparation(model, tokenizer, role=role)
+        self._guides = GuidePreparation(guides, text_threads, metrics)
         self._settings = settings
         self._new_request_id = new_request_id
         self._requests = RequestsById()  # entered and not left
@@ -487,6 +492,7 @@ class Engine:
             try:
                 with request.preparation:
                     await self._admission.lease(request, admission)
+                    request.guides = await self._guides.prepare(request.sampling)
                     await request.tokenize(self._prompts)
             finally:
                 self._preparing_count -= count

@@ -25,7 +25,9 @@ from trioserve.contracts.pooling import Pooled, TextPair
 from trioserve.contracts.prompt import Prompt
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
+from trioserve.text.guide_factory import PreparedGuides
 from trioserve.text.output import ChoiceOutput, merge
+from trioserve.text.sequence_guide import SequenceGuide
 from trioserve.trio_tools.deadline_keeper import Alarm
 from trioserve.trio_tools.none_outcome import NONE_OUTCOME
 
@@ -48,6 +50,7 @@ class Choice:
 
     __slots__ = (
         "first_token_at",
+        "guide",
         "has_run",
         "held_since",
         "index",
@@ -68,6 +71,7 @@ class Choice:
         self.index = index
         self.sequence_id = sequence_id
         self.output = output
+        self.guide: SequenceGuide | None = None  # made when the prompt is tokenized
         # max_tokens is 0: the prompt is computed, the one token it gives is not shown. Or it is pooled, and gives none.
         self.is_mute = is_mute
         self.pooled: Pooled | None = None
@@ -122,6 +126,7 @@ class OpenRequest:
         self.cached_token_count = 0
         self.entered_at = 0.0
         self.choices: list[Choice] = []
+        self.guides: PreparedGuides | None = None  # what restrains its tokens, once it is compiled
         self.preparation = trio.CancelScope()
         self.core_count = 0
         self.sequence_count = sampling.n

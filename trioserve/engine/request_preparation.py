@@ -59,6 +59,9 @@ class RequestPreparation:
         stop_token_ids = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             stop_token_ids |= frozenset(self._model.eos_token_ids)
+        if request.guides is not None:
+            for choice in request.choices:
+                choice.guide = request.guides.new_guide(stop_token_ids)
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         return [
             EngineRequest(
@@ -72,6 +75,7 @@ class RequestPreparation:
                 cache_salt=request.cache_salt,
                 # What one choice has loaded, the others may hit.
                 kv_transfer=request.kv_transfer if choice.index == 0 else None,
+                guide=choice.guide,
             )
             for choice in request.choices
         ]
@@ -81,6 +85,7 @@ class RequestPreparation:
         for param, token_ids in (
             ("logit_bias", sampling.logit_bias or ()),
             ("stop_token_ids", sampling.stop_token_ids),
+            ("allowed_token_ids", sampling.allowed_token_ids or ()),
         ):
             for token_id in token_ids:
                 if token_id >= vocab_size:

@@ -192,6 +192,45 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     # --- our own ---
     Metric(
+        name="forced_tokens_total",
+        kind="counter",
+        unit="tokens",
+        meaning="Tokens that the form of a response forced, and that were taken without being sampled.",
+    ),
+    Metric(
+        name="form_preparation_seconds",
+        kind="histogram",
+        unit="seconds",
+        meaning="Compiling what a request's tokens are to keep to, waiting for other compiles included; of those that "
+        "were not at hand.",
+        buckets=WAIT_SECONDS,
+    ),
+    Metric(
+        name="forms_compiled_total",
+        kind="counter",
+        unit="forms",
+        meaning="Schemas, regexes and grammars that were compiled.",
+    ),
+    Metric(
+        name="form_cache_hits_total",
+        kind="counter",
+        unit="forms",
+        meaning="Schemas, regexes and grammars that were found compiled.",
+    ),
+    Metric(
+        name="mask_rows_total",
+        kind="counter",
+        unit="rows",
+        meaning="Token masks that were filled: one for each sequence with a form and step, and one for each of its "
+        "draft tokens.",
+    ),
+    Metric(
+        name="mask_seconds_total",
+        kind="counter",
+        unit="seconds",
+        meaning="Time spent filling token masks, in a thread beside the forward pass.",
+    ),
+    Metric(
         name="aborts_total",
         kind="counter",
         unit="sequences",

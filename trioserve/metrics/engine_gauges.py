@@ -51,6 +51,7 @@ class EngineGauges:
         metrics.spec_decode_num_drafts_total.inc(stats.drafts_total - seen.drafts_total)
         metrics.spec_decode_num_draft_tokens_total.inc(stats.draft_tokens_total - seen.draft_tokens_total)
         metrics.spec_decode_num_accepted_tokens_total.inc(stats.accepted_tokens_total - seen.accepted_tokens_total)
+        metrics.forced_tokens_total.inc(stats.forced_tokens_total - seen.forced_tokens_total)
         metrics.kv_transfer_loads_waiting.set(stats.remote_kv_count)
         metrics.kv_transfer_requests_held.set(held_count)
         metrics.kv_transfer_loaded_tokens_total.inc(stats.loaded_tokens_total - seen.loaded_tokens_total)

@@ -41,6 +41,12 @@ class Metrics:
     spec_decode_num_drafts_total: Counter
     spec_decode_num_draft_tokens_total: Counter
     spec_decode_num_accepted_tokens_total: Counter
+    forced_tokens_total: Counter
+    form_preparation_seconds: PlainHistogram
+    forms_compiled_total: Counter
+    form_cache_hits_total: Counter
+    mask_rows_total: Counter
+    mask_seconds_total: Counter
     request_success_total: Counter
     num_preemptions_total: Counter
     aborts_total: Counter

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import cache
 from typing import Literal
 
 import trio
@@ -16,6 +17,7 @@ from trioserve.contracts.kv_transfer import EngineRole, RunningConnector
 from trioserve.contracts.step import StepPlan
 from trioserve.core.settings import CoreSettings
 from trioserve.engine.engine import Engine, ModelDescription
+from trioserve.engine.mask_rows import MasksAtOnce
 from trioserve.engine.model_description import PooledModel
 from trioserve.engine.settings import EngineSettings
 from trioserve.metrics.registry import Metrics
@@ -26,6 +28,8 @@ from trioserve.testing.fake_executor import EMBEDDING_SIZE, FakeExecutor, FakeMo
 from trioserve.testing.gated_core import GatedCore
 from trioserve.testing.invariants import check_idle
 from trioserve.testing.scripted_model import NextToken, Response, answering, following
+from trioserve.text.form_compiler import FormCompiler
+from trioserve.text.guide_factory import GuideFactory
 from trioserve.text.response_families import ResponseFamilies
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
@@ -92,6 +96,7 @@ class FakeEngine(Engine):
             new_request_id=map("req-{}".format, itertools.count(1)).__next__,
             connector=connector,
             role=role,
+            guides=GuideFactory(_form_compiler()),
             families=ResponseFamilies(tokenizer, tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser),
         )
 
@@ -203,6 +208,12 @@ class FakeEngine(Engine):
         check_idle(self.core)
 
 
+@cache
+def _form_compiler() -> FormCompiler:
+    """All fake engines have the same vocabulary."""
+    return FormCompiler(byte_tokenizer(), vocab_size=BYTE_VOCAB_SIZE, end_token_ids=(END_TOKEN_ID,))
+
+
 @asynccontextmanager
 async def open_fake_engine(
     *,
@@ -295,6 +306,7 @@ async def open_fake_engine(
         ),
         is_paused=paused,
         connector=made,
+        mask_maker=MasksAtOnce(BYTE_VOCAB_SIZE),
     )
     settings = EngineSettings(
         waiting_requests_max=waiting_requests_max,

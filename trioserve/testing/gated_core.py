@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import trio
 
+from trioserve.contracts.guide import MaskMaker
 from trioserve.contracts.kv_transfer import KVConnector
 from trioserve.contracts.step import StepPlan
 from trioserve.core.engine import EngineCore
@@ -19,8 +20,15 @@ __all__ = ["GatedCore"]
 class GatedCore(EngineCore):
     """is_paused: schedule answers None; `give_step` makes one exception. Nothing is planned ahead then."""
 
-    def __init__(self, settings: CoreSettings, *, is_paused: bool, connector: KVConnector | None = None) -> None:
-        super().__init__(settings, connector=connector)
+    def __init__(
+        self,
+        settings: CoreSettings,
+        *,
+        is_paused: bool,
+        connector: KVConnector | None = None,
+        mask_maker: MaskMaker | None = None,
+    ) -> None:
+        super().__init__(settings, connector=connector, mask_maker=mask_maker)
         self.is_paused = is_paused
         self._has_step = False
         self._asked = trio.Event()

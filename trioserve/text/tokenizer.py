@@ -156,6 +156,14 @@ class Tokenizer:
         skipped_ids = self._special_ids if skip_special_tokens else frozenset()
         return IncrementalDecoder(self._pieces, skipped_ids=skipped_ids, continues_text=continues_text)
 
+    def serialized(self) -> str:
+        """All of it, as a tokenizer.json."""
+        return self._backend.to_str()
+
+    def special_ids(self) -> dict[str, int]:
+        """The special tokens, by their text."""
+        return {self.token_text(token_id): token_id for token_id in self._special_ids}
+
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special_ids
 

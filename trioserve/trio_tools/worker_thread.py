@@ -42,9 +42,12 @@ class WorkerThread:
 
     Leaving waits for the job at hand, drops the ones whose callers have left, and ends the thread: none is left behind.
     Whoever asks it from then on gets AlreadyEnded.
+
+    stack_bytes: how deep its jobs may recurse; None: as deep as any thread. Only what is used takes memory.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, stack_bytes: int | None = None) -> None:
+        self._stack_bytes = stack_bytes
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"trioserve-{name}", daemon=True)
         self._is_left = False
@@ -53,7 +56,12 @@ class WorkerThread:
     @trio.lowlevel.enable_ki_protection  # a Ctrl-C halfway would leave the thread behind
     async def __aenter__(self) -> WorkerThread:
         self._token = trio.lowlevel.current_trio_token()
-        self._thread.start()
+        usual_bytes = threading.stack_size()
+        try:
+            threading.stack_size(self._stack_bytes or usual_bytes)
+            self._thread.start()
+        finally:
+            threading.stack_size(usual_bytes)
         return self
 
     @trio.lowlevel.enable_ki_protection

@@ -1,0 +1,250 @@
+"""Forms, thoughts, allowed tokens and barred words, from what a caller asks to the text that it gets."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import trio
+
+from trioserve import FinishReason, InvalidRequest, SamplingParams, StructuredOutput, Thinking
+from trioserve.testing import open_fake_engine
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 4}, "age": {"type": "integer", "maximum": 99, "minimum": 0}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+async def said(engine, structured=None, *, prompt="say", **sampling):
+    params = SamplingParams(structured=structured, **{"temperature": 0.0, "max_tokens": 60, **sampling})
+    texts, reasons, tokens = {}, {}, {}
+    async with engine.generate(prompt, params) as stream:
+        async for delta in stream:
+            texts[delta.index] = texts.get(delta.index, "") + delta.text
+            tokens[delta.index] = tokens.get(delta.index, 0) + len(delta.token_ids)
+            if delta.logprobs is not None:
+                assert len(delta.logprobs) == len(delta.token_ids)
+            if delta.finish_reason:
+                reasons[delta.index] = delta.finish_reason
+                assert delta.finish_reason is not FinishReason.ERROR, delta.message
+    engine.assert_all_free()
+    return texts[0] if len(texts) == 1 else texts, reasons[0]
+
+
+async def test_a_schema_gives_json_that_it_accepts():
+    async with open_fake_engine() as engine:
+        text, reason = await said(engine, StructuredOutput.json(PERSON))
+    person = json.loads(text)
+    assert set(person) == {"name", "age"}
+    assert len(person["name"]) <= 4
+    assert 0 <= person["age"] <= 99
+    assert reason is FinishReason.STOP
+
+
+async def test_what_the_form_forces_is_not_sampled():
+    async with open_fake_engine() as engine:
+        text, _ = await said(engine, StructuredOutput.json(PERSON))
+        stats = engine.stats()
+    assert stats.forced_tokens_total >= len('"name": "", "age": }')
+    assert stats.steps_total == len(text.encode()) - stats.forced_tokens_total
+
+
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        (StructuredOutput.regex("[a-c]{3,5}-[0-9]"), "[a-c]{3,5}-[0-9]"),
+        (StructuredOutput.choice(["yes", "no", "perhaps"]), "yes|no|perhaps"),
+        (StructuredOutput.choice(['é/"\\', "\n\t"]), 'é/"\\\\|\n\t'),
+        (StructuredOutput.grammar('root ::= "a" [0-9]{2} | "bc"'), "a[0-9]{2}|bc"),
+        (StructuredOutput.grammar('start: "a" /[0-9]{2}/ | "bc"'), "a[0-9]{2}|bc"),
+        (StructuredOutput.json({"enum": ["x", 1, None]}), '"x"|1|null'),
+        (StructuredOutput.json(True), None),
+    ],
+)
+async def test_every_kind_of_form_is_kept_to(form, pattern):
+    async with open_fake_engine() as engine:
+        text, reason = await said(engine, form)
+    if pattern is not None:
+        assert re.fullmatch(pattern, text)
+        assert reason is FinishReason.STOP
+
+
+async def test_any_object_is_an_object_as_far_as_it_comes():
+    async with open_fake_engine() as engine:
+        text, _ = await said(engine, StructuredOutput.json_object())
+    assert text.startswith("{")
+
+
+async def test_choices_have_a_guide_each_and_all_keep_to_it():
+    async with open_fake_engine() as engine:
+        texts, _ = await said(engine, StructuredOutput.json(PERSON), n=3, temperature=1.0, seed=3)
+    for text in texts.values():
+        json.loads(text)
+    assert len(set(texts.values())) == 3
+
+
+@pytest.mark.parametrize("more", [{"logprobs": 1}, {"stop": ("name",)}, {"min_tokens": 9}, {"repetition_penalty": 1.2}])
+async def test_with_logprobs_stop_strings_and_penalties(more):
+    async with open_fake_engine() as engine:
+        text, reason = await said(engine, StructuredOutput.json(PERSON), **more)
+    if "stop" in more:
+        assert (text, reason) == ('{"', FinishReason.STOP)
+    else:
+        assert set(json.loads(text)) == {"name", "age"}
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 2, 5, 12])
+async def test_max_tokens_end_it_in_the_middle(max_tokens):
+    async with open_fake_engine() as engine:
+        whole, _ = await said(engine, StructuredOutput.json(PERSON))
+        text, reason = await said(engine, StructuredOutput.json(PERSON), max_tokens=max_tokens)
+    assert (text, reason) == (whole.encode()[:max_tokens].decode(errors="replace"), FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"speculative_ngram": 4}, {"overlap_steps": True}, {"block_count": 20, "context_tokens_max": 80}]
+)
+async def test_it_is_the_same_text_with_drafts_overlap_and_preemption(settings):
+    structured = StructuredOutput.json(
+        {"type": "array", "items": {"enum": ["ab", "abc"]}, "minItems": 5, "maxItems": 5}
+    )
+    async with open_fake_engine() as engine:
+        expected, _ = await said(engine, structured)
+    async with open_fake_engine(**settings) as engine:
+        texts = []
+
+        async def one():
+            async with engine.generate(
+                "say", SamplingParams(temperature=0.0, max_tokens=60, structured=structured)
+            ) as stream:
+                texts.append("".join([delta.text async for delta in stream]))
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(one)
+        engine.assert_all_free()
+    assert texts == [expected] * 3
+
+
+async def test_ignore_eos_ends_with_the_form_all_the_same():
+    async with open_fake_engine() as engine:
+        text, reason = await said(engine, StructuredOutput.choice(["yes"]), ignore_eos=True)
+    assert (text, reason) == ("yes", FinishReason.STOP)
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        (StructuredOutput.regex("("), "the regex cannot be compiled"),
+        (StructuredOutput.json("{"), "is not JSON"),
+        (StructuredOutput.json({"type": "string", "pattern": "(?=a)"}), "look-ahead"),
+        (StructuredOutput.json({"type": "object", "not": {}}), "Unimplemented keys"),
+        (StructuredOutput.json({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}), "nothing can satisfy it"),
+        (StructuredOutput.grammar("start: missing"), "unknown name"),
+        (StructuredOutput.structural_tag({"format": {"type": "odd"}}), "there are const_string"),
+    ],
+)
+async def test_what_cannot_be_compiled_is_refused_and_holds_nothing(form, words):
+    async with open_fake_engine() as engine:
+        with pytest.raises(InvalidRequest, match=re.escape(words)) as raised:
+            await said(engine, form)
+        assert raised.value.param.startswith("structured")
+        engine.assert_all_free()
+
+
+async def test_a_form_is_compiled_once_and_then_found():
+    compiler = None
+    async with open_fake_engine() as engine:
+        compiler = engine._guides._factory.compiler
+        form = StructuredOutput.regex("once[0-9]")
+        compiles, hits = compiler.compiles_total, compiler.hits_total
+        for _ in range(3):
+            await said(engine, form)
+        assert (compiler.compiles_total - compiles, compiler.hits_total - hits) == (1, 2)
+
+
+async def test_a_client_that_leaves_while_its_form_is_compiled_leaves_nothing(autojump_clock):
+    async with open_fake_engine() as engine:
+        form = StructuredOutput.json({"enum": [f"value {index}" for index in range(20_000 // 20)]})
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            async with engine.generate("say", SamplingParams(structured=form)):
+                raise AssertionError("entered")
+        engine.assert_all_free()
+
+
+async def test_only_allowed_tokens_come():
+    async with open_fake_engine() as engine:
+        text, reason = await said(engine, allowed_token_ids=(97, 98, 99), max_tokens=20)
+    assert set(text) <= set("abc")
+    assert (len(text), reason) == (20, FinishReason.LENGTH)
+
+
+async def test_bad_words_are_not_written():
+    async with open_fake_engine(next_token=lambda tokens: 97 + len(tokens) % 3) as engine:
+        free, _ = await said(engine)
+        text, _ = await said(engine, bad_words=("ab", "c"))
+    assert "ab" in free
+    assert "ab" not in text
+    assert "c" not in text
+
+
+async def test_a_form_begins_where_the_free_part_ends():
+    async with open_fake_engine(response="well</t>and so on and on") as engine:
+        text, _ = await said(engine, StructuredOutput.choice(["yes", "no"], free_until="</t>"))
+    assert text in ("well</t>yes", "well</t>no")
+
+
+async def test_a_thinking_budget_forces_the_end_of_the_thought():
+    async with open_fake_engine() as engine:
+        text, _ = await said(
+            engine,
+            StructuredOutput.choice(["yes", "no"], free_until="</t>"),
+            thinking=Thinking(end="</t>", tokens_max=7),
+            allowed_token_ids=tuple(range(97, 123)),
+        )
+    assert re.fullmatch("[a-z]{7}</t>.*", text)
+
+
+@pytest.mark.parametrize("more", [{}, {"logprobs": 0}])
+@pytest.mark.parametrize("tokens_max", [0, 1, 5])
+async def test_the_forced_end_of_a_thought_opens_the_form(tokens_max, more):
+    async with open_fake_engine() as engine:
+        text, reason = await said(
+            engine,
+            StructuredOutput.choice(["yes", "no"], free_until="</t>"),
+            thinking=Thinking(end="</t>", tokens_max=tokens_max),
+            **more,
+        )
+    head, end, tail = text.partition("</t>")
+    assert (end, reason) == ("</t>", FinishReason.STOP)
+    assert tail in ("yes", "no")
+    assert len(head.encode()) >= tokens_max
+
+
+async def test_a_thought_that_ends_by_itself_is_not_ended_again():
+    async with open_fake_engine(response="a</t>bcdefghij") as engine:
+        text, _ = await said(engine, thinking=Thinking(end="</t>", tokens_max=6))
+    assert text == "a</t>bcdefghij"
+
+
+async def test_a_response_without_a_thought_has_no_budget():
+    async with open_fake_engine(response="abcdefghij") as engine:
+        text, _ = await said(engine, thinking=Thinking(begin="<t>", end="</t>", tokens_max=2))
+    assert text == "abcdefghij"
+
+
+async def test_a_budget_counts_from_the_beginning_of_the_thought():
+    async with open_fake_engine(response=" <t>abcdefghij") as engine:
+        text, _ = await said(engine, thinking=Thinking(begin="<t>", end="</t>", tokens_max=2))
+    assert text.startswith(" <t>ab</t>")
+
+
+async def test_stop_tokens_of_the_request_may_come_where_the_form_may_end():
+    async with open_fake_engine(next_token=lambda tokens: 122 if len(tokens) > 6 else 97) as engine:
+        text, reason = await said(engine, StructuredOutput.regex("a+"), stop_token_ids=(122,))
+    assert (set(text), reason) == ({"a"}, FinishReason.STOP)

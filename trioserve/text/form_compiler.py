@@ -1,0 +1,147 @@
+"""Compiles forms into matchers of llguidance for one model, and keeps those that are used.
+
+Everything that compiling may use has a bound: characters of the source (contracts.structured_output), the library's
+fuel for its lexer and parser, and the stack, since it walks rules and references by recursion: whoever calls `compile`
+does so in a thread with COMPILE_STACK_BYTES.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Collection
+
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.structured_output import FormKind, StructuredOutput
+from trioserve.text.form_grammar import form_grammar
+from trioserve.text.tokenizer import Tokenizer
+
+__all__ = ["CACHE_BYTES_MAX", "COMPILE_STACK_BYTES", "CompiledForm", "FormCompiler", "in_one_line"]
+
+CACHE_BYTES_MAX = 64 * 2**20
+# A chain of 6,000 rules, as many as a grammar has room for, takes less than half of it. Only what is used is claimed.
+COMPILE_STACK_BYTES = 512 * 2**20
+FORM_BYTES = 32_768  # what a small grammar takes, compiled
+SOURCE_CHARACTER_BYTES = 64  # and what each character of a large one adds
+MESSAGE_CHARACTERS_MAX = 300
+UNSATISFIABLE = ("NoExtension", "NoExtensionBias")  # as the library calls it
+LIMITS = LLParserLimits(
+    max_items_in_row=2000,
+    initial_lexer_fuel=1_000_000,  # 20 ms
+    step_lexer_fuel=200_000,  # 15 ms for a mask
+    step_max_items=50_000,
+    max_lexer_states=20_000,  # of one or two kB each
+    max_grammar_size=500_000,
+    verbose_errors=False,
+)
+
+
+class CompiledForm:
+    """Shared by all that have the form."""
+
+    def __init__(self, matcher: LLMatcher, byte_count: int) -> None:
+        self._matcher = matcher
+        self.byte_count = byte_count
+
+    def new_matcher(self) -> LLMatcher:
+        """For one sequence; costs microseconds."""
+        return self._matcher.deep_copy()
+
+
+class FormCompiler:
+    """Any method may be called from any thread. hits_total, compiles_total: how often a form was found, and made."""
+
+    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, end_token_ids: Collection[int]) -> None:
+        """end_token_ids: the model's; without any, the tokenizer's."""
+        self.vocab_size = vocab_size
+        self.end_token_ids = tuple(end_token_ids) or _end_token_ids(tokenizer)
+        self.tokenizer = tokenizer
+        self._special_ids = tokenizer.special_ids()
+        self._library: LLTokenizer | None = None
+        self._why_none: str | None = None
+        self._executor: LLExecutor | None = None
+        self._forms: OrderedDict[tuple[FormKind, str], CompiledForm] = OrderedDict()
+        self._byte_count = 0
+        self._lock = threading.Lock()
+        self.hits_total = 0
+        self.compiles_total = 0
+
+    def load(self) -> str | None:
+        """Read the vocabulary, which the first compile does otherwise: a second for a large one, in which no other
+        thread runs. Returns why this model's responses can have no form; None: they can."""
+        if self._library is None and self._why_none is None:
+            if not self.end_token_ids:
+                self._why_none = "it has no end token"
+                return self._why_none
+            try:
+                self._library = LLTokenizer(
+                    self.tokenizer.serialized(), n_vocab=self.vocab_size, eos_token=list(self.end_token_ids)
+                )
+            except Exception as error:  # whatever the library does not know of tokenizers
+                self._why_none = f"its tokenizer cannot be read for that: {in_one_line(str(error))}"
+        return self._why_none
+
+    def executor(self) -> LLExecutor:
+        """For masks behind draft tokens. In the thread of masks alone."""
+        if self._executor is None:
+            self._executor = LLExecutor(1)
+        return self._executor
+
+    def find(self, form: StructuredOutput) -> CompiledForm | None:
+        """What is there already. Never waits for a compile."""
+        key = (form.kind, form.source)
+        with self._lock:
+            compiled = self._forms.get(key)
+            if compiled is not None:
+                self._forms.move_to_end(key)
+                self.hits_total += 1
+        return compiled
+
+    def compile(self, form: StructuredOutput) -> CompiledForm:
+        """Milliseconds for most, a second for the largest; lets go of the GIL. Raises InvalidRequest, with the field in
+        param and the library's words, for what cannot be compiled and for what nothing can satisfy."""
+        compiled = self.find(form)
+        if compiled is not None:  # another has asked for it meanwhile
+            return compiled
+        self.load()
+        if self._library is None:
+            raise InvalidRequest(f"the responses of this model can have no form: {self._why_none}", param=form.param)
+        try:
+            grammar = form_grammar(form, self._special_ids, self.end_token_ids)
+        except ValueError as error:
+            raise InvalidRequest(
+                f"the {form.kind.value} cannot be read: {in_one_line(str(error))}", param=form.param
+            ) from None
+        matcher = LLMatcher(self._library, grammar, log_level=0, limits=LIMITS)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # begins its lexer, for all that share it
+        if matcher.is_error():
+            message = in_one_line(matcher.get_error())
+            raise InvalidRequest(f"the {form.kind.value} cannot be compiled: {message}", param=form.param)
+        compiled = CompiledForm(matcher, FORM_BYTES + SOURCE_CHARACTER_BYTES * len(form.source))
+        self._keep((form.kind, form.source), compiled)
+        return compiled
+
+    def _keep(self, key: tuple[FormKind, str], compiled: CompiledForm) -> None:
+        with self._lock:
+            self.compiles_total += 1
+            before = self._forms.pop(key, None)
+            self._byte_count += compiled.byte_count - (0 if before is None else before.byte_count)
+            self._forms[key] = compiled
+            while self._byte_count > CACHE_BYTES_MAX:
+                _, oldest = self._forms.popitem(last=False)
+                self._byte_count -= oldest.byte_count
+
+
+def in_one_line(message: str) -> str:
+    """What the library says, without the pictures that it draws."""
+    line = " ".join(message.partition("<state>")[0].partition("<non-verbose")[0].split())
+    if line in UNSATISFIABLE:
+        return "nothing can satisfy it"
+    return line if len(line) <= MESSAGE_CHARACTERS_MAX else f"{line[:MESSAGE_CHARACTERS_MAX]}..."
+
+
+def _end_token_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    return () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)

@@ -1,0 +1,74 @@
+"""A form as the grammar that llguidance compiles."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import any_to_lark
+
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.structured_output import FormKind, StructuredOutput
+from trioserve.text.structural_tag import StructuralTagGrammar, with_json_options
+
+__all__ = ["form_grammar"]
+
+
+def form_grammar(form: StructuredOutput, special_ids: Mapping[str, int], end_token_ids: Collection[int]) -> str:
+    """special_ids: the model's special tokens by their text, its end tokens among them. Raises InvalidRequest for what
+    is none of its kind; whether it can be compiled is told by compiling."""
+    match form.kind:
+        case FormKind.JSON_OBJECT:
+            return LLMatcher.grammar_from_json_schema(with_json_options({"type": "object"}))
+        case FormKind.JSON_SCHEMA:
+            return LLMatcher.grammar_from_json_schema(with_json_options(_schema_of(form)))
+        case FormKind.REGEX:
+            return LLMatcher.grammar_from_regex(form.source)
+        case FormKind.CHOICE:
+            return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, _choices_of(form))))
+        case FormKind.GRAMMAR:
+            return LLMatcher.grammar_from_lark(_lark_of(form))
+        case FormKind.STRUCTURAL_TAG:
+            tag = StructuralTagGrammar(_parsed(form), special_ids, end_token_ids, param=form.param)
+            return tag.grammar if tag.grammar.startswith("{") else LLMatcher.grammar_from_lark(tag.grammar)
+
+
+def _parsed(form: StructuredOutput) -> Any:
+    try:
+        return json.loads(form.source)
+    except RecursionError:
+        raise InvalidRequest(f"the {form.kind.value} is nested too deeply", param=form.param) from None
+    except ValueError as error:
+        raise InvalidRequest(f"the {form.kind.value} is not JSON: {error}", param=form.param) from None
+
+
+def _schema_of(form: StructuredOutput) -> dict[str, Any]:
+    schema = _parsed(form)
+    if schema is True:
+        return {}
+    if not isinstance(schema, dict):
+        raise InvalidRequest("a JSON schema has to be an object", param=form.param)
+    return schema
+
+
+def _choices_of(form: StructuredOutput) -> list[str]:
+    choices = _parsed(form)
+    if (
+        not isinstance(choices, list)
+        or not choices
+        or not all(isinstance(choice, str) and choice for choice in choices)
+    ):
+        raise InvalidRequest("choices have to be a list of texts, none of them empty", param=form.param)
+    return choices
+
+
+def _lark_of(form: StructuredOutput) -> str:
+    try:
+        lark: str = any_to_lark(form.source)
+    except RecursionError:
+        raise InvalidRequest("the grammar is nested too deeply", param=form.param) from None
+    except Exception as error:  # whatever its reader of GBNF stumbles over
+        raise InvalidRequest(f"the grammar is neither Lark nor GBNF: {error}", param=form.param) from None
+    return lark

@@ -1,0 +1,83 @@
+"""What a request's sampling says of its tokens, made ready for its sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.token_masks import mask_words
+from trioserve.text.bad_words import BadWords
+from trioserve.text.form_compiler import CompiledForm, FormCompiler
+from trioserve.text.mask_bits import allowed_row
+from trioserve.text.sequence_guide import SequenceGuide
+from trioserve.text.thought import Thought
+
+__all__ = ["GuideFactory", "PreparedGuides", "is_guided"]
+
+
+def is_guided(sampling: SamplingParams) -> bool:
+    """Whether anything restrains its tokens."""
+    return (
+        sampling.structured is not None
+        or sampling.allowed_token_ids is not None
+        or bool(sampling.bad_words)
+        or sampling.thinking is not None
+    )
+
+
+class PreparedGuides:
+    """Of one request: a guide for each of its sequences."""
+
+    def __init__(self, compiler: FormCompiler, sampling: SamplingParams, form: CompiledForm | None) -> None:
+        tokenizer = compiler.tokenizer
+        self._compiler = compiler
+        self._form = form
+        self._free_until = "" if sampling.structured is None else sampling.structured.free_until
+        self._allowed: bytes | None = None
+        self._bad_words: BadWords | None = None
+        self._thought: Thought | None = None
+        if sampling.allowed_token_ids is not None:
+            self._allowed = allowed_row(sampling.allowed_token_ids, mask_words(compiler.vocab_size))
+        if sampling.bad_words:
+            self._bad_words = BadWords(
+                sampling.bad_words, lambda text: tokenizer.encode(text, add_special_tokens=False)
+            )
+        if sampling.thinking is not None:
+            end = tokenizer.encode(sampling.thinking.end, add_special_tokens=False)
+            self._thought = Thought(sampling.thinking, tuple(end))
+
+    def new_guide(self, stop_token_ids: Collection[int]) -> SequenceGuide:
+        """Costs microseconds. stop_token_ids: those that end the sequence."""
+        return SequenceGuide(
+            self._compiler.tokenizer,
+            self._compiler.executor,
+            vocab_size=self._compiler.vocab_size,
+            stop_token_ids=stop_token_ids,
+            end_token_ids=self._compiler.end_token_ids,
+            matcher=None if self._form is None else self._form.new_matcher(),
+            free_until=self._free_until,
+            thought=self._thought,
+            allowed=self._allowed,
+            bad_words=self._bad_words,
+        )
+
+
+class GuideFactory:
+    def __init__(self, compiler: FormCompiler) -> None:
+        self.compiler = compiler
+
+    def find(self, sampling: SamplingParams) -> PreparedGuides | None:
+        """What is at hand; None where there is more to do than a moment's work."""
+        form = None
+        if sampling.structured is not None:
+            form = self.compiler.find(sampling.structured)
+            if form is None:
+                return None
+        if sampling.bad_words or sampling.allowed_token_ids is not None:
+            return None
+        return PreparedGuides(self.compiler, sampling, form)
+
+    def prepare(self, sampling: SamplingParams) -> PreparedGuides:
+        """In a thread for that (FormCompiler.compile). Raises InvalidRequest."""
+        form = None if sampling.structured is None else self.compiler.compile(sampling.structured)
+        return PreparedGuides(self.compiler, sampling, form)

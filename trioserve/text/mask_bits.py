@@ -1,0 +1,46 @@
+"""Bits of a row of token masks in memory: token i is bit i % 32 of the uint32 i // 32."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+
+__all__ = ["allowed_row", "clear_bits", "has_bit", "keep_bits", "set_all_bits", "set_bits"]
+
+
+def set_all_bits(address: int, words_per_row: int, vocab_size: int) -> None:
+    """Every token of the vocabulary, and nothing beyond it."""
+    whole = vocab_size // 32
+    ctypes.memset(address, 0xFF, 4 * whole)
+    if whole < words_per_row:
+        ctypes.memset(address + 4 * whole, 0, 4 * (words_per_row - whole))
+        ctypes.c_uint32.from_address(address + 4 * whole).value = (1 << vocab_size % 32) - 1
+
+
+def set_bits(address: int, token_ids: Iterable[int]) -> None:
+    for token_id in token_ids:
+        ctypes.c_uint32.from_address(address + token_id // 32 * 4).value |= 1 << token_id % 32
+
+
+def clear_bits(address: int, token_ids: Iterable[int]) -> None:
+    for token_id in token_ids:
+        word = ctypes.c_uint32.from_address(address + token_id // 32 * 4)
+        word.value &= ~(1 << token_id % 32)
+
+
+def keep_bits(address: int, row: bytes) -> None:
+    """Only those that are set in this row, too."""
+    own = int.from_bytes(ctypes.string_at(address, len(row)), "little") & int.from_bytes(row, "little")
+    ctypes.memmove(address, own.to_bytes(len(row), "little"), len(row))
+
+
+def allowed_row(token_ids: Iterable[int], words_per_row: int) -> bytes:
+    """A row with these bits."""
+    row = bytearray(4 * words_per_row)
+    for token_id in token_ids:
+        row[token_id // 8] |= 1 << token_id % 8
+    return bytes(row)
+
+
+def has_bit(row: bytes, token_id: int) -> bool:
+    return bool(row[token_id // 8] >> token_id % 8 & 1)

@@ -1,0 +1,205 @@
+"""All that restrains one sequence, as one guide: its form, its thought, the tokens it may have, the words it may not.
+
+They are taken together: a token may come if each of them lets it. An end of a thought that is forced comes before
+everything else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Collection, Sequence
+
+from llguidance import LLExecutor, LLMatcher
+
+from trioserve.text.bad_words import BadWords
+from trioserve.text.form_compiler import in_one_line
+from trioserve.text.mask_bits import clear_bits, has_bit, keep_bits, set_all_bits, set_bits
+from trioserve.text.thought import TextFinder, Thought, ThoughtPhase
+from trioserve.text.tokenizer import Tokenizer
+
+__all__ = ["SequenceGuide"]
+
+
+class SequenceGuide:
+    """See contracts.guide. executor: computes masks behind draft tokens. matcher: of its form; None: it has none.
+    free_until: the form begins behind this text. allowed: the tokens that it may have, as the bytes of a row; None:
+    all. stop_token_ids: those that end the sequence; where the form may end, each of them may come. end_token_ids:
+    those that the matcher takes for its end.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        executor: Callable[[], LLExecutor],
+        *,
+        vocab_size: int,
+        stop_token_ids: Collection[int],
+        end_token_ids: Collection[int],
+        matcher: LLMatcher | None = None,
+        free_until: str = "",
+        thought: Thought | None = None,
+        allowed: bytes | None = None,
+        bad_words: BadWords | None = None,
+    ) -> None:
+        self.fault: str | None = None
+        self._tokenizer = tokenizer
+        self._executor = executor
+        self._vocab_size = vocab_size
+        self._stop_token_ids = stop_token_ids
+        self._end_token_ids = end_token_ids
+        self._ignored_ids = [token_id for token_id in end_token_ids if token_id not in stop_token_ids]
+        self._matcher = matcher
+        self._gate = TextFinder(free_until.encode()) if matcher is not None and free_until else None
+        self._thought = thought
+        self._is_hurried = False
+        self._allowed = allowed
+        self._bad_words = bad_words
+        self._history: list[int] = []  # as much of it as bad words look at
+
+    def end_thought(self) -> bool:
+        """The thought that is written is to end with the next token. False: there is none. May be called at any time
+        in the thread of the core."""
+        if self._thought is None or self._thought.phase is ThoughtPhase.OVER:
+            return False
+        self._is_hurried = True
+        return True
+
+    # --- Guide ---
+
+    @property
+    def wants_mask(self) -> bool:
+        return (
+            (self._matcher is not None and self._gate is None)
+            or self._allowed is not None
+            or (self._thought is not None and bool(self._thought.forced))
+            or (self._bad_words is not None and bool(self._bad_words.barred(self._history)))
+        )
+
+    @property
+    def is_over(self) -> bool:
+        return self._matcher is not None and self._gate is None and self._matcher.is_stopped()
+
+    def accept(self, token_id: int) -> bool:
+        piece = self._tokenizer.token_bytes(token_id)
+        if self._thought is not None:
+            self._thought = self._thought.after(token_id, piece, is_hurried=self._is_hurried)
+        if self._bad_words is not None and self._bad_words.history_max:
+            self._history = [*self._history, token_id][-self._bad_words.history_max :]
+        if self._gate is not None:
+            self._pass_gate(self._gate.after(piece))
+        elif self._matcher is not None and not self._matcher.consume_token(token_id):
+            self._note_fault(self._matcher)
+        return self.fault is None
+
+    def forced_tokens(self, count_max: int) -> tuple[int, ...]:
+        thought = self._thought
+        if thought is not None and thought.forced:
+            return thought.forced[:count_max]
+        if self._matcher is None or self._gate is not None or self._allowed is not None or self._bad_words is not None:
+            return ()
+        return tuple(self._matcher.compute_ff_tokens()[:count_max])
+
+    def acceptable_count(self, token_ids: Sequence[int]) -> int:
+        matcher = self._matcher
+        gate, thought, history = self._gate, self._thought, list(self._history)
+        for count, token_id in enumerate(token_ids):
+            if not self._may_come(token_id, thought, history):
+                return count
+            if matcher is not None and gate is None:
+                # From here on the form decides, together with the rest.
+                valid = matcher.validate_tokens(list(token_ids[count:]))
+                return count + self._others_acceptable(token_ids[count : count + valid], thought, history)
+            piece = self._tokenizer.token_bytes(token_id)
+            gate, thought = self._behind(token_id, piece, gate, thought)
+            history.append(token_id)
+            if gate is not None and gate.is_found:
+                return count  # what may come behind it is known when it has come
+        return len(token_ids)
+
+    def fill_masks(self, address: int, words_per_row: int, draft: Sequence[int]) -> None:
+        row_bytes = 4 * words_per_row
+        gate, thought, history = self._gate, self._thought, list(self._history)
+        filled_from = None  # the row from which on the form's bits are there
+        for row in range(1 + len(draft)):
+            at = address + row * row_bytes
+            if thought is not None and thought.forced:
+                ctypes.memset(at, 0, row_bytes)
+                set_bits(at, (thought.forced[0],))
+            else:
+                if self._matcher is None or gate is not None:
+                    set_all_bits(at, words_per_row, self._vocab_size)
+                else:
+                    if filled_from is None:
+                        filled_from = row
+                        self._fill_form(self._matcher, at, row_bytes, draft[row:])
+                    self._let_end(at)
+                if self._allowed is not None:
+                    keep_bits(at, self._allowed)
+                if self._bad_words is not None:
+                    clear_bits(at, self._bad_words.barred(history))
+            if row < len(draft):
+                token_id = draft[row]
+                gate, thought = self._behind(token_id, self._tokenizer.token_bytes(token_id), gate, thought)
+                history.append(token_id)
+
+    # --- inside ---
+
+    def _pass_gate(self, gate: TextFinder) -> None:
+        """The form begins with the first token that begins behind the gate's text; what its last token has behind it is
+        part of the form where the form takes it."""
+        if not gate.is_found:
+            self._gate = gate
+            return
+        self._gate = None
+        assert self._matcher is not None
+        if gate.rest.strip():
+            tokens = self._tokenizer.encode(gate.rest.decode("utf-8", "ignore"), add_special_tokens=False)
+            if self._matcher.validate_tokens(tokens) == len(tokens):
+                self._matcher.consume_tokens(tokens)
+
+    def _behind(
+        self, token_id: int, piece: bytes, gate: TextFinder | None, thought: Thought | None
+    ) -> tuple[TextFinder | None, Thought | None]:
+        """Gate and thought behind one more token."""
+        if gate is not None:
+            gate = gate.after(piece)
+        if thought is not None:
+            thought = thought.after(token_id, piece, is_hurried=self._is_hurried)
+        return gate, thought
+
+    def _may_come(self, token_id: int, thought: Thought | None, history: Sequence[int]) -> bool:
+        if thought is not None and thought.forced:
+            return token_id == thought.forced[0]
+        if self._allowed is not None and not has_bit(self._allowed, token_id):
+            return False
+        return self._bad_words is None or token_id not in self._bad_words.barred(history)
+
+    def _others_acceptable(self, token_ids: Sequence[int], thought: Thought | None, history: list[int]) -> int:
+        for count, token_id in enumerate(token_ids):
+            if not self._may_come(token_id, thought, history):
+                return count
+            if thought is not None:
+                thought = thought.after(token_id, self._tokenizer.token_bytes(token_id), is_hurried=self._is_hurried)
+            history.append(token_id)
+        return len(token_ids)
+
+    def _fill_form(self, matcher: LLMatcher, address: int, row_bytes: int, draft: Sequence[int]) -> None:
+        if draft:
+            ctypes.memset(address, 0, row_bytes * (1 + len(draft)))
+            rows = [(matcher, 0, list(draft))]
+            self._executor().unsafe_compute_mask_ptr_with_draft_token(rows, address, row_bytes, 1 + len(draft))
+        else:
+            matcher.unsafe_compute_mask_ptr(address, row_bytes)
+        if matcher.is_error():
+            self._note_fault(matcher)
+            ctypes.memset(address, 0, row_bytes * (1 + len(draft)))
+
+    def _let_end(self, address: int) -> None:
+        """Where the form may end every stop token may come; and no end token that is to be ignored."""
+        row = (ctypes.c_uint32 * 1).from_address
+        if any(row(address + token_id // 32 * 4)[0] >> token_id % 32 & 1 for token_id in self._end_token_ids):
+            clear_bits(address, self._ignored_ids)
+            set_bits(address, self._stop_token_ids)
+
+    def _note_fault(self, matcher: LLMatcher) -> None:
+        self.fault = f"the form of this response cannot go on: {in_one_line(matcher.get_error())}"
