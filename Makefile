@@ -3,6 +3,7 @@
 #              on http://127.0.0.1:8000 sends each request to the one and then to the other
 # make test    sets everything up, checks style and types, and runs the tests
 # make check   style, types, layout and the tests that take less than a quarter of a second, in a minute
+# make clients builds an environment for each client of docs/clients.md, and runs them all; needs npm for some of them
 # make docs    builds the site of docs/ into build/docs, and fails for a broken link
 #
 # make serve ARGS="--port 8123 --max-num-seqs 16" passes flags on.
@@ -21,7 +22,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.docs-ready
 
-.PHONY: setup serve disagg test check docs lint pytest clean
+.PHONY: setup serve disagg test check clients docs lint pytest clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -52,6 +53,11 @@ test: setup lint pytest
 
 check: lint
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile -m "not slow" --quiet $(FAST_TESTS)
+
+clients: setup
+	$(BIN)/python tests/clients/build_environments.py build/clients
+	if command -v npm >/dev/null; then npm install --prefix tests/clients/node --no-audit --no-fund --silent; fi
+	TRIOSERVE_CLIENTS=build/clients $(BIN)/python -m pytest --numprocesses 0 tests/clients $(ARGS)
 
 docs: setup $(DOCS_READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet --config-file docs/site/mkdocs.yml

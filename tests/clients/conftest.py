@@ -1,0 +1,68 @@
+"""The server that the clients of this folder talk to, as a process: `python -m trioserve scripted`."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+START_SECONDS_MAX = 120
+RULES = Path(__file__).parent / "rules.json"
+
+
+@contextmanager
+def scripted_server(*flags: str) -> Iterator[str]:
+    """Its URL; what it has written is shown if it does not come up."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trioserve", "scripted", "--script", str(RULES), "--port", "0", *flags],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    lines: list[str] = []
+    urls: list[str] = []
+    is_serving = threading.Event()
+
+    def read() -> None:
+        assert process.stderr is not None
+        for line in process.stderr:
+            lines.append(line)
+            if found := re.search(r" at (http://\S+)", line):
+                urls.append(found[1])
+                is_serving.set()
+        is_serving.set()
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        assert is_serving.wait(START_SECONDS_MAX), "".join(lines)
+        assert urls, "".join(lines)
+        yield urls[0]
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(START_SECONDS_MAX)
+        reader.join(10)
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+@pytest.fixture(scope="session")
+def server_url() -> Iterator[Callable[..., str]]:
+    """The URL of a server with these flags; one for all who want the same."""
+    urls: dict[tuple[str, ...], str] = {}
+    with ExitStack() as servers:
+
+        def url(*flags: str) -> str:
+            if flags not in urls:
+                urls[flags] = servers.enter_context(scripted_server(*flags))
+            return urls[flags]
+
+        yield url

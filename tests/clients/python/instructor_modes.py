@@ -1,0 +1,31 @@
+"""instructor: every mode that it has for servers of OpenAI's API."""
+
+import instructor
+from _env import BASE_URL, KEY, MODEL
+from openai import OpenAI
+from pydantic import BaseModel
+
+
+class User(BaseModel):
+    name: str
+    age: int
+
+
+MODES = ["TOOLS", "TOOLS_STRICT", "JSON", "JSON_SCHEMA", "MD_JSON", "PARALLEL_TOOLS", "RESPONSES_TOOLS"]
+for name in MODES:
+    mode = getattr(instructor.Mode, name, None)
+    if mode is None:
+        print("this version has no mode", name)
+        continue
+    client = instructor.from_openai(OpenAI(base_url=BASE_URL, api_key=KEY, max_retries=0), mode=mode)
+    ask = {"model": MODEL, "messages": [{"role": "user", "content": "Jason is 25 years old."}], "max_retries": 0}
+    if name == "PARALLEL_TOOLS":
+        from collections.abc import Iterable
+
+        made = list(client.chat.completions.create(response_model=Iterable[User], **ask))
+        assert made == [User(name="Jason", age=25)], (name, made)
+        continue
+    made = client.chat.completions.create(response_model=User, **ask)
+    assert made == User(name="Jason", age=25), (name, made)
+    print(name)
+print("ok")
