@@ -22,6 +22,7 @@ TREE = """
             StepOverdue
         QueueWaitOver
         RequestAborted
+        DeadlinePassed
         EndpointLost
         RequestFailed
         EngineFault
