@@ -23,6 +23,8 @@ TREE = """
         QueueWaitOver
         RequestAborted
         DeadlinePassed
+        StoreFull
+        StoreFault
         EndpointLost
         RequestFailed
         EngineFault
