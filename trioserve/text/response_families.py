@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trioserve.text.response_parsers.families import REASONING_FAMILIES, TOOL_FAMILIES
 from trioserve.text.response_parsers.offered_tools import OfferedTool
 from trioserve.text.response_parsers.registry import AUTO, make_response_parser, named_families, prompt_begins_thought
 from trioserve.text.response_parsers.thought_script import ThoughtTags
 from trioserve.text.response_parts import ResponseParser
-from trioserve.text.tokenizer import Tokenizer
 
-__all__ = ["PROMPT_END_TOKENS", "ResponseFamilies", "offered_tools"]
+if TYPE_CHECKING:
+    from trioserve.text.tokenizer import Tokenizer
+
+__all__ = ["COMMON_TOOL_FAMILY", "PROMPT_END_TOKENS", "ResponseFamilies", "offered_tools"]
 
 COMMON_TOOL_FAMILY = "hermes"
 """For models whose template says nothing: the format that most others have learned."""
