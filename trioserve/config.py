@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union
 import msgspec
 from msgspec import Meta
 
+from trioserve.api.responses.settings import BackgroundSettings
 from trioserve.connectors.settings import connector_settings
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.endpoint import DISAGGREGATED_PROMPT_TOKENS_MIN
@@ -28,6 +29,7 @@ from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
 from trioserve.core.settings import check_overlap
 from trioserve.engine.settings import EngineSettings
 from trioserve.http.limits import FrontendLimits
+from trioserve.store.settings import StoreSettings
 
 __all__ = ["Config", "RouteConfig", "ServerConfig", "add_arguments", "config_from", "make_config", "engine_settings"]
 
@@ -243,6 +245,23 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
     kv_held_share: Annotated[float, _about(
         "share of the KV cache that may be kept for other engines; beyond it answers come without kv_transfer_params",
         "SHARE", gt=0, le=1)] = 0.5
+    data_dir: Annotated[str | None, _about(
+        "directory of what is kept beyond a request, such as stored responses; it survives a restart there; default: "
+        "in memory", "DIR")] = None
+    store_max_bytes: Annotated[int, _about(
+        "what may be kept there; beyond it the oldest responses of whoever has most make room, and what cannot go is "
+        "refused with 507", "BYTES", ge=65536)] = StoreSettings().bytes_max
+    store_max_objects: Annotated[int, _about(
+        "responses, files and the like that may be kept there; the same goes beyond it", "N", ge=1,
+        )] = StoreSettings().objects_max
+    store_ttl: Annotated[float, _about(
+        "seconds that a response is kept there", "SECONDS", gt=0, le=3.2e9)] = StoreSettings().seconds_max
+    max_background_responses: Annotated[int, _about(
+        "responses that may live in the background at a time, half of them of one caller; more are refused with 429",
+        "N", ge=0)] = BackgroundSettings().responses_max
+    background_timeout: Annotated[float, _about(
+        "seconds that a response may live in the background", "SECONDS", gt=0, le=86400,
+        )] = BackgroundSettings().seconds_max
     frontend: Annotated[Literal["native", "hypercorn"], _about(
         "who speaks HTTP; hypercorn knows fewer ways to stop")] = "native"
     trust_request_chat_template: Annotated[bool, _about(

@@ -22,9 +22,6 @@ TREE = """
             StepOverdue
         QueueWaitOver
         RequestAborted
-        DeadlinePassed
-        StoreFull
-        StoreFault
         EndpointLost
         RequestFailed
         EngineFault

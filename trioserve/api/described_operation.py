@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -18,7 +19,8 @@ class DescribedOperation(msgspec.Struct, frozen=True, kw_only=True):
     response: type of the JSON with status 200, or the media type of what is no JSON. event: the type of a stream's
     events when the body has `"stream": true`; named_events: the types of those of such a stream where each event has a
     name; kinds: the types of those of a stream that is the whole response. errors: statuses that come with an `error`.
-    ranges: of the numbers of the body, by field, or by "Type.field" of a type inside of it. path_parameter: what it is.
+    ranges: of the numbers of the body, by field, or by "Type.field" of a type inside of it. refused: its fields that
+    must be empty, and why. path_parameter: what it is. query: what each parameter means, and its schema.
     """
 
     summary: str
@@ -31,8 +33,10 @@ class DescribedOperation(msgspec.Struct, frozen=True, kw_only=True):
     errors: tuple[int, ...] = (400,)
     error: type = Error
     ranges: Mapping[str, Range] = {}
+    refused: Mapping[str, str] = {}
     not_ready: type | None = None
     path_parameter: str = ""
+    query: Mapping[str, tuple[str, dict[str, Any]]] = {}
     takes_deadlines: bool = False
 
 

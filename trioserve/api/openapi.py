@@ -11,11 +11,10 @@ import msgspec
 from trioserve.api.anthropic.descriptions import OPERATIONS as ANTHROPIC_OPERATIONS
 from trioserve.api.deadline_fields import HEADERS as DEADLINE_HEADERS
 from trioserve.api.described_operation import DescribedOperation
-from trioserve.api.embeddings.descriptions import OPERATIONS as EMBEDDINGS_OPERATIONS
-from trioserve.api.embeddings.request_types import PooledBody
 from trioserve.api.openai.descriptions import OPERATIONS as OPENAI_OPERATIONS
 from trioserve.api.openai.request_types import REFUSED
 from trioserve.api.operations.health import VERSION
+from trioserve.api.responses.descriptions import OPERATIONS as RESPONSES_OPERATIONS
 from trioserve.contracts.sampling import Range
 
 if TYPE_CHECKING:
@@ -24,10 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["OPERATIONS", "openapi_document"]
 
-OPERATIONS = OPENAI_OPERATIONS | ANTHROPIC_OPERATIONS | EMBEDDINGS_OPERATIONS
+OPERATIONS = OPENAI_OPERATIONS | ANTHROPIC_OPERATIONS | RESPONSES_OPERATIONS
 REF = "#/components/schemas/{name}"
-TAKEN_BY_SOME = ("truncate_prompt_tokens",)
-"""Of the fields that are refused elsewhere, those that bodies of what is pooled may have."""
 
 
 STATUSES = {
@@ -92,11 +89,13 @@ def openapi_document(routes: Iterable[Route[RequestContext]]) -> dict[str, Any]:
 def _operation(described: DescribedOperation, route: Route[RequestContext], method: str) -> dict[str, Any]:
     parameters: list[dict[str, Any]] = [_REQUEST_ID]
     if described.path_parameter:
-        name = route.path.partition("{")[2].rstrip("}")
+        name = route.path.partition("{")[2].partition("}")[0]
         schema = {"type": "string", "minLength": 1}
         parameters.append(
             {"name": name, "in": "path", "required": True, "description": described.path_parameter, "schema": schema}
         )
+    for name, (text, schema) in described.query.items():
+        parameters.append({"name": name, "in": "query", "description": text, "schema": schema})
     if described.takes_deadlines:
         for deadline, header in DEADLINE_HEADERS.items():
             text = f"seconds, unless the body has {deadline.value}"
@@ -168,13 +167,16 @@ def _components() -> dict[str, Any]:
             if isinstance(kind, type):
                 used[kind.__name__] = kind
     _, components = msgspec.json.schema_components(used.values(), ref_template=REF)
-    for name, schema in components.items():
-        taken = TAKEN_BY_SOME if issubclass(used.get(name, object), PooledBody) else ()
+    for schema in components.values():
         for field, reason in REFUSED.items():
-            if field in schema.get("properties", ()) and field not in taken:
+            if field in schema.get("properties", ()):
                 schema["properties"][field] = {"type": "null", "description": f"not supported: {reason}"}
     for described in OPERATIONS.values():
         if described.body is not None:
+            properties = components[described.body.__name__]["properties"]
+            for field, reason in described.refused.items():
+                if field in properties:
+                    properties[field] = {"type": "null", "description": f"not supported: {reason}"}
             for place, allowed in described.ranges.items():
                 inner, _, field = place.rpartition(".")
                 _say_range(components[inner or described.body.__name__]["properties"].get(field, {}), allowed)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from trioserve.api.anthropic.messages import count_message_tokens, create_message
 from trioserve.api.api_keys import ApiKeys
 from trioserve.api.app import BaseApp, Route
 from trioserve.api.caller import AccessRules
-from trioserve.api.embeddings.descriptions import RERANK_PATHS, SCORE_PATHS
-from trioserve.api.embeddings.embeddings import create_embeddings
-from trioserve.api.embeddings.scoring import rerank, score
 from trioserve.api.generation import usage_of
 from trioserve.api.openai.chat import create_chat_completion
 from trioserve.api.openai.completions import create_completion
@@ -24,14 +22,19 @@ from trioserve.api.operations.kv_events import stream_kv_events
 from trioserve.api.operations.live_requests import REQUEST_PATH, abort_request, abort_requests, list_requests
 from trioserve.api.request_context import RequestContext
 from trioserve.api.responder import TENANT_HEADER
+from trioserve.api.responses.background import BackgroundResponses
+from trioserve.api.responses.create import count_input_tokens, create_response
+from trioserve.api.responses.kept import cancel_response, delete_response, list_input_items, read_response
+from trioserve.api.responses.settings import BackgroundSettings
 from trioserve.api.sse import encode
 from trioserve.http.clock_and_ids import ClockAndIds
 
 if TYPE_CHECKING:
     from trioserve.engine.engine import Engine
     from trioserve.http.exchange import Exchange
+    from trioserve.store.store import Store
 
-__all__ = ["ROUTES", "App"]
+__all__ = ["ROUTES", "TEMPLATES", "App"]
 
 
 async def read_openapi(context: RequestContext) -> None:
@@ -41,7 +44,7 @@ async def read_openapi(context: RequestContext) -> None:
 
 @functools.cache
 def _openapi_json() -> bytes:
-    return encode(openapi_document([*ROUTES.values(), MODEL, REQUEST]))
+    return encode(openapi_document([*ROUTES.values(), *TEMPLATES, MODEL, REQUEST]))
 
 
 ROUTES = {
@@ -51,9 +54,8 @@ ROUTES = {
         Route(path="/v1/completions", operations={"POST": create_completion}),
         Route(path="/v1/messages", operations={"POST": create_message}),
         Route(path="/v1/messages/count_tokens", operations={"POST": count_message_tokens}),
-        Route(path="/v1/embeddings", operations={"POST": create_embeddings}),
-        *(Route(path=path, operations={"POST": rerank}) for path in RERANK_PATHS),
-        *(Route(path=path, operations={"POST": score}) for path in SCORE_PATHS),
+        Route(path="/v1/responses", operations={"POST": create_response}),
+        Route(path="/v1/responses/input_tokens", operations={"POST": count_input_tokens}),
         Route(path="/v1/models", operations={"GET": list_models}),
         Route(path="/v1/requests", operations={"GET": list_requests}),
         Route(path="/v1/requests/abort", operations={"POST": abort_requests}),
@@ -71,6 +73,25 @@ ROUTES = {
 }
 REQUEST = Route[RequestContext](path=REQUEST_PATH + "{request}", operations={"DELETE": abort_request})
 MODEL = Route[RequestContext](path=MODEL_PATH + "{model}", operations={"GET": read_model})
+TEMPLATES: tuple[Route[RequestContext], ...] = (
+    Route(path="/v1/responses/{response}", operations={"GET": read_response, "DELETE": delete_response}),
+    Route(path="/v1/responses/{response}/cancel", operations={"POST": cancel_response}),
+    Route(path="/v1/responses/{response}/input_items", operations={"GET": list_input_items}),
+)
+"""Paths with an id in them, which is one segment: each segment in braces stands for any text."""
+NOT_HERE = frozenset({"/v1/responses/compact"})
+"""What others have where an id would stand here."""
+_TEMPLATE_PARTS = [(route.path.split("/"), route) for route in TEMPLATES]
+
+
+def _templated(path: str) -> Route[RequestContext] | None:
+    parts = path.split("/")
+    for template, route in _TEMPLATE_PARTS:
+        if len(template) == len(parts) and all(
+            wanted == part or (wanted[:1] == "{" and part) for wanted, part in zip(template, parts, strict=True)
+        ):
+            return None if path in NOT_HERE else route
+    return None
 
 
 class App(BaseApp[RequestContext]):
@@ -82,6 +103,8 @@ class App(BaseApp[RequestContext]):
     access: what callers may choose, and which further routes need a key.
     tenant_header: whose values tell tenants apart, between which the queue is fair: of all callers where there are no
     keys, and otherwise of those whom the operator trusts. The others are told apart by their keys.
+    store: where responses are kept; None: none are, and none can go on in the background.
+    background: bounds of those that do, inside of `async with app.running()`.
     """
 
     def __init__(
@@ -94,22 +117,40 @@ class App(BaseApp[RequestContext]):
         trust_request_chat_template: bool = False,
         tenant_header: str = TENANT_HEADER,
         clock_and_ids: ClockAndIds | None = None,
+        store: Store | None = None,
+        background: BackgroundSettings | None = None,
     ) -> None:
         super().__init__(ApiKeys(api_keys, admin_key=admin_api_key, rules=access), engine.metrics)
         self._engine = engine
         self._trust_chat_template = trust_request_chat_template
         self._tenant_header = tenant_header
         self._clock_and_ids = clock_and_ids or ClockAndIds()
+        self._store = store
+        self.background = BackgroundResponses(store, background or BackgroundSettings())
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """What outlives the request that began it lives in here. Leaving cancels it."""
+        async with self.background.running():
+            yield
+
+    def drain(self) -> None:
+        """Take nothing new that would outlive its request."""
+        self.background.drain()
+
+    async def wait_until_idle(self) -> None:
+        """Returns when nothing lives that outlives its request. For use after drain()."""
+        await self.background.wait_until_idle()
 
     def route(self, path: str) -> Route[RequestContext] | None:
         if path.startswith(MODEL_PATH) and len(path) > len(MODEL_PATH):
             return MODEL
         if path.startswith(REQUEST_PATH) and len(path) > len(REQUEST_PATH) and path not in ROUTES:
             return REQUEST
-        return ROUTES.get(path)
+        return ROUTES.get(path) or _templated(path)
 
     def paths(self) -> Iterable[str]:
-        return [*ROUTES, MODEL.path, REQUEST.path]
+        return [*ROUTES, *(route.path for route in TEMPLATES), MODEL.path, REQUEST.path]
 
     def new_context(self, exchange: Exchange) -> RequestContext:
         return RequestContext(
@@ -118,6 +159,8 @@ class App(BaseApp[RequestContext]):
             self._clock_and_ids,
             trust_chat_template=self._trust_chat_template,
             tenant_header=self._tenant_header,
+            store=self._store,
+            background=self.background,
         )
 
     def end_fields(self, context: RequestContext) -> dict[str, object]:

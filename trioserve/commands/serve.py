@@ -10,6 +10,7 @@ import trio
 
 from trioserve.admission.local_endpoint import LOCAL_ENDPOINT, WAITING_DEPTH_MAX
 from trioserve.api.api_keys import ApiKeys
+from trioserve.api.responses.settings import BackgroundSettings
 from trioserve.api.routes import App
 from trioserve.assemble import Loaded, LoadReport, default_served_name, open_configured_engine
 from trioserve.commands.route import Routing
@@ -32,6 +33,8 @@ from trioserve.http.server import FrontendServer
 from trioserve.proxy.fleet import EndpointSpec
 from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteEndpoint
 from trioserve.proxy.router_app import RouterApp
+from trioserve.store.settings import StoreSettings
+from trioserve.store.store import open_store
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.service import FrontEnd, Service, Worker
 
@@ -78,9 +81,11 @@ async def serve_configured(
         urls = [f"{scheme}://{address}" for address in addresses(listeners)]
         bar = LoadingBar(config.model)
         async with AsyncExitStack() as scopes:
+            store = await scopes.enter_async_context(
+                open_store(optional_path(config.data_dir), _store_settings(config))
+            )
             with_engine = open_engine(config, on_progress=bar.progress, on_loaded=bar.loaded)
             engine = await scopes.enter_async_context(with_engine)
-            worker: Worker = engine
             app: App | RouterApp
             app = engines_app = App(
                 engine,
@@ -89,7 +94,11 @@ async def serve_configured(
                 access=None if routing.has_endpoints else access_rules(config),
                 trust_request_chat_template=config.trust_request_chat_template,
                 tenant_header=config.tenant_header,
+                store=store,
+                background=_background_settings(config),
             )
+            await scopes.enter_async_context(engines_app.running())
+            worker: Worker = engine
             metrics = engine.metrics
             if routing.has_endpoints:
                 naming = await scopes.enter_async_context(routing.naming(config.tokenizer or config.model))
@@ -105,7 +114,8 @@ async def serve_configured(
             else:
                 server = FrontendServer(handler, limits=limits, ssl_context=ssl_context, knows_caller=app.knows_caller)
                 front_end = NativeFrontEnd(server, listeners, metrics)
-            service = Service(worker, front_end, engine_settings(config), wait_for_rest=engine.wait_until_idle)
+            lasting = _WithLasting(worker, engines_app, engine)
+            service = Service(lasting, front_end, engine_settings(config), wait_for_rest=lasting.wait_until_idle)
             engine.on_fault = service.pass_on_fault
             with errors_unwrapped():
                 async with trio.open_nursery() as nursery:
@@ -139,6 +149,27 @@ async def _engine_as_endpoint(app: App, routing: Routing, config: Config) -> Asy
         connections.cancel_scope.cancel()
 
 
+class _WithLasting:
+    """A worker, and what outlives its request in the engine's app, which stop together."""
+
+    def __init__(self, worker: Worker, app: App, engine: Engine) -> None:
+        self._worker = worker
+        self._app = app
+        self._engine = engine
+
+    def drain(self) -> None:
+        self._worker.drain()
+        self._app.drain()
+
+    def abort_all(self, message: str) -> None:
+        self._worker.abort_all(message)
+        self._engine.abort_all(message)  # behind a router, too: what lives there by itself is no client's of the router
+
+    async def wait_until_idle(self) -> None:
+        await self._app.wait_until_idle()
+        await self._engine.wait_until_idle()
+
+
 class _HypercornFrontEnd:
     """Hypercorn's Trio worker, the same."""
 
@@ -164,6 +195,19 @@ class _HypercornFrontEnd:
             client_certificates=config.ssl_client_certs,
             task_status=task_status,
         )
+
+
+def _store_settings(config: Config) -> StoreSettings:
+    return StoreSettings(
+        bytes_max=config.store_max_bytes, objects_max=config.store_max_objects, seconds_max=config.store_ttl
+    )
+
+
+def _background_settings(config: Config) -> BackgroundSettings:
+    count = config.max_background_responses
+    return BackgroundSettings(
+        responses_max=count, responses_of_one_max=(count + 1) // 2, seconds_max=config.background_timeout
+    )
 
 
 def _names(config: Config) -> list[str]:

@@ -545,11 +545,7 @@ class Engine:
     def _encoder(self, texts: TextRunner) -> PromptEncoder:
         model = self.model
         return PromptEncoder(
-            self.tokenizer,
-            texts,
-            vocab_size=model.vocab_size,
-            context_tokens_max=model.context_tokens_max,
-            tool_family=self.families.tool_family,
+            self.tokenizer, texts, vocab_size=model.vocab_size, context_tokens_max=model.context_tokens_max
         )
 
     def _forget_hold(self, request: OpenRequest) -> None:

@@ -86,6 +86,10 @@ class StoreDatabase:
     def close(self) -> None:
         self._connection.close()
 
+    @property
+    def is_durable(self) -> bool:
+        return self._path is not None
+
     # --- what is written ---
 
     def write(self, changes: Sequence[Change], now: float) -> bool:

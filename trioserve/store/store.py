@@ -83,6 +83,11 @@ class Store:
 
         return await self._runner.run_cancellable(read, self._wall_clock())
 
+    @property
+    def is_durable(self) -> bool:
+        """Whether what it keeps is there after a restart."""
+        return self._database.is_durable
+
     def usage(self) -> StoreUsage:
         """Never waits: a few numbers, as they are while the thread may be writing."""
         return self._database.usage()

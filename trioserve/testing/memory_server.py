@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import trio
 from trio.testing import wait_all_tasks_blocked
 
 from trioserve.api.caller import AccessRules
+from trioserve.api.responses.settings import BackgroundSettings
 from trioserve.api.routes import App
 from trioserve.http.limits import FrontendLimits
 from trioserve.http.server import FrontendServer
+from trioserve.store.settings import StoreSettings
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
+from trioserve.testing.inline_store import open_inline_store
 from trioserve.testing.memory_client import MemoryClient
 from trioserve.testing.memory_stream import MemoryEnd, memory_connection
 
@@ -21,11 +25,12 @@ __all__ = ["MemoryServer", "open_memory_server"]
 
 
 class MemoryServer:
-    """Made by open_memory_server. engine: to look at and to hold. server: the front end."""
+    """Made by open_memory_server. engine: to look at and to hold. server: the front end. app: between them."""
 
-    def __init__(self, engine: FakeEngine, server: FrontendServer, nursery: trio.Nursery) -> None:
+    def __init__(self, engine: FakeEngine, server: FrontendServer, app: App, nursery: trio.Nursery) -> None:
         self.engine = engine
         self.server = server
+        self.app = app
         self._nursery = nursery
         self._clients: list[MemoryEnd] = []
 
@@ -43,6 +48,7 @@ class MemoryServer:
     def drain(self) -> None:
         """Begin to stop as the server does at SIGTERM: nothing new, GOAWAY, who waits in the queue is refused."""
         self.engine.drain()
+        self.app.drain()
         self.server.drain()
 
     async def hang_up(self) -> None:
@@ -71,10 +77,24 @@ async def open_memory_server(
     api_keys: tuple[str, ...] = (),
     admin_api_key: str | None = None,
     access: AccessRules | None = None,
+    background: BackgroundSettings | None = None,
+    store_settings: StoreSettings | None = None,
+    store_directory: Path | None = None,
     **engine_options: Any,
 ) -> AsyncIterator[MemoryServer]:
-    """engine_options: see open_fake_engine. The others: of the front end, as the server's flags."""
-    async with open_fake_engine(**engine_options) as engine, trio.open_nursery() as nursery:
-        app = App(engine, api_keys=api_keys, admin_api_key=admin_api_key, access=access)
-        yield MemoryServer(engine, FrontendServer(app, limits=limits, knows_caller=app.knows_caller), nursery)
-        nursery.cancel_scope.cancel()
+    """engine_options: see open_fake_engine. The others: of the front end, as the server's flags. What it stores is in
+    memory, or in store_directory; its time to live goes by Trio's clock."""
+    with open_inline_store(store_directory, store_settings) as store:
+        async with open_fake_engine(**engine_options) as engine:
+            app = App(
+                engine,
+                api_keys=api_keys,
+                admin_api_key=admin_api_key,
+                access=access,
+                store=store,
+                background=background,
+            )
+            async with app.running(), trio.open_nursery() as nursery:
+                server = FrontendServer(app, limits=limits, knows_caller=app.knows_caller)
+                yield MemoryServer(engine, server, app, nursery)
+                nursery.cancel_scope.cancel()

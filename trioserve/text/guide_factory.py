@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.token_masks import mask_words
@@ -11,8 +11,6 @@ from trioserve.text.form_compiler import CompiledForm, FormCompiler
 from trioserve.text.mask_bits import allowed_row
 from trioserve.text.sequence_guide import SequenceGuide
 from trioserve.text.thought import Thought
-
-PROMPT_END = 32  # tokens of a prompt that show whether it has begun or ended a thought
 
 __all__ = ["GuideFactory", "PreparedGuides", "is_guided"]
 
@@ -37,9 +35,7 @@ class PreparedGuides:
         self._free_until = "" if sampling.structured is None else sampling.structured.free_until
         self._allowed: bytes | None = None
         self._bad_words: BadWords | None = None
-        self._thinking = sampling.thinking
-        self._thought_end: tuple[int, ...] = ()
-        self._thought_begin: tuple[int, ...] = ()
+        self._thought: Thought | None = None
         if sampling.allowed_token_ids is not None:
             self._allowed = allowed_row(sampling.allowed_token_ids, mask_words(compiler.vocab_size))
         if sampling.bad_words:
@@ -47,16 +43,11 @@ class PreparedGuides:
                 sampling.bad_words, lambda text: tokenizer.encode(text, add_special_tokens=False)
             )
         if sampling.thinking is not None:
-            thinking = sampling.thinking
-            self._thought_end = tuple(tokenizer.encode(thinking.end, add_special_tokens=False))
-            self._thought_begin = tuple(tokenizer.encode(thinking.begin, add_special_tokens=False))
+            end = tokenizer.encode(sampling.thinking.end, add_special_tokens=False)
+            self._thought = Thought(sampling.thinking, tuple(end))
 
-    def new_guide(self, stop_token_ids: Collection[int], prompt_token_ids: Sequence[int]) -> SequenceGuide:
+    def new_guide(self, stop_token_ids: Collection[int]) -> SequenceGuide:
         """Costs microseconds. stop_token_ids: those that end the sequence."""
-        thought = None
-        if self._thinking is not None:
-            prompt_end = self._compiler.tokenizer.decode(prompt_token_ids[-PROMPT_END:], skip_special_tokens=False)
-            thought = Thought.behind_prompt(self._thinking, self._thought_end, prompt_end)
         return SequenceGuide(
             self._compiler.tokenizer,
             self._compiler.executor,
@@ -65,8 +56,7 @@ class PreparedGuides:
             end_token_ids=self._compiler.end_token_ids,
             matcher=None if self._form is None else self._form.new_matcher(),
             free_until=self._free_until,
-            thought=thought,
-            thought_begin=self._thought_begin,
+            thought=self._thought,
             allowed=self._allowed,
             bad_words=self._bad_words,
         )

@@ -1,0 +1,249 @@
+"""Responses that go on without their client: what they are at each moment, and every way in which they end."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from trioserve.api.responses.response_types import ResponseEvent, ResponseObject
+from trioserve.api.responses.settings import BackgroundSettings
+from trioserve.contracts.errors import EngineFault
+from trioserve.testing.memory_server import open_memory_server
+
+from .conftest import PATH, Asker, text_of
+
+
+async def begun(api, **fields):
+    return await api.ask(input="Hi", background=True, **fields)
+
+
+async def ended(api, response_id):
+    """Its last state, after the engine had all the time that it wants."""
+    await api.server.app.wait_until_idle()
+    return await api.call(response_id)
+
+
+async def test_it_is_queued_in_progress_and_completed(opened, autojump_clock):
+    async with opened(paused=True) as api:
+        response = await begun(api)
+        msgspec.convert(response, ResponseObject)
+        assert (response["status"], response["output"], response["background"]) == ("queued", [], True)
+        await api.server.engine.step(3)
+        now = await api.call(response["id"])
+        assert (now["status"], text_of(now)) == ("in_progress", "Hel")
+        api.server.engine.resume()
+        last = await ended(api, response["id"])
+        assert (last["status"], text_of(last)) == ("completed", "Hello!")
+        assert last["usage"]["output_tokens"] == 7
+
+
+async def test_a_client_that_leaves_does_not_end_it(opened, autojump_clock):
+    async with opened(paused=True) as api:
+        client = api.client()
+        async with client.ask(PATH, {"model": "fake", "input": "Hi", "background": True, "stream": True}) as response:
+            event = await anext(response)
+            response_id = event["response"]["id"]
+            await api.server.engine.step(2)
+        client.close()
+        api.server.engine.resume()
+        assert text_of(await ended(api, response_id)) == "Hello!"
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+@pytest.mark.parametrize("method", ["cancel", "delete"])
+async def test_cancelling_frees_everything_with_the_next_step(opened, autojump_clock, steps, method):
+    async with opened(response=None, paused=True) as api:
+        response_id = (await begun(api))["id"]
+        await api.server.engine.step(steps)
+        async with trio.open_nursery() as nursery:
+            results = []
+
+            async def end():
+                if method == "cancel":
+                    results.append(await api.call(f"{response_id}/cancel", method="POST"))
+                else:
+                    results.append(await api.call(response_id, method="DELETE"))
+
+            nursery.start_soon(end)
+            await api.server.engine.step()
+        await api.server.assert_all_free()
+        if method == "cancel":
+            assert results[0]["status"] == "cancelled"
+            assert await api.call(response_id) == results[0]
+            assert await api.call(f"{response_id}/cancel", method="POST") == results[0]
+        else:
+            assert results == [{"id": response_id, "object": "response", "deleted": True}]
+            await api.call(response_id, status=404)
+
+
+async def test_cancelling_while_a_step_computes_it_frees_it_right_after(opened, autojump_clock):
+    async with opened(response=None, paused=True) as api:
+        response_id = (await begun(api))["id"]
+        await api.server.engine.step()
+        async with api.server.engine.held_step():
+            assert (await api.call(f"{response_id}/cancel", method="POST"))["status"] == "cancelled"
+            assert api.server.engine.stats().blocks_used > 0
+        await api.server.assert_all_free()
+
+
+async def test_only_a_background_response_can_be_cancelled(opened, autojump_clock):
+    async with opened() as api:
+        response = await api.ask(input="Hi")
+        error = await api.call(f"{response['id']}/cancel", method="POST", status=400)
+        assert "background=true" in error["message"]
+
+
+async def test_its_time_to_live_ends_it(opened, autojump_clock):
+    async with opened(response=None, step_seconds=10, background=BackgroundSettings(seconds_max=25)) as api:
+        last = await ended(api, (await begun(api, timeout=1000))["id"])
+        assert last["status"] == "failed"
+        assert "25 s" in last["error"]["message"]
+        assert last["output"]
+        await trio.sleep(10)  # the step in flight ends
+
+
+async def test_there_are_so_many_at_a_time_and_of_one_caller(opened, autojump_clock):
+    settings = BackgroundSettings(responses_max=3, responses_of_one_max=2)
+    async with opened(keys=("a", "b"), response=None, paused=True, background=settings) as (first, second):
+        ids = [(await begun(first))["id"] for _ in range(2)]
+        error = await first.ask(input="Hi", background=True, status=429)
+        assert (error["code"], "2 of one caller" in error["message"]) == ("overloaded", True)
+        ids.append((await begun(second))["id"])
+        await second.ask(input="Hi", background=True, status=429)
+        await first.call(f"{ids[0]}/cancel", method="POST")
+        ids.append((await begun(second))["id"])
+        for api, response_id in ((first, ids[1]), (second, ids[2]), (second, ids[3])):
+            await api.call(f"{response_id}/cancel", method="POST")
+
+
+async def test_to_another_caller_it_is_not_there(opened, autojump_clock):
+    async with opened(keys=("a", "b"), paused=True) as (mine, other):
+        response_id = (await begun(mine))["id"]
+        for _when in ("while it lives", "when it is over"):
+            for call in (
+                {"path": response_id},
+                {"path": response_id, "method": "DELETE"},
+                {"path": f"{response_id}/cancel", "method": "POST"},
+                {"path": f"{response_id}/input_items"},
+                {"path": f"{response_id}?stream=true"},
+            ):
+                assert (await other.call(**call, status=404))["code"] == "response_not_found"
+            await other.ask(input="x", previous_response_id=response_id, status=404)
+            await mine.call(f"{response_id}/cancel", method="POST")
+
+
+@pytest.mark.parametrize("hostile", ["..", "%00", "a" * 200, "resp_%2e%2e%2fx", "resp_'--", "resp_ä"])
+async def test_hostile_ids_are_not_found(opened, autojump_clock, hostile):
+    async with opened() as api:
+        path = hostile if hostile.isascii() else "resp_%C3%A4"
+        async with api.client().ask(f"{PATH}/{path}") as response:
+            assert await response.head() in (400, 404)
+
+
+async def test_its_events_are_read_from_any_place_and_by_several(opened, autojump_clock):
+    async with opened(response=None, paused=True) as api:
+        body = {"model": "fake", "input": "Hi", "background": True, "stream": True, "max_output_tokens": 6}
+        async with api.client().ask(PATH, body) as first:
+            event = await anext(first)
+            response_id = event["response"]["id"]
+            await api.server.engine.step(4)
+            seen, late = [event], []
+            async with trio.open_nursery() as nursery:
+
+                async def read_first():
+                    seen.extend([event async for event in first])
+
+                async def read_late():
+                    late.extend(await api.events(f"{response_id}?stream=true&starting_after=2"))
+
+                nursery.start_soon(read_first)
+                nursery.start_soon(read_late)
+                await wait_all_tasks_blocked()
+                api.server.engine.resume()
+        assert [event["sequence_number"] for event in seen] == list(range(len(seen)))
+        assert [event["type"] for event in seen[:3]] == ["response.created", "response.queued", "response.in_progress"]
+        assert late == seen[3:]
+        for event in seen:
+            msgspec.convert(event, ResponseEvent)
+        await api.server.app.wait_until_idle()
+        assert await api.events(f"{response_id}?stream=true") == seen
+        assert await api.events(f"{response_id}?stream=true&starting_after={len(seen) - 2}") == seen[-1:]
+        assert seen[-1]["response"] == await api.call(response_id)
+        error = await api.call(f"{response_id}?stream=true&starting_after={len(seen)}", status=400)
+        assert error["param"] == "starting_after"
+        await api.call(f"{response_id}?stream=true&starting_after=-1", status=400)
+
+
+async def test_one_without_events_says_so(opened, autojump_clock):
+    async with opened() as api:
+        response_id = (await begun(api))["id"]
+        await api.server.app.wait_until_idle()
+        assert (await api.call(f"{response_id}?stream=true", status=400))["param"] == "stream"
+
+
+async def test_events_that_take_too_much_room_end_it(opened, autojump_clock):
+    settings = BackgroundSettings(events_bytes_max=8_000)
+    async with opened(response=None, step_seconds=0.01, background=settings) as api:
+        *_, last = await api.stream(input="Hi", background=True, max_output_tokens=500)
+        assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
+        assert "more room" in last["response"]["error"]["message"]
+        await trio.sleep(1)  # the step in flight ends
+
+
+async def test_after_a_restart_one_that_was_not_finished_has_failed(opened, autojump_clock, tmp_path):
+    async with open_memory_server(store_directory=tmp_path, paused=True) as server:
+        api = Asker(server)
+        response_id = (await begun(api))["id"]
+        cancelled_id = (await begun(api))["id"]
+        await server.engine.step()
+        await api.call(f"{cancelled_id}/cancel", method="POST")
+        # And is left at once, as by a second Ctrl-C.
+    async with opened(store_directory=tmp_path) as api:
+        response = await api.call(response_id)
+        assert response["status"] == "failed"
+        assert "the server stopped" in response["error"]["message"]
+        assert (await api.call(cancelled_id))["status"] == "cancelled"
+        assert await api.call(f"{response_id}/cancel", method="POST") == response
+
+
+async def test_at_drain_those_in_the_queue_fail_and_the_others_go_on(opened, autojump_clock, tmp_path):
+    async with opened(store_directory=tmp_path, max_num_seqs=1, paused=True) as api:
+        running, waiting = (await begun(api))["id"], (await begun(api))["id"]
+        await api.server.engine.step(2)
+        client = api.client()
+        async with client.ask(f"{PATH}/{running}") as response:  # a connection that is open when it begins
+            await response.read()
+        api.server.engine.drain()
+        api.server.app.drain()
+        assert (await api.ask(input="Hi", background=True, status=503))["code"] in ("draining", "no_background")
+        api.server.engine.resume()
+        await api.server.app.wait_until_idle()
+        assert (await api.call(running))["status"] == "completed"
+        told = await api.call(waiting)
+        assert (told["status"], told["error"]["code"]) == ("failed", "draining")
+
+
+async def test_at_drain_those_that_nobody_could_read_later_are_ended(opened, autojump_clock):
+    async with opened(paused=True, response=None) as api:
+        await begun(api)
+        await api.server.engine.step(2)
+        api.server.app.drain()
+        await wait_all_tasks_blocked()
+        await api.server.engine.step()
+        await api.server.app.wait_until_idle()
+
+
+async def test_a_fault_of_the_engine_fails_it(opened, autojump_clock):
+    with pytest.raises((EngineFault, BaseExceptionGroup)):
+        async with opened(paused=True, response=None) as api:
+            response_id = (await begun(api))["id"]
+            await api.server.engine.step()
+            api.server.engine.break_next_step()
+            api.server.engine.on_fault = api.server.app.wait_until_idle
+            api.server.engine.resume()
+            await api.server.app.wait_until_idle()
+            assert api.server.app._store is not None
+            kept = await api.server.app._store.get("response", response_id, owner=None)
+            assert b'"status":"failed"' in kept.body

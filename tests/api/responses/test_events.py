@@ -1,0 +1,215 @@
+"""Parts of a turn to events: numbers, ids, order, and what an end of whichever kind leaves."""
+
+from __future__ import annotations
+
+import typing
+
+import msgspec
+import pytest
+from openai.types.responses import ResponseStreamEvent
+
+from trioserve.api.generation import Usage
+from trioserve.api.responses.events import ResponseEvents, event_bytes
+from trioserve.api.responses.request_types import ResponsesBody
+from trioserve.api.responses.response_object import ResponseHead
+from trioserve.api.responses.tools import parse_tools
+from trioserve.contracts.output import Delta
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.text.response_parts import ContentText, ReasoningText, ToolCallArguments, ToolCallBegin, ToolCallEnd
+
+USAGE = msgspec.convert(
+    {
+        "prompt_tokens": 3,
+        "completion_tokens": 2,
+        "total_tokens": 5,
+        "prompt_tokens_details": {"cached_tokens": 1},
+        "completion_tokens_details": {"reasoning_tokens": 1},
+    },
+    Usage,
+)
+TOOLS = [
+    {"type": "function", "name": "f", "parameters": {"type": "object"}},
+    {"type": "custom", "name": "patch"},
+    {"type": "local_shell"},
+    {"type": "namespace", "name": "space", "description": "", "tools": [{"type": "function", "name": "inner"}]},
+]
+KNOWN = {
+    typing.get_args(kind.model_fields["type"].annotation)[0]: kind
+    for kind in typing.get_args(typing.get_args(ResponseStreamEvent)[0])
+}
+
+
+def call(name, arguments, *, index=0, is_complete=True):
+    begin = ToolCallBegin(index, name, f"call_{index}")
+    pieces = [ToolCallArguments(index, piece) for piece in (arguments[:4], arguments[4:])]
+    return [begin, *pieces, *([ToolCallEnd(index)] if is_complete else [])]
+
+
+class Played:
+    """All events of one response, and what it came to."""
+
+    def __init__(self, *parts, finish="stop", end="complete", **fields):
+        body = msgspec.convert({"model": "m", "input": "hi", **fields}, ResponsesBody)
+        head = ResponseHead(
+            id="resp_k1",
+            created_at=100,
+            model="m",
+            body=body,
+            tools=parse_tools(TOOLS, None),
+            sampling=SamplingParams(),
+            stores=True,
+        )
+        events = ResponseEvents(head, logprobs_of=lambda delta: [{"token": "t", "logprob": 0.0}])
+        self.events = events.begin()
+        for part in parts:
+            self.events += events.take([part], Delta(index=0, text="", token_ids=()))
+        if end == "complete":
+            last, self.response = events.complete(finish, USAGE, 101)
+        elif end == "fail":
+            last, self.response = events.fail("broken", usage=USAGE)
+        else:
+            last, self.response = events.cancel(usage=USAGE)
+        self.events += last
+        self.check()
+
+    def check(self):
+        assert [event["sequence_number"] for event in self.events] == list(range(len(self.events)))
+        for event in self.events:
+            KNOWN[event["type"]].model_validate(event)  # as openai's own types want it
+            assert event_bytes(event).startswith(b"event: " + event["type"].encode() + b"\ndata: {")
+        open_items, added, done = {}, [], {}
+        for event in self.events:
+            if event["type"] == "response.output_item.added":
+                assert event["output_index"] == len(added)
+                assert event["item"]["status"] == "in_progress"
+                added.append(event["item"]["id"])
+                open_items[event["item"]["id"]] = event["output_index"]
+            elif event["type"] == "response.output_item.done":
+                assert open_items.pop(event["item"]["id"]) == event["output_index"]
+                done[event["item"]["id"]] = event["item"]
+            elif "item_id" in event:
+                assert open_items[event["item_id"]] == event["output_index"]
+        if self.response["status"] in ("completed", "incomplete"):
+            assert list(done.values()) == self.response["output"]
+        assert self.events[-1]["response"] == self.response
+        assert all(event["response"]["id"] == "resp_k1" for event in self.events if "response" in event)
+
+    @property
+    def types(self):
+        return [event["type"].removeprefix("response.") for event in self.events[2:]]
+
+    def text(self, kind):
+        return "".join(event["delta"] for event in self.events if event["type"] == f"response.{kind}.delta")
+
+
+def test_text_alone():
+    played = Played(ContentText("Hel"), ContentText("lo"))
+    assert [event["type"] for event in played.events[:2]] == ["response.created", "response.in_progress"]
+    assert played.types == [
+        "output_item.added",
+        "content_part.added",
+        "output_text.delta",
+        "output_text.delta",
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        "completed",
+    ]
+    [message] = played.response["output"]
+    assert message["id"] == "msg_k1_0"
+    assert message["content"][0]["text"] == "Hello"
+    assert played.response["usage"]["output_tokens_details"] == {"reasoning_tokens": 1}
+    assert (played.response["created_at"], played.response["completed_at"]) == (100, 101)
+
+
+def test_a_thought_a_text_and_calls():
+    played = Played(
+        ReasoningText("hm"),
+        ContentText("\n\n"),
+        ContentText("So:"),
+        *call("f", '{"a": 1}'),
+        ContentText("\n"),
+        *call("inner", "{}", index=1),
+    )
+    kinds = [(item["type"], item["id"]) for item in played.response["output"]]
+    assert kinds == [
+        ("reasoning", "rs_k1_0"),
+        ("message", "msg_k1_1"),
+        ("function_call", "fc_k1_2"),
+        ("function_call", "fc_k1_3"),
+    ]
+    thought, message, first, second = played.response["output"]
+    assert thought["content"] == [{"type": "reasoning_text", "text": "hm"}]
+    assert message["content"][0]["text"] == "\n\nSo:"
+    assert (first["name"], first["arguments"], first["call_id"]) == ("f", '{"a": 1}', "call_0")
+    assert second["namespace"] == "space"
+    assert played.text("function_call_arguments") == '{"a": 1}{}'
+    assert played.text("reasoning_text") == "hm"
+
+
+def test_a_thought_is_its_own_summary_where_one_is_asked_for():
+    played = Played(ReasoningText("h"), ReasoningText("m"), ContentText("x"), reasoning={"summary": "auto"})
+    assert played.types[:6] == [
+        "output_item.added",
+        "reasoning_summary_part.added",
+        "reasoning_summary_text.delta",
+        "reasoning_summary_text.delta",
+        "reasoning_summary_text.done",
+        "reasoning_summary_part.done",
+    ]
+    assert played.response["output"][0]["summary"] == [{"type": "summary_text", "text": "hm"}]
+
+
+def test_calls_at_the_same_time_keep_their_places():
+    first, second = call("f", '{"a": 1}'), call("f", '{"b": 2}', index=1)
+    mixed = [part for pair in zip(first, second, strict=True) for part in pair]
+    assert [item["arguments"] for item in Played(*mixed).response["output"]] == ['{"a": 1}', '{"b": 2}']
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expect"),
+    [('{"input": "*** Begin\\nx"}', "*** Begin\nx"), ("not json", "not json"), ('"text"', "text"), ("[1]", "[1]")],
+)
+def test_a_custom_tool_gets_plain_text(arguments, expect):
+    played = Played(*call("patch", arguments))
+    assert played.response["output"][0]["input"] == expect
+    assert played.text("custom_tool_call_input") == expect
+    assert played.text("function_call_arguments") == ""
+
+
+def test_a_local_shell_call_has_an_action():
+    played = Played(*call("local_shell", '{"command": ["ls"], "timeout_ms": 5}'))
+    action = {"type": "exec", "command": ["ls"], "env": {}, "timeout_ms": 5}
+    assert played.response["output"][0]["action"] == action
+
+
+@pytest.mark.parametrize("end", ["complete", "fail", "cancel"])
+def test_a_call_that_is_cut_off_is_never_shown_as_complete(end):
+    played = Played(ContentText("x"), *call("f", '{"a": 1}', is_complete=False), finish="length", end=end)
+    assert [item["type"] for item in played.response["output"]] == ["message"]
+    assert "function_call_arguments.done" not in played.types
+    done = [event["item"]["type"] for event in played.events if event["type"] == "response.output_item.done"]
+    assert "function_call" not in done
+
+
+def test_too_few_tokens_make_it_incomplete():
+    played = Played(ContentText("Hel"), finish="length")
+    assert played.types[-1] == "incomplete"
+    assert played.response["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert played.response["output"][0]["status"] == "incomplete"
+    assert played.response["completed_at"] is None
+
+
+def test_breaking_off_tells_why_and_keeps_what_was_said():
+    played = Played(ContentText("Hel"), end="fail")
+    assert played.types[-1] == "failed"
+    assert played.response["error"] == {"code": "server_error", "message": "broken"}
+    assert played.response["output"][0]["content"][0]["text"] == "Hel"
+    assert Played(ContentText("x"), end="cancel").response["status"] == "cancelled"
+
+
+@pytest.mark.parametrize("parts", [(), (ContentText(" \n"),)])
+def test_nothing_but_white_space_is_still_a_message(parts):
+    [message] = Played(*parts).response["output"]
+    assert message["content"][0]["text"] == "".join(part.text for part in parts)
+    assert message["status"] == "completed"

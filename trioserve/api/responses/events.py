@@ -1,0 +1,367 @@
+"""From the parts of a turn to the events of a response, and to its output. Pure: the time comes as an argument.
+
+    begin ──► take, for each piece of the turn ──► complete | fail | cancel
+
+Every event has a number, from 0 on without a gap. An item keeps its id and its place in the output from its first event
+to its last. A call that is cut off is never shown as complete: it gets no `done` event, and is not in the output, since
+there are clients that run whatever call they find.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from trioserve.api.generation import Usage
+from trioserve.api.responses.items import Item, item_id
+from trioserve.api.responses.response_object import ResponseHead, response_error, usage_object
+from trioserve.api.responses.tools import CallKind
+from trioserve.api.sse import one_line_json
+from trioserve.api.turn.turn_choice import TurnFinish
+from trioserve.contracts.output import Delta
+from trioserve.text.response_parts import (
+    ContentText,
+    ReasoningText,
+    ResponsePart,
+    ToolCallArguments,
+    ToolCallBegin,
+    ToolCallEnd,
+)
+
+__all__ = ["Event", "ResponseEvents", "event_bytes"]
+
+Event = dict[str, Any]
+Logprobs = Callable[[Delta], list[dict[str, object]]]
+
+
+def event_bytes(event: Event) -> bytes:
+    """As it is sent: its type is also its name."""
+    name: str = event["type"]
+    return b"event: " + name.encode() + b"\ndata: " + one_line_json(event) + b"\n\n"
+
+
+class ResponseEvents:
+    """logprobs_of: of the tokens of a delta, in the shape of the API; None where nobody asked for them.
+
+    output: the items so far, those that are complete or still open. status: of the response at this moment.
+    """
+
+    def __init__(self, head: ResponseHead, *, logprobs_of: Logprobs | None = None) -> None:
+        self.head = head
+        self.status = "queued"
+        self._logprobs_of = logprobs_of
+        self._number = 0
+        self._items: list[Item | None] = []  # by output_index; None: a call that was cut off
+        self._text: _OpenText | None = None
+        self._calls: dict[int, _OpenCall] = {}
+        self._blank = ""  # white space that may or may not be the beginning of a message
+
+    @property
+    def output(self) -> list[Item]:
+        """Of a text that is still open, what has come so far; calls that are open have no arguments yet."""
+        if self._text is not None:
+            self._text.fill("in_progress")
+        return [dict(item) for item in self._items if item is not None]
+
+    # --- the life of a response ---
+
+    def begin(self) -> list[Event]:
+        """It runs."""
+        self.status = "in_progress"
+        snapshot = self.head.object("in_progress", output=[])
+        return [
+            self._event("response.created", response=snapshot),
+            self._event("response.in_progress", response=snapshot),
+        ]
+
+    def queue(self) -> list[Event]:
+        """It waits for its turn; `run` follows. In place of `begin`."""
+        snapshot = self.head.object("queued", output=[])
+        return [
+            self._event("response.created", response=snapshot),
+            self._event("response.queued", response=snapshot),
+        ]
+
+    def run(self) -> list[Event]:
+        self.status = "in_progress"
+        return [self._event("response.in_progress", response=self.head.object("in_progress", output=[]))]
+
+    def take(self, parts: Sequence[ResponsePart], delta: Delta) -> list[Event]:
+        events: list[Event] = []
+        logprobs = self._logprobs_of(delta) if self._logprobs_of is not None and delta.logprobs else []
+        for part in parts:
+            if isinstance(part, ContentText):
+                events += self._take_text(part.text, logprobs)
+                logprobs = []  # the tokens of one delta are told once
+            elif isinstance(part, ReasoningText):
+                events += self._take_thought(part.text)
+            elif isinstance(part, ToolCallBegin):
+                events += self._begin_call(part)
+            elif isinstance(part, ToolCallArguments):
+                events += self._take_arguments(part)
+            else:
+                events += self._end_call(part)
+        return events
+
+    def complete(self, finish_reason: TurnFinish | None, usage: Usage, now: int) -> tuple[list[Event], dict[str, Any]]:
+        """The last events, and the whole response: completed, or incomplete where the tokens did not suffice."""
+        is_cut = finish_reason == "length"
+        if not self._items and not self._calls:
+            events = self._open_message()  # white space, or nothing at all: still a response
+        else:
+            events = []
+        events += self._close_text("incomplete" if is_cut else "completed")
+        self._drop_calls()
+        self.status = "incomplete" if is_cut else "completed"
+        response = self.head.object(
+            self.status,
+            output=self.output,
+            usage=usage_object(usage),
+            completed_at=None if is_cut else now,
+            incomplete_reason="max_output_tokens" if is_cut else None,
+        )
+        events.append(self._event(f"response.{self.status}", response=response))
+        return events, response
+
+    def fail(
+        self, message: str, code: str = "server_error", *, usage: Usage | None = None
+    ) -> tuple[list[Event], dict[str, Any]]:
+        """The last event of a response that broke off, and what it came to."""
+        response = self._break_off("failed", usage, response_error(message, code))
+        return [self._event("response.failed", response=response)], response
+
+    def cancel(self, *, usage: Usage | None = None) -> tuple[list[Event], dict[str, Any]]:
+        """The same when its client has ended it. There is no event of its own for this."""
+        response = self._break_off("cancelled", usage, None)
+        return [self._event("response.incomplete", response=response)], response
+
+    # --- text and thoughts ---
+
+    def _take_text(self, text: str, logprobs: list[dict[str, object]]) -> list[Event]:
+        events: list[Event] = []
+        opened = self._text
+        if opened is None or not opened.is_message:
+            # Models put line breaks between a thought and a call; they are no message of their own.
+            text = self._blank + text
+            if not text.strip():
+                self._blank = text
+                return []
+            self._blank = ""
+            events += self._open_message()
+            opened = self._text
+        assert opened is not None
+        opened.pieces.append(text)
+        opened.logprobs += logprobs
+        fields: Event = {"content_index": 0, "delta": text, "logprobs": logprobs}
+        events.append(self._item_event("response.output_text.delta", opened, **fields))
+        return events
+
+    def _open_message(self) -> list[Event]:
+        events = self._close_text("completed")
+        opened = _OpenText(self._new_item("message", role="assistant", content=[]), len(self._items) - 1, "message")
+        opened.pieces.append(self._blank)
+        self._text, self._blank = opened, ""
+        return [
+            *events,
+            self._event("response.output_item.added", output_index=opened.index, item=dict(opened.item)),
+            self._item_event("response.content_part.added", opened, content_index=0, part=_text_part("", [])),
+        ]
+
+    def _take_thought(self, text: str) -> list[Event]:
+        events: list[Event] = []
+        opened = self._text
+        as_summary = self.head.body.reasoning is not None and self.head.body.reasoning.wants_summary
+        if opened is None or opened.is_message:
+            if not text:
+                return []
+            events += self._close_text("completed")
+            kind = "summary" if as_summary else "thought"
+            opened = _OpenText(self._new_item("reasoning", summary=[], content=[]), len(self._items) - 1, kind)
+            self._text = opened
+            events.append(self._event("response.output_item.added", output_index=opened.index, item=dict(opened.item)))
+            if as_summary:
+                fields: Event = {"summary_index": 0, "part": {"type": "summary_text", "text": ""}}
+                events.append(self._item_event("response.reasoning_summary_part.added", opened, **fields))
+            else:
+                fields = {"content_index": 0, "part": {"type": "reasoning_text", "text": ""}}
+                events.append(self._item_event("response.content_part.added", opened, **fields))
+        opened.pieces.append(text)
+        if as_summary:
+            events.append(
+                self._item_event("response.reasoning_summary_text.delta", opened, summary_index=0, delta=text)
+            )
+        else:
+            events.append(self._item_event("response.reasoning_text.delta", opened, content_index=0, delta=text))
+        return events
+
+    def _close_text(self, status: str) -> list[Event]:
+        opened, self._text = self._text, None
+        if opened is None:
+            return []
+        text, part = opened.fill(status)
+        if opened.kind == "message":
+            done: Event = {"content_index": 0, "text": text, "logprobs": opened.logprobs}
+            events = [
+                self._item_event("response.output_text.done", opened, **done),
+                self._item_event("response.content_part.done", opened, content_index=0, part=part),
+            ]
+        elif opened.kind == "summary":
+            events = [
+                self._item_event("response.reasoning_summary_text.done", opened, summary_index=0, text=text),
+                self._item_event("response.reasoning_summary_part.done", opened, summary_index=0, part=part),
+            ]
+        else:
+            events = [
+                self._item_event("response.reasoning_text.done", opened, content_index=0, text=text),
+                self._item_event("response.content_part.done", opened, content_index=0, part=part),
+            ]
+        events.append(self._event("response.output_item.done", output_index=opened.index, item=dict(opened.item)))
+        return events
+
+    # --- calls ---
+
+    def _begin_call(self, part: ToolCallBegin) -> list[Event]:
+        events = self._close_text("completed")
+        self._blank = ""
+        kind = self.head.tools.kind_of(part.name)
+        namespace = self.head.tools.namespace_of(part.name)
+        assert part.id is not None
+        fields: Item = {"call_id": part.id}
+        if kind is CallKind.LOCAL_SHELL:
+            fields["action"] = {"type": "exec", "command": [], "env": {}}
+        else:
+            fields |= {"name": part.name, "input" if kind is CallKind.CUSTOM else "arguments": ""}
+        if namespace is not None:
+            fields["namespace"] = namespace
+        call = _OpenCall(self._new_item(kind.value, **fields), len(self._items) - 1, kind)
+        self._calls[part.index] = call
+        events.append(self._event("response.output_item.added", output_index=call.index, item=dict(call.item)))
+        return events
+
+    def _take_arguments(self, part: ToolCallArguments) -> list[Event]:
+        call = self._calls.get(part.index)
+        if call is None or not part.text:
+            return []
+        call.pieces.append(part.text)
+        if call.kind is not CallKind.FUNCTION:
+            return []  # what they come to is known when they are whole
+        return [self._item_event("response.function_call_arguments.delta", call, delta=part.text)]
+
+    def _end_call(self, part: ToolCallEnd) -> list[Event]:
+        call = self._calls.pop(part.index, None)
+        if call is None:
+            return []
+        arguments = "".join(call.pieces)
+        call.item["status"] = "completed"
+        events: list[Event] = []
+        if call.kind is CallKind.FUNCTION:
+            call.item["arguments"] = arguments
+            done = {"name": call.item["name"], "arguments": arguments}
+            events.append(self._item_event("response.function_call_arguments.done", call, **done))
+        elif call.kind is CallKind.CUSTOM:
+            text = _custom_input(arguments)
+            call.item["input"] = text
+            events.append(self._item_event("response.custom_tool_call_input.delta", call, delta=text))
+            events.append(self._item_event("response.custom_tool_call_input.done", call, input=text))
+        else:
+            call.item["action"] = _shell_action(arguments)
+        events.append(self._event("response.output_item.done", output_index=call.index, item=dict(call.item)))
+        return events
+
+    def _drop_calls(self) -> None:
+        for call in self._calls.values():
+            self._items[call.index] = None
+        self._calls.clear()
+
+    # --- inside ---
+
+    def _break_off(self, status: str, usage: Usage | None, error: dict[str, str] | None) -> dict[str, Any]:
+        number = self._number
+        self._close_text("incomplete")  # for the output; whoever reads events is told by the last one
+        self._number = number
+        self._drop_calls()
+        self.status = status
+        return self.head.object(
+            status, output=self.output, usage=None if usage is None else usage_object(usage), error=error
+        )
+
+    def _new_item(self, kind: str, **fields: Any) -> Item:
+        item: Item = {"id": item_id(kind, self.head.id, len(self._items)), "type": kind, "status": "in_progress"}
+        item |= fields
+        self._items.append(item)
+        return item
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        event = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return event
+
+    def _item_event(self, kind: str, opened: _OpenText | _OpenCall, **fields: Any) -> Event:
+        return self._event(kind, item_id=opened.item["id"], output_index=opened.index, **fields)
+
+
+class _OpenText:
+    """kind: "message"; "thought", or "summary", where the thought is shown as one."""
+
+    def __init__(self, item: Item, index: int, kind: str) -> None:
+        self.item = item
+        self.index = index
+        self.kind = kind
+        self.pieces: list[str] = []
+        self.logprobs: list[dict[str, object]] = []
+
+    @property
+    def is_message(self) -> bool:
+        return self.kind == "message"
+
+    def fill(self, status: str) -> tuple[str, dict[str, Any]]:
+        """Put the text so far into the item. Returns it, and the part that it is."""
+        text = "".join(self.pieces)
+        self.pieces = [text]
+        part: dict[str, Any] = {"type": _PART_TYPES[self.kind], "text": text}
+        if self.is_message:
+            part = _text_part(text, self.logprobs)
+        self.item |= {"status": status, "summary" if self.kind == "summary" else "content": [part]}
+        return text, part
+
+
+_PART_TYPES = {"message": "output_text", "summary": "summary_text", "thought": "reasoning_text"}
+
+
+class _OpenCall:
+    def __init__(self, item: Item, index: int, kind: CallKind) -> None:
+        self.item = item
+        self.index = index
+        self.kind = kind
+        self.pieces: list[str] = []
+
+
+def _text_part(text: str, logprobs: list[dict[str, object]]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def _custom_input(arguments: str) -> str:
+    """The free text in the one argument; what a model wrote without it counts as it is."""
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    if isinstance(value, dict) and isinstance(value.get("input"), str):
+        return str(value["input"])
+    return value if isinstance(value, str) else arguments
+
+
+def _shell_action(arguments: str) -> dict[str, Any]:
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        value = {}
+    command = value.get("command") if isinstance(value, dict) else None
+    if isinstance(command, str):
+        command = ["bash", "-lc", command]
+    action: dict[str, Any] = {"type": "exec", "command": command if isinstance(command, list) else [], "env": {}}
+    for name in ("working_directory", "timeout_ms"):
+        if isinstance(value, dict) and value.get(name) is not None:
+            action[name] = value[name]
+    return action

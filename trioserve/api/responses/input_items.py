@@ -1,0 +1,251 @@
+"""Which input items are taken, and what they are as messages of a chat.
+
+First each item is checked and brought into one form (`checked_items`); then, with those of the responses before, they
+become messages (`messages_of`). Thoughts and calls join the assistant's message that they belong to.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from trioserve.api.responses.items import Item
+from trioserve.api.turn.messages import check_shape
+from trioserve.contracts.errors import InvalidRequest
+
+__all__ = ["ITEMS_MAX", "checked_items", "messages_of"]
+
+ITEMS_MAX = 10_000  # of one body; each becomes a message, or a part of one
+ROLES = ("user", "assistant", "system", "developer")
+TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+CALL_OUTPUTS = {
+    "function_call_output": "function_call",
+    "custom_tool_call_output": "custom_tool_call",
+    "local_shell_call_output": "local_shell_call",
+}
+IGNORED = frozenset({"web_search_call", "compaction_trigger", "additional_tools"})
+"""What a client may have in its history from elsewhere, and what no model here could use."""
+
+
+def checked_items(given: str | list[dict[str, Any]] | None) -> list[Item]:
+    """The items of a body's input, each with its type and the fields that count. References are left as they are.
+    Raises InvalidRequest, naming the field by its path."""
+    if given is None or given == []:
+        return []
+    if isinstance(given, str):
+        return [{"type": "message", **_message({"role": "user", "content": given}, "input")}]
+    if len(given) > ITEMS_MAX:
+        raise InvalidRequest(f"input has {len(given)} items, allowed are up to {ITEMS_MAX}", param="input")
+    check_shape(given, "input")
+    items = [_checked(item, f"input[{index}]") for index, item in enumerate(given)]
+    return [item for item in items if item is not None]
+
+
+def messages_of(items: Iterable[Item], instructions: str | None) -> list[dict[str, Any]]:
+    """Messages in the shape of OpenAI's chat API. items: checked, and without references.
+
+    What the system says at the beginning becomes one message, since most templates have one place for it."""
+    messages: list[dict[str, Any]] = []
+    if instructions:
+        messages.append({"role": "system", "content": instructions})
+    names = {item["call_id"]: item["name"] for item in items if item["type"] in ("function_call", "custom_tool_call")}
+    for item in items:
+        kind = item["type"]
+        if kind == "message":
+            _add_message(messages, item)
+        elif kind == "reasoning":
+            _add_to_assistant(messages, item, "reasoning_content", _thought(item))
+        elif kind in CALL_OUTPUTS:
+            message = {"role": "tool", "tool_call_id": item["call_id"], "content": _text(item["output"])}
+            if item["call_id"] in names:
+                message["name"] = names[item["call_id"]]
+            messages.append(message)
+        else:
+            name, arguments = _call(item)
+            call = {
+                "id": item["call_id"],
+                "type": "function",
+                "function": {"name": name, "arguments": arguments},
+            }
+            _add_to_assistant(messages, item, "tool_calls", [call])
+    return messages
+
+
+# --- checking ---
+
+
+def _checked(item: dict[str, Any], path: str) -> Item | None:
+    """None for what is left out."""
+    kind = item.get("type")
+    if kind is None:
+        kind = "item_reference" if "role" not in item and "id" in item else "message"
+    if kind in IGNORED:
+        return None
+    check = _CHECKS.get(kind) if isinstance(kind, str) else None
+    if check is None:
+        raise InvalidRequest(
+            f"{path} is of type {str(kind)[:64]!r}, supported are: {', '.join(sorted(_CHECKS))}", param=f"{path}.type"
+        )
+    return {"type": kind, **check(item, path)}
+
+
+def _message(item: dict[str, Any], path: str) -> Item:
+    role = item.get("role")
+    if role not in ROLES:
+        raise InvalidRequest(
+            f"{path}.role is {str(role)[:64]!r}, allowed are: {', '.join(ROLES)}", param=f"{path}.role"
+        )
+    kind = "output_text" if role == "assistant" else "input_text"
+    content = item.get("content")
+    if isinstance(content, str):
+        content = [{"type": kind, "text": content}]
+    elif isinstance(content, list):
+        content = [_part(part, f"{path}.content[{index}]", kind) for index, part in enumerate(content)]
+    else:
+        raise InvalidRequest(f"{path}.content must be a string or a list of parts", param=f"{path}.content")
+    phase = {"phase": item["phase"]} if item.get("phase") in ("commentary", "final_answer") else {}
+    return {"role": role, "status": "completed", "content": content, **phase}
+
+
+def _part(part: object, path: str, kind: str) -> dict[str, Any]:
+    given = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(part, dict) or given not in TEXT_PARTS:
+        raise InvalidRequest(
+            f"{path} is of type {str(given)[:64]!r}, but only text is supported: {', '.join(TEXT_PARTS)}",
+            param=f"{path}.type",
+        )
+    text = part.get(TEXT_PARTS[given])
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{path}.{TEXT_PARTS[given]} must be a string", param=f"{path}.{TEXT_PARTS[given]}")
+    return {"type": kind, "text": text, **({"annotations": []} if kind == "output_text" else {})}
+
+
+def _function_call(item: dict[str, Any], path: str) -> Item:
+    return {
+        "call_id": _string(item, "call_id", path),
+        "name": _string(item, "name", path),
+        "arguments": _string(item, "arguments", path, may_be_empty=True),
+        "status": "completed",
+        **_namespace(item),
+    }
+
+
+def _custom_tool_call(item: dict[str, Any], path: str) -> Item:
+    return {
+        "call_id": _string(item, "call_id", path),
+        "name": _string(item, "name", path),
+        "input": _string(item, "input", path, may_be_empty=True),
+        "status": "completed",
+        **_namespace(item),
+    }
+
+
+def _local_shell_call(item: dict[str, Any], path: str) -> Item:
+    action = item.get("action")
+    if not isinstance(action, dict) or not isinstance(action.get("command"), list):
+        raise InvalidRequest(f"{path}.action must be an object with a command, a list", param=f"{path}.action")
+    return {"call_id": _string(item, "call_id", path), "action": action, "status": "completed"}
+
+
+def _call_output(item: dict[str, Any], path: str) -> Item:
+    output = item.get("output")
+    if isinstance(output, list):
+        output = [_part(part, f"{path}.output[{index}]", "input_text") for index, part in enumerate(output)]
+    elif not isinstance(output, str):
+        raise InvalidRequest(f"{path}.output must be a string or a list of parts", param=f"{path}.output")
+    # Codex's local_shell_call_output has the call's id in its own.
+    name = "call_id" if "call_id" in item or "id" not in item else "id"
+    return {"call_id": _string(item, name, path), "output": output, "status": "completed"}
+
+
+def _reasoning(item: dict[str, Any], path: str) -> Item:
+    parts: dict[str, Any] = {}
+    for field in ("summary", "content"):
+        given = item.get(field) or []
+        if not isinstance(given, list) or not all(
+            isinstance(part, dict) and isinstance(part.get("text"), str) for part in given
+        ):
+            raise InvalidRequest(f"{path}.{field} must be a list of parts with a text", param=f"{path}.{field}")
+        kind = "summary_text" if field == "summary" else "reasoning_text"
+        parts[field] = [{"type": kind, "text": part["text"]} for part in given]
+    return {**parts, "status": "completed"}
+
+
+def _reference(item: dict[str, Any], path: str) -> Item:
+    return {"id": _string(item, "id", path)}
+
+
+def _string(item: dict[str, Any], field: str, path: str, *, may_be_empty: bool = False) -> str:
+    value = item.get(field)
+    if not isinstance(value, str) or not (value or may_be_empty):
+        raise InvalidRequest(
+            f"{path}.{field} must be a {'' if may_be_empty else 'non-empty '}string", param=f"{path}.{field}"
+        )
+    return value
+
+
+def _namespace(item: dict[str, Any]) -> Item:
+    return {"namespace": item["namespace"]} if isinstance(item.get("namespace"), str) else {}
+
+
+_CHECKS = {
+    "message": _message,
+    "function_call": _function_call,
+    "function_call_output": _call_output,
+    "custom_tool_call": _custom_tool_call,
+    "custom_tool_call_output": _call_output,
+    "local_shell_call": _local_shell_call,
+    "local_shell_call_output": _call_output,
+    "reasoning": _reasoning,
+    "item_reference": _reference,
+}
+
+
+# --- messages ---
+
+
+def _add_message(messages: list[dict[str, Any]], item: Item) -> None:
+    text = _text(item["content"])
+    role = "system" if item["role"] == "developer" else item["role"]  # few templates know the newer name
+    if role == "assistant":
+        _add_to_assistant(messages, item, "content", text)
+    elif role == "system" and len(messages) == 1 and messages[0]["role"] == "system":
+        messages[0]["content"] += "\n\n" + text
+    else:
+        messages.append({"role": role, "content": text})
+
+
+def _add_to_assistant(messages: list[dict[str, Any]], item: Item, field: str, value: Any) -> None:
+    """To the last message if it is the assistant's and can have more: a thought comes before a text, and that before
+    calls."""
+    if not value:
+        return
+    last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+    if last is None or (field != "tool_calls" and (last.get("tool_calls") or last.get("content"))):
+        last = {"role": "assistant", "content": ""}
+        messages.append(last)
+    if field == "tool_calls":
+        last.setdefault("tool_calls", []).extend(value)
+    elif last.get(field):
+        last[field] += "\n" + value
+    else:
+        last[field] = value
+
+
+def _call(item: Item) -> tuple[str, str]:
+    """Name and arguments of a call, as the model has made it."""
+    if item["type"] == "custom_tool_call":
+        return item["name"], json.dumps({"input": item["input"]}, ensure_ascii=False)
+    if item["type"] == "local_shell_call":
+        action = {name: value for name, value in item["action"].items() if name != "type" and value is not None}
+        return "local_shell", json.dumps(action, ensure_ascii=False)
+    return item["name"], item["arguments"]
+
+
+def _thought(item: Item) -> str:
+    return "\n".join(part["text"] for part in item["content"] or item["summary"])
+
+
+def _text(content: str | list[dict[str, Any]]) -> str:
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)

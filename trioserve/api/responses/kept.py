@@ -1,0 +1,183 @@
+"""Responses that were stored, and those that live in the background: GET and DELETE /v1/responses/{id}, its cancelling,
+and the items of its input.
+
+To anybody but its owner a response is not there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import parse_qs
+
+from trioserve.api.request_context import RequestContext
+from trioserve.api.responses.response_object import FINAL, failed_object
+from trioserve.api.responses.stored_responses import KIND, StoredResponse, not_found, read_stored
+from trioserve.api.streams.event_log import split_events
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.store.stored_objects import DeleteObject, StoredObject
+
+__all__ = ["cancel_response", "delete_response", "list_input_items", "read_response"]
+
+PAGE_ITEMS_MAX = 100  # as in OpenAI's API
+PAGE_ITEMS = 20
+
+
+async def read_response(context: RequestContext) -> None:
+    """With `stream=true` its events from the beginning, or behind the one with the number `starting_after`."""
+    response_id, query = _response_id(context), _query(context)
+    if query.get("stream") in ("true", "1"):
+        await _stream(context, response_id, _starting_after(query))
+        return
+    live = context.background.find(response_id, context.owner)
+    if live is not None:
+        await context.respond_json(live.snapshot())
+        return
+    await context.respond_json(_told(read_stored(await _kept(context, response_id))))
+
+
+async def delete_response(context: RequestContext) -> None:
+    """One that lives in the background is ended first."""
+    response_id = _response_id(context)
+    live = context.background.find(response_id, context.owner)
+    if live is not None:
+        live.scope.cancel()
+        await live.done.wait()
+    await _kept(context, response_id)
+    assert context.store is not None
+    await context.store.write(DeleteObject(kind=KIND, id=response_id))
+    await context.respond_json({"id": response_id, "object": "response", "deleted": True})
+
+
+async def cancel_response(context: RequestContext) -> None:
+    """End a background response; one that is over stays as it is. Of others the request itself is what lives: leaving
+    it ends them."""
+    response_id = _response_id(context)
+    live = context.background.find(response_id, context.owner)
+    if live is not None:
+        live.scope.cancel()
+        await live.done.wait()
+        await context.respond_json(live.response)
+        return
+    told = _told(read_stored(await _kept(context, response_id)))
+    if not told["background"]:
+        raise InvalidRequest(
+            f"the response {response_id} was not made with background=true, and only such a response can be cancelled",
+            param="response_id",
+        )
+    await context.respond_json(told)
+
+
+async def list_input_items(context: RequestContext) -> None:
+    """A page of the items of its own input, the last one first unless `order=asc`."""
+    response_id, query = _response_id(context), _query(context)
+    live = context.background.find(response_id, context.owner)
+    if live is not None:
+        items = live.run.planned.input
+    else:
+        items = read_stored(await _kept(context, response_id)).input
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise InvalidRequest(f"order is {order[:40]!r}, allowed are asc and desc", param="order")
+    limit = _number(query, "limit", PAGE_ITEMS, low=1, high=PAGE_ITEMS_MAX)
+    if order == "desc":
+        items = items[::-1]
+    after = query.get("after")
+    if after is not None:
+        places = [index for index, item in enumerate(items) if item["id"] == after]
+        if not places:
+            raise InvalidRequest(f"after is {after[:80]!r}, which is no item of this response's input", param="after")
+        items = items[places[0] + 1 :]
+    page = items[:limit]
+    await context.respond_json(
+        {
+            "object": "list",
+            "data": page,
+            "first_id": page[0]["id"] if page else None,
+            "last_id": page[-1]["id"] if page else None,
+            "has_more": len(items) > limit,
+        }
+    )
+
+
+async def _stream(context: RequestContext, response_id: str, after: int) -> None:
+    live = context.background.find(response_id, context.owner)
+    if live is not None and live.log is not None:
+        if after > live.log.last:
+            raise InvalidRequest(
+                f"starting_after is {after}, but the last event so far is {live.log.last}", param="starting_after"
+            )
+        await context.start_events()
+        await live.log.follow(after, context.exchange.send)
+        await context.finish()
+        return
+    kept = None if live is not None else await _kept(context, response_id)
+    if kept is None or not kept.blob_bytes:
+        raise InvalidRequest(
+            f"the response {response_id} has no events to be read: only one that was made with background=true and "
+            "stream=true has",
+            param="stream",
+        )
+    events = await _kept_events(context, kept)
+    if after >= len(events):
+        raise InvalidRequest(
+            f"starting_after is {after}, but the last event is {len(events) - 1}", param="starting_after"
+        )
+    await context.start_events()
+    for begin in range(after + 1, len(events), EVENTS_OF_A_WRITE):
+        await context.exchange.send(b"".join(events[begin : begin + EVENTS_OF_A_WRITE]))
+    await context.finish()
+
+
+EVENTS_OF_A_WRITE = 64
+
+
+async def _kept_events(context: RequestContext, kept: StoredObject) -> list[bytes]:
+    assert context.store is not None
+    pieces: list[bytes] = []
+    offset = 0
+    while offset < kept.blob_bytes:
+        piece = await context.store.read_blob(KIND, kept.id, owner=context.owner, offset=offset)
+        if not piece:
+            raise not_found(kept.id)  # deleted meanwhile
+        pieces.append(piece)
+        offset += len(piece)
+    return split_events(b"".join(pieces))
+
+
+async def _kept(context: RequestContext, response_id: str) -> StoredObject:
+    """Raises Refusal (404)."""
+    kept = None if context.store is None else await context.store.get(KIND, response_id, owner=context.owner)
+    if kept is None:
+        raise not_found(response_id)
+    return kept
+
+
+def _told(stored: StoredResponse) -> dict[str, Any]:
+    """Whoever calls this knows that nobody works on it."""
+    return stored.response if stored.response["status"] in FINAL else failed_object(stored.response)
+
+
+def _response_id(context: RequestContext) -> str:
+    return context.exchange.path.split("/")[3]
+
+
+def _query(context: RequestContext) -> dict[str, str]:
+    """The last value counts of each."""
+    try:
+        values = parse_qs(context.exchange.query, keep_blank_values=True, max_num_fields=64)
+    except ValueError:
+        raise InvalidRequest("the query has more than 64 fields") from None
+    return {name: given[-1] for name, given in values.items()}
+
+
+def _starting_after(query: dict[str, str]) -> int:
+    return _number(query, "starting_after", -1, low=0, high=2**53)
+
+
+def _number(query: dict[str, str], name: str, default: int, *, low: int, high: int) -> int:
+    text = query.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) <= 16 and low <= int(text) <= high):
+        raise InvalidRequest(f"{name} is {text[:40]!r}, allowed is a number from {low} to {high}", param=name)
+    return int(text)

@@ -1,0 +1,121 @@
+"""From a body to a response that can be begun: what can be wrong with it is told here, and nothing is held."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from trioserve.api.deadline_fields import deadlines_of
+from trioserve.api.responses.input_items import checked_items, messages_of
+from trioserve.api.responses.items import Item, with_ids
+from trioserve.api.responses.request_types import (
+    InputTokensBody,
+    PromptBody,
+    ReasoningOptions,
+    ResponsesBody,
+    TextFormat,
+)
+from trioserve.api.responses.response_object import ResponseHead
+from trioserve.api.responses.stored_responses import Loaded, items_before, resolve_references
+from trioserve.api.responses.tools import Tools, parse_tools
+from trioserve.api.turn.messages import check_shape
+from trioserve.api.turn.turn_request import Reasoning, TurnRequest
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.structured_output import FormKind, StructuredOutput
+
+if TYPE_CHECKING:
+    from trioserve.api.request_context import RequestContext
+
+__all__ = ["PlannedResponse", "plan_prompt", "plan_response"]
+
+FORMAT_NAME_CHARACTERS_MAX = 64  # as in OpenAI's API
+
+
+class PlannedResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """input: the body's own items, with ids, as they are stored and listed."""
+
+    head: ResponseHead
+    turn: TurnRequest
+    input: list[Item]
+
+
+async def plan_response(context: RequestContext, body: ResponsesBody, response: str) -> PlannedResponse:
+    """response: the id that it gets. Raises InvalidRequest and UnknownModel, and Refusal (404) for what it goes on
+    from."""
+    model = context.model_name(body.model)
+    body.check()
+    sampling = body.sampling(context.engine.default_sampling)
+    own, tools, turn = await _plan(context, body, sampling)
+    turn = msgspec.structs.replace(
+        turn,
+        structured=structured_output(body.text.format if body.text is not None else None),
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+        deadlines=deadlines_of(body, context.exchange.headers),
+    )
+    head = ResponseHead(
+        id=response,
+        created_at=context.clock_and_ids.unix_seconds(),
+        model=model,
+        body=body,
+        tools=tools,
+        sampling=sampling,
+        stores=body.stores and context.store is not None,
+    )
+    return PlannedResponse(head=head, turn=turn, input=with_ids(own, response))
+
+
+async def plan_prompt(context: RequestContext, body: InputTokensBody) -> TurnRequest:
+    """The turn whose prompt is to be counted. Raises the same."""
+    context.model_name(body.model)
+    body.check()
+    return (await _plan(context, body, context.engine.default_sampling))[2]
+
+
+async def _plan(
+    context: RequestContext, body: PromptBody, sampling: SamplingParams
+) -> tuple[list[Item], Tools, TurnRequest]:
+    loaded: Loaded = {}
+    tools = parse_tools(body.tools, body.tool_choice)
+    check_shape(body.chat_template_kwargs, "chat_template_kwargs")
+    own = checked_items(body.input)
+    before: list[Item] = []
+    if body.previous_response_id is not None:
+        before = await items_before(context.store, context.owner, body.previous_response_id, loaded)
+    own = await resolve_references(context.store, context.owner, own, loaded)
+    messages = messages_of([*before, *own], body.instructions)
+    if not messages:
+        raise InvalidRequest("there is no input: send a text, or one item at least", param="input")
+    turn = TurnRequest(
+        messages=messages,
+        sampling=sampling,
+        tools=tools.as_functions(),
+        tool_choice=tools.choice,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        reasoning=_reasoning(body.reasoning),
+        template_arguments=body.chat_template_kwargs or {},
+    )
+    return own, tools, turn
+
+
+def _reasoning(asked: ReasoningOptions | None) -> Reasoning:
+    return Reasoning() if asked is None else Reasoning(effort=asked.effort)
+
+
+def structured_output(form: TextFormat | None) -> StructuredOutput | None:
+    """None for free text. Raises InvalidRequest."""
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object":
+        return StructuredOutput(kind=FormKind.JSON_OBJECT)
+    if form.schema is None:
+        raise InvalidRequest("text.format.schema is missing: json_schema needs one", param="text.format.schema")
+    if form.name is not None and not 1 <= len(form.name) <= FORMAT_NAME_CHARACTERS_MAX:
+        raise InvalidRequest(
+            f"text.format.name has {len(form.name)} characters, allowed are 1 to {FORMAT_NAME_CHARACTERS_MAX}",
+            param="text.format.name",
+        )
+    check_shape(form.schema, "text.format.schema")
+    return StructuredOutput(kind=FormKind.JSON_SCHEMA, source=msgspec.json.encode(form.schema).decode())

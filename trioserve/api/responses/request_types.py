@@ -1,0 +1,231 @@
+"""The bodies of the Responses API: OpenAI's fields, and those of vLLM's that concern the engine. Like everywhere,
+`None` means "not given", and fields that are not named here are ignored."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from trioserve.api.openai.request_types import Int32, check_cache_salt
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.kv_transfer_params import KVTransferParams
+from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
+from trioserve.contracts.sampling import SAMPLING_RANGES, SamplingParams
+
+__all__ = ["RESPONSES_REFUSED", "InputTokensBody", "ReasoningOptions", "ResponsesBody", "TextFormat", "TextOptions"]
+
+METADATA_PAIRS_MAX = 16  # these three as in OpenAI's API
+METADATA_KEY_CHARACTERS_MAX = 64
+METADATA_VALUE_CHARACTERS_MAX = 512
+NAME_CHARACTERS_MAX = 512  # of what is told back and means nothing here
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Summary = Literal["auto", "concise", "detailed"]
+
+
+class TextFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """schema and name: of json_schema only."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True):
+    effort: Effort | None = None
+    summary: Summary | None = None
+    generate_summary: Summary | None = None  # the old name of the same
+
+    @property
+    def wants_summary(self) -> bool:
+        return (self.summary or self.generate_summary) is not None
+
+
+class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
+    include_obfuscation: bool | None = None
+
+
+class PromptBody(msgspec.Struct, frozen=True, kw_only=True):
+    """What makes up the prompt, and so what there is to count tokens of."""
+
+    model: str
+    input: str | list[dict[str, Any]] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
+    text: TextOptions | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    conversation: Any = None
+    prompt: Any = None
+    context_management: Any = None
+
+    def check(self) -> None:
+        """Raises InvalidRequest for what no type can say."""
+        for field, reason in RESPONSES_REFUSED.items():
+            if getattr(self, field, None) not in (None, False, "", [], {}):
+                raise InvalidRequest(f"{field} is not supported: {reason}", param=field)
+
+
+class InputTokensBody(PromptBody, frozen=True, kw_only=True):
+    pass
+
+
+class ResponsesBody(PromptBody, frozen=True, kw_only=True):
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    store: bool | None = None
+    background: bool | None = None
+    max_output_tokens: Int32 | None = None
+    max_tool_calls: Int32 | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: Int32 | None = None
+    include: list[str] | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    service_tier: str | None = None
+    # the engine's own, as in the other APIs
+    top_k: Int32 | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[Int32, float] | None = None
+    priority: Int32 | None = None
+    cache_salt: str | None = None
+    queue_timeout: float | None = None
+    ttft_timeout: float | None = None
+    timeout: float | None = None
+    moderation: Any = None
+
+    @property
+    def kv_transfer_params(self) -> KVTransferParams | None:
+        return None
+
+    @property
+    def stores(self) -> bool:
+        """As in OpenAI's API a response is kept unless its client says no."""
+        return self.store is not False
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
+
+    def check(self) -> None:
+        """Raises InvalidRequest for what no type can say."""
+        PromptBody.check(self)
+        self._check_numbers()
+        self._check_metadata()
+        if self.background and not self.stores:
+            raise InvalidRequest(
+                "background is true and store is false: a background response is read later, so it has to be stored",
+                param="store",
+            )
+        for entry in self.include or ():
+            if entry not in INCLUDABLE:
+                raise InvalidRequest(
+                    f"include holds {entry[:64]!r}, allowed are: {', '.join(sorted(INCLUDABLE))}", param="include"
+                )
+        for field in ("user", "safety_identifier", "prompt_cache_key", "service_tier", "prompt_cache_retention"):
+            value = getattr(self, field)
+            if value is not None and len(value) > NAME_CHARACTERS_MAX:
+                raise InvalidRequest(
+                    f"{field} has {len(value)} characters, allowed are up to {NAME_CHARACTERS_MAX}", param=field
+                )
+        check_cache_salt(self.cache_salt)
+
+    def _check_numbers(self) -> None:
+        for field in ("max_output_tokens", "max_tool_calls"):
+            value = getattr(self, field)
+            if value is not None and value < 1:
+                raise InvalidRequest(f"{field} is {value}, allowed is 1 or more", param=field)
+        allowed = SAMPLING_RANGES["logprobs"]
+        if self.top_logprobs is not None and not allowed.holds(self.top_logprobs):
+            raise InvalidRequest(f"top_logprobs is {self.top_logprobs}, allowed is {allowed}", param="top_logprobs")
+        if self.seed is not None and self.seed.bit_length() > 64:
+            raise InvalidRequest("seed has more than 64 bits", param="seed")
+        if self.priority is not None and not PRIORITY_MIN <= self.priority <= PRIORITY_MAX:
+            raise InvalidRequest(
+                f"priority is {self.priority}, allowed is {PRIORITY_MIN} to {PRIORITY_MAX}", param="priority"
+            )
+
+    def _check_metadata(self) -> None:
+        metadata = self.metadata or {}
+        if len(metadata) > METADATA_PAIRS_MAX:
+            raise InvalidRequest(
+                f"metadata has {len(metadata)} pairs, allowed are up to {METADATA_PAIRS_MAX}", param="metadata"
+            )
+        for key, value in metadata.items():
+            if len(key) > METADATA_KEY_CHARACTERS_MAX or len(value) > METADATA_VALUE_CHARACTERS_MAX:
+                raise InvalidRequest(
+                    f"metadata has a key of {len(key)} characters with a value of {len(value)}, allowed are up to "
+                    f"{METADATA_KEY_CHARACTERS_MAX} and {METADATA_VALUE_CHARACTERS_MAX}",
+                    param="metadata",
+                )
+
+    def sampling(self, defaults: SamplingParams) -> SamplingParams:
+        """The server's defaults with this body's fields. Raises InvalidRequest."""
+        fields: dict[str, Any] = {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        if self.max_output_tokens is not None:
+            fields["max_tokens"] = self.max_output_tokens
+        if self.stop is not None:
+            fields["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if self.wants_logprobs:
+            fields["logprobs"] = self.top_logprobs or 0
+        return msgspec.structs.replace(defaults, **fields)
+
+
+SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "ignore_eos",
+    "logit_bias",
+)
+"""Fields that have the same name and type in a body and in SamplingParams."""
+
+LOGPROBS = "message.output_text.logprobs"
+INCLUDABLE = frozenset(
+    {
+        LOGPROBS,
+        # Of tools that are not here, and so never in a response; thoughts are sent as they are, and never encrypted.
+        "reasoning.encrypted_content",
+        "file_search_call.results",
+        "web_search_call.results",
+        "web_search_call.action.sources",
+        "message.input_image.image_url",
+        "computer_call_output.output.image_url",
+        "code_interpreter_call.outputs",
+    }
+)
+
+RESPONSES_REFUSED = {
+    "conversation": "there are no conversations here, go on with previous_response_id",
+    "prompt": "there are no prompt templates here, send instructions and input",
+    "context_management": "nothing is left out of a context here, shorten the input",
+    "moderation": "there is no moderation here",
+}
+"""Fields whose silent loss would change the response, and what to do instead."""

@@ -1,0 +1,118 @@
+"""The response object itself: what was asked, told back, and what has become of it so far."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from trioserve.api.generation import Usage
+from trioserve.api.responses.items import Item
+from trioserve.api.responses.request_types import ResponsesBody
+from trioserve.api.responses.tools import Tools
+from trioserve.contracts.sampling import SamplingParams
+
+__all__ = ["FINAL", "ResponseHead", "failed_object", "response_error", "usage_object"]
+
+FINAL = frozenset({"completed", "incomplete", "failed", "cancelled"})
+"""Statuses in which a response stays."""
+
+LOST = "the server stopped before this response was complete: ask again"
+
+
+class ResponseHead(msgspec.Struct, frozen=True, kw_only=True):
+    """What stays the same of one response. stores: whether it will be kept."""
+
+    id: str
+    created_at: int
+    model: str
+    body: ResponsesBody
+    tools: Tools
+    sampling: SamplingParams
+    stores: bool
+
+    def object(
+        self,
+        status: str,
+        *,
+        output: list[Item],
+        usage: dict[str, object] | None = None,
+        completed_at: int | None = None,
+        incomplete_reason: str | None = None,
+        error: dict[str, str] | None = None,
+    ) -> dict[str, Any]:
+        """The response object of this moment."""
+        body, sampling = self.body, self.sampling
+        text = body.text
+        form: dict[str, object] = {"type": "text"}
+        if text is not None and text.format is not None:
+            form = {"type": text.format.type}
+            if text.format.type == "json_schema":
+                form |= {
+                    "name": text.format.name,
+                    "description": text.format.description,
+                    "schema": text.format.schema,
+                    "strict": bool(text.format.strict),
+                }
+        reasoning = body.reasoning
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created_at,
+            "completed_at": completed_at,
+            "status": status,
+            "background": bool(body.background),
+            "error": error,
+            "incomplete_details": None if incomplete_reason is None else {"reason": incomplete_reason},
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": body.max_tool_calls,
+            "model": self.model,
+            "output": output,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "prompt_cache_key": body.prompt_cache_key,
+            "reasoning": {
+                "effort": None if reasoning is None else reasoning.effort,
+                "summary": None if reasoning is None else reasoning.summary or reasoning.generate_summary,
+            },
+            "safety_identifier": body.safety_identifier,
+            "service_tier": "default",
+            "store": self.stores,
+            "temperature": sampling.temperature,
+            "text": {"format": form, "verbosity": "medium" if text is None else text.verbosity or "medium"},
+            "tool_choice": self.tools.choice_told,
+            "tools": self.tools.told,
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": sampling.top_p,
+            "presence_penalty": sampling.presence_penalty,
+            "frequency_penalty": sampling.frequency_penalty,
+            "truncation": body.truncation or "disabled",
+            "usage": usage,
+            "user": body.user,
+            "metadata": body.metadata or {},
+        }
+
+
+def usage_object(usage: Usage) -> dict[str, object]:
+    details = usage.completion_tokens_details
+    reasoning_tokens = 0 if details is msgspec.UNSET else details.reasoning_tokens
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {
+            "cached_tokens": usage.prompt_tokens_details.cached_tokens,
+            "cache_write_tokens": 0,  # nothing is charged for it here
+        },
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
+        "total_tokens": usage.total_tokens,
+    }
+
+
+def response_error(message: str, code: str = "server_error") -> dict[str, str]:
+    return {"code": code, "message": message}
+
+
+def failed_object(stored: dict[str, Any]) -> dict[str, Any]:
+    """A response that nobody works on any more, though it was never finished: what a restart leaves."""
+    return {**stored, "status": "failed", "error": response_error(LOST)}

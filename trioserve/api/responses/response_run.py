@@ -1,0 +1,81 @@
+"""One response while it is made: a turn of the engine and the events that come of it. Who sends them is decided by who
+runs it: the request that asked, or the background."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from trioserve.api.error_responses import ErrorResponse, error_response
+from trioserve.api.generation import KeepAlive
+from trioserve.api.openai.logprobs import chat_logprobs
+from trioserve.api.responses.events import Event, ResponseEvents
+from trioserve.api.responses.plan import PlannedResponse
+from trioserve.api.responses.stored_responses import StoredResponse
+from trioserve.api.turn.chat_turn import ChatTurn, chat_turn
+from trioserve.contracts.output import Delta
+from trioserve.text.response_parts import ResponsePart
+
+if TYPE_CHECKING:
+    from trioserve.api.request_context import RequestContext
+
+__all__ = ["ResponseRun"]
+
+Ended = tuple[list[Event], dict[str, Any]]
+"""The last events, and the whole response."""
+
+
+class ResponseRun:
+    """turn: to be entered by whoever runs it. Raises InvalidRequest for what the caller may not ask for."""
+
+    def __init__(self, context: RequestContext, planned: PlannedResponse) -> None:
+        self.planned = planned
+        self.turn: ChatTurn = chat_turn(context, planned.turn)
+        self._clock = context.clock_and_ids
+        tokenizer = context.engine.tokenizer
+
+        def logprobs_of(delta: Delta) -> list[dict[str, object]]:
+            content: Any = chat_logprobs(tokenizer, delta.logprobs or ())["content"]
+            return content  # type: ignore[no-any-return]  # its shape is in chat_logprobs
+
+        self.events = ResponseEvents(
+            planned.head, logprobs_of=logprobs_of if planned.head.body.wants_logprobs else None
+        )
+
+    async def read(
+        self, send: Callable[[list[Event]], Awaitable[None]] | None, *, keep_alive: KeepAlive | None = None
+    ) -> None:
+        """To the end of the turn, which is entered. send: gets the events of each piece, if there are some; None:
+        nobody wants them. Raises what ChatTurn.read raises."""
+
+        async def take(_: int, parts: list[ResponsePart], delta: Delta) -> None:
+            events = self.events.take(parts, delta)
+            if events and send is not None:
+                await send(events)
+
+        await self.turn.read(take, keep_alive=keep_alive)
+
+    def complete(self) -> Ended:
+        return self.events.complete(self.turn.choices[0].finish_reason, self.turn.usage(), self._clock.unix_seconds())
+
+    def fail(self, error: Exception | ErrorResponse) -> Ended:
+        """For what broke it off."""
+        told = error if isinstance(error, ErrorResponse) else error_response(error)
+        return self.events.fail(told.message, _code(told), usage=self.turn.usage())
+
+    def cancel(self) -> Ended:
+        return self.events.cancel(usage=self.turn.usage())
+
+    def snapshot(self) -> dict[str, Any]:
+        """The response of this moment."""
+        return self.planned.head.object(self.events.status, output=self.events.output)
+
+    def stored(self, response: dict[str, Any]) -> StoredResponse:
+        return StoredResponse(response=response, input=self.planned.input)
+
+
+def _code(error: ErrorResponse) -> str:
+    """OpenAI's clients know few codes; ours say more."""
+    if error.status == 429:
+        return "rate_limit_exceeded"
+    return error.code or ("invalid_prompt" if error.status < 500 else "server_error")

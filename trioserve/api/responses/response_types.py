@@ -1,0 +1,252 @@
+"""What the Responses API gives, as types: for its description, and for whoever checks responses against it. Responses
+are not made of these (see events.py); that both agree is what tests show."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+__all__ = [
+    "DeletedResponse",
+    "InputTokens",
+    "ResponseEvent",
+    "ResponseItems",
+    "ResponseObject",
+]
+
+
+class Described(msgspec.Struct, forbid_unknown_fields=True):
+    """What all have in common: no field that is not described."""
+
+
+# --- items ---
+
+
+class ResponseTopLogprob(Described):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ResponseLogprob(Described):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[ResponseTopLogprob]
+
+
+class OutputTextPart(Described, tag_field="type", tag="output_text"):
+    text: str
+    annotations: list[Any]
+    logprobs: list[ResponseLogprob] | UnsetType = UNSET
+
+
+class InputTextPart(Described, tag_field="type", tag="input_text"):
+    text: str
+
+
+class ReasoningTextPart(Described, tag_field="type", tag="reasoning_text"):
+    text: str
+
+
+class SummaryTextPart(Described, tag_field="type", tag="summary_text"):
+    text: str
+
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+class MessageItem(Described, tag_field="type", tag="message"):
+    id: str
+    role: Literal["user", "assistant", "system", "developer"]
+    status: ItemStatus
+    content: list[OutputTextPart | InputTextPart]
+    phase: Literal["commentary", "final_answer"] | UnsetType = UNSET
+
+
+class ReasoningItem(Described, tag_field="type", tag="reasoning"):
+    id: str
+    status: ItemStatus
+    summary: list[SummaryTextPart]
+    content: list[ReasoningTextPart]
+
+
+class FunctionCallItem(Described, tag_field="type", tag="function_call"):
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: ItemStatus
+    namespace: str | UnsetType = UNSET
+
+
+class CustomToolCallItem(Described, tag_field="type", tag="custom_tool_call"):
+    id: str
+    call_id: str
+    name: str
+    input: str
+    status: ItemStatus
+    namespace: str | UnsetType = UNSET
+
+
+class LocalShellCallItem(Described, tag_field="type", tag="local_shell_call"):
+    id: str
+    call_id: str
+    action: dict[str, Any]
+    status: ItemStatus
+
+
+class FunctionCallOutputItem(Described, tag_field="type", tag="function_call_output"):
+    id: str
+    call_id: str
+    output: str | list[InputTextPart]
+    status: ItemStatus
+
+
+class CustomToolCallOutputItem(Described, tag_field="type", tag="custom_tool_call_output"):
+    id: str
+    call_id: str
+    output: str | list[InputTextPart]
+    status: ItemStatus
+
+
+class LocalShellCallOutputItem(Described, tag_field="type", tag="local_shell_call_output"):
+    id: str
+    call_id: str
+    output: str | list[InputTextPart]
+    status: ItemStatus
+
+
+OutputItem = MessageItem | ReasoningItem | FunctionCallItem | CustomToolCallItem | LocalShellCallItem
+InputItem = OutputItem | FunctionCallOutputItem | CustomToolCallOutputItem | LocalShellCallOutputItem
+
+
+class ResponseItems(Described):
+    """A page of a list."""
+
+    object: Literal["list"]
+    data: list[InputItem]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+# --- the response ---
+
+
+class ResponseInputDetails(Described):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class ResponseOutputDetails(Described):
+    reasoning_tokens: int
+
+
+class ResponseUsage(Described):
+    input_tokens: int
+    input_tokens_details: ResponseInputDetails
+    output_tokens: int
+    output_tokens_details: ResponseOutputDetails
+    total_tokens: int
+
+
+class ResponseErrorDetail(Described):
+    code: str
+    message: str
+
+
+class IncompleteDetails(Described):
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseReasoning(Described):
+    effort: str | None
+    summary: str | None
+
+
+class ResponseObject(Described):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    background: bool
+    error: ResponseErrorDetail | None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    model: str
+    output: list[OutputItem]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    reasoning: ResponseReasoning
+    safety_identifier: str | None
+    service_tier: str
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    truncation: Literal["auto", "disabled"]
+    usage: ResponseUsage | None
+    user: str | None
+    metadata: dict[str, str]
+
+
+class DeletedResponse(Described):
+    id: str
+    object: Literal["response"]
+    deleted: bool
+
+
+class InputTokens(Described):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
+class ResponseEvent(msgspec.Struct):
+    """What every event has; the rest depends on its type, as in OpenAI's API. `response` is there in those of the whole
+    response, `item` in those of an item's beginning and end."""
+
+    type: Literal[
+        "response.created",
+        "response.queued",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.output_item.done",
+        "response.content_part.added",
+        "response.content_part.done",
+        "response.output_text.delta",
+        "response.output_text.done",
+        "response.reasoning_text.delta",
+        "response.reasoning_text.done",
+        "response.reasoning_summary_part.added",
+        "response.reasoning_summary_part.done",
+        "response.reasoning_summary_text.delta",
+        "response.reasoning_summary_text.done",
+        "response.function_call_arguments.delta",
+        "response.function_call_arguments.done",
+        "response.custom_tool_call_input.delta",
+        "response.custom_tool_call_input.done",
+        "response.completed",
+        "response.incomplete",
+        "response.failed",
+    ]
+    sequence_number: int
+    response: ResponseObject | UnsetType = UNSET
+    item: OutputItem | UnsetType = UNSET
+    item_id: str | UnsetType = UNSET
+    output_index: int | UnsetType = UNSET
+    content_index: int | UnsetType = UNSET
+    summary_index: int | UnsetType = UNSET
+    delta: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
