@@ -28,6 +28,7 @@ from trioserve.engine.guide_metrics import show_masks
 from trioserve.engine.kv_events import EVENTS_MAX
 from trioserve.engine.launched_steps import LaunchedSteps
 from trioserve.engine.mask_thread import MaskThread
+from trioserve.engine.model_description import PooledModel
 from trioserve.metrics.registry import Metrics
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.default_model import DOWNLOAD_THREAD, resolve_model
@@ -231,6 +232,10 @@ async def open_configured_engine(
                         vocab_size=checkpoint.config.vocab_size,
                         eos_token_ids=checkpoint.config.eos_token_ids,
                         created_at=int(time.time()),
+                        pooled=PooledModel(
+                            embedding_size=checkpoint.config.hidden_size,
+                            whole_tokens_max=core.settings.whole_tokens_max,
+                        ),
                     ),
                     core=core,
                     steps=_steps(runner, compute, overlap_steps=core.settings.overlap_steps),

@@ -201,6 +201,17 @@ async def test_logprobs_and_token_ids_go_with_calls(make_api: Any) -> None:
         assert streamed == whole["token_ids"]
 
 
+async def test_tools_are_part_of_the_prompt_and_tokenize_counts_the_same(make_api: Any) -> None:
+    """The byte tokenizer's chat template has no place for tools, as many have none."""
+    async with opened(make_api, "Hello!") as (api, _):
+        chat = (await ask(api)).json()["usage"]["prompt_tokens"]
+        assert (await ask(api, tool_choice="none")).json()["usage"]["prompt_tokens"] < chat
+        body = {"messages": [USER], "tools": [WEATHER, CLOCK]}
+        shown = (await api.context("POST", "/tokenize", body)).json()
+        assert shown["count"] == chat
+        assert "Weather of a city." in bytes(shown["tokens"]).decode()
+
+
 # --- the old functions ---
 
 

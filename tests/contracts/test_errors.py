@@ -22,6 +22,9 @@ TREE = """
             StepOverdue
         QueueWaitOver
         RequestAborted
+        DeadlinePassed
+        StoreFull
+        StoreFault
         EndpointLost
         RequestFailed
         EngineFault

@@ -90,7 +90,9 @@ class Checkpoint:
     gguf_metadata = None
     tokenizer_directory = Path("nowhere")
     sampling_defaults: ClassVar[dict[str, float]] = {"temperature": 0.5}
-    config = types.SimpleNamespace(vocab_size=BYTE_VOCAB_SIZE, eos_token_ids=(END_TOKEN_ID,), context_tokens_max=128)
+    config = types.SimpleNamespace(
+        vocab_size=BYTE_VOCAB_SIZE, eos_token_ids=(END_TOKEN_ID,), context_tokens_max=128, hidden_size=8
+    )
 
 
 @pytest.fixture

@@ -248,3 +248,28 @@ async def test_stop_tokens_of_the_request_may_come_where_the_form_may_end():
     async with open_fake_engine(next_token=lambda tokens: 122 if len(tokens) > 6 else 97) as engine:
         text, reason = await said(engine, StructuredOutput.regex("a+"), stop_token_ids=(122,))
     assert (set(text), reason) == ({"a"}, FinishReason.STOP)
+
+
+YES_BEHIND_THOUGHT = {
+    "structured": StructuredOutput.choice(["yes", "no"], free_until="</t>"),
+    "thinking": Thinking(begin="<t>", end="</t>", tokens_max=4),
+}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says", "expected"),
+    [
+        ("say", "<t>ab</t>oh", "<t>ab</t>(yes|no)"),  # it thinks
+        ("say", "<t>abcdefgh", "<t>abcd</t>(yes|no)"),  # too long
+        ("say", "oh", "(yes|no)"),  # it does not
+        ("say<t>", "ab</t>oh", "ab</t>(yes|no)"),  # the prompt has begun the thought
+        ("say<t>\n", "abcdefgh", "abcd</t>(yes|no)"),
+        ("say<t></t>\n", "oh", "(yes|no)"),  # and has ended it
+    ],
+)
+@pytest.mark.parametrize("more", [{}, {"logprobs": 0}])
+async def test_a_form_stands_behind_a_thought_or_there_is_none(prompt, says, expected, more):
+    async with open_fake_engine(response=says) as engine:
+        text, reason = await said(engine, prompt=prompt, **YES_BEHIND_THOUGHT, **more)
+    assert re.fullmatch(expected, text), text
+    assert reason is FinishReason.STOP

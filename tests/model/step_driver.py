@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from trioserve.contracts.pooling import Pooling
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import ScheduledChunk, StepPlan, StepResult
@@ -79,14 +80,16 @@ class StepDriver:
         *,
         seed: int = 0,
         stop_token_ids: Sequence[int] = (),
+        pooling: Pooling | None = None,
     ) -> None:
         self._requests[name] = EngineRequest(
             id=name,
             prompt_token_ids=tuple(prompt),
             sampling=sampling,
-            output_tokens_max=1000,
+            output_tokens_max=1000 if pooling is None else 0,
             stop_token_ids=frozenset(stop_token_ids),
             seed=seed,
+            pooling=pooling,
         )
         self.tokens[name] = list(prompt)
         self._tables[name] = []
@@ -144,6 +147,11 @@ class StepDriver:
         if token is not None:
             self.tokens[name].append(token)
 
+    def skip(self, name: str, count: int) -> None:
+        """As if so many tokens of the request were computed: its blocks hold what they do."""
+        self.chunk(name, count)
+        self._computed[name] += count
+
     def left(self, name: str) -> int:
         return len(self.tokens[name]) - self._computed[name]
 
@@ -162,6 +170,7 @@ class StepDriver:
             table.append(self._free.pop())
         tokens, awaits_token = self.tokens[name], start == len(self.tokens[name])
         samples = awaits_token or start + count == len(tokens)
+        samples = samples and self._requests[name].pooling is None
         return ScheduledChunk(
             self._requests[name], tokens, start, count, table, samples, tuple(draft), awaits_token=awaits_token
         )

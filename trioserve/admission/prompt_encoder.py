@@ -14,6 +14,7 @@ from trioserve.contracts.errors import ContextTooLong, InvalidRequest
 from trioserve.contracts.pooling import TextPair
 from trioserve.contracts.prompt import ChatPrompt, Prompt
 from trioserve.text.chat_template import ChatTemplate
+from trioserve.text.response_families import COMMON_TOOL_FAMILY
 from trioserve.text.tokenizer import Cut, EncodedInput, Tokenizer
 
 __all__ = ["PromptEncoder"]
@@ -33,13 +34,22 @@ class PromptEncoder:
     """texts: where long ones are worked on. context_tokens_max: a prompt that is certain to have more tokens is refused
     before it is tokenized. One that may fit is encoded and counted, and whoever runs it compares: so a text's tokens
     can be counted here up to a length of context_tokens_max times the longest token, and a text that does fit is never
-    refused."""
+    refused. tool_family: how tools and calls are written where the chat template has no place for them."""
 
-    def __init__(self, tokenizer: Tokenizer, texts: TextRunner, *, vocab_size: int, context_tokens_max: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        texts: TextRunner,
+        *,
+        vocab_size: int,
+        context_tokens_max: int,
+        tool_family: str | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self._texts = texts
         self._vocab_size = vocab_size
         self._context_tokens_max = context_tokens_max
+        self._tool_family = tool_family or COMMON_TOOL_FAMILY
 
     async def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt. Raises InvalidRequest, ContextTooLong; a cancelled caller leaves at once."""
@@ -123,7 +133,9 @@ class PromptEncoder:
                 param="messages",
             )
         # The template writes the special tokens itself, and may leave out what the messages hold: only its text counts.
-        return self._encode_text(template.render(prompt), add_special_tokens=False, param="messages")
+        return self._encode_text(
+            template.render(prompt, tool_family=self._tool_family), add_special_tokens=False, param="messages"
+        )
 
     def _encode_text(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
         self._check_length(text, param=param)

@@ -11,6 +11,8 @@ import msgspec
 from trioserve.api.anthropic.descriptions import OPERATIONS as ANTHROPIC_OPERATIONS
 from trioserve.api.deadline_fields import HEADERS as DEADLINE_HEADERS
 from trioserve.api.described_operation import DescribedOperation
+from trioserve.api.embeddings.descriptions import OPERATIONS as EMBEDDINGS_OPERATIONS
+from trioserve.api.embeddings.request_types import PooledBody
 from trioserve.api.openai.descriptions import OPERATIONS as OPENAI_OPERATIONS
 from trioserve.api.openai.request_types import REFUSED
 from trioserve.api.operations.health import VERSION
@@ -23,8 +25,10 @@ if TYPE_CHECKING:
 
 __all__ = ["OPERATIONS", "openapi_document"]
 
-OPERATIONS = OPENAI_OPERATIONS | ANTHROPIC_OPERATIONS | RESPONSES_OPERATIONS
+OPERATIONS = OPENAI_OPERATIONS | ANTHROPIC_OPERATIONS | EMBEDDINGS_OPERATIONS | RESPONSES_OPERATIONS
 REF = "#/components/schemas/{name}"
+TAKEN_BY_SOME = ("truncate_prompt_tokens",)
+"""Of the fields that are refused elsewhere, those that bodies of what is pooled may have."""
 
 
 STATUSES = {
@@ -167,9 +171,10 @@ def _components() -> dict[str, Any]:
             if isinstance(kind, type):
                 used[kind.__name__] = kind
     _, components = msgspec.json.schema_components(used.values(), ref_template=REF)
-    for schema in components.values():
+    for name, schema in components.items():
+        taken = TAKEN_BY_SOME if issubclass(used.get(name, object), PooledBody) else ()
         for field, reason in REFUSED.items():
-            if field in schema.get("properties", ()):
+            if field in schema.get("properties", ()) and field not in taken:
                 schema["properties"][field] = {"type": "null", "description": f"not supported: {reason}"}
     for described in OPERATIONS.values():
         if described.body is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
@@ -12,14 +13,18 @@ from trioserve.api.responder import Responder
 from trioserve.api.sse import KEEP_ALIVE
 from trioserve.contracts.errors import UnknownModel
 from trioserve.http.clock_and_ids import ClockAndIds
+from trioserve.text.tokenizer import Cut
 
 if TYPE_CHECKING:
+    from trioserve.api.embeddings.request_types import PooledBody
     from trioserve.api.responses.background import BackgroundResponses
     from trioserve.contracts.deadlines import Deadlines
     from trioserve.contracts.kv_transfer_params import KVTransferParams
+    from trioserve.contracts.pooling import PoolingParams, TextPair
     from trioserve.contracts.prompt import Prompt
     from trioserve.contracts.sampling import SamplingParams
     from trioserve.engine.engine import Engine
+    from trioserve.engine.pooled_stream import PooledStream
     from trioserve.engine.request_stream import RequestStream
     from trioserve.http.exchange import Exchange
     from trioserve.store.store import Store
@@ -107,6 +112,41 @@ class RequestContext(Responder):
             owner=self.owner,
             tenant=self.caller.tenant(tenant),
             kv_transfer=body.kv_transfer_params,
+        )
+        self.streams.append(stream)
+        return stream
+
+    def embed(
+        self,
+        inputs: Sequence[Prompt | TextPair],
+        params: PoolingParams,
+        body: PooledBody,
+        deadlines: Deadlines,
+        *,
+        name_of: Callable[[int], str],
+        add_special_tokens: bool = True,
+    ) -> PooledStream:
+        """The same for what is pooled."""
+        tenant = self.exchange.headers.get(self._tenant_header)
+        self.caller.check_priority(body.priority)
+        cut = None
+        if body.truncate_prompt_tokens is not None:
+            tokens_max = self.engine.model.pooled_tokens_max(params)
+            if body.truncate_prompt_tokens > 0:
+                tokens_max = min(tokens_max, body.truncate_prompt_tokens)
+            cut = Cut(tokens_max, body.truncation_side or "right")
+        stream = self.engine.embed(
+            inputs,  # type: ignore[arg-type]  # of one kind, which no type says
+            params,
+            request_id=self.request_id,
+            priority=body.priority or 0,
+            cache_salt=self.caller.cache_salt(body.cache_salt, tenant),
+            add_special_tokens=add_special_tokens,
+            cut=cut,
+            name_of=name_of,
+            deadlines=deadlines,
+            owner=self.owner,
+            tenant=self.caller.tenant(tenant),
         )
         self.streams.append(stream)
         return stream

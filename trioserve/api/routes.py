@@ -11,6 +11,9 @@ from trioserve.api.anthropic.messages import count_message_tokens, create_messag
 from trioserve.api.api_keys import ApiKeys
 from trioserve.api.app import BaseApp, Route
 from trioserve.api.caller import AccessRules
+from trioserve.api.embeddings.descriptions import RERANK_PATHS, SCORE_PATHS
+from trioserve.api.embeddings.embeddings import create_embeddings
+from trioserve.api.embeddings.scoring import rerank, score
 from trioserve.api.generation import usage_of
 from trioserve.api.openai.chat import create_chat_completion
 from trioserve.api.openai.completions import create_completion
@@ -54,6 +57,9 @@ ROUTES = {
         Route(path="/v1/completions", operations={"POST": create_completion}),
         Route(path="/v1/messages", operations={"POST": create_message}),
         Route(path="/v1/messages/count_tokens", operations={"POST": count_message_tokens}),
+        Route(path="/v1/embeddings", operations={"POST": create_embeddings}),
+        *(Route(path=path, operations={"POST": rerank}) for path in RERANK_PATHS),
+        *(Route(path=path, operations={"POST": score}) for path in SCORE_PATHS),
         Route(path="/v1/responses", operations={"POST": create_response}),
         Route(path="/v1/responses/input_tokens", operations={"POST": count_input_tokens}),
         Route(path="/v1/models", operations={"GET": list_models}),

@@ -15,9 +15,12 @@ THINKING_TOKENS_MAX = 2**31 - 1
 class Thinking(msgspec.Struct, frozen=True, kw_only=True):
     """Thoughts that can be ended from outside: by a budget, or by hand while the request runs.
 
-    end: the text that ends a thought ("</think>"). begin: the text that begins one; empty: the response begins inside
-    of a thought, since the prompt has begun it. tokens_max: the most tokens of thought; then the end is forced. None:
-    as many as the model likes.
+    end: the text that ends a thought ("</think>"). begin: the text that begins one, in the response or at the end of
+    the prompt; empty: the response begins inside of a thought. A prompt that ends with `end` has had the thought.
+    tokens_max: the most tokens of thought; then the end is forced. None: as many as the model likes.
+
+    Together with a form that is free until the thought's end: a response that begins without a thought has the form
+    from its first token.
     Raises InvalidRequest when a value is out of range.
     """
 

@@ -545,7 +545,11 @@ class Engine:
     def _encoder(self, texts: TextRunner) -> PromptEncoder:
         model = self.model
         return PromptEncoder(
-            self.tokenizer, texts, vocab_size=model.vocab_size, context_tokens_max=model.context_tokens_max
+            self.tokenizer,
+            texts,
+            vocab_size=model.vocab_size,
+            context_tokens_max=model.context_tokens_max,
+            tool_family=self.families.tool_family,
         )
 
     def _forget_hold(self, request: OpenRequest) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from trioserve.contracts.pooling import PoolingMethod
+from trioserve.contracts.pooling import PoolingMethod, PoolingParams
 
 __all__ = ["ModelDescription", "PooledModel"]
 
@@ -23,6 +23,10 @@ class PooledModel(msgspec.Struct, frozen=True, kw_only=True):
     scores_pairs: bool = False
     whole_tokens_max: int
 
+    def is_whole(self, params: PoolingParams) -> bool:
+        """Whether an input has to be computed in one step."""
+        return self.is_encoder or (params.method or self.method) != "last"
+
 
 class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     """What is served. name is the first of served_names; source is what it was loaded from, as it was named;
@@ -35,6 +39,13 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     created_at: int
     pooled: PooledModel | None = None
+
+    def pooled_tokens_max(self, params: PoolingParams) -> int:
+        """Tokens that an input may have."""
+        pooled = self.pooled
+        if pooled is None or not pooled.is_whole(params):
+            return self.context_tokens_max
+        return min(self.context_tokens_max, pooled.whole_tokens_max)
 
     @property
     def name(self) -> str:

@@ -65,9 +65,9 @@ def check_can_be_pooled(model: ModelDescription, params: PoolingParams, inputs: 
         raise InvalidRequest("pairs of texts are for scores: this model makes a vector of one text", param="input")
     if params.method == "cls" and not pooled.is_encoder:
         raise InvalidRequest(
-            f'method is "cls", but {model.name} is a decoder, whose first token has seen none of the others: '
+            f'the pooling method is "cls", but {model.name} is a decoder, whose first token has seen no other: '
             'allowed are "last" and "mean"',
-            param="method",
+            param="pooling",
         )
     if params.dimensions is not None and params.dimensions > pooled.embedding_size:
         raise InvalidRequest(
@@ -84,8 +84,8 @@ def pooled_sequences(model: ModelDescription, request: PooledRequest) -> list[En
     pooled, params = model.pooled, request.params
     assert pooled is not None, "it was checked before it was taken"
     method = params.method or pooled.method
-    is_whole = pooled.is_encoder or method != "last"
-    tokens_max = min(model.context_tokens_max, pooled.whole_tokens_max) if is_whole else model.context_tokens_max
+    is_whole = pooled.is_whole(params)
+    tokens_max = model.pooled_tokens_max(params)
     for index, count in enumerate(request.input_token_counts):
         _check_length(request.name_of(index), count, tokens_max, model.context_tokens_max)
     encoded, request.encoded = request.encoded, []

@@ -61,7 +61,7 @@ class RequestPreparation:
             stop_token_ids |= frozenset(self._model.eos_token_ids)
         if request.guides is not None:
             for choice in request.choices:
-                choice.guide = request.guides.new_guide(stop_token_ids)
+                choice.guide = request.guides.new_guide(stop_token_ids, request.prompt_token_ids)
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         return [
             EngineRequest(

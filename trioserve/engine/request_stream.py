@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from types import TracebackType
+from typing import Self
 
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.output import Delta
@@ -41,7 +42,7 @@ class RequestStream:
         self._submit = submit
         self._leave = leave
 
-    async def __aenter__(self) -> RequestStream:
+    async def __aenter__(self) -> Self:
         self._request.enter()
         try:
             await self._submit(self._request)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from trioserve.contracts.events import TokenLogprob
+from trioserve.contracts.pooling import Pooled
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
 from trioserve.contracts.token_masks import TokenMasks
 from trioserve.model.device import DeviceType
@@ -22,6 +23,7 @@ from trioserve.model.model_config import ModelConfig
 from trioserve.model.native_sampling import NativeSamplings, token_logprob
 from trioserve.model.number_formats import Dtype, Float32Array, Values, convert
 from trioserve.model.packed_weights import HEAD, PackedWeights, has_pairs_together, pairs_together
+from trioserve.model.pooling import needed_rows, pooled_vector, rms_normed
 from trioserve.model.quantization import Quantization
 from trioserve.model.rotary import rotary_frequencies
 from trioserve.model.samples import PROMPT_LOGPROB_ROWS, ComputedStep, ReadSamples, prompt_followers, sampled_rows
@@ -167,7 +169,9 @@ class NativeModel:
         with_logprobs = [
             place for place, chunk in enumerate(chunks) if chunk.request.sampling.prompt_logprobs is not None
         ]
-        hidden = np.empty((arrays.row_count if with_logprobs else 0, self.config.hidden_size), dtype=np.float32)
+        pooling = [place for place, chunk in enumerate(chunks) if chunk.pools]
+        needs_hidden = bool(with_logprobs or pooling)
+        hidden = np.empty((arrays.row_count if needs_hidden else 0, self.config.hidden_size), dtype=np.float32)
         step = StepStruct(
             row_count=arrays.row_count,
             chunk_count=len(chunks),
@@ -179,7 +183,7 @@ class NativeModel:
             tables=start_of(arrays.tables),
             pages=ctypes.addressof(self._page_addresses),
             sampled_rows=start_of(arrays.sampled_rows),
-            hidden=address(hidden) if with_logprobs else None,
+            hidden=address(hidden) if needs_hidden else None,
             waited_for=is_abandoned.address,
         )
         samplings.put_into(step)
@@ -191,7 +195,17 @@ class NativeModel:
                 place: self._prompt_logprobs(hidden[arrays.first_rows[place] :][: chunks[place].count], chunks[place])
                 for place in with_logprobs
             },
+            {
+                place: self._pooled(hidden[arrays.first_rows[place] :][: chunks[place].count], chunks[place])
+                for place in pooling
+            },
         )
+
+    def _pooled(self, hidden: Float32Array, chunk: ScheduledChunk) -> Pooled | None:
+        pooling = chunk.request.pooling
+        assert pooling is not None, "the chunk pools"
+        rows = rms_normed(hidden[needed_rows(pooling)], self._norm, self.config.rms_norm_eps)
+        return pooled_vector(rows, pooling)
 
     def _prompt_logprobs(self, hidden: Float32Array, chunk: ScheduledChunk) -> tuple[TokenLogprob, ...] | None:
         assert self._engine is not None, "a step is computed before close"

@@ -11,6 +11,7 @@ from trioserve.contracts.errors import StartupError
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer import KVLayout, KVPages
+from trioserve.contracts.pooling import Pooled
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult, never_abandoned
 from trioserve.model.awaited_token import fill_in
 from trioserve.model.begun_step import BegunStep
@@ -270,6 +271,13 @@ class _Step:
                 errors[request_id] = NOT_FINITE
             else:
                 prompt_logprobs[request_id] = entries
+        pooled: dict[RequestId, Pooled] = {}
+        for place, vector in computed.pooled.items():
+            request_id = chunks[place].request.id
+            if vector is None:
+                errors[request_id] = NOT_FINITE
+            else:
+                pooled[request_id] = vector
         next_row = 0
         for place, chunk in enumerate(chunks):
             if not chunk.samples:
@@ -291,7 +299,7 @@ class _Step:
                 if row in samples.logprobs:
                     rows = range(row + 1, row + 1 + len(after))
                     draft_logprobs[request_id] = tuple(samples.logprobs[row] for row in rows)
-        return StepResult(tuple(token_ids), logprobs, prompt_logprobs, errors, draft_token_ids, draft_logprobs)
+        return StepResult(tuple(token_ids), logprobs, prompt_logprobs, errors, draft_token_ids, draft_logprobs, pooled)
 
 
 def _make_model(checkpoint: Checkpoint, settings: ModelSettings, dtype: Dtype, device: DeviceType) -> StepModel:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from trioserve.contracts.events import TokenLogprob
+from trioserve.contracts.pooling import Pooled
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import ScheduledChunk
 
@@ -55,10 +56,12 @@ ReadSamples = Callable[[], Samples]
 @dataclass(slots=True)
 class ComputedStep:
     """samples: a row for each of sampled_rows; None without any. prompt_logprobs: by the place of each chunk that asks,
-    those of its prompt_followers; None if the model's numbers for it are not finite."""
+    those of its prompt_followers; None if the model's numbers for it are not finite. pooled: the same for each chunk
+    that pools."""
 
     samples: Samples | None
     prompt_logprobs: dict[int, tuple[TokenLogprob, ...] | None] = field(default_factory=dict)
+    pooled: dict[int, Pooled | None] = field(default_factory=dict)
 
 
 def sampled_rows(chunks: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:
@@ -105,10 +108,10 @@ def is_largest_wanted(chunk: ScheduledChunk) -> bool:
 
 
 def is_chosen_alone(chunk: ScheduledChunk) -> bool:
-    """Whether nothing is asked of this chunk but, if it samples, the token that follows from the logits as they are,
-    from draw_parameters and from its mask, if it has one."""
+    """Whether nothing is asked of this chunk but its KV and, if it samples, the token that follows from the logits as
+    they are, from draw_parameters and from its mask, if it has one."""
     sampling = chunk.request.sampling
-    if sampling.prompt_logprobs is not None:
+    if sampling.prompt_logprobs is not None or chunk.pools:
         return False
     return not chunk.samples or (sampling.logprobs is None and not is_adjusted(chunk))
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.events import TokenLogprob
+from trioserve.contracts.pooling import Pooled, Pooling
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
 from trioserve.contracts.token_masks import TokenMasks
 from trioserve.model.cuda_graphs import CudaGraphRecorder
@@ -21,6 +22,7 @@ from trioserve.model.kv_storage import KVStorage
 from trioserve.model.mask_rows import masked_rows
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype
+from trioserve.model.pooling import needed_rows, pooled_vector
 from trioserve.model.sampled_ids import fetch_samples, keep_ids
 from trioserve.model.sampler import finite_rows, sample, token_logprobs, word_of
 from trioserve.model.samples import (
@@ -180,6 +182,11 @@ class TorchStepModel:
                 for place, (chunk, row) in enumerate(zip(chunks, step.first_rows, strict=True))
                 if chunk.request.sampling.prompt_logprobs is not None
             },
+            {
+                place: _pooled(model, hidden[row : row + chunk.count], chunk.request.pooling)
+                for place, (chunk, row) in enumerate(zip(chunks, step.first_rows, strict=True))
+                if chunk.pools and chunk.request.pooling is not None
+            },
         )
 
     @torch.inference_mode()
@@ -241,6 +248,12 @@ def _kernels(settings: ModelSettings, device: DeviceType) -> Kernels:
             f"gpu_kernels is {settings.gpu_kernels}, but it cannot be used here ({error}): install trioserve[gpu], or "
             "take gpu_kernels torch"
         ) from error
+
+
+def _pooled(model: LlamaModel, hidden: Tensor, pooling: Pooling) -> Pooled | None:
+    """hidden: [count, hidden_size], the chunk's rows after the last layer."""
+    rows = model.normed(hidden[needed_rows(pooling)])
+    return pooled_vector(rows.to("cpu", torch.float32).numpy(), pooling)
 
 
 def _take_rows(hidden: Tensor, rows: Sequence[int]) -> Tensor:

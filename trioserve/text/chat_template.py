@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.text.chat_messages import ContentForm, prepared_messages
+from trioserve.text.template_places import TemplatePlaces, find_places, in_places
 from trioserve.text.template_sandbox import TemplateEnvironment, render_within_bounds
 
 __all__ = ["ChatTemplate"]
@@ -42,10 +44,12 @@ class ChatTemplate:
         """The program itself, the one for tools included: what it writes tells how its model writes."""
         return self.source if self._tool_source is None else f"{self.source}\n{self._tool_source}"
 
-    def render(self, prompt: ChatPrompt) -> str:
+    def render(self, prompt: ChatPrompt, *, tool_family: str | None = None) -> str:
         """The prompt's text. Encode it without adding special tokens: the template has written them.
 
-        A template in the prompt itself is used instead of the model's. Some milliseconds for a long chat.
+        A template in the prompt itself is used instead of the model's. tool_family: tools and calls that the template
+        has no place for become plain messages, as this family writes them; None: they are left out. Some milliseconds
+        for a long chat.
         Raises InvalidRequest for messages that are not text, and for whatever goes wrong in the template.
         """
         source = prompt.chat_template
@@ -59,6 +63,10 @@ class ChatTemplate:
                 )
         try:
             template, content_form = _compiled(source)
+            if tool_family is not None and _has_tools(prompt):
+                prompt = in_places(prompt, _places(source, tuple(self._special_tokens.items())), tool_family)
+        except InvalidRequest:
+            raise
         except Exception as error:  # a foreign program that does not even compile
             raise _template_fault(prompt, "is not valid", error) from error
         messages = prepared_messages(prompt, content_form, final_end=_END_MARK)
@@ -77,6 +85,13 @@ class ChatTemplate:
         return _cut_at_final_end(text) if prompt.continue_final_message else text
 
 
+def _has_tools(prompt: ChatPrompt) -> bool:
+    """Offered, called, or having answered."""
+    return bool(prompt.tools) or any(
+        "tool_calls" in message or message.get("role") == "tool" for message in prompt.messages
+    )
+
+
 @functools.cache
 def _environment() -> TemplateEnvironment:
     return TemplateEnvironment()
@@ -88,6 +103,18 @@ def _compiled(source: str) -> tuple[jinja2.Template, ContentForm]:
         raise ValueError(f"it has {len(source)} characters, at most {TEMPLATE_CHARACTERS_MAX} are allowed")
     tree = _environment().parse(source)
     return _environment().from_string(source), _content_form(tree)
+
+
+@functools.lru_cache(maxsize=16)
+def _places(source: str, special_tokens: tuple[tuple[str, str], ...]) -> TemplatePlaces:
+    template, form = _compiled(source)
+
+    def render(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+        arguments = {"documents": None, **dict(special_tokens), "messages": messages, "tools": tools}
+        return render_within_bounds(template, {**arguments, "add_generation_prompt": True})
+
+    variables = meta.find_undeclared_variables(_environment().parse(source))
+    return find_places(render, variables=variables, source=source, form=form)
 
 
 def _content_form(tree: nodes.Template) -> ContentForm:

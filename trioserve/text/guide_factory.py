@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.token_masks import mask_words
@@ -11,6 +11,8 @@ from trioserve.text.form_compiler import CompiledForm, FormCompiler
 from trioserve.text.mask_bits import allowed_row
 from trioserve.text.sequence_guide import SequenceGuide
 from trioserve.text.thought import Thought
+
+PROMPT_END = 32  # tokens of a prompt that show whether it has begun or ended a thought
 
 __all__ = ["GuideFactory", "PreparedGuides", "is_guided"]
 
@@ -35,7 +37,9 @@ class PreparedGuides:
         self._free_until = "" if sampling.structured is None else sampling.structured.free_until
         self._allowed: bytes | None = None
         self._bad_words: BadWords | None = None
-        self._thought: Thought | None = None
+        self._thinking = sampling.thinking
+        self._thought_end: tuple[int, ...] = ()
+        self._thought_begin: tuple[int, ...] = ()
         if sampling.allowed_token_ids is not None:
             self._allowed = allowed_row(sampling.allowed_token_ids, mask_words(compiler.vocab_size))
         if sampling.bad_words:
@@ -43,11 +47,16 @@ class PreparedGuides:
                 sampling.bad_words, lambda text: tokenizer.encode(text, add_special_tokens=False)
             )
         if sampling.thinking is not None:
-            end = tokenizer.encode(sampling.thinking.end, add_special_tokens=False)
-            self._thought = Thought(sampling.thinking, tuple(end))
+            thinking = sampling.thinking
+            self._thought_end = tuple(tokenizer.encode(thinking.end, add_special_tokens=False))
+            self._thought_begin = tuple(tokenizer.encode(thinking.begin, add_special_tokens=False))
 
-    def new_guide(self, stop_token_ids: Collection[int]) -> SequenceGuide:
+    def new_guide(self, stop_token_ids: Collection[int], prompt_token_ids: Sequence[int]) -> SequenceGuide:
         """Costs microseconds. stop_token_ids: those that end the sequence."""
+        thought = None
+        if self._thinking is not None:
+            prompt_end = self._compiler.tokenizer.decode(prompt_token_ids[-PROMPT_END:], skip_special_tokens=False)
+            thought = Thought.behind_prompt(self._thinking, self._thought_end, prompt_end)
         return SequenceGuide(
             self._compiler.tokenizer,
             self._compiler.executor,
@@ -56,7 +65,8 @@ class PreparedGuides:
             end_token_ids=self._compiler.end_token_ids,
             matcher=None if self._form is None else self._form.new_matcher(),
             free_until=self._free_until,
-            thought=self._thought,
+            thought=thought,
+            thought_begin=self._thought_begin,
             allowed=self._allowed,
             bad_words=self._bad_words,
         )

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trioserve.text.response_parsers.families import REASONING_FAMILIES, TOOL_FAMILIES
 from trioserve.text.response_parsers.offered_tools import OfferedTool
 from trioserve.text.response_parsers.registry import AUTO, make_response_parser, named_families, prompt_begins_thought
+from trioserve.text.response_parsers.thought_script import ThoughtTags
 from trioserve.text.response_parts import ResponseParser
-from trioserve.text.tokenizer import Tokenizer
 
-__all__ = ["PROMPT_END_TOKENS", "ResponseFamilies", "offered_tools"]
+if TYPE_CHECKING:
+    from trioserve.text.tokenizer import Tokenizer
+
+__all__ = ["COMMON_TOOL_FAMILY", "PROMPT_END_TOKENS", "ResponseFamilies", "offered_tools"]
 
 COMMON_TOOL_FAMILY = "hermes"
 """For models whose template says nothing: the format that most others have learned."""
@@ -35,6 +38,11 @@ class ResponseFamilies:
         self._thought_tokens_are_special = self.reasoning_family is not None and any(
             map(tokenizer.writes_special, REASONING_FAMILIES[self.reasoning_family].special_tokens)
         )
+
+    @property
+    def thought_tags(self) -> ThoughtTags | None:
+        """How the model writes its thoughts; None for one that does not."""
+        return None if self.reasoning_family is None else REASONING_FAMILIES[self.reasoning_family].tags
 
     def needs_parser(self, *, has_tools: bool) -> bool:
         """Whether there is anything to look for in the response; otherwise all of it is content."""

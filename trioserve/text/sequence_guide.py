@@ -1,7 +1,8 @@
 """All that restrains one sequence, as one guide: its form, its thought, the tokens it may have, the words it may not.
 
 They are taken together: a token may come if each of them lets it. An end of a thought that is forced comes before
-everything else.
+everything else. A form may begin behind a thought, and where the response may begin with either the form or a thought,
+its first token tells which: the thought's beginning is taken token by token, as the tokenizer writes it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class SequenceGuide:
     """See contracts.guide. executor: computes masks behind draft tokens. matcher: of its form; None: it has none.
     free_until: the form begins behind this text. allowed: the tokens that it may have, as the bytes of a row; None:
     all. stop_token_ids: those that end the sequence; where the form may end, each of them may come. end_token_ids:
-    those that the matcher takes for its end.
+    those that the matcher takes for its end. thought_begin: the beginning of a thought that is still to come, as
+    tokens.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class SequenceGuide:
         matcher: LLMatcher | None = None,
         free_until: str = "",
         thought: Thought | None = None,
+        thought_begin: Sequence[int] = (),
         allowed: bytes | None = None,
         bad_words: BadWords | None = None,
     ) -> None:
@@ -51,6 +54,14 @@ class SequenceGuide:
         self._matcher = matcher
         self._gate = TextFinder(free_until.encode()) if matcher is not None and free_until else None
         self._thought = thought
+        # What is left of the beginning of a thought, while the response may begin with one or with the form.
+        self._opening: tuple[int, ...] | None = None
+        if self._gate is not None and thought is not None and free_until == thought.end_text:
+            if thought.phase is ThoughtPhase.OVER:
+                self._gate = None
+            elif thought.phase is ThoughtPhase.BEFORE and thought_begin:
+                self._opening = tuple(thought_begin)
+        self._is_at_start = True
         self._is_hurried = False
         self._allowed = allowed
         self._bad_words = bad_words
@@ -69,7 +80,7 @@ class SequenceGuide:
     @property
     def wants_mask(self) -> bool:
         return (
-            (self._matcher is not None and self._gate is None)
+            (self._matcher is not None and (self._gate is None or self._opening is not None))
             or self._allowed is not None
             or (self._thought is not None and bool(self._thought.forced))
             or (self._bad_words is not None and bool(self._bad_words.barred(self._history)))
@@ -81,6 +92,9 @@ class SequenceGuide:
 
     def accept(self, token_id: int) -> bool:
         piece = self._tokenizer.token_bytes(token_id)
+        if self._opening is not None:
+            self._open(token_id)
+        self._is_at_start = False
         if self._thought is not None:
             self._thought = self._thought.after(token_id, piece, is_hurried=self._is_hurried)
         if self._bad_words is not None and self._bad_words.history_max:
@@ -95,11 +109,15 @@ class SequenceGuide:
         thought = self._thought
         if thought is not None and thought.forced:
             return thought.forced[:count_max]
+        if self._opening is not None and not self._is_at_start:
+            return self._opening[:count_max]
         if self._matcher is None or self._gate is not None or self._allowed is not None or self._bad_words is not None:
             return ()
         return tuple(self._matcher.compute_ff_tokens()[:count_max])
 
     def acceptable_count(self, token_ids: Sequence[int]) -> int:
+        if self._opening is not None:
+            return 0
         matcher = self._matcher
         gate, thought, history = self._gate, self._thought, list(self._history)
         for count, token_id in enumerate(token_ids):
@@ -126,7 +144,9 @@ class SequenceGuide:
                 ctypes.memset(at, 0, row_bytes)
                 set_bits(at, (thought.forced[0],))
             else:
-                if self._matcher is None or gate is not None:
+                if self._opening is not None and self._matcher is not None:
+                    self._fill_opening(self._matcher, self._opening, at, row_bytes)
+                elif self._matcher is None or gate is not None:
                     set_all_bits(at, words_per_row, self._vocab_size)
                 else:
                     if filled_from is None:
@@ -143,6 +163,22 @@ class SequenceGuide:
                 history.append(token_id)
 
     # --- inside ---
+
+    def _open(self, token_id: int) -> None:
+        """The beginning of a thought goes on with this token; or, with the first one, the form has begun instead."""
+        assert self._opening is not None
+        first, *rest = self._opening
+        if token_id != first:
+            self._gate = None
+        self._opening = tuple(rest) if rest and token_id == first else None
+
+    def _fill_opening(self, matcher: LLMatcher, opening: Sequence[int], address: int, row_bytes: int) -> None:
+        if self._is_at_start:
+            self._fill_form(matcher, address, row_bytes, ())
+            self._let_end(address)
+        else:
+            ctypes.memset(address, 0, row_bytes)
+        set_bits(address, (opening[0],))
 
     def _pass_gate(self, gate: TextFinder) -> None:
         """The form begins with the first token that begins behind the gate's text; what its last token has behind it is

@@ -32,6 +32,11 @@ class TextFinder:
         kept = len(self._wanted) - 1
         return TextFinder(self._wanted, text[-kept:] if kept else b"")
 
+    @property
+    def is_begun(self) -> bool:
+        """Whether the text so far ends with a beginning of it."""
+        return any(self._tail.endswith(self._wanted[:count]) for count in range(1, len(self._wanted)))
+
 
 class ThoughtPhase(enum.Enum):
     BEFORE = "before"  # nothing but white space and a part of the beginning has come
@@ -51,7 +56,7 @@ class Thought:
         limits: Thinking,
         end_token_ids: tuple[int, ...],
         *,
-        phase: ThoughtPhase | None = None,
+        phase: ThoughtPhase,
         start: bytes = b"",
         end: TextFinder | None = None,
         token_count: int = 0,
@@ -64,9 +69,25 @@ class Thought:
         self.end_token_ids = end_token_ids
         self.token_count = token_count
         self.ending_count = ending_count
-        if phase is None:
-            phase = self._inside_or_ending(is_hurried=False) if not self._begin else ThoughtPhase.BEFORE
         self.phase = phase
+
+    @classmethod
+    def behind_prompt(cls, limits: Thinking, end_token_ids: tuple[int, ...], prompt_end: str) -> Thought:
+        """At the beginning of a response. prompt_end: the last characters before it."""
+        prompt_end = prompt_end.rstrip()
+        begin = limits.begin.strip()
+        if prompt_end.endswith(limits.end.strip() or limits.end):
+            phase = ThoughtPhase.OVER
+        elif begin and not prompt_end.endswith(begin):
+            phase = ThoughtPhase.BEFORE
+        else:
+            phase = ThoughtPhase.ENDING if limits.tokens_max == 0 else ThoughtPhase.INSIDE
+        return cls(limits, end_token_ids, phase=phase)
+
+    @property
+    def end_text(self) -> str:
+        """As it was given."""
+        return self._limits.end
 
     @property
     def forced(self) -> tuple[int, ...]:
@@ -92,7 +113,9 @@ class Thought:
         if end.is_found:
             return self._with(phase=ThoughtPhase.OVER)
         token_count = self.token_count + 1
-        phase = self._inside_or_ending(is_hurried=is_hurried, token_count=token_count)
+        phase = ThoughtPhase.INSIDE
+        if not end.is_begun:  # otherwise it is about to end by itself
+            phase = self._inside_or_ending(is_hurried=is_hurried, token_count=token_count)
         return self._with(phase=phase, end=end, token_count=token_count)
 
     def _inside_or_ending(self, *, is_hurried: bool, token_count: int = 0) -> ThoughtPhase:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, cast, get_args
 
+from trioserve.api.openai.form_fields import form_of
 from trioserve.api.openai.request_types import ChatBody, TokenizeBody
 from trioserve.api.turn.messages import check_messages, check_shape
 from trioserve.api.turn.tools import checked_tools, tool_choice_of
@@ -59,6 +60,7 @@ def turn_request(body: ChatBody | TokenizeBody, sampling: SamplingParams, *, tru
         sampling=sampling,
         tools=tools,
         tool_choice=_tool_choice(body, tools),
+        structured=form_of(body) if isinstance(body, ChatBody) else None,
         reasoning=_reasoning(body),
         template_arguments=body.chat_template_kwargs or {},
         chat_template=body.chat_template,

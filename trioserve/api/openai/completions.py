@@ -21,6 +21,7 @@ from trioserve.api.generation import (
     wait_until_begun,
     wait_until_released,
 )
+from trioserve.api.openai.form_fields import form_of
 from trioserve.api.openai.logprobs import CompletionLogprobs, prompt_logprobs
 from trioserve.api.openai.request_types import CompletionBody
 from trioserve.api.request_context import RequestContext
@@ -125,7 +126,7 @@ def _prompts(body: CompletionBody) -> list[TextPrompt]:
 
 
 def _sampling(body: CompletionBody, defaults: SamplingParams) -> SamplingParams:
-    given: dict[str, object] = {"max_tokens": body.max_tokens}
+    given: dict[str, object] = {"max_tokens": body.max_tokens, "structured": form_of(body)}
     if body.logprobs is not None:
         given["logprobs"] = body.logprobs
         if body.echo and body.prompt_logprobs is None:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
+from trioserve.api.openai.form_fields import FormFields
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
@@ -26,7 +27,6 @@ __all__ = [
     "DetokenizeBody",
     "GenerationBody",
     "Int32",
-    "ResponseFormat",
     "StreamOptions",
     "TokenizeBody",
     "check_cache_salt",
@@ -49,11 +49,7 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
-class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
-    type: str
-
-
-class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
+class GenerationBody(FormFields, frozen=True, kw_only=True):
     """What chat and text completions have in common: OpenAI's fields and vLLM's."""
 
     model: str | None = None
@@ -85,17 +81,11 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     queue_timeout: float | None = None
     ttft_timeout: float | None = None
     timeout: float | None = None
-    response_format: ResponseFormat | None = None
+    allowed_token_ids: list[Int32] | None = None
+    bad_words: list[str] | None = None
     kv_transfer_params: KVTransferParams | None = None
     # Known to others, not supported: anything but null or empty is refused (see REFUSED).
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
     use_beam_search: Any = None
-    allowed_token_ids: Any = None
-    bad_words: Any = None
     truncate_prompt_tokens: Any = None
 
     @property
@@ -112,12 +102,6 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
         for field, reason in REFUSED.items():
             if getattr(self, field, None) not in (None, False, "", [], {}):
                 raise InvalidRequest(f"{field} is not supported: {reason}", param=field)
-        if self.response_format is not None and self.response_format.type != "text":
-            raise InvalidRequest(
-                f'response_format.type is "{self.response_format.type}", but structured output is not supported yet: '
-                'send {"type": "text"} or leave it out',
-                param="response_format",
-            )
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is only allowed when stream is true", param="stream_options")
         if self.priority is not None and not PRIORITY_MIN <= self.priority <= PRIORITY_MAX:
@@ -137,6 +121,10 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
             fields["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if self.stop_token_ids is not None:
             fields["stop_token_ids"] = tuple(self.stop_token_ids)
+        if self.allowed_token_ids is not None:
+            fields["allowed_token_ids"] = tuple(self.allowed_token_ids)
+        if self.bad_words is not None:
+            fields["bad_words"] = tuple(self.bad_words)
         return msgspec.structs.replace(defaults, **fields | given)
 
 
@@ -221,16 +209,8 @@ SAMPLING_FIELDS = (
 )
 """Fields that have the same name and type in a body and in SamplingParams."""
 
-_STRUCTURED = "structured output is not supported yet"
 REFUSED = {
-    "structured_outputs": _STRUCTURED,
-    "guided_json": _STRUCTURED,
-    "guided_regex": _STRUCTURED,
-    "guided_choice": _STRUCTURED,
-    "guided_grammar": _STRUCTURED,
     "use_beam_search": "there is no beam search here, use n",
-    "allowed_token_ids": "use logit_bias",
-    "bad_words": "use logit_bias",
     "truncate_prompt_tokens": "shorten the prompt before sending it",
     "suffix": "text is continued, not inserted",
     "audio": "only text is produced",

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from trioserve.api.generation import KeepAlive, Usage, read_streams, usage_of, wait_until_begun
+from trioserve.api.turn.restraints import restrained
 from trioserve.api.turn.turn_choice import CollectedChoice, TurnChoice
 from trioserve.api.turn.turn_request import ToolMode, TurnRequest
 from trioserve.contracts.errors import InvalidRequest
@@ -62,8 +63,11 @@ class ChatTurn:
     """
 
     def __init__(self, engine: Engine, request: TurnRequest, generate: Generate, *, new_id: Callable[[], str]) -> None:
-        if request.structured is not None:
-            raise InvalidRequest("structured output is not supported yet", param="response_format")
+        if request.structured is not None and request.offered_tools:
+            raise InvalidRequest(
+                "a form of the response and tools are both set: send one of them, they cannot be had together yet",
+                param=request.structured.param,
+            )
         if request.tool_choice.mode in (ToolMode.REQUIRED, ToolMode.NAMED):
             raise InvalidRequest(
                 'tool_choice must be "auto" or "none": a call cannot be forced yet', param="tool_choice"
@@ -74,7 +78,7 @@ class ChatTurn:
         self._tools = offered_tools(request.offered_tools)
         families = engine.families
         has_tools = bool(self._tools)
-        sampling = request.sampling
+        sampling = restrained(request.sampling, request.structured, request.reasoning, families)
         if families.needs_special_tokens(has_tools=has_tools):
             sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
         self.is_plain = not families.needs_parser(has_tools=has_tools)

@@ -141,4 +141,9 @@ class LlamaModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden_size] as forward returns it, to [n, vocab_size]."""
-        return self._head(self.kernels.rms_norm(hidden, self._norm.weight, self.config.rms_norm_eps))
+        return self._head(self.normed(hidden))
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """[n, hidden_size] as forward returns it, after the last norm."""
+        normed: Tensor = self.kernels.rms_norm(hidden, self._norm.weight, self.config.rms_norm_eps)
+        return normed

@@ -1,0 +1,91 @@
+"""Vectors of decoder models are those that transformers' hidden states give, beside whatever else runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from trioserve.contracts.pooling import Pooled, Pooling
+from trioserve.model.pooling import pooled_vector
+from trioserve.model.samples import NOT_FINITE
+
+TOLERANCE = 1e-4
+LAST = Pooling(task="embed", method="last", normalize=True)
+MEAN = Pooling(task="embed", method="mean", normalize=False, is_whole=True)
+PROMPT = [(7 * place) % 300 + 5 for place in range(37)]
+
+
+def hidden_states(path: Path, tokens: list[int]) -> np.ndarray:
+    """After the last norm: [tokens, size]."""
+    from transformers import AutoModel
+
+    model: Any = AutoModel.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        return model(torch.tensor([tokens]), use_cache=False).last_hidden_state[0].numpy()
+
+
+def check_vector(found: Pooled, expected: np.ndarray) -> None:
+    np.testing.assert_allclose(found.values(), expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_vectors_equal_transformers_hidden_states(
+    kind: str, cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
+) -> None:
+    path = tiny_checkpoint(kind)
+    driver = step_driver.StepDriver(step_driver.load_runner(path, cpu_kernels=cpu_kernels))
+    driver.add("last", PROMPT, pooling=LAST)
+    driver.add("mean", PROMPT[:20], pooling=MEAN)
+    driver.add("text", PROMPT[:9])
+    first = driver.step({"text": 9, "last": 30})
+    assert first.pooled == {}
+    result = driver.step({"text": 1, "mean": 20, "last": 7})
+    assert result.token_ids[1:] == (None, None)
+    assert isinstance(result.token_ids[0], int), "who is continued goes on beside them"
+    states = hidden_states(path, PROMPT)
+    check_vector(result.pooled["last"], states[-1] / np.linalg.norm(states[-1]))
+    check_vector(result.pooled["mean"], hidden_states(path, PROMPT[:20]).mean(axis=0))
+
+
+def test_a_step_of_nothing_else(
+    cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
+) -> None:
+    path = tiny_checkpoint("llama")
+    driver = step_driver.StepDriver(step_driver.load_runner(path, cpu_kernels=cpu_kernels))
+    driver.add("one", PROMPT[:1], pooling=LAST)
+    driver.add("half", PROMPT, pooling=msgspec.structs.replace(LAST, dimensions=16))
+    result = driver.step({"one": 1, "half": 37})
+    state = hidden_states(path, PROMPT[:1])[0]
+    check_vector(result.pooled["one"], state / np.linalg.norm(state))
+    state = hidden_states(path, PROMPT)[-1, :16]  # cut first, then of length 1
+    check_vector(result.pooled["half"], state / np.linalg.norm(state))
+
+
+def test_a_vector_that_is_not_finite_fails_its_request_alone(
+    cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
+) -> None:
+    runner = step_driver.load_runner(tiny_checkpoint("llama"), cpu_kernels=cpu_kernels)
+    driver = step_driver.StepDriver(runner)
+    driver.add("broken", PROMPT, pooling=LAST)
+    driver.add("whole", PROMPT, pooling=LAST)
+    driver.skip("broken", 10)  # its KV there is what a new pool holds: NaN
+    result = driver.step({"broken": 27, "whole": 37})
+    assert result.errors == {"broken": NOT_FINITE}
+    assert list(result.pooled) == ["whole"]
+
+
+def test_pooling_of_rows() -> None:
+    rows = np.array([[3.0, 4.0, 0.0], [1.0, 0.0, 2.0]], dtype=np.float32)
+    cls = Pooling(task="embed", method="cls", normalize=False)
+    assert pooled_vector(rows, cls).values() == [3, 4, 0]
+    assert pooled_vector(rows, msgspec.structs.replace(cls, method="mean")).values() == [2, 2, 1]
+    assert pooled_vector(rows, msgspec.structs.replace(cls, normalize=True)).values() == pytest.approx([0.6, 0.8, 0])
+    assert pooled_vector(rows * 0, msgspec.structs.replace(cls, normalize=True)).values() == [0, 0, 0]
+    assert pooled_vector(rows * np.nan, cls) is None

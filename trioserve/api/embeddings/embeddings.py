@@ -1,0 +1,86 @@
+"""POST /v1/embeddings: texts, token ids or a chat in, a vector for each out."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from typing import cast
+
+import trio
+
+from trioserve.api.embeddings.pooling import pool
+from trioserve.api.embeddings.request_types import EmbeddingsBody
+from trioserve.api.openai.chat_prompt import chat_prompt
+from trioserve.api.openai.request_types import TokenizeBody
+from trioserve.api.request_context import RequestContext
+from trioserve.api.sse import encode
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.pooling import INPUTS_MAX, Pooled
+from trioserve.contracts.prompt import Prompt
+
+__all__ = ["create_embeddings"]
+
+PIECE_NUMBERS_MAX = 20_000  # written in a few milliseconds; after as many, others get their turn
+
+
+async def create_embeddings(context: RequestContext) -> None:
+    body = await context.body(EmbeddingsBody)
+    model = context.model_name(body.model)
+    body.check()
+    inputs = _inputs(context, body)
+    is_one = not isinstance(body.input, list) or isinstance(body.input[0], int)
+    name = "messages" if body.input is None else "input"
+    response = await pool(
+        context,
+        body,
+        inputs,
+        body.params(),
+        name_of=lambda index: name if is_one else f"input[{index}]",
+        add_special_tokens=body.add_special_tokens is not False,
+    )
+    data = await _written(response.pooled, as_base64=body.encoding_format == "base64")
+    head = encode(
+        {
+            "id": f"embd-{context.request_id}",
+            "object": "list",
+            "created": context.clock_and_ids.unix_seconds(),
+            "model": model,
+            "usage": response.usage,
+        }
+    )
+    await context.respond_bytes(head[:-1] + b',"data":[' + data + b"]}", "application/json")
+
+
+def _inputs(context: RequestContext, body: EmbeddingsBody) -> list[Prompt]:
+    """The four shapes of `input`, or the chat, as a list of prompts."""
+    given = body.input
+    if (given is None) == (body.messages is None):
+        raise InvalidRequest("send either input or messages", param="input" if given is None else "messages")
+    if body.messages is not None:
+        chat = TokenizeBody(messages=body.messages, add_generation_prompt=False)
+        return [chat_prompt(chat, trust_chat_template=context.trust_chat_template)]
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise InvalidRequest("input is an empty list, at least one is needed", param="input")
+    kind = type(given[0])
+    if any(type(one) is not kind for one in given):
+        raise InvalidRequest("input mixes strings, token ids and lists: it must be a list of one kind", param="input")
+    if kind is int:
+        return [cast("list[int]", given)]
+    if len(given) > INPUTS_MAX:
+        raise InvalidRequest(f"input has {len(given)} entries, at most {INPUTS_MAX} are allowed", param="input")
+    return cast("list[Prompt]", given)
+
+
+async def _written(vectors: Sequence[Pooled], *, as_base64: bool) -> bytes:
+    pieces: list[bytes] = []
+    number_count = 0
+    for index, vector in enumerate(vectors):
+        value = b'"%b"' % base64.b64encode(vector.data) if as_base64 else encode(vector.values())
+        pieces.append(b'{"object":"embedding","index":%d,"embedding":%b}' % (index, value))
+        number_count += len(vector)
+        if number_count >= PIECE_NUMBERS_MAX:
+            number_count = 0
+            await trio.lowlevel.checkpoint()
+    return b",".join(pieces)

@@ -1,0 +1,53 @@
+"""From a body to the engine and back, for everything that is pooled: one request, however many inputs it has, in one
+scope. A client that leaves, or an input that fails, ends all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from trioserve.api.deadline_fields import deadlines_of
+from trioserve.api.embeddings.request_types import PooledBody
+from trioserve.api.embeddings.response_types import PooledUsage
+from trioserve.api.generation import read_streams
+from trioserve.api.request_context import RequestContext
+from trioserve.contracts.output import Delta
+from trioserve.contracts.pooling import Pooled, PoolingParams, TextPair
+from trioserve.contracts.prompt import Prompt
+
+if TYPE_CHECKING:
+    from trioserve.engine.pooled_stream import PooledStream
+
+__all__ = ["PooledResponse", "pool"]
+
+
+class PooledResponse(NamedTuple):
+    pooled: tuple[Pooled, ...]
+    usage: PooledUsage
+
+
+async def pool(
+    context: RequestContext,
+    body: PooledBody,
+    inputs: Sequence[Prompt | TextPair],
+    params: PoolingParams,
+    *,
+    name_of: Callable[[int], str],
+    add_special_tokens: bool = True,
+) -> PooledResponse:
+    """What each input gives, in their order. name_of: what an input is called in an error, by its index. When it
+    returns the request's scope is left. Raises what the engine does, and what is said of a request that ended in
+    another way than it should."""
+    deadlines = deadlines_of(body, context.exchange.headers)
+    asked = context.embed(inputs, params, body, deadlines, name_of=name_of, add_special_tokens=add_special_tokens)
+    async with asked as stream:
+        await _read(stream)
+        token_count = stream.prompt_token_count
+        return PooledResponse(stream.pooled, PooledUsage(prompt_tokens=token_count, total_tokens=token_count))
+
+
+async def _read(stream: PooledStream) -> None:
+    async def take(_stream_index: int, _delta: Delta) -> None:
+        """What it gave is kept by the stream."""
+
+    await read_streams([stream], take)

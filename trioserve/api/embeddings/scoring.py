@@ -1,0 +1,111 @@
+"""POST /v1/rerank and /v1/score: how well texts fit together.
+
+A model with a head for that judges each pair; of any other model the texts become vectors, and their cosine counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from trioserve.api.embeddings.pooling import pool
+from trioserve.api.embeddings.request_types import PooledBody, RerankBody, ScoreBody
+from trioserve.api.embeddings.response_types import PooledUsage
+from trioserve.api.embeddings.similarity import cosines
+from trioserve.api.request_context import RequestContext
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.pooling import PoolingParams, TextPair
+
+__all__ = ["rerank", "score"]
+
+DOCUMENTS_MAX = 1024  # with the query they are within the inputs that one request may have
+
+Name = Callable[[int], str]
+"""What a text is called in an error, by its index."""
+
+
+async def rerank(context: RequestContext) -> None:
+    body = await context.body(RerankBody)
+    model = context.model_name(body.model)
+    body.check()
+    if not body.documents:
+        raise InvalidRequest("documents is an empty list, at least one is needed", param="documents")
+    texts = [document if isinstance(document, str) else document.text for document in body.documents]
+    scores, usage = await _scores(context, body, [body.query], texts, ("query", "documents"))
+    best_first = sorted(range(len(texts)), key=lambda index: -scores[index])
+    results: list[dict[str, object]] = []
+    for index in best_first[: body.top_n or None]:
+        result: dict[str, object] = {"index": index, "relevance_score": scores[index]}
+        if body.return_documents is not False:
+            result["document"] = {"text": texts[index]}
+        results.append(result)
+    await context.respond_json(
+        {"id": f"rerank-{context.request_id}", "model": model, "results": results, "usage": usage}
+    )
+
+
+async def score(context: RequestContext) -> None:
+    body = await context.body(ScoreBody)
+    model = context.model_name(body.model)
+    body.check()
+    left, right, names = _sides(body)
+    scores, usage = await _scores(context, body, left, right, names)
+    await context.respond_json(
+        {
+            "id": f"score-{context.request_id}",
+            "object": "list",
+            "created": context.clock_and_ids.unix_seconds(),
+            "model": model,
+            "data": [{"object": "score", "index": index, "score": value} for index, value in enumerate(scores)],
+            "usage": usage,
+        }
+    )
+
+
+def _sides(body: ScoreBody) -> tuple[list[str], list[str], tuple[str, str]]:
+    """Both sides, and what they are called. Raises InvalidRequest."""
+    names = ("text_1", "text_2") if body.queries is None and body.documents is None else ("queries", "documents")
+    sides: list[list[str]] = []
+    for name in names:
+        given = getattr(body, name)
+        if given is None:
+            raise InvalidRequest("send text_1 and text_2, or queries and documents", param=name)
+        sides.append([given] if isinstance(given, str) else given)
+        if not sides[-1]:
+            raise InvalidRequest(f"{name} is an empty list, at least one is needed", param=name)
+    left, right = sides
+    if len(left) not in (1, len(right)):
+        raise InvalidRequest(
+            f"{names[0]} has {len(left)} texts and {names[1]} has {len(right)}: send one text to be compared with all "
+            "of the others, or as many of both",
+            param=names[0],
+        )
+    return left, right, names
+
+
+async def _scores(
+    context: RequestContext, body: PooledBody, left: Sequence[str], right: Sequence[str], names: tuple[str, str]
+) -> tuple[list[float], PooledUsage]:
+    """One for each text on the right. Raises InvalidRequest."""
+    if len(right) > DOCUMENTS_MAX:
+        raise InvalidRequest(
+            f"{names[1]} has {len(right)} entries, at most {DOCUMENTS_MAX} are allowed", param=names[1]
+        )
+    pooled = context.engine.model.pooled
+    left_name, right_name = (_name(name, getattr(body, name)) for name in names)
+    if pooled is not None and pooled.scores_pairs:
+        pairs = [TextPair(left[index if len(left) > 1 else 0], text) for index, text in enumerate(right)]
+        response = await pool(context, body, pairs, PoolingParams(task="score"), name_of=right_name)
+        return [one.values()[0] for one in response.pooled], response.usage
+    response = await pool(
+        context,
+        body,
+        [*left, *right],
+        PoolingParams(normalize=True),
+        name_of=lambda index: left_name(index) if index < len(left) else right_name(index - len(left)),
+    )
+    vectors = response.pooled
+    return cosines(vectors[: len(left)], vectors[len(left) :]), response.usage
+
+
+def _name(name: str, given: object) -> Name:
+    return (lambda index: name) if isinstance(given, str) else (lambda index: f"{name}[{index}]")

@@ -1,0 +1,149 @@
+"""The fields of a body that say what form the response is to have: OpenAI's response_format, vLLM's structured_outputs,
+and its older guided_*. At most one of them can be set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+import msgspec
+
+from trioserve.api.turn.messages import check_shape
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.structured_output import CHOICES_MAX, StructuredOutput
+
+__all__ = ["FormFields", "JsonSchemaFormat", "ResponseFormat", "StructuredOutputs", "form_of"]
+
+Schema = dict[str, Any] | bool | str
+"""As a JSON object, or as JSON in a text."""
+
+NAME_CHARACTERS_MAX = 64  # as in OpenAI's API
+Choices = Annotated[list[str], msgspec.Meta(min_length=1, max_length=CHOICES_MAX)]
+
+
+class JsonSchemaFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """strict: false takes a schema with keywords that cannot be kept to, and leaves these out."""
+
+    name: Annotated[str, msgspec.Meta(max_length=NAME_CHARACTERS_MAX)] | None = None
+    description: str | None = None
+    schema: dict[str, Any] | bool | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """type: "text", "json_object", "json_schema" or "structural_tag"; with the latter go structures and triggers, or
+    format."""
+
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+    format: dict[str, Any] | None = None
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
+    """Exactly one of these. What is known besides has no meaning here."""
+
+    json: Schema | None = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: dict[str, Any] | str | None = None
+
+
+class FormFields(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of every body that asks for text."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+    guided_json_object: bool | None = None
+
+
+FORMATS = '"text", "json_object", "json_schema" and "structural_tag"'
+GUIDED = "guided_"
+
+
+def form_of(body: FormFields) -> StructuredOutput | None:
+    """None: it is free. Raises InvalidRequest, naming the field by its path."""
+    for place, value in _trees(body):
+        check_shape(value, place)  # what follows walks them
+    forms: dict[str, StructuredOutput] = {}
+    if body.response_format is not None:
+        form = _response_format(body.response_format)
+        if form is not None:
+            forms["response_format"] = form
+    if body.structured_outputs is not None:
+        own = _by_kind(msgspec.structs.asdict(body.structured_outputs), "structured_outputs.")
+        if len(own) != 1:
+            raise InvalidRequest(
+                f"structured_outputs has {len(own)} of {', '.join(StructuredOutputs.__struct_fields__)}: "
+                "exactly one of them has to be set",
+                param="structured_outputs",
+            )
+        forms |= own
+    guided = {name.removeprefix(GUIDED): getattr(body, name) for name in FormFields.__struct_fields__ if GUIDED in name}
+    forms |= _by_kind(guided, GUIDED)
+    if len(forms) > 1:
+        first, second, *_ = forms
+        raise InvalidRequest(f"{first} and {second} both say what form the response is to have: send one", param=second)
+    return next(iter(forms.values()), None)
+
+
+def _trees(body: FormFields) -> Iterable[tuple[str, Any]]:
+    """Values that may have any depth, by their place."""
+    wanted = body.response_format
+    if wanted is not None:
+        if wanted.json_schema is not None:
+            yield "response_format.json_schema.schema", wanted.json_schema.schema
+        yield "response_format.structures", wanted.structures
+        yield "response_format.format", wanted.format
+    if body.structured_outputs is not None:
+        yield "structured_outputs.json", body.structured_outputs.json
+        yield "structured_outputs.structural_tag", body.structured_outputs.structural_tag
+    yield "guided_json", body.guided_json
+
+
+def _response_format(wanted: ResponseFormat) -> StructuredOutput | None:
+    match wanted.type:
+        case "text":
+            return None
+        case "json_object":
+            return StructuredOutput.json_object(param="response_format")
+        case "json_schema":
+            return _json_schema(wanted.json_schema)
+        case "structural_tag":
+            names = ("structures", "triggers", "format")
+            tag = {name: value for name in names if (value := getattr(wanted, name)) is not None}
+            return StructuredOutput.structural_tag(tag, param="response_format")
+    raise InvalidRequest(
+        f'response_format.type is "{wanted.type[:80]}", allowed are {FORMATS}', param="response_format.type"
+    )
+
+
+def _json_schema(wanted: JsonSchemaFormat | None) -> StructuredOutput:
+    if wanted is None or wanted.schema is None:
+        place = "response_format.json_schema" + ("" if wanted is None else ".schema")
+        raise InvalidRequest(f'{place} is missing: with the type "json_schema" it has to be there', param=place)
+    schema = wanted.schema
+    if wanted.strict is False and isinstance(schema, dict):
+        options = schema.get("x-guidance")
+        schema = {**schema, "x-guidance": {"lenient": True, **(options if isinstance(options, dict) else {})}}
+    return StructuredOutput.json(schema, param="response_format.json_schema.schema")
+
+
+def _by_kind(values: dict[str, Any], prefix: str) -> dict[str, StructuredOutput]:
+    """By the field that it came in. Those that are null, or false where nothing else can be said, are not set."""
+    forms: dict[str, StructuredOutput] = {}
+    for kind, value in values.items():
+        if value is not None and not (kind == "json_object" and value is False):
+            param = f"{prefix}{kind}"
+            if kind == "json_object":
+                forms[param] = StructuredOutput.json_object(param=param)
+            else:
+                forms[param] = getattr(StructuredOutput, kind)(value, param=param)
+    return forms
