@@ -61,18 +61,6 @@ async def test_streamed_and_whole_are_the_same(opened, autojump_clock):
             },
             "system: A\n\nB\n\nC\nuser: x\ny\nassistant: z\nuser: w\n",
         ),
-        (
-            {
-                "input": [
-                    {"role": "user", "content": "go"},
-                    {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "hm"}]},
-                    {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
-                    {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "r"}]},
-                    {"type": "web_search_call", "id": "ws_1", "status": "completed"},
-                ]
-            },
-            "user: go\nassistant: \ntool: r\n",
-        ),
     ],
 )
 async def test_items_become_messages(opened, autojump_clock, fields, prompt):
