@@ -7,8 +7,10 @@ import re
 
 import pytest
 import trio
+import trio.testing
 
 from trioserve import FinishReason, InvalidRequest, SamplingParams, StructuredOutput, Thinking
+from trioserve.contracts.thinking import ThoughtOutcome
 from trioserve.testing import open_fake_engine
 
 PERSON = {
@@ -273,3 +275,74 @@ async def test_a_form_stands_behind_a_thought_or_there_is_none(prompt, says, exp
         text, reason = await said(engine, prompt=prompt, **YES_BEHIND_THOUGHT, **more)
     assert re.fullmatch(expected, text), text
     assert reason is FinishReason.STOP
+
+
+async def test_a_thought_that_is_told_to_end_ends_with_the_next_token():
+    async with open_fake_engine(response="abcdefghijklmnopqrstuvwxyz", paused=True) as engine:
+        text = ""
+        sampling = SamplingParams(temperature=0.0, max_tokens=12, thinking=Thinking(end="</t>"))
+        async with engine.generate("say", sampling, request_id="mine", owner="me") as stream:
+            await engine.step(3)
+            assert engine.end_thoughts("mine", owner="other") == {"mine": ThoughtOutcome.UNKNOWN}
+            assert engine.end_thoughts(["mine", "nobody"], owner="me") == {
+                "mine": ThoughtOutcome.ENDING,
+                "nobody": ThoughtOutcome.UNKNOWN,
+            }
+            engine.resume()
+            text = "".join([delta.text async for delta in stream])
+            assert engine.end_thoughts("mine") == {"mine": ThoughtOutcome.NO_THOUGHT}
+        assert text == "abcd</t>ijkl"
+        assert engine.end_thoughts("mine") == {"mine": ThoughtOutcome.UNKNOWN}
+        engine.assert_all_free()
+
+
+async def test_it_may_be_told_so_while_a_step_runs_and_another_is_planned_ahead():
+    async with open_fake_engine(response="abcdefghijklmnopqrstuvwxyz", overlap_steps=True, step_seconds=0.01) as engine:
+        sampling = SamplingParams(temperature=0.0, max_tokens=20, thinking=Thinking(end="</t>"))
+        text = ""
+        async with engine.generate("say", sampling, request_id="mine") as stream:
+            async for delta in stream:
+                text += delta.text
+                if len(text) == 3:
+                    engine.end_thoughts("mine")
+        head, end, _ = text.partition("</t>")
+        assert end
+        assert head in "abcdefghijklmnopqrstuvwxyz"
+        assert 4 <= len(head) <= 6
+        engine.assert_all_free()
+
+
+async def test_a_thought_of_a_request_in_the_queue_is_over_as_soon_as_it_begins():
+    async with open_fake_engine(response="<t>abcdefgh", max_num_seqs=1, paused=True) as engine:
+        sampling = SamplingParams(temperature=0.0, max_tokens=12, thinking=Thinking(begin="<t>", end="</t>"))
+        texts = []
+
+        async def ask():
+            async with engine.generate("say", sampling, request_id="second") as stream:
+                texts.append("".join([delta.text async for delta in stream]))
+
+        first = engine.generate("say", SamplingParams(max_tokens=3))
+        async with trio.open_nursery() as nursery, first:
+            await engine.step()
+            nursery.start_soon(ask)
+            await trio.testing.wait_all_tasks_blocked()
+            assert engine.end_thoughts("second") == {"second": ThoughtOutcome.ENDING}
+            engine.resume()
+            assert [delta async for delta in first]
+        assert texts[0].startswith("<t></t>")
+        engine.assert_all_free()
+
+
+async def test_without_a_thought_there_is_none_to_end():
+    params = SamplingParams(max_tokens=3)
+    async with open_fake_engine(paused=True) as engine, engine.generate("say", params, request_id="mine"):
+        assert engine.end_thoughts("mine") == {"mine": ThoughtOutcome.NO_THOUGHT}
+
+
+async def test_thoughts_alone_do_not_keep_steps_from_overlapping():
+    async with open_fake_engine(response="abcdefghijklmnop", overlap_steps=True) as engine:
+        sampling = SamplingParams(temperature=0.0, max_tokens=12, thinking=Thinking(end="</t>", tokens_max=8))
+        async with engine.generate("say", sampling) as stream:
+            text = "".join([delta.text async for delta in stream])
+        assert text == "abcdefgh</t>"
+        engine.assert_all_free()

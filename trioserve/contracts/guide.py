@@ -20,12 +20,13 @@ __all__ = ["Guide", "GuidedRows", "MaskMaker"]
 class Guide(Protocol):
     """Nothing here waits or raises.
 
-    wants_mask: the next token is not free. is_over: no token may come any more, but one that ends the sequence. fault:
-    why it cannot go on, as a sentence for the client; None while it can.
+    is_over: no token may come any more, but one that ends the sequence. fault: why it cannot go on, as a sentence for
+    the client; None while it can. is_free_ahead: whatever the next token is, the one behind it is free: it can be
+    sampled before anybody has told of the next one. What is asked of the guide meanwhile waits for one token more.
     """
 
     @property
-    def wants_mask(self) -> bool: ...
+    def is_free_ahead(self) -> bool: ...
 
     @property
     def is_over(self) -> bool: ...
@@ -44,6 +45,10 @@ class Guide(Protocol):
 
     def acceptable_count(self, token_ids: Sequence[int]) -> int:
         """How many of these may come now, one after the other. None of them has come by this."""
+        ...
+
+    def wants_mask(self, draft: Sequence[int]) -> bool:
+        """Whether the next token, or one behind these draft tokens, is not free."""
         ...
 
     def fill_masks(self, address: int, words_per_row: int, draft: Sequence[int]) -> None:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import enum
+
 import msgspec
 
 from trioserve.contracts.errors import InvalidRequest
 
-__all__ = ["THINKING_TEXT_CHARACTERS_MAX", "THINKING_TOKENS_MAX", "Thinking"]
+__all__ = ["THINKING_TEXT_CHARACTERS_MAX", "THINKING_TOKENS_MAX", "Thinking", "ThoughtOutcome"]
 
 THINKING_TEXT_CHARACTERS_MAX = 256
 THINKING_TOKENS_MAX = 2**31 - 1
+
+
+class ThoughtOutcome(enum.Enum):
+    """Of asking that a request's thought end now."""
+
+    ENDING = "ending"  # its end is written next
+    NO_THOUGHT = "no_thought"  # it writes none, or is through with it, or has ended
+    UNKNOWN = "unknown"  # no such request lives
 
 
 class Thinking(msgspec.Struct, frozen=True, kw_only=True):

@@ -330,7 +330,8 @@ class EngineCore:
                 token_ids += more
                 if logprobs is not None:
                     logprobs += result.draft_logprobs[request.id][: len(more)]
-            if live.guide is not None and reason is None:
+            # With another step in flight the next token is sampled already, and free.
+            if live.guide is not None and reason is None and live.steps_in_flight == 0:
                 forced, reason = self._guided.take_forced(live)
                 token_ids += forced
             events.append(TokensReady(request.id, token_ids, logprobs))

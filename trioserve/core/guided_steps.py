@@ -1,8 +1,8 @@
 """What guides have to say about a step: which of its rows are masked, and which tokens come without being sampled.
 
 A guide says what may come next, so it has to know what came before. Where the last token is not known yet, in a step
-planned behind one that samples it, nothing can be said: such a step is planned when the token is there (see
-EngineCore.schedule_ahead).
+planned behind one that samples it, nothing can be said, unless whatever follows it is free: such a step is planned when
+the token is there (see EngineCore.schedule_ahead).
 
 When a guide forces tokens they are known at once, delivered with the token before them and computed by the next step,
 like a prompt that catches up. Nobody samples them, so they have no logprobs: for whoever asked for these the masks let
@@ -63,8 +63,7 @@ class GuidedSteps:
             if guide is None:
                 continue
             chunk = chunks[index]
-            # A guide that lets everything through may have a word to say behind a draft token.
-            if chunk.samples and (guide.wants_mask or chunk.draft):
+            if chunk.samples and guide.wants_mask(chunk.draft):
                 assert not chunk.awaits_token, f"{live.request.id} has a guide, and awaits a token"
                 chunks[index] = msgspec.structs.replace(chunk, mask_row=row)
                 guided.append(GuidedRows(guide, row, chunk.draft))

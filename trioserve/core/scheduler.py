@@ -102,7 +102,7 @@ class Scheduler:
         read; or the guide of one of them waits for its token."""
         block_size = self._settings.block_size
         ends = {chunk.request.id: chunk.start + chunk.count for chunk in in_flight.chunks}
-        if any(live.guide is not None and _awaits_token(live, ends) for live in self.running.values()):
+        if any(live.guide is not None and _holds_up(live, ends) for live in self.running.values()):
             return [], [], []
         planned: dict[RequestId, int] = {}
         budget = self._settings.step_tokens_max
@@ -441,9 +441,12 @@ class Scheduler:
         live.computed_count = len(hit_blocks) * self._settings.block_size
 
 
-def _awaits_token(live: LiveRequest, ends: Mapping[RequestId, int]) -> bool:
-    """Whether the step in flight, which comes so far, samples a token that it goes on with."""
-    return live.abort_reason is None and ends.get(live.request.id) == len(live.tokens)
+def _holds_up(live: LiveRequest, ends: Mapping[RequestId, int]) -> bool:
+    """Whether its guide has to know the token that the step in flight samples for it. ends: how far that one comes."""
+    assert live.guide is not None
+    if live.abort_reason is not None or ends.get(live.request.id) != len(live.tokens):
+        return False
+    return not live.guide.is_free_ahead
 
 
 class _Admission:

@@ -39,6 +39,7 @@ from trioserve.contracts.prompt import Prompt
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.stats import EngineStats
+from trioserve.contracts.thinking import ThoughtOutcome
 from trioserve.core.engine import EngineCore
 from trioserve.engine.connector_metrics import show_connector
 from trioserve.engine.delivery import Delivery
@@ -407,6 +408,25 @@ class Engine:
                 outcomes[request_id] = AbortOutcome.ALREADY_FINISHED
             else:
                 outcomes[request_id] = AbortOutcome.UNKNOWN
+        return outcomes
+
+    def end_thoughts(self, request_ids: Iterable[str], *, owner: str | None = None) -> dict[str, ThoughtOutcome]:
+        """Have the thoughts of requests end with the next token, by the ids that their callers gave; what follows them
+        is written as ever. Never waits. Only a request whose sampling says how its thoughts end (thinking) can be
+        asked.
+
+        request_ids: one id will do, too. owner: only theirs; those of others are unknown. No id is an error.
+        """
+        if isinstance(request_ids, str):
+            request_ids = (request_ids,)
+        outcomes = {}
+        for request_id in dict.fromkeys(to_str("request_ids", request_id, verb="holds") for request_id in request_ids):
+            requests = [request for request in self._requests.of(request_id) if owner in (None, request.owner)]
+            answers = [request.end_thoughts() for request in requests]
+            if any(answers):
+                outcomes[request_id] = ThoughtOutcome.ENDING
+            else:
+                outcomes[request_id] = ThoughtOutcome.NO_THOUGHT if requests else ThoughtOutcome.UNKNOWN
         return outcomes
 
     def live_requests(self, *, owner: str | None = None) -> list[LiveRequestView]:

@@ -127,6 +127,7 @@ class OpenRequest:
         self.entered_at = 0.0
         self.choices: list[Choice] = []
         self.guides: PreparedGuides | None = None  # what restrains its tokens, once it is compiled
+        self.is_thought_hurried = False  # thoughts are to end at once, also those that are still to come
         self.preparation = trio.CancelScope()
         self.core_count = 0
         self.sequence_count = sampling.n
@@ -261,6 +262,17 @@ class OpenRequest:
         await trio.lowlevel.wait_task_rescheduled(stop_waiting)
 
     # --- the engine's side: synchronous, called while delivering ---
+
+    def end_thoughts(self) -> bool:
+        """Thoughts are to end now, in each choice. False: there are none."""
+        if self.is_finished or self.sampling.thinking is None:
+            return False
+        self.is_thought_hurried = True
+        guides = [choice.guide for choice in self.choices if not choice.is_ended]
+        if None in guides:
+            return True  # it is being prepared
+        answers = [guide.end_thought() for guide in guides if guide is not None]
+        return any(answers)
 
     def note_run(self) -> None:
         """One more choice of it runs; when all do, the queue is over."""

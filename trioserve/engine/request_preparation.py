@@ -62,6 +62,8 @@ class RequestPreparation:
         if request.guides is not None:
             for choice in request.choices:
                 choice.guide = request.guides.new_guide(stop_token_ids, request.prompt_token_ids)
+                if request.is_thought_hurried:
+                    choice.guide.end_thought()
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         return [
             EngineRequest(

@@ -26,7 +26,10 @@ class AutomatonGuide:
         self._left = fails_after
 
     @property
-    def wants_mask(self) -> bool:
+    def is_free_ahead(self) -> bool:
+        return False
+
+    def wants_mask(self, draft: Sequence[int]) -> bool:
         return True
 
     @property

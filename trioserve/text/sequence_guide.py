@@ -78,13 +78,25 @@ class SequenceGuide:
     # --- Guide ---
 
     @property
-    def wants_mask(self) -> bool:
+    def is_free_ahead(self) -> bool:
         return (
-            (self._matcher is not None and (self._gate is None or self._opening is not None))
-            or self._allowed is not None
-            or (self._thought is not None and bool(self._thought.forced))
-            or (self._bad_words is not None and bool(self._bad_words.barred(self._history)))
+            self._matcher is None
+            and self._allowed is None
+            and self._bad_words is None
+            and (self._thought is None or not self._thought.may_end_within(1))
         )
+
+    def wants_mask(self, draft: Sequence[int]) -> bool:
+        if self._allowed is not None:
+            return True
+        if self._matcher is not None and (self._gate is None or self._opening is not None or draft):
+            return True
+        if self._bad_words is not None and (draft or self._bad_words.barred(self._history)):
+            return True
+        thought = self._thought
+        if thought is None or thought.phase is ThoughtPhase.OVER:
+            return False
+        return bool(thought.forced) or (bool(draft) and (self._is_hurried or thought.may_end_within(len(draft))))
 
     @property
     def is_over(self) -> bool:

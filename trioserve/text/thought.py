@@ -94,15 +94,26 @@ class Thought:
         """The tokens that must come now."""
         return self.end_token_ids[self.ending_count :] if self.phase is ThoughtPhase.ENDING else ()
 
+    def may_end_within(self, count: int) -> bool:
+        """Whether its end may have to be forced behind so many more tokens."""
+        if self.phase is ThoughtPhase.OVER:
+            return False
+        tokens_max = self._limits.tokens_max
+        return self.phase is ThoughtPhase.ENDING or (tokens_max is not None and self.token_count + count >= tokens_max)
+
     def after(self, token_id: int, piece: bytes, *, is_hurried: bool) -> Thought:
         """piece: the token's bytes. is_hurried: the thought is to be over now, whatever its budget."""
         if self.phase is ThoughtPhase.OVER:
             return self
         if self.phase is ThoughtPhase.ENDING:
-            ending_count = self.ending_count + 1
-            if token_id != self.end_token_ids[self.ending_count] or ending_count == len(self.end_token_ids):
+            end = self._end.after(piece)
+            if end.is_found:
                 return self._with(phase=ThoughtPhase.OVER)
-            return self._with(phase=ThoughtPhase.ENDING, ending_count=ending_count)
+            # A token that was sampled ahead, before the end was forced, is one more of the thought.
+            ending_count = self.ending_count + 1 if token_id == self.end_token_ids[self.ending_count] else 0
+            if ending_count == len(self.end_token_ids):
+                return self._with(phase=ThoughtPhase.OVER)
+            return self._with(phase=ThoughtPhase.ENDING, end=end, ending_count=ending_count)
         if self.phase is ThoughtPhase.BEFORE:
             start = (self._start + piece).lstrip()
             if start.startswith(self._begin):

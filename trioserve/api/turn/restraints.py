@@ -20,12 +20,10 @@ def restrained(
     families: ResponseFamilies,
 ) -> SamplingParams:
     """The sampling with the form, which begins behind the thought of a model that thinks aloud, and with the thought's
-    budget, which nothing has to be done for where the model does not."""
+    end, so that its budget can end it, or somebody by hand. A model that does not think has no use for a budget."""
     tags = families.thought_tags
     if tags is None:
         return sampling if structured is None else msgspec.structs.replace(sampling, structured=structured)
-    if structured is None and reasoning.budget_tokens is None:
-        return sampling
     end = tags.closing[0]
     thinking = Thinking(
         begin="" if tags.begins_inside else tags.opening[0], end=end, tokens_max=reasoning.budget_tokens
