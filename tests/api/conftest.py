@@ -120,6 +120,9 @@ class LetterTokenizer:
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(chr(token_id) for token_id in token_ids if token_id != BOS)
 
+    def special_ids(self) -> dict[str, int]:
+        return {}
+
     def writes_special(self, token: str) -> bool:
         return False
 

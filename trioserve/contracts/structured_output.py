@@ -23,6 +23,7 @@ class FormKind(enum.Enum):
     REGEX = "regex"
     CHOICE = "choice"  # one of some texts
     GRAMMAR = "grammar"  # Lark, llguidance's dialect, or GBNF
+    TOOL_CALLS = "form of tool calls"  # as a grammar in Lark, which is made here and sent by nobody
     STRUCTURAL_TAG = "structural_tag"  # free text, and after each trigger what a schema accepts
 
 
@@ -33,6 +34,7 @@ SOURCE_CHARACTERS_MAX = {
     FormKind.REGEX: 16_384,
     FormKind.CHOICE: 262_144,
     FormKind.GRAMMAR: 65_536,
+    FormKind.TOOL_CALLS: 262_144,  # schemas, most of it, and few rules
     FormKind.STRUCTURAL_TAG: 262_144,
 }
 

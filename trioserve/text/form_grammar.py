@@ -30,6 +30,8 @@ def form_grammar(form: StructuredOutput, special_ids: Mapping[str, int], end_tok
             return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, _choices_of(form))))
         case FormKind.GRAMMAR:
             return LLMatcher.grammar_from_lark(_lark_of(form))
+        case FormKind.TOOL_CALLS:
+            return LLMatcher.grammar_from_lark(form.source)
         case FormKind.STRUCTURAL_TAG:
             tag = StructuralTagGrammar(_parsed(form), special_ids, end_token_ids, param=form.param)
             return tag.grammar if tag.grammar.startswith("{") else LLMatcher.grammar_from_lark(tag.grammar)

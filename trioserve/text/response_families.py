@@ -44,6 +44,11 @@ class ResponseFamilies:
         """How the model writes its thoughts; None for one that does not."""
         return None if self.reasoning_family is None else REASONING_FAMILIES[self.reasoning_family].tags
 
+    @property
+    def has_channels(self) -> bool:
+        """The model writes thoughts, content and calls into channels of their own, all in one form."""
+        return self.tool_family is not None and TOOL_FAMILIES[self.tool_family].whole is not None
+
     def needs_parser(self, *, has_tools: bool) -> bool:
         """Whether there is anything to look for in the response; otherwise all of it is content."""
         return self.reasoning_family is not None or (has_tools and self.tool_family is not None)

@@ -22,8 +22,7 @@ import msgspec
 from trioserve.api.generation import KeepAlive, Usage, read_streams, usage_of, wait_until_begun
 from trioserve.api.turn.restraints import restrained
 from trioserve.api.turn.turn_choice import CollectedChoice, TurnChoice
-from trioserve.api.turn.turn_request import ToolMode, TurnRequest
-from trioserve.contracts.errors import InvalidRequest
+from trioserve.api.turn.turn_request import TurnRequest
 from trioserve.contracts.output import Delta
 from trioserve.text.response_families import PROMPT_END_TOKENS, offered_tools
 from trioserve.text.response_parts import ResponsePart
@@ -63,22 +62,13 @@ class ChatTurn:
     """
 
     def __init__(self, engine: Engine, request: TurnRequest, generate: Generate, *, new_id: Callable[[], str]) -> None:
-        if request.structured is not None and request.offered_tools:
-            raise InvalidRequest(
-                "a form of the response and tools are both set: send one of them, they cannot be had together yet",
-                param=request.structured.param,
-            )
-        if request.tool_choice.mode in (ToolMode.REQUIRED, ToolMode.NAMED):
-            raise InvalidRequest(
-                'tool_choice must be "auto" or "none": a call cannot be forced yet', param="tool_choice"
-            )
         self._engine = engine
         self._request = request
         self._new_id = new_id
         self._tools = offered_tools(request.offered_tools)
         families = engine.families
         has_tools = bool(self._tools)
-        sampling = restrained(request.sampling, request.structured, request.reasoning, families)
+        sampling = restrained(request, families, engine.tokenizer)
         if families.needs_special_tokens(has_tools=has_tools):
             sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
         self.is_plain = not families.needs_parser(has_tools=has_tools)

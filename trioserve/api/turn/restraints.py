@@ -1,33 +1,96 @@
-"""What a turn asks of its tokens: the form of its content, and when its thoughts have to end."""
+"""What a turn asks of its tokens: the form of its content, calls that are forced, and when its thoughts have to end."""
 
 from __future__ import annotations
 
+import json
+from typing import TYPE_CHECKING, Any
+
 import msgspec
 
-from trioserve.api.turn.turn_request import Reasoning
+from trioserve.api.turn.turn_request import ToolMode, TurnRequest
+from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.contracts.structured_output import StructuredOutput
+from trioserve.contracts.structured_output import FormKind, StructuredOutput
 from trioserve.contracts.thinking import Thinking
-from trioserve.text.response_families import ResponseFamilies
+from trioserve.text.response_families import ResponseFamilies, offered_tools
+from trioserve.text.response_parsers.forced_calls import calls_or_json, forced_calls, strict_calls
+
+if TYPE_CHECKING:
+    from trioserve.text.tokenizer import Tokenizer
 
 __all__ = ["restrained"]
 
 
-def restrained(
-    sampling: SamplingParams,
-    structured: StructuredOutput | None,
-    reasoning: Reasoning,
-    families: ResponseFamilies,
-) -> SamplingParams:
-    """The sampling with the form, which begins behind the thought of a model that thinks aloud, and with the thought's
-    end, so that its budget can end it, or somebody by hand. A model that does not think has no use for a budget."""
-    tags = families.thought_tags
+def restrained(request: TurnRequest, families: ResponseFamilies, tokenizer: Tokenizer) -> SamplingParams:
+    """The turn's sampling with all of it. A form begins behind the thought of a model that thinks aloud; and such a
+    thought can be ended, by its budget or from outside, whether or not there is a budget. Raises InvalidRequest."""
+    form = _form(request, families, tokenizer)
+    tags = None if families.has_channels else families.thought_tags
     if tags is None:
-        return sampling if structured is None else msgspec.structs.replace(sampling, structured=structured)
+        return request.sampling if form is None else msgspec.structs.replace(request.sampling, structured=form)
     end = tags.closing[0]
+    if form is not None:
+        form = msgspec.structs.replace(form, free_until=end)
     thinking = Thinking(
-        begin="" if tags.begins_inside else tags.opening[0], end=end, tokens_max=reasoning.budget_tokens
+        begin="" if tags.begins_inside else tags.opening[0], end=end, tokens_max=request.reasoning.budget_tokens
     )
-    if structured is not None:
-        structured = msgspec.structs.replace(structured, free_until=end)
-    return msgspec.structs.replace(sampling, structured=structured, thinking=thinking)
+    return msgspec.structs.replace(request.sampling, structured=form, thinking=thinking)
+
+
+def _form(request: TurnRequest, families: ResponseFamilies, tokenizer: Tokenizer) -> StructuredOutput | None:
+    """Of what comes behind the thought."""
+    tools = offered_tools(request.offered_tools)
+    mode = request.tool_choice.mode
+    if mode is ToolMode.NAMED:
+        tools = [tool for tool in tools if tool.name == request.tool_choice.name]
+    is_forced = mode in (ToolMode.REQUIRED, ToolMode.NAMED)
+    if not tools or not (is_forced or request.structured is not None or any(tool.strict for tool in tools)):
+        return request.structured
+    family = families.tool_family
+    if family is None:
+        if not is_forced:
+            return request.structured
+        raise InvalidRequest(
+            "a call cannot be forced here, since this server reads none from responses (--tool-call-parser none): "
+            'send tool_choice "auto" or "none"',
+            param="tool_choice",
+        )
+    special_token_ids = tokenizer.special_ids()
+    may_repeat = request.parallel_tool_calls and mode is not ToolMode.NAMED
+    try:
+        if is_forced:
+            return forced_calls(
+                family,
+                tools,
+                may_repeat=may_repeat,
+                special_token_ids=special_token_ids,
+                reasoning_family=families.reasoning_family,
+                begins_inside=True,
+            )
+        if request.structured is None:
+            return strict_calls(family, tools, may_repeat=may_repeat, special_token_ids=special_token_ids)
+        schema = _schema_of(request.structured)
+        return calls_or_json(family, tools, schema, may_repeat=may_repeat, special_token_ids=special_token_ids)
+    except InvalidRequest as error:
+        if error.param != "tools":
+            raise
+        raise InvalidRequest(
+            f"the schemas of the tools are too long to be kept to: {error}; send fewer tools, or shorter schemas",
+            param="tools",
+        ) from None
+
+
+def _schema_of(form: StructuredOutput) -> dict[str, Any]:
+    """Raises InvalidRequest for a form that is no JSON."""
+    if form.kind is FormKind.JSON_OBJECT:
+        return {"type": "object"}
+    if form.kind is not FormKind.JSON_SCHEMA:
+        raise InvalidRequest(
+            f"{form.param} asks for a {form.kind.value}, and there are tools: with tools a response can be free, or "
+            'JSON; send tool_choice "none", or one of the two',
+            param=form.param,
+        )
+    schema = json.loads(form.source)
+    if not isinstance(schema, dict):
+        raise InvalidRequest("a JSON schema has to be an object", param=form.param)
+    return schema

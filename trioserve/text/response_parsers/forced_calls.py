@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from trioserve.contracts.structured_output import FormKind, StructuredOutput
-from trioserve.text.response_parsers.call_forms import CallForm, without_trigger
+from trioserve.text.response_parsers.call_forms import CallForm, JsonOf, without_trigger
 from trioserve.text.response_parsers.families import REASONING_FAMILIES, TOOL_FAMILIES
 from trioserve.text.response_parsers.lark_grammar import LarkGrammar
 from trioserve.text.response_parsers.offered_tools import OfferedTool
 
-__all__ = ["forced_calls", "strict_calls"]
+__all__ = ["calls_or_json", "forced_calls", "strict_calls"]
 
 _LINE_BREAKS = r"/[ \n]{0,4}/"  # behind a thought
 
@@ -36,13 +37,13 @@ def forced_calls(
     if form.before:
         start = f"({lark.sequence(form.before)})? {start}"
     if reasoning_family is None or begins_inside is False or TOOL_FAMILIES[tool_family].whole is not None:
-        return StructuredOutput(kind=FormKind.GRAMMAR, source=lark.source(start))
+        return _form(lark, start)
     tags = REASONING_FAMILIES[reasoning_family].tags
     if begins_inside or (begins_inside is None and tags.begins_inside):
         start = f"{lark.rule(_LINE_BREAKS, is_terminal=True)} {start}"
-        return StructuredOutput(kind=FormKind.GRAMMAR, source=lark.source(start), free_until=tags.closing[0])
+        return _form(lark, start, free_until=tags.closing[0])
     thought = f"{lark.text(tags.opening[0])} {lark.raw_until(tags.closing[0])} {_LINE_BREAKS}"
-    return StructuredOutput(kind=FormKind.GRAMMAR, source=lark.source(f"({thought})? {start}"))
+    return _form(lark, f"({thought})? {start}")
 
 
 def strict_calls(
@@ -59,7 +60,25 @@ def strict_calls(
     calls = _calls(lark, form, tools, may_repeat=may_repeat, trigger=form.trigger)
     repeat = "*" if may_repeat else "?"
     start = f"({before} {calls}){repeat} {lark.any_text()}"
-    return StructuredOutput(kind=FormKind.GRAMMAR, source=lark.source(start))
+    return _form(lark, start)
+
+
+def calls_or_json(
+    tool_family: str,
+    tools: Sequence[OfferedTool],
+    schema: Mapping[str, Any],
+    *,
+    may_repeat: bool,
+    special_token_ids: Mapping[str, int],
+) -> StructuredOutput:
+    """The form of a response that either calls tools or is JSON that the schema accepts."""
+    lark = LarkGrammar(special_token_ids)
+    calls = _calls(lark, TOOL_FAMILIES[tool_family].form_in(special_token_ids), tools, may_repeat=may_repeat)
+    return _form(lark, f"({calls}) | {lark.json(JsonOf(schema))}")
+
+
+def _form(lark: LarkGrammar, start: str, *, free_until: str = "") -> StructuredOutput:
+    return StructuredOutput(kind=FormKind.TOOL_CALLS, source=lark.source(start), free_until=free_until, param="tools")
 
 
 def _calls(

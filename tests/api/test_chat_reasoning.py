@@ -1,0 +1,181 @@
+"""Thoughts in /v1/chat/completions: split from the text, counted, bounded, hidden, and in front of forms and calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import trio
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
+
+USER = {"role": "user", "content": "Oslo?"}
+THOUGHT = "I should look."
+SAID = f"<think>\n{THOUGHT}\n</think>\n\nIt rains."
+WASH = {
+    "type": "function",
+    "function": {
+        "name": "wash",
+        "parameters": {
+            "type": "object",
+            "properties": {"colour": {"enum": ["blue"]}},
+            "required": ["colour"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@asynccontextmanager
+async def opened(make_api: Any, response: Any = SAID, **options: Any) -> AsyncIterator[tuple[Any, FakeEngine]]:
+    async with open_fake_engine(
+        response=response,
+        reasoning_parser="qwen3",
+        block_count=512,
+        context_tokens_max=2048,
+        step_tokens_max=2048,
+        **options,
+    ) as engine:
+        api = make_api()
+        api.engine = engine
+        yield api, engine
+        await trio.testing.wait_all_tasks_blocked()
+        engine.assert_all_free()
+
+
+def streamed(exchange: Any) -> tuple[str, str, list[str]]:
+    """The thought, the content, and the kinds of deltas in their order."""
+    *events, done = exchange.events()
+    assert done == "[DONE]"
+    thought = content = ""
+    kinds: list[str] = []
+    for event in events:
+        ChatCompletionChunk.model_validate(event)
+        for choice in event["choices"]:
+            delta = choice["delta"]
+            assert delta.get("reasoning") == delta.get("reasoning_content")
+            thought += delta.get("reasoning_content", "")
+            content += delta.get("content") or ""
+            kind = "thought" if delta.get("reasoning_content") else "content" if delta.get("content") else ""
+            if kind and kinds[-1:] != [kind]:
+                kinds.append(kind)
+    return thought, content, kinds
+
+
+async def test_a_thought_is_no_content(make_api: Any) -> None:
+    async with opened(make_api) as (api, _):
+        whole = (await api.chat(messages=[USER])).json()
+        ChatCompletion.model_validate(whole, strict=True)
+        message = whole["choices"][0]["message"]
+        assert message["content"] == "It rains."
+        assert message["reasoning_content"] == message["reasoning"] == THOUGHT
+        thought, content, kinds = streamed(await api.chat(messages=[USER], stream=True))
+        assert (thought, content, kinds) == (THOUGHT, "It rains.", ["thought", "content"])
+
+
+async def test_tokens_of_thoughts_are_told_in_the_usage(make_api: Any) -> None:
+    async with opened(make_api) as (api, _):
+        usage = (await api.chat(messages=[USER])).json()["usage"]
+        told = usage["completion_tokens_details"]["reasoning_tokens"]
+        assert len(THOUGHT) <= told <= SAID.index("It rains.")
+        events = (await api.chat(messages=[USER], stream=True, stream_options={"include_usage": True})).events()
+        streamed_count = events[-2]["usage"]["completion_tokens_details"]["reasoning_tokens"]
+        assert len(THOUGHT) <= streamed_count <= SAID.index("It rains.")
+
+
+async def test_thoughts_can_be_left_out(make_api: Any) -> None:
+    async with opened(make_api) as (api, _):
+        message = (await api.chat(messages=[USER], include_reasoning=False)).json()["choices"][0]["message"]
+        assert message == {"role": "assistant", "content": "It rains.", "refusal": None}
+        exchange = await api.chat(messages=[USER], include_reasoning=False, stream=True)
+        assert streamed(exchange) == ("", "It rains.", ["content"])
+
+
+@pytest.mark.parametrize("field", ["thinking_token_budget", "thinking_budget", "max_reasoning_tokens"])
+async def test_a_budget_ends_the_thought(make_api: Any, field: str) -> None:
+    """The scripted model goes on as if it still thought, but behind the forced end that is content."""
+    async with opened(make_api, "<think>" + "and so on, " * 20) as (api, _):
+        whole = (await api.chat(messages=[USER], max_tokens=60, **{field: 10})).json()
+        message = whole["choices"][0]["message"]
+        assert 0 < len(message["reasoning_content"]) <= 10
+        assert message["content"]
+        assert whole["choices"][0]["finish_reason"] == "length"
+        thought, content, _ = streamed(await api.chat(messages=[USER], max_tokens=60, stream=True, **{field: 10}))
+        assert (thought, content) == (message["reasoning_content"], message["content"])
+
+
+async def test_a_form_begins_behind_the_thought(make_api: Any) -> None:
+    async with opened(make_api, f"<think>\n{THOUGHT}\n</think>yes, of course") as (api, _):
+        message = (await api.chat(messages=[USER], guided_choice=["yes", "no"])).json()["choices"][0]["message"]
+        assert message["reasoning_content"] == THOUGHT
+        assert message["content"] == "yes"
+
+
+async def test_a_forced_call_comes_behind_the_thought(make_api: Any) -> None:
+    async with opened(make_api, f"<think>\n{THOUGHT}\n</think>\n\nI would rather not call.") as (api, _):
+        for stream in (False, True):
+            exchange = await api.chat(messages=[USER], tools=[WASH], tool_choice="required", stream=stream)
+            text = exchange.data.decode()
+            assert "rather" not in text
+            if not stream:
+                choice = exchange.json()["choices"][0]
+                assert choice["finish_reason"] == "tool_calls"
+                assert choice["message"]["reasoning_content"] == THOUGHT
+                for call in choice["message"]["tool_calls"]:
+                    assert json.loads(call["function"]["arguments"]) == {"colour": "blue"}
+
+
+async def test_a_call_inside_of_a_thought_is_none(make_api: Any) -> None:
+    call = '<tool_call>\n{"name": "wash", "arguments": {"colour": "blue"}}\n</tool_call>'
+    async with opened(make_api, f"<think>\nPerhaps {call}?\n</think>\n\nNo.") as (api, _):
+        choice = (await api.chat(messages=[USER], tools=[WASH])).json()["choices"][0]
+        assert choice["finish_reason"] == "stop"
+        assert choice["message"]["content"] == "No."
+        assert "tool_calls" not in choice["message"]
+        assert call in choice["message"]["reasoning_content"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False, "thinking": False}),
+        ({"reasoning_effort": "low"}, {"reasoning_effort": "low", "enable_thinking": True, "thinking": True}),
+        ({"enable_thinking": False}, {"enable_thinking": False, "thinking": False}),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, {"enable_thinking": False}),
+        (
+            {"reasoning_effort": "high", "chat_template_kwargs": {"thinking": False}},
+            {"reasoning_effort": "high", "enable_thinking": True, "thinking": False},
+        ),
+    ],
+)
+async def test_what_is_asked_of_thoughts_reaches_the_template(
+    api: Any, fields: dict[str, Any], told: dict[str, Any]
+) -> None:
+    await api.chat(messages=[USER], **fields)
+    assert api.engine.streams[0].prompt.template_arguments == told
+
+
+async def test_a_thought_cut_off_is_a_thought(make_api: Any) -> None:
+    async with opened(make_api) as (api, _):
+        choice = (await api.chat(messages=[USER], max_tokens=15)).json()["choices"][0]
+        assert choice["finish_reason"] == "length"
+        assert choice["message"]["reasoning_content"] == THOUGHT[: len(choice["message"]["reasoning_content"])]
+        assert choice["message"]["content"] == ""
+
+
+async def test_an_abort_in_a_thought_is_an_error(make_api: Any) -> None:
+    async with opened(make_api, paused=True) as (api, engine):
+        exchange = api.exchange(
+            "POST", "/v1/chat/completions", {"messages": [USER], "stream": True}, {"x-request-id": "mine"}
+        )
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(api.app, exchange)
+            await engine.step(15)
+            engine.abort(["mine"])
+        *events, error = exchange.events()
+        assert error["error"]["code"] == "request_aborted"
+        assert any(event["choices"][0]["delta"].get("reasoning") for event in events)
