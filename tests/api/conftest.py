@@ -126,6 +126,9 @@ class LetterTokenizer:
     def writes_special(self, token: str) -> bool:
         return False
 
+    def added_token_id(self, text: str) -> int | None:
+        return None
+
     def token_text(self, token_id: int) -> str:
         return chr(token_id)
 
@@ -236,7 +239,7 @@ class ScriptedEngine:
     def load(self) -> EndpointLoad:
         return EndpointLoad(running=2, waiting=1, max_num_seqs=8, kv_usage=0.25)
 
-    async def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+    async def encode(self, prompt: Prompt, *, add_special_tokens: bool = True, cut: object = None) -> list[int]:
         await trio.lowlevel.checkpoint()
         if isinstance(prompt, ChatPrompt):
             return self.tokenizer.encode(

@@ -51,8 +51,14 @@ class PromptEncoder:
         self._context_tokens_max = context_tokens_max
         self._tool_family = tool_family or COMMON_TOOL_FAMILY
 
-    async def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt. Raises InvalidRequest, ContextTooLong; a cancelled caller leaves at once."""
+    async def encode(self, prompt: Prompt, *, add_special_tokens: bool = True, cut: Cut | None = None) -> list[int]:
+        """Token ids of a prompt. cut: of one that is longer; None: it is refused. Raises InvalidRequest,
+        ContextTooLong; a cancelled caller leaves at once."""
+        if cut is not None:
+            [encoded] = await self.encode_inputs(
+                [prompt], name_of=lambda _: "prompt", add_special_tokens=add_special_tokens, cut=cut
+            )
+            return encoded.token_ids
         if isinstance(prompt, ChatPrompt):
             return await self.run(lambda: self._encode_chat(prompt), size=_chat_size(prompt))
         if isinstance(prompt, str):
@@ -112,7 +118,7 @@ class PromptEncoder:
     ) -> EncodedInput:
         try:
             if isinstance(one, ChatPrompt):
-                return _cut_ids(self._encode_chat(one), cut)
+                return _cut_ids(self._encode_chat(one, is_cut=cut is not None), cut)
             if isinstance(one, str | TextPair):
                 first, second = (one, None) if isinstance(one, str) else (one.first, one.second)
                 for text in (first, second or "") if cut is None else ():
@@ -122,7 +128,7 @@ class PromptEncoder:
         except InvalidRequest as error:
             raise type(error)(f"{name}: {error}", param=name) from error
 
-    def _encode_chat(self, prompt: ChatPrompt) -> list[int]:
+    def _encode_chat(self, prompt: ChatPrompt, *, is_cut: bool = False) -> list[int]:
         tokenizer = self._tokenizer
         template = tokenizer.chat_template
         if prompt.chat_template is not None:
@@ -133,9 +139,10 @@ class PromptEncoder:
                 param="messages",
             )
         # The template writes the special tokens itself, and may leave out what the messages hold: only its text counts.
-        return self._encode_text(
-            template.render(prompt, tool_family=self._tool_family), add_special_tokens=False, param="messages"
-        )
+        text = template.render(prompt, tool_family=self._tool_family)
+        if not is_cut:
+            self._check_length(text, param="messages")
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _encode_text(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
         self._check_length(text, param=param)

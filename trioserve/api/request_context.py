@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from trioserve.engine.request_stream import RequestStream
     from trioserve.http.exchange import Exchange
     from trioserve.store.store import Store
+    from trioserve.text.tokenizer import Cut
 
 __all__ = ["AsksEngine", "RequestContext"]
 
@@ -96,6 +97,7 @@ class RequestContext(Responder):
         deadlines: Deadlines,
         *,
         add_special_tokens: bool = True,
+        cut: Cut | None = None,
     ) -> RequestStream:
         """A request to the engine in this caller's name, to be entered with `async with`. Raises InvalidRequest for
         what the caller may not ask for."""
@@ -112,6 +114,7 @@ class RequestContext(Responder):
             owner=self.owner,
             tenant=self.caller.tenant(tenant),
             kv_transfer=body.kv_transfer_params,
+            cut=cut,
         )
         self.streams.append(stream)
         return stream

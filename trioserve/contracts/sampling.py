@@ -12,7 +12,7 @@ from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.structured_output import StructuredOutput
 from trioserve.contracts.thinking import Thinking
 
-__all__ = ["SAMPLING_RANGES", "Range", "SamplingParams"]
+__all__ = ["CHOICES_MAX", "SAMPLING_RANGES", "Range", "SamplingParams"]
 
 CHOICES_MAX = 128  # n, as in OpenAI's API; each choice is a sequence of its own and takes a place in the batch
 STOP_STRINGS_MAX = 16  # every one is searched for in every delta

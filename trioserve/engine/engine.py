@@ -292,6 +292,7 @@ class Engine:
         owner: str | None = None,
         tenant: str | None = None,
         kv_transfer: KVTransferParams | None = None,
+        cut: Cut | None = None,
     ) -> RequestStream:
         """A request, to be entered with `async with`; until then it holds nothing.
 
@@ -310,6 +311,7 @@ class Engine:
             tenant: the queue is fair between them. Default: the owner.
             kv_transfer: whether the KV of its prompt is to be taken from another engine (of n choices the first one
                 takes it, the others compute it or hit), or held for one (n = 1; see RequestStream).
+            cut: what becomes of a prompt that is too long. Default: entering raises ContextTooLong.
 
         Raises:
             InvalidRequest: an argument has a wrong type; its `param` names it. What is wrong with the values (a token
@@ -328,6 +330,7 @@ class Engine:
             owner=owner,
             tenant=text_or_none("tenant", tenant) or owner or "",
             kv_transfer=checked_kv_transfer(kv_transfer),
+            cut=cut,
         )
         return RequestStream(request, submit=self._submit, leave=self._leave)
 

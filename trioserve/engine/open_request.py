@@ -28,6 +28,7 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.text.guide_factory import PreparedGuides
 from trioserve.text.output import ChoiceOutput, merge
 from trioserve.text.sequence_guide import SequenceGuide
+from trioserve.text.tokenizer import Cut
 from trioserve.trio_tools.deadline_keeper import Alarm
 from trioserve.trio_tools.none_outcome import NONE_OUTCOME
 
@@ -107,6 +108,7 @@ class OpenRequest:
         owner: str | None,
         tenant: str,
         kv_transfer: KVTransferParams | None = None,
+        cut: Cut | None = None,
     ) -> None:
         self.id = request_id
         self.kv_transfer = kv_transfer
@@ -116,6 +118,7 @@ class OpenRequest:
         self.priority = priority
         self.cache_salt = cache_salt
         self.add_special_tokens = add_special_tokens
+        self.cut = cut
         self.deadlines = deadlines
         self.owner = owner
         self.tenant = tenant
@@ -155,7 +158,7 @@ class OpenRequest:
 
     async def tokenize(self, encoder: PromptEncoder) -> None:
         """Raises what the encoder does."""
-        token_ids = await encoder.encode(self.prompt, add_special_tokens=self.add_special_tokens)
+        token_ids = await encoder.encode(self.prompt, add_special_tokens=self.add_special_tokens, cut=self.cut)
         self.prompt_token_ids = tuple(token_ids)
 
     @property

@@ -54,6 +54,7 @@ class Tokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         added = self._backend.get_added_tokens_decoder()
+        self._added_ids = {token.content: token_id for token_id, token in added.items()}
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._pieces = TokenPieces(self._backend)
         self._span = TokenSpan(self._backend)
@@ -163,6 +164,10 @@ class Tokenizer:
     def special_ids(self) -> dict[str, int]:
         """The special tokens, by their text."""
         return {self.token_text(token_id): token_id for token_id in self._special_ids}
+
+    def added_token_id(self, text: str) -> int | None:
+        """The id of a token that is one whole in every text, as special ones are; None if there is none such."""
+        return self._added_ids.get(text)
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special_ids

@@ -13,6 +13,7 @@ from trioserve.api.generation import read_streams, wait_until_released
 from trioserve.api.openai.chat_events import ChatEvents
 from trioserve.api.openai.chat_prompt import turn_request
 from trioserve.api.openai.chat_response import whole_response
+from trioserve.api.openai.prompt_fields import prompt_cut
 from trioserve.api.openai.request_types import ChatBody
 from trioserve.api.request_context import RequestContext
 from trioserve.api.turn.chat_turn import ChatTurn, chat_turn
@@ -84,6 +85,7 @@ def _turn_request(context: RequestContext, body: ChatBody) -> TurnRequest:
         cache_salt=body.cache_salt,
         deadlines=deadlines_of(body, context.exchange.headers),
         kv_transfer_params=body.kv_transfer_params,
+        cut=prompt_cut(body.truncate_prompt_tokens, context.engine.model.context_tokens_max, sampling.max_tokens),
     )
 
 

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, cast
 
+import msgspec
+
 from trioserve.api.deadline_fields import deadlines_of
 from trioserve.api.generation import (
     Choice,
@@ -23,12 +25,13 @@ from trioserve.api.generation import (
 )
 from trioserve.api.openai.form_fields import form_of
 from trioserve.api.openai.logprobs import CompletionLogprobs, prompt_logprobs
+from trioserve.api.openai.prompt_fields import gap_of, prompt_cut
 from trioserve.api.openai.request_types import CompletionBody
 from trioserve.api.request_context import RequestContext
 from trioserve.api.sse import DONE, ChunkWriter, encode, one_line_json, transfer_field
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.output import Delta
-from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.sampling import CHOICES_MAX, SamplingParams
 
 if TYPE_CHECKING:
     from trioserve.engine.request_stream import RequestStream
@@ -46,6 +49,10 @@ async def create_completion(context: RequestContext) -> None:
     _check(body)
     prompts = _prompts(body)
     sampling = _sampling(body, context.engine.default_sampling)
+    if gap := gap_of(context.engine.tokenizer, body.suffix):
+        prompts = [gap.prompt(_text(prompt), body.suffix or "") for prompt in prompts]
+        ends = (*sampling.stop_token_ids, *gap.end_token_ids(context.engine.tokenizer))
+        sampling = msgspec.structs.replace(sampling, stop_token_ids=ends)
     head: dict[str, object] = {
         "id": f"cmpl-{context.request_id}",
         "object": "text_completion",
@@ -53,16 +60,17 @@ async def create_completion(context: RequestContext) -> None:
         "model": model,
     }
     deadlines = deadlines_of(body, context.exchange.headers)
+    cut = prompt_cut(body.truncate_prompt_tokens, context.engine.model.context_tokens_max, sampling.max_tokens)
     async with AsyncExitStack() as scopes:
         streams = [
             await scopes.enter_async_context(
                 context.generate(
-                    prompt, sampling, body, deadlines, add_special_tokens=body.add_special_tokens is not False
+                    prompt, sampling, body, deadlines, add_special_tokens=body.add_special_tokens is not False, cut=cut
                 )
             )
             for prompt in prompts
         ]
-        response = _Response(context, body, sampling.n, streams)
+        response = _Response(context, body, sampling.n if body.best_of is None else body.n or 1, streams)
         await response.read_echoes(prompts)
         if body.stream:
             await wait_until_begun(streams[0])
@@ -77,7 +85,7 @@ async def create_completion(context: RequestContext) -> None:
             if streams[0].is_held:
                 await wait_until_released(streams[0], context.keep_alive)
         else:
-            choices = await collect(streams, sampling.n)
+            choices = [_best(made, response.choice_count) for made in await collect(streams, sampling.n)]
             if streams[0].is_held:  # a client that leaves before it knows of the hold ends it
                 await context.respond_json(response.whole(head, choices))
                 streams[0].keep_hold()
@@ -90,10 +98,10 @@ async def create_completion(context: RequestContext) -> None:
 
 def _check(body: CompletionBody) -> None:
     body.check()
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise InvalidRequest(
-            f"best_of is {body.best_of}, but choices are not ranked here: leave it out, use n", param="best_of"
-        )
+    if body.best_of is not None:
+        _check_best_of(body, body.best_of)
+    if body.suffix and body.echo:
+        raise InvalidRequest("echo is set, but with a suffix there is no text that goes on: leave it out", param="echo")
     if body.max_tokens == 0 and not body.echo:
         raise InvalidRequest("max_tokens is 0, allowed is 1 or more (or 0 with echo)", param="max_tokens")
     if body.kv_transfer_params is not None and len(_prompts(body)) > 1:
@@ -103,6 +111,23 @@ def _check(body: CompletionBody) -> None:
         )
     if body.prompt_logprobs is not None and body.stream:
         raise InvalidRequest("prompt_logprobs is not available when stream is true", param="prompt_logprobs")
+
+
+def _check_best_of(body: CompletionBody, best_of: int) -> None:
+    least = body.n or 1
+    if not least <= best_of <= CHOICES_MAX:
+        raise InvalidRequest(f"best_of is {best_of}, allowed is n, which is {least}, to {CHOICES_MAX}", param="best_of")
+    if best_of > least and body.stream:
+        raise InvalidRequest(
+            f"best_of is {best_of}, but a stream cannot wait until all of them are made: leave it out, or use n",
+            param="best_of",
+        )
+
+
+def _text(prompt: TextPrompt) -> str:
+    if not isinstance(prompt, str):
+        raise InvalidRequest("suffix is set, so prompt must be a text: token ids are taken as they are", param="prompt")
+    return prompt
 
 
 def _prompts(body: CompletionBody) -> list[TextPrompt]:
@@ -131,7 +156,21 @@ def _sampling(body: CompletionBody, defaults: SamplingParams) -> SamplingParams:
         given["logprobs"] = body.logprobs
         if body.echo and body.prompt_logprobs is None:
             given["prompt_logprobs"] = body.logprobs
+    if body.best_of is not None and body.best_of > (body.n or 1):
+        given["n"] = body.best_of
+        given.setdefault("logprobs", 0)
     return body.sampling(defaults, **given)
+
+
+def _best(choices: list[Choice], count: int) -> list[Choice]:
+    """With best_of, those whose tokens are likeliest on the average, the best first."""
+    if len(choices) <= count:
+        return choices
+    return sorted(choices, key=_logprob_of_a_token, reverse=True)[:count]
+
+
+def _logprob_of_a_token(choice: Choice) -> float:
+    return sum(token.logprob for token in choice.logprobs) / max(1, len(choice.logprobs))
 
 
 class _Response:
@@ -148,8 +187,10 @@ class _Response:
 
     async def read_echoes(self, prompts: Sequence[TextPrompt]) -> None:
         if self.body.echo:
+            is_cut = self.body.truncate_prompt_tokens is not None
             self.echoes = [
-                prompt if isinstance(prompt, str) else await self._engine.decode(prompt) for prompt in prompts
+                prompt if isinstance(prompt, str) and not is_cut else await self._engine.decode(stream.prompt_token_ids)
+                for prompt, stream in zip(prompts, self.streams, strict=True)
             ]
 
     def new_logprobs(self) -> CompletionLogprobs:

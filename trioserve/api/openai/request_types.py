@@ -84,9 +84,9 @@ class GenerationBody(FormFields, frozen=True, kw_only=True):
     allowed_token_ids: list[Int32] | None = None
     bad_words: list[str] | None = None
     kv_transfer_params: KVTransferParams | None = None
+    truncate_prompt_tokens: Int32 | None = None
     # Known to others, not supported: anything but null or empty is refused (see REFUSED).
     use_beam_search: Any = None
-    truncate_prompt_tokens: Any = None
 
     @property
     def wants_usage(self) -> bool:
@@ -168,6 +168,7 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Int32 | None = None
     return_token_strs: bool | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -211,8 +212,6 @@ SAMPLING_FIELDS = (
 
 REFUSED = {
     "use_beam_search": "there is no beam search here, use n",
-    "truncate_prompt_tokens": "shorten the prompt before sending it",
-    "suffix": "text is continued, not inserted",
     "audio": "only text is produced",
     "web_search_options": "there is no web search here",
 }

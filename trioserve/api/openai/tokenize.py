@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from trioserve.api.openai.chat_prompt import chat_prompt
+from trioserve.api.openai.prompt_fields import prompt_cut
 from trioserve.api.openai.request_types import DetokenizeBody, TokenizeBody
 from trioserve.api.request_context import RequestContext
 from trioserve.contracts.errors import InvalidRequest
@@ -91,6 +92,7 @@ async def _token_ids(context: RequestContext, body: TokenizeBody, texts: PromptE
     prompt = body.prompt
     if (prompt is None) == (body.messages is None):
         raise InvalidRequest("send either prompt or messages", param="prompt" if prompt is None else "messages")
+    cut = prompt_cut(body.truncate_prompt_tokens, context.engine.model.context_tokens_max, None)
     if prompt is None:
-        return await texts.encode(chat_prompt(body, trust_chat_template=context.trust_chat_template))
-    return await texts.encode(prompt, add_special_tokens=body.add_special_tokens is not False)
+        return await texts.encode(chat_prompt(body, trust_chat_template=context.trust_chat_template), cut=cut)
+    return await texts.encode(prompt, add_special_tokens=body.add_special_tokens is not False, cut=cut)

@@ -48,7 +48,7 @@ def chat_turn(context: RequestContext, request: TurnRequest) -> ChatTurn:
     """A turn in this caller's name. Raises InvalidRequest."""
 
     def generate(prompt: ChatPrompt, sampling: SamplingParams) -> RequestStream:
-        return context.generate(prompt, sampling, request, request.deadlines)
+        return context.generate(prompt, sampling, request, request.deadlines, cut=request.cut)
 
     return ChatTurn(context.engine, request, generate, new_id=context.clock_and_ids.new_request_id)
 

@@ -16,6 +16,7 @@ from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.structured_output import StructuredOutput
+from trioserve.text.tokenizer import Cut
 
 __all__ = ["ReasoningEffort", "Reasoning", "ToolChoice", "ToolMode", "TurnRequest"]
 
@@ -66,7 +67,7 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     results in messages of the role "tool". tools: as there, {"type": "function", "function": {"name", "description",
     "parameters", "strict"}}; those that tool_choice excludes may be among them. structured: the form of the text that
     is no thought and no call. template_arguments: the caller's own go before those of `reasoning`.
-    priority, cache_salt, kv_transfer_params: see Engine.generate.
+    priority, cache_salt, kv_transfer_params, cut: see Engine.generate.
     """
 
     messages: list[dict[str, Any]]
@@ -84,6 +85,7 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     deadlines: Deadlines = NO_DEADLINES
     kv_transfer_params: KVTransferParams | None = None
+    cut: Cut | None = None
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:

@@ -1,0 +1,124 @@
+"""What changes the prompt before the model sees it, and which choices are shown: with a whole engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trioserve.testing import open_memory_server
+from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, byte_backend
+from trioserve.text.fill_in_middle import FORMS, fill_in_middle
+from trioserve.text.tokenizer import Tokenizer
+from trioserve.text.tokenizer_parts import TokenizerParts
+
+PATH = "/v1/completions"
+
+
+async def asked(path: str, body: dict[str, Any], **options: Any) -> tuple[int, Any]:
+    async with open_memory_server(**options) as server:
+        response = await server.client().post(path, body)
+        answer = await response.json()
+        await server.assert_all_free()
+    assert response.status is not None
+    return response.status, answer
+
+
+def seen(prompt: str) -> str:
+    """A model that tells what it was asked."""
+    return f"<{prompt}>"
+
+
+@pytest.mark.parametrize(
+    "fields, shown",
+    [
+        ({"truncate_prompt_tokens": 3}, "hij"),
+        ({"truncate_prompt_tokens": 100}, "abcdefghij"),
+        ({"truncate_prompt_tokens": 3, "prompt": list(b"abcdefghij")}, "hij"),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 20}, "abcdefghij"),
+    ],
+)
+async def test_the_last_tokens_of_a_prompt_are_kept(fields: dict[str, Any], shown: str) -> None:
+    status, answer = await asked(PATH, {"prompt": "abcdefghij", "echo": True, **fields}, response=seen)
+    assert status == 200
+    assert answer["choices"][0]["text"] == f"{shown}<{shown}>"
+    assert answer["usage"]["prompt_tokens"] == len(shown)
+
+
+async def test_as_much_of_a_prompt_as_fits_beside_the_response() -> None:
+    status, answer = await asked(PATH, {"prompt": "x" * 5000, "truncate_prompt_tokens": -1, "max_tokens": 28})
+    assert status == 200
+    assert answer["usage"]["prompt_tokens"] == 100
+    status, answer = await asked(PATH, {"prompt": "x" * 5000, "max_tokens": 28})
+    assert status == 400
+    assert "maximum context length is 128 tokens" in answer["error"]["message"]
+
+
+async def test_a_chat_and_a_count_of_its_tokens_are_cut_alike() -> None:
+    messages = [{"role": "user", "content": "x" * 500}]
+    body = {"messages": messages, "truncate_prompt_tokens": 20}
+    status, answer = await asked("/v1/chat/completions", {**body, "max_tokens": 4})
+    assert (status, answer["usage"]["prompt_tokens"]) == (200, 20)
+    status, answer = await asked("/tokenize", body)
+    assert bytes(answer["tokens"]).decode() == "xxxxxxxx\nassistant: "
+
+
+async def test_the_best_of_several_choices_are_shown() -> None:
+    body = {"prompt": "ab", "max_tokens": 8, "seed": 7, "logprobs": 0, "ignore_eos": True, "temperature": 1}
+    _, all_of_them = await asked(PATH, {**body, "n": 6})
+    _, best = await asked(PATH, {**body, "n": 2, "best_of": 6})
+
+    def mean(choice: dict[str, Any]) -> float:
+        logprobs = choice["logprobs"]["token_logprobs"]
+        return float(sum(logprobs) / len(logprobs))
+
+    expected = sorted(all_of_them["choices"], key=mean, reverse=True)[:2]
+    assert [choice["text"] for choice in best["choices"]] == [choice["text"] for choice in expected]
+    assert [choice["index"] for choice in best["choices"]] == [0, 1]
+    assert best["usage"]["completion_tokens"] == all_of_them["usage"]["completion_tokens"]
+
+
+async def test_one_of_several_is_shown_without_its_logprobs() -> None:
+    status, answer = await asked(PATH, {"prompt": "ab", "max_tokens": 3, "best_of": 3})
+    assert status == 200
+    [choice] = answer["choices"]
+    assert choice["logprobs"] is None
+
+
+def tokenizer_with(tokens: tuple[str, ...]) -> Tokenizer:
+    backend = byte_backend(BYTE_VOCAB_SIZE)
+    backend.add_special_tokens(list(tokens))
+    return Tokenizer(
+        TokenizerParts(backend=backend, bos_token=None, eos_token=None, chat_template=None, tool_chat_template=None)
+    )
+
+
+@pytest.mark.parametrize(
+    "form, prompt",
+    [
+        (FORMS[0], "<|fim_prefix|>a{b}<|fim_suffix|>c<|fim_middle|>"),
+        (FORMS[3], "[SUFFIX]c[PREFIX]a{b}"),
+    ],
+)
+def test_a_gap_is_written_as_the_family_knows_it(form: Any, prompt: str) -> None:
+    tokenizer = tokenizer_with((*form.tokens, *form.ends))
+    found = fill_in_middle(tokenizer)
+    assert found is form
+    assert found.prompt("a{b}", "c") == prompt
+    assert len(found.end_token_ids(tokenizer)) == len(form.ends)
+
+
+async def test_a_gap_is_filled_by_a_model_that_can() -> None:
+    tokenizer = tokenizer_with(FORMS[0].tokens)
+    marks = [tokenizer.added_token_id(token) for token in FORMS[0].tokens]
+    body = {"prompt": "ab", "suffix": "cd", "return_token_ids": True}
+    async with open_memory_server(tokenizer=tokenizer, response=seen) as server:
+        client = server.client(http=2)
+        answer = await (await client.post(PATH, body)).json()
+        [choice] = answer["choices"]
+        assert choice["text"] == "<abcd>"
+        assert choice["prompt_token_ids"] == [marks[0], *b"ab", marks[1], *b"cd", marks[2]]
+        for fields, param in (({"prompt": [97]}, "prompt"), ({"echo": True}, "echo")):
+            refused = await (await client.post(PATH, {**body, **fields})).json()
+            assert refused["error"]["param"] == param
+        await server.assert_all_free()
