@@ -32,6 +32,7 @@ PLAIN_FIELDS = (
     "timeout",
     "remote",
     "is_sent",
+    "guide",
 )
 
 Item = TypeVar("Item")

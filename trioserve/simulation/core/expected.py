@@ -16,7 +16,9 @@ from trioserve.contracts.events import (
 )
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.step import ScheduledChunk
+from trioserve.simulation.core.guides import forced_count, state_behind
 from trioserve.simulation.reference_engine import ReferenceResponse
+from trioserve.testing.automaton_guide import Automaton, AutomatonGuide
 
 __all__ = ["ExpectedSequence"]
 
@@ -35,6 +37,7 @@ class ExpectedSequence:
         "computed_end",
         "draft_counts",
         "finished",
+        "forced_count",
         "has_surplus",
         "is_pooled",
         "is_running",
@@ -61,6 +64,7 @@ class ExpectedSequence:
         self.loaded_count = 0
         self.lacks_kv = False
         self.draft_counts = (0, 0, 0)
+        self.forced_count = 0
         self.prompt_logprobs_count = 0
         self.cached_count: int | None = None
         self.overtaken_count_min = 0
@@ -90,6 +94,12 @@ class ExpectedSequence:
         return Phase.DECODE if self.output_count else Phase.PREFILL
 
     @property
+    def automaton(self) -> Automaton | None:
+        """Of its guide."""
+        guide = self.request.guide
+        return guide.automaton if isinstance(guide, AutomatonGuide) else None
+
+    @property
     def will_have_ended(self) -> bool:
         """Whether it ends with the step in flight that it is in, whatever that brings: it has all its tokens then."""
         samples = self.steps_in_flight > 0 and self.computed_end == len(self.known)
@@ -107,8 +117,21 @@ class ExpectedSequence:
             assert chunk.start == self.computed_end, f"{name} goes on at {chunk.start} behind {self.computed_end}"
             assert not self.will_have_ended, f"{name} has all its tokens with the step in flight, and is planned again"
         assert chunk.awaits_token == (chunk.start == len(self.known)), f"{name} awaits a token that is known, or not"
+        self._check_mask(chunk)
         self.steps_in_flight += 1
         self.computed_end = chunk.start + chunk.count
+
+    def _check_mask(self, chunk: ScheduledChunk) -> None:
+        """What is chosen for it is masked, and it drafts what may come."""
+        name, automaton = self.request.id, self.automaton
+        assert (chunk.mask_row is not None) == (automaton is not None and chunk.samples), f"{name} is masked, or not"
+        if automaton is None:
+            return
+        assert not chunk.awaits_token, f"{name} goes on, and its guide does not know behind which token"
+        state = state_behind(automaton, self.response.token_ids[: self.output_count])
+        for token_id in chunk.draft:
+            assert token_id in dict(automaton[state]), f"{name} drafts {token_id}, which may not come in state {state}"
+            state = dict(automaton[state])[token_id]
 
     def take_abort(self, result: AbortResult, reason: FinishReason) -> None:
         """What the core said to an abort of this sequence."""
@@ -142,6 +165,10 @@ class ExpectedSequence:
                 expected += self._verified_count(chunk.draft, tokens_before)
                 drafts, tokens, accepted = self.draft_counts
                 self.draft_counts = (drafts + 1, tokens + len(chunk.draft), accepted + expected - 1)
+            if self.automaton is not None and chunk.samples and self.request.sampling.logprobs is None:
+                forced = forced_count(self.automaton, self.response.token_ids, tokens_before + expected)
+                self.forced_count += forced
+                expected += forced
             assert count == expected, f"{name}: {count} tokens from a chunk that gives {expected}"
             if self.request.pooling is not None:
                 is_over = chunk.start + chunk.count == len(self.known)

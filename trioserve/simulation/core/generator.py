@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Literal
 
+import msgspec
+
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import RequestId
 from trioserve.simulation.core.history import (
@@ -29,6 +31,8 @@ from trioserve.simulation.core.history import (
 )
 from trioserve.simulation.core.simulator import Simulation
 from trioserve.simulation.faults import drawn_faults
+from trioserve.simulation.script import line_of
+from trioserve.testing.automaton_guide import Automaton
 
 __all__ = ["Generator"]
 
@@ -48,6 +52,7 @@ CALLS = (
     "progress",
 )
 WAITS_SHARE = 0.5  # of the reports, those that wait until the core asks
+GUIDED_WORLDS_SHARE = 0.4
 PROMPT_TOKENS_MAX = 16  # longer ones take longer to simulate and meet the same cases
 OUTPUT_TOKENS_MAX = 10
 
@@ -59,6 +64,10 @@ class Generator:
         self._rng = rng
         self._random = rng.random
         self.world = self._drawn_world()
+        # Of a source of its own, so that a world without guides has the history that it had before there were any.
+        self._guide_rng = Random(line_of(self.world))
+        has_guides = self.world.keeps_kv and self._guide_rng.random() < GUIDED_WORLDS_SHARE
+        self._guided_share = self._guide_rng.choice((0.2, 0.6, 1.0)) if has_guides else 0.0
         self._faults = drawn_faults(rng, has_connector=self.world.has_connector)
         self._arrival_rate = rng.choice((0.1, 0.25, 0.4))
         self._live_max = rng.choice((3, 6, 10))
@@ -199,6 +208,26 @@ class Generator:
         return Break(calls=() if self._random() < 0.5 else (self._one(CALLS),))
 
     def _arrival(self, simulation: Simulation) -> Arrive | None:
+        arrival = self._free_arrival(simulation)
+        if arrival is None or arrival.pooled is not None or self._guide_rng.random() >= self._guided_share:
+            return arrival
+        # What hides stop tokens might leave none that may come.
+        return msgspec.structs.replace(arrival, guide=self._automaton(), min_tokens=0)
+
+    def _automaton(self) -> Automaton:
+        """A chain of states, which ends or begins again, in which tokens are forced, or lead astray."""
+        rng, tokens = self._guide_rng, range(self.world.vocab_size)
+        state_count = rng.randint(1, 6)
+        ends = rng.random() < 0.6
+        states = []
+        for state in range(state_count):
+            is_last = state == state_count - 1
+            allowed = rng.sample(tokens, min(len(tokens), rng.choice((1, 1, 1, 2, 3))))
+            next_states = (state_count if ends else 0,) if is_last else (state + 1, state + 1, state + 1, state)
+            states.append(tuple((token, rng.choice(next_states)) for token in sorted(allowed)))
+        return (*states, ()) if ends else tuple(states)
+
+    def _free_arrival(self, simulation: Simulation) -> Arrive | None:
         if len(simulation.live) >= self._live_max:
             return None
         chance = self._random

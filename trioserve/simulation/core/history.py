@@ -14,6 +14,7 @@ from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
 from trioserve.simulation.script import line_of, parts_of
+from trioserve.testing.automaton_guide import Automaton
 
 __all__ = [
     "Abort",
@@ -85,6 +86,7 @@ class Arrive(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
 
     stops: the tokens that end it. timeout: seconds until it is aborted with reason DEADLINE; None: never. remote: so
     many tokens of the prompt could be loaded by the connector. is_sent: the connector wants its blocks when it ends.
+    guide: the automaton that its tokens keep to; none: they are free.
     pooled: the prompt becomes a vector, and comes in chunks or whole; then output counts for nothing.
     """
 
@@ -103,6 +105,7 @@ class Arrive(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
     timeout: float | None = None
     remote: int = 0
     is_sent: bool = False
+    guide: Automaton = ()
     pooled: Literal["chunks", "whole"] | None = None
 
     @property

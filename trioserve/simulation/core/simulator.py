@@ -27,6 +27,7 @@ from trioserve.core.prefix_cache import PrefixChain
 from trioserve.core.request_state import LiveRequest
 from trioserve.core.settings import CoreSettings
 from trioserve.simulation.core.expected import ExpectedSequence
+from trioserve.simulation.core.guides import LateMasks, WatchedGuide
 from trioserve.simulation.core.history import (
     Abort,
     Ahead,
@@ -84,6 +85,7 @@ class Simulation:
             block_count=block_count, block_size=world.block_size, model=model, keeps_kv=world.keeps_kv
         )
         self.transfers = TransferWatch(world, self.executor) if world.has_connector else None
+        self._masks = LateMasks(world.vocab_size)
         self.core = EngineCore(
             CoreSettings(
                 block_count=block_count,
@@ -103,6 +105,7 @@ class Simulation:
             ),
             hash_block=poor_hash if world.has_poor_hash else hash_block,
             connector=None if self.transfers is None else self.transfers.connector,
+            mask_maker=self._masks,
         )
         self._residency = ResidencyBook(self.core.cache)
         self.entries: dict[str, ExpectedSequence] = {}
@@ -140,6 +143,7 @@ class Simulation:
         if self.transfers is not None:
             self.transfers.check_end(self.entries)
         check_idle(self.core)
+        self._masks.fill_until(None)
         stats = self.core.stats()
         looked_up = [entry for entry in self.entries.values() if entry.cached_count is not None and self._hits(entry)]
         assert stats.prefix_hit_tokens_total == sum(entry.cached_count or 0 for entry in looked_up), stats
@@ -150,6 +154,9 @@ class Simulation:
         entries = self.entries.values()
         expected = tuple(sum(entry.draft_counts[index] for entry in entries) for index in range(3))
         assert counts == expected, f"drafts, draft tokens, right ones: {counts} are counted, {expected} came to pass"
+        forced = sum(entry.forced_count for entry in entries)
+        assert stats.forced_tokens_total == forced, f"{stats.forced_tokens_total} tokens were forced, and {forced} came"
+        self._count("forced tokens", forced)
         self._count("drafts", counts[0])
         self._count("draft tokens", counts[1])
         self._count("draft tokens that were right", counts[2])
@@ -184,6 +191,7 @@ class Simulation:
                 priority=event.priority,
                 cache_salt=event.salt,
                 pooling=pooling,
+                guide=WatchedGuide(event.guide) if event.guide else None,
             )
             try:
                 self.core.add(request)
@@ -275,6 +283,8 @@ class Simulation:
         entries = [self.entries[chunk.request.id] for chunk in plan.chunks]
         is_awaited = any(entry.aborted_for is None and entry.finished is None for entry in entries)
         assert self.core.is_abandoned(plan) != is_awaited, f"somebody waits for step {plan.step_index}: {is_awaited}"
+        if is_awaited and plan.masks is not None:
+            self._masks.fill_until(plan.masks)
         flight.result = self.executor.execute(plan, self.core.abandonment(plan))
         flight.is_computed = True
 
