@@ -179,3 +179,68 @@ async def test_an_abort_in_a_thought_is_an_error(make_api: Any) -> None:
         *events, error = exchange.events()
         assert error["error"]["code"] == "request_aborted"
         assert any(event["choices"][0]["delta"].get("reasoning") for event in events)
+
+
+# --- a thought that is ended while it is written ---
+
+
+async def control(api: Any, request_id: str, body: object = None, **headers: str) -> Any:
+    given = {"end_thinking": True} if body is None else body
+    return await api.context("POST", f"/v1/requests/{request_id}", given, **headers)
+
+
+async def test_a_thought_ends_while_it_is_written(make_api: Any) -> None:
+    async with opened(make_api, "<think>" + "and so on, " * 20, paused=True) as (api, engine):
+        exchange = api.exchange(
+            "POST",
+            "/v1/chat/completions",
+            {"messages": [USER], "stream": True, "max_tokens": 60},
+            {"x-request-id": "mine"},
+        )
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(api.app, exchange)
+            await engine.step(12)
+            response = await control(api, "mine")
+            assert (response.status, response.json()) == (
+                200,
+                {"id": "mine", "object": "request.control", "result": "ending"},
+            )
+            engine.resume()
+        thought, content, kinds = streamed(exchange)
+        assert 0 < len(thought) < 15
+        assert content
+        assert kinds == ["thought", "content"]
+
+
+async def test_only_a_thought_can_be_ended(make_api: Any) -> None:
+    async with opened(make_api, paused=True) as (api, engine), trio.open_nursery() as nursery:
+        nursery.start_soon(
+            api.app,
+            api.exchange("POST", "/v1/chat/completions", {"messages": [USER]}, {"x-request-id": "mine"}),
+        )
+        await engine.step(SAID.index("It") + 5)
+        late = await control(api, "mine")
+        assert (late.status, late.json()["error"]["code"]) == (409, "no_thought")
+        unknown = await control(api, "yours")
+        assert (unknown.status, unknown.json()["error"]["code"]) == (404, "request_not_found")
+        for body in ({}, {"end_thinking": False}, {"end_thinking": None}):
+            assert (await control(api, "mine", body)).json()["error"]["param"] == "end_thinking"
+        engine.resume()
+
+
+async def test_a_key_ends_the_thoughts_of_its_own_requests(make_api: Any) -> None:
+    async with opened(make_api, paused=True) as (api, engine):
+        api.options = {"api_keys": ["one", "two"], "admin_api_key": "admin"}
+        async with trio.open_nursery() as nursery:
+            exchange = api.exchange(
+                "POST",
+                "/v1/chat/completions",
+                {"messages": [USER]},
+                {"x-request-id": "mine", "authorization": "Bearer one"},
+            )
+            nursery.start_soon(api.app, exchange)
+            await engine.step(12)
+            assert (await control(api, "mine", authorization="Bearer two")).status == 404
+            assert (await control(api, "mine", authorization="Bearer one")).status == 200
+            assert (await control(api, "mine", authorization="Bearer admin")).status == 200
+            engine.resume()

@@ -37,6 +37,7 @@ STATUSES = {
     403: "An API key came that may not do this.",
     404: "There is no such model or request, or it is switched off.",
     408: "The body did not arrive in time.",
+    409: "Not in the state in which the request or response is.",
     413: "The body is too large.",
     415: "The body is compressed in a way that is not read here; Accept-Encoding says which are.",
     429: "Too much at a time: Retry-After says when to try again, X-Trioserve-Reason which bound it was.",

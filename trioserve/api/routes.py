@@ -23,6 +23,7 @@ from trioserve.api.openapi import openapi_document
 from trioserve.api.operations.health import read_health, read_load, read_metrics, read_ready, read_version
 from trioserve.api.operations.kv_events import stream_kv_events
 from trioserve.api.operations.live_requests import REQUEST_PATH, abort_request, abort_requests, list_requests
+from trioserve.api.operations.thoughts import control_request
 from trioserve.api.request_context import RequestContext
 from trioserve.api.responder import TENANT_HEADER
 from trioserve.api.responses.background import BackgroundResponses
@@ -77,7 +78,9 @@ ROUTES = {
         Route(path="/openapi.json", operations={"GET": read_openapi}, needs_key=False),
     )
 }
-REQUEST = Route[RequestContext](path=REQUEST_PATH + "{request}", operations={"DELETE": abort_request})
+REQUEST = Route[RequestContext](
+    path=REQUEST_PATH + "{request}", operations={"DELETE": abort_request, "POST": control_request}
+)
 MODEL = Route[RequestContext](path=MODEL_PATH + "{model}", operations={"GET": read_model})
 TEMPLATES: tuple[Route[RequestContext], ...] = (
     Route(path="/v1/responses/{response}", operations={"GET": read_response, "DELETE": delete_response}),

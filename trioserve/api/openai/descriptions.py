@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from trioserve.api.described_operation import GENERATES, READS_BODY, DescribedOperation
 from trioserve.api.openai import response_types
-from trioserve.api.openai.request_types import AbortBody, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from trioserve.api.openai.request_types import (
+    AbortBody,
+    ChatBody,
+    CompletionBody,
+    ControlBody,
+    DetokenizeBody,
+    TokenizeBody,
+)
 from trioserve.contracts.kv_events import BlocksRemoved, BlocksStored, ResidencySnapshot
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
 from trioserve.contracts.sampling import SAMPLING_RANGES, Range
@@ -57,6 +64,14 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
         "has its response, and whose blocks are held for another engine, the hold is ended.",
         response=response_types.RequestAbort,
         errors=(400, 404),
+        path_parameter="the request's X-Request-Id",
+    ),
+    ("POST", "/v1/requests/{request}"): DescribedOperation(
+        summary="End the thought of a request while it is written",
+        description="What follows the thought is written as ever. 409 if the request has no thought that could end.",
+        body=ControlBody,
+        response=response_types.RequestControl,
+        errors=(*READS_BODY, 404, 409),
         path_parameter="the request's X-Request-Id",
     ),
     ("POST", "/v1/requests/abort"): DescribedOperation(

@@ -24,6 +24,7 @@ __all__ = [
     "Body",
     "ChatBody",
     "CompletionBody",
+    "ControlBody",
     "DetokenizeBody",
     "GenerationBody",
     "Int32",
@@ -189,6 +190,12 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
 
 class AbortBody(msgspec.Struct, frozen=True, kw_only=True):
     ids: list[str]
+
+
+class ControlBody(msgspec.Struct, frozen=True, kw_only=True):
+    """end_thinking: what can be asked of a request that runs."""
+
+    end_thinking: bool | None = None
 
 
 SAMPLING_FIELDS = (

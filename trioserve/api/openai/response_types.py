@@ -32,6 +32,7 @@ __all__ = [
     "Ready",
     "RequestAbort",
     "RequestAborts",
+    "RequestControl",
     "Tokenized",
     "TokenizerInfo",
     "Version",
@@ -296,6 +297,14 @@ class RequestAbort(Response):
     id: str
     object: Literal["request.abort"]
     result: AbortOutcome
+
+
+class RequestControl(Response):
+    """result: "ending": the end of the thought is written next."""
+
+    id: str
+    object: Literal["request.control"]
+    result: Literal["ending"]
 
 
 class RequestAborts(Response):

@@ -25,6 +25,7 @@ __all__ = [
     "serve_abort",
     "serve_aborts",
     "list_requests",
+    "unknown_request",
 ]
 
 REQUEST_PATH = "/v1/requests/"
@@ -54,16 +55,21 @@ async def serve_abort(context: Responder, abort: Abort) -> None:
     request_id = context.exchange.path.removeprefix(REQUEST_PATH)
     outcome = abort([request_id], owner=context.owner)[request_id]
     if outcome is AbortOutcome.UNKNOWN:
-        raise Refusal(
-            ErrorResponse(
-                status=404,
-                type="invalid_request_error",
-                code="request_not_found",
-                message=f"no request with the id {request_id!r} is known; every response has its id in X-Request-Id",
-                headers=((REASON_HEADER, "request_not_found"),),
-            )
-        )
+        raise unknown_request(request_id)
     await context.respond_json({"id": request_id, "object": "request.abort", "result": outcome.value})
+
+
+def unknown_request(request_id: str) -> Refusal:
+    """404: for an id that no live request of this caller bears."""
+    return Refusal(
+        ErrorResponse(
+            status=404,
+            type="invalid_request_error",
+            code="request_not_found",
+            message=f"no request with the id {request_id!r} is known; every response has its id in X-Request-Id",
+            headers=((REASON_HEADER, "request_not_found"),),
+        )
+    )
 
 
 async def abort_requests(context: RequestContext) -> None:
