@@ -104,7 +104,7 @@ async def _scores(
         name_of=lambda index: left_name(index) if index < len(left) else right_name(index - len(left)),
     )
     vectors = response.pooled
-    return cosines(vectors[: len(left)], vectors[len(left) :]), response.usage
+    return await cosines(vectors[: len(left)], vectors[len(left) :]), response.usage
 
 
 def _name(name: str, given: object) -> Name:
