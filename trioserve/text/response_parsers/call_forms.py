@@ -10,8 +10,21 @@ import msgspec
 
 from trioserve.text.joined_response import WholeCall
 from trioserve.text.response_parsers.offered_tools import OfferedTool
+from trioserve.text.response_parsers.schema_types import argument_schemas, argument_types
 
-__all__ = ["AnyOf", "CallForm", "JsonOf", "Maybe", "Piece", "RawUntil", "arguments_of", "json_call", "without_trigger"]
+__all__ = [
+    "AnyOf",
+    "CallForm",
+    "JsonOf",
+    "Maybe",
+    "Piece",
+    "RawUntil",
+    "arguments_of",
+    "json_call",
+    "raw_argument_pieces",
+    "raw_text",
+    "without_trigger",
+]
 
 Piece = Union[str, "JsonOf", "RawUntil", "AnyOf", "Maybe"]  # a text stands for itself
 
@@ -89,3 +102,34 @@ def without_trigger(pieces: Sequence[Piece], trigger: str) -> list[Piece]:
     assert isinstance(first, str)
     assert first.startswith(trigger)
     return [first[len(trigger) :], *rest]
+
+
+def raw_argument_pieces(tool: OfferedTool, begin: Callable[[str, bool], str], end: str) -> list[Piece]:
+    """Each argument between its texts, in the schema's order: a text as it is, anything else as JSON. begin: what
+    stands before a value, by the argument's name and by whether it is a text."""
+    root = tool.parameters or {}
+    required = root.get("required")
+    names = [*argument_schemas(tool)]
+    pieces: list[Piece] = []
+    for name in names:
+        value, is_text = _raw_value_pieces(tool, name, end)
+        argument = [begin(name, is_text), *value]
+        pieces += argument if isinstance(required, list) and name in required else [Maybe(argument)]
+    return pieces
+
+
+def _raw_value_pieces(tool: OfferedTool, name: str, end: str) -> tuple[list[Piece], bool]:
+    root = tool.parameters or {}
+    schema = argument_schemas(tool)[name]
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
+        return [AnyOf([[value] for value in values]), end], True
+    if argument_types(tool, name) == frozenset(("string",)):
+        return [RawUntil(end)], True
+    shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    return [JsonOf({**schema, **shared}, tool.strict), end], False
+
+
+def raw_text(value: object) -> str:
+    """A value as such families write it."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -9,9 +9,10 @@ from typing import Final
 from trioserve.text.response_parsers.json_scanner import JsonScanner, JsonStringDecoder, ScanState
 from trioserve.text.response_parsers.offered_tools import OfferedTool
 from trioserve.text.response_parsers.part_sink import ARGUMENT_CHARACTERS_MAX, NAME_CHARACTERS_MAX, PartSink
+from trioserve.text.response_parsers.python_literal import PythonLiteral
 from trioserve.text.response_parsers.text_source import NotACall, Script, TextSource
 
-__all__ = ["CallReader", "CallReading", "read_arguments", "read_call_object", "read_calls"]
+__all__ = ["CallReader", "CallReading", "read_arguments", "read_calls", "read_json", "read_opened_array"]
 
 _KEY_CHARACTERS_MAX: Final = 256
 _ARGUMENT_KEYS = frozenset(("arguments", "parameters"))
@@ -35,13 +36,20 @@ class CallReading:
         self.sink.end_call()
         self.source.mark()
 
+    def end_closed_calls(self) -> None:
+        """The same for all calls that are closed."""
+        self.sink.end_closed_calls()
+        self.source.mark()
+
 
 # Reads what stands behind an opening marker, which has been read. Raises NotACall if it is no call, and CutOff if the
 # text ends inside of one; calls that were ended by then stay.
 CallReader = Callable[[CallReading], Script[None]]
 
 
-def read_json(source: TextSource, scanner: JsonScanner | JsonStringDecoder, use: Callable[[str], None]) -> Script[None]:
+def read_json(
+    source: TextSource, scanner: JsonScanner | JsonStringDecoder | PythonLiteral, use: Callable[[str], None]
+) -> Script[None]:
     """Read one value, handing its text over as it comes. Raises NotACall if it is none, CutOff if the text ends."""
     while scanner.state is ScanState.MORE:
         yield from source.need()
@@ -130,7 +138,7 @@ class _CallObject:
             self._held.clear()
 
 
-def read_call_object(reading: CallReading, *, is_bare: bool) -> Script[None]:
+def _read_call_object(reading: CallReading, *, is_bare: bool) -> Script[None]:
     """Read {"name": ..., "arguments": {...}}, whatever the order of its keys, with "parameters" for "arguments",
     arguments as JSON in a string, and OpenAI's {"function": {...}} around it. is_bare: no marker says that this is a
     call, so its name must be that of a tool, and it must have arguments."""
@@ -211,14 +219,25 @@ def _read_string(source: TextSource, characters_max: int) -> Script[str]:
 def read_calls(reading: CallReading, *, is_bare: bool) -> Script[None]:
     """Read one call object, several of them with commas, semicolons or white space between, or an array of them."""
     source = reading.source
-    character = yield from source.need_behind_space()
-    is_array = character == "["
-    if is_array:
+    if (yield from source.need_behind_space()) == "[":
         source.at += 1
-        if (yield from source.need_behind_space()) != "{":
-            raise NotACall
+        yield from read_opened_array(reading, is_bare=is_bare)
+    else:
+        yield from _read_call_objects(reading, is_bare=is_bare, is_array=False)
+
+
+def read_opened_array(reading: CallReading, *, is_bare: bool) -> Script[None]:
+    """Behind the bracket that opens an array: read call objects and the closing one, which may be missing at the end of
+    the text."""
+    if (yield from reading.source.need_behind_space()) != "{":
+        raise NotACall
+    yield from _read_call_objects(reading, is_bare=is_bare, is_array=True)
+
+
+def _read_call_objects(reading: CallReading, *, is_bare: bool, is_array: bool) -> Script[None]:
+    source = reading.source
     while True:
-        yield from read_call_object(reading, is_bare=is_bare)
+        yield from _read_call_object(reading, is_bare=is_bare)
         between = yield from source.take_while(_BETWEEN_CALLS, NAME_CHARACTERS_MAX)
         character = yield from source.peek()
         if is_array and character == "]":

@@ -6,17 +6,24 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
+from trioserve.text.call_formats import deepseek, gemma4, glm, harmony, kimi, kimi_k3, mistral, pythonic, qwen_xml
+from trioserve.text.call_formats.invoke_tags import (
+    DSML,
+    DSML_SPACED,
+    MINIMAX,
+    InvokeTags,
+    invoke_calls,
+    invoke_form,
+)
+from trioserve.text.call_formats.json_calls import (
+    HERMES_FORM,
+    LLAMA3_FORM,
+    json_form,
+    read_bare_calls,
+    tagged_calls,
+)
 from trioserve.text.response_parsers.call_forms import CallForm
 from trioserve.text.response_parsers.call_reading import CallReader
-from trioserve.text.response_parsers.json_calls import HERMES_FORM, LLAMA3_FORM, read_bare_calls, tagged_calls
-from trioserve.text.response_parsers.mistral import (
-    ARGUMENTS_MARKER,
-    CALL_ID_MARKER,
-    CALLS_MARKER,
-    MISTRAL_ARRAY_FORM,
-    MISTRAL_FORM,
-    read_mistral_calls,
-)
 from trioserve.text.response_parsers.offered_tools import OfferedTool
 from trioserve.text.response_parsers.part_sink import PartSink
 from trioserve.text.response_parsers.text_source import Script, TextSource
@@ -24,14 +31,15 @@ from trioserve.text.response_parsers.thought_script import ThoughtTags
 
 __all__ = ["REASONING_FAMILIES", "TOOL_FAMILIES", "ReasoningFamily", "ToolFamily", "WholeScript"]
 
-# Families with channels: one script reads all of a response. begins_inside: as for ThoughtTags.
+# Families with channels: one script reads all of a response. The last argument is as for ThoughtTags.begins_inside.
 WholeScript = Callable[[TextSource, PartSink, Mapping[str, OfferedTool], bool | None], Script[None]]
 
 
 class ToolFamily(msgspec.Struct, frozen=True, kw_only=True):
     """readers, line_readers, drops_space, is_lenient: as for ContentScript. special_tokens: markers that are special
     tokens in the family's vocabulary: they have to stay in the text. whole: reads thoughts, too, instead of readers.
-    form: how the family writes calls today. older_forms: by the special token that older vocabularies lack."""
+    ends_thoughts: what a thought ends with that was not closed; any other call in a thought is none. form: how the
+    family writes calls today. older_forms: by the special token that older vocabularies lack."""
 
     readers: dict[str, CallReader] = {}
     line_readers: dict[str, CallReader] = {}
@@ -39,6 +47,7 @@ class ToolFamily(msgspec.Struct, frozen=True, kw_only=True):
     is_lenient: bool = True
     special_tokens: tuple[str, ...] = ()
     whole: WholeScript | None = None
+    ends_thoughts: tuple[str, ...] = ()
     form: CallForm = HERMES_FORM
     older_forms: dict[str, CallForm] = {}
 
@@ -48,12 +57,55 @@ class ToolFamily(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReasoningFamily(msgspec.Struct, frozen=True, kw_only=True):
+    """channels: the family of calls whose markers stand around content, too. It reads the content even where there are
+    no tools, and nobody else does."""
+
     tags: ThoughtTags = ThoughtTags()
     special_tokens: tuple[str, ...] = ()
+    channels: str | None = None
+
+
+def _json(opening: str, closing: str, *, is_array: bool = False) -> ToolFamily:
+    """JSON between two tags, or behind one."""
+    return ToolFamily(
+        readers={opening: tagged_calls(closing) if closing else read_bare_calls},
+        special_tokens=tuple(filter(None, (opening, closing))),
+        form=json_form(opening, closing, is_array=is_array),
+    )
+
+
+def _qwen_xml(opening: str, closing: str) -> ToolFamily:
+    return ToolFamily(
+        readers={opening: qwen_xml.function_calls(closing)},
+        line_readers={qwen_xml.FUNCTION_MARKER: qwen_xml.read_bare_function(closing)},
+        special_tokens=(opening, closing),
+        ends_thoughts=(f"{opening}\n{qwen_xml.FUNCTION_MARKER}", f"{opening}{qwen_xml.FUNCTION_MARKER}"),
+        form=qwen_xml.qwen_xml_form(opening, closing),
+    )
+
+
+def _glm(line_break: str) -> ToolFamily:
+    return ToolFamily(
+        readers={glm.CALL_TAG: glm.read_glm_call}, special_tokens=glm.GLM_TOKENS, form=glm.glm_form(line_break)
+    )
+
+
+def _deepseek(form: CallForm) -> ToolFamily:
+    return ToolFamily(
+        readers={deepseek.CALLS_MARKER: deepseek.read_section, deepseek.CALL_MARKER: deepseek.read_call},
+        special_tokens=deepseek.DEEPSEEK_TOKENS,
+        form=form,
+    )
+
+
+def _invoke(tags: InvokeTags, around: str, special_tokens: tuple[str, ...]) -> ToolFamily:
+    """around: the tag around calls that the family writes; the others of its kind are read, too."""
+    readers = {tags.around_opening(name): invoke_calls(tags, name) for name in tags.around}
+    return ToolFamily(readers=readers, special_tokens=special_tokens, form=invoke_form(tags, around))
 
 
 _HERMES = {"<tool_call>": tagged_calls("</tool_call>"), "<tools>": tagged_calls("</tools>", is_bare=True)}
-_MISTRAL_TOKENS = (CALLS_MARKER, CALL_ID_MARKER, ARGUMENTS_MARKER)
+_DSML_TOKENS = ("\uff5cDSML\uff5c",)
 
 TOOL_FAMILIES: dict[str, ToolFamily] = {
     "hermes": ToolFamily(readers=_HERMES, special_tokens=("<tool_call>", "</tool_call>")),
@@ -64,24 +116,105 @@ TOOL_FAMILIES: dict[str, ToolFamily] = {
         form=LLAMA3_FORM,
     ),
     "mistral": ToolFamily(
-        readers={CALLS_MARKER: read_mistral_calls},
+        readers={mistral.CALLS_MARKER: mistral.read_mistral_calls},
         drops_space=False,
-        special_tokens=_MISTRAL_TOKENS,
-        form=MISTRAL_FORM,
-        older_forms={ARGUMENTS_MARKER: MISTRAL_ARRAY_FORM},
+        special_tokens=mistral.MISTRAL_TOKENS,
+        form=mistral.MISTRAL_FORM,
+        older_forms={mistral.ARGUMENTS_MARKER: mistral.MISTRAL_ARRAY_FORM},
     ),
+    "pythonic": ToolFamily(
+        readers={pythonic.PYTHON_START: pythonic.read_started_list},
+        line_readers={"[": pythonic.read_python_list},
+        drops_space=False,
+        special_tokens=pythonic.PYTHON_TOKENS,
+        form=pythonic.PYTHONIC_FORM,
+    ),
+    "olmo3": ToolFamily(
+        readers={"<function_calls>": pythonic.python_lines("</function_calls>")},
+        form=pythonic.lines_form("<function_calls>", "</function_calls>"),
+    ),
+    "qwen3_coder": _qwen_xml("<tool_call>", "</tool_call>"),
+    "seed_oss": _qwen_xml("<seed:tool_call>", "</seed:tool_call>"),
+    "glm45": _glm("\n"),
+    "glm47": _glm(""),
+    "deepseek_v3": _deepseek(deepseek.V3_FORM),
+    "deepseek_v31": _deepseek(deepseek.V31_FORM),
+    "deepseek_v32": _invoke(DSML, "function_calls", _DSML_TOKENS),
+    "deepseek_v4": _invoke(DSML, "tool_calls", _DSML_TOKENS),
+    "deepseek_v41": _invoke(DSML_SPACED, "calls", _DSML_TOKENS),
+    "minimax_m2": _invoke(MINIMAX, "tool_call", ("<minimax:tool_call>", "</minimax:tool_call>")),
+    "kimi_k2": ToolFamily(
+        readers={kimi.SECTION_MARKER: kimi.read_section, kimi.CALL_MARKER: kimi.read_call},
+        drops_space=False,
+        special_tokens=kimi.KIMI_TOKENS,
+        ends_thoughts=(kimi.SECTION_MARKER,),
+        form=kimi.K2_FORM,
+    ),
+    "kimi_k3": ToolFamily(
+        readers=kimi_k3.K3_READERS,
+        drops_space=False,
+        is_lenient=False,
+        special_tokens=kimi_k3.K3_TOKENS,
+        form=kimi_k3.K3_FORM,
+    ),
+    "gemma4": ToolFamily(
+        readers={gemma4.CALL_MARKER: gemma4.read_gemma4_call},
+        drops_space=False,
+        special_tokens=gemma4.GEMMA4_TOKENS,
+        form=gemma4.GEMMA4_FORM,
+    ),
+    "openai": ToolFamily(whole=harmony.read_harmony, special_tokens=harmony.HARMONY_TOKENS, form=harmony.HARMONY_FORM),
+    "granite": _json("<|tool_call|>", "", is_array=True),
+    "jamba": _json("<tool_calls>", "</tool_calls>", is_array=True),
+    "internlm": _json("<|action_start|><|plugin|>", "<|action_end|>"),
+    "phi4_mini_json": _json("functools", "", is_array=True),
+    "longcat": _json("<longcat_tool_call>", "</longcat_tool_call>"),
+}
+# The same under other names.
+TOOL_FAMILIES |= {
+    "llama4_json": TOOL_FAMILIES["llama3_json"],
+    "llama4_pythonic": TOOL_FAMILIES["pythonic"],
+    "qwen3_xml": TOOL_FAMILIES["qwen3_coder"],
+    "hunyuan_a13b": TOOL_FAMILIES["jamba"],
+    "ernie45": TOOL_FAMILIES["hermes"],
+    "gpt_oss": TOOL_FAMILIES["openai"],
 }
 
-_THINK = ThoughtTags()
-_THINK_FROM_THE_START = ThoughtTags(begins_inside=True)
 _THINK_TOKENS = ("<think>", "</think>")
-_MISTRAL_THOUGHTS = ThoughtTags(opening=("[THINK]", "<think>"), closing=("[/THINK]", "</think>"))
+_THINK = ReasoningFamily(special_tokens=_THINK_TOKENS)
+_THINK_FROM_THE_START = ReasoningFamily(tags=ThoughtTags(begins_inside=True), special_tokens=_THINK_TOKENS)
+_HARMONY = ReasoningFamily(
+    tags=ThoughtTags(opening=("<|channel|>analysis<|message|>",), closing=("<|end|>",)),
+    special_tokens=harmony.HARMONY_TOKENS,
+    channels="openai",
+)
 
 REASONING_FAMILIES: dict[str, ReasoningFamily] = {
-    "qwen3": ReasoningFamily(special_tokens=_THINK_TOKENS),
-    "deepseek_r1": ReasoningFamily(tags=_THINK_FROM_THE_START, special_tokens=_THINK_TOKENS),
-    "deepseek_v3": ReasoningFamily(special_tokens=_THINK_TOKENS),
-    "glm45": ReasoningFamily(special_tokens=_THINK_TOKENS),
-    "kimi_k2": ReasoningFamily(special_tokens=_THINK_TOKENS),
-    "mistral": ReasoningFamily(tags=_MISTRAL_THOUGHTS, special_tokens=("[THINK]", "[/THINK]")),
+    "qwen3": _THINK,
+    "deepseek_v3": _THINK,
+    "deepseek_v4": _THINK,
+    "deepseek_v41": _THINK,
+    "deepseek_r1": _THINK_FROM_THE_START,
+    "minimax_m2": _THINK_FROM_THE_START,
+    "glm45": _THINK,
+    "glm47": _THINK,
+    "hunyuan_a13b": _THINK,
+    "ernie45": _THINK,
+    "kimi_k2": _THINK,
+    "kimi_k3": ReasoningFamily(tags=kimi_k3.K3_THOUGHTS, special_tokens=kimi_k3.K3_TOKENS, channels="kimi_k3"),
+    "mistral": ReasoningFamily(
+        tags=ThoughtTags(opening=("[THINK]", "<think>"), closing=("[/THINK]", "</think>")),
+        special_tokens=("[THINK]", "[/THINK]"),
+    ),
+    "seed_oss": ReasoningFamily(
+        tags=ThoughtTags(opening=("<seed:think>",), closing=("</seed:think>",)),
+        special_tokens=("<seed:think>", "</seed:think>"),
+    ),
+    "gemma4": ReasoningFamily(
+        tags=ThoughtTags(opening=("<|channel>thought\n", "<|channel>thought"), closing=("<channel|>",)),
+        special_tokens=("<|channel>", "<channel|>"),
+    ),
+    "openai_gptoss": _HARMONY,
+    "gpt_oss": _HARMONY,
+    "openai": _HARMONY,
 }

@@ -24,13 +24,14 @@ ARGUMENT_CHARACTERS_MAX: Final = 8 << 20  # of one call: more than any model's w
 class PartSink:
     """A call is begun, gets its arguments, and is ended or given up. One that is given up has no ToolCallEnd."""
 
-    __slots__ = ("_argument_characters", "_calls", "_kind", "_parts", "_texts", "calls_ended", "in_call")
+    __slots__ = ("_argument_characters", "_calls", "_held", "_kind", "_parts", "_texts", "calls_ended", "in_call")
 
     def __init__(self) -> None:
         self._parts: list[ResponsePart] = []
         self._kind: type[ContentText] | type[ReasoningText] | type[ToolCallArguments] | None = None
         self._texts: list[str] = []
         self._calls = 0
+        self._held: list[ResponsePart] | None = None
         self._argument_characters = 0
         self.calls_ended = 0
         self.in_call = False
@@ -53,7 +54,7 @@ class PartSink:
             raise NotACall
         assert not self.in_call
         self._join()
-        self._parts.append(ToolCallBegin(self._calls, name, call_id))
+        self._shown().append(ToolCallBegin(self._calls, name, call_id))
         self._calls += 1
         self._argument_characters = 0
         self.in_call = True
@@ -73,9 +74,29 @@ class PartSink:
         self.in_call = False
         self.calls_ended += 1
 
-    def give_up_call(self) -> None:
-        """The call that is open, if one is, was none, or was cut off."""
+    def close_call(self) -> None:
+        """The call is over, and complete if what it belongs to is. What comes from here on is held back until
+        end_closed_calls says so."""
+        assert self.in_call
+        self._join()
         self.in_call = False
+        if self._held is None:
+            self._held = []
+        self._held.append(ToolCallEnd(self._calls - 1))
+
+    def end_closed_calls(self) -> None:
+        assert self._held is not None
+        self._parts += self._held
+        self.calls_ended += sum(isinstance(part, ToolCallEnd) for part in self._held)
+        self._held = None
+
+    def give_up_call(self) -> None:
+        """The call that is open, if one is, was none, or was cut off; and so were those that are only closed."""
+        self.in_call = False
+        if self._held is not None:
+            self._join()
+            self._calls -= sum(isinstance(part, ToolCallBegin) for part in self._held)
+            self._held = None
 
     def _add(self, kind: type[ContentText] | type[ReasoningText] | type[ToolCallArguments], text: str) -> None:
         if not text:
@@ -89,11 +110,15 @@ class PartSink:
         if self._kind is None:
             return
         text = "".join(self._texts)
+        shown = self._shown()
         if self._kind is ToolCallArguments:
-            self._parts.append(ToolCallArguments(self._calls - 1, text))
+            shown.append(ToolCallArguments(self._calls - 1, text))
         elif self._kind is ContentText:
-            self._parts.append(ContentText(text))
+            shown.append(ContentText(text))
         else:
-            self._parts.append(ReasoningText(text))
+            shown.append(ReasoningText(text))
         self._kind = None
         self._texts.clear()
+
+    def _shown(self) -> list[ResponsePart]:
+        return self._parts if self._held is None else self._held

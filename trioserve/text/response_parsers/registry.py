@@ -7,7 +7,7 @@ from typing import Final
 
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.text.response_parsers.content_script import ContentScript
-from trioserve.text.response_parsers.families import REASONING_FAMILIES, TOOL_FAMILIES
+from trioserve.text.response_parsers.families import REASONING_FAMILIES, TOOL_FAMILIES, ToolFamily
 from trioserve.text.response_parsers.offered_tools import OfferedTool, tools_by_name
 from trioserve.text.response_parsers.part_sink import PartSink
 from trioserve.text.response_parsers.scripted_parser import RunningScript, ScriptedParser
@@ -40,37 +40,57 @@ def make_response_parser(
     begins_inside: whether the prompt has opened a thought (prompt_begins_thought); None: as is usual in the family.
     """
     offered = tools_by_name(tools)
+    thoughts = REASONING_FAMILIES[reasoning_family] if reasoning_family is not None else None
+    if thoughts is not None and thoughts.channels is not None:
+        tool_family = thoughts.channels
     family = TOOL_FAMILIES[tool_family] if tool_family is not None else None
     sink = PartSink()
-    source = TextSource()
-    thoughts = REASONING_FAMILIES[reasoning_family] if reasoning_family is not None else None
+    if family is not None and family.whole is not None:
+        source = TextSource()
+        whole = RunningScript(source, family.whole(source, sink, offered, begins_inside))
+        return ScriptedParser(sink, [whole], pass_on=whole.push)
     scripts: list[RunningScript] = []
     push, may_begin = sink.content, _always
-    if family is not None and offered:
-        content = ContentScript(
-            source,
-            sink,
-            offered,
-            family.readers,
-            line_readers=family.line_readers,
-            drops_space=family.drops_space,
-            is_lenient=family.is_lenient,
-        )
-        running = RunningScript(source, content.run())
+    if family is not None and (offered or (thoughts is not None and thoughts.channels is not None)):
+        content, running = _content_script(family, sink, offered)
         scripts.append(running)
+        push = running.push
 
         def may_begin() -> bool:
             running.flush()
             return content.is_in_content
 
-        push = running.push
     if thoughts is not None:
         source = TextSource()
         begins = thoughts.tags.begins_inside if begins_inside is None else begins_inside
-        script = ThoughtScript(source, sink, thoughts.tags, begins_inside=begins, push=push, may_begin=may_begin)
+        script = ThoughtScript(
+            source,
+            sink,
+            thoughts.tags,
+            begins_inside=begins,
+            ended_by=family.ends_thoughts if family is not None and offered else (),
+            push=push,
+            may_begin=may_begin,
+        )
         scripts.insert(0, RunningScript(source, script.run()))
         push = scripts[0].push
     return ScriptedParser(sink, scripts, pass_on=push)
+
+
+def _content_script(
+    family: ToolFamily, sink: PartSink, offered: dict[str, OfferedTool]
+) -> tuple[ContentScript, RunningScript]:
+    source = TextSource()
+    content = ContentScript(
+        source,
+        sink,
+        offered,
+        family.readers,
+        line_readers=family.line_readers if offered else None,
+        drops_space=family.drops_space,
+        is_lenient=family.is_lenient,
+    )
+    return content, RunningScript(source, content.run())
 
 
 def _always() -> bool:
@@ -93,15 +113,47 @@ def prompt_begins_thought(prompt_end: str, reasoning_family: str | None) -> bool
 
 # In this order: what is looked for in a template, and what it tells. Every text of a line has to be there.
 _TOOL_SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("<|channel|>", "<|start|>"), "openai"),
+    (("<|tool_call>", "call:"), "gemma4"),
+    (("<|open|>", "<|sep|>"), "kimi_k3"),
+    (("<|tool_calls_section_begin|>",), "kimi_k2"),
+    (("\uff5cDSML\uff5c ",), "deepseek_v41"),
+    (("\uff5cDSML\uff5c", "tool_calls>"), "deepseek_v4"),
+    (("\uff5cDSML\uff5c",), "deepseek_v32"),
+    (("<\uff5ctool\u2581calls\u2581begin\uff5c>", "```json"), "deepseek_v3"),
+    (("<\uff5ctool\u2581calls\u2581begin\uff5c>",), "deepseek_v31"),
     (("[TOOL_CALLS]",), "mistral"),
+    (("<minimax:tool_call>",), "minimax_m2"),
+    (("<seed:tool_call>",), "seed_oss"),
+    (("<longcat_tool_call>",), "longcat"),
+    (("<arg_key>", "\\n<arg_key>"), "glm45"),
+    (("<arg_key>", "\n<arg_key>"), "glm45"),
+    (("<arg_key>",), "glm47"),
+    (("<tool_call>", "<function="), "qwen3_coder"),
     (("<tool_call>",), "hermes"),
+    (("<function_calls>",), "olmo3"),
+    (("<tool_calls>",), "jamba"),
+    (("<|action_start|>", "<|plugin|>"), "internlm"),
+    (("<|tool_call|>", "functools"), "phi4_mini_json"),
+    (("functools[",), "phi4_mini_json"),
+    (("<|tool_call|>",), "granite"),
+    (("[func_name1(",), "pythonic"),
+    (("<|python_start|>",), "pythonic"),
     (("<|python_tag|>",), "llama3_json"),
     (('"parameters": dictionary of argument name and its value',), "llama3_json"),
 )
 _REASONING_SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("<|channel|>", "<|start|>"), "openai_gptoss"),
+    (("<|channel>thought",), "gemma4"),
+    (("<|open|>", "<|sep|>"), "kimi_k3"),
     (("[THINK]",), "mistral"),
+    (("<seed:think>",), "seed_oss"),
+    (("</think>", "<|tool_calls_section_begin|>"), "kimi_k2"),
+    (("</think>", "<minimax:tool_call>"), "minimax_m2"),
+    (("</think>", "\uff5cDSML\uff5c"), "deepseek_v3"),
     (("</think>", "<\uff5cAssistant\uff5c>", "thinking"), "deepseek_v3"),
     (("</think>", "<\uff5cAssistant\uff5c>"), "deepseek_r1"),
+    (("</think>", "<arg_key>"), "glm45"),
     (("</think>",), "qwen3"),
 )
 

@@ -66,7 +66,8 @@ class TextSource:
         self.text = text + self.text[self.at :]
         self.at = 0
         self.characters_copied += len(self.text)
-        self.mark()
+        if self._marked is not None:
+            self.mark()
 
     # ---- reading; these are scripts
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -17,17 +17,16 @@ _SPACE = re.compile(r"\s+")
 
 class ThoughtTags(msgspec.Struct, frozen=True, kw_only=True):
     """How a family writes thoughts. opening, closing: the first of each is what the family writes today; others are
-    understood, too. ended_by: what ends a thought although it is none of it, such as the beginning of a call.
-    begins_inside: without an opening tag, whether the response begins with a thought, where the prompt does not say."""
+    understood, too. begins_inside: whether the response begins with a thought, where the prompt does not say."""
 
     opening: tuple[str, ...] = ("<think>",)
     closing: tuple[str, ...] = ("</think>",)
-    ended_by: tuple[str, ...] = ()
     begins_inside: bool = False
 
 
 class ThoughtScript:
-    """push: takes what is no thought. may_begin: whether a thought may begin where the other script is now.
+    """ended_by: what ends a thought although it is none of it, the beginning of a call. push: takes what is no thought.
+    may_begin: whether a thought may begin where the other script is now.
 
     The line breaks that templates write behind an opening tag and around a closing one are dropped. A thought that the
     end of the text cuts off is a thought. An opening tag counts at the beginning of a line, outside of calls.
@@ -40,6 +39,7 @@ class ThoughtScript:
         tags: ThoughtTags,
         *,
         begins_inside: bool,
+        ended_by: Sequence[str],
         push: Callable[[str], None],
         may_begin: Callable[[], bool],
     ) -> None:
@@ -47,7 +47,7 @@ class ThoughtScript:
         self._sink = sink
         self._opening = tags.opening
         self._closing = tags.closing
-        self._ending = (*tags.closing, *tags.ended_by)
+        self._ending = (*tags.closing, *ended_by)
         self._begins_inside = begins_inside
         self._push = push
         self._may_begin = may_begin
@@ -81,6 +81,7 @@ class ThoughtScript:
         while (yield from source.take(self._opening)):  # written once more
             yield from self._space()
         space: list[str] = []
+        has_begun = False
         while character := (yield from source.peek()):
             if match := self._plain.match(source.text, source.at):
                 text = match.group()
@@ -98,6 +99,9 @@ class ThoughtScript:
             source.at += len(text)
             self._sink.reasoning("".join(space) + text)
             space.clear()
+            has_begun = True
+        if has_begun:
+            self._sink.reasoning("".join(space))
         return False
 
     def _behind_thought(self) -> Script[bool]:

@@ -6,7 +6,7 @@ from trioserve.text.response_parsers.call_forms import CallForm, json_call
 from trioserve.text.response_parsers.call_reading import CallReader, CallReading, read_calls
 from trioserve.text.response_parsers.text_source import NotACall, Script
 
-__all__ = ["HERMES_FORM", "LLAMA3_FORM", "read_bare_calls", "tagged_calls"]
+__all__ = ["HERMES_FORM", "LLAMA3_FORM", "json_form", "read_bare_calls", "tagged_calls"]
 
 HERMES_FORM = CallForm(
     call=json_call(before="<tool_call>\n", after="\n</tool_call>"), separator="\n", trigger="<tool_call>"
@@ -29,3 +29,10 @@ def tagged_calls(*closing: str, is_bare: bool = False) -> CallReader:
 def read_bare_calls(reading: CallReading) -> Script[None]:
     """Behind a marker without a closing one."""
     yield from read_calls(reading, is_bare=False)
+
+
+def json_form(opening: str, closing: str, *, is_array: bool) -> CallForm:
+    """An array of calls between the tags, or one call."""
+    if is_array:
+        return CallForm(call=json_call(), opening=opening + "[", closing="]" + closing, separator=", ", trigger=opening)
+    return CallForm(call=json_call(before=opening, after=closing), separator="\n", trigger=opening)

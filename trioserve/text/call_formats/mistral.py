@@ -16,12 +16,14 @@ __all__ = [
     "CALL_ID_MARKER",
     "MISTRAL_ARRAY_FORM",
     "MISTRAL_FORM",
+    "MISTRAL_TOKENS",
     "read_mistral_calls",
 ]
 
 CALLS_MARKER = "[TOOL_CALLS]"
 CALL_ID_MARKER = "[CALL_ID]"
 ARGUMENTS_MARKER = "[ARGS]"
+MISTRAL_TOKENS = (CALLS_MARKER, CALL_ID_MARKER, ARGUMENTS_MARKER)
 MISTRAL_FORM = CallForm(
     call=lambda tool: (f"{CALLS_MARKER}{tool.name}{ARGUMENTS_MARKER}", arguments_of(tool)), trigger=CALLS_MARKER
 )

@@ -1,0 +1,78 @@
+"""DeepSeek V3, R1 and V3.1: calls between special tokens. In V3 and R1 a call is its type, its name and a fenced JSON;
+in V3.1 its name and JSON."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from trioserve.text.response_parsers.call_forms import CallForm, arguments_of
+from trioserve.text.response_parsers.call_reading import CallReading, read_arguments
+from trioserve.text.response_parsers.part_sink import NAME_CHARACTERS_MAX
+from trioserve.text.response_parsers.text_source import NotACall, Script
+
+__all__ = ["CALLS_MARKER", "CALL_MARKER", "DEEPSEEK_TOKENS", "V31_FORM", "V3_FORM", "read_call", "read_section"]
+
+CALLS_MARKER: Final = "<\uff5ctool\u2581calls\u2581begin\uff5c>"
+_CALLS_END: Final = "<\uff5ctool\u2581calls\u2581end\uff5c>"
+CALL_MARKER: Final = "<\uff5ctool\u2581call\u2581begin\uff5c>"
+_CALL_END: Final = "<\uff5ctool\u2581call\u2581end\uff5c>"
+_SEPARATOR: Final = "<\uff5ctool\u2581sep\uff5c>"
+DEEPSEEK_TOKENS: Final = (CALLS_MARKER, _CALLS_END, CALL_MARKER, _CALL_END, _SEPARATOR)
+_FENCE = "```"
+_WORD = re.compile(r"\w+")
+
+
+def read_section(reading: CallReading) -> Script[None]:
+    """Behind the token that opens all calls."""
+    source = reading.source
+    while True:
+        yield from source.need_behind_space()
+        if (yield from source.take_closing((_CALLS_END,))):
+            return
+        if not (yield from source.take_closing((CALL_MARKER,))):
+            raise NotACall
+        yield from read_call(reading)
+        if not (yield from source.skip_space()):
+            return
+
+
+def read_call(reading: CallReading) -> Script[None]:
+    """Behind the token that opens one call, up to behind the one that closes it."""
+    source = reading.source
+    name, _ = yield from source.take_until((_SEPARATOR,), NAME_CHARACTERS_MAX)
+    is_fenced = (yield from source.need_behind_space()) != "{"
+    if is_fenced:
+        name, _ = yield from source.take_until(("\n", _FENCE), NAME_CHARACTERS_MAX)
+        if (yield from source.need_behind_space()) != "{":
+            yield from source.take((_FENCE,))
+            yield from source.take_while(_WORD, NAME_CHARACTERS_MAX)
+        if (yield from source.need_behind_space()) != "{":
+            raise NotACall
+    reading.sink.begin_call(name.strip())
+    yield from read_arguments(reading)
+    reading.end_call()
+    yield from source.skip_space()
+    if is_fenced and (yield from source.take_closing((_FENCE,))):
+        yield from source.skip_space()
+    if not (yield from source.take_closing((_CALL_END,))) and (yield from source.peek()):
+        raise NotACall
+
+
+V3_FORM = CallForm(
+    call=lambda tool: (
+        f"{CALL_MARKER}function{_SEPARATOR}{tool.name}\n{_FENCE}json\n",
+        arguments_of(tool),
+        f"\n{_FENCE}{_CALL_END}",
+    ),
+    opening=CALLS_MARKER,
+    closing=_CALLS_END,
+    separator="\n",
+    trigger=CALLS_MARKER,
+)
+V31_FORM = CallForm(
+    call=lambda tool: (f"{CALL_MARKER}{tool.name}{_SEPARATOR}", arguments_of(tool), _CALL_END),
+    opening=CALLS_MARKER,
+    closing=_CALLS_END,
+    trigger=CALLS_MARKER,
+)

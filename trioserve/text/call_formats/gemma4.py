@@ -1,0 +1,137 @@
+"""Gemma 4: <|tool_call>call:name{key:<|"|>text<|"|>,other:3}<tool_call|>, objects with bare keys and texts in a quote
+of their own."""
+
+from __future__ import annotations
+
+import enum
+import json
+import re
+from typing import Final
+
+from trioserve.text.joined_response import WholeCall
+from trioserve.text.response_parsers.call_forms import CallForm, json_call
+from trioserve.text.response_parsers.call_reading import CallReading
+from trioserve.text.response_parsers.json_scanner import DEPTH_MAX
+from trioserve.text.response_parsers.part_sink import NAME_CHARACTERS_MAX
+from trioserve.text.response_parsers.python_literal import json_of_python
+from trioserve.text.response_parsers.text_source import NotACall, Script
+
+__all__ = ["CALL_MARKER", "GEMMA4_FORM", "GEMMA4_TOKENS", "read_gemma4_call", "written_by_gemma4"]
+
+CALL_MARKER: Final = "<|tool_call>"
+_CALL_END: Final = "<tool_call|>"
+_QUOTE: Final = '<|"|>'
+GEMMA4_TOKENS: Final = (CALL_MARKER, _CALL_END, _QUOTE)
+_PREFIX: Final = "call:"
+_NAME = re.compile(r"[\w.:/\-]+")
+_KEY_OR_WORD = re.compile(r"[^<:,{}\[\]]+")
+_TEXT = re.compile(r"[^<]+")
+_WORD_CHARACTERS_MAX: Final = 4096
+
+
+class _At(enum.Enum):
+    VALUE = enum.auto()
+    VALUE_OR_END = enum.auto()
+    KEY_OR_END = enum.auto()
+    COMMA_OR_END = enum.auto()
+
+
+def read_gemma4_call(reading: CallReading) -> Script[None]:
+    """Behind the token that opens a call."""
+    source, sink = reading.source, reading.sink
+    yield from source.need_behind_space()
+    yield from source.expect(_PREFIX)
+    name = yield from source.take_while(_NAME, NAME_CHARACTERS_MAX)
+    if (yield from source.need_behind_space()) != "{":
+        raise NotACall
+    sink.begin_call(name)
+    yield from _read_object(reading)
+    reading.end_call()
+    if (yield from source.skip_space()) and not (yield from source.take_closing((_CALL_END,))):
+        raise NotACall
+
+
+def _read_object(reading: CallReading) -> Script[None]:
+    source, sink = reading.source, reading.sink
+    objects = bytearray()  # the open ones: 1 is an object, 0 an array
+    at = _At.VALUE
+    while True:
+        character = yield from source.need_behind_space()
+        if at in (_At.VALUE, _At.VALUE_OR_END) and character in "{[":
+            if len(objects) >= DEPTH_MAX:
+                raise NotACall
+            source.at += 1
+            objects.append(character == "{")
+            sink.arguments(character)
+            at = _At.KEY_OR_END if character == "{" else _At.VALUE_OR_END
+        elif character in "}]" and objects[-1] == (character == "}") and at is not _At.VALUE:
+            source.at += 1
+            objects.pop()
+            sink.arguments(character)
+            if not objects:
+                return
+            at = _At.COMMA_OR_END
+        elif character == "," and at is _At.COMMA_OR_END:
+            source.at += 1
+            sink.arguments(", ")
+            at = _At.KEY_OR_END if objects[-1] else _At.VALUE
+        elif at is _At.KEY_OR_END:
+            yield from _read_key(reading)
+            at = _At.VALUE
+        elif at in (_At.VALUE, _At.VALUE_OR_END):
+            yield from _read_plain_value(reading)
+            at = _At.COMMA_OR_END
+        else:
+            raise NotACall
+
+
+def _read_key(reading: CallReading) -> Script[None]:
+    source = reading.source
+    if (yield from source.take((_QUOTE,))):
+        key, _ = yield from source.take_until((_QUOTE,), NAME_CHARACTERS_MAX)
+    else:
+        key = (yield from source.take_while(_KEY_OR_WORD, NAME_CHARACTERS_MAX)).strip().strip('"')
+    yield from source.need_behind_space()
+    yield from source.expect(":")
+    if not key:
+        raise NotACall
+    reading.sink.arguments(json.dumps(key, ensure_ascii=False) + ": ")
+
+
+def _read_plain_value(reading: CallReading) -> Script[None]:
+    """A text in quotes, or a number, true, false or null; any other word is a text."""
+    source, sink = reading.source, reading.sink
+    if not (yield from source.take((_QUOTE,))):
+        word = (yield from source.take_while(_KEY_OR_WORD, _WORD_CHARACTERS_MAX)).strip()
+        yield from source.need()
+        if not word:
+            raise NotACall
+        sink.arguments(json_of_python(word) or json.dumps(word, ensure_ascii=False))
+        return
+    sink.arguments('"')
+    while not (yield from source.take((_QUOTE,))):
+        yield from source.need()
+        match = _TEXT.match(source.text, source.at)
+        text = match.group() if match else source.text[source.at]
+        source.at += len(text)
+        sink.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
+    sink.arguments('"')
+
+
+def _value(value: object) -> str:
+    if isinstance(value, str):
+        return f"{_QUOTE}{value}{_QUOTE}"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_value(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_value, value)) + "]"
+    return json.dumps(value)
+
+
+# Forced calls are bare JSON, which the parser takes as well: no grammar of a schema knows objects with bare keys.
+GEMMA4_FORM = CallForm(call=json_call(), separator="\n")
+
+
+def written_by_gemma4(call: WholeCall) -> str:
+    """A call as the model itself writes it."""
+    return f"{CALL_MARKER}{_PREFIX}{call.name}{_value(json.loads(call.arguments))}{_CALL_END}"

@@ -1,0 +1,82 @@
+"""GLM 4.5 and later: <tool_call>name, then <arg_key> and <arg_value> for each argument; with line breaks between them
+in 4.5 and 4.6, without any since 4.7."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Final
+
+from trioserve.text.joined_response import WholeCall
+from trioserve.text.response_parsers.call_forms import CallForm, Piece, raw_argument_pieces, raw_text
+from trioserve.text.response_parsers.call_reading import CallReading, read_calls
+from trioserve.text.response_parsers.offered_tools import OfferedTool
+from trioserve.text.response_parsers.part_sink import NAME_CHARACTERS_MAX
+from trioserve.text.response_parsers.raw_reading import Closing, read_raw_value
+from trioserve.text.response_parsers.raw_values import RawArguments
+from trioserve.text.response_parsers.text_source import NotACall, Script
+
+__all__ = ["CALL_TAG", "GLM_TOKENS", "glm_form", "read_glm_call"]
+
+CALL_TAG: Final = "<tool_call>"
+_CALL_END: Final = "</tool_call>"
+_KEY, _KEY_END = "<arg_key>", "</arg_key>"
+_VALUE, _VALUE_END = "<arg_value>", "</arg_value>"
+GLM_TOKENS: Final = (CALL_TAG, _CALL_END, _KEY, _KEY_END, _VALUE, _VALUE_END)
+_NAME = re.compile(r"[\w.:/\-]+")
+_CLOSINGS = (
+    Closing(tag=_VALUE_END, followed_by=(_KEY, _CALL_END)),
+    Closing(tag=_CALL_END, followed_by=(CALL_TAG,), ends_text=True),  # the value's own tag is missing
+)
+
+
+def read_glm_call(reading: CallReading) -> Script[None]:
+    source = reading.source
+    if (yield from source.need_behind_space()) in "{[":
+        yield from read_calls(reading, is_bare=False)
+        if (yield from source.skip_space()) and not (yield from source.take_closing((_CALL_END,))):
+            raise NotACall
+        return
+    name = yield from source.take_while(_NAME, NAME_CHARACTERS_MAX)
+    yield from source.need_behind_space()
+    if not (yield from source.find((_KEY, _CALL_END))) and not source.over:
+        raise NotACall
+    reading.sink.begin_call(name)
+    arguments = RawArguments(reading, name, unknown_is_text=False)
+    while True:
+        yield from source.need_behind_space()
+        if (yield from source.take_closing((_CALL_END,))):
+            break
+        if not (yield from source.take_closing((_KEY,))):
+            raise NotACall
+        key, _ = yield from source.take_until((_KEY_END,), NAME_CHARACTERS_MAX)
+        yield from source.need_behind_space()
+        yield from source.expect(_VALUE)
+        arguments.key(key.strip())
+        closing = yield from read_raw_value(source, _CLOSINGS, arguments.text, trims_lines=False)
+        arguments.end_value()
+        if closing.tag == _CALL_END:
+            break
+    arguments.end()
+    reading.end_call()
+
+
+def glm_form(line_break: str) -> CallForm:
+    """line_break: between the tags."""
+
+    def begin(name: str, _is_text: bool) -> str:
+        return f"{_KEY}{name}{_KEY_END}{line_break}{_VALUE}"
+
+    def call(tool: OfferedTool) -> Sequence[Piece]:
+        pieces = raw_argument_pieces(tool, begin, _VALUE_END + line_break)
+        return (f"{CALL_TAG}{tool.name}{line_break}", *pieces, _CALL_END)
+
+    def write(call: WholeCall) -> str:
+        values = "".join(
+            begin(name, isinstance(value, str)) + raw_text(value) + _VALUE_END + line_break
+            for name, value in json.loads(call.arguments).items()
+        )
+        return f"{CALL_TAG}{call.name}{line_break}{values}{_CALL_END}"
+
+    return CallForm(call=call, write=write, separator=line_break, trigger=CALL_TAG)

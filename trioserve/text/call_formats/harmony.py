@@ -1,0 +1,139 @@
+"""gpt-oss: messages in channels. A header says who is spoken to and in which channel, then comes what is said:
+
+    <|channel|>analysis<|message|>...<|end|>                                        a thought
+    <|start|>assistant<|channel|>final<|message|>...<|return|>                      content; commentary is content, too
+    <|start|>assistant to=functions.NAME<|channel|>commentary <|constrain|>json<|message|>{...}<|call|>
+
+Where one of these marks stands in what is said, what follows it tells whether it is meant.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from trioserve.text.response_parsers.call_forms import CallForm, Piece, RawUntil, arguments_of
+from trioserve.text.response_parsers.call_reading import CallReading, read_arguments
+from trioserve.text.response_parsers.offered_tools import OfferedTool
+from trioserve.text.response_parsers.part_sink import PartSink
+from trioserve.text.response_parsers.raw_reading import Closing, read_raw_value
+from trioserve.text.response_parsers.text_source import CutOff, NotACall, Script, TextSource
+
+__all__ = ["HARMONY_FORM", "HARMONY_TOKENS", "read_harmony"]
+
+_START: Final = "<|start|>"
+_CHANNEL: Final = "<|channel|>"
+_MESSAGE: Final = "<|message|>"
+_CONSTRAIN: Final = "<|constrain|>"
+_ENDS: Final = ("<|end|>", "<|call|>", "<|return|>")
+HARMONY_TOKENS: Final = (_START, _CHANNEL, _MESSAGE, _CONSTRAIN, *_ENDS)
+_RECIPIENT_MARK: Final = " to="
+_HEADER_CHARACTERS_MAX: Final = 1024
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
+_FUNCTIONS: Final = "functions."
+_THOUGHT_CHANNELS: Final = ("analysis",)
+_CHANNEL_MESSAGES = tuple(f"{_CHANNEL}{name}{_MESSAGE}" for name in ("analysis", "commentary", "final"))
+_CLOSINGS = (
+    *(Closing(tag=end, followed_by=(_START, _CHANNEL), ends_text=True) for end in _ENDS),
+    Closing(tag=_START, followed_by=("assistant",), is_read=False),
+    *(Closing(tag=message, is_read=False) for message in _CHANNEL_MESSAGES),
+)
+
+
+def read_harmony(
+    source: TextSource, sink: PartSink, tools: Mapping[str, OfferedTool], begins_inside: bool | None
+) -> Script[None]:
+    """Read a response. The prompt ends with <|start|>assistant, or, with begins_inside, inside of a thought."""
+    reading = CallReading(source, sink, tools)
+    try:
+        if begins_inside:
+            yield from _read_text(source, sink.reasoning)
+        while (yield from source.peek()):
+            yield from _read_message(reading)
+    except CutOff:
+        source.at = len(source.text)  # a header, or a call
+
+
+def _read_message(reading: CallReading) -> Script[None]:
+    source, sink = reading.source, reading.sink
+    if not (yield from source.find((_START, _CHANNEL, _MESSAGE, _RECIPIENT_MARK))):
+        yield from _read_text(source, sink.content)  # no header at all
+        return
+    source.mark()
+    try:
+        header, mark = yield from source.take_until((_MESSAGE, *_ENDS), _HEADER_CHARACTERS_MAX)
+        if mark != _MESSAGE:
+            raise NotACall
+    except NotACall:
+        sink.content(source.unmark())
+        return
+    recipients = _RECIPIENT.findall(header)
+    channels = _CHANNEL_NAME.findall(header)
+    name = _called(recipients[-1] if recipients else None, reading.tools)
+    if name is not None:
+        yield from _read_call(reading, name)
+        return
+    source.unmark()
+    if recipients and not _is_for_the_user(recipients[-1]):
+        yield from _read_text(source, _drop)  # a tool of the model's own that nobody offers
+    elif channels and channels[-1] in _THOUGHT_CHANNELS:
+        yield from _read_text(source, sink.reasoning)
+    else:
+        yield from _read_text(source, sink.content)
+
+
+def _called(recipient: str | None, tools: Mapping[str, OfferedTool]) -> str | None:
+    """The tool that is spoken to; None if it is somebody else."""
+    if recipient is None or not tools:
+        return None
+    if recipient.startswith(_FUNCTIONS):
+        return recipient.removeprefix(_FUNCTIONS)
+    return recipient if recipient in tools else None
+
+
+def _is_for_the_user(recipient: str) -> bool:
+    return recipient in ("assistant", "user", "all")
+
+
+def _drop(_text: str) -> None:
+    pass
+
+
+def _read_call(reading: CallReading, name: str) -> Script[None]:
+    """Behind the header of a call, which is marked."""
+    source, sink = reading.source, reading.sink
+    try:
+        yield from source.need_behind_space()
+        sink.begin_call(name)
+        yield from read_arguments(reading)
+        reading.end_call()
+        yield from source.skip_space()
+        yield from source.take_closing(_ENDS)
+        source.unmark()
+    except NotACall:
+        sink.give_up_call()
+        sink.content(source.unmark())
+        yield from _read_text(source, sink.content)
+
+
+def _read_text(source: TextSource, use: Callable[[str], None]) -> Script[None]:
+    """What is said, up to behind its end."""
+    try:
+        yield from read_raw_value(source, _CLOSINGS, use, trims_lines=False)
+    except CutOff:
+        source.at = len(source.text)
+
+
+def _form_of(tool: OfferedTool) -> Sequence[Piece]:
+    head = f"{_CHANNEL}commentary to={_FUNCTIONS}{tool.name} {_CONSTRAIN}json{_MESSAGE}"
+    return (head, arguments_of(tool), _ENDS[1])
+
+
+HARMONY_FORM = CallForm(
+    call=_form_of,
+    separator=f"{_START}assistant",
+    trigger=f"{_CHANNEL}commentary to=",
+    before=(f"{_CHANNEL}analysis{_MESSAGE}", RawUntil(_ENDS[0]), f"{_START}assistant"),
+)

@@ -1,0 +1,157 @@
+"""Llama 3.2 and 4, Olmo 3: calls as a list in Python, [get_weather(city="Paris"), get_time()], or one a line."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Final
+
+from trioserve.text.joined_response import WholeCall
+from trioserve.text.response_parsers.call_forms import AnyOf, CallForm, JsonOf, Maybe, Piece
+from trioserve.text.response_parsers.call_reading import CallReader, CallReading, read_json, read_opened_array
+from trioserve.text.response_parsers.offered_tools import OfferedTool
+from trioserve.text.response_parsers.part_sink import NAME_CHARACTERS_MAX
+from trioserve.text.response_parsers.python_literal import PythonLiteral
+from trioserve.text.response_parsers.schema_types import argument_schemas, argument_types
+from trioserve.text.response_parsers.text_source import NotACall, Script
+
+__all__ = [
+    "PYTHONIC_FORM",
+    "PYTHON_START",
+    "PYTHON_TOKENS",
+    "lines_form",
+    "python_lines",
+    "read_python_list",
+    "read_started_list",
+]
+
+PYTHON_START: Final = "<|python_start|>"
+_PYTHON_END: Final = "<|python_end|>"
+PYTHON_TOKENS: Final = (PYTHON_START, _PYTHON_END)
+_NAME = re.compile(r"[\w.\-]+")
+_IDENTIFIER = re.compile(r"\w+")
+
+
+def read_python_list(reading: CallReading) -> Script[None]:
+    """Behind the bracket that opens a list: of calls in Python, each of an offered tool; or of calls in JSON. A list is
+    one expression: its calls are complete when it is."""
+    source = reading.source
+    if (yield from source.need_behind_space()) == "{":
+        yield from read_opened_array(reading, is_bare=True)
+        return
+    while True:
+        yield from _read_call(reading)
+        if (yield from source.need_behind_space()) == ",":
+            source.at += 1
+            if (yield from source.need_behind_space()) != "]":
+                continue
+        yield from source.expect("]")
+        reading.end_closed_calls()
+        return
+
+
+def read_started_list(reading: CallReading) -> Script[None]:
+    """Behind the token that begins Python."""
+    source = reading.source
+    yield from source.need_behind_space()
+    yield from source.expect("[")
+    yield from read_python_list(reading)
+    if (yield from source.skip_space()) and not (yield from source.take_closing((_PYTHON_END,))):
+        raise NotACall
+
+
+def python_lines(closing_tag: str) -> CallReader:
+    """Behind a tag around calls that stand one a line."""
+
+    def read(reading: CallReading) -> Script[None]:
+        source = reading.source
+        while (yield from source.need_behind_space()):
+            if (yield from source.take_closing((closing_tag,))):
+                return
+            yield from _read_call(reading, needs_offer=False)
+            reading.end_closed_calls()
+            if not (yield from source.skip_space()):
+                return
+
+    return read
+
+
+def _read_call(reading: CallReading, *, needs_offer: bool = True) -> Script[None]:
+    """name(argument=value, ...). Closes the call; it is ended with its list."""
+    source, sink = reading.source, reading.sink
+    yield from source.need_behind_space()
+    name = yield from source.take_while(_NAME, NAME_CHARACTERS_MAX)
+    yield from source.expect("(")
+    if needs_offer and name not in reading.tools:
+        raise NotACall
+    sink.begin_call(name)
+    keys: set[str] = set()
+    while (yield from source.need_behind_space()) != ")":
+        key = yield from source.take_while(_IDENTIFIER, NAME_CHARACTERS_MAX)
+        yield from source.need_behind_space()
+        yield from source.expect("=")
+        if not key or key in keys:
+            raise NotACall
+        sink.arguments(f"{', ' if keys else '{'}{json.dumps(key, ensure_ascii=False)}: ")
+        keys.add(key)
+        yield from read_json(source, PythonLiteral(), sink.arguments)
+        if (yield from source.need_behind_space()) == ",":
+            source.at += 1
+        elif source.text[source.at] != ")":
+            raise NotACall
+    source.at += 1
+    sink.arguments("}" if keys else "{}")
+    sink.close_call()
+
+
+def _form_of(tool: OfferedTool) -> Sequence[Piece]:
+    root = tool.parameters or {}
+    required = list(root.get("required") or ())
+    shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    schemas = argument_schemas(tool)
+    names = [name for name in schemas if _IDENTIFIER.fullmatch(name)]
+    # What is required comes first, so that a comma stands before all but one of those, and before what may be left out.
+    first = [name for name in names if name in required]
+    pieces: list[Piece] = [f"{tool.name}("]
+    for name in (*first, *(name for name in names if name not in first)):
+        is_flag = argument_types(tool, name) == frozenset(("boolean",))
+        form = AnyOf((("True",), ("False",))) if is_flag else JsonOf({**schemas[name], **shared}, tool.strict)
+        value: list[Piece] = [f"{name}=", form]
+        if name in first:
+            pieces += [", ", *value] if len(pieces) > 1 else value
+        else:
+            pieces.append(Maybe([", ", *value] if first else [*value, ", "]))
+    return (*pieces, ")")
+
+
+def _written(call: WholeCall) -> str:
+    arguments = json.loads(call.arguments)
+    return f"{call.name}({', '.join(f'{name}={_python(value)}' for name, value in arguments.items())})"
+
+
+def _python(value: object) -> str:
+    """As Python has it, but for the quotes, which are JSON's."""
+    if isinstance(value, dict):
+        return (
+            "{"
+            + ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {_python(item)}" for key, item in value.items())
+            + "}"
+        )
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_python, value)) + "]"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+
+
+PYTHONIC_FORM = CallForm(call=_form_of, write=_written, opening="[", closing="]", separator=", ")
+
+
+def lines_form(opening: str, closing: str) -> CallForm:
+    # The line break belongs to the call: a grammar cannot tell it from the one before a closing tag.
+    return CallForm(
+        call=lambda tool: (*_form_of(tool), "\n"),
+        write=lambda call: _written(call) + "\n",
+        opening=opening + "\n",
+        closing=closing,
+        trigger=opening,
+    )

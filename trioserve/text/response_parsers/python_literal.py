@@ -1,0 +1,245 @@
+"""Follows a value as Python writes it through pieces of text, without recursion, and says the same in JSON.
+
+Lists, dicts with strings as keys, strings in any quotes, numbers, True, False and None, and JSON's names for these.
+What may not be evaluated (names, calls, operators) is no value.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import re
+from typing import Final
+
+from trioserve.text.response_parsers.json_scanner import DEPTH_MAX, ScanState
+
+__all__ = ["PythonLiteral", "json_of_python"]
+
+_SPACE = re.compile(r"\s+")
+_BARE = re.compile(r"[-+.\w]+")
+_PLAIN = {quote: re.compile(rf"[^{quote}\\]+") for quote in "'\""}
+_NUMBER = re.compile(r"([+-]?)([0-9][0-9_]*)?(\.[0-9_]*)?([eE][+-]?[0-9]+)?")
+_NAMES = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+_ESCAPES = {"\\": "\\", "'": "'", '"': '"', "n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v",
+            "a": "\a", "0": "\0", "\n": ""}  # fmt: skip
+_HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
+_BARE_CHARACTERS_MAX: Final = 4096  # the longest number that is worth a look
+
+
+class _At(enum.Enum):
+    VALUE = enum.auto()
+    VALUE_OR_END = enum.auto()
+    KEY_OR_END = enum.auto()
+    COLON = enum.auto()
+    COMMA_OR_END = enum.auto()
+    STRING = enum.auto()
+    BARE = enum.auto()
+    OVER = enum.auto()
+    NOWHERE = enum.auto()
+
+
+class PythonLiteral:
+    """scan() takes pieces until the state is DONE or BROKEN; take() gives the JSON so far, once. A number or a name at
+    the top ends with what follows it."""
+
+    __slots__ = (
+        "_at",
+        "_bare",
+        "_dicts",
+        "_escape",
+        "_is_key",
+        "_is_triple",
+        "_needs_comma",
+        "_out",
+        "_quote",
+        "_quotes",
+    )
+
+    def __init__(self) -> None:
+        self._at = _At.VALUE
+        self._dicts = bytearray()  # the open ones: 1 is a dict, 0 a list
+        self._needs_comma = False  # written when another value comes: a last comma is allowed in Python
+        self._is_key = False
+        self._quote = ""
+        self._quotes = 0  # at the beginning or the end of a string, so many in a row
+        self._is_triple: bool | None = None  # None: not known yet
+        self._escape = ""
+        self._bare = ""
+        self._out: list[str] = []
+
+    @property
+    def state(self) -> ScanState:
+        if self._at is _At.OVER:
+            return ScanState.DONE
+        return ScanState.BROKEN if self._at is _At.NOWHERE else ScanState.MORE
+
+    def take(self) -> str:
+        text = "".join(self._out)
+        self._out.clear()
+        return text
+
+    def end(self) -> None:
+        """The text is over."""
+        if self._at is _At.BARE:
+            self._end_bare()
+        elif self._at is _At.STRING and self._is_triple is None and self._quotes == 2:
+            self._end_string()
+
+    def scan(self, text: str, at: int) -> int:
+        """Returns where it stopped: at the end of the text, behind the value, or at what is none."""
+        while at < len(text) and self._at is not _At.OVER and self._at is not _At.NOWHERE:
+            if self._at is _At.STRING:
+                at = self._in_string(text, at)
+            elif self._at is _At.BARE:
+                if match := _BARE.match(text, at):
+                    at = match.end()
+                    self._add_bare(match.group())
+                else:
+                    self._end_bare()
+            elif match := _SPACE.match(text, at):
+                at = match.end()
+            else:
+                at += self._token(text[at])
+        return at
+
+    # ---- strings
+
+    def _in_string(self, text: str, at: int) -> int:
+        character = text[at]
+        if self._is_triple is None:
+            if character == self._quote and self._quotes < 3:
+                self._quotes += 1
+                if self._quotes == 3:
+                    self._is_triple, self._quotes = True, 0
+                return at + 1
+            if self._quotes == 2:
+                self._end_string()  # "", and what comes is behind it
+                return at
+            self._is_triple, self._quotes = False, 0
+        if self._escape:
+            self._in_escape(character)
+            return at + 1
+        if character == self._quote:
+            self._quotes += 1
+            if self._quotes == (3 if self._is_triple else 1):
+                self._end_string()
+            return at + 1
+        if self._quotes:
+            self._put(self._quote * self._quotes)
+            self._quotes = 0
+        if match := _PLAIN[self._quote].match(text, at):
+            self._put(match.group())
+            return match.end()
+        self._escape = "\\"
+        return at + 1
+
+    def _in_escape(self, character: str) -> None:
+        self._escape += character
+        kind = self._escape[1]
+        if kind in _HEX_DIGITS and len(self._escape) > 2 and character not in "0123456789abcdefABCDEF":
+            self._at = _At.NOWHERE
+        elif kind in _HEX_DIGITS and len(self._escape) < 2 + _HEX_DIGITS[kind]:
+            return
+        elif kind in _HEX_DIGITS:
+            self._put_code_point(int(self._escape[2:], 16))
+        else:
+            self._put(_ESCAPES.get(kind, self._escape))
+        self._escape = ""
+
+    def _put_code_point(self, code_point: int) -> None:
+        if code_point > 0x10FFFF:
+            self._at = _At.NOWHERE
+        elif 0xD800 <= code_point < 0xE000:
+            self._out.append(f"\\u{code_point:04x}")  # half of a pair, which the other half may follow
+        else:
+            self._put(chr(code_point))
+
+    def _put(self, text: str) -> None:
+        self._out.append(json.dumps(text, ensure_ascii=False)[1:-1])
+
+    def _end_string(self) -> None:
+        self._out.append('"')
+        self._quotes, self._is_triple = 0, None
+        if self._is_key:
+            self._at = _At.COLON
+        else:
+            self._end_value()
+
+    # ---- everything else
+
+    def _add_bare(self, text: str) -> None:
+        self._bare += text
+        if len(self._bare) > _BARE_CHARACTERS_MAX:
+            self._at = _At.NOWHERE
+
+    def _end_bare(self) -> None:
+        word, self._bare = self._bare, ""
+        value = _NAMES.get(word) or _json_number(word)
+        if value is None:
+            self._at = _At.NOWHERE
+            return
+        self._out.append(value)
+        self._end_value()
+
+    def _token(self, character: str) -> bool:
+        """Returns whether the character belongs to the value."""
+        at, self._at = self._at, _At.NOWHERE
+        is_value = at in (_At.VALUE, _At.VALUE_OR_END)
+        if character in ("]", "}"):
+            ends = (_At.VALUE_OR_END, _At.COMMA_OR_END) if character == "]" else (_At.KEY_OR_END, _At.COMMA_OR_END)
+            if self._dicts and self._dicts[-1] == (character == "}") and at in ends:
+                self._dicts.pop()
+                self._needs_comma = False
+                self._out.append(character)
+                self._end_value()
+        elif character == "," and at is _At.COMMA_OR_END:
+            self._needs_comma = True
+            self._at = _At.KEY_OR_END if self._dicts[-1] else _At.VALUE_OR_END
+        elif character == ":" and at is _At.COLON:
+            self._out.append(": ")
+            self._at = _At.VALUE
+        elif is_value or at is _At.KEY_OR_END:
+            self._begin_value(character, is_key=not is_value)
+        return self.state is not ScanState.BROKEN
+
+    def _begin_value(self, character: str, *, is_key: bool) -> None:
+        if self._needs_comma:
+            self._out.append(", ")
+            self._needs_comma = False
+        if character in _PLAIN:
+            self._is_key, self._quote, self._quotes, self._is_triple = is_key, character, 1, None
+            self._out.append('"')
+            self._at = _At.STRING
+        elif is_key:
+            return
+        elif character in "[{":
+            if len(self._dicts) < DEPTH_MAX:
+                self._dicts.append(character == "{")
+                self._out.append(character)
+                self._at = _At.KEY_OR_END if character == "{" else _At.VALUE_OR_END
+        elif _BARE.match(character):
+            self._bare = character
+            self._at = _At.BARE
+
+    def _end_value(self) -> None:
+        self._at = _At.COMMA_OR_END if self._dicts else _At.OVER
+
+
+def _json_number(word: str) -> str | None:
+    match = _NUMBER.fullmatch(word)
+    if match is None or (match[2] is None and (match[3] is None or match[3] == ".")):
+        return None
+    sign, whole, fraction, exponent = match.groups()
+    digits = (whole or "0").replace("_", "")
+    if len(digits) > 1 and digits[0] == "0":
+        return None  # what is written so is a code, a postal one or of an order
+    tail = "" if fraction is None else (fraction.replace("_", "") if len(fraction) > 1 else ".0")
+    return f"{'-' if sign == '-' else ''}{digits}{tail}{exponent or ''}"
+
+
+def json_of_python(text: str) -> str | None:
+    """A whole text as JSON; None if it is no value of Python's."""
+    literal = PythonLiteral()
+    rest = text[literal.scan(text, 0) :]
+    literal.end()
+    return literal.take() if literal.state is ScanState.DONE and not rest.strip() else None

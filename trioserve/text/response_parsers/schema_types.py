@@ -1,0 +1,87 @@
+"""Which JSON types a tool's schema allows for an argument, for families that write values without saying their type."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from trioserve.text.response_parsers.offered_tools import OfferedTool
+
+__all__ = ["ANY_TYPE", "argument_schemas", "argument_types"]
+
+ANY_TYPE: Final[frozenset[str]] = frozenset()  # nothing is said
+_STEPS_MAX: Final = 64  # through references and alternatives; a schema may refer to itself
+_OF_PYTHON: Final = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
+# What some callers write, and vLLM takes.
+_ALIASES: Final = {
+    "str": "string",
+    "text": "string",
+    "int": "integer",
+    "float": "number",
+    "bool": "boolean",
+    "dict": "object",
+    "list": "array",
+}
+
+
+def argument_schemas(tool: OfferedTool | None) -> dict[str, Mapping[str, Any]]:
+    """The schema of each argument that has one, in the order of the tool's own."""
+    properties = (tool.parameters or {}).get("properties") if tool is not None else None
+    if not isinstance(properties, Mapping):
+        return {}
+    return {name: schema if isinstance(schema, Mapping) else {} for name, schema in properties.items()}
+
+
+def argument_types(tool: OfferedTool | None, name: str) -> frozenset[str] | None:
+    """The types that the argument may have; ANY_TYPE if its schema does not say, None if it has no schema."""
+    schema = argument_schemas(tool).get(name)
+    if schema is None:
+        return None
+    assert tool is not None
+    root = tool.parameters or {}
+    types: set[str] = set()
+    waiting: list[Mapping[str, Any]] = [schema]
+    for _ in range(_STEPS_MAX):
+        if not waiting:
+            return frozenset(types)
+        found = _types_here(waiting.pop(), root, waiting)
+        if found is None:
+            return ANY_TYPE
+        types |= found
+    return ANY_TYPE
+
+
+def _types_here(
+    schema: Mapping[str, Any], root: Mapping[str, Any], waiting: list[Mapping[str, Any]]
+) -> set[str] | None:
+    """None if this part allows anything. Adds to `waiting` what it refers to."""
+    declared = schema.get("type")
+    if isinstance(declared, str):
+        return {_ALIASES.get(declared, declared)}
+    if isinstance(declared, list):
+        return {_ALIASES.get(name, name) for name in declared if isinstance(name, str)}
+    values = (
+        schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else None
+    )
+    if values is not None:
+        return {_OF_PYTHON.get(type(value), "array" if isinstance(value, list) else "object") for value in values}
+    for key in ("anyOf", "oneOf", "allOf"):
+        if isinstance(schema.get(key), list):
+            waiting += [part for part in schema[key] if isinstance(part, Mapping)]
+            return set()
+    target = _referred(schema.get("$ref"), root)
+    if target is None:
+        if "properties" in schema:
+            return {"object"}
+        return {"array"} if "items" in schema else None
+    waiting.append(target)
+    return set()
+
+
+def _referred(reference: object, root: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return None
+    target: object = root
+    for step in reference[2:].split("/")[:8]:
+        target = target.get(step) if isinstance(target, Mapping) else None
+    return target if isinstance(target, Mapping) else None
