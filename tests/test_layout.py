@@ -84,7 +84,8 @@ ROOMS = {
     ),
     "api": Room(
         rooms=words("contracts text metrics trio_tools store http engine admission"),
-        packages=words("trio"),
+        packages=words("trio multipart numpy"),
+        only_in={"multipart": words("upload.py"), "numpy": words("similarity.py")},
         without=words("asyncio"),
     ),
     # Its own surface, the API of a router, speaks the bodies and errors of api.

@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union
 import msgspec
 from msgspec import Meta
 
+from trioserve.api.batches.settings import BatchSettings
 from trioserve.api.responses.settings import BackgroundSettings
 from trioserve.connectors.settings import connector_settings
 from trioserve.contracts.deadlines import Deadlines
@@ -262,6 +263,12 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
     background_timeout: Annotated[float, _about(
         "seconds that a response may live in the background", "SECONDS", gt=0, le=86400,
         )] = BackgroundSettings().seconds_max
+    max_batches: Annotated[int, _about(
+        "batches that may not have ended at a time, a quarter of them of one caller; more are refused with 429",
+        "N", ge=0)] = BatchSettings().batches_max
+    batch_concurrency: Annotated[int, _about(
+        "requests of batches that are under way at a time; at most half of --max-num-seqs", "N", ge=1, le=1024,
+        )] = BatchSettings().lines_at_once
     frontend: Annotated[Literal["native", "hypercorn"], _about(
         "who speaks HTTP; hypercorn knows fewer ways to stop")] = "native"
     trust_request_chat_template: Annotated[bool, _about(

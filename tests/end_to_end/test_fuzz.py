@@ -21,6 +21,7 @@ from trioserve.api.routes import App
 from trioserve.http.limits import FrontendLimits
 from trioserve.http.listener import addresses, open_listeners
 from trioserve.http.server import FrontendServer
+from trioserve.store.store import open_store
 from trioserve.testing.fake_engine import open_fake_engine
 from trioserve.testing.invariants import check_idle
 
@@ -62,10 +63,14 @@ class ServerThread(threading.Thread):
         self._token = trio.lowlevel.current_trio_token()
         self._is_told_to_stop = trio.Event()
         listeners = await open_listeners("127.0.0.1", 0)
-        async with open_fake_engine(max_num_seqs=32, waiting_requests_max=256, block_count=1024) as fake:
+        async with (
+            open_store() as store,
+            open_fake_engine(max_num_seqs=32, waiting_requests_max=256, block_count=1024) as fake,
+        ):
             # Bodies that are announced and never come must not take half a minute each.
-            server = FrontendServer(App(fake), limits=FrontendLimits(body_wait_seconds_max=5))
-            async with trio.open_nursery() as nursery:
+            app = App(fake, store=store)
+            server = FrontendServer(app, limits=FrontendLimits(body_wait_seconds_max=5))
+            async with app.running(), trio.open_nursery() as nursery:
                 await nursery.start(server.serve, listeners)
                 self.url = f"http://{addresses(listeners)[0]}"
                 self._is_serving.set()

@@ -63,6 +63,12 @@ class ApiKeys:
             )
         return caller
 
+    def caller_of(self, owner: str | None) -> Caller | None:
+        """Who makes requests under this owner's name; None: no key does any more."""
+        if owner is None:
+            return next((caller for caller in self._callers.values() if caller.owner is None), self._nobody)
+        return self._callers.get(bytes.fromhex(owner))
+
     def _known(self, key: str) -> Caller | None:
         given = _digest(key.strip())
         # Every key is compared, and in constant time: how long a refusal takes tells nothing about any of them.

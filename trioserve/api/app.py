@@ -91,12 +91,16 @@ class BaseApp(abc.ABC, Generic[ContextType]):
         """What the log says of the request's work besides what it says of every request."""
 
     async def __call__(self, exchange: Exchange) -> None:
+        await self._serve(self.new_context(exchange))
+
+    async def _serve(self, context: ContextType, *, is_own: bool = False) -> None:
+        """is_own: the server asks itself, and the context has its caller already."""
+        exchange = context.exchange
         route = self.route(exchange.path)
-        context = self.new_context(exchange)
         self._open_count += 1
         began_at = trio.current_time()
         try:
-            await self._respond(context, route)
+            await self._respond(context, route, is_own=is_own)
         finally:
             self._open_count -= 1
             self._count(route, context.status)
@@ -130,12 +134,12 @@ class BaseApp(abc.ABC, Generic[ContextType]):
             self._metrics.http_requests_total.labels(path, str(status or "left")).inc(count)
         self._counts.clear()
 
-    async def _respond(self, context: ContextType, route: Route[ContextType] | None) -> None:
+    async def _respond(self, context: ContextType, route: Route[ContextType] | None, *, is_own: bool) -> None:
         headers = context.exchange.headers
         try:
             context.surface = surface_of(context.exchange)
             context.request_id = request_id_from(headers.get("x-request-id")) or context.request_id
-            if route is None or route.needs_key or self._is_closed(route.path):
+            if not is_own and (route is None or route.needs_key or self._is_closed(route.path)):
                 context.caller = self._keys.caller(headers.get("authorization"), headers.get("x-api-key"))
             if route is None:
                 raise _not_found(context.exchange.path, self.paths())

@@ -20,13 +20,15 @@ class DescribedOperation(msgspec.Struct, frozen=True, kw_only=True):
     events when the body has `"stream": true`; named_events: the types of those of such a stream where each event has a
     name; kinds: the types of those of a stream that is the whole response. errors: statuses that come with an `error`.
     ranges: of the numbers of the body, by field, or by "Type.field" of a type inside of it. refused: its fields that
-    must be empty, and why. path_parameter: what it is. query: what each parameter means, and its schema.
+    must be empty, and why. body_media: media type of the body. path_parameter: what it is. query: what each parameter
+    means, and its schema.
     """
 
     summary: str
     response: type | str
     description: str = ""
     body: type | None = None
+    body_media: str = "application/json"
     event: type | None = None
     named_events: tuple[type, ...] = ()
     kinds: tuple[type, ...] = ()

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from trioserve.api.anthropic.descriptions import OPERATIONS as ANTHROPIC_OPERATIONS
+from trioserve.api.batches.descriptions import OPERATIONS as BATCH_OPERATIONS
 from trioserve.api.deadline_fields import HEADERS as DEADLINE_HEADERS
 from trioserve.api.described_operation import DescribedOperation
 from trioserve.api.embeddings.descriptions import OPERATIONS as EMBEDDINGS_OPERATIONS
 from trioserve.api.embeddings.request_types import PooledBody
+from trioserve.api.files.descriptions import OPERATIONS as FILE_OPERATIONS
 from trioserve.api.openai.descriptions import OPERATIONS as OPENAI_OPERATIONS
 from trioserve.api.openai.request_types import REFUSED
 from trioserve.api.operations.health import VERSION
@@ -25,7 +27,14 @@ if TYPE_CHECKING:
 
 __all__ = ["OPERATIONS", "openapi_document"]
 
-OPERATIONS = OPENAI_OPERATIONS | ANTHROPIC_OPERATIONS | EMBEDDINGS_OPERATIONS | RESPONSES_OPERATIONS
+OPERATIONS = (
+    OPENAI_OPERATIONS
+    | ANTHROPIC_OPERATIONS
+    | EMBEDDINGS_OPERATIONS
+    | RESPONSES_OPERATIONS
+    | FILE_OPERATIONS
+    | BATCH_OPERATIONS
+)
 REF = "#/components/schemas/{name}"
 TAKEN_BY_SOME = ("truncate_prompt_tokens",)
 """Of the fields that are refused elsewhere, those that bodies of what is pooled may have."""
@@ -117,8 +126,9 @@ def _operation(described: DescribedOperation, route: Route[RequestContext], meth
     if described.description:
         operation["description"] = described.description
     if described.body is not None:
-        # Any other content type is read as JSON, too.
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": _ref(described.body)}}}
+        # Where it is JSON, any other content type is read as such, too.
+        content = {described.body_media: {"schema": _ref(described.body)}}
+        operation["requestBody"] = {"required": True, "content": content}
     return operation
 
 

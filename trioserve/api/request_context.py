@@ -6,16 +6,19 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
+import trio
 
 from trioserve.api.generation import KeepAlive
 from trioserve.api.openai.request_types import decode_body
 from trioserve.api.responder import Responder
 from trioserve.api.sse import KEEP_ALIVE
 from trioserve.contracts.errors import UnknownModel
+from trioserve.contracts.request import PRIORITY_MIN
 from trioserve.http.clock_and_ids import ClockAndIds
 from trioserve.text.tokenizer import Cut
 
 if TYPE_CHECKING:
+    from trioserve.api.batches.batches import Batches
     from trioserve.api.embeddings.request_types import PooledBody
     from trioserve.api.responses.background import BackgroundResponses
     from trioserve.contracts.deadlines import Deadlines
@@ -53,6 +56,9 @@ class RequestContext(Responder):
     trust_chat_template: the request may bring its own chat template. It runs sandboxed, but may still take long.
     streams: those that it has made.
     store: what outlives its request is kept there; None: nothing is. background: responses that go on by themselves.
+    batches: those that have not ended; batch_endpoints: what may be asked in one. uploads: of forms that are taken
+    apart in threads.
+    priority_least: no request of this one runs with a better priority, whatever its body says.
     """
 
     def __init__(
@@ -65,11 +71,18 @@ class RequestContext(Responder):
         tenant_header: str,
         store: Store | None,
         background: BackgroundResponses,
+        batches: Batches,
+        batch_endpoints: tuple[str, ...],
+        uploads: trio.CapacityLimiter,
     ) -> None:
         super().__init__(exchange, clock_and_ids)
         self.engine = engine
         self.store = store
         self.background = background
+        self.batches = batches
+        self.batch_endpoints = batch_endpoints
+        self.uploads = uploads
+        self.priority_least = PRIORITY_MIN
         self._tenant_header = tenant_header
         self.trust_chat_template = trust_chat_template
         self.streams: list[RequestStream] = []
@@ -101,13 +114,13 @@ class RequestContext(Responder):
     ) -> RequestStream:
         """A request to the engine in this caller's name, to be entered with `async with`. Raises InvalidRequest for
         what the caller may not ask for."""
-        tenant = self.exchange.headers.get(self._tenant_header)
+        tenant = self.named_tenant
         self.caller.check_priority(body.priority)
         stream = self.engine.generate(
             prompt,
             sampling,
             request_id=self.request_id,
-            priority=body.priority or 0,
+            priority=max(body.priority or 0, self.priority_least),
             cache_salt=self.caller.cache_salt(body.cache_salt, tenant),
             add_special_tokens=add_special_tokens,
             deadlines=deadlines,
@@ -130,7 +143,7 @@ class RequestContext(Responder):
         add_special_tokens: bool = True,
     ) -> PooledStream:
         """The same for what is pooled."""
-        tenant = self.exchange.headers.get(self._tenant_header)
+        tenant = self.named_tenant
         self.caller.check_priority(body.priority)
         cut = None
         if body.truncate_prompt_tokens is not None:
@@ -142,7 +155,7 @@ class RequestContext(Responder):
             inputs,  # type: ignore[arg-type]  # of one kind, which no type says
             params,
             request_id=self.request_id,
-            priority=body.priority or 0,
+            priority=max(body.priority or 0, self.priority_least),
             cache_salt=self.caller.cache_salt(body.cache_salt, tenant),
             add_special_tokens=add_special_tokens,
             cut=cut,
@@ -153,6 +166,11 @@ class RequestContext(Responder):
         )
         self.streams.append(stream)
         return stream
+
+    @property
+    def named_tenant(self) -> str | None:
+        """Whose this is, as the request says; what that counts for, the caller tells."""
+        return self.exchange.headers.get(self._tenant_header)
 
     @property
     def keep_alive(self) -> KeepAlive:

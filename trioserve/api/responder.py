@@ -70,6 +70,11 @@ class Responder:
         headers = (("cache-control", "no-cache"), ("x-accel-buffering", "no"))
         await self.exchange.start(200, self._head("text/event-stream; charset=utf-8", headers))
 
+    async def start_bytes(self, content_type: str, *, headers: tuple[tuple[str, str], ...] = ()) -> None:
+        """Send the head of a response whose bytes go to the exchange piece by piece."""
+        self.status = 200
+        await self.exchange.start(200, self._head(content_type, headers))
+
     async def finish(self, last: bytes = b"") -> None:
         await self.exchange.finish(last)
 

@@ -7,13 +7,19 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+import trio
+
 from trioserve.api.anthropic.messages import count_message_tokens, create_message
 from trioserve.api.api_keys import ApiKeys
 from trioserve.api.app import BaseApp, Route
-from trioserve.api.caller import AccessRules
+from trioserve.api.batches.batches import Batches
+from trioserve.api.batches.handlers import BATCH_ENDPOINTS, cancel_batch, create_batch, list_batches, retrieve_batch
+from trioserve.api.batches.settings import BatchSettings
+from trioserve.api.caller import AccessRules, Caller
 from trioserve.api.embeddings.descriptions import RERANK_PATHS, SCORE_PATHS
 from trioserve.api.embeddings.embeddings import create_embeddings
 from trioserve.api.embeddings.scoring import rerank, score
+from trioserve.api.files.files import create_file, delete_file, list_files, read_file_content, retrieve_file
 from trioserve.api.generation import usage_of
 from trioserve.api.openai.chat import create_chat_completion
 from trioserve.api.openai.completions import create_completion
@@ -31,6 +37,7 @@ from trioserve.api.responses.create import count_input_tokens, create_response
 from trioserve.api.responses.kept import cancel_response, delete_response, list_input_items, read_response
 from trioserve.api.responses.settings import BackgroundSettings
 from trioserve.api.sse import encode
+from trioserve.contracts.request import PRIORITY_MAX
 from trioserve.http.clock_and_ids import ClockAndIds
 
 if TYPE_CHECKING:
@@ -39,6 +46,8 @@ if TYPE_CHECKING:
     from trioserve.store.store import Store
 
 __all__ = ["ROUTES", "TEMPLATES", "App"]
+
+UPLOADS_MAX = 2  # forms that are taken apart in threads at a time
 
 
 async def read_openapi(context: RequestContext) -> None:
@@ -63,6 +72,8 @@ ROUTES = {
         *(Route(path=path, operations={"POST": score}) for path in SCORE_PATHS),
         Route(path="/v1/responses", operations={"POST": create_response}),
         Route(path="/v1/responses/input_tokens", operations={"POST": count_input_tokens}),
+        Route(path="/v1/files", operations={"GET": list_files, "POST": create_file}),
+        Route(path="/v1/batches", operations={"GET": list_batches, "POST": create_batch}),
         Route(path="/v1/models", operations={"GET": list_models}),
         Route(path="/v1/requests", operations={"GET": list_requests}),
         Route(path="/v1/requests/abort", operations={"POST": abort_requests}),
@@ -86,6 +97,10 @@ TEMPLATES: tuple[Route[RequestContext], ...] = (
     Route(path="/v1/responses/{response}", operations={"GET": read_response, "DELETE": delete_response}),
     Route(path="/v1/responses/{response}/cancel", operations={"POST": cancel_response}),
     Route(path="/v1/responses/{response}/input_items", operations={"GET": list_input_items}),
+    Route(path="/v1/files/{file}", operations={"GET": retrieve_file, "DELETE": delete_file}),
+    Route(path="/v1/files/{file}/content", operations={"GET": read_file_content}),
+    Route(path="/v1/batches/{batch}", operations={"GET": retrieve_batch}),
+    Route(path="/v1/batches/{batch}/cancel", operations={"POST": cancel_batch}),
 )
 """Paths with an id in them, which is one segment: each segment in braces stands for any text."""
 NOT_HERE = frozenset({"/v1/responses/compact"})
@@ -112,8 +127,8 @@ class App(BaseApp[RequestContext]):
     access: what callers may choose, and which further routes need a key.
     tenant_header: whose values tell tenants apart, between which the queue is fair: of all callers where there are no
     keys, and otherwise of those whom the operator trusts. The others are told apart by their keys.
-    store: where responses are kept; None: none are, and none can go on in the background.
-    background: bounds of those that do, inside of `async with app.running()`.
+    store: where responses, files and batches are kept; None: none are, and nothing goes on in the background.
+    background, batches: bounds of what does, inside of `async with app.running()`.
     """
 
     def __init__(
@@ -128,6 +143,7 @@ class App(BaseApp[RequestContext]):
         clock_and_ids: ClockAndIds | None = None,
         store: Store | None = None,
         background: BackgroundSettings | None = None,
+        batches: BatchSettings | None = None,
     ) -> None:
         super().__init__(ApiKeys(api_keys, admin_key=admin_api_key, rules=access), engine.metrics)
         self._engine = engine
@@ -136,20 +152,32 @@ class App(BaseApp[RequestContext]):
         self._clock_and_ids = clock_and_ids or ClockAndIds()
         self._store = store
         self.background = BackgroundResponses(store, background or BackgroundSettings())
+        self._uploads = trio.CapacityLimiter(UPLOADS_MAX)
+        self.batches = Batches(
+            store,
+            batches or BatchSettings(),
+            serve_as=self._serve_as,
+            caller_of=self._keys.caller_of,
+            tenant_header=tenant_header,
+            seats=engine.load().max_num_seqs,
+            metrics=engine.metrics,
+        )
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """What outlives the request that began it lives in here. Leaving cancels it."""
-        async with self.background.running():
+        async with self.background.running(), self.batches.running():
             yield
 
     def drain(self) -> None:
         """Take nothing new that would outlive its request."""
         self.background.drain()
+        self.batches.drain()
 
     async def wait_until_idle(self) -> None:
         """Returns when nothing lives that outlives its request. For use after drain()."""
         await self.background.wait_until_idle()
+        await self.batches.wait_until_idle()
 
     def route(self, path: str) -> Route[RequestContext] | None:
         if path.startswith(MODEL_PATH) and len(path) > len(MODEL_PATH):
@@ -170,7 +198,17 @@ class App(BaseApp[RequestContext]):
             tenant_header=self._tenant_header,
             store=self._store,
             background=self.background,
+            batches=self.batches,
+            batch_endpoints=tuple(path for path in BATCH_ENDPOINTS if path in ROUTES),
+            uploads=self._uploads,
         )
+
+    async def _serve_as(self, exchange: Exchange, caller: Caller) -> None:
+        """Answer what the server asks itself in a caller's name: behind everybody else."""
+        context = self.new_context(exchange)
+        context.caller = caller
+        context.priority_least = PRIORITY_MAX
+        await self._serve(context, is_own=True)
 
     def end_fields(self, context: RequestContext) -> dict[str, object]:
         usage = usage_of(context.streams)

@@ -10,6 +10,7 @@ import trio
 
 from trioserve.admission.local_endpoint import LOCAL_ENDPOINT, WAITING_DEPTH_MAX
 from trioserve.api.api_keys import ApiKeys
+from trioserve.api.batches.settings import BatchSettings
 from trioserve.api.responses.settings import BackgroundSettings
 from trioserve.api.routes import App
 from trioserve.assemble import Loaded, LoadReport, default_served_name, open_configured_engine
@@ -96,6 +97,7 @@ async def serve_configured(
                 tenant_header=config.tenant_header,
                 store=store,
                 background=_background_settings(config),
+                batches=_batch_settings(config),
             )
             await scopes.enter_async_context(engines_app.running())
             worker: Worker = engine
@@ -208,6 +210,11 @@ def _background_settings(config: Config) -> BackgroundSettings:
     return BackgroundSettings(
         responses_max=count, responses_of_one_max=(count + 1) // 2, seconds_max=config.background_timeout
     )
+
+
+def _batch_settings(config: Config) -> BatchSettings:
+    count = config.max_batches
+    return BatchSettings(batches_max=count, batches_of_one_max=(count + 3) // 4, lines_at_once=config.batch_concurrency)
 
 
 def _names(config: Config) -> list[str]:

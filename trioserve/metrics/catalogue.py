@@ -653,6 +653,21 @@ CATALOGUE: tuple[Metric, ...] = (
         labels=(Label("path"), Label("status")),
         part="frontend",
     ),
+    Metric(
+        name="batches_live",
+        kind="gauge",
+        unit="batches",
+        meaning="Batches that have not ended, those that wait for their turn included.",
+        part="frontend",
+    ),
+    Metric(
+        name="batch_lines_total",
+        kind="counter",
+        unit="lines",
+        meaning="Lines of batches that are done, by the file that they went to.",
+        labels=(Label("file", ("output", "error")),),
+        part="frontend",
+    ),
     # --- of a router ---
     Metric(
         name="queued_requests",

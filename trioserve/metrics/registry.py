@@ -115,6 +115,8 @@ class Metrics:
     request_body_bytes_total: Counter
     streams_open: Gauge
     http_requests_total: Counter
+    batches_live: Gauge
+    batch_lines_total: Counter
     queued_requests: Gauge
     queue_wait_seconds: PlainHistogram
     admissions_total: Counter

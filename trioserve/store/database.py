@@ -87,6 +87,10 @@ class StoreDatabase:
         self._connection.close()
 
     @property
+    def bytes_max(self) -> int:
+        return self._settings.bytes_max
+
+    @property
     def is_durable(self) -> bool:
         return self._path is not None
 

@@ -43,6 +43,15 @@ class Store:
         self._database = database
         self._wall_clock = wall_clock
 
+    def now(self) -> float:
+        """By the clock that its times go by: seconds since 1970."""
+        return self._wall_clock()
+
+    @property
+    def bytes_max(self) -> int:
+        """Of all that it keeps."""
+        return self._database.bytes_max
+
     async def write(self, *changes: Change) -> bool:
         """All of the changes or none, kept for good when this returns; also when the caller is cancelled meanwhile, so
         who is told of it is told the truth. False, and nothing has changed, if what is to be replaced or appended to

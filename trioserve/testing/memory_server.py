@@ -10,6 +10,7 @@ from typing import Any
 import trio
 from trio.testing import wait_all_tasks_blocked
 
+from trioserve.api.batches.settings import BatchSettings
 from trioserve.api.caller import AccessRules
 from trioserve.api.responses.settings import BackgroundSettings
 from trioserve.api.routes import App
@@ -78,6 +79,7 @@ async def open_memory_server(
     admin_api_key: str | None = None,
     access: AccessRules | None = None,
     background: BackgroundSettings | None = None,
+    batches: BatchSettings | None = None,
     store_settings: StoreSettings | None = None,
     store_directory: Path | None = None,
     **engine_options: Any,
@@ -93,6 +95,7 @@ async def open_memory_server(
                 access=access,
                 store=store,
                 background=background,
+                batches=batches,
             )
             async with app.running(), trio.open_nursery() as nursery:
                 server = FrontendServer(app, limits=limits, knows_caller=app.knows_caller)

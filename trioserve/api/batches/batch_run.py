@@ -1,0 +1,312 @@
+"""One batch while it lives: its lines are asked one beside another, each as a request in its owner's name.
+
+Its scope is all that it holds: cancelling it frees whatever its lines have at the engine, at the latest one step later.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import trio
+
+from trioserve.api.batches.batch_book import BatchBook, BatchGone, DoneLine
+from trioserve.api.batches.batch_record import BatchError, BatchStatus, BatchUsage
+from trioserve.api.batches.input_lines import AskedLine, InputGone, InputLine, LineReader, asked_line, custom_id_of
+from trioserve.api.batches.internal_exchange import InternalExchange, ResponseTooLarge
+from trioserve.api.batches.settings import BatchSettings
+from trioserve.api.error_responses import REASON_HEADER
+from trioserve.contracts.errors import StoreFault, StoreFull
+from trioserve.store.store import Store
+
+__all__ = ["BatchRun"]
+
+logger = logging.getLogger(__name__)
+
+RETRY_SECONDS_MIN = 1.0
+RETRY_SECONDS_MAX = 30.0
+LINES_BETWEEN_TURNS = 64  # each costs some microseconds
+EXPIRED_LINES_AT_ONCE = 256  # of those that were not asked any more, in one write
+# Why a server takes nothing at this moment: nothing is wrong with the line itself.
+COME_AGAIN = frozenset({"draining", "step_overdue", "no_endpoint"})
+# It is over with this server, so the line is for the next one.
+SERVER_IS_OVER = frozenset({"engine_fault"})
+
+
+class _Postponed(Exception):
+    """The server is leaving: the line was not done, and is left to its successor."""
+
+
+class BatchRun:
+    """serve: has an exchange answered in the owner's name. running: of batches that run at a time; lines_under_way: of
+    lines of all batches. count_line: told of each line that is done, and the file that it went to."""
+
+    def __init__(
+        self,
+        store: Store,
+        book: BatchBook,
+        settings: BatchSettings,
+        serve: Callable[[InternalExchange], Awaitable[None]],
+        *,
+        headers: list[tuple[str, str]],
+        running: trio.CapacityLimiter,
+        lines_under_way: trio.CapacityLimiter,
+        count_line: Callable[[str], None],
+    ) -> None:
+        self.book = book
+        self.done = trio.Event()
+        self._scope = trio.CancelScope()
+        self._store = store
+        self._settings = settings
+        self._serve = serve
+        self._headers = headers
+        self._running = running
+        self._lines_under_way = lines_under_way
+        self._count_line = count_line
+        self._first_with_id: dict[int, int] = {}
+        self._reading = trio.Lock()
+        self._reader: LineReader | None = None
+        self._is_draining = False
+        self._failure: Exception | None = None
+
+    def cancel(self) -> None:
+        """Ends what is under way, now. Never waits."""
+        self._scope.cancel()
+
+    def drain(self) -> None:
+        """No new line; those under way may end. What is not done is done by the next server with this store."""
+        self._is_draining = True
+
+    async def work(self) -> None:
+        """To its end, whichever it is, or until the server leaves."""
+        book = self.book
+        try:
+            try:
+                await self._work()
+            except InputGone:
+                error = BatchError(code="input_file_gone", message="the input file is gone", param="input_file_id")
+                await book.fail(error)
+            except (StoreFull, StoreFault) as failure:
+                if book.record.status is BatchStatus.CANCELLING:
+                    raise
+                await book.fail(BatchError(code="store_full", message=str(failure)))
+        except _Postponed:
+            logger.info("batch left to the next start batch=%s", book.batch_id)
+        except BatchGone:
+            logger.info("batch deleted batch=%s", book.batch_id)
+        except (StoreFull, StoreFault) as error:
+            logger.error("batch not finished batch=%s error=%s", book.batch_id, error)
+        finally:
+            self.done.set()
+
+    async def _work(self) -> None:
+        book = self.book
+        if not book.record.status.is_ending:
+            seconds_left = book.record.expires_at - self._store.now()
+            with self._scope, trio.move_on_after(max(0.0, seconds_left)) as window:
+                async with self._running:
+                    if not await self._look_through():
+                        return
+                    await self._ask_all()
+            if self._scope.cancelled_caught:
+                await book.move(BatchStatus.CANCELLING)
+            elif self._is_draining and not window.cancelled_caught and not book.is_whole:
+                raise _Postponed
+            else:
+                await book.move(BatchStatus.FINALIZING, is_expired=window.cancelled_caught)
+        if book.record.status is BatchStatus.CANCELLING:
+            await book.close(BatchStatus.CANCELLED)
+            return
+        if book.record.is_expired:
+            await self._expire_the_rest()
+        await book.close(BatchStatus.EXPIRED if book.record.is_expired else BatchStatus.COMPLETED)
+
+    async def _look_through(self) -> bool:
+        """Count the lines and note their ids, at each start anew; the first time it is in progress then. False: there
+        is nothing to be asked, and the batch has failed."""
+        lines_max = self._settings.lines_max
+        reader = self._new_reader()
+        total = 0
+        while (line := await reader.next()) is not None:
+            total += 1
+            if total % LINES_BETWEEN_TURNS == 0:
+                await trio.lowlevel.checkpoint()
+            custom_id = custom_id_of(line.raw)
+            if custom_id is not None:
+                self._first_with_id.setdefault(hash(custom_id), line.number)
+            if total > lines_max:
+                break
+        if self.book.record.status is not BatchStatus.VALIDATING:
+            return True
+        if 1 <= total <= lines_max:
+            await self.book.begin(total)
+            return True
+        if total:
+            error = BatchError(code="too_many_lines", message=f"the input has more than {lines_max} lines")
+        else:
+            error = BatchError(code="empty_file", message="the input has no line")
+        await self.book.fail(msgspec.structs.replace(error, param="input_file_id"))
+        return False
+
+    # --- lines ---
+
+    async def _ask_all(self) -> None:
+        """Raises what a line failed to write with. Returns early when the server leaves."""
+        record = self.book.record
+        self._reader = self._new_reader(number=record.line_next, offset=record.offset_next)
+        self._failure = None
+        async with trio.open_nursery() as nursery:
+            for _ in range(self._settings.lines_at_once):
+                nursery.start_soon(self._work_off, nursery)
+        if self._failure is not None:
+            raise self._failure
+
+    async def _work_off(self, nursery: trio.Nursery) -> None:
+        try:
+            while (line := await self._next_line()) is not None:
+                done = await self._do(line)
+                if done is None:
+                    return
+                await self.book.note(done)
+                self._count_line("error" if done.is_error else "output")
+        except (StoreFull, StoreFault, BatchGone, InputGone) as failure:
+            # Kept, and raised outside: the nursery would wrap it in a group.
+            self._failure = failure
+            nursery.cancel_scope.cancel()
+
+    async def _next_line(self) -> InputLine | None:
+        assert self._reader is not None
+        async with self._reading:
+            while not self._is_draining:
+                line = await self._reader.next()
+                if line is None:
+                    return None
+                if not self.book.is_done(line.number):
+                    await self.book.wait_for_room(line.number)
+                    return line
+                self.book.pass_over(line.number, line.end)
+        return None
+
+    async def _do(self, line: InputLine) -> DoneLine | None:
+        """None: the server leaves, and the line is not done."""
+        record = self.book.record
+        asked = asked_line(line, record.endpoint, line_bytes_max=self._settings.line_bytes_max)
+        if isinstance(asked, BatchError):
+            return self._wrong(line, asked)
+        if self._first_with_id.get(hash(asked.custom_id)) != line.number:
+            message = "custom_id is that of a line before this one: each needs its own"
+            return self._wrong(line, BatchError(code="duplicate_custom_id", message=message, param="custom_id"))
+        wait_seconds = RETRY_SECONDS_MIN
+        while not self._is_draining:
+            exchange = InternalExchange(
+                record.endpoint,
+                [*self._headers, ("x-request-id", f"{self.book.batch_id}-{line.number}")],
+                asked.body,
+                response_bytes_max=self._settings.response_bytes_max,
+            )
+            async with self._lines_under_way:
+                try:
+                    await self._serve(exchange)
+                except ResponseTooLarge:
+                    message = f"the response has more than {self._settings.response_bytes_max} bytes"
+                    return self._wrong(line, BatchError(code="response_too_large", message=message))
+            reason = exchange.response_headers.get(REASON_HEADER)
+            if reason in SERVER_IS_OVER:
+                self._is_draining = True
+            if self._is_draining and exchange.status != 200:
+                return None
+            if exchange.status != 429 and reason not in COME_AGAIN:
+                return self._answered(line, asked, exchange)
+            told = exchange.response_headers.get("retry-after") or ""
+            await trio.sleep(max(wait_seconds, min(RETRY_SECONDS_MAX, float(told) if told.isdecimal() else 0.0)))
+            wait_seconds = min(RETRY_SECONDS_MAX, wait_seconds * 2)
+        return None
+
+    def _answered(self, line: InputLine, asked: AskedLine, exchange: InternalExchange) -> DoneLine:
+        is_error = exchange.status != 200
+        response = {
+            "status_code": exchange.status,
+            "request_id": exchange.response_headers.get("x-request-id"),
+            "body": msgspec.Raw(exchange.response),
+        }
+        output = self._line(line, asked.custom_id, response=response)
+        usage = BatchUsage() if is_error else usage_of(exchange.response)
+        return DoneLine(number=line.number, end=line.end, output=output, is_error=is_error, usage=usage)
+
+    def _wrong(self, line: InputLine, error: BatchError) -> DoneLine:
+        output = self._line(line, custom_id_of(line.raw), error=error)
+        return DoneLine(number=line.number, end=line.end, output=output, is_error=True)
+
+    def _line(
+        self, line: InputLine, custom_id: str | None, *, response: object = None, error: BatchError | None = None
+    ) -> bytes:
+        value = {
+            "id": f"batch_req_{self.book.batch_id.removeprefix('batch_')}_{line.number}",
+            "custom_id": custom_id,
+            "response": response,
+            "error": None if error is None else {"code": error.code, "message": error.message, "line": line.number + 1},
+        }
+        return msgspec.json.encode(value) + b"\n"
+
+    async def _expire_the_rest(self) -> None:
+        record = self.book.record
+        if not record.total:
+            return
+        reader = self._new_reader(number=record.line_next, offset=record.offset_next)
+        error = BatchError(code="batch_expired", message="the batch's time was over before this line was asked")
+        expired: list[DoneLine] = []
+        while (line := await reader.next()) is not None:
+            if self.book.is_done(line.number):
+                self.book.pass_over(line.number, line.end)
+                continue
+            expired.append(self._wrong(line, error))
+            if len(expired) == EXPIRED_LINES_AT_ONCE:
+                await self.book.note(*expired)
+                expired = []
+        await self.book.note(*expired)
+
+    def _new_reader(self, *, number: int = 0, offset: int = 0) -> LineReader:
+        return LineReader(
+            self._store,
+            self.book.record.input_file_id,
+            self.book.owner,
+            line_bytes_max=self._settings.line_bytes_max,
+            number=number,
+            offset=offset,
+        )
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+class _Usage(msgspec.Struct):
+    """In the shapes of chat and text completions, and of responses."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    prompt_tokens_details: _Details | None = None
+    completion_tokens_details: _Details | None = None
+    input_tokens_details: _Details | None = None
+    output_tokens_details: _Details | None = None
+
+
+class _Used(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+def usage_of(response: bytes) -> BatchUsage:
+    """The tokens that a response counts."""
+    usage = msgspec.json.decode(response, type=_Used).usage or _Usage()
+    read = usage.prompt_tokens_details or usage.input_tokens_details or _Details()
+    written = usage.completion_tokens_details or usage.output_tokens_details or _Details()
+    return BatchUsage(
+        input_tokens=usage.prompt_tokens or usage.input_tokens,
+        cached_tokens=read.cached_tokens,
+        output_tokens=usage.completion_tokens or usage.output_tokens,
+        reasoning_tokens=written.reasoning_tokens,
+    )

@@ -1,0 +1,192 @@
+"""All batches that have not ended: each is a scope in the server's nursery, and goes on after a restart.
+
+What is asked in a batch has the lowest priority, and never more than half of the engine: whoever waits for a response
+goes first.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import msgspec
+import trio
+
+from trioserve.api.batches.batch_book import BatchBook
+from trioserve.api.batches.batch_record import BATCH_KIND, LIVE_KIND, BatchError, BatchRecord, BatchStatus
+from trioserve.api.batches.batch_run import BatchRun
+from trioserve.api.batches.internal_exchange import InternalExchange
+from trioserve.api.batches.settings import BatchSettings
+from trioserve.api.caller import Caller
+from trioserve.contracts.errors import Draining, Overloaded
+from trioserve.store.store import LIST_MAX, Store
+from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
+
+if TYPE_CHECKING:
+    from trioserve.metrics.registry import Metrics
+
+__all__ = ["Batches", "ServeAs"]
+
+logger = logging.getLogger(__name__)
+
+ServeAs = Callable[[InternalExchange, Caller], Awaitable[None]]
+BATCHES_FULL = "batches_full"
+RETRY_SECONDS = 60.0
+
+
+class Batches:
+    """To be used inside of `async with self.running()`; outside it takes none.
+
+    serve_as: answers an exchange in a caller's name, at the lowest priority. caller_of: who has this owner's name;
+    None: nobody any more. seats: how many sequences the engine runs at a time.
+    """
+
+    def __init__(
+        self,
+        store: Store | None,
+        settings: BatchSettings,
+        *,
+        serve_as: ServeAs,
+        caller_of: Callable[[str | None], Caller | None],
+        tenant_header: str,
+        seats: int | None,
+        metrics: Metrics,
+    ) -> None:
+        self._store = store
+        lines_at_once = settings.lines_at_once if seats is None else min(settings.lines_at_once, max(1, seats // 2))
+        self._settings = msgspec.structs.replace(settings, lines_at_once=lines_at_once)
+        self._serve_as = serve_as
+        self._caller_of = caller_of
+        self._tenant_header = tenant_header
+        self._metrics = metrics
+        self._live: dict[str, BatchRun] = {}
+        self._nursery: trio.Nursery | None = None
+        self._is_draining = False
+        self._idle = trio.Event()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Those of the store that have not ended go on. Leaving cancels them; in the store they stay as they are."""
+        with errors_unwrapped():
+            async with trio.open_nursery() as nursery:
+                self._running = trio.CapacityLimiter(self._settings.running_max)
+                self._lines_under_way = trio.CapacityLimiter(self._settings.lines_at_once)
+                self._nursery = nursery
+                try:
+                    if self._store is not None:
+                        await self._resume(self._store)
+                    yield
+                finally:
+                    self._nursery = None
+                    nursery.cancel_scope.cancel()
+
+    @property
+    def live_count(self) -> int:
+        return len(self._live)
+
+    def drain(self) -> None:
+        """Take no new ones, and ask no new line. What is not done is left in the store to the next start."""
+        self._is_draining = True
+        for run in self._live.values():
+            run.drain()
+
+    async def wait_until_idle(self) -> None:
+        """Returns when no line is under way. For use after drain()."""
+        while self._live:
+            self._idle = trio.Event()
+            await self._idle.wait()
+
+    def check_room(self, owner: str | None) -> None:
+        """Raises Draining, Overloaded."""
+        if self._nursery is None or self._is_draining:
+            raise Draining("the server is leaving", reason="draining", retry_after_seconds=RETRY_SECONDS)
+        settings = self._settings
+        own_count = sum(run.book.owner == owner for run in self._live.values())
+        if len(self._live) >= settings.batches_max or own_count >= settings.batches_of_one_max:
+            raise Overloaded(
+                f"{len(self._live)} batches have not ended, {own_count} of them this caller's; at most "
+                f"{settings.batches_max} may be, and {settings.batches_of_one_max} of one caller: wait for the end of "
+                "one, or cancel it",
+                reason=BATCHES_FULL,
+                retry_after_seconds=RETRY_SECONDS,
+            )
+
+    async def create(self, store: Store, batch_id: str, owner: str | None, caller: Caller, record: BatchRecord) -> None:
+        """Returns when it is in the store, and has begun. Raises Draining, Overloaded, StoreFull, StoreFault."""
+        self.check_room(owner)
+        run = self._new_run(store, batch_id, owner, caller, record)
+        self._keep(run)  # its place counts from now on
+        try:
+            await run.book.create()
+        except BaseException:
+            self._forget(batch_id)
+            raise
+        if self._nursery is None:  # the server has left meanwhile; the next start goes on with it
+            self._forget(batch_id)
+        else:
+            self._nursery.start_soon(self._work, run)
+
+    async def cancel(self, batch_id: str) -> None:
+        """End it, if it lives: what its lines hold is free at the latest one step later. Returns when that is in the
+        store."""
+        run = self._live.get(batch_id)
+        if run is not None:
+            run.cancel()
+            await run.done.wait()
+
+    async def _work(self, run: BatchRun) -> None:
+        try:
+            await run.work()
+        finally:
+            self._forget(run.book.batch_id)
+
+    def _keep(self, run: BatchRun) -> None:
+        self._live[run.book.batch_id] = run
+        self._metrics.batches_live.set(len(self._live))
+
+    def _forget(self, batch_id: str) -> None:
+        self._live.pop(batch_id, None)
+        self._metrics.batches_live.set(len(self._live))
+        if not self._live:
+            self._idle.set()
+
+    def _new_run(self, store: Store, batch_id: str, owner: str | None, caller: Caller, record: BatchRecord) -> BatchRun:
+        async def serve(exchange: InternalExchange) -> None:
+            await self._serve_as(exchange, caller)
+
+        return BatchRun(
+            store,
+            BatchBook(store, batch_id, owner, record),
+            self._settings,
+            serve,
+            headers=[] if record.tenant is None else [(self._tenant_header, record.tenant)],
+            running=self._running,
+            lines_under_way=self._lines_under_way,
+            count_line=lambda file: self._metrics.batch_lines_total.labels(file).inc(),
+        )
+
+    async def _resume(self, store: Store) -> None:
+        """All that have not ended, the oldest first."""
+        assert self._nursery is not None
+        after: str | None = None
+        while page := await store.page(LIVE_KIND, owner=None, after=after, limit=LIST_MAX, order="asc"):
+            after = page[-1].id
+            for mark in page:
+                stored = await store.get(BATCH_KIND, mark.id, owner=None)
+                if stored is None:
+                    continue
+                record = msgspec.json.decode(stored.body, type=BatchRecord)
+                caller = self._caller_of(stored.owner)
+                run = self._new_run(store, mark.id, stored.owner, caller or Caller(), record)
+                if caller is None:
+                    message = "the API key that made the batch is none any more"
+                    error = BatchError(code="invalid_api_key", message=message)
+                    if record.status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS):
+                        await run.book.fail(error)
+                        continue
+                self._keep(run)
+                self._nursery.start_soon(self._work, run)
+        if self._live:
+            logger.info("batches go on count=%d", len(self._live))

@@ -1,0 +1,122 @@
+"""What each path of batches does and may answer: for the API's own description."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from trioserve.api.batches.handlers import LIST_DEFAULT, BatchBody
+from trioserve.api.described_operation import READS_BODY, DescribedOperation
+from trioserve.api.files.upload import EXPIRY_SECONDS_MAX, EXPIRY_SECONDS_MIN
+from trioserve.api.query import LIST_FIELDS
+from trioserve.contracts.sampling import Range
+from trioserve.store.store import LIST_MAX
+
+__all__ = ["OPERATIONS", "Batch", "BatchList"]
+
+
+class _Told(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    pass
+
+
+class BatchProblem(_Told, kw_only=True):
+    code: str
+    message: str
+    param: str | None
+    line: int | None
+
+
+class BatchProblems(_Told, kw_only=True):
+    object: Literal["list"]
+    data: list[BatchProblem]
+
+
+class BatchRequestCounts(_Told, kw_only=True):
+    total: int
+    completed: int
+    failed: int
+
+
+class BatchCachedTokens(_Told, kw_only=True):
+    cached_tokens: int
+
+
+class BatchReasoningTokens(_Told, kw_only=True):
+    reasoning_tokens: int
+
+
+class BatchTokens(_Told, kw_only=True):
+    input_tokens: int
+    input_tokens_details: BatchCachedTokens
+    output_tokens: int
+    output_tokens_details: BatchReasoningTokens
+    total_tokens: int
+
+
+class Batch(_Told, kw_only=True):
+    """output_file_id, error_file_id: when it is over, and if there are such lines."""
+
+    id: str
+    object: Literal["batch"]
+    endpoint: str
+    errors: BatchProblems | None
+    input_file_id: str
+    completion_window: str
+    status: Literal[
+        "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
+    ]
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    expires_at: int
+    failed_at: int | None
+    in_progress_at: int | None
+    finalizing_at: int | None
+    completed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: BatchRequestCounts
+    usage: BatchTokens
+    metadata: dict[str, str] | None
+
+
+class BatchList(_Told, kw_only=True):
+    object: Literal["list"]
+    data: list[Batch]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+_PATH = "the batch's id"
+_LIST: dict[str, tuple[str, dict[str, Any]]] = {
+    "after": LIST_FIELDS["after"],
+    "limit": (f"{LIST_DEFAULT} if not given", {"type": "integer", "minimum": 1, "maximum": LIST_MAX}),
+}
+
+OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
+    ("POST", "/v1/batches"): DescribedOperation(
+        summary="Ask all lines of a file, when there is room",
+        description="Each line of the input file is an object with custom_id, method, url and body. Requests of a "
+        "batch have the lowest priority. It goes on after a restart, if the store does.",
+        body=BatchBody,
+        ranges={"OutputExpiresAfter.seconds": Range(EXPIRY_SECONDS_MIN, EXPIRY_SECONDS_MAX)},
+        response=Batch,
+        errors=(*READS_BODY, 404, 507),
+    ),
+    ("GET", "/v1/batches"): DescribedOperation(
+        summary="List batches, the last one first", query=_LIST, response=BatchList, errors=(400, 503)
+    ),
+    ("GET", "/v1/batches/{batch}"): DescribedOperation(
+        summary="Read how far a batch is", response=Batch, errors=(400, 404, 503), path_parameter=_PATH
+    ),
+    ("POST", "/v1/batches/{batch}/cancel"): DescribedOperation(
+        summary="Cancel a batch",
+        description="What its lines hold is free at the latest one step later. Lines that are done stay.",
+        response=Batch,
+        errors=(400, 404, 503),
+        path_parameter=_PATH,
+    ),
+}

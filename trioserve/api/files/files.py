@@ -1,0 +1,121 @@
+"""/v1/files, in OpenAI's shape: what a batch reads and writes, kept in the store with its owner."""
+
+from __future__ import annotations
+
+from urllib.parse import quote
+
+import trio
+
+from trioserve.api.files.stored_files import (
+    FILE_KIND,
+    PURPOSES,
+    FileRecord,
+    check_room,
+    file_not_found,
+    file_object,
+    put_file,
+    read_file,
+    record_of,
+    required_store,
+)
+from trioserve.api.files.upload import parsed_upload
+from trioserve.api.query import Query
+from trioserve.api.request_context import RequestContext
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.store.store import LIST_MAX
+from trioserve.store.stored_objects import DeleteObject, StoredObject
+
+__all__ = ["FILE_LIST_MAX", "create_file", "delete_file", "list_files", "read_file_content", "retrieve_file"]
+
+FILE_LIST_MAX = 10_000  # as in OpenAI's API; a page has LIST_MAX at most all the same, and says that there are more
+SHOWN_PURPOSES = (*PURPOSES, "batch_output")
+INLINE_BYTES_MAX = 65_536  # taking apart a form of this size costs less than going to a thread
+
+
+async def create_file(context: RequestContext) -> None:
+    store = required_store(context.store)
+    body = await context.exchange.body()
+    content_type = context.exchange.headers.get("content-type")
+    if len(body) <= INLINE_BYTES_MAX:
+        upload = parsed_upload(body, content_type)
+    else:
+        upload = await trio.to_thread.run_sync(
+            parsed_upload, body, content_type, limiter=context.uploads, abandon_on_cancel=True
+        )
+    await check_room(store, context.owner, len(upload.content))
+    file_id = f"file-{context.clock_and_ids.new_request_id()}"
+    record = FileRecord(filename=upload.filename, purpose=upload.purpose)
+    await store.write(*put_file(file_id, context.owner, record, upload.content, seconds=upload.seconds))
+    await context.respond_json(file_object(await read_file(store, file_id, context.owner)))
+
+
+async def list_files(context: RequestContext) -> None:
+    """The last one first, unless asked otherwise."""
+    store = required_store(context.store)
+    query = Query(context.exchange.query)
+    limit = min(query.number("limit", LIST_MAX, low=1, high=FILE_LIST_MAX), LIST_MAX)
+    order = query.choice("order", ("asc", "desc"), "desc")
+    purpose = query.choice("purpose", SHOWN_PURPOSES, "batch") if query.text("purpose") is not None else None
+    found: list[StoredObject] = []
+    after = query.text("after")
+    while len(found) <= limit:
+        page = await store.page(
+            FILE_KIND, owner=context.owner, after=after, limit=LIST_MAX, order="asc" if order == "asc" else "desc"
+        )
+        if page is None:
+            raise InvalidRequest(f"after is {(after or '')[:80]!r}, which is no file", param="after")
+        found += [stored for stored in page if purpose in (None, record_of(stored).purpose)]
+        if len(page) < LIST_MAX:
+            break
+        after = page[-1].id
+    shown = found[:limit]
+    await context.respond_json(
+        {
+            "object": "list",
+            "data": [file_object(stored) for stored in shown],
+            "first_id": shown[0].id if shown else None,
+            "last_id": shown[-1].id if shown else None,
+            "has_more": len(found) > limit,
+        }
+    )
+
+
+async def retrieve_file(context: RequestContext) -> None:
+    store = required_store(context.store)
+    await context.respond_json(file_object(await read_file(store, _file_id(context), context.owner)))
+
+
+async def read_file_content(context: RequestContext) -> None:
+    """Piece by piece: at most one of them is held here."""
+    store = required_store(context.store)
+    stored = await read_file(store, _file_id(context), context.owner)
+    name = quote(record_of(stored).filename, safe="")
+    disposition = ("content-disposition", f"attachment; filename*=UTF-8''{name}")
+    offset = 0
+    is_begun = False
+    while offset < stored.blob_bytes:
+        piece = await store.read_blob(FILE_KIND, stored.id, owner=context.owner, offset=offset)
+        if not piece:
+            raise file_not_found(stored.id)  # deleted meanwhile
+        piece = piece[: stored.blob_bytes - offset]
+        if not is_begun:
+            await context.start_bytes("application/octet-stream", headers=(disposition,))
+            is_begun = True
+        await context.exchange.send(piece)
+        offset += len(piece)
+    if is_begun:
+        await context.finish()
+    else:
+        await context.respond_bytes(b"", "application/octet-stream", headers=(disposition,))
+
+
+async def delete_file(context: RequestContext) -> None:
+    store = required_store(context.store)
+    file_id = _file_id(context)
+    await read_file(store, file_id, context.owner)
+    await store.write(DeleteObject(kind=FILE_KIND, id=file_id))
+    await context.respond_json({"id": file_id, "object": "file", "deleted": True})
+
+
+def _file_id(context: RequestContext) -> str:
+    return context.exchange.path.split("/")[3]

@@ -1,0 +1,124 @@
+"""Files in the store: what is kept of one, how it is told, whose it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.store.store import BLOB_PIECE_BYTES_MAX, LIST_MAX, Store
+from trioserve.store.stored_objects import AppendBlob, Change, PutObject, StoredObject
+
+__all__ = [
+    "FILE_KIND",
+    "PURPOSES",
+    "FileRecord",
+    "check_room",
+    "file_not_found",
+    "file_object",
+    "put_file",
+    "read_file",
+    "record_of",
+    "required_store",
+]
+
+FILE_KIND = "file"
+PURPOSES = ("assistants", "batch", "evals", "fine-tune", "user_data", "vision")
+FILES_OF_ONE_MAX = 1000  # they are counted one page after another at each upload
+SHARE_OF_ONE_MAX = 0.5  # of the store: a caller's files are kept until they expire, and must not fill it for all
+
+
+class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
+    filename: str
+    purpose: str
+
+
+def put_file(
+    file_id: str, owner: str | None, record: FileRecord, content: bytes = b"", *, seconds: float | None = None
+) -> list[Change]:
+    """The changes that make it. seconds: its life; None: as the store's settings say."""
+    body = msgspec.json.encode(record)
+    put = PutObject(kind=FILE_KIND, id=file_id, owner=owner, body=body, seconds=seconds, is_evictable=False)
+    pieces = range(0, len(content), BLOB_PIECE_BYTES_MAX)
+    return [
+        put,
+        *(AppendBlob(kind=FILE_KIND, id=file_id, data=content[i : i + BLOB_PIECE_BYTES_MAX]) for i in pieces),
+    ]
+
+
+def record_of(stored: StoredObject) -> FileRecord:
+    return msgspec.json.decode(stored.body, type=FileRecord)
+
+
+def file_object(stored: StoredObject) -> dict[str, Any]:
+    """As OpenAI's API shows it."""
+    record = record_of(stored)
+    return {
+        "id": stored.id,
+        "object": "file",
+        "bytes": stored.blob_bytes,
+        "created_at": int(stored.created_at),
+        "expires_at": int(stored.expires_at),
+        "filename": record.filename,
+        "purpose": record.purpose,
+        "status": "processed",
+        "status_details": None,
+    }
+
+
+async def read_file(store: Store, file_id: str, owner: str | None, *, param: str | None = None) -> StoredObject:
+    """Raises Refusal (404): to anybody but its owner a file is not there."""
+    stored = await store.get(FILE_KIND, file_id, owner=owner)
+    if stored is None:
+        raise file_not_found(file_id, param=param)
+    return stored
+
+
+def file_not_found(file_id: str, *, param: str | None = None) -> Refusal:
+    return Refusal(
+        ErrorResponse(
+            status=404,
+            type="invalid_request_error",
+            code="file_not_found",
+            message=f"there is no file {file_id[:80]!r}: it was deleted, or its time is over, or it is not yours",
+            param=param,
+            headers=((REASON_HEADER, "file_not_found"),),
+        )
+    )
+
+
+async def check_room(store: Store, owner: str | None, byte_count: int) -> None:
+    """Whether this caller may keep one more file of so many bytes. Raises InvalidRequest."""
+    kept_count, kept_bytes, after = 0, byte_count, None
+    while page := await store.page(FILE_KIND, owner=owner, after=after, limit=LIST_MAX):
+        kept_count += len(page)
+        kept_bytes += sum(stored.blob_bytes for stored in page)
+        after = page[-1].id
+        if kept_count >= FILES_OF_ONE_MAX:
+            raise InvalidRequest(
+                f"{kept_count} files are kept for you, and at most {FILES_OF_ONE_MAX} may be: delete some", param="file"
+            )
+    allowed = int(store.bytes_max * SHARE_OF_ONE_MAX)
+    if kept_bytes > allowed:
+        raise InvalidRequest(
+            f"with this one your files have {kept_bytes} bytes, and at most {allowed} are kept (half of "
+            "--store-max-bytes): delete some",
+            param="file",
+        )
+
+
+def required_store(store: Store | None) -> Store:
+    """Raises Refusal (503) where nothing is kept."""
+    if store is None:
+        raise Refusal(
+            ErrorResponse(
+                status=503,
+                type="service_unavailable_error",
+                code="no_store",
+                message="this server keeps nothing: ask one with a store",
+                headers=((REASON_HEADER, "no_store"),),
+            )
+        )
+    return store

@@ -1,0 +1,49 @@
+"""What stands behind the question mark of a path: fields by name, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import parse_qs
+
+from trioserve.contracts.errors import InvalidRequest
+
+__all__ = ["LIST_FIELDS", "Query"]
+
+FIELDS_MAX = 64
+NUMBER_DIGITS_MAX = 16
+
+LIST_FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "after": ("id of the last object of the page before", {"type": "string"}),
+    "order": ("of their coming", {"type": "string", "enum": ["asc", "desc"]}),
+}
+"""As the API's description has the fields of every list, but for their number."""
+
+
+class Query:
+    """The last value of a field counts. Raises InvalidRequest, here and everywhere, naming the field."""
+
+    def __init__(self, text: str) -> None:
+        try:
+            values = parse_qs(text, keep_blank_values=True, max_num_fields=FIELDS_MAX)
+        except ValueError:
+            raise InvalidRequest(f"the query has more than {FIELDS_MAX} fields") from None
+        self._values = {name: given[-1] for name, given in values.items()}
+
+    def text(self, name: str) -> str | None:
+        return self._values.get(name)
+
+    def choice(self, name: str, allowed: Sequence[str], default: str) -> str:
+        value = self._values.get(name, default)
+        if value not in allowed:
+            raise InvalidRequest(f"{name} is {value[:40]!r}, allowed are {', '.join(allowed)}", param=name)
+        return value
+
+    def number(self, name: str, default: int, *, low: int, high: int) -> int:
+        text = self._values.get(name)
+        if text is None:
+            return default
+        is_number = text.isascii() and text.isdigit() and len(text) <= NUMBER_DIGITS_MAX
+        if not is_number or not low <= int(text) <= high:
+            raise InvalidRequest(f"{name} is {text[:40]!r}, allowed is a number from {low} to {high}", param=name)
+        return int(text)
