@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from trioserve.http.headers import Headers
     from trioserve.metrics.registry import Metrics
 
-__all__ = ["BaseApp", "Operation", "Route"]
+__all__ = ["BaseApp", "Operation", "Route", "find_templated"]
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,18 @@ class Route(msgspec.Struct, Generic[ContextType], frozen=True, kw_only=True):
                 )
             )
         return operation
+
+
+def find_templated(templates: Iterable[Route[ContextType]], path: str) -> Route[ContextType] | None:
+    """The route of a path with ids in it. In a template each segment in braces stands for any text but an empty one."""
+    parts = path.split("/")
+    for route in templates:
+        wanted = route.path.split("/")
+        if len(wanted) == len(parts) and all(
+            want == part or (want[:1] == "{" and part) for want, part in zip(wanted, parts, strict=True)
+        ):
+            return route
+    return None
 
 
 class BaseApp(abc.ABC, Generic[ContextType]):

@@ -11,7 +11,7 @@ import trio
 
 from trioserve.api.anthropic.messages import count_message_tokens, create_message
 from trioserve.api.api_keys import ApiKeys
-from trioserve.api.app import BaseApp, Route
+from trioserve.api.app import BaseApp, Route, find_templated
 from trioserve.api.batches.batches import Batches
 from trioserve.api.batches.handlers import BATCH_ENDPOINTS, cancel_batch, create_batch, list_batches, retrieve_batch
 from trioserve.api.batches.settings import BatchSettings
@@ -105,17 +105,6 @@ TEMPLATES: tuple[Route[RequestContext], ...] = (
 """Paths with an id in them, which is one segment: each segment in braces stands for any text."""
 NOT_HERE = frozenset({"/v1/responses/compact"})
 """What others have where an id would stand here."""
-_TEMPLATE_PARTS = [(route.path.split("/"), route) for route in TEMPLATES]
-
-
-def _templated(path: str) -> Route[RequestContext] | None:
-    parts = path.split("/")
-    for template, route in _TEMPLATE_PARTS:
-        if len(template) == len(parts) and all(
-            wanted == part or (wanted[:1] == "{" and part) for wanted, part in zip(template, parts, strict=True)
-        ):
-            return None if path in NOT_HERE else route
-    return None
 
 
 class App(BaseApp[RequestContext]):
@@ -184,7 +173,7 @@ class App(BaseApp[RequestContext]):
             return MODEL
         if path.startswith(REQUEST_PATH) and len(path) > len(REQUEST_PATH) and path not in ROUTES:
             return REQUEST
-        return ROUTES.get(path) or _templated(path)
+        return ROUTES.get(path) or (None if path in NOT_HERE else find_templated(TEMPLATES, path))
 
     def paths(self) -> Iterable[str]:
         return [*ROUTES, *(route.path for route in TEMPLATES), MODEL.path, REQUEST.path]

@@ -19,7 +19,8 @@ from trioserve.contracts.endpoint import EndpointId, RoutedRequest
 from trioserve.contracts.errors import Overloaded
 from trioserve.proxy.disaggregated_body import can_be_disaggregated
 from trioserve.proxy.disaggregated_request import serve_disaggregated
-from trioserve.proxy.relay import attempt, lease, model_field
+from trioserve.proxy.kept_request import check_references, endpoint_of_response
+from trioserve.proxy.relay import RESPONSES_PATH, attempt, lease, model_field
 from trioserve.proxy.request_clock import RequestClock
 from trioserve.proxy.routed_body import RoutedBody, prefix_of, rewritten, without_transfer_params
 from trioserve.proxy.routed_prompt import named_blocks
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["forward"]
 
-COMPUTES_NOTHING = frozenset({"/tokenize", "/detokenize"})
+COMPUTES_NOTHING = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/responses/input_tokens"})
 """Of the paths that are passed on, those whose requests have no blocks, and so no salt."""
 
 logger = logging.getLogger(__name__)
@@ -49,13 +50,18 @@ async def forward(context: RouterContext) -> None:
 async def _forward(context: RouterContext) -> None:
     raw = await context.exchange.body()
     raw, body = _in_callers_name(context, raw, decode_body(raw, RoutedBody))
+    before: EndpointId | None = None
+    if context.exchange.path.startswith(RESPONSES_PATH):
+        check_references(context, raw)
+        if body.previous_response_id is not None:
+            before = await endpoint_of_response(context, body.previous_response_id)
     deadlines = deadlines_of(body, context.exchange.headers).within(
         context.rules.deadlines, context.rules.deadlines_max
     )
     model = context.fleet.real_model(body.model)
     clock = RequestClock(deadlines, trio.current_time())
     with clock.running():
-        request = await _named(context, raw, _routed(context, raw, body, model, clock))
+        request = await _named(context, raw, _routed(context, raw, body, model, clock, before))
         await _pass_through(context, raw, body, request, clock)
 
 
@@ -98,9 +104,13 @@ async def _pass_through(
                 return
 
 
-def _routed(context: RouterContext, raw: bytes, body: RoutedBody, model: str, clock: RequestClock) -> RoutedRequest:
+def _routed(
+    context: RouterContext, raw: bytes, body: RoutedBody, model: str, clock: RequestClock, before: EndpointId | None
+) -> RoutedRequest:
+    """before: who has the response that this one goes on from."""
     rules, headers = context.rules, context.exchange.headers
-    pinned = context.query(ENDPOINT_PARAMETER)
+    named = context.query(ENDPOINT_PARAMETER)
+    pinned = before if named is None else EndpointId(named)
     content = body.content
     prompt_tokens = len(content) // 4 + 1
     # Looking at the rest of a body costs something, and mostly there are no two endpoints for it.
@@ -114,7 +124,7 @@ def _routed(context: RouterContext, raw: bytes, body: RoutedBody, model: str, cl
         sequences=max(1, body.n or 1) * body.prompt_count,
         prompt_tokens=prompt_tokens,
         session=headers.get(rules.session_header),
-        pinned=None if pinned is None else EndpointId(pinned),
+        pinned=pinned,
         prefix=prefix_of(content, model, body.cache_salt) if context.fleet.dispatch.wants_prefix else (),
         queue_deadline=clock.first()[1],
         can_be_disaggregated=is_disaggregated and can_be_disaggregated(context.exchange.path, raw, body),

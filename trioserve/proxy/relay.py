@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -14,6 +15,7 @@ from trioserve.api.error_responses import REASON_HEADER, deadline_refusal
 from trioserve.contracts.endpoint import EndpointId, Stage
 from trioserve.contracts.errors import EndpointLost, QueueWaitOver, TrioserveError
 from trioserve.proxy.event_splitter import EventSplitter, is_comment
+from trioserve.proxy.kept_objects import KeptObject, object_id_in
 from trioserve.proxy.remote_endpoint import Unreachable
 from trioserve.proxy.routed_body import TRANSFER_PARAMS
 
@@ -23,7 +25,19 @@ if TYPE_CHECKING:
     from trioserve.proxy.request_clock import RequestClock
     from trioserve.proxy.router_context import RouterContext
 
-__all__ = ["attempt", "check_status", "error_code", "handle_failure", "request_headers", "lease", "model_field"]
+__all__ = [
+    "RESPONSES_PATH",
+    "attempt",
+    "check_status",
+    "error_code",
+    "handle_failure",
+    "lease",
+    "model_field",
+    "owner_of",
+    "request_headers",
+    "response_headers",
+    "session_told",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +53,8 @@ ENDED_ON_PURPOSE = frozenset({"request_aborted", "queue_timeout", "ttft_timeout"
 ENDPOINT_HEADER = "x-trioserve-endpoint"
 PREFILL_ENDPOINT_HEADER = "x-trioserve-prefill-endpoint"
 CROSS_ORIGIN_PREFIX = "access-control-"  # web pages ask the router, and it says which of them may
+SESSION_HEADER = "x-session-id"
+RESPONSES_PATH = "/v1/responses"
 STAGE_HEADER = "x-trioserve-stage"
 """Tells two requests of the same id apart, at endpoints of a disaggregated request: "prefill" or "decode"."""
 
@@ -158,7 +174,7 @@ async def check_status(response: RemoteResponse, stage: Stage | None) -> None:
     if status not in NOT_ENDPOINTS_FAULT and status not in BROKEN and (status < 400 or stage is not Stage.DECODE):
         return
     said = await response.whole(ERROR_BYTES_MAX) or b""
-    code = error_code(said)
+    code = response.header(REASON_HEADER) or error_code(said)  # other APIs have no code in their errors
     fault: Fault | None = Fault.BUSY if status in NOT_ENDPOINTS_FAULT else Fault.BROKE
     if code in ENDED_ON_PURPOSE or response.header(REASON_HEADER) == TEXT_QUEUE_FULL:
         fault = None  # the second says nothing of how much the engine has to do
@@ -199,24 +215,36 @@ async def _relay(
         if response.status >= 400:
             await check_status(response, admission.stage)
         if (response.header("content-type") or "").startswith("text/event-stream"):
-            await _relay_events(context, admission, response, begin)
+            await _relay_events(context, admission, id, response, begin)
             return
         whole = await response.whole(WHOLE_BYTES_MAX)
         begin(is_last=True)
+        if whole is not None and response.status < 300:
+            _learn(context, id, whole)
         if whole is not None:
             await _pass_on(context, response, whole)
             return
-        await context.start(response.status, _response_headers(context, response), is_events=False)
+        await context.start(response.status, response_headers(context, response), is_events=False)
         while (piece := await response.next_piece()) is not None:
             await context.exchange.send(piece)
     await context.finish()
 
 
+def _learn(context: RouterContext, id: EndpointId, said: bytes) -> None:
+    """Of a response that the endpoint may keep: that it is there, and whose it is."""
+    if context.exchange.path == RESPONSES_PATH and (made := object_id_in(said)) is not None:
+        context.kept.remember(made, KeptObject(id, owner_of(context)))
+
+
 async def _relay_events(
-    context: RouterContext, admission: AdmissionScope, response: RemoteResponse, begin: Callable[[], None]
+    context: RouterContext,
+    admission: AdmissionScope,
+    id: EndpointId,
+    response: RemoteResponse,
+    begin: Callable[[], None],
 ) -> None:
     if not context.exchange.started:  # by an endpoint that was lost before it said anything else
-        await context.start(response.status, _response_headers(context, response), is_events=True)
+        await context.start(response.status, response_headers(context, response), is_events=True)
     splitter = EventSplitter()
     is_over = False
     while not is_over:
@@ -227,6 +255,7 @@ async def _relay_events(
             if admission.stage is Stage.DECODE:
                 _check_first_event(context, events)
             begin()
+            _learn(context, id, events)
         if events:
             await context.exchange.send(events)
     if not admission.has_token:
@@ -259,15 +288,30 @@ async def _pass_on(context: RouterContext, response: RemoteResponse, body: bytes
     if context.exchange.started:
         # The head of a response is out already, so its status cannot be told any more.
         raise EndpointLost(f"the endpoint answered with status {response.status} when it was asked again")
-    await context.respond(response.status, _response_headers(context, response), body)
+    await context.respond(response.status, response_headers(context, response), body)
 
 
-def request_headers(context: RouterContext, stage: Stage | None) -> list[tuple[str, str]]:
+def owner_of(context: RouterContext) -> str | None:
+    """Whose what this caller makes is: a gateway's tenants are several."""
+    return None if context.owner is None else context.caller.tenant(context.named_tenant)
+
+
+def session_told(context: RouterContext, session: str) -> str:
+    """The name of a stream as endpoints get it: those of two callers are never the same."""
+    owner = owner_of(context)
+    if owner is None or context.rules.passes_authorization:
+        return session
+    name = f"{len(owner)}/{owner}/{session}".encode("utf-8", "surrogatepass")
+    return blake2b(name, digest_size=16).hexdigest()
+
+
+def request_headers(context: RouterContext, stage: Stage | None, *, with_body: bool = True) -> list[tuple[str, str]]:
+    """with_body: the request goes on with what it brought; otherwise it is one of the router's own, about it."""
     tenant_header = context.rules.tenant_header
     headers = [
-        (name, value)
+        (name, session_told(context, value) if name == SESSION_HEADER else value)
         for name, value in context.exchange.headers.items()
-        if name not in NOT_FORWARDED and name != tenant_header
+        if name not in NOT_FORWARDED and name != tenant_header and (with_body or not name.startswith("content-"))
     ]
     headers.append(("x-request-id", context.request_id))
     tenant = context.caller.tenant_told(context.named_tenant)
@@ -283,7 +327,7 @@ def request_headers(context: RouterContext, stage: Stage | None) -> list[tuple[s
     return headers
 
 
-def _response_headers(context: RouterContext, response: RemoteResponse) -> list[tuple[str, str]]:
+def response_headers(context: RouterContext, response: RemoteResponse) -> list[tuple[str, str]]:
     headers = [
         (name, value)
         for name, value in response.headers

@@ -35,12 +35,19 @@ class RoutedBody(msgspec.Struct, frozen=True, kw_only=True):
     prompt: msgspec.Raw = _NOTHING
     messages: msgspec.Raw = _NOTHING
     input: msgspec.Raw = _NOTHING
+    system: msgspec.Raw = _NOTHING
+    instructions: msgspec.Raw = _NOTHING
+    query: msgspec.Raw = _NOTHING
+    documents: msgspec.Raw = _NOTHING
+    previous_response_id: str | None = None
     kv_transfer_params: msgspec.Raw = _NOTHING
 
     @property
     def content(self) -> bytes:
-        """The JSON of what is to be answered."""
-        return bytes(self.messages) or bytes(self.prompt) or bytes(self.input)
+        """The JSON of what is to be answered, in the order in which it becomes a prompt."""
+        said = bytes(self.messages) or bytes(self.prompt) or bytes(self.input) or bytes(self.documents)
+        before = bytes(self.system) or bytes(self.instructions) or bytes(self.query)
+        return before + said if before else said
 
     @property
     def prompt_count(self) -> int:

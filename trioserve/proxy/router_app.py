@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import trio
 
 from trioserve.api.api_keys import ApiKeys
-from trioserve.api.app import BaseApp, Route
+from trioserve.api.app import BaseApp, Route, find_templated
 from trioserve.api.caller import AccessRules, check_is_admin
+from trioserve.api.embeddings.descriptions import RERANK_PATHS, SCORE_PATHS
 from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
 from trioserve.api.openai.models import MODEL_PATH
 from trioserve.api.openai.request_types import decode_body
@@ -20,6 +21,15 @@ from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import InvalidRequest, StartupError, UnknownModel
 from trioserve.http.clock_and_ids import ClockAndIds
 from trioserve.proxy.fleet import EndpointSpec
+from trioserve.proxy.kept_objects import KeptObjects
+from trioserve.proxy.kept_request import (
+    forward_anywhere,
+    forward_batch,
+    forward_control,
+    forward_home,
+    forward_kept,
+    forward_stream,
+)
 from trioserve.proxy.proxied_request import forward
 from trioserve.proxy.router_context import RouterContext, RoutingRules
 
@@ -34,10 +44,14 @@ __all__ = ["FORWARDED", "RouterApp"]
 FORWARDED = (
     "/v1/chat/completions",
     "/v1/completions",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
     "/v1/responses",
+    "/v1/responses/input_tokens",
     "/v1/embeddings",
-    "/v1/rerank",
-    "/v1/score",
+    *RERANK_PATHS,
+    *SCORE_PATHS,
+    "/v1/decisions",
     "/tokenize",
     "/detokenize",
 )
@@ -159,6 +173,9 @@ ROUTES = {
     route.path: route
     for route in (
         *(Route[RouterContext](path=path, operations={"POST": forward}) for path in FORWARDED),
+        Route[RouterContext](path="/v1/files", operations={"GET": forward_home, "POST": forward_home}),
+        Route[RouterContext](path="/v1/batches", operations={"GET": forward_batch, "POST": forward_batch}),
+        Route[RouterContext](path="/tokenizer_info", operations={"GET": forward_anywhere}),
         Route[RouterContext](path="/v1/models", operations={"GET": list_models}),
         Route[RouterContext](path="/v1/requests", operations={"GET": list_requests}),
         Route[RouterContext](path="/v1/requests/abort", operations={"POST": abort_requests}),
@@ -170,7 +187,20 @@ ROUTES = {
     )
 }
 MODEL = Route[RouterContext](path=MODEL_PATH + "{model}", operations={"GET": read_model})
-REQUEST = Route[RouterContext](path=REQUEST_PATH + "{request}", operations={"DELETE": abort_request})
+REQUEST = Route[RouterContext](
+    path=REQUEST_PATH + "{request}", operations={"DELETE": abort_request, "POST": forward_control}
+)
+TEMPLATES: tuple[Route[RouterContext], ...] = (
+    Route(path="/v1/responses/{response}", operations={"GET": forward_kept, "DELETE": forward_kept}),
+    Route(path="/v1/responses/{response}/cancel", operations={"POST": forward_kept}),
+    Route(path="/v1/responses/{response}/input_items", operations={"GET": forward_kept}),
+    Route(path="/v1/files/{file}", operations={"GET": forward_kept, "DELETE": forward_kept}),
+    Route(path="/v1/files/{file}/content", operations={"GET": forward_kept}),
+    Route(path="/v1/batches/{batch}", operations={"GET": forward_kept}),
+    Route(path="/v1/batches/{batch}/cancel", operations={"POST": forward_kept}),
+    Route(path="/v1/streams/{stream}", operations={"GET": forward_stream, "DELETE": forward_stream}),
+)
+"""About what an endpoint keeps. Each segment in braces stands for any text."""
 ENDPOINT = Route[RouterContext](path=ENDPOINT_PATH + "{endpoint}", operations={"DELETE": drain_endpoint})
 
 
@@ -197,6 +227,7 @@ class RouterApp(BaseApp[RouterContext]):
         self._more_metrics = more_metrics
         self._clock_and_ids = clock_and_ids or ClockAndIds()
         self._naming = naming
+        self._kept = KeptObjects()
 
     def route(self, path: str) -> Route[RouterContext] | None:
         if path.startswith(MODEL_PATH) and len(path) > len(MODEL_PATH):
@@ -205,10 +236,10 @@ class RouterApp(BaseApp[RouterContext]):
             return ENDPOINT
         if path.startswith(REQUEST_PATH) and len(path) > len(REQUEST_PATH) and path not in ROUTES:
             return REQUEST
-        return ROUTES.get(path)
+        return ROUTES.get(path) or find_templated(TEMPLATES, path)
 
     def paths(self) -> Iterable[str]:
-        return [*ROUTES, MODEL.path, REQUEST.path, ENDPOINT.path]
+        return [*ROUTES, *(route.path for route in TEMPLATES), MODEL.path, REQUEST.path, ENDPOINT.path]
 
     def new_context(self, exchange: Exchange) -> RouterContext:
         return RouterContext(
@@ -219,6 +250,7 @@ class RouterApp(BaseApp[RouterContext]):
             self._clock_and_ids,
             more_metrics=self._more_metrics,
             naming=self._naming,
+            kept=self._kept,
         )
 
     def end_fields(self, context: RouterContext) -> dict[str, object]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
-from urllib.parse import parse_qsl, urlencode
+from urllib.parse import parse_qsl, quote, urlencode
 
 from trioserve.api.responder import TENANT_HEADER, Responder
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.endpoint import DISAGGREGATED_PROMPT_TOKENS_MIN, EndpointId
 from trioserve.http.clock_and_ids import ClockAndIds
+from trioserve.proxy.kept_objects import KeptObjects
 
 if TYPE_CHECKING:
     from trioserve.admission.dispatch import AdmissionScope
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ENDPOINT_PARAMETER", "RouterContext", "RoutingRules"]
 
+PATH_CHARACTERS = "/:@!$&'()*+,;=~"  # that stand for themselves in a path (RFC 3986, 3.3)
 ENDPOINT_PARAMETER = "id"
 """In the query of a request: the one endpoint it may go to."""
 
@@ -53,7 +55,8 @@ class RoutingRules:
 class RouterContext(Responder):
     """Handlers get one of these, and answer it once.
 
-    naming: names the blocks of prompts; None where no policy asks for it.
+    naming: names the blocks of prompts; None where no policy asks for it. kept: where what endpoints keep is.
+    path_told: what endpoints see instead of the path; None: the path.
     admission: its place or lease, once it has one. endpoint: where it went last. prefill_endpoint: which other one has
     computed its prompt.
     """
@@ -68,6 +71,7 @@ class RouterContext(Responder):
         *,
         more_metrics: Callable[[], bytes] = bytes,
         naming: PromptBlocks | None = None,
+        kept: KeptObjects | None = None,
     ) -> None:
         super().__init__(exchange, clock_and_ids)
         self.fleet = fleet
@@ -75,6 +79,8 @@ class RouterContext(Responder):
         self.metrics = metrics
         self.more_metrics = more_metrics
         self.naming = naming
+        self.kept = kept or KeptObjects()
+        self.path_told: str | None = None
         self.admission: AdmissionScope | None = None
         self.endpoint: EndpointId | None = None
         self.prefill_endpoint: EndpointId | None = None
@@ -91,7 +97,9 @@ class RouterContext(Responder):
     def target(self) -> str:
         """Path and query as an endpoint is to see them."""
         rest = [(key, value) for key, value in parse_qsl(self.exchange.query) if key != ENDPOINT_PARAMETER]
-        return self.exchange.path + ("?" + urlencode(rest) if rest else "")
+        return quote(self.path_told or self.exchange.path, safe=PATH_CHARACTERS) + (
+            "?" + urlencode(rest) if rest else ""
+        )
 
     async def start(self, status: int, headers: HeaderFields, *, is_events: bool) -> None:
         """Begin a response that comes from elsewhere, with its headers."""

@@ -1,0 +1,183 @@
+"""All the paths of an endpoint through a router: what is computed, and what an endpoint keeps and only it can give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from trio.testing import wait_all_tasks_blocked
+
+RESPONSES = "/v1/responses"
+ENGINE = {"response": "good morning", "context_tokens_max": 1000, "block_count": 600, "step_tokens_max": 600}
+
+
+def asked(text: str = "hello", **fields: object) -> dict[str, object]:
+    return {"model": "fake", "input": text, **fields}
+
+
+async def code(response: Any) -> str:
+    return (await response.json())["error"]["code"]
+
+
+@pytest.mark.parametrize(
+    "path, body, field",
+    [
+        ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 30}, "content"),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "Hi"}]}, "input_tokens"),
+        (RESPONSES, {"input": "Hi"}, "output"),
+        (RESPONSES + "/input_tokens", {"input": "Hi"}, "input_tokens"),
+        ("/tokenize", {"prompt": "Hi"}, "tokens"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}, "choices"),
+    ],
+)
+async def test_every_api_goes_through(open_setup: Any, path: str, body: dict[str, Any], field: str) -> None:
+    async with open_setup(engine=ENGINE) as setup:
+        response = await setup.client().post(path, {"model": "fake", **body})
+        assert response.status == 200, response.body
+        assert field in await response.json()
+        assert response.headers["x-trioserve-endpoint"] in "ab"
+        await setup.assert_all_free()
+
+
+async def test_errors_are_worded_as_the_api_that_was_asked(open_setup: Any) -> None:
+    body = {"model": "nobody", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 30}
+    async with open_setup(engine=ENGINE) as setup:
+        refused = await (await setup.client().post("/v1/messages", body)).json()
+        assert (refused["type"], refused["error"]["type"]) == ("error", "not_found_error")
+        refused = await (await setup.client().post("/v1/messages", {**body, "model": "fake", "max_tokens": 0})).json()
+        assert refused["error"]["type"] == "invalid_request_error"
+
+
+async def test_messages_that_a_leaving_endpoint_refuses_go_to_another(open_setup: Any) -> None:
+    """It says 529, as that API does."""
+    body = {"model": "fake", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 30}
+    async with open_setup(engine=ENGINE) as setup:
+        setup.servers["a"].engine.drain()
+        for _ in range(3):
+            response = await setup.client().post("/v1/messages", body)
+            assert (response.status, response.headers["x-trioserve-endpoint"]) == (200, "b")
+        await setup.assert_all_free()
+
+
+async def test_leaving_a_stream_of_messages_frees_the_endpoint(open_setup: Any) -> None:
+    body = {"model": "fake", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 500, "stream": True}
+    async with open_setup("a", engine={**ENGINE, "response": "x" * 400}) as setup:
+        engine = setup.servers["a"].engine
+        engine.pause()
+        client = setup.client()
+        async with client.ask("/v1/messages", body) as response:
+            await engine.step(3)
+            assert await response.head() == 200
+            async with engine.held_step():
+                client.close()
+                await wait_all_tasks_blocked()
+        await wait_all_tasks_blocked()
+        await setup.assert_all_free()
+
+
+# --- what is kept ---
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_response_is_found_at_the_endpoint_that_has_it(open_setup: Any, stream: bool) -> None:
+    async with open_setup(engine=ENGINE, policy="round_robin") as setup:
+        made: dict[str, str] = {}
+        for _ in range(4):
+            response = await setup.client().post(RESPONSES, asked(stream=stream))
+            events = [event async for event in response] if stream else []
+            id = events[0]["response"]["id"] if stream else (await response.json())["id"]
+            made[id] = response.headers["x-trioserve-endpoint"]
+        assert set(made.values()) == {"a", "b"}
+        for id, endpoint in made.items():
+            kept = await setup.client().get(f"{RESPONSES}/{id}")
+            assert (kept.status, kept.headers["x-trioserve-endpoint"]) == (200, endpoint)
+            assert (await kept.json())["output"][0]["content"][0]["text"] == "good morning"
+            items = await setup.client().get(f"{RESPONSES}/{id}/input_items")
+            assert len((await items.json())["data"]) == 1
+            after = await setup.client().post(RESPONSES, asked("And now?", previous_response_id=id))
+            assert (after.status, after.headers["x-trioserve-endpoint"]) == (200, endpoint)
+        async with setup.client().ask(f"{RESPONSES}/{id}", method="DELETE") as deleted:
+            assert (await deleted.json())["deleted"] is True
+        assert (await setup.client().get(f"{RESPONSES}/{id}")).status == 404
+        await setup.assert_all_free()
+
+
+async def test_a_router_that_has_not_seen_it_asks_around(open_setup: Any) -> None:
+    async with open_setup(engine=ENGINE) as setup:
+        direct = await (await setup.servers["b"].client().post(RESPONSES, asked())).json()
+        kept = await setup.client().get(f"{RESPONSES}/{direct['id']}")
+        assert (kept.status, kept.headers["x-trioserve-endpoint"]) == (200, "b")
+        direct = await (await setup.servers["a"].client().post(RESPONSES, asked())).json()
+        after = await setup.client().post(RESPONSES, asked("Go on", previous_response_id=direct["id"]))
+        assert (after.status, after.headers["x-trioserve-endpoint"]) == (200, "a")
+        for path in (f"{RESPONSES}/resp_none", "/v1/streams/none"):
+            assert (await setup.client().get(path)).status == 404
+        missing = await setup.client().post(RESPONSES, asked(previous_response_id="resp_none"))
+        assert missing.status == 404
+
+
+async def test_what_cannot_be_looked_for_everywhere_may_still_be_there(open_setup: Any) -> None:
+    async with open_setup(engine=ENGINE) as setup:
+        setup.unreachable.add("b")
+        for server in setup.servers.values():
+            await server.hang_up()
+        response = await setup.client().get(f"{RESPONSES}/resp_none")
+        assert (response.status, response.headers["x-trioserve-reason"]) == (503, "no_endpoint")
+
+
+async def test_what_another_key_has_made_is_not_there(open_setup: Any) -> None:
+    """The endpoints have no keys: to them all callers are one."""
+    keys = {"api_keys": ("one", "two"), "admin_api_key": "admin"}
+    async with open_setup(engine=ENGINE, **keys) as setup:
+
+        def client(key: str) -> Any:
+            return setup.client(headers={"authorization": f"Bearer {key}"})
+
+        id = (await (await client("one").post(RESPONSES, asked())).json())["id"]
+        assert (await client("one").get(f"{RESPONSES}/{id}")).status == 200
+        assert (await client("admin").get(f"{RESPONSES}/{id}")).status == 200
+        foreign = await client("two").get(f"{RESPONSES}/{id}")
+        unknown = await client("two").get(f"{RESPONSES}/resp_none")
+        assert (foreign.status, unknown.status) == (404, 404)
+        assert foreign.body.replace(id.encode(), b"resp_none") == unknown.body
+        assert (await client("two").post(RESPONSES, asked(previous_response_id=id))).status == 404
+        async with client("two").ask(f"{RESPONSES}/{id}", method="DELETE") as refused:
+            assert await refused.head() == 404
+        # Nor what nobody has seen being made here: the router cannot say whose it is.
+        direct = await (await setup.servers["b"].client().post(RESPONSES, asked())).json()
+        assert (await client("one").get(f"{RESPONSES}/{direct['id']}")).status == 404
+        assert (await client("admin").get(f"{RESPONSES}/{direct['id']}")).status == 200
+        item = {"type": "item_reference", "id": "msg_1"}
+        refused = await client("one").post(RESPONSES, {"model": "fake", "input": [item]})
+        assert refused.status == 400
+        assert (await refused.json())["error"]["param"] == "input"
+        assert (await client("one").get("/v1/files")).status == 501
+
+
+async def test_sessions_of_two_keys_have_two_names(open_pair: Any) -> None:
+    async with open_pair("w", api_keys=("one", "two"), models={"fake": "fake"}) as pair:
+        seen = []
+        for key in ("one", "two", "one"):
+            headers = {"authorization": f"Bearer {key}", "x-session-id": "mine"}
+            async with pair.client(headers=headers).ask("/v1/completions", {"model": "fake", "prompt": "x"}):
+                ask = await pair.ask_of("w")
+                seen.append(dict(ask.headers)["x-session-id"])
+            await wait_all_tasks_blocked()
+        assert "mine" not in seen
+        assert seen[0] == seen[2] != seen[1]
+
+
+# --- about requests and models ---
+
+
+async def test_what_tells_about_the_tokenizer_is_asked_of_an_endpoint(open_setup: Any) -> None:
+    async with open_setup(engine=ENGINE) as setup:
+        told = await (await setup.client().get("/tokenizer_info?model=fake")).json()
+        assert told["eos_token"] == "<|end|>"
+        assert (await setup.client().get("/tokenizer_info?model=nobody")).status == 404
+
+
+async def test_a_request_that_runs_is_reached_where_it_is(open_setup: Any) -> None:
+    async with open_setup(engine=ENGINE) as setup:
+        response = await setup.client().post("/v1/requests/none", {"end_thinking": True})
+        assert (response.status, await code(response)) == (404, "request_not_found")

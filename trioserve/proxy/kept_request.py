@@ -1,0 +1,244 @@
+"""Requests about what an endpoint keeps: they go to the endpoint that has it, without a place in the queue or a lease,
+since nothing is computed for them.
+
+Where it is, the router knows if it was made through it; otherwise the endpoints are asked in turn. But where callers
+are told apart by keys of the router's own, what it has not seen being made is nobody's: an endpoint could not tell.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from trioserve.api.caller import CallerKind
+from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
+from trioserve.api.openai.request_types import decode_body
+from trioserve.contracts.endpoint import EndpointId
+from trioserve.contracts.errors import EndpointLost, InvalidRequest, NoEndpoint
+from trioserve.proxy.kept_objects import KeptObject, object_id_in
+from trioserve.proxy.relay import owner_of, request_headers, response_headers, session_told
+
+if TYPE_CHECKING:
+    from trioserve.proxy.remote_endpoint import RemoteResponse
+    from trioserve.proxy.router_context import RouterContext
+
+__all__ = [
+    "check_references",
+    "endpoint_of_response",
+    "forward_anywhere",
+    "forward_batch",
+    "forward_control",
+    "forward_home",
+    "forward_kept",
+    "forward_stream",
+]
+
+WHOLE_BYTES_MAX = 256 * 1024
+
+
+class _Batch(msgspec.Struct, frozen=True):
+    input_file_id: str
+
+
+async def forward_kept(context: RouterContext) -> None:
+    """To the endpoint that has the object whose id stands in the path."""
+    body = await context.exchange.body()
+    id = context.exchange.path.split("/")[3]
+    kept = _known(context, id)
+    if kept is None:
+        await _ask_all(context, id, body)
+    else:
+        await _relay(context, kept.endpoint, body)
+
+
+async def forward_home(context: RouterContext) -> None:
+    """Files and batches of one caller lie at one endpoint, as long as the same endpoints are there."""
+    if context.exchange.method == "GET" and _cannot_be_told_apart(context):
+        raise Refusal(
+            ErrorResponse(
+                status=501,
+                type="invalid_request_error",
+                code="not_supported",
+                message="this router's endpoints cannot tell its callers apart, so it lists nothing: ask by id",
+                headers=((REASON_HEADER, "not_supported"),),
+            )
+        )
+    await _relay(context, _home(context), await context.exchange.body())
+
+
+async def forward_batch(context: RouterContext) -> None:
+    """To the endpoint that has the batch's file; lists as forward_home."""
+    if context.exchange.method == "GET":
+        await forward_home(context)
+        return
+    body = await context.exchange.body()
+    id = decode_body(body, _Batch).input_file_id
+    await _relay(context, await _located(context, id, "/v1/files/"), body)
+
+
+async def forward_stream(context: RouterContext) -> None:
+    """To whichever endpoint has a stream of this name; other callers' streams have other names there."""
+    name = context.exchange.path.split("/")[3]
+    context.path_told = f"/v1/streams/{session_told(context, name)}"
+    await _ask_all(context, name, await context.exchange.body(), names_are_told=True)
+
+
+async def forward_control(context: RouterContext) -> None:
+    """To the endpoint where the request is."""
+    id = context.exchange.path.split("/")[3]
+    body = await context.exchange.body()
+    for admission in context.fleet.dispatch.live_admissions(owner=context.owner):
+        if admission.id == id and not admission.is_queued and admission.endpoint is not None:
+            await _relay(context, admission.endpoint, body)
+            return
+    raise _not_found(f'there is no request with the id "{id}" that runs', "request_not_found")
+
+
+async def forward_anywhere(context: RouterContext) -> None:
+    """To any endpoint that serves the model, which stands in the query, if it is not the only one."""
+    model = context.fleet.real_model(context.query("model"))
+    for state in context.fleet.dispatch.endpoints:
+        if model in state.models and state.is_given:
+            await _relay(context, state.id, b"")
+            return
+    raise NoEndpoint(
+        f'no endpoint that serves "{model}" can be asked now: try again in 1 s',
+        reason="no_endpoint",
+        retry_after_seconds=1,
+    )
+
+
+async def endpoint_of_response(context: RouterContext, id: str) -> EndpointId:
+    """Who has the response that another one goes on from. Raises Refusal (404)."""
+    return await _located(context, id, "/v1/responses/")
+
+
+# --- inside ---
+
+
+def _known(context: RouterContext, id: str) -> KeptObject | None:
+    """None: it may be anywhere. Raises Refusal (404) if it is another's, or nobody can say whose."""
+    kept = context.kept.find(id)
+    if kept is not None and context.owner is not None and kept.owner != owner_of(context):
+        raise _nothing(id)
+    if kept is None and _cannot_be_told_apart(context):
+        raise _nothing(id)
+    if kept is not None and kept.endpoint not in context.fleet.specs():
+        return None  # it has left; what it kept may be elsewhere now
+    return kept
+
+
+def _cannot_be_told_apart(context: RouterContext) -> bool:
+    """Whether an endpoint cannot tell this caller from others: they have keys of the router's alone."""
+    is_everybody = context.owner is None or context.caller.kind is CallerKind.ADMIN
+    return not is_everybody and not context.rules.passes_authorization
+
+
+async def _located(context: RouterContext, id: str, path: str) -> EndpointId:
+    kept = _known(context, id)
+    if kept is not None:
+        return kept.endpoint
+    for candidate in _candidates(context):
+        try:
+            async with context.fleet.remote(candidate).request(
+                "GET", path + id, request_headers(context, None, with_body=False), b""
+            ) as response:
+                if response.status < 400:
+                    context.kept.remember(id, KeptObject(candidate, owner_of(context)))
+                    return candidate
+        except EndpointLost:
+            continue
+    raise _nothing(id)
+
+
+async def _ask_all(context: RouterContext, id: str, body: bytes, *, names_are_told: bool = False) -> None:
+    """The first one that does not say 404 has it."""
+    lost: EndpointLost | None = None
+    for candidate in _candidates(context):
+        try:
+            if await _relay(context, candidate, body, gives_up_at_404=True):
+                if not names_are_told:
+                    context.kept.remember(id, KeptObject(candidate, owner_of(context)))
+                return
+        except EndpointLost as error:
+            if context.exchange.started:
+                raise
+            lost = error
+    if lost is not None:
+        raise NoEndpoint(
+            f'"{id}" is not at any endpoint that can be reached, but one cannot: try again later',
+            reason="no_endpoint",
+            retry_after_seconds=5,
+        )
+    raise _nothing(id)
+
+
+def _candidates(context: RouterContext) -> list[EndpointId]:
+    return [state.id for state in context.fleet.dispatch.endpoints]
+
+
+def _home(context: RouterContext) -> EndpointId:
+    """By rendezvous hashing: an endpoint that comes or goes moves only those that are, or were, at home there."""
+    usable = [state.id for state in context.fleet.dispatch.endpoints if state.is_given]
+    if not usable:
+        raise NoEndpoint("no endpoint can be asked now: try again in 1 s", reason="no_endpoint", retry_after_seconds=1)
+    name = (owner_of(context) or "").encode("utf-8", "surrogatepass")
+    return max(usable, key=lambda id: blake2b(id.encode(), key=blake2b(name, digest_size=32).digest()).digest())
+
+
+async def _relay(context: RouterContext, id: EndpointId, body: bytes, *, gives_up_at_404: bool = False) -> bool:
+    """Send the request there and the response to the client. False: it was a 404, and the client has not been told.
+    Raises EndpointLost."""
+    context.endpoint = id
+    request = context.fleet.remote(id).request(
+        context.exchange.method, context.target, request_headers(context, None), body
+    )
+    async with request as response:
+        if response.status == 404 and gives_up_at_404:
+            return False
+        await _pass_on(context, response, id)
+    return True
+
+
+async def _pass_on(context: RouterContext, response: RemoteResponse, id: EndpointId) -> None:
+    is_events = (response.header("content-type") or "").startswith("text/event-stream")
+    whole = None if is_events else await response.whole(WHOLE_BYTES_MAX)
+    if whole is not None:
+        if context.exchange.method == "POST" and response.status < 300 and (made := object_id_in(whole)):
+            context.kept.remember(made, KeptObject(id, owner_of(context)))
+        await context.respond(response.status, response_headers(context, response), whole)
+        return
+    await context.start(response.status, response_headers(context, response), is_events=is_events)
+    while (piece := await response.next_piece()) is not None:
+        await context.exchange.send(piece)
+    await context.finish()
+
+
+def _nothing(id: str) -> Refusal:
+    return _not_found(f'there is nothing with the id "{id[:160]}" here', "not_found")
+
+
+def _not_found(message: str, code: str) -> Refusal:
+    return Refusal(
+        ErrorResponse(
+            status=404,
+            type="invalid_request_error",
+            code=code,
+            message=message,
+            param=None,
+            headers=((REASON_HEADER, code),),
+        )
+    )
+
+
+def check_references(context: RouterContext, raw: bytes) -> None:
+    """Items of stored responses may be named in a new request, and an endpoint that cannot tell callers apart would
+    give anybody's. Raises InvalidRequest."""
+    if _cannot_be_told_apart(context) and b'"item_reference"' in raw:
+        raise InvalidRequest(
+            "input names stored items (item_reference), and behind this router nobody can tell whose they are: send "
+            "the items themselves, or previous_response_id",
+            param="input",
+        )
