@@ -162,8 +162,14 @@ class Tokenizer:
         return self._backend.to_str()
 
     def special_ids(self) -> dict[str, int]:
-        """The special tokens, by their text."""
-        return {self.token_text(token_id): token_id for token_id in self._special_ids}
+        """The tokens that no text in a grammar matches, by their text: the special ones, and of the added ones those in
+        angle brackets, such as Qwen's <tool_call>, since llguidance takes them for special, too."""
+        added = self._backend.get_added_tokens_decoder()
+        return {
+            token.content: token_id
+            for token_id, token in added.items()
+            if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+        }
 
     def added_token_id(self, text: str) -> int | None:
         """The id of a token that is one whole in every text, as special ones are; None if there is none such."""
