@@ -22,6 +22,7 @@ from msgspec import Meta
 
 from trioserve.api.batches.settings import BatchSettings
 from trioserve.api.responses.settings import BackgroundSettings
+from trioserve.api.streams.settings import DetachSettings
 from trioserve.connectors.settings import connector_settings
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.endpoint import DISAGGREGATED_PROMPT_TOKENS_MIN
@@ -269,6 +270,12 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
     batch_concurrency: Annotated[int, _about(
         "requests of batches that are under way at a time; at most half of --max-num-seqs", "N", ge=1, le=1024,
         )] = BatchSettings().lines_at_once
+    detach_timeout_max: Annotated[float, _about(
+        "seconds that a streamed response may go on after its client has left, if the request asks for it with "
+        "X-Session-Id and X-Detach-Timeout; 0: none does", "SECONDS", ge=0, le=86400)] = DetachSettings().seconds_max
+    max_detached_streams: Annotated[int, _about(
+        "streams that may have asked for it at a time, half of them of one caller; more are refused with 429", "N",
+        ge=1)] = DetachSettings().streams_max
     frontend: Annotated[Literal["native", "hypercorn"], _about(
         "who speaks HTTP; hypercorn knows fewer ways to stop")] = "native"
     trust_request_chat_template: Annotated[bool, _about(

@@ -146,9 +146,13 @@ class BaseApp(abc.ABC, Generic[ContextType]):
             self._metrics.http_requests_total.labels(path, str(status or "left")).inc(count)
         self._counts.clear()
 
+    async def operate(self, context: ContextType, operation: Operation[ContextType]) -> None:
+        """Do what the request asks for; all that goes for every request has been looked at."""
+        await operation(context)
+
     async def _respond(self, context: ContextType, route: Route[ContextType] | None, *, is_own: bool) -> None:
-        headers = context.exchange.headers
-        try:
+        async def respond(context: ContextType) -> None:
+            headers = context.exchange.headers
             context.surface = surface_of(context.exchange)
             context.request_id = request_id_from(headers.get("x-request-id")) or context.request_id
             if not is_own and (route is None or route.needs_key or self._is_closed(route.path)):
@@ -156,7 +160,14 @@ class BaseApp(abc.ABC, Generic[ContextType]):
             if route is None:
                 raise _not_found(context.exchange.path, self.paths())
             self._check_may_read(context, route.path)
-            await route.operation(context.exchange.method)(context)
+            await self.operate(context, route.operation(context.exchange.method))
+
+        await self.handle(context, respond)
+
+    async def handle(self, context: ContextType, operation: Operation[ContextType]) -> None:
+        """Answer with the operation, or with the error that it ends in. Raises it if that is too late."""
+        try:
+            await operation(context)
             context.outcome = Outcome.FINISHED
         except TrioserveError as error:
             if not await context.fail(error_response(error)):

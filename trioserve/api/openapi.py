@@ -19,6 +19,7 @@ from trioserve.api.openai.descriptions import OPERATIONS as OPENAI_OPERATIONS
 from trioserve.api.openai.request_types import REFUSED
 from trioserve.api.operations.health import VERSION
 from trioserve.api.responses.descriptions import OPERATIONS as RESPONSES_OPERATIONS
+from trioserve.api.streams.descriptions import OPERATIONS as STREAM_OPERATIONS
 from trioserve.contracts.sampling import Range
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ OPERATIONS = (
     | RESPONSES_OPERATIONS
     | FILE_OPERATIONS
     | BATCH_OPERATIONS
+    | STREAM_OPERATIONS
 )
 REF = "#/components/schemas/{name}"
 TAKEN_BY_SOME = ("truncate_prompt_tokens",)
@@ -45,6 +47,7 @@ STATUSES = {
     401: "An API key is needed, and none or a wrong one came.",
     403: "An API key came that may not do this.",
     404: "There is no such model or request, or it is switched off.",
+    410: "The events that are asked for are not kept any more.",
     408: "The body did not arrive in time.",
     409: "Not in the state in which the request or response is.",
     413: "The body is too large.",

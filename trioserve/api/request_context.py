@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from trioserve.api.batches.batches import Batches
     from trioserve.api.embeddings.request_types import PooledBody
     from trioserve.api.responses.background import BackgroundResponses
+    from trioserve.api.streams.detached_streams import DetachedStreams
     from trioserve.contracts.deadlines import Deadlines
     from trioserve.contracts.kv_transfer_params import KVTransferParams
     from trioserve.contracts.pooling import PoolingParams, TextPair
@@ -59,6 +60,7 @@ class RequestContext(Responder):
     batches: those that have not ended; batch_endpoints: what may be asked in one. uploads: of forms that are taken
     apart in threads.
     priority_least: no request of this one runs with a better priority, whatever its body says.
+    detached: streams that go on without a client.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class RequestContext(Responder):
         batches: Batches,
         batch_endpoints: tuple[str, ...],
         uploads: trio.CapacityLimiter,
+        detached: DetachedStreams,
     ) -> None:
         super().__init__(exchange, clock_and_ids)
         self.engine = engine
@@ -83,6 +86,7 @@ class RequestContext(Responder):
         self.batch_endpoints = batch_endpoints
         self.uploads = uploads
         self.priority_least = PRIORITY_MIN
+        self.detached = detached
         self._tenant_header = tenant_header
         self.trust_chat_template = trust_chat_template
         self.streams: list[RequestStream] = []

@@ -14,7 +14,7 @@ from trioserve.contracts.errors import InvalidRequest
 from trioserve.http.clock_and_ids import ClockAndIds
 
 if TYPE_CHECKING:
-    from trioserve.http.exchange import Exchange
+    from trioserve.http.exchange import Exchange, HeaderFields
 
 __all__ = ["REQUEST_ID_HEADER", "TENANT_HEADER", "Responder", "request_id_from"]
 
@@ -74,6 +74,12 @@ class Responder:
         """Send the head of a response whose bytes go to the exchange piece by piece."""
         self.status = 200
         await self.exchange.start(200, self._head(content_type, headers))
+
+    async def start_stream(self, status: int, headers: HeaderFields) -> None:
+        """The same with the head of a stream that somebody else makes."""
+        self.status = status
+        self._streaming = True
+        await self.exchange.start(status, headers)
 
     async def finish(self, last: bytes = b"") -> None:
         await self.exchange.finish(last)

@@ -11,7 +11,7 @@ import trio
 
 from trioserve.api.anthropic.messages import count_message_tokens, create_message
 from trioserve.api.api_keys import ApiKeys
-from trioserve.api.app import BaseApp, Route, find_templated
+from trioserve.api.app import BaseApp, Operation, Route, find_templated
 from trioserve.api.batches.batches import Batches
 from trioserve.api.batches.handlers import BATCH_ENDPOINTS, cancel_batch, create_batch, list_batches, retrieve_batch
 from trioserve.api.batches.settings import BatchSettings
@@ -21,6 +21,7 @@ from trioserve.api.embeddings.embeddings import create_embeddings
 from trioserve.api.embeddings.scoring import rerank, score
 from trioserve.api.files.files import create_file, delete_file, list_files, read_file_content, retrieve_file
 from trioserve.api.generation import usage_of
+from trioserve.api.lasting_metrics import show_lasting
 from trioserve.api.openai.chat import create_chat_completion
 from trioserve.api.openai.completions import create_completion
 from trioserve.api.openai.models import MODEL_PATH, list_models, read_model
@@ -37,6 +38,9 @@ from trioserve.api.responses.create import count_input_tokens, create_response
 from trioserve.api.responses.kept import cancel_response, delete_response, list_input_items, read_response
 from trioserve.api.responses.settings import BackgroundSettings
 from trioserve.api.sse import encode
+from trioserve.api.streams.detached_streams import DetachedStreams
+from trioserve.api.streams.handlers import delete_stream, read_stream
+from trioserve.api.streams.settings import DetachSettings
 from trioserve.contracts.request import PRIORITY_MAX
 from trioserve.http.clock_and_ids import ClockAndIds
 
@@ -101,6 +105,7 @@ TEMPLATES: tuple[Route[RequestContext], ...] = (
     Route(path="/v1/files/{file}/content", operations={"GET": read_file_content}),
     Route(path="/v1/batches/{batch}", operations={"GET": retrieve_batch}),
     Route(path="/v1/batches/{batch}/cancel", operations={"POST": cancel_batch}),
+    Route(path="/v1/streams/{stream}", operations={"GET": read_stream, "DELETE": delete_stream}),
 )
 """Paths with an id in them, which is one segment: each segment in braces stands for any text."""
 NOT_HERE = frozenset({"/v1/responses/compact"})
@@ -118,6 +123,7 @@ class App(BaseApp[RequestContext]):
     keys, and otherwise of those whom the operator trusts. The others are told apart by their keys.
     store: where responses, files and batches are kept; None: none are, and nothing goes on in the background.
     background, batches: bounds of what does, inside of `async with app.running()`.
+    detaching: whether streams may go on without their clients, and for how long; inside of the same.
     """
 
     def __init__(
@@ -133,6 +139,7 @@ class App(BaseApp[RequestContext]):
         store: Store | None = None,
         background: BackgroundSettings | None = None,
         batches: BatchSettings | None = None,
+        detaching: DetachSettings | None = None,
     ) -> None:
         super().__init__(ApiKeys(api_keys, admin_key=admin_api_key, rules=access), engine.metrics)
         self._engine = engine
@@ -151,22 +158,37 @@ class App(BaseApp[RequestContext]):
             seats=engine.load().max_num_seqs,
             metrics=engine.metrics,
         )
+        self.detached = DetachedStreams(detaching or DetachSettings())
+        show_lasting(engine.metrics, store, self.background, self.detached)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """What outlives the request that began it lives in here. Leaving cancels it."""
-        async with self.background.running(), self.batches.running():
+        async with self.detached.running(), self.background.running(), self.batches.running():
             yield
 
     def drain(self) -> None:
         """Take nothing new that would outlive its request."""
         self.background.drain()
         self.batches.drain()
+        self.detached.drain()
 
     async def wait_until_idle(self) -> None:
         """Returns when nothing lives that outlives its request. For use after drain()."""
         await self.background.wait_until_idle()
         await self.batches.wait_until_idle()
+        await self.detached.wait_until_idle()
+
+    async def operate(self, context: RequestContext, operation: Operation[RequestContext]) -> None:
+        wish = self.detached.wish_of(context)
+        if wish is None:
+            await operation(context)
+            return
+
+        async def handle(inner: RequestContext) -> None:
+            await self.handle(inner, operation)
+
+        await self.detached.serve(context, wish, self.new_context, handle)
 
     def route(self, path: str) -> Route[RequestContext] | None:
         if path.startswith(MODEL_PATH) and len(path) > len(MODEL_PATH):
@@ -190,6 +212,7 @@ class App(BaseApp[RequestContext]):
             batches=self.batches,
             batch_endpoints=tuple(path for path in BATCH_ENDPOINTS if path in ROUTES),
             uploads=self._uploads,
+            detached=self.detached,
         )
 
     async def _serve_as(self, exchange: Exchange, caller: Caller) -> None:

@@ -13,6 +13,7 @@ from trioserve.api.api_keys import ApiKeys
 from trioserve.api.batches.settings import BatchSettings
 from trioserve.api.responses.settings import BackgroundSettings
 from trioserve.api.routes import App
+from trioserve.api.streams.settings import DetachSettings
 from trioserve.assemble import Loaded, LoadReport, default_served_name, open_configured_engine
 from trioserve.commands.route import Routing
 from trioserve.commands.serving import (
@@ -98,6 +99,7 @@ async def serve_configured(
                 store=store,
                 background=_background_settings(config),
                 batches=_batch_settings(config),
+                detaching=_detach_settings(config),
             )
             await scopes.enter_async_context(engines_app.running())
             worker: Worker = engine
@@ -215,6 +217,11 @@ def _background_settings(config: Config) -> BackgroundSettings:
 def _batch_settings(config: Config) -> BatchSettings:
     count = config.max_batches
     return BatchSettings(batches_max=count, batches_of_one_max=(count + 3) // 4, lines_at_once=config.batch_concurrency)
+
+
+def _detach_settings(config: Config) -> DetachSettings:
+    count = config.max_detached_streams
+    return DetachSettings(seconds_max=config.detach_timeout_max, streams_max=count, streams_of_one_max=(count + 1) // 2)
 
 
 def _names(config: Config) -> list[str]:

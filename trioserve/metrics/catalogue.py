@@ -772,4 +772,47 @@ CATALOGUE: tuple[Metric, ...] = (
         vllm=True,
         part="router",
     ),
+    # --- what outlives its request ---
+    Metric(
+        name="store_bytes_used",
+        kind="gauge",
+        unit="bytes",
+        meaning="What is stored: responses, files and the like, each with its row.",
+    ),
+    Metric(
+        name="store_objects",
+        kind="gauge",
+        unit="objects",
+        meaning="How many of them there are.",
+    ),
+    Metric(
+        name="store_evicted_total",
+        kind="counter",
+        unit="objects",
+        meaning="Objects that made room for others before their time was over.",
+    ),
+    Metric(
+        name="store_refused_total",
+        kind="counter",
+        unit="writes",
+        meaning="Writes for which there was no room.",
+    ),
+    Metric(
+        name="background_responses",
+        kind="gauge",
+        unit="responses",
+        meaning="Responses that live in the background at this moment.",
+    ),
+    Metric(
+        name="detached_streams",
+        kind="gauge",
+        unit="streams",
+        meaning="Streams that go on while nobody reads them.",
+    ),
+    Metric(
+        name="detached_bytes_held",
+        kind="gauge",
+        unit="bytes",
+        meaning="Events that are kept of streams that may be detached.",
+    ),
 )

@@ -129,6 +129,13 @@ class Metrics:
     endpoint_healthy: Gauge
     endpoint_resident_blocks: Gauge
     endpoint_ejections_total: Counter
+    store_bytes_used: Gauge
+    store_objects: Gauge
+    store_evicted_total: Counter
+    store_refused_total: Counter
+    background_responses: Gauge
+    detached_streams: Gauge
+    detached_bytes_held: Gauge
 
     def __init__(self, model_name: str | None, *, parts: Collection[Part] = ("engine", "frontend", "router")) -> None:
         """model_name: None if there is no one model. parts: whose metrics there are; the others' attributes are not."""

@@ -14,6 +14,7 @@ from trioserve.api.batches.settings import BatchSettings
 from trioserve.api.caller import AccessRules
 from trioserve.api.responses.settings import BackgroundSettings
 from trioserve.api.routes import App
+from trioserve.api.streams.settings import DetachSettings
 from trioserve.http.limits import FrontendLimits
 from trioserve.http.server import FrontendServer
 from trioserve.store.settings import StoreSettings
@@ -80,6 +81,7 @@ async def open_memory_server(
     access: AccessRules | None = None,
     background: BackgroundSettings | None = None,
     batches: BatchSettings | None = None,
+    detaching: DetachSettings | None = None,
     store_settings: StoreSettings | None = None,
     store_directory: Path | None = None,
     **engine_options: Any,
@@ -96,6 +98,7 @@ async def open_memory_server(
                 store=store,
                 background=background,
                 batches=batches,
+                detaching=detaching,
             )
             async with app.running(), trio.open_nursery() as nursery:
                 server = FrontendServer(app, limits=limits, knows_caller=app.knows_caller)

@@ -94,7 +94,7 @@ class BackgroundResponse:
         assert self._ended is not None
         if self.log is None:
             return b""
-        self.log.append_last(b"".join(map(event_bytes, self._ended[0])))
+        self.log.append_last(map(event_bytes, self._ended[0]))
         return self.log.everything()
 
     async def _take(self, events: list[Event]) -> None:

@@ -7,8 +7,8 @@ To anybody but its owner a response is not there.
 from __future__ import annotations
 
 from typing import Any
-from urllib.parse import parse_qs
 
+from trioserve.api.queries import number_in, query_of
 from trioserve.api.request_context import RequestContext
 from trioserve.api.responses.response_object import FINAL, failed_object
 from trioserve.api.responses.stored_responses import KIND, StoredResponse, not_found, read_stored
@@ -24,9 +24,9 @@ PAGE_ITEMS = 20
 
 async def read_response(context: RequestContext) -> None:
     """With `stream=true` its events from the beginning, or behind the one with the number `starting_after`."""
-    response_id, query = _response_id(context), _query(context)
+    response_id, query = _response_id(context), query_of(context.exchange)
     if query.get("stream") in ("true", "1"):
-        await _stream(context, response_id, _starting_after(query))
+        await _stream(context, response_id, number_in(query, "starting_after", -1, low=0, high=2**53))
         return
     live = context.background.find(response_id, context.owner)
     if live is not None:
@@ -69,7 +69,7 @@ async def cancel_response(context: RequestContext) -> None:
 
 async def list_input_items(context: RequestContext) -> None:
     """A page of the items of its own input, the last one first unless `order=asc`."""
-    response_id, query = _response_id(context), _query(context)
+    response_id, query = _response_id(context), query_of(context.exchange)
     live = context.background.find(response_id, context.owner)
     if live is not None:
         items = live.run.planned.input
@@ -78,7 +78,7 @@ async def list_input_items(context: RequestContext) -> None:
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise InvalidRequest(f"order is {order[:40]!r}, allowed are asc and desc", param="order")
-    limit = _number(query, "limit", PAGE_ITEMS, low=1, high=PAGE_ITEMS_MAX)
+    limit = number_in(query, "limit", PAGE_ITEMS, low=1, high=PAGE_ITEMS_MAX)
     if order == "desc":
         items = items[::-1]
     after = query.get("after")
@@ -159,25 +159,3 @@ def _told(stored: StoredResponse) -> dict[str, Any]:
 
 def _response_id(context: RequestContext) -> str:
     return context.exchange.path.split("/")[3]
-
-
-def _query(context: RequestContext) -> dict[str, str]:
-    """The last value counts of each."""
-    try:
-        values = parse_qs(context.exchange.query, keep_blank_values=True, max_num_fields=64)
-    except ValueError:
-        raise InvalidRequest("the query has more than 64 fields") from None
-    return {name: given[-1] for name, given in values.items()}
-
-
-def _starting_after(query: dict[str, str]) -> int:
-    return _number(query, "starting_after", -1, low=0, high=2**53)
-
-
-def _number(query: dict[str, str], name: str, default: int, *, low: int, high: int) -> int:
-    text = query.get(name)
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdigit() and len(text) <= 16 and low <= int(text) <= high):
-        raise InvalidRequest(f"{name} is {text[:40]!r}, allowed is a number from {low} to {high}", param=name)
-    return int(text)

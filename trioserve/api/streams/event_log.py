@@ -4,6 +4,8 @@ there are too many. Pure; who waits for more is elsewhere."""
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
+from itertools import islice
 
 __all__ = ["EventLog", "EventLogFull", "split_events"]
 
@@ -28,6 +30,7 @@ class EventLog:
         self._events: deque[bytes] = deque()
         self._first = first  # of those that are kept
         self._taken = first - 1  # the last one that a reader has taken
+        self._unread_bytes = 0  # of those behind it
 
     @property
     def first_kept(self) -> int:
@@ -42,8 +45,7 @@ class EventLog:
     @property
     def unread_byte_count(self) -> int:
         """Of the events that no reader has taken yet."""
-        begin = max(0, self._taken + 1 - self._first)
-        return sum(len(self._events[index]) for index in range(begin, len(self._events)))
+        return self._unread_bytes
 
     def append(self, event: bytes) -> int:
         """Its number. Raises EventLogFull, and has not appended it, when what has to stay leaves no room."""
@@ -53,15 +55,21 @@ class EventLog:
             self._first += 1
         if self.byte_count + len(event) > self._bytes_max:
             raise EventLogFull
-        self._events.append(event)
-        self.byte_count += len(event)
+        self._keep(event)
         return self.last
 
-    def append_last(self, event: bytes) -> None:
-        """The event that tells of the end; there is always room for it. Nothing comes after it."""
-        self._events.append(event)
-        self.byte_count += len(event)
+    def append_last(self, events: Iterable[bytes]) -> None:
+        """The events that tell of the end; there is always room for them. Nothing comes after them."""
+        for event in events:
+            self._keep(event)
         self.is_ended = True
+
+    def rewind(self, after: int) -> None:
+        """A reader begins behind the event with this number, so what comes then counts as not taken. after:
+        first_kept - 1 to last."""
+        assert self._first - 1 <= after <= self.last
+        self._taken = after
+        self._unread_bytes = sum(len(event) for event in islice(self._events, after + 1 - self._first, None))
 
     def everything(self) -> bytes:
         """All that is kept, joined."""
@@ -79,9 +87,16 @@ class EventLog:
                 break
             pieces.append(event)
             size += len(event)
+            if after + len(pieces) > self._taken:
+                self._unread_bytes -= len(event)
         after += len(pieces)
         self._taken = max(self._taken, after)
         return b"".join(pieces), after
+
+    def _keep(self, event: bytes) -> None:
+        self._events.append(event)
+        self.byte_count += len(event)
+        self._unread_bytes += len(event)
 
 
 def split_events(data: bytes) -> list[bytes]:

@@ -1,0 +1,385 @@
+"""Streams that go on without their client: a leaver at each phase, each event once, and every bound."""
+
+from __future__ import annotations
+
+import re
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from trioserve.api.streams.settings import DetachSettings
+from trioserve.http.limits import FrontendLimits
+from trioserve.testing.memory_client import ConnectionLost
+from trioserve.testing.memory_server import open_memory_server
+
+TEXT = "Hello, all of you!"
+CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]})
+APIS = {
+    "chat": CHAT,
+    "completions": ("/v1/completions", {"prompt": "Hi"}),
+    "responses": ("/v1/responses", {"input": "Hi", "store": False}),
+    "messages": ("/v1/messages", {"max_tokens": 100, "messages": [{"role": "user", "content": "Hi"}]}),
+}
+SETTINGS = DetachSettings(seconds_max=60, streams_max=4, streams_of_one_max=2)
+
+
+@asynccontextmanager
+async def opened(*, settings=SETTINGS, **options):
+    options = {"response": TEXT, "context_tokens_max": 2048, "block_count": 1024, "paused": True, **options}
+    async with open_memory_server(detaching=settings, **options) as server:
+        yield server
+        await server.assert_all_free()
+
+
+def asked(server, *, api="chat", session="s1", seconds="30", key=None, **fields):
+    path, body = APIS[api]
+    headers = {"x-session-id": session, "x-detach-timeout": seconds, **authorization(key)}
+    return server.client().ask(path, {"model": "fake", "stream": True, **body, **fields}, headers=headers)
+
+
+def authorization(key):
+    return {} if key is None else {"authorization": f"Bearer {key}"}
+
+
+def resumed(server, after=0, *, session="s1", key=None, **headers):
+    query = f"?after={after}" if after is not None else ""
+    return server.client().ask(f"/v1/streams/{session}{query}", headers={**authorization(key), **headers})
+
+
+def numbered(raw):
+    """Complete events by their number, and the assertion that each came once and in order."""
+    events = {}
+    for block in raw.split(b"\n\n")[:-1]:
+        if block.startswith(b":"):
+            continue
+        line, _, rest = block.partition(b"\n")
+        number = int(re.fullmatch(rb"id: (\d+)", line)[1])
+        assert number not in events
+        assert not events or number == max(events) + 1
+        events[number] = rest
+    return events
+
+
+async def whole_of(api):
+    """The events of the same response, read without a break."""
+    async with opened(paused=False) as server, asked(server, api=api, seconds="1") as response:
+        await response.read()
+        await trio.sleep(2)
+        return numbered(response.body)
+
+
+def comparable(events):
+    """Without ids and times, which differ from response to response."""
+    raw = b"\n\n".join(rest for _number, rest in sorted(events.items()))
+    return re.sub(rb'"(id|item_id|created|created_at|completed_at)":\s*("[^"]*"|\d+)', b"", raw)
+
+
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("steps", [1, 2, 5])
+async def test_a_client_that_comes_back_gets_each_event_once(autojump_clock, api, steps):
+    expected = await whole_of(api)
+    async with opened() as server:
+        async with asked(server, api=api) as response:
+            await server.engine.step(steps)
+            await response.head()
+            await wait_all_tasks_blocked()
+            with trio.move_on_after(0.1):
+                await response.read()
+            events = numbered(response.body)
+        await server.engine.step(3)  # nobody is there
+        assert server.app.detached.detached_count == 1
+        async with resumed(server, max(events, default=0)) as response:
+            server.engine.resume()
+            await response.read()
+        later = numbered(response.body)
+        assert min(later) == max(events, default=0) + 1
+        joined = events | later
+        assert sorted(joined) == list(range(1, len(joined) + 1))
+        if api != "completions":  # its events differ in where one text is cut into pieces
+            assert comparable(joined)[-200:] == comparable(expected)[-200:]
+        await trio.sleep(31)
+        assert server.app.detached.kept_count == 0
+
+
+async def test_without_the_headers_leaving_cancels(autojump_clock):
+    async with opened(response=None) as server:
+        path, body = CHAT
+        async with server.client().ask(path, {"model": "fake", "stream": True, **body}) as response:
+            await server.engine.step(3)
+            await response.head()
+        await server.engine.step()
+        await server.assert_all_free()
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+async def test_leaving_before_it_has_begun_cancels_it(autojump_clock, steps):
+    async with opened(response=None, max_num_seqs=1) as server:
+        async with asked(server, session="first"):
+            await server.engine.step(2)
+            async with asked(server):
+                await wait_all_tasks_blocked()
+                async with resumed(server) as early:
+                    assert await early.head() == 409
+                await server.engine.step(steps)
+            await wait_all_tasks_blocked()
+            async with resumed(server) as response:
+                assert await response.head() == 404
+        async with server.client().ask("/v1/streams/first", method="DELETE") as response:
+            await server.engine.step()
+            assert (await response.json())["deleted"]
+
+
+async def test_a_whole_response_is_never_kept(autojump_clock):
+    async with opened(response=None) as server:
+        async with asked(server, stream=False):
+            await server.engine.step(3)
+        await server.engine.step()
+        await server.assert_all_free()
+        assert server.app.detached.kept_count == 0
+
+
+async def test_an_error_before_it_begins_has_its_own_status(autojump_clock):
+    async with opened() as server:
+        async with asked(server, temperature=-1) as response:
+            assert await response.head() == 400
+            assert (await response.json())["error"]["param"] == "temperature"
+        assert server.app.detached.kept_count == 0
+
+
+async def test_its_time_without_a_reader_ends_it(autojump_clock):
+    async with opened(response=None, paused=False, step_seconds=1) as server:
+        async with asked(server, seconds="10") as response:
+            await response.head()
+            await trio.sleep(5)
+        await trio.sleep(9)
+        assert server.app.detached.detached_count == 1
+        async with resumed(server, 2) as response:  # the clock begins anew when this reader leaves
+            await response.head()
+            await trio.sleep(20)
+        await trio.sleep(9)
+        assert server.app.detached.detached_count == 1
+        await trio.sleep(3)
+        assert server.app.detached.kept_count == 0
+        await server.assert_all_free()
+        async with resumed(server, 2) as response:
+            assert await response.head() == 404
+
+
+async def test_a_complete_stream_can_be_read_again_until_its_time_is_over(autojump_clock):
+    async with opened(paused=False) as server:
+        async with asked(server) as response:
+            await response.read()
+        events = numbered(response.body)
+        assert events[max(events)] == b"data: [DONE]"
+        async with resumed(server, max(events) - 2) as response:
+            await response.read()
+        assert list(numbered(response.body)) == [max(events) - 1, max(events)]
+        async with resumed(server, None, **{"last-event-id": str(max(events) - 1)}) as response:
+            await response.read()
+        assert list(numbered(response.body)) == [max(events)]
+        await trio.sleep(29)
+        assert server.app.detached.kept_count == 1
+        await trio.sleep(2)
+        assert server.app.detached.kept_count == 0
+
+
+async def test_a_second_reader_takes_over(autojump_clock):
+    async with opened() as server:
+        async with asked(server) as first:
+            await server.engine.step(3)
+            await first.head()
+            async with resumed(server) as second:
+                await wait_all_tasks_blocked()
+                server.engine.resume()
+                await second.read()
+            await first.read()
+        assert b"stream_taken_over" in first.body
+        assert b"[DONE]" not in first.body
+        events = numbered(second.body)
+        assert sorted(events) == list(range(1, len(events) + 1))
+        await trio.sleep(31)
+
+
+@pytest.mark.parametrize("api", APIS)
+async def test_deleting_frees_everything_with_the_next_step_and_tells_the_reader(autojump_clock, api):
+    async with opened(response=None) as server:
+        async with asked(server, api=api) as reader:
+            await server.engine.step(3)
+            await reader.head()
+            async with trio.open_nursery() as nursery:
+
+                async def delete():
+                    async with server.client().ask("/v1/streams/s1", method="DELETE") as response:
+                        assert (await response.json()) == {"id": "s1", "object": "stream", "deleted": True}
+
+                nursery.start_soon(delete)
+                await server.engine.step()
+            await server.engine.step()
+            await reader.read()
+        assert b"ended before its response was complete" in reader.body
+        numbered(reader.body)
+        assert server.app.detached.kept_count == 0
+
+
+async def test_another_caller_neither_sees_nor_ends_it(autojump_clock):
+    async with opened(api_keys=("a", "b"), response=None) as server:
+        async with asked(server, key="a") as response:
+            await server.engine.step(3)
+            await response.head()
+        async with resumed(server, key="b") as response:
+            assert await response.head() == 404
+        async with server.client().ask("/v1/streams/s1", method="DELETE", headers=authorization("b")) as response:
+            assert await response.head() == 404
+        assert server.app.detached.detached_count == 1
+        async with asked(server, key="b") as response:  # the same name is another stream of theirs
+            await server.engine.step(3)
+            assert await response.head() == 200
+        await wait_all_tasks_blocked()
+        assert server.app.detached.detached_count == 2
+        await trio.sleep(61)
+        await server.engine.step()
+
+
+async def test_a_name_that_lives_is_refused_and_one_that_is_over_is_taken(autojump_clock):
+    async with opened() as server:
+        async with asked(server) as response:
+            await server.engine.step(2)
+            await response.head()
+        async with asked(server) as response:
+            assert await response.head() == 409
+            assert (await response.json())["error"]["code"] == "stream_exists"
+        server.engine.resume()
+        await wait_all_tasks_blocked()
+        async with asked(server) as response:
+            assert await response.head() == 200
+            await response.read()
+        await trio.sleep(31)
+
+
+async def test_there_are_so_many_at_a_time_and_of_one_caller(autojump_clock):
+    async with opened(api_keys=("a", "b", "c"), response=None, max_num_seqs=8) as server:
+        for number, key in enumerate("aabb"):
+            async with asked(server, session=f"s{number}", key=key) as response:
+                await server.engine.step(2)
+                assert await response.head() == 200
+            for other in "abc" if number == 3 else key if number == 1 else "":
+                async with asked(server, session="more", key=other) as response:
+                    assert await response.head() == 429
+                    assert response.headers["x-trioserve-reason"] == "detached_full"
+        await trio.sleep(31)
+        await server.engine.step()
+
+
+async def test_finished_streams_make_room_for_new_ones(autojump_clock):
+    async with opened(paused=False) as server:
+        for number in range(5):
+            async with asked(server, session=f"s{number}") as response:
+                assert await response.head() == 200
+                await response.read()
+        assert server.app.detached.kept_count == 2
+        await trio.sleep(31)
+
+
+async def test_events_that_nobody_reads_are_bounded_and_end_the_request(autojump_clock):
+    settings = DetachSettings(seconds_max=60, bytes_max=4000)
+    async with opened(settings=settings, response=None, paused=False, step_seconds=0.01) as server:
+        async with asked(server) as response:
+            await response.head()
+            await trio.sleep(0.05)
+        await trio.sleep(20)
+        await server.assert_all_free()
+        assert server.app.detached.kept_bytes < 5000
+        async with resumed(server, server.app.detached.find("s1", None).log.first_kept - 1) as response:
+            await response.read()
+        events = numbered(response.body)
+        assert b"stream_buffer_full" in events[max(events)]
+        shown = (await server.client().get("/metrics")).body.decode()
+        assert re.search(r"trioserve:detached_streams\{.*\} 0", shown)
+        assert re.search(r"trioserve:detached_bytes_held\{.*\} [1-9]", shown)
+        await trio.sleep(31)
+
+
+async def test_a_reader_that_keeps_up_may_read_more_than_is_kept(autojump_clock):
+    settings = DetachSettings(seconds_max=60, bytes_max=4000)
+    async with opened(settings=settings, response=None, paused=False, step_seconds=0.01) as server:
+        async with asked(server, max_tokens=200) as response:
+            await response.read()
+        events = numbered(response.body)
+        assert events[max(events)] == b"data: [DONE]"
+        assert len(response.body) > 8000
+        async with resumed(server, 1) as response:
+            assert await response.head() == 410
+            assert (await response.json())["error"]["code"] == "events_gone"
+        async with resumed(server, max(events) + 1) as response:
+            assert await response.head() == 400
+        await trio.sleep(31)
+
+
+@pytest.mark.slow
+async def test_a_slow_reader_is_waited_for_and_then_becomes_one_that_has_left(autojump_clock):
+    settings = DetachSettings(seconds_max=60, bytes_max=20_000)
+    limits = FrontendLimits(stall_seconds_max=5, stream_buffer_bytes_max=2048)
+    options = {"step_seconds": 0.01, "context_tokens_max": 1000, "limits": limits}
+    async with opened(settings=settings, response=None, paused=False, **options) as server:
+        async with asked(server) as response:
+            await response.head()
+            await trio.sleep(6)  # takes nothing meanwhile
+            stream = server.app.detached.find("s1", None)
+            assert stream.has_reader
+            assert 10_000 < stream.log.unread_byte_count < 11_000
+            await trio.sleep(8)
+            assert server.app.detached.detached_count == 0  # its events were too many, after some time without a reader
+            assert not stream.has_reader
+            with pytest.raises(ConnectionLost):
+                await response.read()
+        async with resumed(server, stream.log.first_kept - 1) as response:
+            await response.read()
+        assert b"stream_buffer_full" in response.body
+        await trio.sleep(61)
+        await server.assert_all_free()
+
+
+async def test_at_drain_what_nobody_reads_is_ended_and_the_others_go_on(autojump_clock):
+    async with opened(api_keys=("a", "b")) as server:
+        async with asked(server, key="a") as response:
+            await server.engine.step(2)
+            await response.head()
+        async with asked(server, key="b") as reader:
+            await server.engine.step(2)
+            await reader.head()
+            server.drain()
+            await server.engine.step()
+            assert server.app.detached.kept_count == 1
+            server.engine.resume()
+            await reader.read()
+        assert b"[DONE]" in reader.body
+        await server.app.wait_until_idle()
+        assert server.app.detached.kept_count == 0
+
+
+@pytest.mark.parametrize(
+    ("headers", "param"),
+    [
+        ({"x-detach-timeout": "0", "x-session-id": "s"}, "X-Detach-Timeout"),
+        ({"x-detach-timeout": "61", "x-session-id": "s"}, "X-Detach-Timeout"),
+        ({"x-detach-timeout": "nan", "x-session-id": "s"}, "X-Detach-Timeout"),
+        ({"x-detach-timeout": "soon", "x-session-id": "s"}, "X-Detach-Timeout"),
+        ({"x-detach-timeout": "5"}, "X-Session-Id"),
+        ({"x-detach-timeout": "5", "x-session-id": "a/b"}, "X-Session-Id"),
+        ({"x-detach-timeout": "5", "x-session-id": "a" * 129}, "X-Session-Id"),
+    ],
+)
+async def test_wrong_wishes_are_refused(autojump_clock, headers, param):
+    async with opened() as server:
+        path, body = CHAT
+        response = await server.client().post(path, {"model": "fake", "stream": True, **body}, headers=headers)
+        assert response.status == 400
+        assert (await response.json())["error"]["param"] == param
+
+
+async def test_it_is_off_unless_the_operator_allows_it(autojump_clock):
+    async with opened(settings=DetachSettings()) as server, asked(server) as response:
+        assert await response.head() == 400
+        assert "--detach-timeout-max" in (await response.json())["error"]["message"]
