@@ -110,6 +110,11 @@ def invoke_form(tags: InvokeTags, around: str) -> CallForm:
         says = f' string="{"true" if is_text else "false"}"' if tags.says_text else ""
         return f'{tags.opening("parameter")} name="{name}"{says}>'
 
+    def written_value(value: object) -> str:
+        text = raw_text(value)
+        needs_lines = tags.trims_lines and (text.startswith("\n") or text.endswith("\n"))
+        return f"\n{text}\n" if needs_lines else text
+
     def head(name: str) -> str:
         return f'{tags.opening("invoke")} name="{name}">\n'
 
@@ -119,7 +124,7 @@ def invoke_form(tags: InvokeTags, around: str) -> CallForm:
 
     def write(call: WholeCall) -> str:
         values = "".join(
-            begin(name, isinstance(value, str)) + raw_text(value) + parameter_end
+            begin(name, isinstance(value, str)) + written_value(value) + parameter_end
             for name, value in json.loads(call.arguments).items()
         )
         return head(call.name) + values + end

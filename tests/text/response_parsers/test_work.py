@@ -1,0 +1,96 @@
+"""What reading costs grows with the text, and no faster: counted in calls and copied characters, not in seconds."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from trioserve.text.joined_response import WholeCall
+from trioserve.text.response_parsers.families import TOOL_FAMILIES
+from trioserve.text.response_parsers.registry import make_response_parser
+from trioserve.text.response_parsers.text_source import TextSource
+
+# One of each kind.
+KINDS = [
+    "hermes",
+    "mistral",
+    "pythonic",
+    "qwen3_coder",
+    "glm45",
+    "deepseek_v3",
+    "deepseek_v32",
+    "kimi_k2",
+    "gemma4",
+    "openai",
+]
+
+
+class Work:
+    """Counts calls of functions, Python's own included, and the characters that are copied from piece to piece."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        push = TextSource.push
+
+        def counting_push(source: TextSource, piece: str) -> None:
+            push(source, piece)
+            self.count += len(source.text)
+
+        monkeypatch.setattr(TextSource, "push", counting_push)
+
+    def of(self, family: str, tools: object, text: str) -> int:
+        self.count = 0
+        parser = make_response_parser(family, "qwen3", tools=tools)  # type: ignore[arg-type]
+        previous = sys.getprofile()
+
+        def count(_frame: object, event: str, _argument: object) -> None:
+            self.count += event in ("call", "c_call")
+
+        sys.setprofile(count)
+        try:
+            for character in text:
+                parser.feed(character)
+            parser.end()
+        finally:
+            sys.setprofile(previous)
+        return self.count
+
+
+def hostile_texts(family: str, length: int) -> list[str]:
+    """Each of about this length: texts that begin something again and again, or never end it."""
+    call = TOOL_FAMILIES[family].form.written([WholeCall("write_file", '{"content": "CONTENT"}')])
+    before, after = call.split("CONTENT")
+    opener = next(iter(TOOL_FAMILIES[family].readers), "<|channel|>")
+    return [
+        before + "x " * (length // 2) + after,
+        before + "\n" * length,
+        before + (after[:-1] + "y") * (length // len(after)),
+        opener * (length // len(opener)),
+        opener + " " * length,
+        opener[:-1] * (length // len(opener[:-1])),
+        '{"name": "get_time", "arguments": ' + '{"a": ' * (length // 6),
+        '{"arguments": {"a": "' + "b" * length,
+        "\n" * length,
+        "\n[{" * (length // 3),
+        "```json\n" * (length // 8),
+        "<think>" * (length // 7),
+        "<think>" + "</think" * (length // 7),
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", KINDS)
+def test_twice_the_text_is_twice_the_work(monkeypatch, tools, family):
+    work = Work(monkeypatch)
+    for short, long in zip(hostile_texts(family, 200), hostile_texts(family, 400), strict=True):
+        assert work.of(family, tools, long) < 2.5 * work.of(family, tools, short), long[:60]
+
+
+@pytest.mark.slow
+def test_a_megabyte_in_single_characters(tools):
+    text = '<tool_call>{"name": "write_file", "arguments": {"content": "' + "x\\n" * 340_000 + '"}}</tool_call>'
+    parser = make_response_parser("hermes", None, tools=tools)
+    shown = sum(len(getattr(part, "text", "")) for character in text for part in parser.feed(character))
+    assert shown == len(text) - len('<tool_call>{"name": "write_file", "arguments": }</tool_call>')
+    assert parser.end() == []
