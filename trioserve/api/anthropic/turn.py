@@ -115,7 +115,8 @@ def _structured(body: CountTokensBody) -> StructuredOutput | None:
     if wanted is None:
         return None
     check_shape(wanted.schema, f"{field}.schema")
-    return StructuredOutput(kind=FormKind.JSON_SCHEMA, source=encode(wanted.schema).decode())
+    source = encode(wanted.schema).decode()
+    return StructuredOutput(kind=FormKind.JSON_SCHEMA, source=source, param=f"{field}.schema")
 
 
 def _reasoning(body: CountTokensBody, tokens_max: int | None) -> Reasoning:

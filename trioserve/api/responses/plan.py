@@ -23,7 +23,7 @@ from trioserve.api.turn.messages import check_shape
 from trioserve.api.turn.turn_request import Reasoning, TurnRequest
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.contracts.structured_output import FormKind, StructuredOutput
+from trioserve.contracts.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
     from trioserve.api.request_context import RequestContext
@@ -109,7 +109,7 @@ def structured_output(form: TextFormat | None) -> StructuredOutput | None:
     if form is None or form.type == "text":
         return None
     if form.type == "json_object":
-        return StructuredOutput(kind=FormKind.JSON_OBJECT)
+        return StructuredOutput.json_object(param="text.format")
     if form.schema is None:
         raise InvalidRequest("text.format.schema is missing: json_schema needs one", param="text.format.schema")
     if form.name is not None and not 1 <= len(form.name) <= FORMAT_NAME_CHARACTERS_MAX:
@@ -118,4 +118,4 @@ def structured_output(form: TextFormat | None) -> StructuredOutput | None:
             param="text.format.name",
         )
     check_shape(form.schema, "text.format.schema")
-    return StructuredOutput(kind=FormKind.JSON_SCHEMA, source=msgspec.json.encode(form.schema).decode())
+    return StructuredOutput.json(form.schema, param="text.format.schema")

@@ -1,0 +1,174 @@
+"""What compiling may cost, what it refuses, and what is kept of it."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.structured_output import SOURCE_CHARACTERS_MAX, FormKind, StructuredOutput
+from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, byte_tokenizer
+from trioserve.text import form_compiler
+from trioserve.text.form_compiler import COMPILE_STACK_BYTES, FORM_BYTES, FormCompiler
+
+
+def new_compiler() -> FormCompiler:
+    return FormCompiler(byte_tokenizer(), vocab_size=BYTE_VOCAB_SIZE, end_token_ids=(END_TOKEN_ID,))
+
+
+COMPILER = new_compiler()
+
+
+def accepts(form: StructuredOutput, text: str) -> bool:
+    matcher = COMPILER.compile(form).new_matcher()
+    return matcher.try_consume_tokens(list(text.encode())) == len(text.encode()) and matcher.is_accepting()
+
+
+def in_a_deep_thread(function):
+    """As TextThreads.run_compile does."""
+    results = []
+
+    def work():
+        try:
+            results.append(function())
+        except InvalidRequest as error:
+            results.append(error)
+
+    usual = threading.stack_size(COMPILE_STACK_BYTES)
+    try:
+        thread = threading.Thread(target=work)
+        thread.start()
+    finally:
+        threading.stack_size(usual)
+    thread.join()
+    return results[0]
+
+
+def lark_chain(line: str, last: str) -> StructuredOutput:
+    """As long as a grammar may be."""
+    lines, size = ["start: r0"], 0
+    while size < SOURCE_CHARACTERS_MAX[FormKind.GRAMMAR] - 100:
+        index = len(lines) - 1
+        lines.append(line.format(index, index + 1))
+        size += len(lines[-1]) + 1
+    return StructuredOutput.grammar("\n".join([*lines, last.format(len(lines) - 1)]))
+
+
+def ref_chain(link: dict) -> StructuredOutput:
+    definitions = {f"d{index}": json.loads(json.dumps(link).replace("NEXT", f"d{index + 1}")) for index in range(3000)}
+    return StructuredOutput.json({"$ref": "#/$defs/d0", "$defs": {**definitions, "d3000": {"type": "integer"}}})
+
+
+DEEP = {
+    "rules": lambda: lark_chain("r{}: r{}", 'r{}: "a"'),
+    "rules and text": lambda: lark_chain('r{}: "b" r{}', 'r{}: "a"'),
+    "references": lambda: ref_chain({"$ref": "#/$defs/NEXT"}),
+    "references in lists": lambda: ref_chain({"type": "array", "items": {"$ref": "#/$defs/NEXT"}}),
+    "references in allOf": lambda: ref_chain({"allOf": [{"$ref": "#/$defs/NEXT"}]}),
+    "groups": lambda: StructuredOutput.regex("(" * 8000 + "a" + ")" * 8000),
+    "parentheses": lambda: StructuredOutput.grammar("start: " + "(" * 30000 + '"a"' + ")" * 30000),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", DEEP.values(), ids=DEEP.keys())
+def test_what_is_as_deep_as_its_size_allows_ends_no_process(form):
+    compiled = in_a_deep_thread(lambda: COMPILER.compile(form()))
+    if not isinstance(compiled, InvalidRequest):
+        matcher = compiled.new_matcher()  # and is used in a thread like any other
+        matcher.consume_tokens(matcher.compute_ff_tokens()[:100])
+        matcher.compute_bitmask()
+
+
+HUGE = {
+    "a repetition of repetitions": StructuredOutput.regex("((a{0,1000}){0,1000}){0,1000}"),
+    "nested quantifiers": StructuredOutput.regex("(a+)+(b+)+(a|b|ab)*c" * 20),
+    "many properties": StructuredOutput.json({"properties": {f"p{index}": {"type": "string"} for index in range(200)}}),
+    "an enum of many": StructuredOutput.choice([f"choice {index}" for index in range(1000)]),
+    "long lists of long texts": StructuredOutput.json(
+        {"type": "array", "minItems": 10**9, "items": {"type": "string", "minLength": 10**6}}
+    ),
+    "a fine grid": StructuredOutput.json({"type": "number", "multipleOf": 1e-7, "minimum": 0.1, "maximum": 1e15}),
+    "unicode classes": StructuredOutput.regex(r"[\p{L}\p{N}]{1,200}@[\p{L}\p{N}]{1,200}" * 5),
+}
+
+
+@pytest.mark.parametrize("form", HUGE.values(), ids=HUGE.keys())
+def test_what_could_take_for_ever_is_compiled_or_refused_soon(form):
+    compiled = in_a_deep_thread(lambda: COMPILER.compile(form))
+    if isinstance(compiled, InvalidRequest):
+        assert compiled.param == "structured"
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FormKind if kind is not FormKind.JSON_OBJECT])
+def test_a_source_that_is_too_long_is_refused_before_anything_is_done(kind):
+    source_max = SOURCE_CHARACTERS_MAX[kind]
+    assert StructuredOutput(kind=kind, source="x" * source_max)
+    with pytest.raises(InvalidRequest, match=f"at most {source_max} are allowed"):
+        StructuredOutput(kind=kind, source="x" * (source_max + 1))
+    with pytest.raises(InvalidRequest, match="is empty"):
+        StructuredOutput(kind=kind)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: StructuredOutput.choice([]),
+        lambda: StructuredOutput.choice("yes"),
+        lambda: StructuredOutput.choice(["yes", ""]),
+        lambda: StructuredOutput.choice(["yes", 1]),
+        lambda: StructuredOutput.regex(b"a"),
+        lambda: StructuredOutput.json({"a": object()}),
+        lambda: StructuredOutput.grammar(None),
+    ],
+)
+def test_what_is_none_of_its_kind_is_refused(make):
+    with pytest.raises(InvalidRequest) as raised:
+        make()
+    assert raised.value.param == "structured"
+
+
+def test_a_class_of_pydantic_is_a_schema():
+    class Person:
+        @classmethod
+        def model_json_schema(cls):
+            return {"type": "object", "properties": {"name": {"const": "Ann"}}, "required": ["name"]}
+
+    assert accepts(StructuredOutput.json(Person), '{"name": "Ann"}')
+
+
+def test_keys_come_in_the_order_of_the_schema_and_white_space_as_it_says():
+    properties = {"b": {"type": "null"}, "a": {"type": "null"}}
+    schema = {"type": "object", "properties": properties, "required": ["b", "a"]}
+    assert accepts(StructuredOutput.json(schema), '{"b": null, "a": null}')
+    assert not accepts(StructuredOutput.json(schema), '{"a": null, "b": null}')
+    assert not accepts(StructuredOutput.json(schema), '{"b":null,"a":null}')
+    flexible = {**schema, "x-guidance": {"whitespace_flexible": True, "key_separator": ":", "item_separator": ","}}
+    assert accepts(StructuredOutput.json(flexible), '{\n "b":null,\n "a":null}')
+
+
+def test_the_least_recently_used_forms_make_room(monkeypatch):
+    compiler = new_compiler()
+    forms = [StructuredOutput.regex(f"{index}") for index in range(4)]
+    monkeypatch.setattr(form_compiler, "CACHE_BYTES_MAX", 3 * FORM_BYTES + 1000)
+    for form in forms[:3]:
+        compiler.compile(form)
+    assert compiler.find(forms[0]) is not None
+    compiler.compile(forms[3])
+    assert [compiler.find(form) is not None for form in forms] == [True, False, True, True]
+
+
+def test_equal_forms_share_what_is_compiled_whatever_they_are_said_in():
+    compiler = new_compiler()
+    first = compiler.compile(StructuredOutput.regex("a", param="guided_regex"))
+    assert compiler.compile(StructuredOutput.regex("a", param="structured", free_until="x")) is first
+    assert compiler.compiles_total == 1
+
+
+def test_a_model_without_an_end_token_has_no_forms():
+    compiler = FormCompiler(byte_tokenizer(), vocab_size=BYTE_VOCAB_SIZE, end_token_ids=())
+    compiler.end_token_ids = ()
+    with pytest.raises(InvalidRequest, match="no end token"):
+        compiler.compile(StructuredOutput.regex("a"))

@@ -1,0 +1,154 @@
+"""Masks, drafts and forced tokens of a guide, compared with what the same guide says token by token."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from array import array
+
+import hypothesis
+import pytest
+from hypothesis import strategies
+
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.structured_output import StructuredOutput
+from trioserve.contracts.thinking import Thinking
+from trioserve.contracts.token_masks import mask_words
+from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, byte_tokenizer
+from trioserve.text.form_compiler import FormCompiler
+from trioserve.text.guide_factory import GuideFactory
+from trioserve.text.sequence_guide import SequenceGuide
+
+WORDS = mask_words(BYTE_VOCAB_SIZE)
+COMPILER = FormCompiler(byte_tokenizer(), vocab_size=BYTE_VOCAB_SIZE, end_token_ids=(END_TOKEN_ID,))
+STOPS = frozenset((END_TOKEN_ID,))
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": ["x", "xy"]}, "b": {"type": "array", "items": {"type": "integer"}, "maxItems": 2}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+JSON = StructuredOutput.json(SCHEMA)
+TEXTS = ('{"a": "x", "b": [1, 22]}', '{"a": "xy", "b": []}', '{"a": "xy", "b": [-7]}')
+
+
+def guide_for(*, prompt: str = "say", stop_token_ids: frozenset[int] = STOPS, **sampling: object) -> SequenceGuide:
+    prepared = GuideFactory(COMPILER).prepare(SamplingParams(**sampling))
+    return prepared.new_guide(stop_token_ids, tuple(prompt.encode()))
+
+
+def masks_of(guide: SequenceGuide, draft: tuple[int, ...] = ()) -> list[set[int]]:
+    words = array("I", (0xA5A5A5A5,)) * (WORDS * (1 + len(draft)))  # what an earlier step has left there
+    guide.fill_masks(words.buffer_info()[0], WORDS, draft)
+    rows = [words[row * WORDS : (row + 1) * WORDS] for row in range(1 + len(draft))]
+    found = [{token for token in range(32 * WORDS) if row[token // 32] >> token % 32 & 1} for row in rows]
+    assert all(token < BYTE_VOCAB_SIZE for row in found for token in row), "a bit beyond the vocabulary"
+    return found
+
+
+def walked(guide: SequenceGuide, text: str) -> SequenceGuide:
+    for token in text.encode():
+        assert token in masks_of(guide)[0]
+        assert guide.accept(token)
+    return guide
+
+
+GUIDES = {
+    "json": {"structured": JSON},
+    "json behind free text": {"structured": StructuredOutput.json(SCHEMA, free_until="</t>")},
+    "json behind a thought": {
+        "structured": StructuredOutput.json(SCHEMA, free_until="</t>"),
+        "thinking": Thinking(begin="<t>", end="</t>", tokens_max=4),
+    },
+    "a thought": {"thinking": Thinking(end="</t>", tokens_max=4)},
+    "json without x": {"structured": JSON, "bad_words": ("xy", "[]")},
+    "few tokens": {"allowed_token_ids": tuple(b'{"abxy:, []0123456789-}<t>/')},
+    "json of few tokens": {"structured": JSON, "allowed_token_ids": tuple(b'{"abxy:, []0123456789-}')},
+}
+
+
+@pytest.mark.parametrize("sampling", GUIDES.values(), ids=GUIDES.keys())
+@hypothesis.settings(deadline=None, database=None, max_examples=60)
+@hypothesis.given(
+    text=strategies.sampled_from((*TEXTS, *(f"<t>ab</t>{text}" for text in TEXTS), "<t>abcdefg", "ab</t>" + TEXTS[0])),
+    place=strategies.integers(0, 30),
+    length=strategies.integers(0, 6),
+    change=strategies.none() | strategies.integers(0, 5),
+)
+def test_masks_behind_a_draft_are_those_that_come_when_its_tokens_have_come(sampling, text, place, length, change):
+    tokens = text.encode()
+    guide, twin = guide_for(**sampling), guide_for(**sampling)
+    for token in tokens[:place]:
+        if token not in masks_of(guide)[0]:
+            break
+        assert guide.accept(token)
+        assert twin.accept(token)
+    draft = list(tokens[place : place + length])
+    if change is not None and change < len(draft):
+        draft[change] = ord("#")
+    draft = draft[: guide.acceptable_count(draft)]
+    rows = masks_of(guide, tuple(draft))
+    assert not draft or guide.wants_mask(draft) or all(len(row) == BYTE_VOCAB_SIZE for row in rows)
+    for index, row in enumerate(rows):
+        assert row == masks_of(twin)[0], f"behind {bytes(draft[:index])!r}"
+        if index < len(draft):
+            assert draft[index] in row, "what is drafted may come"
+            assert twin.accept(draft[index])
+    assert masks_of(guide)[0] == rows[0], "filling has changed the guide"
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_forced_tokens_are_the_only_ones_that_may_come(text):
+    guide = guide_for(structured=JSON)
+    tokens, place, forced_total = text.encode(), 0, 0
+    while place < len(tokens):
+        assert guide.accept(tokens[place])
+        place += 1
+        forced = guide.forced_tokens(100)
+        assert forced == guide.forced_tokens(100), "asking changes nothing"
+        assert guide.forced_tokens(2) == forced[:2]
+        for token in forced:
+            assert masks_of(guide)[0] == {token}
+            assert guide.accept(token)
+        place, forced_total = place + len(forced), forced_total + len(forced)
+    assert guide.is_over
+    assert forced_total >= len('"a": "x, "b": [}') - 2
+    assert json.loads(text)
+
+
+def test_a_token_that_may_not_come_is_a_fault_in_words():
+    guide = walked(guide_for(structured=JSON), '{"a": "x')
+    assert not guide.accept(ord("z"))
+    assert "cannot go on" in guide.fault
+    assert masks_of(guide, (1, 2)) == [set(), set(), set()]
+
+
+def test_where_the_form_may_end_all_stop_tokens_may_come_and_ignored_ends_may_not():
+    form = StructuredOutput.regex("a+")
+    assert masks_of(walked(guide_for(structured=form), "a")) == [{ord("a"), END_TOKEN_ID}]
+    assert masks_of(guide_for(structured=form)) == [{ord("a")}]
+    both = guide_for(structured=form, stop_token_ids=frozenset((7, END_TOKEN_ID)))
+    assert masks_of(walked(both, "a")) == [{ord("a"), 7, END_TOKEN_ID}]
+    ignored = guide_for(structured=form, stop_token_ids=frozenset((7,)))
+    assert masks_of(walked(ignored, "a")) == [{ord("a"), 7}]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "is_free"),
+    [
+        ({"thinking": Thinking(end="</t>")}, True),
+        ({"thinking": Thinking(end="</t>", tokens_max=2)}, True),
+        ({"thinking": Thinking(end="</t>", tokens_max=1)}, False),
+        ({"structured": JSON}, False),
+        ({"structured": StructuredOutput.json(SCHEMA, free_until="</t>")}, False),
+        ({"allowed_token_ids": (1,)}, False),
+        ({"bad_words": ("ab",)}, False),
+    ],
+)
+def test_only_where_no_token_can_change_anything_the_next_is_free_ahead(sampling, is_free):
+    assert guide_for(**sampling).is_free_ahead is is_free
+
+
+def test_all_bits_of_a_free_row_are_the_vocabulary():
+    assert masks_of(guide_for(thinking=Thinking(end="</t>")), (1, 2)) == [set(range(BYTE_VOCAB_SIZE))] * 3
+    assert ctypes.sizeof(ctypes.c_uint32) == 4

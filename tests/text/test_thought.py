@@ -1,0 +1,91 @@
+"""Where a thought begins and ends, in whatever pieces its text comes, and when its end is forced."""
+
+from __future__ import annotations
+
+import pytest
+
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.thinking import Thinking
+from trioserve.text.thought import TextFinder, Thought, ThoughtPhase
+
+END = (101, 102)
+
+
+def run(limits: Thinking, *pieces: str, prompt: str = "", hurried_at: int | None = None) -> Thought:
+    """Each piece is a token without an id; the forced end's tokens are written as they come."""
+    thought = Thought.behind_prompt(limits, END, prompt)
+    for index, piece in enumerate(pieces):
+        token = thought.forced[0] if thought.forced and piece == "!" else 0
+        is_hurried = hurried_at is not None and index >= hurried_at
+        thought = thought.after(token, b"" if piece == "!" else piece.encode(), is_hurried=is_hurried)
+    return thought
+
+
+@pytest.mark.parametrize(
+    ("pieces", "prompt", "phase", "count"),
+    [
+        ((), "", ThoughtPhase.BEFORE, 0),
+        ((), "x <t>", ThoughtPhase.INSIDE, 0),
+        ((), "x <t>\n", ThoughtPhase.INSIDE, 0),
+        ((), "<t></t>\n", ThoughtPhase.OVER, 0),
+        (("\n", "<", "t"), "", ThoughtPhase.BEFORE, 0),
+        (("\n", "<", "t", ">"), "", ThoughtPhase.INSIDE, 0),
+        (("<t>a",), "", ThoughtPhase.INSIDE, 0),
+        (("<t", "x"), "", ThoughtPhase.OVER, 0),
+        (("hello",), "", ThoughtPhase.OVER, 0),
+        (("<t>", "a", "b"), "", ThoughtPhase.INSIDE, 2),
+        (("<t>", "a", "b</", "t", ">c"), "", ThoughtPhase.OVER, 0),
+        (("<t>", "a", "</t", ">"), "", ThoughtPhase.OVER, 0),
+    ],
+)
+def test_phases(pieces, prompt, phase, count):
+    thought = run(Thinking(begin="<t>", end="</t>"), *pieces, prompt=prompt)
+    assert thought.phase is phase
+    if phase is ThoughtPhase.INSIDE:
+        assert thought.token_count == count
+
+
+def test_a_spent_budget_forces_the_end_token_by_token():
+    limits = Thinking(end="</t>", tokens_max=2)
+    assert run(limits, "a").forced == ()
+    assert run(limits, "a", "b").forced == END
+    assert run(limits, "a", "b", "!").forced == END[1:]
+    assert run(limits, "a", "b", "!", "!").phase is ThoughtPhase.OVER
+
+
+def test_what_was_sampled_before_the_end_was_forced_is_one_more_token_of_the_thought():
+    assert run(Thinking(end="</t>"), "a", "b", "c", hurried_at=0).forced == END
+    assert run(Thinking(end="</t>"), "a", "b", "!", "c", hurried_at=0).forced == END
+
+
+def test_an_end_that_is_being_written_is_not_forced_as_well():
+    limits = Thinking(end="</t>", tokens_max=2)
+    assert run(limits, "a", "</").forced == ()
+    assert run(limits, "a", "</", "t>").phase is ThoughtPhase.OVER
+    assert run(limits, "a", "</", "b").forced == END
+
+
+def test_a_budget_of_nothing():
+    assert run(Thinking(end="</t>", tokens_max=0)).forced == END
+    assert run(Thinking(begin="<t>", end="</t>", tokens_max=0)).forced == ()
+    assert run(Thinking(begin="<t>", end="</t>", tokens_max=0), "<t>").forced == END
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+def test_a_text_is_found_in_pieces_of_any_size(size):
+    text = b"aab aabaab and more"
+    finder = TextFinder(b"aabaab")
+    for begin in range(0, len(text), size):
+        piece = text[begin : begin + size]
+        finder = finder.after(piece)
+        if finder.is_found:
+            assert text.index(b"aabaab") + 6 == begin + len(piece) - len(finder.rest)
+            return
+    raise AssertionError("not found")
+
+
+@pytest.mark.parametrize("wrong", [{"end": ""}, {"end": "x" * 257}, {"end": "x", "tokens_max": -1}])
+def test_what_cannot_be_is_refused(wrong):
+    with pytest.raises(InvalidRequest) as raised:
+        Thinking(**wrong)
+    assert raised.value.param == "thinking"
