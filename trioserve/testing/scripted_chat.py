@@ -260,7 +260,7 @@ FAMILIES: dict[str, _Family] = {
     "pythonic": _Family(marks="[func_name1(params_name1=params_value1)]", write_calls=_pythonic),
     "mistral": _Family(marks="[TOOL_CALLS] [ARGS]", write_calls=_each("[TOOL_CALLS]NAME[ARGS]ARGUMENTS")),
     "deepseek_v3": _Family(
-        marks="<｜tool▁calls▁begin｜> function<｜tool▁sep｜>",
+        marks="<｜tool▁calls▁begin｜> function<｜tool▁sep｜> ```json",
         write_calls=_within(
             "<｜tool▁calls▁begin｜>",
             _each("<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nARGUMENTS\n```<｜tool▁call▁end｜>", "\n"),
@@ -279,7 +279,7 @@ FAMILIES: dict[str, _Family] = {
         ),
     ),
     "harmony": _Family(
-        marks="<|channel|>analysis<|message|>",
+        marks="<|start|> <|channel|>analysis<|message|>",
         write_calls=_each(
             "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS<|call|>",
             "<|start|>assistant",

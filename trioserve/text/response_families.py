@@ -19,6 +19,8 @@ __all__ = ["COMMON_TOOL_FAMILY", "PROMPT_END_TOKENS", "ResponseFamilies", "offer
 COMMON_TOOL_FAMILY = "hermes"
 """For models whose template says nothing: the format that most others have learned."""
 
+HARMONY_CONTENT = "<|channel|>final<|message|>"
+_HARMONY = REASONING_FAMILIES["openai"]
 PROMPT_END_TOKENS = 32  # of a prompt, that show whether it has opened a thought
 
 
@@ -45,9 +47,10 @@ class ResponseFamilies:
         return None if self.reasoning_family is None else REASONING_FAMILIES[self.reasoning_family].tags
 
     @property
-    def has_channels(self) -> bool:
-        """The model writes thoughts, content and calls into channels of their own, all in one form."""
-        return self.tool_family is not None and TOOL_FAMILIES[self.tool_family].whole is not None
+    def content_begin(self) -> str | None:
+        """What content stands behind, where thoughts, content and calls have channels of their own; None elsewhere."""
+        tools = self.tool_family is not None and TOOL_FAMILIES[self.tool_family].whole is not None
+        return HARMONY_CONTENT if tools or REASONING_FAMILIES.get(self.reasoning_family or "") is _HARMONY else None
 
     def needs_parser(self, *, has_tools: bool) -> bool:
         """Whether there is anything to look for in the response; otherwise all of it is content."""

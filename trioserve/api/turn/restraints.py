@@ -25,14 +25,17 @@ def restrained(request: TurnRequest, families: ResponseFamilies, tokenizer: Toke
     """The turn's sampling with all of it. A form begins behind the thought of a model that thinks aloud; and such a
     thought can be ended, by its budget or from outside, whether or not there is a budget. Raises InvalidRequest."""
     form = _form(request, families, tokenizer)
-    tags = None if families.has_channels else families.thought_tags
+    tags = families.thought_tags
+    if form is not None and form is request.structured and families.content_begin is not None:
+        form = msgspec.structs.replace(form, free_until=families.content_begin)
+    elif form is not None and tags is not None and families.content_begin is None:
+        form = msgspec.structs.replace(form, free_until=tags.closing[0])
     if tags is None:
         return request.sampling if form is None else msgspec.structs.replace(request.sampling, structured=form)
-    end = tags.closing[0]
-    if form is not None:
-        form = msgspec.structs.replace(form, free_until=end)
     thinking = Thinking(
-        begin="" if tags.begins_inside else tags.opening[0], end=end, tokens_max=request.reasoning.budget_tokens
+        begin="" if tags.begins_inside else tags.opening[0],
+        end=tags.closing[0],
+        tokens_max=request.reasoning.budget_tokens,
     )
     return msgspec.structs.replace(request.sampling, structured=form, thinking=thinking)
 
@@ -67,6 +70,9 @@ def _form(request: TurnRequest, families: ResponseFamilies, tokenizer: Tokenizer
                 reasoning_family=families.reasoning_family,
                 begins_inside=True,
             )
+        if families.content_begin is not None:
+            _check_channels(request)
+            return None
         if request.structured is None:
             return strict_calls(family, tools, may_repeat=may_repeat, special_token_ids=special_token_ids)
         schema = _schema_of(request.structured)
@@ -78,6 +84,16 @@ def _form(request: TurnRequest, families: ResponseFamilies, tokenizer: Tokenizer
             f"the schemas of the tools are too long to be kept to: {error}; send fewer tools, or shorter schemas",
             param="tools",
         ) from None
+
+
+def _check_channels(request: TurnRequest) -> None:
+    """What may be written is decided for each message, and what the model will write next is its own choice."""
+    if request.structured is not None:
+        raise InvalidRequest(
+            f"{request.structured.param} and tools are both set: this model's responses can have a form, or calls; "
+            'send tool_choice "none", "required", or one of the two',
+            param=request.structured.param,
+        )
 
 
 def _schema_of(form: StructuredOutput) -> dict[str, Any]:
