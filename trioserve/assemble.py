@@ -32,6 +32,7 @@ from trioserve.engine.model_description import PooledModel
 from trioserve.metrics.registry import Metrics
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.default_model import DOWNLOAD_THREAD, resolve_model
+from trioserve.model.loading.encoder_directory import EncoderDirectory, opened_encoder
 from trioserve.model.loading.weights_name import weights_name
 from trioserve.model.settings import ModelSettings
 from trioserve.text.form_compiler import FormCompiler
@@ -44,7 +45,10 @@ from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.worker_thread import WorkerThread
 
 if TYPE_CHECKING:
+    from trioserve.model.encoder_runner import EncoderRunner
     from trioserve.model.runner import ModelRunner
+
+    Runner = ModelRunner | EncoderRunner
 
 __all__ = ["LoadReport", "Loaded", "default_served_name", "open_configured_engine", "open_engine"]
 
@@ -180,8 +184,8 @@ async def open_configured_engine(
         async with WorkerThread("compute") as compute, TextThreads() as text, AsyncExitStack() as threads:
             # It may be a download, which nothing can end from outside: not in a thread that leaving waits for.
             path = await call_abandonable(resolve_model, config.model, thread_name=DOWNLOAD_THREAD)
-            checkpoint = await text.run_cancellable(open_checkpoint, path)
-            runners: list[ModelRunner] = []
+            checkpoint = await text.run_cancellable(_opened, path)
+            runners: list[Runner] = []
             try:
                 runner, compiler = await _load(config, checkpoint, compute, text, on_progress, runners)
                 tokenizer = compiler.tokenizer
@@ -190,6 +194,8 @@ async def open_configured_engine(
                 if transfers is not None and make_connector is not None:
                     if transfers.ignored:
                         logger.warning("of --kv-transfer-config ignored=%s", ",".join(transfers.ignored))
+                    if isinstance(checkpoint, EncoderDirectory):
+                        raise StartupError("an encoder keeps no KV to exchange: leave out --kv-transfer-config")
                     name = await text.run_cancellable(weights_name, checkpoint)
                     connector = make_connector(
                         ConnectorSetup(
@@ -220,7 +226,7 @@ async def open_configured_engine(
                 served_names = config.served_model_name or (default_served_name(config.model),)
                 metrics = Metrics(served_names[0])
                 metrics.step_weight_bytes.set(runner.step_weight_bytes)
-                metrics.token_kv_bytes.set(runner.kv_cache_bytes / (runner.block_count * runner.block_size))
+                metrics.token_kv_bytes.set(runner.kv_cache_bytes / max(1, runner.block_count * runner.block_size))
                 metrics.token_flops.set(runner.token_flops)
                 metrics.attended_token_flops.set(runner.attended_token_flops)
                 show_masks(metrics, masks)
@@ -232,10 +238,7 @@ async def open_configured_engine(
                         vocab_size=checkpoint.config.vocab_size,
                         eos_token_ids=checkpoint.config.eos_token_ids,
                         created_at=int(time.time()),
-                        pooled=PooledModel(
-                            embedding_size=checkpoint.config.hidden_size,
-                            whole_tokens_max=core.settings.whole_tokens_max,
-                        ),
+                        pooled=_pooled_model(checkpoint, core.settings),
                     ),
                     core=core,
                     steps=_steps(runner, compute, overlap_steps=core.settings.overlap_steps),
@@ -269,7 +272,26 @@ async def open_configured_engine(
                     await compute.run(made.close)  # ends also when cancelled
 
 
-def _steps(runner: ModelRunner, compute: WorkerThread, *, overlap_steps: bool) -> StepRunner:
+def _opened(path: Path) -> Checkpoint | EncoderDirectory:
+    return opened_encoder(path) or open_checkpoint(path)
+
+
+def _pooled_model(checkpoint: Checkpoint | EncoderDirectory, settings: CoreSettings) -> PooledModel:
+    size, whole_tokens_max = checkpoint.config.hidden_size, settings.whole_tokens_max
+    if not isinstance(checkpoint, EncoderDirectory):
+        return PooledModel(embedding_size=size, whole_tokens_max=whole_tokens_max)
+    encoder = checkpoint.config
+    return PooledModel(
+        embedding_size=size,
+        method=encoder.method,
+        normalize=encoder.normalize,
+        is_encoder=True,
+        scores_pairs=encoder.scores_pairs,
+        whole_tokens_max=whole_tokens_max,
+    )
+
+
+def _steps(runner: Runner, compute: WorkerThread, *, overlap_steps: bool) -> StepRunner:
     if overlap_steps and runner.launches:
         return LaunchedSteps(runner, compute)
     return ThreadedExecutor(runner, compute, takes_cpu=runner.takes_every_cpu and not overlap_steps)
@@ -277,12 +299,12 @@ def _steps(runner: ModelRunner, compute: WorkerThread, *, overlap_steps: bool) -
 
 async def _load(
     config: Config,
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | EncoderDirectory,
     compute: WorkerThread,
     text: TextThreads,
     on_progress: LoadReport,
-    runners: list[ModelRunner],
-) -> tuple[ModelRunner, FormCompiler]:
+    runners: list[Runner],
+) -> tuple[Runner, FormCompiler]:
     """Weights in the compute thread, the tokenizer and what forms need of it in the text thread, at the same time. What
     is put in `runners` is the caller's to close, also when this raises."""
     is_cancelled = trio.Event()  # set by the event loop, read in the compute thread
@@ -292,10 +314,17 @@ async def _load(
             raise _LoadingCancelled
         on_progress(done, total)
 
-    def load_runner() -> ModelRunner:
-        from trioserve.model.runner import ModelRunner  # in the thread that will use it, since it may import torch
+    def load_runner() -> Runner:
+        # In the thread that will use it, since it may import torch.
+        runner: Runner
+        if isinstance(checkpoint, EncoderDirectory):
+            from trioserve.model.encoder_runner import EncoderRunner
 
-        runner = ModelRunner.load(checkpoint, _model_settings(config), progress=report)
+            runner = EncoderRunner.load(checkpoint, _model_settings(config), progress=report)
+        else:
+            from trioserve.model.runner import ModelRunner
+
+            runner = ModelRunner.load(checkpoint, _model_settings(config), progress=report)
         runners.append(runner)
         runner.allocate_kv(runner.block_count)
         runner.warm_up()
@@ -320,24 +349,24 @@ class _LoadingCancelled(Exception):
     """Ends the loading in the compute thread."""
 
 
-def _default_sampling(checkpoint: Checkpoint) -> SamplingParams:
+def _default_sampling(checkpoint: Checkpoint | EncoderDirectory) -> SamplingParams:
     try:
         return msgspec.convert(dict(checkpoint.sampling_defaults), SamplingParams)
     except (msgspec.ValidationError, InvalidRequest) as error:
         raise ModelLoadError(f"the sampling defaults of the checkpoint cannot be used: {error}") from None
 
 
-def _make_compiler(checkpoint: Checkpoint) -> FormCompiler:
+def _make_compiler(checkpoint: Checkpoint | EncoderDirectory) -> FormCompiler:
     config = checkpoint.config
     tokenizer = _make_tokenizer(checkpoint)
     compiler = FormCompiler(tokenizer, vocab_size=config.vocab_size, end_token_ids=config.eos_token_ids)
-    reason = compiler.load()
+    reason = None if isinstance(checkpoint, EncoderDirectory) else compiler.load()
     if reason is not None:
         logger.warning("no structured output: %s", reason)
     return compiler
 
 
-def _make_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+def _make_tokenizer(checkpoint: Checkpoint | EncoderDirectory) -> Tokenizer:
     if checkpoint.gguf_metadata is not None:
         return Tokenizer.from_gguf(checkpoint.gguf_metadata)
     assert checkpoint.tokenizer_directory is not None
@@ -362,7 +391,7 @@ def _model_settings(config: Config) -> ModelSettings:
 
 
 def _core_settings(
-    config: Config, transfers: ConnectorSettings | None, runner: ModelRunner, checkpoint: Checkpoint
+    config: Config, transfers: ConnectorSettings | None, runner: Runner, checkpoint: Checkpoint | EncoderDirectory
 ) -> CoreSettings:
     context_tokens_max = checkpoint.config.context_tokens_max
     if config.max_model_len is not None:
@@ -371,18 +400,23 @@ def _core_settings(
                 f"--max-model-len is {config.max_model_len}, but the model was made for {context_tokens_max} tokens"
             )
         context_tokens_max = config.max_model_len
+    elif isinstance(checkpoint, EncoderDirectory):
+        context_tokens_max = checkpoint.config.context_tokens_default
     else:
         # Without a wish, what fits: a long context alone must not keep a small machine from serving.
         context_tokens_max = min(context_tokens_max, runner.block_count * runner.block_size)
+    keeps_kv = not isinstance(checkpoint, EncoderDirectory)
     return CoreSettings(
         block_count=runner.block_count,
         block_size=runner.block_size,
         context_tokens_max=context_tokens_max,
         max_num_seqs=config.max_num_seqs,
-        step_tokens_max=config.max_num_batched_tokens,
-        enable_prefix_caching=config.enable_prefix_caching,
+        # An encoder's prompts are computed whole, so that a step has room for the longest one.
+        step_tokens_max=max(config.max_num_batched_tokens, 0 if keeps_kv else context_tokens_max),
+        enable_prefix_caching=config.enable_prefix_caching and keeps_kv,
         overlap_steps=config.overlap_steps,
-        draft_tokens_max=config.speculative_ngram,
+        draft_tokens_max=config.speculative_ngram if keeps_kv else 0,
+        keeps_kv=keeps_kv,
         hold_seconds_max=config.kv_hold_timeout,
         remote_kv_seconds_max=config.kv_load_timeout,
         held_share_max=config.kv_held_share,

@@ -165,3 +165,22 @@ def test_closing_a_stream_frees_its_blocks(client, server):
             break
     assert server.metric('trioserve:kv_blocks{state="used"}') == 0
     assert server.metric('trioserve:aborts_total{phase="decode"}') == aborts_before + 1
+
+
+def test_embeddings_of_a_decoder_model(client):
+    """The client asks for base64 by itself, and decodes it."""
+    texts = ["The weather is fine today.", "It is sunny outside.", "def add(a, b): return a + b"]
+    response = client.embeddings.create(model="smollm2", input=texts)
+    assert [entry.index for entry in response.data] == [0, 1, 2]
+    vectors = [entry.embedding for entry in response.data]
+    assert {len(vector) for vector in vectors} == {576}
+    assert all(abs(sum(value * value for value in vector) - 1) < 1e-5 for vector in vectors)
+    plain = client.embeddings.create(model="smollm2", input=texts[0], encoding_format="float")
+    assert plain.data[0].embedding == pytest.approx(vectors[0], abs=1e-2)  # another batch, other roundings
+    assert response.usage.prompt_tokens == response.usage.total_tokens > 10
+
+
+def test_too_long_an_input_is_named(client):
+    with pytest.raises(openai.BadRequestError, match="maximum context length") as caught:
+        client.embeddings.create(model="smollm2", input=["short", "long " * 9000])
+    assert caught.value.param == "input[1]"

@@ -83,6 +83,16 @@ def test_all_ids_with_a_text_lie_below_vocab_size(byte_level: Tokenizer, sentenc
         assert tokenizer.token_text(tokenizer.vocab_size) == ""
 
 
+@pytest.mark.parametrize("decoder", [decoders.WordPiece(cleanup=False), decoders.Metaspace()], ids=["bert", "xlm-r"])
+def test_decoders_of_encoders_decode_as_the_library_does(decoder: decoders.Decoder) -> None:
+    tokens = ["▁a", "b", "##c", "##", "▁", "é"]
+    backend = tokenizers.Tokenizer(models.WordLevel({token: index for index, token in enumerate(tokens)}, "b"))
+    backend.decoder = decoder
+    tokenizer = tokenizer_of(backend)
+    for token_ids in ([0, 1, 2, 5], [1, 2, 2], [1, 0, 4, 5], [5], []):
+        assert tokenizer.decode(token_ids) == backend.decode(token_ids)
+
+
 def test_added_tokens_beyond_the_vocabulary_count() -> None:
     backend = words_backend(None)
     backend.add_special_tokens(["<s>"])
@@ -106,7 +116,7 @@ TO_SPACE, BYTES, FUSE = decoders.Replace("▁", " "), decoders.ByteFallback(), d
 
 
 @pytest.mark.parametrize("decoder", [
-    decoders.WordPiece(),
+    decoders.CTC(),
     decoders.Sequence([BYTES, FUSE, TO_SPACE]),
     decoders.Sequence([TO_SPACE, BYTES, decoders.Strip(" ", 1, 0)]),
     decoders.Sequence([TO_SPACE, BYTES, FUSE, decoders.Strip(" ", 1, 1)]),

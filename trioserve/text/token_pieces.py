@@ -1,13 +1,15 @@
 """What each token adds to a text, as bytes. Reads the rule once from a tokenizer's decoder; which tokens are skipped
 and where a character ends is left to detokenizer.py.
 
-Two families cover the models served here: byte-level BPE (GPT-2, Llama 3, Qwen, Tekken) and SentencePiece with byte
-fallback (Llama 2, Mistral). In both a token's bytes do not depend on its neighbours, so a text can be built token by
-token without decoding a window again and again.
+Two families cover the models that continue texts here: byte-level BPE (GPT-2, Llama 3, Qwen, Tekken) and SentencePiece
+with byte fallback (Llama 2, Mistral). Encoders have WordPiece (BERT) and SentencePiece without it (XLM-R). In all of
+them a token's bytes do not depend on its neighbours, so a text can be built token by token without decoding a window
+again and again.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from contextlib import suppress
@@ -27,7 +29,7 @@ class TokenPieces(dict[int, bytes]):
 
     whole_texts: the same as text, of the tokens seen so far that are whole characters.
     leading_spaces_max: how many spaces at the very beginning of a text belong to the tokenizer and not to the text.
-    Raises ModelLoadError when the tokenizer's decoder is of another kind than the two named above.
+    Raises ModelLoadError when the tokenizer's decoder is of another kind than those named above.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -62,6 +64,10 @@ def _spelling(backend: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], in
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
         return _byte_level_spelling(), 0
+    if kinds == ["WordPiece"]:
+        return functools.partial(_spell_word_piece, steps[0]["prefix"]), 1
+    if kinds == ["Metaspace"]:
+        return functools.partial(_spell_metaspace, steps[0]["replacement"]), 1
     # Strip works on the whole text only after Fuse; before it, it would work on every token.
     replaces = [step for step in steps if step["type"] == "Replace" and "String" in step["pattern"]]
     rest = steps[len(replaces) :]
@@ -73,8 +79,8 @@ def _spelling(backend: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], in
             pairs = [(step["pattern"]["String"], step["content"]) for step in replaces]
             return _sentence_piece_spelling(pairs), strip["start"]
     raise ModelLoadError(
-        f"the tokenizer decodes with {' + '.join(kinds)}; supported are ByteLevel, and Replace + ByteFallback + Fuse "
-        "with or without a Strip of spaces at the beginning"
+        f"the tokenizer decodes with {' + '.join(kinds)}; supported are ByteLevel, WordPiece, Metaspace, and Replace + "
+        "ByteFallback + Fuse with or without a Strip of spaces at the beginning"
     )
 
 
@@ -97,6 +103,15 @@ def _byte_level_spelling() -> Callable[[str], bytes]:
             return token.encode()  # an added token, written as it is
 
     return spell
+
+
+def _spell_word_piece(prefix: str, token: str) -> bytes:
+    """Spaces before marks stay, which the library takes away in English texts."""
+    return token.removeprefix(prefix).encode() if token.startswith(prefix) else b" " + token.encode()
+
+
+def _spell_metaspace(replacement: str, token: str) -> bytes:
+    return token.replace(replacement, " ").encode()
 
 
 def _sentence_piece_spelling(replacements: list[tuple[str, str]]) -> Callable[[str], bytes]:

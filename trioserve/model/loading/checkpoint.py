@@ -15,7 +15,7 @@ from trioserve.model.loading.safetensors import SafetensorsCheckpoint
 from trioserve.model.loading.stored_tensor import StoredTensor
 from trioserve.model.model_config import ModelConfig
 
-__all__ = ["Checkpoint", "open_checkpoint"]
+__all__ = ["Checkpoint", "one_line", "open_checkpoint"]
 
 MESSAGE_CHARACTERS_MAX = 600  # our own longest is about 300
 
@@ -53,13 +53,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
     try:
         return _opened(path)
     except ModelLoadError as error:
-        raise ModelLoadError(f"cannot load {path}: {_one_line(str(error))}") from error
+        raise ModelLoadError(f"cannot load {path}: {one_line(str(error))}") from error
     except OSError as error:
         raise ModelLoadError(f"cannot load {path}: {error.strerror or error}") from error
 
 
-def _one_line(message: str) -> str:
-    # It may quote a damaged file, and so hold anything: line breaks, control characters, halves of characters.
+def one_line(message: str) -> str:
+    """It may quote a damaged file, and so hold anything: line breaks, control characters, halves of characters."""
     return "".join(character if character.isprintable() else "?" for character in message)[:MESSAGE_CHARACTERS_MAX]
 
 

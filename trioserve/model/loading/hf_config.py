@@ -10,7 +10,7 @@ from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.loading.fields import Fields
 from trioserve.model.model_config import Architecture, Dtype, ModelConfig, RopeScaling
 
-__all__ = ["TRANSFORMERS_CLASSES", "model_config_from", "read_json_object", "sampling_defaults_from"]
+__all__ = ["TRANSFORMERS_CLASSES", "model_config_from", "read_json_list", "read_json_object", "sampling_defaults_from"]
 
 JSON_BYTES_MAX = 64 * 2**20  # the index of the largest checkpoint we know has 15 MB
 JSON_MARKS_MAX = 2**20  # commas and opening brackets: so many values at most, of 100 bytes each; that index has 150,000
@@ -25,6 +25,21 @@ TRANSFORMERS_CLASSES: dict[str, Architecture] = {
 
 def read_json_object(path: Path) -> dict[str, object]:
     """The JSON object in a file. Raises ModelLoadError when there is none."""
+    value = _read_json(path)
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path.name} must hold a JSON object, but it is a {type(value).__name__}")
+    return value
+
+
+def read_json_list(path: Path) -> list[dict[str, object]]:
+    """The JSON objects in a list in a file. Raises ModelLoadError when there is none."""
+    value = _read_json(path)
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise ModelLoadError(f"{path.name} must hold a list of JSON objects")
+    return value
+
+
+def _read_json(path: Path) -> object:
     try:
         if path.stat().st_size > JSON_BYTES_MAX:
             raise ModelLoadError(f"{path.name} has {path.stat().st_size} bytes, at most {JSON_BYTES_MAX} are read")
@@ -33,14 +48,11 @@ def read_json_object(path: Path) -> dict[str, object]:
             raise ModelLoadError(
                 f"{path.name} has {mark_count} commas and opening brackets, at most {JSON_MARKS_MAX} are read"
             )
-        value = json.loads(content)
+        return json.loads(content)
     except OSError as error:
         raise ModelLoadError(f"{path.name} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path.name} is not valid JSON ({error}): fetch the checkpoint again") from error
-    if not isinstance(value, dict):
-        raise ModelLoadError(f"{path.name} must hold a JSON object, but it is a {type(value).__name__}")
-    return value
 
 
 def model_config_from(

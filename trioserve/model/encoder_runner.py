@@ -1,0 +1,209 @@
+"""The executor of an encoder: a StepPlan in, vectors or scores out. It has no KV cache, so nothing outlives a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
+
+from trioserve.contracts.errors import StartupError
+from trioserve.contracts.ids import RequestId
+from trioserve.contracts.kv_transfer import KVPages
+from trioserve.contracts.pooling import Pooled, Pooling
+from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult, never_abandoned
+from trioserve.model.device import default_thread_count, pick_device, takes_every_cpu, torch_now
+from trioserve.model.encoder_config import EncoderConfig
+from trioserve.model.loading.encoder_directory import EncoderDirectory
+from trioserve.model.number_formats import VALUE_BYTES, Dtype
+from trioserve.model.pooling import needed_rows, pooled_vector
+from trioserve.model.samples import NOT_FINITE
+from trioserve.model.settings import ModelSettings
+from trioserve.model.weights import fill_slots
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trioserve.model.encoder import EncodedText, Encoder
+
+__all__ = ["EncoderRunner"]
+
+
+class EncoderRunner:
+    """One encoder; an Executor. Every method is called in one thread, as a ModelRunner's.
+
+    It has the other members of a ModelRunner, too, which say that there are no blocks.
+    """
+
+    block_count = 0
+    kv_cache_bytes = 0
+    launches = False
+
+    def __init__(self, encoder: Encoder, settings: ModelSettings, *, device: str, dtype: Dtype) -> None:
+        self._encoder: Encoder | None = encoder
+        self.config: EncoderConfig = encoder.config
+        self.device = device
+        self.dtype: Dtype = dtype
+        self.block_size = settings.block_size
+        self.takes_every_cpu = takes_every_cpu(settings, pick_device(settings))
+
+    @classmethod
+    def load(
+        cls, directory: EncoderDirectory, settings: ModelSettings, *, progress: Callable[[int, int], None] | None = None
+    ) -> EncoderRunner:
+        """See ModelRunner.load."""
+        if settings.demands_quantized:
+            raise StartupError(
+                f"quantization is {settings.quantization}, but the weights of an encoder are not quantized: take auto"
+            )
+        if settings.cpu_kernels == "native":
+            raise StartupError("cpu_kernels is native, but plain torch computes encoders: take auto")
+        config = directory.config
+        device = pick_device(settings)
+        dtype: Dtype = config.dtype_name if settings.dtype == "auto" else settings.dtype
+        if settings.dtype == "auto" and device == "cpu":
+            dtype = "float32"  # small models, for whose vectors the last bits count
+        torch = torch_now()
+        from trioserve.model.encoder import Encoder
+        from trioserve.model.torch_formats import TORCH_DTYPES
+
+        if settings.threads is not None:
+            torch.set_num_threads(settings.threads)
+        place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+        encoder = Encoder(config, dtype=TORCH_DTYPES[dtype], device=place)
+        fill_slots(
+            (slot.for_values() for slot in encoder.slots()),
+            directory.tensors(),
+            bytes_total=directory.weight_bytes,
+            progress=progress,
+        )
+        return cls(encoder, settings, device=device, dtype=dtype)
+
+    @property
+    def computed_by(self) -> str:
+        return f"plain torch ({default_thread_count()} threads)" if self.device == "cpu" else "plain torch"
+
+    @property
+    def step_weight_bytes(self) -> int:
+        """What a step has to read of the weights, however few tokens it has."""
+        return self._layer_weights * VALUE_BYTES[self.dtype]
+
+    @property
+    def token_flops(self) -> int:
+        return 2 * self._layer_weights
+
+    @property
+    def attended_token_flops(self) -> int:
+        return 4 * self.config.layer_count * self.config.hidden_size
+
+    @property
+    def _layer_weights(self) -> int:
+        config = self.config
+        return config.layer_count * config.hidden_size * (4 * config.hidden_size + 2 * config.intermediate_size)
+
+    def kv_pages(self, model_name: str) -> KVPages:
+        """Raises StartupError."""
+        _refuse_kv()
+
+    def allocate_kv(self, block_count: int) -> None:
+        assert block_count == 0, "an encoder keeps no KV"
+
+    def claim_memory(self) -> bool:
+        return False
+
+    def warm_up(self) -> None:
+        """Compute texts of a few lengths, so that libraries choose and cache their kernels."""
+        from trioserve.model.encoder import EncodedText
+
+        assert self._encoder is not None, "warm_up after close"
+        for count in (1, 16, min(128, self.config.context_tokens_max)):
+            self._forward([EncodedText([0] * count)], never_abandoned)
+
+    def close(self) -> None:
+        """Let the weights go."""
+        self._encoder = None
+        if self.device == "cuda":
+            torch_now().cuda.empty_cache()
+
+    def launch(self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned) -> Callable[[], StepResult | None]:
+        return lambda: self.execute(plan, is_abandoned)
+
+    def execute(self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned) -> StepResult | None:
+        """See Executor. A request with a token id outside the vocabulary, or whose numbers are not finite, gets an
+        error; the rest of the plan is computed."""
+        from trioserve.model.encoder import EncodedText
+
+        errors: dict[RequestId, str] = {}
+        chunks: list[ScheduledChunk] = []
+        for chunk in plan.chunks:
+            fault = self._fault(chunk)
+            if fault is None:
+                chunks.append(chunk)
+            else:
+                errors[chunk.request.id] = fault
+        pooled: dict[RequestId, Pooled] = {}
+        if chunks:
+            texts = [EncodedText(chunk.request.prompt_token_ids, _segment(chunk)) for chunk in chunks]
+            hidden = self._forward(texts, is_abandoned)
+            if hidden is None:
+                return None
+            pooled = self._pooled(chunks, hidden, errors)
+        return StepResult((None,) * len(plan.chunks), errors=errors, pooled=pooled)
+
+    def _forward(self, texts: list[EncodedText], is_abandoned: IsAbandoned) -> Tensor | None:
+        assert self._encoder is not None, "execute after close"
+        with torch_now().inference_mode():
+            return self._encoder.forward(texts, is_abandoned)
+
+    def _pooled(
+        self, chunks: list[ScheduledChunk], hidden: Tensor, errors: dict[RequestId, str]
+    ) -> dict[RequestId, Pooled]:
+        torch, encoder = torch_now(), self._encoder
+        assert encoder is not None, "execute after close"
+        firsts, row = [], 0
+        for chunk in chunks:
+            firsts.append(row)
+            row += chunk.count
+        scored = [place for place, chunk in enumerate(chunks) if _pooling(chunk).task == "score"]
+        scores: dict[int, float] = {}
+        if scored:
+            with torch.inference_mode():
+                rows = hidden[torch.tensor([firsts[place] for place in scored], device=hidden.device)]
+                scores = dict(zip(scored, encoder.scores(rows).tolist(), strict=True))
+        numbers = hidden.to("cpu", torch.float32).numpy()
+        found: dict[RequestId, Pooled] = {}
+        for place, chunk in enumerate(chunks):
+            pooling = _pooling(chunk)
+            if place in scores:
+                one = Pooled.of([scores[place]]) if scores[place] == scores[place] else None
+            else:
+                rows_of_text = numbers[firsts[place] : firsts[place] + chunk.count]
+                one = pooled_vector(rows_of_text[needed_rows(pooling)], pooling)
+            if one is None:
+                errors[chunk.request.id] = NOT_FINITE
+            else:
+                found[chunk.request.id] = one
+        return found
+
+    def _fault(self, chunk: ScheduledChunk) -> str | None:
+        tokens = chunk.request.prompt_token_ids
+        for token in (min(tokens), max(tokens)):
+            if not 0 <= token < self.config.vocab_size:
+                return (
+                    f"the prompt has token id {token}, but the model's vocabulary has ids 0 to "
+                    f"{self.config.vocab_size - 1}"
+                )
+        return None
+
+
+def _pooling(chunk: ScheduledChunk) -> Pooling:
+    pooling = chunk.request.pooling
+    assert pooling is not None, "an encoder pools"
+    assert chunk.pools, "an encoder computes whole prompts"
+    return pooling
+
+
+def _segment(chunk: ScheduledChunk) -> int | None:
+    return _pooling(chunk).first_segment_tokens
+
+
+def _refuse_kv() -> NoReturn:
+    raise StartupError("an encoder keeps no KV that could be exchanged: leave out --kv-transfer-config")

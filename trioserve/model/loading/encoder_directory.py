@@ -1,0 +1,292 @@
+"""A directory with an encoder of the BERT family, as transformers and sentence-transformers save them: what it is made
+of, which file holds which tensor, and how its makers make vectors of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Container, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from trioserve.contracts.errors import ModelLoadError
+from trioserve.contracts.pooling import PoolingMethod
+from trioserve.model.encoder_config import EncoderActivation, EncoderConfig, EncoderFamily
+from trioserve.model.loading.checkpoint import one_line
+from trioserve.model.loading.fields import Fields
+from trioserve.model.loading.hf_config import read_json_list, read_json_object
+from trioserve.model.loading.safetensors import INDEX_NAME, stored_tensors
+from trioserve.model.loading.stored_tensor import StoredTensor, read_plain
+from trioserve.model.number_formats import Dtype
+
+__all__ = ["ENCODER_CLASSES", "EncoderDirectory", "encoder_shapes", "holds_encoder", "opened_encoder"]
+
+
+class _EncoderClass(NamedTuple):
+    family: EncoderFamily
+    prefix: str
+    scores_pairs: bool = False
+
+
+ENCODER_CLASSES = {
+    "BertModel": _EncoderClass("bert", "bert."),
+    "BertForSequenceClassification": _EncoderClass("bert", "bert.", scores_pairs=True),
+    "RobertaModel": _EncoderClass("roberta", "roberta."),
+    "RobertaForSequenceClassification": _EncoderClass("roberta", "roberta.", scores_pairs=True),
+    "XLMRobertaModel": _EncoderClass("roberta", "roberta."),
+    "XLMRobertaForSequenceClassification": _EncoderClass("roberta", "roberta.", scores_pairs=True),
+}
+
+_ACTIVATIONS: dict[str, EncoderActivation] = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+
+_EMBEDDINGS = {
+    "embed.weight": "embeddings.word_embeddings.weight",
+    "positions.weight": "embeddings.position_embeddings.weight",
+    "types.weight": "embeddings.token_type_embeddings.weight",
+    "norm.weight": "embeddings.LayerNorm.weight",
+    "norm.bias": "embeddings.LayerNorm.bias",
+}
+_MODULES = {
+    "q_proj": "attention.self.query",
+    "k_proj": "attention.self.key",
+    "v_proj": "attention.self.value",
+    "o_proj": "attention.output.dense",
+    "attention_norm": "attention.output.LayerNorm",
+    "up_proj": "intermediate.dense",
+    "down_proj": "output.dense",
+    "output_norm": "output.LayerNorm",
+}
+_HEADS: dict[EncoderFamily, dict[str, str]] = {
+    "bert": {"head_dense": "bert.pooler.dense", "head_out": "classifier"},
+    "roberta": {"head_dense": "classifier.dense", "head_out": "classifier.out_proj"},
+}
+_UNUSED = ("pooler.dense.", "cls.", "lm_head.")
+"""Beginnings of the names of tensors that no vector depends on."""
+
+
+def holds_encoder(path: Path) -> bool:
+    """Whether this is a directory whose config names an encoder. Raises ModelLoadError for a config that is none."""
+    if not (path / "config.json").is_file():
+        return False
+    if not (any(path.glob("*.safetensors")) or (path / INDEX_NAME).is_file()):
+        return False
+    fields = Fields(read_json_object(path / "config.json"), "config.json")
+    named = fields.strings_or("architectures", None)
+    return named is not None and named[:1] != [] and named[0] in ENCODER_CLASSES
+
+
+def opened_encoder(path: Path) -> EncoderDirectory | None:
+    """None for anything but a directory that holds one. Raises ModelLoadError, one sentence that begins with the path,
+    for one that is damaged or of an unknown kind."""
+    try:
+        return EncoderDirectory(path) if holds_encoder(path) else None
+    except ModelLoadError as error:
+        raise ModelLoadError(f"cannot load {path}: {one_line(str(error))}") from error
+    except OSError as error:
+        raise ModelLoadError(f"cannot load {path}: {error.strerror or error}") from error
+
+
+class EncoderDirectory:
+    """Opening reads the headers only. Raises ModelLoadError when the directory does not hold a whole, known encoder.
+    Besides, it has what whoever assembles an engine asks of a Checkpoint."""
+
+    gguf_metadata = None
+
+    def __init__(self, directory: Path) -> None:
+        stored = stored_tensors(directory)
+        self.sampling_defaults: dict[str, float | int] = {}
+        self.tokenizer_directory = directory
+        self._class = _class_of(directory)
+        dtype_names = [tensor.dtype for name, tensor in stored.items() if name.endswith(_EMBEDDINGS["embed.weight"])]
+        self.config = _config(directory, self._class, dtype_names[0] if dtype_names else "float32")
+        shapes = encoder_shapes(self.config)
+        self._outside = {name: self._outside_name(name, stored) for name in shapes}
+        for name, shape in shapes.items():
+            outside = self._outside[name]
+            if outside not in stored:
+                raise ModelLoadError(
+                    f"the weights lack {outside}, which this encoder needs: the checkpoint is incomplete, fetch it "
+                    "again"
+                )
+            if stored[outside].shape != shape:
+                raise ModelLoadError(
+                    f"{outside} has shape {list(stored[outside].shape)}, but the config asks for {list(shape)}: "
+                    "weights and config are not of the same model"
+                )
+        known = set(self._outside.values())
+        unknown = [name for name in stored if name not in known and not self._is_unused(name)]
+        if unknown:
+            raise ModelLoadError(
+                f"the weights hold {', '.join(unknown[:3])}, which this encoder has no place for: it is a variant that "
+                "is not supported"
+            )
+        self._stored = stored
+        self.weight_bytes: int = sum(tensor.byte_count for tensor in self.tensors())
+
+    def tensors(self) -> Iterator[StoredTensor]:
+        for name, outside in self._outside.items():
+            stored = self._stored[outside]
+            read = functools.partial(read_plain, stored.path, stored.offset, stored.shape, stored.dtype)
+            yield StoredTensor(name, stored.shape, stored.dtype, read)
+
+    def _outside_name(self, name: str, stored: Container[str]) -> str:
+        *layer, module, kind = name.split(".")
+        if module in ("head_dense", "head_out"):
+            return f"{_HEADS[self.config.family][module]}.{kind}"
+        inner = f"encoder.layer.{layer[1]}.{_MODULES[module]}.{kind}" if layer else _EMBEDDINGS[name]
+        # Whoever saved the bare encoder left the prefix out.
+        return inner if inner in stored else self._class.prefix + inner
+
+    def _is_unused(self, name: str) -> bool:
+        return name.removeprefix(self._class.prefix).startswith(_UNUSED)
+
+
+def encoder_shapes(config: EncoderConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor that an encoder has, by its name in here, in the order of computing."""
+    hidden, middle = config.hidden_size, config.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed.weight": (config.vocab_size, hidden),
+        "positions.weight": (config.position_count, hidden),
+        "types.weight": (config.type_count, hidden),
+        "norm.weight": (hidden,),
+        "norm.bias": (hidden,),
+    }
+    matrices = {
+        "q_proj": (hidden, hidden),
+        "k_proj": (hidden, hidden),
+        "v_proj": (hidden, hidden),
+        "o_proj": (hidden, hidden),
+        "up_proj": (middle, hidden),
+        "down_proj": (hidden, middle),
+    }
+    for index in range(config.layer_count):
+        for module, (rows, columns) in matrices.items():
+            shapes[f"layers.{index}.{module}.weight"] = (rows, columns)
+            shapes[f"layers.{index}.{module}.bias"] = (rows,)
+        for module in ("attention_norm", "output_norm"):
+            shapes[f"layers.{index}.{module}.weight"] = (hidden,)
+            shapes[f"layers.{index}.{module}.bias"] = (hidden,)
+    if config.scores_pairs:
+        for module, rows in (("head_dense", hidden), ("head_out", 1)):
+            shapes[f"{module}.weight"] = (rows, hidden)
+            shapes[f"{module}.bias"] = (rows,)
+    return shapes
+
+
+def _class_of(directory: Path) -> _EncoderClass:
+    fields = Fields(read_json_object(directory / "config.json"), "config.json")
+    named = fields.strings_or("architectures", None)
+    if not named or named[0] not in ENCODER_CLASSES:
+        raise ModelLoadError(f"config.json names no encoder; supported are {', '.join(ENCODER_CLASSES)}")
+    return ENCODER_CLASSES[named[0]]
+
+
+def _config(directory: Path, encoder_class: _EncoderClass, dtype_name: Dtype) -> EncoderConfig:
+    fields = Fields(read_json_object(directory / "config.json"), "config.json")
+    activation = fields.text_or("hidden_act", "gelu")
+    if activation not in _ACTIVATIONS:
+        raise ModelLoadError(f"hidden_act in config.json is {activation!r}; supported are {', '.join(_ACTIVATIONS)}")
+    if (kind := fields.text_or("position_embedding_type", "absolute")) != "absolute":
+        raise ModelLoadError(f"position_embedding_type in config.json is {kind!r}; supported is absolute")
+    if "quantization_config" in fields:
+        raise ModelLoadError("config.json has a quantization_config; supported are unquantized safetensors")
+    if encoder_class.scores_pairs and _label_count(fields) != 1:
+        raise ModelLoadError(
+            f"the model gives a text {_label_count(fields)} labels; supported are heads that give one score"
+        )
+    is_roberta = encoder_class.family == "roberta"
+    position_offset = (fields.whole_or("pad_token_id", 1) or 0) + 1 if is_roberta else 0
+    position_count = fields.whole("max_position_embeddings")
+    method, normalize = _pooling(directory)
+    return EncoderConfig(
+        family=encoder_class.family,
+        vocab_size=fields.whole("vocab_size"),
+        hidden_size=fields.whole("hidden_size"),
+        intermediate_size=fields.whole("intermediate_size"),
+        layer_count=fields.whole("num_hidden_layers"),
+        head_count=fields.whole("num_attention_heads"),
+        position_count=position_count,
+        position_offset=position_offset,
+        type_count=fields.whole_or("type_vocab_size", 2),
+        norm_eps=fields.number_or("layer_norm_eps", 1e-12),
+        activation=_ACTIVATIONS[activation],
+        context_tokens_default=_recommended_tokens(directory, position_count - position_offset),
+        method="cls" if encoder_class.scores_pairs else method,
+        normalize=normalize,
+        scores_pairs=encoder_class.scores_pairs,
+        applies_sigmoid=not _has_identity(fields),
+        dtype_name=dtype_name,
+    )
+
+
+def _label_count(fields: Fields) -> int:
+    labels = fields.object_or_none("id2label")
+    return fields.whole_or("num_labels", 2 if labels is None else len(labels))
+
+
+def _has_identity(fields: Fields) -> bool:
+    """Whether sentence-transformers is told to leave a score as it is."""
+    group = fields.group_or_none("sentence_transformers")
+    named = None if group is None else group.text_or("activation_fn", None)
+    named = named or fields.text_or("sbert_ce_default_activation_function", None)
+    return named is not None and named.endswith("Identity")
+
+
+def _recommended_tokens(directory: Path, context_tokens_max: int) -> int:
+    path = directory / "sentence_bert_config.json"
+    if not path.is_file():
+        return context_tokens_max
+    fields = Fields(read_json_object(path), path.name)
+    return min(fields.whole_or("max_seq_length", context_tokens_max), context_tokens_max)
+
+
+def _pooling(directory: Path) -> tuple[PoolingMethod, bool]:
+    """What modules.json says; of a directory that transformers saved, the mean, with length 1."""
+    if not (directory / "modules.json").is_file():
+        return "mean", True
+    method: PoolingMethod = "mean"
+    normalize = False
+    for kind, path in _modules(directory):
+        if kind == "Pooling":
+            method = _pooling_method(directory / path / "config.json")
+        elif kind == "Normalize":
+            normalize = True
+        elif kind != "Transformer":
+            raise ModelLoadError(f"modules.json has a module {kind}; supported are Transformer, Pooling and Normalize")
+    return method, normalize
+
+
+def _modules(directory: Path) -> Iterator[tuple[str, str]]:
+    """The last part of each module's type, and its folder."""
+    for module in read_json_list(directory / "modules.json"):
+        fields = Fields(module, "modules.json")
+        path = fields.text_or("path", None) or ""
+        if path and (Path(path).name != path or "\0" in path):
+            raise ModelLoadError(f"modules.json names the folder {path!r}, which is no plain name")
+        yield (fields.text_or("type", None) or "").rpartition(".")[2], path
+
+
+def _pooling_method(path: Path) -> PoolingMethod:
+    fields = Fields(read_json_object(path), f"{path.parent.name}/{path.name}")
+    modes: dict[str, PoolingMethod | None] = {
+        "pooling_mode_mean_tokens": "mean",
+        "pooling_mode_cls_token": "cls",
+        "pooling_mode_lasttoken": "last",
+        "pooling_mode_max_tokens": None,
+        "pooling_mode_mean_sqrt_len_tokens": None,
+        "pooling_mode_weightedmean_tokens": None,
+    }
+    chosen = [name for name in modes if fields.flag_or(name, False)]
+    method = modes[chosen[0]] if len(chosen) == 1 else None
+    if method is None:
+        raise ModelLoadError(
+            f"{path.parent.name} pools by {', '.join(chosen) or 'nothing'}; supported is one of the mean of all "
+            "tokens, the first and the last one"
+        )
+    return method
