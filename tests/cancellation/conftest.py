@@ -37,9 +37,9 @@ class Http1Client:
         self.stream = server.connect()
         self.received = b""
 
-    async def ask(self, body: dict[str, object], *, missing_bytes: int = 0) -> None:
+    async def ask(self, body: dict[str, object], *, missing_bytes: int = 0, path: str = "/v1/completions") -> None:
         data = json.dumps(body).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-length: {len(data) + missing_bytes}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nhost: test\r\ncontent-length: {len(data) + missing_bytes}\r\n\r\n"
         await self.stream.send_all(head.encode() + data)
 
     async def response(self) -> Response:
@@ -100,8 +100,8 @@ class Http2Client:
     def was_told_to_go(self) -> bool:
         return self._protocol.goaway is not None
 
-    async def ask(self, body: dict[str, object], *, missing_bytes: int = 0) -> None:
-        self._number = self._protocol.begin("POST", "/v1/completions", [], self, has_body=True)
+    async def ask(self, body: dict[str, object], *, missing_bytes: int = 0, path: str = "/v1/completions") -> None:
+        self._number = self._protocol.begin("POST", path, [], self, has_body=True)
         self._protocol.send_body(self._number, json.dumps(body).encode(), is_last=missing_bytes == 0)
         await self._flush()
 

@@ -221,6 +221,8 @@ async def test_thinking_is_told_to_the_template(api: Any, fields: Any, arguments
         ({"thinking": {"type": "enabled", "budget_tokens": 20}}, "less than max_tokens, which is 20"),
         ({"tool_choice": {"type": "any"}}, "there are no tools"),
         ({"tool_choice": {"type": "tool", "name": "g"}, "tools": [{"name": "f", "input_schema": {}}]}, "tools are: f"),
+        ({"tools": [{"name": "f", "input_schema": {"type": "array"}}]}, "tools[0].input_schema"),
+        ({"tools": [{"name": "f", "input_schema": {}}] * 2}, "tools[1].name"),
         ({"container": "c"}, "container"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
     ],

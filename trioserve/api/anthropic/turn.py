@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -10,13 +10,13 @@ from trioserve.api.anthropic.chat_messages import chat_messages, chat_tools
 from trioserve.api.anthropic.request_types import MESSAGES_RANGES, CountTokensBody, MessagesBody, OutputFormat
 from trioserve.api.deadline_fields import deadlines_of
 from trioserve.api.openai.request_types import check_cache_salt
-from trioserve.api.sse import encode
 from trioserve.api.turn.messages import check_messages, check_shape
+from trioserve.api.turn.tools import checked_tools
 from trioserve.api.turn.turn_request import Reasoning, ToolChoice, ToolMode, TurnRequest
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.contracts.structured_output import FormKind, StructuredOutput
+from trioserve.contracts.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
     from trioserve.http.headers import Headers
@@ -73,8 +73,7 @@ def counted_turn(body: CountTokensBody, defaults: SamplingParams) -> TurnRequest
 
 def _turn(body: CountTokensBody, sampling: SamplingParams, *, tokens_max: int | None) -> TurnRequest:
     messages = check_messages(chat_messages(body))
-    tools = chat_tools(body.tools)
-    check_shape(tools, "tools")
+    tools = _tools(body)
     continues = body.messages[-1].role == "assistant"
     return TurnRequest(
         messages=messages,
@@ -87,6 +86,18 @@ def _turn(body: CountTokensBody, sampling: SamplingParams, *, tokens_max: int | 
         add_generation_prompt=not continues,
         continue_final_message=continues,
     )
+
+
+def _tools(body: CountTokensBody) -> list[dict[str, Any]] | None:
+    try:
+        return checked_tools(chat_tools(body.tools))
+    except InvalidRequest as error:
+        # As the fields are called in this API.
+        message, param = (
+            text.replace(".function.parameters", ".input_schema").replace(".function.", ".")
+            for text in (str(error), error.param or "tools")
+        )
+        raise InvalidRequest(message, param=param) from None
 
 
 def _tool_choice(body: CountTokensBody) -> ToolChoice:
@@ -115,8 +126,7 @@ def _structured(body: CountTokensBody) -> StructuredOutput | None:
     if wanted is None:
         return None
     check_shape(wanted.schema, f"{field}.schema")
-    source = encode(wanted.schema).decode()
-    return StructuredOutput(kind=FormKind.JSON_SCHEMA, source=source, param=f"{field}.schema")
+    return StructuredOutput.json(wanted.schema, param=f"{field}.schema")
 
 
 def _reasoning(body: CountTokensBody, tokens_max: int | None) -> Reasoning:
