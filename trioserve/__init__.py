@@ -28,10 +28,18 @@ if TYPE_CHECKING:
     from trioserve.contracts.sampling import SamplingParams
     from trioserve.contracts.structured_output import StructuredOutput
     from trioserve.contracts.thinking import Thinking
+    from trioserve.text.response_parts import (
+        ContentText,
+        ReasoningText,
+        ToolCallArguments,
+        ToolCallBegin,
+        ToolCallEnd,
+    )
 
 __all__ = [
     "AbortOutcome",
     "ChatPrompt",
+    "ContentText",
     "ContextTooLong",
     "Deadlines",
     "Delta",
@@ -42,10 +50,14 @@ __all__ = [
     "KVTransferParams",
     "ModelLoadError",
     "Overloaded",
+    "ReasoningText",
     "SamplingParams",
     "StartupError",
     "StructuredOutput",
     "Thinking",
+    "ToolCallArguments",
+    "ToolCallBegin",
+    "ToolCallEnd",
     "TrioserveError",
     "__version__",
     "open_engine",
@@ -62,6 +74,10 @@ _HOMES = {
     "SamplingParams": "trioserve.contracts.sampling",
     "StructuredOutput": "trioserve.contracts.structured_output",
     "Thinking": "trioserve.contracts.thinking",
+    **dict.fromkeys(
+        ("ContentText", "ReasoningText", "ToolCallArguments", "ToolCallBegin", "ToolCallEnd"),
+        "trioserve.text.response_parts",
+    ),
     "AbortOutcome": "trioserve.contracts.events",
     "FinishReason": "trioserve.contracts.events",
 }

@@ -10,9 +10,9 @@ import functools
 import logging
 import math
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
 import trio
 from msgspec import UNSET
@@ -49,6 +49,7 @@ from trioserve.engine.kv_events import KvEvents
 from trioserve.engine.live_view import view_of
 from trioserve.engine.model_description import ModelDescription
 from trioserve.engine.open_request import OpenRequest
+from trioserve.engine.part_stream import PartStream
 from trioserve.engine.pooled_preparation import (
     check_can_be_pooled,
     check_can_generate,
@@ -381,6 +382,18 @@ class Engine:
             tenant=text_or_none("tenant", tenant) or owner or "",
         )
         return PooledStream(request, submit=self._submit, leave=self._leave)
+
+    def read_parts(self, stream: RequestStream, *, tools: Sequence[Mapping[str, Any]] | None = None) -> PartStream:
+        """What a chat's response consists of: content, thoughts and calls, as the model's family writes them.
+
+        Args:
+            stream: entered, and read by nobody else.
+            tools: those of its prompt; without any, nothing is a call.
+
+        Raises:
+            InvalidRequest: a tool has another shape than OpenAI's.
+        """
+        return PartStream(stream, self.families, self.tokenizer, tools)
 
     def abort(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT, *, owner: str | None = None

@@ -1,0 +1,70 @@
+"""The response of a chat as its parts, for programs that embed an engine: content, thoughts, calls of tools."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from trioserve.contracts.arguments import refuse
+from trioserve.contracts.events import FinishReason
+from trioserve.contracts.output import Delta
+from trioserve.engine.request_stream import RequestStream
+from trioserve.text.response_families import PROMPT_END_TOKENS, ResponseFamilies, offered_tools
+from trioserve.text.response_parts import ResponseParser, ResponsePart
+from trioserve.text.tokenizer import Tokenizer
+
+__all__ = ["ChoiceParts", "PartStream"]
+
+
+class ChoiceParts(msgspec.Struct, frozen=True):
+    """index: of the choice. parts: those that are new, perhaps none. delta: what brought them; the choice's last one
+    has a finish_reason."""
+
+    index: int
+    parts: list[ResponsePart]
+    delta: Delta
+
+
+class PartStream:
+    """`async for parts in engine.read_parts(stream, tools=...)`, inside of the stream's scope, instead of iterating
+    over the stream. Raises what that raises.
+
+    A call has its ToolCallEnd when it is complete. What the parser held back when a choice was aborted, or its deadline
+    passed, is not given.
+    """
+
+    def __init__(
+        self,
+        stream: RequestStream,
+        families: ResponseFamilies,
+        tokenizer: Tokenizer,
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> None:
+        """Raises InvalidRequest for tools that are none."""
+        for tool in tools or ():
+            function = tool.get("function") if isinstance(tool, Mapping) else None
+            if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+                refuse("tools", tool, 'a list of {"type": "function", "function": {"name": ...}}', verb="holds")
+        self._stream = stream
+        self._families = families
+        self._tokenizer = tokenizer
+        self._tools = offered_tools(tools)
+        self._parsers: dict[int, ResponseParser] = {}
+
+    def __aiter__(self) -> PartStream:
+        return self
+
+    async def __anext__(self) -> ChoiceParts:
+        delta = await self._stream.__anext__()
+        parser = self._parsers.get(delta.index)
+        if parser is None:
+            prompt_end = self._stream.prompt_token_ids[-PROMPT_END_TOKENS:]
+            parser = self._parsers[delta.index] = self._families.new_parser(
+                self._tools, prompt_end=self._tokenizer.decode(prompt_end, skip_special_tokens=False)
+            )
+        parts = parser.feed(delta.text) if delta.text else []
+        if delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            parts += parser.end()
+        return ChoiceParts(delta.index, parts, delta)
