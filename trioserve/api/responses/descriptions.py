@@ -28,6 +28,7 @@ RANGES = {
 } | {
     "max_output_tokens": Range(1, None),
     "max_tool_calls": Range(1, None),
+    "thinking_token_budget": Range(0, None),
     "top_logprobs": SAMPLING_RANGES["logprobs"],
     "priority": Range(PRIORITY_MIN, PRIORITY_MAX),
 }

@@ -12,7 +12,6 @@ from trioserve.api.responses.items import Item, with_ids
 from trioserve.api.responses.request_types import (
     InputTokensBody,
     PromptBody,
-    ReasoningOptions,
     ResponsesBody,
     TextFormat,
 )
@@ -54,6 +53,7 @@ async def plan_response(context: RequestContext, body: ResponsesBody, response: 
         priority=body.priority,
         cache_salt=body.cache_salt,
         deadlines=deadlines_of(body, context.exchange.headers),
+        reasoning=msgspec.structs.replace(turn.reasoning, budget_tokens=body.thinking_token_budget),
     )
     head = ResponseHead(
         id=response,
@@ -94,14 +94,10 @@ async def _plan(
         tools=tools.as_functions(),
         tool_choice=tools.choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
-        reasoning=_reasoning(body.reasoning),
+        reasoning=Reasoning(effort=None if body.reasoning is None else body.reasoning.effort),
         template_arguments=body.chat_template_kwargs or {},
     )
     return own, tools, turn
-
-
-def _reasoning(asked: ReasoningOptions | None) -> Reasoning:
-    return Reasoning() if asked is None else Reasoning(effort=asked.effort)
 
 
 def structured_output(form: TextFormat | None) -> StructuredOutput | None:
@@ -118,4 +114,8 @@ def structured_output(form: TextFormat | None) -> StructuredOutput | None:
             param="text.format.name",
         )
     check_shape(form.schema, "text.format.schema")
-    return StructuredOutput.json(form.schema, param="text.format.schema")
+    schema = form.schema
+    if form.strict is False:  # keywords that cannot be kept to are left out, as in chat completions
+        options = schema.get("x-guidance")
+        schema = {**schema, "x-guidance": {"lenient": True, **(options if isinstance(options, dict) else {})}}
+    return StructuredOutput.json(schema, param="text.format.schema")

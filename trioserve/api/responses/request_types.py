@@ -109,6 +109,7 @@ class ResponsesBody(PromptBody, frozen=True, kw_only=True):
     stop: str | list[str] | None = None
     ignore_eos: bool | None = None
     logit_bias: dict[Int32, float] | None = None
+    thinking_token_budget: Int32 | None = None
     priority: Int32 | None = None
     cache_salt: str | None = None
     queue_timeout: float | None = None
@@ -157,6 +158,11 @@ class ResponsesBody(PromptBody, frozen=True, kw_only=True):
             value = getattr(self, field)
             if value is not None and value < 1:
                 raise InvalidRequest(f"{field} is {value}, allowed is 1 or more", param=field)
+        if self.thinking_token_budget is not None and self.thinking_token_budget < 0:
+            raise InvalidRequest(
+                f"thinking_token_budget is {self.thinking_token_budget}, allowed is 0 or more",
+                param="thinking_token_budget",
+            )
         allowed = SAMPLING_RANGES["logprobs"]
         if self.top_logprobs is not None and not allowed.holds(self.top_logprobs):
             raise InvalidRequest(f"top_logprobs is {self.top_logprobs}, allowed is {allowed}", param="top_logprobs")
