@@ -20,6 +20,7 @@ from trioserve.bench.router.settings import ROUTER_ROWS, RouterBenchSettings
 from trioserve.bench.settings import BenchSettings
 from trioserve.bench.soak.settings import SoakSettings
 from trioserve.bench.startup_settings import StartupSettings
+from trioserve.bench.structured.settings import StructuredBenchSettings
 from trioserve.bench.suite_settings import ROWS, SuiteSettings
 from trioserve.contracts.errors import StartupError
 
@@ -167,6 +168,9 @@ _FLAGS = {
     "endpoint": Flag("--endpoint", "API to use", {"choices": ["completions", "chat"]}),
     "http": Flag("--http", "HTTP version; 2 is prior knowledge on http://", {"type": int, "choices": [1, 2]}),
     "connections": Flag("--connections", "HTTP/2 connections that share the requests", _INTEGER),
+    "schemas": Flag(
+        "--schemas", "file or folder of JSON schemas, each to be asked for once", {"metavar": "PATH"}, unset="rows"
+    ),
     "rows": Flag("--rows", "names of rows, separated by commas", {"type": _names, "metavar": "NAMES"}, unset="all"),
     "rounds": Flag("--rounds", "how often each is measured", _INTEGER),
     "concurrency": Flag("--concurrency", "requests in flight", _INTEGER),
@@ -259,6 +263,18 @@ MEASUREMENTS = (
             "prompt_tokens": "tokens of each of their prompts",
             "requests": "long prompts that arrive meanwhile",
             "rate_per_second": "long prompts/s, random arrivals",
+        },
+    ),
+    Measurement(
+        name="structured",
+        meaning="ask for free text and for JSON by schema in turn: what masks cost, what forced tokens are worth, or "
+        "whether each of a set of schemas gets a valid response",
+        settings=StructuredBenchSettings,
+        module="trioserve.bench.structured.run",
+        meanings={
+            "requests": "requests of each row in each round",
+            "output_tokens": "tokens of each response, at most",
+            "seed": "seed of what is drawn",
         },
     ),
     Measurement(

