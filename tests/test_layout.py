@@ -97,9 +97,10 @@ ROOMS = {
     ),
     "bench": Room(
         rooms=words("contracts trio_tools"),
-        packages=words("trio h2 h11 httptools hpack numpy torch"),
+        packages=words("trio h2 h11 httptools hpack numpy torch llguidance"),
         only_in={
             "httptools": words("http1.py"),
+            "llguidance": words("judge.py"),
             "numpy": words("bandwidth.py"),
             "torch": words("product_rate.py"),
         },
