@@ -84,8 +84,8 @@ ROOMS = {
     ),
     "api": Room(
         rooms=words("contracts text metrics trio_tools store http engine admission"),
-        packages=words("trio multipart numpy"),
-        only_in={"multipart": words("upload.py"), "numpy": words("similarity.py")},
+        packages=words("trio multipart"),
+        only_in={"multipart": words("upload.py")},
         without=words("asyncio"),
     ),
     # Its own surface, the API of a router, speaks the bodies and errors of api.

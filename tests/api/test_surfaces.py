@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import pytest
+from anthropic.types import ModelInfo
 from anthropic.types.shared import ErrorResponse
 
 MESSAGES = "/v1/messages"
@@ -40,6 +41,16 @@ async def test_what_only_looks_like_its_path_has_the_shape_of_the_others(api: An
 async def test_who_names_the_apis_version_gets_its_shape_everywhere(api: Any) -> None:
     exchange = await api.context("GET", "/v1/models/nobody", anthropic_version="2023-06-01")
     assert check_error(exchange, 404, "not_found_error").startswith("model: ")
+
+
+async def test_who_names_the_apis_version_is_told_the_models_in_its_shape(api: Any) -> None:
+    listed = (await api.context("GET", "/v1/models", anthropic_version="2023-06-01")).json()
+    models = [ModelInfo.model_validate(model) for model in listed["data"]]
+    assert [model.id for model in models] == ["letters", "org/letters"]
+    assert (listed["has_more"], listed["last_id"]) == (False, "org/letters")
+    assert models[0].created_at.isoformat() == "2023-11-14T22:13:20+00:00"
+    one = await api.context("GET", "/v1/models/org/letters", anthropic_version="2023-06-01")
+    assert ModelInfo.model_validate(one.json()).display_name == "org/letters"
 
 
 async def test_a_wrong_key_is_told_in_the_apis_shape_and_never_logged(make_api: Any, caplog: Any) -> None:

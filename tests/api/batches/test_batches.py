@@ -114,6 +114,31 @@ async def test_a_line_that_is_too_long_is_an_error_line(owner_of, batch_line, au
         ]
 
 
+async def test_every_endpoint_may_be_asked(owner_of, batch_line, autojump_clock):
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
+    bodies = {
+        "/v1/chat/completions": chat,
+        "/v1/responses": {"model": "fake", "input": "Hi", "max_output_tokens": 16},
+        "/v1/embeddings": {"input": ["one", "two"]},
+    }
+    async with open_memory_server() as server:
+        owner = owner_of(server)
+        for url, body in bodies.items():
+            asked = [
+                {"custom_id": "good", "method": "POST", "url": url, "body": body},
+                {"custom_id": "later", "method": "POST", "url": url, "body": {**body, "background": True}},
+            ]
+            batch = await owner.ended((await owner.batch(*asked, endpoint=url))["id"])
+            counts = {"total": 2, "completed": 1, "failed": 1}
+            assert batch["request_counts"] == counts, await owner.lines_of(batch["error_file_id"])
+            assert batch["usage"]["input_tokens"] > 0
+            [good] = await owner.lines_of(batch["output_file_id"])
+            assert good["response"]["body"]["object"] in ("chat.completion", "response", "list")
+            [later] = await owner.lines_of(batch["error_file_id"])
+            assert later["error"]["code"] == "background_not_supported"
+        await server.assert_all_free()
+
+
 # --- priority and room ---
 
 

@@ -165,6 +165,20 @@ async def test_a_draining_server_takes_no_batch_and_ends_its_lines(owner_of, bat
         await server.assert_all_free()
 
 
+async def test_a_batch_that_was_left_to_the_next_can_be_cancelled(owner_of, batch_line, tmp_path, autojump_clock):
+    async with served(tmp_path) as server:
+        owner = owner_of(server, KEYS[0])
+        made = await owner.batch(*(batch_line(f"r{index}") for index in range(25)))
+        await trio.sleep(0.35)
+        server.app.drain()
+        await server.app.wait_until_idle()
+        cancelled = await owner.ok(f"/v1/batches/{made['id']}/cancel", b"", method="POST")
+        assert (cancelled["status"], cancelled["request_counts"]["completed"]) == ("cancelled", 3)
+    async with served(tmp_path) as server:
+        assert server.app.batches.live_count == 0
+        assert await owner_of(server, KEYS[0]).state(made["id"]) == cancelled
+
+
 async def test_a_key_that_is_gone_ends_its_batches(owner_of, batch_line, tmp_path, autojump_clock):
     async with served(tmp_path) as server:
         made = await owner_of(server, KEYS[0]).batch(batch_line("a", max_tokens=50))

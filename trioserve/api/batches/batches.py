@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
 import msgspec
 import trio
 
-from trioserve.api.batches.batch_book import BatchBook
+from trioserve.api.batches.batch_book import BatchBook, BatchGone
 from trioserve.api.batches.batch_record import BATCH_KIND, LIVE_KIND, BatchError, BatchRecord, BatchStatus
 from trioserve.api.batches.batch_run import BatchRun
 from trioserve.api.batches.internal_exchange import InternalExchange
@@ -22,6 +22,7 @@ from trioserve.api.batches.settings import BatchSettings
 from trioserve.api.caller import Caller
 from trioserve.contracts.errors import Draining, Overloaded
 from trioserve.store.store import LIST_MAX, Store
+from trioserve.store.stored_objects import StoredObject
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 if TYPE_CHECKING:
@@ -128,13 +129,20 @@ class Batches:
         else:
             self._nursery.start_soon(self._work, run)
 
-    async def cancel(self, batch_id: str) -> None:
+    async def cancel(self, store: Store, stored: StoredObject) -> None:
         """End it, if it lives: what its lines hold is free at the latest one step later. Returns when that is in the
-        store."""
-        run = self._live.get(batch_id)
+        store. One that this server has left to the next start will not go on there."""
+        run = self._live.get(stored.id)
         if run is not None:
             run.cancel()
             await run.done.wait()
+            return
+        record = msgspec.json.decode(stored.body, type=BatchRecord)
+        if record.status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS):
+            book = BatchBook(store, stored.id, stored.owner, record)
+            with suppress(BatchGone):
+                await book.move(BatchStatus.CANCELLING)
+                await book.close(BatchStatus.CANCELLED)
 
     async def _work(self, run: BatchRun) -> None:
         try:

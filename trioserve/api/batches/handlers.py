@@ -8,7 +8,7 @@ import msgspec
 
 from trioserve.api.batches.batch_record import BATCH_KIND, BatchRecord, batch_object
 from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
-from trioserve.api.files.stored_files import read_file, record_of, required_store
+from trioserve.api.files.stored_files import check_room, read_file, record_of, required_store
 from trioserve.api.files.upload import EXPIRY_SECONDS_MAX, EXPIRY_SECONDS_MIN
 from trioserve.api.query import Query
 from trioserve.api.request_context import RequestContext
@@ -55,6 +55,7 @@ async def create_batch(context: RequestContext) -> None:
             f'the file {stored.id} has the purpose {purpose!r}, and has to have "batch": upload it with that',
             param="input_file_id",
         )
+    await check_room(store, context.owner, 0)  # it leaves up to two
     now = int(store.now())
     new_id = context.clock_and_ids.new_request_id
     record = BatchRecord(
@@ -101,8 +102,8 @@ async def retrieve_batch(context: RequestContext) -> None:
 
 async def cancel_batch(context: RequestContext) -> None:
     """One that is over stays as it is."""
-    stored = await _batch(context)
-    await context.batches.cancel(stored.id)
+    store = required_store(context.store)
+    await context.batches.cancel(store, await _batch(context))
     await context.respond_json(_shown(await _batch(context)))
 
 

@@ -1,7 +1,10 @@
-"""GET /v1/models: which names this server answers to."""
+"""GET /v1/models: which names this server answers to; in Anthropic's shape for clients of its API."""
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
+from trioserve.api.anthropic.surface import ANTHROPIC
 from trioserve.api.request_context import RequestContext
 
 __all__ = ["MODEL_PATH", "list_models", "read_model"]
@@ -12,7 +15,11 @@ MODEL_PATH = "/v1/models/"
 
 async def list_models(context: RequestContext) -> None:
     names = context.engine.model.served_names
-    await context.respond_json({"object": "list", "data": [_card(context, name) for name in names]})
+    data = [_card(context, name) for name in names]
+    listed: dict[str, object] = {"object": "list", "data": data}
+    if context.surface is ANTHROPIC:
+        listed = {"data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]}
+    await context.respond_json(listed)
 
 
 async def read_model(context: RequestContext) -> None:
@@ -22,6 +29,17 @@ async def read_model(context: RequestContext) -> None:
 
 def _card(context: RequestContext, name: str) -> dict[str, object]:
     model = context.engine.model
+    if context.surface is ANTHROPIC:
+        made_at = datetime.fromtimestamp(model.created_at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        return {
+            "type": "model",
+            "id": name,
+            "display_name": name,
+            "created_at": made_at,
+            "lifecycle": "active",
+            "max_input_tokens": model.context_tokens_max,
+            "max_tokens": model.context_tokens_max,
+        }
     return {
         "id": name,
         "object": "model",
