@@ -159,6 +159,12 @@ async def test_what_is_asked_of_thoughts_reaches_the_template(
     assert api.engine.streams[0].prompt.template_arguments == told
 
 
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+async def test_earlier_thoughts_reach_the_template_under_their_one_name(api: Any, name: str) -> None:
+    await api.chat(messages=[USER, {"role": "assistant", "content": "Rain.", name: THOUGHT}, USER])
+    assert api.engine.streams[0].prompt.messages[1]["reasoning_content"] == THOUGHT
+
+
 async def test_a_thought_cut_off_is_a_thought(make_api: Any) -> None:
     async with opened(make_api) as (api, _):
         choice = (await api.chat(messages=[USER], max_tokens=15)).json()["choices"][0]

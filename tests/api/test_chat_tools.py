@@ -212,6 +212,16 @@ async def test_tools_are_part_of_the_prompt_and_tokenize_counts_the_same(make_ap
         assert "Weather of a city." in bytes(shown["tokens"]).decode()
 
 
+async def test_ids_are_such_that_templates_of_mistral_take_them_back(make_api: Any) -> None:
+    async with opened(make_api, '[TOOL_CALLS][{"name": "clock", "arguments": {}}]', tool_call_parser="mistral") as (
+        api,
+        _,
+    ):
+        [call] = (await ask(api)).json()["choices"][0]["message"]["tool_calls"]
+        assert len(call["id"]) == 9
+        assert call["id"].isalnum()
+
+
 # --- the old functions ---
 
 

@@ -19,6 +19,7 @@ __all__ = ["COMMON_TOOL_FAMILY", "PROMPT_END_TOKENS", "ResponseFamilies", "offer
 COMMON_TOOL_FAMILY = "hermes"
 """For models whose template says nothing: the format that most others have learned."""
 
+MISTRAL_ID_CHARACTERS = 9
 HARMONY_CONTENT = "<|channel|>final<|message|>"
 _HARMONY = REASONING_FAMILIES["openai"]
 PROMPT_END_TOKENS = 32  # of a prompt, that show whether it has opened a thought
@@ -51,6 +52,11 @@ class ResponseFamilies:
         """What content stands behind, where thoughts, content and calls have channels of their own; None elsewhere."""
         tools = self.tool_family is not None and TOOL_FAMILIES[self.tool_family].whole is not None
         return HARMONY_CONTENT if tools or REASONING_FAMILIES.get(self.reasoning_family or "") is _HARMONY else None
+
+    def call_id(self, unique: str) -> str:
+        """An id for a call to which the model gave none, such that its chat template takes it back. unique: 16 random
+        letters and digits or more. Templates of Mistral take nine, and refuse anything else."""
+        return unique[:MISTRAL_ID_CHARACTERS] if self.tool_family == "mistral" else f"call_{unique}"
 
     def needs_parser(self, *, has_tools: bool) -> bool:
         """Whether there is anything to look for in the response; otherwise all of it is content."""

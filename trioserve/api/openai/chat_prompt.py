@@ -16,10 +16,10 @@ from trioserve.contracts.arguments import shown
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.thinking import THINKING_TOKENS_MAX
 
 __all__ = ["chat_prompt", "turn_request"]
 
-THOUGHT_TOKENS_MAX = 2**31 - 1
 _BUDGETS = ("thinking_token_budget", "thinking_budget", "max_reasoning_tokens")
 _EFFORTS = get_args(ReasoningEffort)
 
@@ -37,7 +37,7 @@ def turn_request(body: ChatBody | TokenizeBody, sampling: SamplingParams, *, tru
     for field in ("messages", "tools", "functions", "chat_template_kwargs"):
         # First of all: the checks below print what is wrong, and printing is recursive.
         check_shape(getattr(body, field), field)
-    messages = check_messages(_with_tool_calls(body.messages))
+    messages = check_messages(_with_thoughts(_with_tool_calls(body.messages)))
     tools = checked_tools(_tools(body))
     if body.chat_template is not None and not trust_chat_template:
         raise InvalidRequest(
@@ -117,6 +117,18 @@ def _with_tool_calls(messages: list[dict[str, Any]] | None) -> list[dict[str, An
     return translated
 
 
+def _with_thoughts(messages: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Thoughts of earlier messages, which have two names in responses, under the one that templates know."""
+    if not messages or not any(isinstance(message.get("reasoning"), str) for message in messages):
+        return messages
+    return [
+        {**message, "reasoning_content": message["reasoning"]}
+        if isinstance(message.get("reasoning"), str) and message.get("reasoning_content") is None
+        else message
+        for message in messages
+    ]
+
+
 def _reasoning(body: ChatBody | TokenizeBody) -> Reasoning:
     effort = body.reasoning_effort
     if effort is not None and effort not in _EFFORTS:
@@ -139,5 +151,5 @@ def _budget(body: ChatBody) -> int | None:
     if len(given) > 1:
         raise InvalidRequest(f"{field} and {given[1][0]} mean the same, and both are set: send one", param=given[1][0])
     if value < 0:
-        raise InvalidRequest(f"{field} is {value}, allowed is 0 to {THOUGHT_TOKENS_MAX}", param=field)
+        raise InvalidRequest(f"{field} is {value}, allowed is 0 to {THINKING_TOKENS_MAX}", param=field)
     return cast(int, value)

@@ -15,6 +15,7 @@ from trioserve.api.openai.request_types import (
 from trioserve.contracts.kv_events import BlocksRemoved, BlocksStored, ResidencySnapshot
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
 from trioserve.contracts.sampling import SAMPLING_RANGES, Range
+from trioserve.contracts.thinking import THINKING_TOKENS_MAX
 
 __all__ = ["OPERATIONS", "RANGES"]
 
@@ -22,6 +23,9 @@ RANGES = SAMPLING_RANGES | {
     "max_completion_tokens": SAMPLING_RANGES["max_tokens"],
     "top_logprobs": SAMPLING_RANGES["logprobs"],
     "priority": Range(PRIORITY_MIN, PRIORITY_MAX),
+    "thinking_token_budget": Range(0, THINKING_TOKENS_MAX),
+    "thinking_budget": Range(0, THINKING_TOKENS_MAX),
+    "max_reasoning_tokens": Range(0, THINKING_TOKENS_MAX),
 }
 
 OPERATIONS: dict[tuple[str, str], DescribedOperation] = {

@@ -86,7 +86,7 @@ class ChatTurn:
                 index,
                 None if self.is_plain else self._engine.families.new_parser(self._tools, prompt_end=prompt_end),
                 calls_max=None if self._request.parallel_tool_calls else 1,
-                new_call_id=lambda: f"call_{self._new_id()}",
+                new_call_id=lambda: self._engine.families.call_id(self._new_id()),
             )
             for index in range(self.stream.choice_count)
         ]
