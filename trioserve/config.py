@@ -90,6 +90,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     stall_timeout: Annotated[float, _about(
         "seconds after which a client that takes nothing of its response is cancelled", "SECONDS", gt=0, le=86400,
         )] = FrontendLimits().stall_seconds_max
+    require_model: Annotated[bool, _about(
+        "a request that names no model is refused with 400, as OpenAI's API does; otherwise it gets the first one",
+        )] = False
     tenant_header: Annotated[str, _about(
         "header that tells tenants apart; they share the queue fairly. With API keys each key is a tenant, and the "
         "header counts only from gateway and admin keys; without keys it counts from everybody, who may choose it",

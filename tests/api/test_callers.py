@@ -274,3 +274,11 @@ def test_salts_of_a_key_tell_nothing_of_it_and_are_the_same_on_every_server():
     assert len(salts) == 3
     with pytest.raises(InvalidRequest):
         ApiKeys(KEYS).caller("Bearer alice-key").cache_salt("", None)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+async def test_a_model_has_to_be_named_where_the_operator_wants_it(make_api: Any, path: str) -> None:
+    api = make_api(access=AccessRules(model_is_required=True))
+    await api.check_refused(path, {"prompt": "a"}, param="model")
+    assert (await api.context("POST", path, {"prompt": "a", "model": "letters"})).status == 200
+    assert (await make_api().context("POST", path, {"prompt": "a"})).status == 200

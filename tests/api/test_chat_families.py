@@ -47,7 +47,7 @@ async def opened(make_api: Any, family: str, *, thinks: bool = False) -> AsyncIt
         block_size=64,
         context_tokens_max=4096,
         step_tokens_max=4096,
-        reasoning_parser="qwen3" if thinks and family != "harmony" else "auto",
+        reasoning_parser="qwen3" if thinks and family != "openai" else "auto",
     ) as engine:
         api = make_api()
         api.engine = engine
@@ -106,7 +106,7 @@ async def test_a_conversation_with_a_result_goes_on(make_api: Any, family: str) 
         assert (second["finish_reason"], second["message"]["content"]) == ("stop", "It rains.")
 
 
-@pytest.mark.parametrize("family", ["hermes", "harmony"])
+@pytest.mark.parametrize("family", ["hermes", "openai"])
 @pytest.mark.parametrize("choice", ["auto", "required"])
 async def test_a_thought_stands_before_the_call(make_api: Any, family: str, choice: str) -> None:
     async with opened(make_api, family, thinks=True) as api:
@@ -115,7 +115,7 @@ async def test_a_thought_stands_before_the_call(make_api: Any, family: str, choi
         assert call_of(whole["message"])[0] == "get_weather"
 
 
-@pytest.mark.parametrize("family", ["hermes", "harmony"])
+@pytest.mark.parametrize("family", ["hermes", "openai"])
 @pytest.mark.parametrize("thinks", [False, True])
 async def test_a_form_is_that_of_the_content(make_api: Any, family: str, thinks: bool) -> None:
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
@@ -128,7 +128,7 @@ async def test_a_form_is_that_of_the_content(make_api: Any, family: str, thinks:
 
 
 async def test_a_form_and_tools_do_not_go_together_in_channels(make_api: Any) -> None:
-    async with opened(make_api, "harmony") as api:
+    async with opened(make_api, "openai") as api:
         fields = {"messages": [USER], "tools": [TOOL], "response_format": {"type": "json_object"}}
         message = await api.check_refused("/v1/chat/completions", fields, param="response_format")
         assert "both set" in message

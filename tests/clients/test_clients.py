@@ -23,19 +23,22 @@ HERE = Path(__file__).parent
 CLIENTS: dict[str, Any] = tomllib.loads((HERE / "clients.toml").read_text(encoding="utf-8"))
 ENVIRONMENTS = Path(os.environ.get("TRIOSERVE_CLIENTS", HERE.parents[1] / "build" / "clients"))
 SECONDS_MAX = 280  # for the slowest to import what it needs, on a shared machine
-AT_HAND: dict[str, str] = {}  # by the beginning of a script's name, what `make test` has
+AT_HAND = {"openai": "openai", "anthropic": "anthropic"}  # by the beginning of a script's name, what `make test` has
 FAMILIES = (
-    "hermes",
-    "qwen3_xml",
-    "llama3_json",
-    "pythonic",
-    "mistral",
     "deepseek_v3",
+    "deepseek_v31",
     "glm45",
+    "hermes",
     "kimi_k2",
-    "harmony",
+    "llama3_json",
+    "mistral",
+    "openai",
+    "pythonic",
+    "qwen3_coder",
 )
-EMBEDS = ("openai_embeddings", "openai_node_rest")
+
+# It asks whether a request without a model is refused.
+FLAGS = {"llm_comply_suite": ("--require-model",)}
 
 pytestmark = pytest.mark.slow
 
@@ -66,7 +69,7 @@ def run(command: list[str], url: str) -> None:
 @pytest.mark.parametrize("script", CLIENTS["python"])
 def test_a_python_client_is_served(script: str, server_url: Callable[..., str]) -> None:
     python = python_of(script)
-    run([python, str(HERE / "python" / f"{script}.py")], server_url())
+    run([python, str(HERE / "python" / f"{script}.py")], server_url(*FLAGS.get(script, ())))
 
 
 @pytest.mark.parametrize("script", sorted(file.stem for file in (HERE / "node").glob("*.mjs") if file.stem != "env"))

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from trio.testing import wait_all_tasks_blocked
 
+from trioserve.api.caller import AccessRules
+
 RESPONSES = "/v1/responses"
 ENGINE = {"response": "good morning", "context_tokens_max": 1000, "block_count": 600, "step_tokens_max": 600}
 
@@ -181,3 +183,9 @@ async def test_a_request_that_runs_is_reached_where_it_is(open_setup: Any) -> No
     async with open_setup(engine=ENGINE) as setup:
         response = await setup.client().post("/v1/requests/none", {"end_thinking": True})
         assert (response.status, await code(response)) == (404, "request_not_found")
+
+
+async def test_a_router_wants_a_model_named_too(open_setup: Any) -> None:
+    async with open_setup(engine=ENGINE, access=AccessRules(model_is_required=True)) as setup:
+        response = await setup.client().post("/v1/completions", {"prompt": "a", "max_tokens": 1})
+        assert (response.status, (await response.json())["error"]["param"]) == (400, "model")

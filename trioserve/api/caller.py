@@ -9,6 +9,7 @@ told from anybody else.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from hashlib import blake2b
 
 import msgspec
@@ -17,7 +18,7 @@ from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
 from trioserve.api.openai.request_types import check_cache_salt
 from trioserve.contracts.errors import InvalidRequest
 
-__all__ = ["ANYBODY", "AccessRules", "Caller", "CallerKind", "check_is_admin"]
+__all__ = ["ANYBODY", "AccessRules", "Caller", "CallerKind", "check_is_admin", "check_model"]
 
 SALT_BYTES = 16  # as many as a block's name has
 
@@ -29,6 +30,7 @@ class AccessRules(msgspec.Struct, frozen=True, kw_only=True):
     priority_min: the best that an ordinary caller may ask for; None: 0 where there are keys, otherwise any.
     shares_prefix_cache: a key's prompts may hit the blocks of other keys' prompts.
     metrics_need_key, load_needs_key: these pages are closed to callers without a key.
+    model_is_required: a request that names no model is refused.
     """
 
     gateway_api_keys: tuple[str, ...] = ()
@@ -36,6 +38,7 @@ class AccessRules(msgspec.Struct, frozen=True, kw_only=True):
     shares_prefix_cache: bool = False
     metrics_need_key: bool = False
     load_needs_key: bool = False
+    model_is_required: bool = False
 
 
 class CallerKind(enum.Enum):
@@ -92,6 +95,14 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ANYBODY = Caller()
+
+
+def check_model(rules: AccessRules, asked: str | None, served: Iterable[str]) -> None:
+    """Raises InvalidRequest where none is asked for, and one has to be."""
+    if asked is None and rules.model_is_required:
+        raise InvalidRequest(
+            f"the request names no model, and here it has to: served are {', '.join(served)}", param="model"
+        )
 
 
 def _framed(part: str | None) -> bytes:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import msgspec
 import trio
 
+from trioserve.api.caller import AccessRules, check_model
 from trioserve.api.generation import KeepAlive
 from trioserve.api.openai.request_types import decode_body
 from trioserve.api.responder import Responder
@@ -59,6 +60,7 @@ class RequestContext(Responder):
     store: what outlives its request is kept there; None: nothing is. background: responses that go on by themselves.
     batches: those that have not ended; batch_endpoints: what may be asked in one. uploads: of forms that are taken
     apart in threads.
+    rules: what the operator has decided.
     priority_least: no request of this one runs with a better priority, whatever its body says.
     detached: streams that go on without a client.
     """
@@ -77,9 +79,11 @@ class RequestContext(Responder):
         batch_endpoints: tuple[str, ...],
         uploads: trio.CapacityLimiter,
         detached: DetachedStreams,
+        rules: AccessRules,
     ) -> None:
         super().__init__(exchange, clock_and_ids)
         self.engine = engine
+        self.rules = rules
         self.store = store
         self.background = background
         self.batches = batches
@@ -96,8 +100,10 @@ class RequestContext(Responder):
         return decode_body(await self.exchange.body(), kind)
 
     def model_name(self, asked: str | None) -> str:
-        """The name to answer with: the one asked for, or else the first that is served. Raises UnknownModel."""
+        """The name to answer with: the one asked for, or else the first that is served. Raises UnknownModel, and
+        InvalidRequest where one has to be named."""
         served = self.engine.model.served_names
+        check_model(self.rules, asked, served)
         if asked is None:
             return served[0]
         if asked not in served:

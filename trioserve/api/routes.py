@@ -213,6 +213,7 @@ class App(BaseApp[RequestContext]):
             batch_endpoints=tuple(path for path in BATCH_ENDPOINTS if path in ROUTES),
             uploads=self._uploads,
             detached=self.detached,
+            rules=self._keys.rules,
         )
 
     async def _serve_as(self, exchange: Exchange, caller: Caller) -> None:

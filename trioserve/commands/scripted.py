@@ -50,6 +50,8 @@ def scripted_engine(chat: ScriptedChat, template: str, *, name: str = "scripted"
             waiting_requests_max=config.max_queued_requests,
             waiting_prompt_tokens_max=4 * CONTEXT_TOKENS,
             overlap_steps=True,
+            tool_call_parser=config.tool_call_parser,
+            reasoning_parser=config.reasoning_parser,
         ) as engine:
             yield engine
 

@@ -112,6 +112,7 @@ def access_rules(config: ServerConfig) -> AccessRules:
         shares_prefix_cache=config.share_prefix_cache,
         metrics_need_key=config.metrics_need_key,
         load_needs_key=config.load_needs_key,
+        model_is_required=config.require_model,
     )
 
 

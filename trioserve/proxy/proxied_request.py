@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import trio
 
+from trioserve.api.caller import check_model
 from trioserve.api.deadline_fields import deadlines_of
 from trioserve.api.error_responses import Refusal
 from trioserve.api.openai.request_types import decode_body
@@ -58,6 +59,7 @@ async def _forward(context: RouterContext) -> None:
     deadlines = deadlines_of(body, context.exchange.headers).within(
         context.rules.deadlines, context.rules.deadlines_max
     )
+    check_model(context.access, body.model, context.fleet.models())
     model = context.fleet.real_model(body.model)
     clock = RequestClock(deadlines, trio.current_time())
     with clock.running():

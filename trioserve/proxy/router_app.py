@@ -251,6 +251,7 @@ class RouterApp(BaseApp[RouterContext]):
             more_metrics=self._more_metrics,
             naming=self._naming,
             kept=self._kept,
+            access=self._keys.rules,
         )
 
     def end_fields(self, context: RouterContext) -> dict[str, object]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, quote, urlencode
 
+from trioserve.api.caller import AccessRules
 from trioserve.api.responder import TENANT_HEADER, Responder
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.endpoint import DISAGGREGATED_PROMPT_TOKENS_MIN, EndpointId
@@ -72,6 +73,7 @@ class RouterContext(Responder):
         more_metrics: Callable[[], bytes] = bytes,
         naming: PromptBlocks | None = None,
         kept: KeptObjects | None = None,
+        access: AccessRules | None = None,
     ) -> None:
         super().__init__(exchange, clock_and_ids)
         self.fleet = fleet
@@ -80,6 +82,7 @@ class RouterContext(Responder):
         self.more_metrics = more_metrics
         self.naming = naming
         self.kept = kept or KeptObjects()
+        self.access = access or AccessRules()
         self.path_told: str | None = None
         self.admission: AdmissionScope | None = None
         self.endpoint: EndpointId | None = None

@@ -18,6 +18,7 @@ SPACE = b" \n\t\r"
 OUTSIDE_TEXTS = b'}],:"tfn1234567890-{[ \n'
 INSIDE_TEXTS = b'"aeinorstlcdu1024-.:/ @ATZx'
 FILLING = b"text"
+THOUGHTS = ((b"<think>", b"</think>"), (b"[THINK]", b"[/THINK]"))
 
 
 class PreferringModel(FakeModel):
@@ -43,15 +44,16 @@ class PreferringModel(FakeModel):
 
     def _wishes(self, request: EngineRequest, said: bytes) -> Iterator[int]:
         """Every token, the best first."""
-        packed = _packed(said)
         for draft in self._drafts_for(request):
             if draft.startswith(said):
                 yield draft[len(said)] if len(said) < len(draft) else END_TOKEN_ID
+        for begin, end in THOUGHTS:
+            _before, opening, thought = said.rpartition(begin)
+            if opening and end not in thought:  # one that a grammar had it begin
+                yield from _rest_of(end, thought)
+            said = said.rpartition(end)[2]
         for draft in self._drafts_for(request):
-            # A grammar may want more or less space between the same words.
-            rest = _packed(draft)
-            if packed and rest.startswith(packed):
-                yield rest[len(packed)] if len(packed) < len(rest) else END_TOKEN_ID
+            yield from _beside(draft, said)
         is_inside, text = _open_text(said)
         if is_inside:
             if len(text) < len(FILLING) and FILLING.startswith(text):
@@ -90,8 +92,29 @@ class UncheckedExecutor(FakeExecutor):
         return [*chunk.tokens[: chunk.start + chunk.count], *chunk.draft]
 
 
-def _packed(text: bytes) -> bytes:
-    return text.translate(None, SPACE)
+def _rest_of(text: bytes, said: bytes) -> Iterator[int]:
+    """The next byte of a text, of which the beginning may have been said."""
+    for length in range(len(text) - 1, -1, -1):
+        if said.endswith(text[:length]):
+            yield text[length]
+            return
+
+
+def _beside(draft: bytes, said: bytes) -> Iterator[int]:
+    """What comes next in the draft if what was said is its beginning but for white space: a grammar may want more or
+    less of that between the same words."""
+    place = 0
+    for byte in said.translate(None, SPACE):
+        while place < len(draft) and draft[place] in SPACE:
+            place += 1
+        if place == len(draft) or draft[place] != byte:
+            return
+        place += 1
+    while place < len(draft) and draft[place] in SPACE:
+        if said[-1:] not in (b" ", b"\n"):
+            yield draft[place]
+        place += 1
+    yield draft[place] if place < len(draft) else END_TOKEN_ID
 
 
 def _open_text(said: bytes) -> tuple[bool, bytes]:

@@ -185,7 +185,7 @@ _Calls = Sequence[tuple[str, dict[str, Any]]]
 
 
 class _Family(msgspec.Struct, frozen=True, kw_only=True):
-    """marks: what its chat templates are known by."""
+    """marks: what its chat templates are known by. The names are those of --tool-call-parser."""
 
     marks: str
     write_calls: Callable[[_Calls], str]
@@ -247,39 +247,48 @@ def _pythonic(calls: _Calls) -> str:
     )
 
 
+_DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+
 FAMILIES: dict[str, _Family] = {
     "hermes": _Family(
-        marks="<tool_call>",
+        marks="<tool_call> </think>",
         write_calls=_each('<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>', "\n"),
     ),
-    "qwen3_xml": _Family(marks="<tool_call> <function= <parameter=", write_calls=_qwen_xml),
+    "qwen3_coder": _Family(marks="<tool_call> <function= </think>", write_calls=_qwen_xml),
     "llama3_json": _Family(
-        marks='<|python_tag|> {"name": , "parameters": }',
-        write_calls=_each('{"name": "NAME", "parameters": ARGUMENTS}', "; "),
+        marks="<|python_tag|> </think>", write_calls=_each('{"name": "NAME", "parameters": ARGUMENTS}', "; ")
     ),
-    "pythonic": _Family(marks="[func_name1(params_name1=params_value1)]", write_calls=_pythonic),
-    "mistral": _Family(marks="[TOOL_CALLS] [ARGS]", write_calls=_each("[TOOL_CALLS]NAME[ARGS]ARGUMENTS")),
+    "pythonic": _Family(marks="[func_name1( </think>", write_calls=_pythonic),
+    "mistral": _Family(
+        marks="[TOOL_CALLS] [THINK]",
+        write_calls=_each("[TOOL_CALLS]NAME[ARGS]ARGUMENTS"),
+        write_thought="[THINK]{}[/THINK]".format,
+    ),
     "deepseek_v3": _Family(
-        marks="<｜tool▁calls▁begin｜> function<｜tool▁sep｜> ```json",
+        marks="<｜tool▁calls▁begin｜> ```json </think>",
         write_calls=_within(
-            "<｜tool▁calls▁begin｜>",
+            _DEEPSEEK[0],
             _each("<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nARGUMENTS\n```<｜tool▁call▁end｜>", "\n"),
-            "<｜tool▁calls▁end｜>",
+            _DEEPSEEK[1],
         ),
     ),
-    "glm45": _Family(marks="<tool_call> <arg_key> <arg_value>", write_calls=_glm),
+    "deepseek_v31": _Family(
+        marks="<｜tool▁calls▁begin｜> </think>",
+        write_calls=_within(
+            _DEEPSEEK[0], _each("<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS<｜tool▁call▁end｜>"), _DEEPSEEK[1]
+        ),
+    ),
+    "glm45": _Family(marks="<arg_key> \\n<arg_key> </think>", write_calls=_glm),
     "kimi_k2": _Family(
-        marks="<|tool_calls_section_begin|>",
+        marks="<|tool_calls_section_begin|> </think>",
         write_calls=_within(
             "<|tool_calls_section_begin|>",
-            _each(
-                "<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>",
-            ),
+            _each("<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>"),
             "<|tool_calls_section_end|>",
         ),
     ),
-    "harmony": _Family(
-        marks="<|start|> <|channel|>analysis<|message|>",
+    "openai": _Family(
+        marks="<|channel|> <|start|>",
         write_calls=_each(
             "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS<|call|>",
             "<|start|>assistant",

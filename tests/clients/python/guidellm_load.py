@@ -1,4 +1,4 @@
-"""guidellm: a short load of two requests at a time, counted by itself."""
+"""guidellm: a short load, two requests at a time, on prompts of its own; nothing is downloaded."""
 
 import json
 import os
@@ -10,35 +10,27 @@ from pathlib import Path
 from _env import MODEL, ROOT
 
 with tempfile.TemporaryDirectory() as folder:
+    data, report = Path(folder, "data.jsonl"), Path(folder, "report.json")
+    data.write_text("".join(json.dumps({"prompt": f"What is 17 + 2{number}?"}) + "\n" for number in range(6)))
     run = subprocess.run(
         [
             Path(sys.executable).parent / "guidellm",
-            "benchmark",
             "run",
-            "--target",
-            ROOT,
-            "--model",
-            MODEL,
-            "--profile",
-            "concurrent",
-            "--rate",
-            "2",
-            "--max-requests",
-            "6",
-            "--data",
-            str(Path(folder, "data.jsonl")),
-            "--outputs",
-            "json",
-            "--output-dir",
-            folder,
+            f"--backend=kind=openai_http,target={ROOT},model={MODEL}",
+            "--profile=kind=concurrent,streams=2",
+            "--constraint=kind=max_requests,count=6",
+            f"--data=kind=json_file,path={data}",
+            f"--output=kind=json,path={report}",
             "--disable-console-interactive",
         ],
+        cwd=folder,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
     )
     print(run.stdout[-3000:], run.stderr[-3000:])
     assert run.returncode == 0
-    report = json.loads(next(Path(folder).glob("*.json")).read_text())
-    assert report["benchmarks"], report
+    [benchmark] = json.loads(report.read_text())["benchmarks"]
+    assert len(benchmark["requests"]["successful"]) == 6, benchmark["requests"]
+    assert not benchmark["requests"]["errored"]
 print("ok")
