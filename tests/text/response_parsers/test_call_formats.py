@@ -78,6 +78,9 @@ def qwen(*parameters: str, name: str = "get_weather") -> str:
         ("gemma4", "<|tool_call>call:f<tool_call|>", "<|tool_call>call:f<tool_call|>", []),
         ("kimi_k2", "a <|tool_call_begin|>functions.get_time:3<|tool_call_argument_begin|>{}<|tool_call_end|>", "a ",
          [("get_time", {})]),
+        ("lfm2", "<|tool_call_start|>[get_weather(city='Paris')]<|tool_call_end|>Done", "Done", [PARIS]),
+        ("cohere_command3", '<|START_ACTION|>[\n {"tool_call_id": "0", "tool_name": "get_time", "parameters": {}}\n]'
+         "<|END_ACTION|>", "", [("get_time", {})]),
         ("granite", '<|tool_call|>[{"name": "get_time", "arguments": {}}]', "", [("get_time", {})]),
         ("phi4_mini_json", 'functools[{"name": "get_time", "arguments": {}}]', "", [("get_time", {})]),
     ],
@@ -128,6 +131,12 @@ def test_harmony_without_tools_shows_what_a_call_says(read):
 def test_channels_of_kimi_k3_are_no_content(read, tools, tools_there):
     text = "Hm.<|close|>think<|sep|><|open|>response<|sep|>Yes.<|close|>response<|sep|><|close|>message<|sep|>"
     found = read(text, None, "kimi_k3", begins_inside=True, tools=tools if tools_there else ())
+    assert (found.reasoning, found.content) == ("Hm.", "Yes.")
+
+
+def test_channels_of_cohere_are_no_content(read):
+    text = "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>Yes.<|END_RESPONSE|>"
+    found = read(text, None, "cohere_command3", tools=())
     assert (found.reasoning, found.content) == ("Hm.", "Yes.")
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from trioserve.text.response_parsers.call_forms import CallForm, json_call
+import json
+from collections.abc import Sequence
+
+from trioserve.text.response_parsers.call_forms import CallForm, Piece, arguments_of, json_call
 from trioserve.text.response_parsers.call_reading import CallReader, CallReading, read_calls
+from trioserve.text.response_parsers.offered_tools import OfferedTool
 from trioserve.text.response_parsers.text_source import NotACall, Script
 
-__all__ = ["HERMES_FORM", "LLAMA3_FORM", "json_form", "read_bare_calls", "tagged_calls"]
+__all__ = ["COHERE_FORM", "HERMES_FORM", "LLAMA3_FORM", "json_form", "read_bare_calls", "read_nothing", "tagged_calls"]
 
 HERMES_FORM = CallForm(
     call=json_call(before="<tool_call>\n", after="\n</tool_call>"), separator="\n", trigger="<tool_call>"
@@ -29,6 +33,25 @@ def tagged_calls(*closing: str, is_bare: bool = False) -> CallReader:
 def read_bare_calls(reading: CallReading) -> Script[None]:
     """Behind a marker without a closing one."""
     yield from read_calls(reading, is_bare=False)
+
+
+def read_nothing(_reading: CallReading) -> Script[None]:
+    """A mark around content, which says nothing."""
+    yield from ()
+
+
+def _cohere_call(tool: OfferedTool) -> Sequence[Piece]:
+    head = f'{{"tool_call_id": "0", "tool_name": {json.dumps(tool.name)}, "parameters": '
+    return (head, arguments_of(tool), "}")
+
+
+COHERE_FORM = CallForm(
+    call=_cohere_call,
+    opening="<|START_ACTION|>[",
+    closing="]<|END_ACTION|>",
+    separator=", ",
+    trigger="<|START_ACTION|>",
+)
 
 
 def json_form(opening: str, closing: str, *, is_array: bool) -> CallForm:

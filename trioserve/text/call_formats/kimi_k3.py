@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
+from trioserve.text.call_formats.json_calls import read_nothing
 from trioserve.text.joined_response import WholeCall
 from trioserve.text.response_parsers.call_forms import CallForm, Piece, raw_argument_pieces, raw_text
 from trioserve.text.response_parsers.call_reading import CallReader, CallReading
@@ -75,16 +76,11 @@ def _attributes(reading: CallReading) -> Script[dict[str, str]]:
     return {name: html.unescape(value) for name, value in _ATTRIBUTE.findall(text)}
 
 
-def _read_nothing(reading: CallReading) -> Script[None]:
-    """A tag that says nothing."""
-    yield from ()
-
-
 K3_READERS: dict[str, CallReader] = {
     _TOOLS: _read_calls,
-    _RESPONSE: _read_nothing,
-    _RESPONSE_END: _read_nothing,
-    "<|close|>message<|sep|>": _read_nothing,
+    _RESPONSE: read_nothing,
+    _RESPONSE_END: read_nothing,
+    "<|close|>message<|sep|>": read_nothing,
 }
 
 

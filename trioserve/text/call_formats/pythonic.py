@@ -19,16 +19,18 @@ from trioserve.text.response_parsers.text_source import NotACall, Script
 __all__ = [
     "PYTHONIC_FORM",
     "PYTHON_START",
+    "PYTHON_END",
     "PYTHON_TOKENS",
     "lines_form",
+    "list_form",
     "python_lines",
     "read_python_list",
-    "read_started_list",
+    "tagged_list",
 ]
 
 PYTHON_START: Final = "<|python_start|>"
-_PYTHON_END: Final = "<|python_end|>"
-PYTHON_TOKENS: Final = (PYTHON_START, _PYTHON_END)
+PYTHON_END: Final = "<|python_end|>"
+PYTHON_TOKENS: Final = (PYTHON_START, PYTHON_END)
 _NAME = re.compile(r"[\w.\-]+")
 _IDENTIFIER = re.compile(r"\w+")
 
@@ -51,14 +53,18 @@ def read_python_list(reading: CallReading) -> Script[None]:
         return
 
 
-def read_started_list(reading: CallReading) -> Script[None]:
-    """Behind the token that begins Python."""
-    source = reading.source
-    yield from source.need_behind_space()
-    yield from source.expect("[")
-    yield from read_python_list(reading)
-    if (yield from source.skip_space()) and not (yield from source.take_closing((_PYTHON_END,))):
-        raise NotACall
+def tagged_list(closing: str) -> CallReader:
+    """Behind what opens a list and is closed behind it."""
+
+    def read(reading: CallReading) -> Script[None]:
+        source = reading.source
+        yield from source.need_behind_space()
+        yield from source.expect("[")
+        yield from read_python_list(reading)
+        if (yield from source.skip_space()) and not (yield from source.take_closing((closing,))):
+            raise NotACall
+
+    return read
 
 
 def python_lines(closing_tag: str) -> CallReader:
@@ -143,7 +149,13 @@ def _python(value: object) -> str:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
-PYTHONIC_FORM = CallForm(call=_form_of, write=_written, opening="[", closing="]", separator=", ")
+def list_form(opening: str, closing: str) -> CallForm:
+    return CallForm(
+        call=_form_of, write=_written, opening=opening + "[", closing="]" + closing, separator=", ", trigger=opening
+    )
+
+
+PYTHONIC_FORM = list_form("", "")
 
 
 def lines_form(opening: str, closing: str) -> CallForm:

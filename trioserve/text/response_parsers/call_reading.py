@@ -15,6 +15,8 @@ from trioserve.text.response_parsers.text_source import NotACall, Script, TextSo
 __all__ = ["CallReader", "CallReading", "read_arguments", "read_calls", "read_json", "read_opened_array"]
 
 _KEY_CHARACTERS_MAX: Final = 256
+_NAME_KEYS = frozenset(("name", "tool_name"))
+_ID_KEYS = frozenset(("id", "tool_call_id"))
 _ARGUMENT_KEYS = frozenset(("arguments", "parameters"))
 # What a schema of a tool has, and a call has not: a model that shows somebody a tool calls none.
 _SCHEMA_KEYS = frozenset(("description", "strict", "properties", "required"))
@@ -180,7 +182,7 @@ def _read_call_object(reading: CallReading, *, is_bare: bool) -> Script[None]:
 def _read_member(call: _CallObject, key: str, character: str) -> Script[None]:
     """character: what the value begins with."""
     source = call.reading.source
-    if key == "name" or (key == "function" and character == '"'):
+    if key in _NAME_KEYS or (key == "function" and character == '"'):
         call.named((yield from _read_string(source, NAME_CHARACTERS_MAX)))
     elif key in _ARGUMENT_KEYS:
         call.begin_arguments()
@@ -196,7 +198,7 @@ def _read_member(call: _CallObject, key: str, character: str) -> Script[None]:
             yield from read_json(source, JsonScanner("{"), call.arguments)
     elif call.is_bare and key in _SCHEMA_KEYS:
         raise NotACall
-    elif key == "id" and character == '"':
+    elif key in _ID_KEYS and character == '"':
         call.call_id = yield from _read_string(source, NAME_CHARACTERS_MAX)
     else:
         yield from read_json(source, JsonScanner(), lambda _text: None)

@@ -14,7 +14,6 @@ from trioserve.text.response_parsers.text_source import CutOff, NotACall, Script
 
 __all__ = ["ContentScript"]
 
-_SPACE = re.compile(r"\s+")
 _WORD = re.compile(r"[A-Za-z_]+")
 _FENCE = "```"
 _FENCE_WORDS = frozenset(("", "json", "tool_call", "tool_calls", "tool_code"))
@@ -65,7 +64,7 @@ class ContentScript:
         self._markers_anywhere = sorted(self._anywhere, key=len, reverse=True)
         self._markers_at_line = sorted({**self._anywhere, **self._at_line}, key=len, reverse=True)
         firsts = "".join(sorted({marker[0] for marker in self._markers_at_line}))
-        self._plain = re.compile(rf"[^\s{re.escape(firsts)}]+" if firsts else r"\S+")
+        self._plain = re.compile(f"[^{re.escape(firsts)}]+" if firsts else r"[\s\S]+")
         self._pending: list[str] = []  # white space that is content if no call follows it
         self._begins_line = True
         self._is_behind_call = False
@@ -76,10 +75,12 @@ class ContentScript:
         while character := (yield from source.peek()):
             if match := self._plain.match(source.text, source.at):
                 source.at = match.end()
-                self._content(match.group())
-            elif match := _SPACE.match(source.text, source.at):
-                source.at = match.end()
-                self._space(match.group())
+                text = match.group()
+                said = text.rstrip()
+                if said:
+                    self._content(said)
+                if len(said) < len(text):
+                    self._space(text[len(said) :])
             else:
                 markers = self._markers_at_line if self._begins_line else self._markers_anywhere
                 marker = yield from source.take(markers)

@@ -16,10 +16,12 @@ from trioserve.text.call_formats.invoke_tags import (
     invoke_form,
 )
 from trioserve.text.call_formats.json_calls import (
+    COHERE_FORM,
     HERMES_FORM,
     LLAMA3_FORM,
     json_form,
     read_bare_calls,
+    read_nothing,
     tagged_calls,
 )
 from trioserve.text.response_parsers.call_forms import CallForm
@@ -105,6 +107,7 @@ def _invoke(tags: InvokeTags, around: str, special_tokens: tuple[str, ...]) -> T
 
 
 _HERMES = {"<tool_call>": tagged_calls("</tool_call>"), "<tools>": tagged_calls("</tools>", is_bare=True)}
+_COHERE_MARKS = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>")
 _DSML_TOKENS = ("\uff5cDSML\uff5c",)
 
 TOOL_FAMILIES: dict[str, ToolFamily] = {
@@ -123,11 +126,16 @@ TOOL_FAMILIES: dict[str, ToolFamily] = {
         older_forms={mistral.ARGUMENTS_MARKER: mistral.MISTRAL_ARRAY_FORM},
     ),
     "pythonic": ToolFamily(
-        readers={pythonic.PYTHON_START: pythonic.read_started_list},
+        readers={pythonic.PYTHON_START: pythonic.tagged_list(pythonic.PYTHON_END)},
         line_readers={"[": pythonic.read_python_list},
         drops_space=False,
         special_tokens=pythonic.PYTHON_TOKENS,
         form=pythonic.PYTHONIC_FORM,
+    ),
+    "lfm2": ToolFamily(
+        readers={"<|tool_call_start|>": pythonic.tagged_list("<|tool_call_end|>")},
+        special_tokens=("<|tool_call_start|>", "<|tool_call_end|>"),
+        form=pythonic.list_form("<|tool_call_start|>", "<|tool_call_end|>"),
     ),
     "olmo3": ToolFamily(
         readers={"<function_calls>": pythonic.python_lines("</function_calls>")},
@@ -164,6 +172,16 @@ TOOL_FAMILIES: dict[str, ToolFamily] = {
         form=gemma4.GEMMA4_FORM,
     ),
     "openai": ToolFamily(whole=harmony.read_harmony, special_tokens=harmony.HARMONY_TOKENS, form=harmony.HARMONY_FORM),
+    "cohere_command3": ToolFamily(
+        readers={
+            "<|START_ACTION|>": tagged_calls("<|END_ACTION|>"),
+            **dict.fromkeys(_COHERE_MARKS, read_nothing),
+        },
+        drops_space=False,
+        special_tokens=("<|START_ACTION|>", "<|END_ACTION|>", *_COHERE_MARKS),
+        form=COHERE_FORM,
+    ),
+    "nemotron_json": _json("<TOOLCALL>", "</TOOLCALL>", is_array=True),
     "granite": _json("<|tool_call|>", "", is_array=True),
     "jamba": _json("<tool_calls>", "</tool_calls>", is_array=True),
     "internlm": _json("<|action_start|><|plugin|>", "<|action_end|>"),
@@ -213,6 +231,11 @@ REASONING_FAMILIES: dict[str, ReasoningFamily] = {
     "gemma4": ReasoningFamily(
         tags=ThoughtTags(opening=("<|channel>thought\n", "<|channel>thought"), closing=("<channel|>",)),
         special_tokens=("<|channel>", "<channel|>"),
+    ),
+    "cohere_command3": ReasoningFamily(
+        tags=ThoughtTags(opening=("<|START_THINKING|>",), closing=("<|END_THINKING|>",)),
+        special_tokens=("<|START_THINKING|>", "<|END_THINKING|>", *_COHERE_MARKS),
+        channels="cohere_command3",
     ),
     "openai_gptoss": _HARMONY,
     "gpt_oss": _HARMONY,

@@ -52,7 +52,7 @@ class ThoughtScript:
         self._push = push
         self._may_begin = may_begin
         firsts = {tag[0] for tag in (*self._opening, *self._ending)}
-        self._plain = re.compile(r"[^\s" + re.escape("".join(sorted(firsts))) + "]+")
+        self._plain = re.compile("[^" + re.escape("".join(sorted(firsts))) + "]+")
 
     def run(self) -> Script[None]:
         is_inside = self._begins_inside or (yield from self._thought_at_once())
@@ -84,20 +84,22 @@ class ThoughtScript:
         has_begun = False
         while character := (yield from source.peek()):
             if match := self._plain.match(source.text, source.at):
-                text = match.group()
-            elif match := _SPACE.match(source.text, source.at):
-                space.append(match.group())
                 source.at = match.end()
+                text = match.group().rstrip()
+                if text:
+                    self._sink.reasoning("".join(space) + text)
+                    space.clear()
+                    has_begun = True
+                space.append(match.group()[len(text) :])
                 continue
-            elif ending := (yield from source.find(self._ending)):
-                if ending in self._closing:
-                    source.at += len(ending)
-                    return (yield from self._behind_thought())
+            ending = yield from source.find(self._ending)
+            if ending in self._closing:
+                source.at += len(ending)
+                return (yield from self._behind_thought())
+            if ending:
                 return False
-            else:
-                text = character
-            source.at += len(text)
-            self._sink.reasoning("".join(space) + text)
+            source.at += 1
+            self._sink.reasoning("".join(space) + character)
             space.clear()
             has_begun = True
         if has_begun:
@@ -122,10 +124,9 @@ class ThoughtScript:
         begins_line = False
         while character := (yield from source.peek()):
             if match := self._plain.match(source.text, source.at):
-                text, begins_line = match.group(), False
-            elif match := _SPACE.match(source.text, source.at):
                 text = match.group()
-                begins_line = begins_line or "\n" in text
+                said = text.rstrip()
+                begins_line = "\n" in text[len(said) :] or (begins_line and not said)
             elif begins_line and self._may_begin() and (yield from source.take(self._opening)):
                 return True
             else:
