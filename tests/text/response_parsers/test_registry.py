@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.text.response_parsers.registry import families_of_template, named_families, prompt_begins_thought
+from trioserve.text.response_parsers.families import REASONING_FAMILIES, TOOL_FAMILIES
+from trioserve.text.response_parsers.registry import named_families, prompt_begins_thought
+from trioserve.text.response_parsers.template_signs import families_of_template
 
 
 @pytest.mark.parametrize(
@@ -72,3 +76,17 @@ def test_an_unknown_name_is_refused_with_those_that_are_known(tool, reasoning):
 )
 def test_whether_a_prompt_opens_a_thought(prompt, family, expect):
     assert prompt_begins_thought(prompt, family) is expect
+
+
+def test_the_page_about_formats_names_every_family():
+    page = (Path(__file__).parents[3] / "docs" / "call-formats.md").read_text(encoding="utf-8")
+    calls, _, rest = page.partition("## Formats of thoughts")
+    thoughts = rest.partition("## What is read")[0]
+    rows = {kind: {name for line in part.splitlines() if line.startswith("| `") for name in names_of(line)}
+            for kind, part in (("calls", calls), ("thoughts", thoughts))}  # fmt: skip
+    assert rows == {"calls": set(TOOL_FAMILIES), "thoughts": set(REASONING_FAMILIES)}
+
+
+def names_of(row: str) -> list[str]:
+    """Those in the first cell."""
+    return [name.strip("` ") for name in row.split("|")[1].split(",")]

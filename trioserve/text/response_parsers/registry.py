@@ -11,6 +11,7 @@ from trioserve.text.response_parsers.families import REASONING_FAMILIES, TOOL_FA
 from trioserve.text.response_parsers.offered_tools import OfferedTool, tools_by_name
 from trioserve.text.response_parsers.part_sink import PartSink
 from trioserve.text.response_parsers.scripted_parser import RunningScript, ScriptedParser
+from trioserve.text.response_parsers.template_signs import families_of_template
 from trioserve.text.response_parsers.text_source import TextSource
 from trioserve.text.response_parsers.thought_script import ThoughtScript
 from trioserve.text.response_parts import ResponseParser
@@ -18,7 +19,6 @@ from trioserve.text.response_parts import ResponseParser
 __all__ = [
     "AUTO",
     "NONE",
-    "families_of_template",
     "make_response_parser",
     "named_families",
     "prompt_begins_thought",
@@ -109,70 +109,6 @@ def prompt_begins_thought(prompt_end: str, reasoning_family: str | None) -> bool
     if end.endswith(tags.opening):
         return True
     return False if end.endswith(tags.closing) else None
-
-
-# In this order: what is looked for in a template, and what it tells. Every text of a line has to be there.
-_TOOL_SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("<|channel|>", "<|start|>"), "openai"),
-    (("<|tool_call>", "call:"), "gemma4"),
-    (("<|open|>", "<|sep|>"), "kimi_k3"),
-    (("<|tool_calls_section_begin|>",), "kimi_k2"),
-    (("\uff5cDSML\uff5c ",), "deepseek_v41"),
-    (("\uff5cDSML\uff5c", "tool_calls>"), "deepseek_v4"),
-    (("\uff5cDSML\uff5c",), "deepseek_v32"),
-    (("<\uff5ctool\u2581calls\u2581begin\uff5c>", "```json"), "deepseek_v3"),
-    (("<\uff5ctool\u2581calls\u2581begin\uff5c>",), "deepseek_v31"),
-    (("<|START_ACTION|>",), "cohere_command3"),
-    (("[TOOL_CALLS]",), "mistral"),
-    (("<minimax:tool_call>",), "minimax_m2"),
-    (("<seed:tool_call>",), "seed_oss"),
-    (("<longcat_tool_call>",), "longcat"),
-    (("<|tool_call_start|>",), "lfm2"),
-    (("<|tool_list_start|>",), "lfm2"),
-    (("List of tools: [",), "lfm2"),
-    (("<TOOLCALL>",), "nemotron_json"),
-    (("<tool_calls>[",), "jamba"),
-    (("<arg_key>", "\\n<arg_key>"), "glm45"),
-    (("<arg_key>", "\n<arg_key>"), "glm45"),
-    (("<arg_key>",), "glm47"),
-    (("<tool_call>", "<function="), "qwen3_coder"),
-    (("<tool_call>",), "hermes"),
-    (("<function_calls>",), "olmo3"),
-    (("<tool_calls>",), "jamba"),
-    (("<|action_start|>", "<|plugin|>"), "internlm"),
-    (("<|tool_call|>", "functools"), "phi4_mini_json"),
-    (("functools[",), "phi4_mini_json"),
-    (("<|tool_call|>",), "granite"),
-    (("[func_name1(",), "pythonic"),
-    (("<|python_start|>",), "pythonic"),
-    (("<|python_tag|>",), "llama3_json"),
-    (('"parameters": dictionary of argument name and its value',), "llama3_json"),
-)
-_REASONING_SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("<|channel|>", "<|start|>"), "openai_gptoss"),
-    (("<|channel>thought",), "gemma4"),
-    (("<|open|>", "<|sep|>"), "kimi_k3"),
-    (("<|START_THINKING|>",), "cohere_command3"),
-    (("[THINK]",), "mistral"),
-    (("<seed:think>",), "seed_oss"),
-    (("</think>", "<|tool_calls_section_begin|>"), "kimi_k2"),
-    (("</think>", "<minimax:tool_call>"), "minimax_m2"),
-    (("</think>", "\uff5cDSML\uff5c"), "deepseek_v3"),
-    (("</think>", "<\uff5cAssistant\uff5c>", "thinking is defined"), "deepseek_v3"),
-    (("</think>", "<\uff5cAssistant\uff5c>"), "deepseek_r1"),
-    (("</think>", "<arg_key>"), "glm45"),
-    (("</think>",), "qwen3"),
-)
-
-
-def families_of_template(template: str) -> tuple[str | None, str | None]:
-    """The family of tool calls and the one of thoughts that a chat template's source is written for. None: it has no
-    place for them."""
-    return _told_by(template, _TOOL_SIGNS), _told_by(template, _REASONING_SIGNS)
-
-
-def _told_by(template: str, signs: tuple[tuple[tuple[str, ...], str], ...]) -> str | None:
-    return next((family for texts, family in signs if all(text in template for text in texts)), None)
 
 
 def named_families(tool_family: str, reasoning_family: str, template: str | None) -> tuple[str | None, str | None]:
