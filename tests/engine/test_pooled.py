@@ -260,7 +260,7 @@ async def test_an_encoder_continues_no_text_and_scores_are_for_those_that_give_t
                 pass
         with pytest.raises(InvalidRequest, match="has no head that scores"):
             await fake.embed(pair, PoolingParams(task="score"))
-        with pytest.raises(InvalidRequest, match="pairs of texts are for scores"):
+        with pytest.raises(InvalidRequest, match="a vector is made of one text"):
             await fake.embed(pair)
         with pytest.raises(InvalidRequest, match="dimensions is 9, but vectors of fake have 8") as caught:
             await fake.embed("x", PoolingParams(dimensions=9))

@@ -89,3 +89,22 @@ def test_pooling_of_rows() -> None:
     assert pooled_vector(rows, msgspec.structs.replace(cls, normalize=True)).values() == pytest.approx([0.6, 0.8, 0])
     assert pooled_vector(rows * 0, msgspec.structs.replace(cls, normalize=True)).values() == [0, 0, 0]
     assert pooled_vector(rows * np.nan, cls) is None
+
+
+def test_probabilities_of_labels_equal_transformers(
+    cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    path = tiny_checkpoint("llama")
+    driver = step_driver.StepDriver(step_driver.load_runner(path, cpu_kernels=cpu_kernels))
+    labels = Pooling(task="labels", method="last", normalize=False, label_token_ids=(7, 300, 8))
+    driver.add("a", PROMPT, pooling=labels)
+    driver.add("b", PROMPT[:9], pooling=msgspec.structs.replace(labels, label_token_ids=(5,)))
+    driver.step({"a": 30})
+    result = driver.step({"b": 9, "a": 7})
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    for name, prompt, ids in (("a", PROMPT, [7, 300, 8]), ("b", PROMPT[:9], [5])):
+        with torch.no_grad():
+            logprobs = model(torch.tensor([prompt]), use_cache=False).logits[0, -1].log_softmax(-1)
+        check_vector(result.pooled[name], logprobs[ids].numpy())

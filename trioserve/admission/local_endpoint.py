@@ -8,8 +8,8 @@ from typing import Any
 from trioserve.admission.dispatch import Dispatch
 from trioserve.admission.settings import AdmissionSettings
 from trioserve.contracts.endpoint import EndpointId, RoutedRequest
-from trioserve.contracts.pooling import TextPair
-from trioserve.contracts.prompt import ChatPrompt, Prompt
+from trioserve.contracts.pooling import LabelledPrompt, PooledInput, TextPair
+from trioserve.contracts.prompt import ChatPrompt
 from trioserve.router.policies import RoundRobin
 from trioserve.router.settings import RouterSettings
 
@@ -42,7 +42,7 @@ def local_dispatch(max_num_seqs: int, settings: AdmissionSettings) -> Dispatch:
     return dispatch
 
 
-def local_request(prompts: Iterable[Prompt | TextPair], *, tenant: str, priority: int, sequences: int) -> RoutedRequest:
+def local_request(prompts: Iterable[PooledInput], *, tenant: str, priority: int, sequences: int) -> RoutedRequest:
     """What the queue is told of a request. Its tokens are estimated from its length: nothing is tokenized before it has
     a lease."""
     return RoutedRequest(
@@ -54,9 +54,11 @@ def local_request(prompts: Iterable[Prompt | TextPair], *, tenant: str, priority
     )
 
 
-def _token_count(prompt: Prompt | TextPair) -> int:
+def _token_count(prompt: PooledInput) -> int:
     if isinstance(prompt, TextPair):
         return _token_count(prompt.first) + _token_count(prompt.second)
+    if isinstance(prompt, LabelledPrompt):
+        return _token_count(prompt.prompt)
     if isinstance(prompt, ChatPrompt):
         return sum(map(_character_count, prompt.messages)) // TOKEN_CHARACTERS + 1
     if isinstance(prompt, str):

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from trioserve.admission.text_threads import LONG_CHARACTERS_MAX, TextRunner
 from trioserve.contracts.arguments import refuse, shown
 from trioserve.contracts.errors import ContextTooLong, InvalidRequest
-from trioserve.contracts.pooling import TextPair
+from trioserve.contracts.pooling import LabelledPrompt, PooledInput, TextPair
 from trioserve.contracts.prompt import ChatPrompt, Prompt
 from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.response_families import COMMON_TOOL_FAMILY
@@ -76,7 +76,7 @@ class PromptEncoder:
 
     async def encode_inputs(
         self,
-        inputs: Sequence[Prompt | TextPair],
+        inputs: Sequence[PooledInput],
         *,
         name_of: Callable[[int], str],
         add_special_tokens: bool = True,
@@ -86,7 +86,7 @@ class PromptEncoder:
         Raises what encode does, with the name of the input, which name_of gives for its index."""
         encoded: list[EncodedInput] = []
 
-        def encode_piece(first: int, piece: Sequence[Prompt | TextPair]) -> list[EncodedInput]:
+        def encode_piece(first: int, piece: Sequence[PooledInput]) -> list[EncodedInput]:
             return [
                 self._encode_input(one, name_of(first + place), add_special_tokens, cut)
                 for place, one in enumerate(piece)
@@ -113,10 +113,10 @@ class PromptEncoder:
         """Call a function of values: here if it is short, else where long texts are worked on. size: see TextRunner."""
         return function() if size <= INLINE_CHARACTERS_MAX else await self._texts.run(function, size=size)
 
-    def _encode_input(
-        self, one: Prompt | TextPair, name: str, add_special_tokens: bool, cut: Cut | None
-    ) -> EncodedInput:
+    def _encode_input(self, one: PooledInput, name: str, add_special_tokens: bool, cut: Cut | None) -> EncodedInput:
         try:
+            if isinstance(one, LabelledPrompt):
+                return self._encode_labelled(one)
             if isinstance(one, ChatPrompt):
                 return _cut_ids(self._encode_chat(one, is_cut=cut is not None), cut)
             if isinstance(one, str | TextPair):
@@ -128,7 +128,21 @@ class PromptEncoder:
         except InvalidRequest as error:
             raise type(error)(f"{name}: {error}", param=name) from error
 
+    def _encode_labelled(self, one: LabelledPrompt) -> EncodedInput:
+        text = self._chat_text(one.prompt) if isinstance(one.prompt, ChatPrompt) else one.prompt
+        self._check_length(text, param="prompt")
+        return self._tokenizer.encode_labelled(
+            text, one.labels, add_special_tokens=not isinstance(one.prompt, ChatPrompt)
+        )
+
     def _encode_chat(self, prompt: ChatPrompt, *, is_cut: bool = False) -> list[int]:
+        text = self._chat_text(prompt)
+        if not is_cut:
+            self._check_length(text, param="messages")
+        # The template writes the special tokens itself, and may leave out what the messages hold: only its text counts.
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _chat_text(self, prompt: ChatPrompt) -> str:
         tokenizer = self._tokenizer
         template = tokenizer.chat_template
         if prompt.chat_template is not None:
@@ -138,11 +152,7 @@ class PromptEncoder:
                 "this model has no chat template: use completions with a prompt, or send a chat_template",
                 param="messages",
             )
-        # The template writes the special tokens itself, and may leave out what the messages hold: only its text counts.
-        text = template.render(prompt, tool_family=self._tool_family)
-        if not is_cut:
-            self._check_length(text, param="messages")
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return template.render(prompt, tool_family=self._tool_family)
 
     def _encode_text(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
         self._check_length(text, param=param)
@@ -178,9 +188,11 @@ def _cut_ids(token_ids: list[int], cut: Cut | None) -> EncodedInput:
     return EncodedInput(token_ids)
 
 
-def _input_size(one: Prompt | TextPair) -> int:
+def _input_size(one: PooledInput) -> int:
     if isinstance(one, TextPair):
         return len(one.first) + len(one.second)
+    if isinstance(one, LabelledPrompt):
+        return _input_size(one.prompt)
     return _chat_size(one) if isinstance(one, ChatPrompt) else len(one)
 
 

@@ -11,6 +11,7 @@ import msgspec
 from trioserve.api.anthropic.descriptions import OPERATIONS as ANTHROPIC_OPERATIONS
 from trioserve.api.batches.descriptions import OPERATIONS as BATCH_OPERATIONS
 from trioserve.api.deadline_fields import HEADERS as DEADLINE_HEADERS
+from trioserve.api.decisions.descriptions import OPERATIONS as DECISIONS_OPERATIONS
 from trioserve.api.described_operation import DescribedOperation
 from trioserve.api.embeddings.descriptions import OPERATIONS as EMBEDDINGS_OPERATIONS
 from trioserve.api.embeddings.request_types import PooledBody
@@ -32,6 +33,7 @@ OPERATIONS = (
     OPENAI_OPERATIONS
     | ANTHROPIC_OPERATIONS
     | EMBEDDINGS_OPERATIONS
+    | DECISIONS_OPERATIONS
     | RESPONSES_OPERATIONS
     | FILE_OPERATIONS
     | BATCH_OPERATIONS

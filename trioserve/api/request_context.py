@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 import msgspec
 import trio
@@ -20,12 +20,11 @@ from trioserve.text.tokenizer import Cut
 
 if TYPE_CHECKING:
     from trioserve.api.batches.batches import Batches
-    from trioserve.api.embeddings.request_types import PooledBody
     from trioserve.api.responses.background import BackgroundResponses
     from trioserve.api.streams.detached_streams import DetachedStreams
     from trioserve.contracts.deadlines import Deadlines
     from trioserve.contracts.kv_transfer_params import KVTransferParams
-    from trioserve.contracts.pooling import PoolingParams, TextPair
+    from trioserve.contracts.pooling import PooledInput, PoolingParams
     from trioserve.contracts.prompt import Prompt
     from trioserve.contracts.sampling import SamplingParams
     from trioserve.engine.engine import Engine
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from trioserve.store.store import Store
     from trioserve.text.tokenizer import Cut
 
-__all__ = ["AsksEngine", "RequestContext"]
+__all__ = ["AsksEngine", "AsksPooling", "RequestContext"]
 
 
 class AsksEngine(Protocol):
@@ -47,6 +46,25 @@ class AsksEngine(Protocol):
     def cache_salt(self) -> str | None: ...
     @property
     def kv_transfer_params(self) -> KVTransferParams | None: ...
+
+
+class AsksPooling(Protocol):
+    """The same of what is pooled, with what becomes of an input that is too long (see PooledBody)."""
+
+    @property
+    def priority(self) -> int | None: ...
+    @property
+    def cache_salt(self) -> str | None: ...
+    @property
+    def truncate_prompt_tokens(self) -> int | None: ...
+    @property
+    def truncation_side(self) -> Literal["left", "right"] | None: ...
+    @property
+    def queue_timeout(self) -> float | None: ...
+    @property
+    def ttft_timeout(self) -> float | None: ...
+    @property
+    def timeout(self) -> float | None: ...
 
 
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -144,9 +162,9 @@ class RequestContext(Responder):
 
     def embed(
         self,
-        inputs: Sequence[Prompt | TextPair],
+        inputs: Sequence[PooledInput],
         params: PoolingParams,
-        body: PooledBody,
+        body: AsksPooling,
         deadlines: Deadlines,
         *,
         name_of: Callable[[int], str],

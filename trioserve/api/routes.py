@@ -16,6 +16,7 @@ from trioserve.api.batches.batches import Batches
 from trioserve.api.batches.handlers import BATCH_ENDPOINTS, cancel_batch, create_batch, list_batches, retrieve_batch
 from trioserve.api.batches.settings import BatchSettings
 from trioserve.api.caller import AccessRules, Caller
+from trioserve.api.decisions.decisions import create_decisions
 from trioserve.api.embeddings.descriptions import RERANK_PATHS, SCORE_PATHS
 from trioserve.api.embeddings.embeddings import create_embeddings
 from trioserve.api.embeddings.scoring import rerank, score
@@ -71,6 +72,7 @@ ROUTES = {
         Route(path="/v1/completions", operations={"POST": create_completion}),
         Route(path="/v1/messages", operations={"POST": create_message}),
         Route(path="/v1/messages/count_tokens", operations={"POST": count_message_tokens}),
+        Route(path="/v1/decisions", operations={"POST": create_decisions}),
         Route(path="/v1/embeddings", operations={"POST": create_embeddings}),
         *(Route(path=path, operations={"POST": rerank}) for path in RERANK_PATHS),
         *(Route(path=path, operations={"POST": score}) for path in SCORE_PATHS),

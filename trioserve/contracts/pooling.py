@@ -10,11 +10,14 @@ import msgspec
 
 from trioserve.contracts.arguments import refuse, to_bool, to_int
 from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.prompt import ChatPrompt, Prompt
 
 __all__ = [
     "DIMENSIONS_MAX",
     "INPUTS_MAX",
+    "LabelledPrompt",
     "Pooled",
+    "PooledInput",
     "Pooling",
     "PoolingMethod",
     "PoolingParams",
@@ -26,9 +29,9 @@ INPUTS_MAX = 2048  # of one request, as in OpenAI's API
 DIMENSIONS_MAX = 2**24  # no model's vectors are as long; the model's own limit is checked where it is known
 
 PoolingMethod = Literal["last", "mean", "cls"]
-PoolingTask = Literal["embed", "score"]
+PoolingTask = Literal["embed", "score", "labels"]
 METHODS: tuple[PoolingMethod, ...] = ("last", "mean", "cls")
-TASKS: tuple[PoolingTask, ...] = ("embed", "score")
+TASKS: tuple[PoolingTask, ...] = ("embed", "score", "labels")
 
 
 class TextPair(msgspec.Struct, frozen=True):
@@ -38,11 +41,23 @@ class TextPair(msgspec.Struct, frozen=True):
     second: str
 
 
+class LabelledPrompt(msgspec.Struct, frozen=True):
+    """A prompt, and the labels of which one is to come next: each adds exactly one token to the prompt's, and no two
+    add the same one."""
+
+    prompt: str | ChatPrompt
+    labels: tuple[str, ...]
+
+
+PooledInput = Prompt | TextPair | LabelledPrompt
+
+
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True):
     """What a caller asks for. Raises InvalidRequest for what no model could do.
 
     task: "embed" gives a vector for each prompt; "score" gives the number that a model with a head for it gives to a
-    pair of texts. method: which of the prompt's hidden states become the vector: that of its last token, of its first
+    pair of texts; "labels" gives the natural logarithm of the probability of each label of a prompt, among all tokens.
+    method: which of the prompt's hidden states become the vector: that of its last token, of its first
     one, or the mean of all; None: the model's own. normalize: the vector is given length 1; None: as the model says.
     dimensions: only so many of its first numbers, for models that were made for that; None: all.
     """
@@ -73,7 +88,7 @@ class Pooling(msgspec.Struct, frozen=True, kw_only=True):
 
     is_whole: all of the prompt is computed in one step, since every row of it is needed at once; otherwise it comes in
     chunks like any other. first_segment_tokens: of a pair of texts, the tokens of the first one, for models that tell
-    the two apart; None: there is one text.
+    the two apart; None: there is one text. label_token_ids: of the task "labels", at least one.
     """
 
     task: PoolingTask
@@ -82,6 +97,7 @@ class Pooling(msgspec.Struct, frozen=True, kw_only=True):
     dimensions: int | None = None
     is_whole: bool = False
     first_segment_tokens: int | None = None
+    label_token_ids: tuple[int, ...] = ()
 
 
 class Pooled(msgspec.Struct, frozen=True):

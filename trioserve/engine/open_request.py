@@ -21,7 +21,7 @@ from trioserve.contracts.events import FinishReason, TokenLogprob
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.output import Delta
-from trioserve.contracts.pooling import Pooled, TextPair
+from trioserve.contracts.pooling import Pooled, PooledInput
 from trioserve.contracts.prompt import Prompt
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
@@ -152,7 +152,7 @@ class OpenRequest:
         return self.sampling.n
 
     @property
-    def prompts(self) -> tuple[Prompt | TextPair, ...]:
+    def prompts(self) -> tuple[PooledInput, ...]:
         """What there is to be tokenized."""
         return (self.prompt,)
 

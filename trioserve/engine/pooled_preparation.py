@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from trioserve.contracts.arguments import check_count, is_list, refuse
 from trioserve.contracts.errors import ContextTooLong, InvalidRequest
-from trioserve.contracts.pooling import INPUTS_MAX, Pooling, PoolingParams, TextPair
-from trioserve.contracts.prompt import ChatPrompt, Prompt
+from trioserve.contracts.pooling import INPUTS_MAX, LabelledPrompt, PooledInput, Pooling, PoolingParams, TextPair
+from trioserve.contracts.prompt import ChatPrompt
 from trioserve.contracts.request import EngineRequest
 from trioserve.engine.model_description import ModelDescription, PooledModel
 from trioserve.engine.pooled_request import PooledRequest
@@ -16,18 +16,18 @@ from trioserve.engine.request_preparation import checked_prompt
 __all__ = ["check_can_be_pooled", "check_can_generate", "checked_inputs", "name_of_input", "pooled_sequences"]
 
 
-def checked_inputs(inputs: object) -> tuple[Prompt | TextPair, ...]:
+def checked_inputs(inputs: object) -> tuple[PooledInput, ...]:
     """One prompt, or several in a list: a list of whole numbers is one. Raises InvalidRequest."""
-    if isinstance(inputs, str | ChatPrompt | TextPair):
+    if isinstance(inputs, str | ChatPrompt | TextPair | LabelledPrompt):
         return (inputs,)
     if not is_list(inputs):
-        refuse("input", inputs, "a text (str), token ids, a ChatPrompt, a TextPair, or a list of these")
+        refuse("input", inputs, "a text (str), token ids, a ChatPrompt, a TextPair, a LabelledPrompt, or a list")
     if not len(inputs):
         raise InvalidRequest("input is an empty list, at least one is needed", param="input")
-    if not isinstance(inputs[0], str | ChatPrompt | TextPair) and not is_list(inputs[0]):
+    if not isinstance(inputs[0], str | ChatPrompt | TextPair | LabelledPrompt) and not is_list(inputs[0]):
         return (checked_prompt(inputs),)
     check_count("input", inputs, INPUTS_MAX)
-    return tuple(one if isinstance(one, TextPair) else checked_prompt(one) for one in inputs)
+    return tuple(one if isinstance(one, TextPair | LabelledPrompt) else checked_prompt(one) for one in inputs)
 
 
 def name_of_input(count: int) -> Callable[[int], str]:
@@ -56,13 +56,24 @@ def check_can_be_pooled(model: ModelDescription, params: PoolingParams, inputs: 
         if not all(isinstance(one, TextPair) for one in inputs):
             raise InvalidRequest("what is scored are pairs of texts (TextPair)", param="input")
         return pooled
+    if params.task == "labels":
+        if pooled.is_encoder:
+            raise InvalidRequest(
+                f"{model.name} is an encoder: it says of no token how likely it comes next", param="model"
+            )
+        if not all(isinstance(one, LabelledPrompt) for one in inputs):
+            raise InvalidRequest("labels come with their prompts (LabelledPrompt)", param="input")
+        return pooled
     if pooled.scores_pairs:
         raise InvalidRequest(
             f"{model.name} scores pairs of texts and makes no embeddings: ask it for scores, or to rerank",
             param="model",
         )
-    if any(isinstance(one, TextPair) for one in inputs):
-        raise InvalidRequest("pairs of texts are for scores: this model makes a vector of one text", param="input")
+    if any(isinstance(one, TextPair | LabelledPrompt) for one in inputs):
+        raise InvalidRequest(
+            'pairs of texts are for the task "score" and labels for "labels": a vector is made of one text',
+            param="input",
+        )
     if params.method == "cls" and not pooled.is_encoder:
         raise InvalidRequest(
             f'the pooling method is "cls", but {model.name} is a decoder, whose first token has seen no other: '
@@ -88,6 +99,10 @@ def pooled_sequences(model: ModelDescription, request: PooledRequest) -> list[En
     tokens_max = model.pooled_tokens_max(params)
     for index, count in enumerate(request.input_token_counts):
         _check_length(request.name_of(index), count, tokens_max, model.context_tokens_max)
+    for index, one in enumerate(request.encoded):
+        if one.label_token_ids and max(one.label_token_ids) >= model.vocab_size:
+            name = request.name_of(index)
+            raise InvalidRequest(f"{name}: a label is a token that {model.name} does not know", param=name)
     encoded, request.encoded = request.encoded, []
     normalize = pooled.normalize if params.normalize is None else params.normalize
     return [
@@ -107,6 +122,7 @@ def pooled_sequences(model: ModelDescription, request: PooledRequest) -> list[En
                 dimensions=params.dimensions,
                 is_whole=is_whole,
                 first_segment_tokens=one.first_segment_tokens,
+                label_token_ids=one.label_token_ids,
             ),
         )
         for choice, one in zip(request.choices, encoded, strict=True)

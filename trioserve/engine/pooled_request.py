@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 
 from trioserve.admission.prompt_encoder import PromptEncoder
 from trioserve.contracts.deadlines import Deadlines
-from trioserve.contracts.pooling import PoolingParams, TextPair
-from trioserve.contracts.prompt import Prompt
+from trioserve.contracts.pooling import PooledInput, PoolingParams
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.engine.open_request import Choice, OpenRequest
 from trioserve.text.tokenizer import Cut, EncodedInput
@@ -28,7 +27,7 @@ class PooledRequest(OpenRequest):
 
     def __init__(
         self,
-        inputs: Sequence[Prompt | TextPair],
+        inputs: Sequence[PooledInput],
         params: PoolingParams,
         *,
         name_of: Callable[[int], str],
@@ -67,7 +66,7 @@ class PooledRequest(OpenRequest):
         return len(self.inputs)
 
     @property
-    def prompts(self) -> tuple[Prompt | TextPair, ...]:
+    def prompts(self) -> tuple[PooledInput, ...]:
         return self.inputs
 
     async def tokenize(self, encoder: PromptEncoder) -> None:

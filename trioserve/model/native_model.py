@@ -204,6 +204,12 @@ class NativeModel:
     def _pooled(self, hidden: Float32Array, chunk: ScheduledChunk) -> Pooled | None:
         pooling = chunk.request.pooling
         assert pooling is not None, "the chunk pools"
+        assert self._engine is not None, "a step is computed before close"
+        if pooling.task == "labels":
+            targets = np.array(pooling.label_token_ids, dtype=np.int32)
+            rows = np.repeat(hidden[-1:], len(targets), axis=0)
+            found = self._engine.logprobs(self._struct, rows, targets, 0)
+            return None if found is None else Pooled(found[0][:, 0].astype("<f4").tobytes())
         rows = rms_normed(hidden[needed_rows(pooling)], self._norm, self.config.rms_norm_eps)
         return pooled_vector(rows, pooling)
 

@@ -252,6 +252,11 @@ def _kernels(settings: ModelSettings, device: DeviceType) -> Kernels:
 
 def _pooled(model: LlamaModel, hidden: Tensor, pooling: Pooling) -> Pooled | None:
     """hidden: [count, hidden_size], the chunk's rows after the last layer."""
+    if pooling.task == "labels":
+        logits = model.logits(hidden[-1:])
+        if not bool(finite_rows(logits).all()):
+            return None
+        return Pooled.of(logits[0].to(torch.float32).log_softmax(-1)[list(pooling.label_token_ids)].tolist())
     rows = model.normed(hidden[needed_rows(pooling)])
     return pooled_vector(rows.to("cpu", torch.float32).numpy(), pooling)
 

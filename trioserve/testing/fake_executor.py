@@ -86,6 +86,8 @@ class FakeModel:
     def pooled(self, pooling: Pooling, digest: int) -> Pooled:
         """What a prompt with this digest gives: EMBEDDING_SIZE numbers from -1 to 1, or one from 0 to 1. It depends on
         everything that is asked, so that nothing asked can be lost."""
+        if pooling.task == "labels":
+            return Pooled.of([self.logprob(token_id, digest, 0).logprob for token_id in pooling.label_token_ids])
         if pooling.task == "score":
             return Pooled.of([_mixed(digest ^ (pooling.first_segment_tokens or 0)) / _MASK_64])
         digest = _mixed(digest ^ len(pooling.method))

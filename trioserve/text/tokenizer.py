@@ -7,7 +7,7 @@ them, too; whoever must prevent that removes them from the messages before the r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, Self
 
@@ -33,10 +33,12 @@ class Cut(NamedTuple):
 
 
 class EncodedInput(NamedTuple):
-    """first_segment_tokens: of a pair, how many tokens belong to its first text; None: there is one text."""
+    """first_segment_tokens: of a pair, how many tokens belong to its first text; None: there is one text.
+    label_token_ids: see Tokenizer.encode_labelled."""
 
     token_ids: list[int]
     first_segment_tokens: int | None = None
+    label_token_ids: tuple[int, ...] = ()
 
 
 class Tokenizer:
@@ -121,6 +123,29 @@ class Tokenizer:
             type_ids = joined.type_ids
             first_segment_tokens = type_ids.index(1) if 1 in type_ids else len(ids)
         return EncodedInput(ids, first_segment_tokens)
+
+    def encode_labelled(self, text: str, labels: Sequence[str], *, add_special_tokens: bool) -> EncodedInput:
+        """Token ids of a text, and for each label the one token that it would add. Raises InvalidRequest for a label
+        that is not one token behind this text, or the same as another's; and what encode does."""
+        token_ids = self.encode(text, add_special_tokens=add_special_tokens)
+        # What stands behind the last special token is tokenized by itself: so the labels are tried behind that alone.
+        end = max((place for place, token in enumerate(token_ids) if token in self._special_ids), default=-1) + 1
+        tail, tail_ids = text, self.encode(text, add_special_tokens=False)
+        if end > 0:
+            special = self._backend.id_to_token(token_ids[end - 1]) or ""
+            found = text.rpartition(special) if special else ("", "", text)
+            if found[1] and self.encode(found[2], add_special_tokens=False) == token_ids[end:]:
+                tail, tail_ids = found[2], token_ids[end:]
+        label_ids: list[int] = []
+        for label in labels:
+            ids = self.encode(tail + label, add_special_tokens=False)
+            if ids[:-1] != tail_ids or ids[-1] in label_ids:
+                raise InvalidRequest(
+                    f"the label {label!r} is not one token of its own behind this prompt, so that this model cannot be "
+                    "asked how likely it is"
+                )
+            label_ids.append(ids[-1])
+        return EncodedInput(token_ids, label_token_ids=tuple(label_ids))
 
     def _encodings(self, texts: list[str], *, add_special_tokens: bool) -> list[tokenizers.Encoding]:
         try:

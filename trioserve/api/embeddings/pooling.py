@@ -7,13 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from trioserve.api.deadline_fields import deadlines_of
-from trioserve.api.embeddings.request_types import PooledBody
 from trioserve.api.embeddings.response_types import PooledUsage
 from trioserve.api.generation import read_streams
-from trioserve.api.request_context import RequestContext
+from trioserve.api.request_context import AsksPooling, RequestContext
 from trioserve.contracts.output import Delta
-from trioserve.contracts.pooling import Pooled, PoolingParams, TextPair
-from trioserve.contracts.prompt import Prompt
+from trioserve.contracts.pooling import Pooled, PooledInput, PoolingParams
 
 if TYPE_CHECKING:
     from trioserve.engine.pooled_stream import PooledStream
@@ -24,12 +22,13 @@ __all__ = ["PooledResponse", "pool"]
 class PooledResponse(NamedTuple):
     pooled: tuple[Pooled, ...]
     usage: PooledUsage
+    cached_token_count: int
 
 
 async def pool(
     context: RequestContext,
-    body: PooledBody,
-    inputs: Sequence[Prompt | TextPair],
+    body: AsksPooling,
+    inputs: Sequence[PooledInput],
     params: PoolingParams,
     *,
     name_of: Callable[[int], str],
@@ -43,7 +42,8 @@ async def pool(
     async with asked as stream:
         await _read(stream)
         token_count = stream.prompt_token_count
-        return PooledResponse(stream.pooled, PooledUsage(prompt_tokens=token_count, total_tokens=token_count))
+        usage = PooledUsage(prompt_tokens=token_count, total_tokens=token_count)
+        return PooledResponse(stream.pooled, usage, stream.cached_token_count)
 
 
 async def _read(stream: PooledStream) -> None:
