@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 
 import pytest
 import trio
 import trio.testing
 
-from trioserve import FinishReason, InvalidRequest, SamplingParams, StructuredOutput, Thinking
+from trioserve import AbortOutcome, Deadlines, FinishReason, InvalidRequest, SamplingParams, StructuredOutput, Thinking
 from trioserve.contracts.thinking import ThoughtOutcome
 from trioserve.testing import open_fake_engine
+from trioserve.text.form_compiler import FormCompiler
 
 PERSON = {
     "type": "object",
@@ -169,14 +171,79 @@ async def test_a_form_is_compiled_once_and_then_found():
         assert (compiler.compiles_total - compiles, compiler.hits_total - hits) == (1, 2)
 
 
-async def test_a_client_that_leaves_while_its_form_is_compiled_leaves_nothing(autojump_clock):
-    async with open_fake_engine() as engine:
-        form = StructuredOutput.json({"enum": [f"value {index}" for index in range(20_000 // 20)]})
-        with trio.CancelScope() as scope:
-            scope.cancel()
-            async with engine.generate("say", SamplingParams(structured=form)):
+@pytest.fixture
+def held_compiles(monkeypatch):
+    """Compiles begin, and go on when they are let: begun, let."""
+    begun, let = threading.Event(), threading.Event()
+    compile_form = FormCompiler.compile
+
+    def held(self, form):
+        begun.set()
+        assert let.wait(10)
+        return compile_form(self, form)
+
+    monkeypatch.setattr(FormCompiler, "compile", held)
+    yield begun, let
+    let.set()
+
+
+async def until(event):
+    while not event.is_set():
+        await trio.to_thread.run_sync(event.wait, 10)
+
+
+async def test_a_client_that_leaves_while_its_form_is_compiled_leaves_at_once_and_nothing_behind(held_compiles):
+    begun, let = held_compiles
+    sampling = SamplingParams(structured=StructuredOutput.regex("left[0-9]"))
+    async with open_fake_engine(max_num_seqs=1) as engine, trio.open_nursery() as nursery:
+
+        async def ask():
+            async with engine.generate("say", sampling):
                 raise AssertionError("entered")
+
+        nursery.start_soon(ask)
+        await until(begun)
+        assert engine.load().waiting == 1
+        nursery.cancel_scope.cancel()
+        with trio.CancelScope(shield=True):
+            await trio.testing.wait_all_tasks_blocked()
+            engine.assert_all_free()
+            # Its place is another's, although the thread is still busy with what it wanted.
+            text, _ = await said(engine, prompt="other", max_tokens=3)
+            assert text
+            let.set()
+    assert engine.core.stats().blocks_used == 0
+
+
+async def test_an_abort_by_id_and_a_deadline_end_the_wait_for_a_compile(held_compiles, autojump_clock):
+    begun, let = held_compiles
+    sampling = SamplingParams(structured=StructuredOutput.regex("aborted[0-9]"))
+    async with open_fake_engine() as engine:
+        reasons = []
+
+        async def ask(request_id, deadlines):
+            async with engine.generate("say", sampling, request_id=request_id, deadlines=deadlines) as stream:
+                reasons.extend([delta.finish_reason async for delta in stream])
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask, "mine", None)
+            nursery.start_soon(ask, "late", Deadlines(queue_timeout=0.05))
+            await until(begun)
+            assert engine.abort("mine")["mine"] is AbortOutcome.ABORTED
+        assert sorted(reason.value for reason in reasons) == ["abort", "deadline"]
         engine.assert_all_free()
+        let.set()
+
+
+async def test_requests_without_a_form_do_not_wait_for_compiles(held_compiles):
+    begun, let = held_compiles
+    async with open_fake_engine() as engine, trio.open_nursery() as nursery:
+        nursery.start_soon(said, engine, StructuredOutput.regex("slow[0-9]"))
+        await until(begun)
+        params = SamplingParams(max_tokens=4, temperature=0.0)
+        async with engine.generate("other", params) as stream:
+            assert sum([len(delta.token_ids) async for delta in stream]) == 4
+        let.set()
 
 
 async def test_only_allowed_tokens_come():
