@@ -34,7 +34,7 @@ from trioserve.text.response_families import ResponseFamilies
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
-__all__ = ["FakeEngine", "InjectedFault", "open_fake_engine"]
+__all__ = ["FakeEngine", "InjectedFault", "byte_form_compiler", "open_fake_engine"]
 
 
 NewConnector = Callable[[FakeExecutor, Callable[[], None]], RunningConnector]
@@ -96,7 +96,7 @@ class FakeEngine(Engine):
             new_request_id=map("req-{}".format, itertools.count(1)).__next__,
             connector=connector,
             role=role,
-            guides=GuideFactory(_form_compiler()),
+            guides=GuideFactory(byte_form_compiler()),
             families=ResponseFamilies(tokenizer, tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser),
         )
 
@@ -209,7 +209,7 @@ class FakeEngine(Engine):
 
 
 @cache
-def _form_compiler() -> FormCompiler:
+def byte_form_compiler() -> FormCompiler:
     """All fake engines have the same vocabulary."""
     return FormCompiler(byte_tokenizer(), vocab_size=BYTE_VOCAB_SIZE, end_token_ids=(END_TOKEN_ID,))
 

@@ -60,7 +60,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="as
     body's last byte never comes. in_headers: where the deadlines are. way: how it leaves, when `patience` seconds have
     passed since it began, or when `leaves_after` bytes of its response have come; "reset" leaves the others on its
     connection alone. stalls_after: bytes after which it takes nothing for stall_seconds, or, if it trickles, a byte now
-    and then, where the protocol can.
+    and then, where the protocol can. form: its response is one of these texts; none: it is free.
     """
 
     number: int
@@ -87,6 +87,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="as
     stalls_after: int | None = None
     stall_seconds: float = 0.0
     trickles: bool = False
+    form: tuple[str, ...] = ()
 
     @property
     def place_count(self) -> int:

@@ -9,6 +9,7 @@ from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.engine.request_preparation import SEED_STRIDE
 from trioserve.simulation.reference_engine import ReferenceEngine
+from trioserve.simulation.stack.forms import guide_of
 from trioserve.simulation.stack.http_plan import Ask
 from trioserve.testing.fake_executor import FakeModel
 from trioserve.trio_tools.http_client import Fields
@@ -35,6 +36,8 @@ def request_of(ask: Ask) -> tuple[bytes, Fields]:
         "cache_salt": ask.salt,
         "return_token_ids": ask.shows_tokens,
     }
+    if ask.form:
+        body["structured_outputs"] = {"choice": ask.form}
     if ask.streamed and ask.shows_usage:
         body["stream_options"] = {"include_usage": True}
     fields = [("content-type", "application/json"), (KEY, key_of(ask))]
@@ -69,4 +72,5 @@ def _sequence(ask: Ask, prompt: tuple[int, ...], index: int) -> EngineRequest:
         output_tokens_max=ask.output,
         stop_token_ids=frozenset(),
         seed=(ask.number + index * SEED_STRIDE) % 2**64,
+        guide=guide_of(ask.form),
     )

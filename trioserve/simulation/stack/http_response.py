@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from trioserve.simulation.stack.forms import is_whole
 from trioserve.simulation.stack.http_plan import Ask
 from trioserve.simulation.stack.http_protocol import Response
 
@@ -37,7 +38,10 @@ def outcome_of(ask: Ask, response: Response, expected: Sequence[Sequence[int]]) 
         if response.status == 429:
             assert int(response.headers["retry-after"]) >= 1
         return f"{response.status} {response.headers.get('x-trioserve-reason')}"
-    choices = [_Choice(f"{ask.id}, choice {index}", tokens) for index, tokens in enumerate(expected)]
+    choices = [
+        _Choice(f"{ask.id}, choice {index}", tokens, "stop" if is_whole(ask.form, tokens) else "length")
+        for index, tokens in enumerate(expected)
+    ]
     if ask.streamed:
         return _outcome_of_events(ask, response, choices)
     if not response.is_complete:
@@ -94,11 +98,13 @@ def _check_usage(ask: Ask, usage: Any, choices: list[_Choice]) -> None:
 
 
 class _Choice:
-    """One choice of a response, put together. tokens: what the reference says."""
+    """One choice of a response, put together. tokens: what the reference says. end: the
+    finish_reason of a complete one."""
 
-    def __init__(self, name: str, tokens: Sequence[int]) -> None:
+    def __init__(self, name: str, tokens: Sequence[int], end: str) -> None:
         self.name = name
         self.tokens = tuple(tokens)
+        self.end = end
         self.text = ""
         self.shown_tokens: list[int] | None = None
         self.finish_reason: str | None = None
@@ -111,12 +117,12 @@ class _Choice:
             self.shown_tokens = [*(self.shown_tokens or ()), *choice["token_ids"]]
 
     def check_complete(self) -> None:
-        assert self.finish_reason == "length", f"{self.name}: complete, and ended with {self.finish_reason}"
+        assert self.finish_reason == self.end, f"{self.name}: complete, and ended with {self.finish_reason}"
         assert self.shown_tokens in (None, list(self.tokens)), f"{self.name}: {self.shown_tokens} of {self.tokens}"
         assert self.text == _text(self.tokens, is_whole=True), f"{self.name}: {self.text!r} of {self.tokens}"
 
     def check_prefix(self) -> None:
-        assert self.finish_reason in (None, "length"), f"{self.name} ended with {self.finish_reason}"
+        assert self.finish_reason in (None, self.end), f"{self.name} ended with {self.finish_reason}"
         if self.finish_reason is not None:
             self.check_complete()
             return

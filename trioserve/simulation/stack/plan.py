@@ -9,6 +9,7 @@ import msgspec
 
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.simulation.script import line_of, parts_of
+from trioserve.simulation.stack.forms import drawn_form
 from trioserve.simulation.stack.http_plan import (
     Ask,
     Connection,
@@ -40,7 +41,7 @@ class Client(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
     """A task with a request. number: its own; id: the request's, which others may use, too.
 
     pause: seconds between two reads. leaves_after: so many deltas; None: reads to the end. patience: seconds until its
-    scope is cancelled. timeout, queue_timeout: the request's own deadlines.
+    scope is cancelled. timeout, queue_timeout: the request's own deadlines. form: see Ask.
     """
 
     number: int
@@ -57,6 +58,7 @@ class Client(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
     patience: float | None = None
     timeout: float | None = None
     queue_timeout: float | None = None
+    form: tuple[str, ...] = ()
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="order"):
@@ -132,7 +134,18 @@ def drawn_stack_plan(rng: Random, client_count: int) -> StackPlan:
         vocab_size=rng.choice((1, 2)) if draft_tokens else BYTE_VOCAB_SIZE - 1,
         front=drawn_front(rng),
     )
-    return StackPlan(stage, tuple(parts))
+    return StackPlan(stage, _with_forms(stage, parts))
+
+
+def _with_forms(stage: Stage, parts: list[Part]) -> tuple[Part, ...]:
+    """Drawn from a source of its own, so that all else is what a seed has always drawn."""
+    rng = Random(line_of(stage))
+    formed = []
+    for part in parts:
+        if isinstance(part, Client | Ask):
+            part = msgspec.structs.replace(part, form=drawn_form(rng, stage.vocab_size))
+        formed.append(part)
+    return tuple(formed)
 
 
 class _Draws:

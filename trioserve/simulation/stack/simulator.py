@@ -25,9 +25,11 @@ from trioserve.contracts.output import Delta
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult, never_abandoned
+from trioserve.contracts.structured_output import StructuredOutput
 from trioserve.engine.request_preparation import SEED_STRIDE
 from trioserve.engine.request_stream import RequestStream
 from trioserve.simulation.reference_engine import ReferenceEngine
+from trioserve.simulation.stack.forms import compile_forms, guide_of
 from trioserve.simulation.stack.http_clients import HttpClients
 from trioserve.simulation.stack.http_plan import Ask, Connection, Delete
 from trioserve.simulation.stack.http_server import MADE_UP, HttpServer
@@ -74,6 +76,7 @@ class StackSimulation:
 
     async def _main(self) -> None:
         stage = self.plan.stage
+        compile_forms()
         try:
             with trio.fail_after(SECONDS_MAX):
                 async with open_fake_engine(
@@ -151,8 +154,14 @@ class StackSimulation:
     async def _be_client(self, fake: FakeEngine, client: Client) -> str:
         await trio.sleep(client.at)
         self.count("requests")
+        if client.form:
+            self.count("requests with a form")
         sampling = SamplingParams(
-            n=client.choices, temperature=client.temperature, max_tokens=client.output, seed=client.number
+            n=client.choices,
+            temperature=client.temperature,
+            max_tokens=client.output,
+            seed=client.number,
+            structured=StructuredOutput.choice(client.form) if client.form else None,
         )
         stream = fake.generate(
             list(client.prompt),
@@ -209,7 +218,8 @@ class StackSimulation:
             assert delta.token_ids == expected[begin : counts[index]], f"{name}: {delta} at {begin} of {expected}"
             if delta.finish_reason is not None:
                 ends[index] = 1
-                self._check_end(client, delta, is_complete=counts[index] == len(expected))
+                is_complete = counts[index] == len(expected)
+                self._check_end(client, delta, is_complete=is_complete, whole_reason=responses[index].reason)
             self.check(fake)
             delta_count += 1
             if delta_count == client.leaves_after:
@@ -218,12 +228,13 @@ class StackSimulation:
         assert all(ends), f"client {client.number}: the stream is over, and choices have no end: {ends}"
         return True
 
-    def _check_end(self, client: Client, delta: Delta, *, is_complete: bool) -> None:
+    def _check_end(self, client: Client, delta: Delta, *, is_complete: bool, whole_reason: FinishReason) -> None:
         reason = delta.finish_reason
         assert reason is not None
         self.count(f"ends: {reason.value}")
         name = f"client {client.number}, choice {delta.index}"
-        if reason is FinishReason.LENGTH:
+        if reason in (FinishReason.LENGTH, FinishReason.STOP):
+            assert reason is whole_reason, f"{name} ended with {reason}, the reference with {whole_reason}"
             assert is_complete, f"{name} is said to be complete"
         elif reason is FinishReason.ABORT:
             assert client.number in self._token_counts, f"{name} was aborted by nobody"
@@ -365,6 +376,7 @@ def _sequence(client: Client, index: int) -> EngineRequest:
         output_tokens_max=client.output,
         stop_token_ids=frozenset(),
         seed=(client.number + index * SEED_STRIDE) % 2**64,
+        guide=guide_of(client.form),
     )
 
 
