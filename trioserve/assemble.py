@@ -357,9 +357,9 @@ def _default_sampling(checkpoint: Checkpoint | EncoderDirectory) -> SamplingPara
 
 
 def _make_compiler(checkpoint: Checkpoint | EncoderDirectory) -> FormCompiler:
-    config = checkpoint.config
+    model = checkpoint.config
     tokenizer = _make_tokenizer(checkpoint)
-    compiler = FormCompiler(tokenizer, vocab_size=config.vocab_size, end_token_ids=config.eos_token_ids)
+    compiler = FormCompiler(tokenizer, vocab_size=model.vocab_size, end_token_ids=model.eos_token_ids)
     reason = None if isinstance(checkpoint, EncoderDirectory) else compiler.load()
     if reason is not None:
         logger.warning("no structured output: %s", reason)
