@@ -98,6 +98,42 @@ async def test_both_endpoints_name_the_prompts_blocks_by_the_salt_of_the_callers
         await pair.assert_all_free()
 
 
+async def test_tools_and_forms_go_through_both_stages_as_they_came(open_pair):
+    function = {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+    fields = {
+        "messages": [{"role": "user", "content": PROMPT}],
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}},
+        "structured_outputs": {"regex": "[a-z]{3}"},
+        "reasoning_effort": "low",
+        "thinking_token_budget": 20,
+        "truncate_prompt_tokens": 500,
+    }
+    chat = {"model": "fake", "max_tokens": 9, "stream": True, **fields}
+    async with open_pair() as pair:
+        async with pair.client().ask(CHAT, chat) as response:
+            prefill = await pair.ask_of("p")
+            assert {name: prefill.body[name] for name in fields} == fields
+            prefill.hold()
+            decode = await pair.ask_of("d")
+            assert decode.body == {**chat, "kv_transfer_params": pair["p"].params}
+            decode.token("x", finish_reason="stop")
+            decode.finish()
+            assert [event async for event in response]
+        await pair.assert_all_free()
+
+
+async def test_a_prompt_that_is_cut_to_what_fits_is_one_endpoints(open_pair):
+    async with open_pair() as pair:
+        async with pair.client().ask(TEXT, body(truncate_prompt_tokens=-1, stream=True)):
+            await wait_all_tasks_blocked()
+            asks = [ask for id in "pd" for ask in pair[id].open]
+            assert [("kv_transfer_params" in ask.body) for ask in asks] == [False]
+        await pair.assert_all_free()
+
+
 async def test_a_chat_is_split_too_and_its_response_comes_whole(open_pair, nursery):
     async with open_pair() as pair:
         messages = [{"role": "user", "content": PROMPT}]

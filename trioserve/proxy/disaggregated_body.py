@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from trioserve.api.openai.prompt_fields import AS_FITS
 from trioserve.api.openai.request_types import COMPLETION_TOKENS_DEFAULT, Int32, decode_body
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.proxy.routed_body import TRANSFER_PARAMS, RoutedBody, rewritten
@@ -35,6 +36,7 @@ class _DisaggregatedBody(msgspec.Struct, frozen=True, kw_only=True):
     best_of: Int32 | None = None
     echo: bool | None = None
     prompt_logprobs: Int32 | None = None
+    truncate_prompt_tokens: Int32 | None = None
 
 
 def can_be_disaggregated(path: str, raw: bytes, body: RoutedBody) -> bool:
@@ -51,7 +53,9 @@ def can_be_disaggregated(path: str, raw: bytes, body: RoutedBody) -> bool:
         tokens_max = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
     elif tokens_max is None:
         tokens_max = COMPLETION_TOKENS_DEFAULT
-    asks_for_prompt = fields.echo or fields.prompt_logprobs is not None
+    # How much of a prompt fits beside a response of one token is more than fits beside the real one.
+    is_cut_to_fit = fields.truncate_prompt_tokens == AS_FITS
+    asks_for_prompt = fields.echo or fields.prompt_logprobs is not None or is_cut_to_fit
     return (tokens_max is None or tokens_max > 1) and (fields.best_of or 1) == 1 and not asks_for_prompt
 
 
