@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import anthropic
@@ -109,3 +110,35 @@ def test_closing_a_stream_frees_its_blocks(client, server):
         if server.metric('trioserve:kv_blocks{state="used"}') == 0:
             break
     assert server.metric('trioserve:kv_blocks{state="used"}') == 0
+
+
+@pytest.mark.slow
+def test_a_batch_from_its_requests_to_its_results(client):
+    requests = [
+        {
+            "custom_id": f"line-{index}",
+            "params": {"model": "smollm2", "max_tokens": 8, "messages": MESSAGES, "temperature": 0},
+        }
+        for index in range(3)
+    ]
+    batch = client.messages.batches.create(requests=requests)
+    assert batch.request_counts.processing == 3
+    for _ in range(1200):
+        batch = client.messages.batches.retrieve(batch.id)
+        if batch.processing_status == "ended":
+            break
+        time.sleep(0.05)
+    assert batch.request_counts.succeeded == 3
+    results = {result.custom_id: result.result for result in client.messages.batches.results(batch.id)}
+    assert set(results) == {"line-0", "line-1", "line-2"}
+    assert all("Paris" in result.message.content[0].text for result in results.values())
+    assert batch.id in [one.id for one in client.messages.batches.list(limit=5)]
+    assert client.messages.batches.cancel(batch.id).processing_status == "ended"
+    assert client.messages.batches.delete(batch.id).type == "message_batch_deleted"
+    with pytest.raises(anthropic.NotFoundError):
+        client.messages.batches.retrieve(batch.id)
+
+
+def test_models_are_listed(client):
+    assert [(model.id, model.type) for model in client.models.list()] == [("smollm2", "model")]
+    assert client.models.retrieve("smollm2").display_name == "smollm2"

@@ -14,6 +14,14 @@ from trioserve.api.api_keys import ApiKeys
 from trioserve.api.app import BaseApp, Operation, Route, find_templated
 from trioserve.api.batches.batches import Batches
 from trioserve.api.batches.handlers import BATCH_ENDPOINTS, cancel_batch, create_batch, list_batches, retrieve_batch
+from trioserve.api.batches.message_batches import (
+    cancel_message_batch,
+    create_message_batch,
+    delete_message_batch,
+    list_message_batches,
+    read_message_batch,
+    read_message_results,
+)
 from trioserve.api.batches.settings import BatchSettings
 from trioserve.api.caller import AccessRules, Caller
 from trioserve.api.decisions.decisions import create_decisions
@@ -73,6 +81,7 @@ ROUTES = {
         Route(path="/v1/messages", operations={"POST": create_message}),
         Route(path="/v1/messages/count_tokens", operations={"POST": count_message_tokens}),
         Route(path="/v1/decisions", operations={"POST": create_decisions}),
+        Route(path="/v1/messages/batches", operations={"GET": list_message_batches, "POST": create_message_batch}),
         Route(path="/v1/embeddings", operations={"POST": create_embeddings}),
         *(Route(path=path, operations={"POST": rerank}) for path in RERANK_PATHS),
         *(Route(path=path, operations={"POST": score}) for path in SCORE_PATHS),
@@ -105,6 +114,9 @@ TEMPLATES: tuple[Route[RequestContext], ...] = (
     Route(path="/v1/responses/{response}/input_items", operations={"GET": list_input_items}),
     Route(path="/v1/files/{file}", operations={"GET": retrieve_file, "DELETE": delete_file}),
     Route(path="/v1/files/{file}/content", operations={"GET": read_file_content}),
+    Route(path="/v1/messages/batches/{batch}", operations={"GET": read_message_batch, "DELETE": delete_message_batch}),
+    Route(path="/v1/messages/batches/{batch}/cancel", operations={"POST": cancel_message_batch}),
+    Route(path="/v1/messages/batches/{batch}/results", operations={"GET": read_message_results}),
     Route(path="/v1/batches/{batch}", operations={"GET": retrieve_batch}),
     Route(path="/v1/batches/{batch}/cancel", operations={"POST": cancel_batch}),
     Route(path="/v1/streams/{stream}", operations={"GET": read_stream, "DELETE": delete_stream}),

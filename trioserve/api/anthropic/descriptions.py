@@ -8,7 +8,7 @@ from trioserve.api.described_operation import GENERATES, READS_BODY, DescribedOp
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
 from trioserve.contracts.sampling import SAMPLING_RANGES, Range
 
-__all__ = ["OPERATIONS", "RANGES"]
+__all__ = ["OPERATIONS", "RANGES", "own_statuses"]
 
 RANGES = {
     **MESSAGES_RANGES,
@@ -17,7 +17,7 @@ RANGES = {
 }
 
 
-def _own(statuses: tuple[int, ...]) -> tuple[int, ...]:
+def own_statuses(statuses: tuple[int, ...]) -> tuple[int, ...]:
     """As this API says them: 503 is 529."""
     return tuple(529 if status == 503 else status for status in statuses)
 
@@ -39,7 +39,7 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
             response_types.MessageStop,
             response_types.Ping,
         ),
-        errors=_own(GENERATES),
+        errors=own_statuses(GENERATES),
         error=response_types.MessagesError,
         takes_deadlines=True,
     ),
@@ -47,7 +47,7 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
         summary="Count the tokens of a conversation, in Anthropic's shape",
         body=CountTokensBody,
         response=response_types.MessageTokens,
-        errors=_own((*READS_BODY, 404)),
+        errors=own_statuses((*READS_BODY, 404)),
         error=response_types.MessagesError,
     ),
 }

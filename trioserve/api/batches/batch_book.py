@@ -10,12 +10,13 @@ import msgspec
 import trio
 
 from trioserve.api.batches.batch_record import (
-    BATCH_KIND,
     LIVE_KIND,
     BatchError,
     BatchRecord,
     BatchStatus,
     BatchUsage,
+    batch_kind,
+    file_kind,
 )
 from trioserve.api.files.stored_files import FILE_KIND, FileRecord, put_file
 from trioserve.store.store import Store
@@ -32,13 +33,14 @@ class BatchGone(Exception):
 
 
 class DoneLine(msgspec.Struct, frozen=True, kw_only=True):
-    """output: a line of JSON for one of the two files, as is_error says. end: offset of what follows the line in the
-    input."""
+    """output: a line of JSON for one of the two files, as is_error says. is_dropped: it was not asked. end: offset of
+    what follows the line in the input."""
 
     number: int
     end: int
     output: bytes
     is_error: bool
+    is_dropped: bool = False
     usage: BatchUsage = BatchUsage()
 
 
@@ -50,6 +52,8 @@ class BatchBook:
         self.batch_id = batch_id
         self.owner = owner
         self.record = record
+        self.file_kind = file_kind(batch_id)
+        self._kind = batch_kind(batch_id)
         self._store = store
         self._pending: list[DoneLine] = []
         self._ends: dict[int, int] = {}  # of the lines in done_beyond
@@ -61,10 +65,13 @@ class BatchBook:
         """Every line is done."""
         return 0 < self.record.total <= self.record.completed + self.record.failed
 
-    async def create(self) -> None:
-        """The batch and its mark, which holds room for its end. Raises StoreFull, StoreFault."""
+    async def create(self, *files: Change) -> None:
+        """The batch and its mark, which holds room for its end. files: made with it. Raises StoreFull, StoreFault."""
         body = msgspec.json.encode(self.record)
-        await self._store.write(self._put(BATCH_KIND, body), self._put(LIVE_KIND, bytes(len(body) + RESERVE_BYTES)))
+        if self.file_kind != FILE_KIND:
+            files = (*files, *self.output_files())
+        mark = self._put(LIVE_KIND, bytes(len(body) + RESERVE_BYTES))
+        await self._store.write(*files, self._put(self._kind, body), mark)
 
     def is_done(self, number: int) -> bool:
         return number < self.record.line_next or number in self._ends or number in self.record.done_beyond
@@ -85,15 +92,21 @@ class BatchBook:
             await self._write(self.record.moved(status, self._store.now(), **fields), [])
 
     async def begin(self, total: int) -> None:
-        """It is in progress: its files are there, and empty."""
+        """It is in progress: its files are there, and empty. Those of Anthropic's API were made with the batch, since
+        each of its requests is told of whenever it ends."""
         async with self._writing:
             record = self.record
             record = record.moved(BatchStatus.IN_PROGRESS, self._store.now(), total=total)
-            files: list[Change] = []
-            for file_id, name in ((record.output_file_id, "output"), (record.error_file_id, "errors")):
-                kept = FileRecord(filename=f"{self.batch_id}_{name}.jsonl", purpose="batch_output")
-                files += put_file(file_id, self.owner, kept, seconds=record.output_seconds)
-            await self._write(record, files)
+            await self._write(record, self.output_files() if self.file_kind == FILE_KIND else [])
+
+    def output_files(self) -> list[Change]:
+        """What makes them, empty."""
+        record = self.record
+        files: list[Change] = []
+        for file_id, name in ((record.output_file_id, "output"), (record.error_file_id, "errors")):
+            kept = FileRecord(filename=f"{self.batch_id}_{name}.jsonl", purpose="batch_output")
+            files += put_file(file_id, self.owner, kept, seconds=record.output_seconds, kind=self.file_kind)
+        return files
 
     async def note(self, *lines: DoneLine) -> None:
         """Returns when they are in the store."""
@@ -116,7 +129,7 @@ class BatchBook:
             done = record.completed + record.failed + len(self._pending)
             counts = {record.output_file_id: done - failed, record.error_file_id: failed}
             changes: list[Change] = [
-                DeleteObject(kind=FILE_KIND, id=file_id) for file_id, count in counts.items() if not count
+                DeleteObject(kind=self.file_kind, id=file_id) for file_id, count in counts.items() if not count
             ]
             changes.append(DeleteObject(kind=LIVE_KIND, id=self.batch_id))
             await self._write(record.moved(status, self._store.now(), **fields), changes)
@@ -127,12 +140,12 @@ class BatchBook:
         ends = {**self._ends, **{line.number: line.end for line in lines}}
         record, ends = _counted(record, lines, ends)
         appended = [
-            AppendBlob(kind=FILE_KIND, id=file_id, data=data)
+            AppendBlob(kind=self.file_kind, id=file_id, data=data)
             for file_id, is_error in ((record.output_file_id, False), (record.error_file_id, True))
             if (data := b"".join(line.output for line in lines if line.is_error is is_error))
         ]
         put = ReplaceObject(
-            kind=BATCH_KIND,
+            kind=self._kind,
             id=self.batch_id,
             body=msgspec.json.encode(record),
             is_evictable=record.is_final,  # otherwise a caller could fill the store with batches that fail at once
@@ -167,6 +180,7 @@ def _counted(record: BatchRecord, lines: list[DoneLine], ends: dict[int, int]) -
         record,
         completed=record.completed + len(lines) - failed,
         failed=record.failed + failed,
+        dropped=record.dropped + sum(line.is_dropped for line in lines),
         usage=usage,
         line_next=line_next,
         offset_next=offset_next,

@@ -16,11 +16,41 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["BATCH_KIND", "FINAL", "LIVE_KIND", "BatchError", "BatchRecord", "BatchStatus", "BatchUsage", "batch_object"]
+from trioserve.api.files.stored_files import FILE_KIND
+
+__all__ = [
+    "BATCH_KIND",
+    "FINAL",
+    "LIVE_KIND",
+    "MESSAGE_BATCH_KIND",
+    "MESSAGE_BATCH_PREFIX",
+    "MESSAGE_FILE_KIND",
+    "BatchError",
+    "BatchRecord",
+    "BatchStatus",
+    "BatchUsage",
+    "batch_kind",
+    "batch_object",
+    "file_kind",
+]
 
 BATCH_KIND = "batch"
+MESSAGE_BATCH_KIND = "message_batch"
+MESSAGE_FILE_KIND = "message_file"
+"""Of what a batch of Anthropic's API reads and writes: its owner sees results, and no files."""
+MESSAGE_BATCH_PREFIX = "msgbatch_"
 LIVE_KIND = "batch_live"
 """A mark beside each batch that has not ended, so that a start finds those without looking at all."""
+
+
+def batch_kind(batch_id: str) -> str:
+    """Under which kind it is in the store; its id tells."""
+    return MESSAGE_BATCH_KIND if batch_id.startswith(MESSAGE_BATCH_PREFIX) else BATCH_KIND
+
+
+def file_kind(batch_id: str) -> str:
+    """The same of its files."""
+    return MESSAGE_FILE_KIND if batch_id.startswith(MESSAGE_BATCH_PREFIX) else FILE_KIND
 
 
 class BatchStatus(enum.Enum):
@@ -74,7 +104,8 @@ class BatchUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     """tenant: as the request that made it named one. times: when it got which status, in seconds since 1970.
-    is_expired: its time was over before its last line. total, completed, failed: lines.
+    is_expired: its time was over before its last line. total, completed, failed: lines; dropped: of the failed ones,
+    those that were not asked.
     line_next: all lines before this one are done, and the next begins at offset_next. done_beyond: others that are.
     """
 
@@ -94,6 +125,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     total: int = 0
     completed: int = 0
     failed: int = 0
+    dropped: int = 0
     usage: BatchUsage = BatchUsage()
     errors: list[BatchError] = []
     line_next: int = 0

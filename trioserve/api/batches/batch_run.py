@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import trio
 
+from trioserve.api.anthropic.surface import MESSAGES_PATH
 from trioserve.api.batches.batch_book import BatchBook, BatchGone, DoneLine
 from trioserve.api.batches.batch_record import BatchError, BatchStatus, BatchUsage
 from trioserve.api.batches.input_lines import AskedLine, InputGone, InputLine, LineReader, asked_line, custom_id_of
@@ -20,14 +21,16 @@ from trioserve.api.error_responses import REASON_HEADER
 from trioserve.contracts.errors import StoreFault, StoreFull
 from trioserve.store.store import Store
 
-__all__ = ["BatchRun"]
+__all__ = ["CANCELLED_CODE", "EXPIRED_CODE", "BatchRun"]
 
 logger = logging.getLogger(__name__)
 
+CANCELLED_CODE = "batch_cancelled"
+EXPIRED_CODE = "batch_expired"
 RETRY_SECONDS_MIN = 1.0
 RETRY_SECONDS_MAX = 30.0
 LINES_BETWEEN_TURNS = 64  # each costs some microseconds
-EXPIRED_LINES_AT_ONCE = 256  # of those that were not asked any more, in one write
+DROPPED_LINES_AT_ONCE = 256  # of those that were not asked any more, in one write
 # Why a server takes nothing at this moment: nothing is wrong with the line itself.
 COME_AGAIN = frozenset({"draining", "step_overdue", "no_endpoint"})
 # It is over with this server, so the line is for the next one.
@@ -116,10 +119,13 @@ class BatchRun:
             else:
                 await book.move(BatchStatus.FINALIZING, is_expired=window.cancelled_caught)
         if book.record.status is BatchStatus.CANCELLING:
+            if book.record.endpoint == MESSAGES_PATH:  # of each of its requests, that API tells what became of it
+                await self._drop_the_rest(BatchError(code=CANCELLED_CODE, message="the batch was cancelled"))
             await book.close(BatchStatus.CANCELLED)
             return
         if book.record.is_expired:
-            await self._expire_the_rest()
+            message = "the batch's time was over before this line was asked"
+            await self._drop_the_rest(BatchError(code=EXPIRED_CODE, message=message))
         await book.close(BatchStatus.EXPIRED if book.record.is_expired else BatchStatus.COMPLETED)
 
     async def _look_through(self) -> bool:
@@ -228,7 +234,8 @@ class BatchRun:
         response = {
             "status_code": exchange.status,
             "request_id": exchange.response_headers.get("x-request-id"),
-            "body": msgspec.Raw(exchange.response),
+            # A call's arguments are as the model wrote them, with line breaks perhaps.
+            "body": msgspec.Raw(msgspec.json.format(exchange.response, indent=-1)),
         }
         output = self._line(line, asked.custom_id, response=response)
         usage = BatchUsage() if is_error else usage_of(exchange.response)
@@ -249,22 +256,21 @@ class BatchRun:
         }
         return msgspec.json.encode(value) + b"\n"
 
-    async def _expire_the_rest(self) -> None:
+    async def _drop_the_rest(self, error: BatchError) -> None:
         record = self.book.record
         if not record.total:
             return
         reader = self._new_reader(number=record.line_next, offset=record.offset_next)
-        error = BatchError(code="batch_expired", message="the batch's time was over before this line was asked")
-        expired: list[DoneLine] = []
+        dropped: list[DoneLine] = []
         while (line := await reader.next()) is not None:
             if self.book.is_done(line.number):
                 self.book.pass_over(line.number, line.end)
                 continue
-            expired.append(self._wrong(line, error))
-            if len(expired) == EXPIRED_LINES_AT_ONCE:
-                await self.book.note(*expired)
-                expired = []
-        await self.book.note(*expired)
+            dropped.append(msgspec.structs.replace(self._wrong(line, error), is_dropped=True))
+            if len(dropped) == DROPPED_LINES_AT_ONCE:
+                await self.book.note(*dropped)
+                dropped = []
+        await self.book.note(*dropped)
 
     def _new_reader(self, *, number: int = 0, offset: int = 0) -> LineReader:
         return LineReader(
@@ -274,6 +280,7 @@ class BatchRun:
             line_bytes_max=self._settings.line_bytes_max,
             number=number,
             offset=offset,
+            kind=self.book.file_kind,
         )
 
 

@@ -7,7 +7,7 @@ goes first.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -15,14 +15,14 @@ import msgspec
 import trio
 
 from trioserve.api.batches.batch_book import BatchBook, BatchGone
-from trioserve.api.batches.batch_record import BATCH_KIND, LIVE_KIND, BatchError, BatchRecord, BatchStatus
+from trioserve.api.batches.batch_record import LIVE_KIND, BatchError, BatchRecord, BatchStatus, batch_kind
 from trioserve.api.batches.batch_run import BatchRun
 from trioserve.api.batches.internal_exchange import InternalExchange
 from trioserve.api.batches.settings import BatchSettings
 from trioserve.api.caller import Caller
 from trioserve.contracts.errors import Draining, Overloaded
 from trioserve.store.store import LIST_MAX, Store
-from trioserve.store.stored_objects import StoredObject
+from trioserve.store.stored_objects import Change, StoredObject
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 if TYPE_CHECKING:
@@ -114,13 +114,22 @@ class Batches:
                 retry_after_seconds=RETRY_SECONDS,
             )
 
-    async def create(self, store: Store, batch_id: str, owner: str | None, caller: Caller, record: BatchRecord) -> None:
-        """Returns when it is in the store, and has begun. Raises Draining, Overloaded, StoreFull, StoreFault."""
+    async def create(
+        self,
+        store: Store,
+        batch_id: str,
+        owner: str | None,
+        caller: Caller,
+        record: BatchRecord,
+        files: Sequence[Change] = (),
+    ) -> None:
+        """Returns when it is in the store, and has begun. files: made together with it. Raises Draining, Overloaded,
+        StoreFull, StoreFault."""
         self.check_room(owner)
         run = self._new_run(store, batch_id, owner, caller, record)
         self._keep(run)  # its place counts from now on
         try:
-            await run.book.create()
+            await run.book.create(*files)
         except BaseException:
             self._forget(batch_id)
             raise
@@ -182,7 +191,7 @@ class Batches:
         while page := await store.page(LIVE_KIND, owner=None, after=after, limit=LIST_MAX, order="asc"):
             after = page[-1].id
             for mark in page:
-                stored = await store.get(BATCH_KIND, mark.id, owner=None)
+                stored = await store.get(batch_kind(mark.id), mark.id, owner=None)
                 if stored is None:
                     continue
                 record = msgspec.json.decode(stored.body, type=BatchRecord)

@@ -6,7 +6,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from trioserve.api.anthropic.descriptions import own_statuses
+from trioserve.api.anthropic.response_types import MessagesError
 from trioserve.api.batches.handlers import LIST_DEFAULT, BatchBody
+from trioserve.api.batches.message_batches import LIST_ASKED_MAX, MessageBatchBody
 from trioserve.api.described_operation import READS_BODY, DescribedOperation
 from trioserve.api.files.upload import EXPIRY_SECONDS_MAX, EXPIRY_SECONDS_MIN
 from trioserve.api.query import LIST_FIELDS
@@ -90,7 +93,47 @@ class BatchList(_Told, kw_only=True):
     has_more: bool
 
 
+class MessageRequestCounts(_Told, kw_only=True):
+    processing: int
+    succeeded: int
+    errored: int
+    canceled: int
+    expired: int
+
+
+class MessageBatch(_Told, kw_only=True):
+    """Times are those of RFC 3339."""
+
+    id: str
+    type: Literal["message_batch"]
+    processing_status: Literal["in_progress", "canceling", "ended"]
+    request_counts: MessageRequestCounts
+    created_at: str
+    expires_at: str
+    ended_at: str | None
+    cancel_initiated_at: str | None
+    archived_at: None
+    results_url: str | None
+
+
+class MessageBatches(_Told, kw_only=True):
+    data: list[MessageBatch]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
+class MessageBatchDeletion(_Told, kw_only=True):
+    id: str
+    type: Literal["message_batch_deleted"]
+
+
 _PATH = "the batch's id"
+_MESSAGE_LIST: dict[str, tuple[str, dict[str, Any]]] = {
+    "after_id": ("id of the last batch of the page before", {"type": "string"}),
+    "before_id": ("id of the first batch of the page behind", {"type": "string"}),
+    "limit": ("a page has 100 at most", {"type": "integer", "minimum": 1, "maximum": LIST_ASKED_MAX}),
+}
 _LIST: dict[str, tuple[str, dict[str, Any]]] = {
     "after": LIST_FIELDS["after"],
     "limit": (f"{LIST_DEFAULT} if not given", {"type": "integer", "minimum": 1, "maximum": LIST_MAX}),
@@ -117,6 +160,50 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
         description="What its lines hold is free at the latest one step later. Lines that are done stay.",
         response=Batch,
         errors=(400, 404, 503),
+        path_parameter=_PATH,
+    ),
+    ("POST", "/v1/messages/batches"): DescribedOperation(
+        summary="Ask messages when there is room, in Anthropic's shape",
+        description="The params of each request are the body of a message. The same batches as above for everything "
+        "else.",
+        body=MessageBatchBody,
+        response=MessageBatch,
+        errors=own_statuses((*READS_BODY, 507)),
+        error=MessagesError,
+    ),
+    ("GET", "/v1/messages/batches"): DescribedOperation(
+        summary="List batches of messages, the last one first",
+        query=_MESSAGE_LIST,
+        response=MessageBatches,
+        errors=own_statuses((400, 503)),
+        error=MessagesError,
+    ),
+    ("GET", "/v1/messages/batches/{batch}"): DescribedOperation(
+        summary="Read how far a batch of messages is",
+        response=MessageBatch,
+        errors=own_statuses((400, 404, 503)),
+        error=MessagesError,
+        path_parameter=_PATH,
+    ),
+    ("DELETE", "/v1/messages/batches/{batch}"): DescribedOperation(
+        summary="Delete a batch of messages that has ended",
+        response=MessageBatchDeletion,
+        errors=own_statuses((400, 404, 503)),
+        error=MessagesError,
+        path_parameter=_PATH,
+    ),
+    ("POST", "/v1/messages/batches/{batch}/cancel"): DescribedOperation(
+        summary="Cancel a batch of messages",
+        response=MessageBatch,
+        errors=own_statuses((400, 404, 503)),
+        error=MessagesError,
+        path_parameter=_PATH,
+    ),
+    ("GET", "/v1/messages/batches/{batch}/results"): DescribedOperation(
+        summary="Read what became of each message of a batch that has ended",
+        response="application/x-jsonl",
+        errors=own_statuses((400, 404, 503)),
+        error=MessagesError,
         path_parameter=_PATH,
     ),
 }

@@ -31,9 +31,18 @@ class LineReader:
     """One after another, from an offset on. Holds one piece of the store and one line."""
 
     def __init__(
-        self, store: Store, file_id: str, owner: str | None, *, line_bytes_max: int, number: int = 0, offset: int = 0
+        self,
+        store: Store,
+        file_id: str,
+        owner: str | None,
+        *,
+        line_bytes_max: int,
+        number: int = 0,
+        offset: int = 0,
+        kind: str = FILE_KIND,
     ) -> None:
         self._store = store
+        self._kind = kind
         self._file_id = file_id
         self._owner = owner
         self._line_bytes_max = line_bytes_max
@@ -70,7 +79,7 @@ class LineReader:
         return raw
 
     async def _read(self) -> None:
-        piece = await self._store.read_blob(FILE_KIND, self._file_id, owner=self._owner, offset=self._read_offset)
+        piece = await self._store.read_blob(self._kind, self._file_id, owner=self._owner, offset=self._read_offset)
         if piece is None:
             raise InputGone
         self._is_at_end = not piece

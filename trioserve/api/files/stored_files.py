@@ -36,15 +36,21 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def put_file(
-    file_id: str, owner: str | None, record: FileRecord, content: bytes = b"", *, seconds: float | None = None
+    file_id: str,
+    owner: str | None,
+    record: FileRecord,
+    content: bytes = b"",
+    *,
+    seconds: float | None = None,
+    kind: str = FILE_KIND,
 ) -> list[Change]:
     """The changes that make it. seconds: its life; None: as the store's settings say."""
     body = msgspec.json.encode(record)
-    put = PutObject(kind=FILE_KIND, id=file_id, owner=owner, body=body, seconds=seconds, is_evictable=False)
+    put = PutObject(kind=kind, id=file_id, owner=owner, body=body, seconds=seconds, is_evictable=False)
     pieces = range(0, len(content), BLOB_PIECE_BYTES_MAX)
     return [
         put,
-        *(AppendBlob(kind=FILE_KIND, id=file_id, data=content[i : i + BLOB_PIECE_BYTES_MAX]) for i in pieces),
+        *(AppendBlob(kind=kind, id=file_id, data=content[i : i + BLOB_PIECE_BYTES_MAX]) for i in pieces),
     ]
 
 
@@ -89,10 +95,10 @@ def file_not_found(file_id: str, *, param: str | None = None) -> Refusal:
     )
 
 
-async def check_room(store: Store, owner: str | None, byte_count: int) -> None:
+async def check_room(store: Store, owner: str | None, byte_count: int, *, kind: str = FILE_KIND) -> None:
     """Whether this caller may keep one more file of so many bytes. Raises InvalidRequest."""
     kept_count, kept_bytes, after = 0, byte_count, None
-    while page := await store.page(FILE_KIND, owner=owner, after=after, limit=LIST_MAX):
+    while page := await store.page(kind, owner=owner, after=after, limit=LIST_MAX):
         kept_count += len(page)
         kept_bytes += sum(stored.blob_bytes for stored in page)
         after = page[-1].id

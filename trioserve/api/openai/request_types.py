@@ -239,8 +239,8 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 _PLACE = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 
 
-def decode_body(raw: bytes, kind: type[Body]) -> Body:
-    """A request's JSON as a value of `kind`.
+def decode_body(raw: bytes, kind: type[Body], *, values_max: int | None = VALUE_MARKS_MAX) -> Body:
+    """A request's JSON as a value of `kind`. values_max: None where most of them are left as they are.
 
     Raises InvalidRequest when it is not JSON in UTF-8, nests too deeply, holds too many values, or has a field of the
     wrong type; `param` is the path of that field, such as `messages[2].role`. Of a key that comes twice the last one
@@ -248,9 +248,9 @@ def decode_body(raw: bytes, kind: type[Body]) -> Body:
     """
     if not raw:
         raise InvalidRequest("the request has no body: send a JSON object")
-    if sum(map(raw.count, VALUE_MARKS)) > VALUE_MARKS_MAX:
+    if values_max is not None and sum(map(raw.count, VALUE_MARKS)) > values_max:
         raise InvalidRequest(
-            f"the body holds more than {VALUE_MARKS_MAX} commas and opening brackets, and so too many values"
+            f"the body holds more than {values_max} commas and opening brackets, and so too many values"
         )
     try:
         # Strictly as text: the decoder would skip over broken bytes in fields that it does not know.

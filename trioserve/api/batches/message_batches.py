@@ -1,0 +1,292 @@
+"""/v1/messages/batches, in Anthropic's shape: the same batches, whose requests come in the body and whose results are
+one stream of lines."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+import trio
+
+from trioserve.api.anthropic.surface import MESSAGES_PATH
+from trioserve.api.batches.batch_record import (
+    MESSAGE_BATCH_KIND,
+    MESSAGE_BATCH_PREFIX,
+    MESSAGE_FILE_KIND,
+    BatchRecord,
+    BatchStatus,
+)
+from trioserve.api.batches.batch_run import CANCELLED_CODE, EXPIRED_CODE
+from trioserve.api.batches.input_lines import InputGone, LineReader
+from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
+from trioserve.api.files.stored_files import FileRecord, check_room, put_file, required_store
+from trioserve.api.openai.request_types import decode_body
+from trioserve.api.query import Query
+from trioserve.api.request_context import RequestContext
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.store.store import LIST_MAX
+from trioserve.store.stored_objects import DeleteObject, Order, StoredObject
+
+__all__ = [
+    "MessageBatchBody",
+    "cancel_message_batch",
+    "create_message_batch",
+    "delete_message_batch",
+    "list_message_batches",
+    "read_message_batch",
+    "read_message_results",
+]
+
+BATCHES_PATH = f"{MESSAGES_PATH}/batches"
+WINDOW_SECONDS = 86_400
+CUSTOM_ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+REQUESTS_MAX = 50_000
+INLINE_BYTES_MAX = 65_536  # a body of this size costs less than going to a thread
+RESULT_BYTES_MAX = 64 * 2**20  # far more than a response may have
+LIST_DEFAULT = 20
+LIST_ASKED_MAX = 1000  # as in Anthropic's API; a page has LIST_MAX at most all the same
+STATUSES = {BatchStatus.CANCELLING: "canceling"}
+
+
+class MessageBatchRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """params: the body of a message."""
+
+    custom_id: str
+    params: dict[str, Any]
+
+
+class MessageBatchBody(msgspec.Struct, frozen=True, kw_only=True):
+    requests: list[MessageBatchRequest]
+
+
+class _Request(msgspec.Struct, frozen=True, kw_only=True):
+    custom_id: str
+    params: msgspec.Raw
+
+
+class _Body(msgspec.Struct, frozen=True, kw_only=True):
+    requests: list[_Request]
+
+
+async def create_message_batch(context: RequestContext) -> None:
+    store = required_store(context.store)
+    raw = await context.exchange.body()
+    if len(raw) <= INLINE_BYTES_MAX:
+        count, lines = _lines(raw)
+    else:
+        count, lines = await trio.to_thread.run_sync(_lines, raw, limiter=context.uploads, abandon_on_cancel=True)
+    context.batches.check_room(context.owner)
+    await check_room(store, context.owner, len(lines), kind=MESSAGE_FILE_KIND)
+    now = int(store.now())
+    new_id = context.clock_and_ids.new_request_id
+    batch_id = MESSAGE_BATCH_PREFIX + new_id()
+    record = BatchRecord(
+        endpoint=MESSAGES_PATH,
+        input_file_id=f"{batch_id}_input",
+        completion_window="24h",
+        metadata=None,
+        tenant=context.named_tenant,
+        created_at=now,
+        expires_at=now + WINDOW_SECONDS,
+        output_file_id=f"{batch_id}_output",
+        error_file_id=f"{batch_id}_errors",
+        total=count,
+    )
+    name = FileRecord(filename=record.input_file_id, purpose="batch")
+    files = put_file(record.input_file_id, context.owner, name, lines, kind=MESSAGE_FILE_KIND)
+    await context.batches.create(store, batch_id, context.owner, context.caller, record, files)
+    await context.respond_json(_shown(batch_id, record))
+
+
+async def list_message_batches(context: RequestContext) -> None:
+    """The last one first. before_id: of those that came later than this one, the next."""
+    store = required_store(context.store)
+    query = Query(context.exchange.query)
+    limit = min(query.number("limit", LIST_DEFAULT, low=1, high=LIST_ASKED_MAX), LIST_MAX)
+    after, before = query.text("after_id"), query.text("before_id")
+    if after is not None and before is not None:
+        raise InvalidRequest("after_id and before_id are both set, only one of them can be", param="after_id")
+    cursor = before if before is not None else after
+    order: Order = "asc" if before is not None else "desc"
+    page = await store.page(MESSAGE_BATCH_KIND, owner=context.owner, after=cursor, limit=limit, order=order)
+    if page is None:
+        name = "before_id" if before is not None else "after_id"
+        raise InvalidRequest(f"{name} is {(cursor or '')[:80]!r}, which is no batch", param=name)
+    more = page and await store.page(MESSAGE_BATCH_KIND, owner=context.owner, after=page[-1].id, limit=1, order=order)
+    if before is not None:
+        page = page[::-1]
+    await context.respond_json(
+        {
+            "data": [_shown(stored.id, _record(stored)) for stored in page],
+            "has_more": bool(more),
+            "first_id": page[0].id if page else None,
+            "last_id": page[-1].id if page else None,
+        }
+    )
+
+
+async def read_message_batch(context: RequestContext) -> None:
+    stored = await _stored(context)
+    await context.respond_json(_shown(stored.id, _record(stored)))
+
+
+async def cancel_message_batch(context: RequestContext) -> None:
+    """One that has ended stays as it is."""
+    store = required_store(context.store)
+    await context.batches.cancel(store, await _stored(context))
+    await read_message_batch(context)
+
+
+async def delete_message_batch(context: RequestContext) -> None:
+    stored = await _stored(context)
+    record = _ended(stored, "be deleted")
+    store = required_store(context.store)
+    files = (record.input_file_id, record.output_file_id, record.error_file_id)
+    await store.write(
+        *(DeleteObject(kind=MESSAGE_FILE_KIND, id=file_id) for file_id in files),
+        DeleteObject(kind=MESSAGE_BATCH_KIND, id=stored.id),
+    )
+    await context.respond_json({"id": stored.id, "type": "message_batch_deleted"})
+
+
+async def read_message_results(context: RequestContext) -> None:
+    """A line for each request, in the order in which they ended."""
+    stored = await _stored(context)
+    record = _ended(stored, "have results")
+    store = required_store(context.store)
+    await context.start_bytes("application/x-jsonl")
+    for file_id in (record.output_file_id, record.error_file_id):
+        reader = LineReader(store, file_id, context.owner, line_bytes_max=RESULT_BYTES_MAX, kind=MESSAGE_FILE_KIND)
+        while (line := await _next(reader)) is not None:
+            await context.exchange.send(_result(line))
+    await context.finish()
+
+
+async def _next(reader: LineReader) -> bytes | None:
+    """None at the end, also of a file that is not there, since it had no line."""
+    try:
+        line = await reader.next()
+    except InputGone:
+        return None
+    return None if line is None else line.raw
+
+
+class _Answer(msgspec.Struct):
+    status_code: int
+    body: msgspec.Raw
+
+
+class _Fault(msgspec.Struct):
+    code: str
+    message: str
+
+
+class _Done(msgspec.Struct):
+    custom_id: str | None
+    response: _Answer | None
+    error: _Fault | None
+
+
+def _result(line: bytes) -> bytes:
+    """As Anthropic's API tells what became of a request."""
+    done = msgspec.json.decode(line, type=_Done)
+    result: dict[str, object]
+    if done.response is not None:
+        is_error = done.response.status_code != 200
+        kind, name = ("errored", "error") if is_error else ("succeeded", "message")
+        result = {"type": kind, name: done.response.body}
+    else:
+        assert done.error is not None
+        kind = {CANCELLED_CODE: "canceled", EXPIRED_CODE: "expired"}.get(done.error.code, "errored")
+        result = {"type": kind}
+        if kind == "errored":
+            told = {"type": "invalid_request_error", "message": done.error.message}
+            result["error"] = {"type": "error", "error": told, "request_id": None}
+    return msgspec.json.encode({"custom_id": done.custom_id, "result": result}) + b"\n"
+
+
+def _lines(raw: bytes) -> tuple[int, bytes]:
+    """The requests as lines of a batch's input, and how many. Raises InvalidRequest."""
+    body = decode_body(raw, _Body, values_max=None)  # the values of its requests are counted when they are asked
+    if not 1 <= len(body.requests) <= REQUESTS_MAX:
+        raise InvalidRequest(
+            f"requests has {len(body.requests)} entries, allowed are 1 to {REQUESTS_MAX}", param="requests"
+        )
+    lines: list[bytes] = []
+    ids: set[str] = set()
+    for index, request in enumerate(body.requests):
+        place = f"requests[{index}].custom_id"
+        if not CUSTOM_ID.fullmatch(request.custom_id):
+            raise InvalidRequest(
+                f"custom_id is {request.custom_id[:80]!r}, allowed are 1 to 64 letters, digits, _ and -", param=place
+            )
+        if request.custom_id in ids:
+            raise InvalidRequest(f"custom_id {request.custom_id!r} came before: each needs its own", param=place)
+        ids.add(request.custom_id)
+        params = msgspec.Raw(msgspec.json.format(request.params, indent=-1))
+        line = {"custom_id": request.custom_id, "method": "POST", "url": MESSAGES_PATH, "body": params}
+        lines.append(msgspec.json.encode(line) + b"\n")
+    return len(lines), b"".join(lines)
+
+
+async def _stored(context: RequestContext) -> StoredObject:
+    """Raises Refusal (404)."""
+    store = required_store(context.store)
+    batch_id = context.exchange.path.split("/")[4]
+    stored = await store.get(MESSAGE_BATCH_KIND, batch_id, owner=context.owner)
+    if stored is None:
+        raise Refusal(
+            ErrorResponse(
+                status=404,
+                type="invalid_request_error",
+                code="batch_not_found",
+                message=f"there is no batch {batch_id[:80]!r}: it was deleted, its time is over, or it is not yours",
+                headers=((REASON_HEADER, "batch_not_found"),),
+            )
+        )
+    return stored
+
+
+def _record(stored: StoredObject) -> BatchRecord:
+    return msgspec.json.decode(stored.body, type=BatchRecord)
+
+
+def _ended(stored: StoredObject, what: str) -> BatchRecord:
+    """Raises InvalidRequest."""
+    record = _record(stored)
+    if not record.is_final:
+        raise InvalidRequest(f"the batch {stored.id} has not ended, and only then it can {what}: wait, or cancel it")
+    return record
+
+
+def _shown(batch_id: str, record: BatchRecord) -> dict[str, object]:
+    """The counts are told when it has ended; until then all its requests are being processed."""
+    times = record.times
+    is_ended = record.is_final
+    ended = [times[status] for status in ("completed", "expired", "cancelled", "failed") if status in times]
+    # What a batch that failed has not come to is nobody's fault but the server's.
+    lost = record.total - record.completed - record.failed
+    return {
+        "id": batch_id,
+        "type": "message_batch",
+        "processing_status": "ended" if is_ended else STATUSES.get(record.status, "in_progress"),
+        "request_counts": {
+            "processing": 0 if is_ended else record.total,
+            "succeeded": record.completed if is_ended else 0,
+            "errored": record.failed - record.dropped + lost if is_ended else 0,
+            "canceled": record.dropped if is_ended and not record.is_expired else 0,
+            "expired": record.dropped if is_ended and record.is_expired else 0,
+        },
+        "created_at": _time(record.created_at),
+        "expires_at": _time(record.expires_at),
+        "ended_at": _time(ended[0]) if is_ended else None,
+        "cancel_initiated_at": _time(times["cancelling"]) if "cancelling" in times else None,
+        "archived_at": None,
+        "results_url": f"{BATCHES_PATH}/{batch_id}/results" if is_ended else None,
+    }
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
