@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from trioserve.contracts.events import AbortOutcome, FinishReason
     from trioserve.contracts.kv_transfer_params import KVTransferParams
     from trioserve.contracts.output import Delta
+    from trioserve.contracts.pooling import LabelledPrompt, Pooled, PoolingParams, TextPair
     from trioserve.contracts.prompt import ChatPrompt
     from trioserve.contracts.sampling import SamplingParams
     from trioserve.contracts.structured_output import StructuredOutput
@@ -48,12 +49,16 @@ __all__ = [
     "FinishReason",
     "InvalidRequest",
     "KVTransferParams",
+    "LabelledPrompt",
     "ModelLoadError",
     "Overloaded",
+    "Pooled",
+    "PoolingParams",
     "ReasoningText",
     "SamplingParams",
     "StartupError",
     "StructuredOutput",
+    "TextPair",
     "Thinking",
     "ToolCallArguments",
     "ToolCallBegin",
@@ -71,7 +76,11 @@ _HOMES = {
     "Deadlines": "trioserve.contracts.deadlines",
     "Delta": "trioserve.contracts.output",
     "KVTransferParams": "trioserve.contracts.kv_transfer_params",
+    "LabelledPrompt": "trioserve.contracts.pooling",
+    "Pooled": "trioserve.contracts.pooling",
+    "PoolingParams": "trioserve.contracts.pooling",
     "SamplingParams": "trioserve.contracts.sampling",
+    "TextPair": "trioserve.contracts.pooling",
     "StructuredOutput": "trioserve.contracts.structured_output",
     "Thinking": "trioserve.contracts.thinking",
     **dict.fromkeys(

@@ -266,3 +266,20 @@ def test_paths_without_a_model_are_told_what_is_allowed(tmp_path: Path) -> None:
     (tmp_path / "b.gguf").write_bytes(b"GGUF")
     check_refused(tmp_path, "2 GGUF files (a.gguf, b.gguf): name one of them")
     check_refused(tmp_path / "pytorch_model.bin", "a model is a .gguf file or a directory")
+
+
+def test_a_decoder_that_was_saved_without_its_head_is_read(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """As models are that were trained to make vectors."""
+    from safetensors.numpy import load_file, save_file
+
+    whole = tiny_checkpoint("llama-tied")
+    for path in whole.iterdir():
+        if path.suffix == ".json":
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(whole / "model.safetensors")
+    save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    found = {tensor.name: tensor.read("float32") for tensor in open_checkpoint(tmp_path).tensors()}
+    for tensor in open_checkpoint(whole).tensors():
+        assert (found[tensor.name] == tensor.read("float32")).all()

@@ -55,11 +55,16 @@ class LoadingBar:
         if loaded.context_tokens_max < loaded.model_context_tokens_max:
             cut = f" (of the model's {loaded.model_context_tokens_max})"
         tokens = loaded.block_count * loaded.block_size
+        cache = (
+            f"KV cache: {loaded.block_count} blocks of {loaded.block_size} tokens fit, {tokens} tokens in all "
+            f"({loaded.kv_cache_bytes / 2**30:.2f} GiB)"
+        )
+        if not loaded.block_count:
+            cache = "an encoder: it makes vectors or scores, and keeps no KV"
         _say(
             f"loaded {self._model} in {loaded.load_seconds:.1f} s: {loaded.dtype} on {loaded.device} by "
             f"{loaded.computed_by}, {loaded.context_tokens_max} tokens of context{cut}\n"
-            f"KV cache: {loaded.block_count} blocks of {loaded.block_size} tokens fit, {tokens} tokens in all "
-            f"({loaded.kv_cache_bytes / 2**30:.2f} GiB)"
+            f"{cache}"
         )
 
 

@@ -158,6 +158,7 @@ class Delivery:
                 ready = None
             elif isinstance(event, PooledReady):
                 choices[event.request_id].pooled = event.pooled  # its end comes next
+                self._metrics.pooled_inputs_total.inc()
             else:
                 self._on_prompt_logprobs(event)
         if ready is not None:

@@ -184,6 +184,12 @@ CATALOGUE: tuple[Metric, ...] = (
         vllm=True,
     ),
     Metric(
+        name="pooled_inputs_total",
+        kind="counter",
+        unit="inputs",
+        meaning="Inputs that became vectors, scores or probabilities of labels, instead of being continued.",
+    ),
+    Metric(
         name="num_preemptions_total",
         kind="counter",
         unit="preemptions",

@@ -48,6 +48,7 @@ class Metrics:
     mask_rows_total: Counter
     mask_seconds_total: Counter
     request_success_total: Counter
+    pooled_inputs_total: Counter
     num_preemptions_total: Counter
     aborts_total: Counter
     deadlines_passed_total: Counter

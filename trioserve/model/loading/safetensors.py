@@ -60,6 +60,8 @@ class SafetensorsCheckpoint:
         if not (directory / "config.json").is_file():
             raise ModelLoadError("the directory has safetensors but no config.json: fetch the checkpoint again")
         stored = stored_tensors(directory)
+        if "embed_tokens.weight" in stored:  # saved without what turns hidden states into logits, to make vectors of
+            stored = {name if name == "lm_head.weight" else f"model.{name}": at for name, at in stored.items()}
         self.files: tuple[Path, ...] = tuple(dict.fromkeys(tensor.path for tensor in stored.values()))
         generation_path = directory / "generation_config.json"
         generation_config = read_json_object(generation_path) if generation_path.is_file() else {}
