@@ -7,7 +7,7 @@ import json
 import pytest
 
 from trioserve.text.response_parsers.registry import make_response_parser
-from trioserve.text.response_parts import ToolCallArguments, ToolCallBegin, ToolCallEnd
+from trioserve.text.response_parts import ContentText, ToolCallArguments, ToolCallBegin, ToolCallEnd
 
 WEATHER_CALL = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
 PARIS = ("get_weather", {"city": "Paris"})
@@ -40,6 +40,9 @@ PARIS = ("get_weather", {"city": "Paris"})
         ('<tool_call>{"name": "get_time", "arguments": ""}</tool_call>', "", [("get_time", {})]),
         ('<tool_call>{"name": "not_offered", "arguments": {}}</tool_call>', "", [("not_offered", {})]),
         ('<tool_call>{"name": "f", "arguments": {"a": "x\ny"}}</tool_call>', "", [("f", {"a": "x\ny"})]),
+        ('<tool_call>{"name": "get_time", "arguments": []}</tool_call>', "", [("get_time", {})]),
+        (f"<tool_call>\n{WEATHER_CALL}}}\n</tool_call>", "", [PARIS]),
+        (f"<tool_call>\n{WEATHER_CALL}}} and", "} and", [PARIS]),
         (f"<tools>\n{WEATHER_CALL}\n</tools>", "", [PARIS]),
         (f"<tool_call><tool_call>{WEATHER_CALL}</tool_call>", "<tool_call>", [PARIS]),
     ],
@@ -108,6 +111,12 @@ def test_bare_and_fenced_calls_of_offered_tools(read, family, text, content, cal
     found = read(text, family)
     assert found.calls == calls
     assert content is None or found.content == content
+
+
+@pytest.mark.parametrize("text", ['{"title"', '{"type": "report", "title"', '{"name": "Ann"', '[{"a"', "[1", "{ }"])
+def test_a_json_answer_comes_as_soon_as_it_is_no_call(tools, text):
+    parser = make_response_parser("hermes", None, tools=tools)
+    assert parser.feed(text + ": 1") == [ContentText(text + ": 1")]
 
 
 def test_without_tools_nothing_is_a_call(read):

@@ -69,7 +69,7 @@ def glm_form(line_break: str) -> CallForm:
         return f"{_KEY}{name}{_KEY_END}{line_break}{_VALUE}"
 
     def call(tool: OfferedTool) -> Sequence[Piece]:
-        pieces = raw_argument_pieces(tool, begin, _VALUE_END + line_break)
+        pieces = raw_argument_pieces(tool, begin, _VALUE_END + line_break, says_text=False)
         return (f"{CALL_TAG}{tool.name}{line_break}", *pieces, _CALL_END)
 
     def write(call: WholeCall) -> str:

@@ -119,7 +119,7 @@ def invoke_form(tags: InvokeTags, around: str) -> CallForm:
         return f'{tags.opening("invoke")} name="{name}">\n'
 
     def call(tool: OfferedTool) -> Sequence[Piece]:
-        pieces = raw_argument_pieces(tool, begin, parameter_end)
+        pieces = raw_argument_pieces(tool, begin, parameter_end, says_text=tags.says_text)
         return (head(tool.name), *pieces, end)
 
     def write(call: WholeCall) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
+from typing import Final
 
 from trioserve.text.response_parsers.call_forms import CallForm, Piece, arguments_of, json_call
 from trioserve.text.response_parsers.call_reading import CallReader, CallReading, read_calls
@@ -12,6 +14,8 @@ from trioserve.text.response_parsers.text_source import NotACall, Script
 
 __all__ = ["COHERE_FORM", "HERMES_FORM", "LLAMA3_FORM", "json_form", "read_bare_calls", "read_nothing", "tagged_calls"]
 
+_STRAY = re.compile(r"[\s}\]]+")  # models close one more than they have opened
+_STRAY_CHARACTERS_MAX: Final = 256
 HERMES_FORM = CallForm(
     call=json_call(before="<tool_call>\n", after="\n</tool_call>"), separator="\n", trigger="<tool_call>"
 )
@@ -24,7 +28,8 @@ def tagged_calls(*closing: str, is_bare: bool = False) -> CallReader:
 
     def read(reading: CallReading) -> Script[None]:
         yield from read_calls(reading, is_bare=is_bare)
-        if (yield from reading.source.skip_space()) and not (yield from reading.source.take_closing(closing)):
+        yield from reading.source.take_while(_STRAY, _STRAY_CHARACTERS_MAX)
+        if (yield from reading.source.peek()) and not (yield from reading.source.take_closing(closing)):
             raise NotACall
 
     return read

@@ -108,7 +108,7 @@ def _form_of(tool: OfferedTool) -> Sequence[Piece]:
     def begin(name: str, is_text: bool) -> str:
         return _begin(name, "string" if is_text else _type_in(tool, name))
 
-    pieces = raw_argument_pieces(tool, begin, _ARGUMENT_END)
+    pieces = raw_argument_pieces(tool, begin, _ARGUMENT_END, says_text=True)
     return (f'{_CALL} tool="{html.escape(tool.name)}" index="1"{_SEPARATOR}', *pieces, _CALL_END)
 
 

@@ -97,7 +97,9 @@ def qwen_xml_form(opening_tag: str, closing_tag: str) -> CallForm:
 
     def call(tool: OfferedTool) -> Sequence[Piece]:
         head = f"{opening_tag}\n{FUNCTION_MARKER}{tool.name}>\n"
-        pieces = raw_argument_pieces(tool, lambda name, _: f"{_PARAMETER}{name}>\n", f"\n{_PARAMETER_END}\n")
+        pieces = raw_argument_pieces(
+            tool, lambda name, _: f"{_PARAMETER}{name}>\n", f"\n{_PARAMETER_END}\n", says_text=False
+        )
         return (head, *pieces, end)
 
     def write(call: WholeCall) -> str:

@@ -10,7 +10,7 @@ import msgspec
 
 from trioserve.text.joined_response import WholeCall
 from trioserve.text.response_parsers.offered_tools import OfferedTool
-from trioserve.text.response_parsers.schema_types import argument_schemas, argument_types
+from trioserve.text.response_parsers.schema_types import ANY_TYPE, argument_schemas, argument_types
 
 __all__ = [
     "AnyOf",
@@ -104,27 +104,29 @@ def without_trigger(pieces: Sequence[Piece], trigger: str) -> list[Piece]:
     return [first[len(trigger) :], *rest]
 
 
-def raw_argument_pieces(tool: OfferedTool, begin: Callable[[str, bool], str], end: str) -> list[Piece]:
+def raw_argument_pieces(
+    tool: OfferedTool, begin: Callable[[str, bool], str], end: str, *, says_text: bool
+) -> list[Piece]:
     """Each argument between its texts, in the schema's order: a text as it is, anything else as JSON. begin: what
-    stands before a value, by the argument's name and by whether it is a text."""
-    root = tool.parameters or {}
-    required = root.get("required")
-    names = [*argument_schemas(tool)]
+    stands before a value, by the argument's name and by whether it is a text. says_text: that tells a text from JSON;
+    otherwise what may be a text is one."""
+    required = (tool.parameters or {}).get("required")
     pieces: list[Piece] = []
-    for name in names:
-        value, is_text = _raw_value_pieces(tool, name, end)
+    for name in argument_schemas(tool):
+        value, is_text = _raw_value_pieces(tool, name, end, says_text=says_text)
         argument = [begin(name, is_text), *value]
         pieces += argument if isinstance(required, list) and name in required else [Maybe(argument)]
     return pieces
 
 
-def _raw_value_pieces(tool: OfferedTool, name: str, end: str) -> tuple[list[Piece], bool]:
+def _raw_value_pieces(tool: OfferedTool, name: str, end: str, *, says_text: bool) -> tuple[list[Piece], bool]:
     root = tool.parameters or {}
     schema = argument_schemas(tool)[name]
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
         return [AnyOf([[value] for value in values]), end], True
-    if argument_types(tool, name) == frozenset(("string",)):
+    types = argument_types(tool, name) or ANY_TYPE
+    if types == frozenset(("string",)) or ("string" in types and not says_text):
         return [RawUntil(end)], True
     shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
     return [JsonOf({**schema, **shared}, tool.strict), end], False

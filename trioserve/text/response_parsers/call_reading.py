@@ -20,6 +20,8 @@ _ID_KEYS = frozenset(("id", "tool_call_id"))
 _ARGUMENT_KEYS = frozenset(("arguments", "parameters"))
 # What a schema of a tool has, and a call has not: a model that shows somebody a tool calls none.
 _SCHEMA_KEYS = frozenset(("description", "strict", "properties", "required"))
+# A JSON answer is not held back longer than for its first key.
+_KEYS_BEFORE_NAME = frozenset(("type", "index", "id", "tool_call_id"))
 _BETWEEN_CALLS = re.compile(r"[,;\s]+")
 
 
@@ -194,9 +196,14 @@ def _read_member(call: _CallObject, key: str, character: str) -> Script[None]:
         elif character == "n":
             yield from source.expect("null")
             call.arguments("{}")
+        elif character == "[":  # an empty array for no arguments
+            source.at += 1
+            yield from source.need_behind_space()
+            yield from source.expect("]")
+            call.arguments("{}")
         else:
             yield from read_json(source, JsonScanner("{"), call.arguments)
-    elif call.is_bare and key in _SCHEMA_KEYS:
+    elif call.is_bare and (key in _SCHEMA_KEYS or (call.name is None and key not in _KEYS_BEFORE_NAME)):
         raise NotACall
     elif key in _ID_KEYS and character == '"':
         call.call_id = yield from _read_string(source, NAME_CHARACTERS_MAX)
