@@ -18,6 +18,13 @@ WAIT_SECONDS_MAX = 120
 SMALL = ("--max-num-seqs=4", "--threads=1", "--dtype=float32", "--kv-cache-memory=0.25", "--quantization=none")
 LONG = "The keeper of the lighthouse writes down each ship that passes, its flag, its colours and its captain. " * 40
 
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
 
 def get(url: str) -> object:
     with urllib.request.urlopen(url, timeout=30) as response:
@@ -188,6 +195,13 @@ def test_responses_are_those_of_a_single_server(start_server, connector):
     assert [asker.text() for asker in askers] == expected
     assert pair.transfers() == len(prompts)
     assert pair.decode.metric("trioserve:kv_transfer_blocks_received_total") > 60
+
+    form = {"structured_outputs": {"json": PERSON}, "max_tokens": 60}
+    expected_person = Asker(alone.url, LONG, **form).text()
+    assert pair.ask(LONG, **form).text() == expected_person
+    assert set(json.loads(expected_person)) == {"name", "age"}
+    assert pair.transfers() == len(prompts) + 1
+    assert pair.decode.metric("trioserve:forced_tokens_total") > 4
     assert pair.decode.metric("trioserve:kv_transfer_bytes_received_total") > 60 * 16 * 30 * 2 * 3 * 64 * 4
     wait_until(pair.is_clean)
     assert [server.stop() for server in (pair.router, pair.decode, pair.prefill)] == [0, 0, 0]
