@@ -17,7 +17,7 @@ from trioserve.contracts.errors import (
     RequestFailed,
 )
 from trioserve.contracts.events import AbortOutcome
-from trioserve.contracts.pooling import Pooled, Pooling, PoolingParams, TextPair
+from trioserve.contracts.pooling import LabelledPrompt, Pooled, Pooling, PoolingParams, TextPair
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
@@ -285,6 +285,11 @@ async def test_an_encoder_continues_no_text_and_scores_are_for_those_that_give_t
         ({"inputs": ["a", 5]}, r"prompt is 5 \(int\)"),
         ({"inputs": ["a"] * 2049}, "input has 2049 entries, at most 2048 are allowed"),
         ({"inputs": "a", "pooling": {}}, "PoolingParams, or None"),
+        ({"inputs": TextPair("a", 5)}, r"second is 5 \(int\)"),
+        ({"inputs": [LabelledPrompt("a", ())]}, "labels is empty"),
+        ({"inputs": [LabelledPrompt("a", ("b", 5))]}, r"labels holds 5 \(int\)"),
+        ({"inputs": LabelledPrompt("a", "bc")}, r"labels is 'bc' \(str\)"),
+        ({"inputs": LabelledPrompt([1], ("b",))}, r"prompt is \[1\] \(list\)"),
         ({"inputs": "a", "priority": "high"}, "priority is 'high'"),
     ],
 )
@@ -307,3 +312,14 @@ async def test_arguments_of_a_wrong_type_are_named(arguments, words, autojump_cl
 def test_what_no_model_could_do_is_refused_when_it_is_asked(fields, words):
     with pytest.raises(InvalidRequest, match=words):
         PoolingParams(**fields)
+
+
+@pytest.mark.parametrize("encoder", [None, "embed"])
+async def test_steps_that_overlap(encoder, autojump_clock):
+    texts = [f"text {index}" * (1 + index % 4) for index in range(18)]
+    async with open_fake_engine(encoder=encoder, overlap_steps=True, step_seconds=0.01, max_num_seqs=4) as fake:
+        async with fake.generate("beside them", SamplingParams(max_tokens=30)) if encoder is None else fake.embed("x"):
+            method = "last" if encoder is None else "mean"
+            assert await fake.embed(texts) == tuple(expected(text, method=method) for text in texts)
+        await trio.sleep(1)
+        fake.assert_all_free()

@@ -26,6 +26,7 @@ from trioserve.model.encoder_runner import EncoderRunner
 from trioserve.model.loading.encoder_directory import opened_encoder
 from trioserve.model.samples import NOT_FINITE
 from trioserve.model.settings import ModelSettings
+from trioserve.text.tokenizer import Cut
 
 TOLERANCE = 1e-4
 MEAN = Pooling(task="embed", method="mean", normalize=True, is_whole=True)
@@ -265,6 +266,9 @@ async def test_an_engine_with_an_encoder(encoders: Any) -> None:
             await engine.embed("a " * 40)
         assert len(await engine.embed("a " * 38)) == 1
         assert engine.live_requests() == []
+        async with engine.embed("a " * 50, cut=Cut(engine.model.pooled_tokens_max(PoolingParams()))) as stream:
+            assert await stream.results() == await engine.embed("a " * 38)
+            assert stream.input_token_counts == (40,)
     with pytest.raises(StartupError, match="keeps no KV to exchange"):
         async with open_engine(str(encoders("BertModel")), kv_transfer_config='{"kv_connector": "tcp"}'):
             pass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from trioserve.contracts.arguments import check_count, is_list, refuse
+from trioserve.contracts.arguments import check_count, is_list, refuse, to_items, to_str
 from trioserve.contracts.errors import ContextTooLong, InvalidRequest
 from trioserve.contracts.pooling import INPUTS_MAX, LabelledPrompt, PooledInput, Pooling, PoolingParams, TextPair
 from trioserve.contracts.prompt import ChatPrompt
@@ -16,10 +16,13 @@ from trioserve.engine.request_preparation import checked_prompt
 __all__ = ["check_can_be_pooled", "check_can_generate", "checked_inputs", "name_of_input", "pooled_sequences"]
 
 
+LABELS_MAX = 128  # of one prompt; each is a row of logits in the step that ends it
+
+
 def checked_inputs(inputs: object) -> tuple[PooledInput, ...]:
     """One prompt, or several in a list: a list of whole numbers is one. Raises InvalidRequest."""
     if isinstance(inputs, str | ChatPrompt | TextPair | LabelledPrompt):
-        return (inputs,)
+        return (_checked_input(inputs),)
     if not is_list(inputs):
         refuse("input", inputs, "a text (str), token ids, a ChatPrompt, a TextPair, a LabelledPrompt, or a list")
     if not len(inputs):
@@ -27,7 +30,25 @@ def checked_inputs(inputs: object) -> tuple[PooledInput, ...]:
     if not isinstance(inputs[0], str | ChatPrompt | TextPair | LabelledPrompt) and not is_list(inputs[0]):
         return (checked_prompt(inputs),)
     check_count("input", inputs, INPUTS_MAX)
-    return tuple(one if isinstance(one, TextPair | LabelledPrompt) else checked_prompt(one) for one in inputs)
+    return tuple(map(_checked_input, inputs))
+
+
+def _checked_input(one: object) -> PooledInput:
+    if isinstance(one, TextPair):
+        to_str("first", one.first)
+        to_str("second", one.second)
+        return one
+    if isinstance(one, LabelledPrompt):
+        if not isinstance(one.prompt, str | ChatPrompt):
+            refuse("prompt", one.prompt, "a text (str) or a ChatPrompt")
+        checked_prompt(one.prompt)
+        labels = to_items("labels", one.labels, "a list of texts (str)", count_max=LABELS_MAX)
+        if not labels:
+            raise InvalidRequest("labels is empty, at least one is needed", param="labels")
+        for label in labels:
+            to_str("labels", label, verb="holds")
+        return one
+    return checked_prompt(one)
 
 
 def name_of_input(count: int) -> Callable[[int], str]:

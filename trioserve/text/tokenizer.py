@@ -139,7 +139,7 @@ class Tokenizer:
         label_ids: list[int] = []
         for label in labels:
             ids = self.encode(tail + label, add_special_tokens=False)
-            if ids[:-1] != tail_ids or ids[-1] in label_ids:
+            if not ids or ids[:-1] != tail_ids or ids[-1] in label_ids:
                 raise InvalidRequest(
                     f"the label {label!r} is not one token of its own behind this prompt, so that this model cannot be "
                     "asked how likely it is"
