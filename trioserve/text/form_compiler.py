@@ -31,7 +31,7 @@ LIMITS = LLParserLimits(
     max_items_in_row=2000,
     initial_lexer_fuel=1_000_000,  # 20 ms
     step_lexer_fuel=200_000,  # 15 ms for a mask
-    step_max_items=50_000,
+    step_max_items=10_000,  # 20 ms where one token after another is forced, which the event loop waits for
     max_lexer_states=20_000,  # of one or two kB each
     max_grammar_size=500_000,
     verbose_errors=False,
@@ -117,8 +117,9 @@ class FormCompiler:
         matcher = LLMatcher(self._library, grammar, log_level=0, limits=LIMITS)
         if not matcher.is_error():
             matcher.compute_bitmask()  # begins its lexer, for all that share it
-        if matcher.is_error():
-            message = in_one_line(matcher.get_error())
+        fault = matcher.get_error() if matcher.is_error() else _fault_of_forced(matcher)
+        if fault:
+            message = in_one_line(fault)
             raise InvalidRequest(f"the {form.kind.value} cannot be compiled: {message}", param=form.param)
         compiled = CompiledForm(matcher, FORM_BYTES + SOURCE_CHARACTER_BYTES * len(form.source))
         self._keep((form.kind, form.source), compiled)
@@ -133,6 +134,16 @@ class FormCompiler:
             while self._byte_count > CACHE_BYTES_MAX:
                 _, oldest = self._forms.popitem(last=False)
                 self._byte_count -= oldest.byte_count
+
+
+def _fault_of_forced(matcher: LLMatcher) -> str:
+    """What a grammar that forces tokens without an end fails with as soon as the first has come; else empty."""
+    forced = matcher.compute_ff_tokens()
+    if not forced:
+        return ""
+    copy = matcher.deep_copy()
+    copy.consume_token(forced[0])
+    return str(copy.get_error()) if copy.is_error() else ""
 
 
 def in_one_line(message: str) -> str:

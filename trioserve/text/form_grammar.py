@@ -11,6 +11,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.structured_output import FormKind, StructuredOutput
+from trioserve.text.form_bounds import check_fixed_text, check_lark, check_pattern, check_schema
 from trioserve.text.structural_tag import StructuralTagGrammar, with_json_options
 
 __all__ = ["form_grammar"]
@@ -25,9 +26,12 @@ def form_grammar(form: StructuredOutput, special_ids: Mapping[str, int], end_tok
         case FormKind.JSON_SCHEMA:
             return LLMatcher.grammar_from_json_schema(with_json_options(_schema_of(form)))
         case FormKind.REGEX:
+            check_pattern(form.source, param=form.param)
             return LLMatcher.grammar_from_regex(form.source)
         case FormKind.CHOICE:
-            return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, _choices_of(form))))
+            # One terminal: of rules a parser has an item each, and room for 2,000.
+            choices = " | ".join(map(json.dumps, _choices_of(form)))
+            return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
         case FormKind.GRAMMAR:
             return LLMatcher.grammar_from_lark(_lark_of(form))
         case FormKind.TOOL_CALLS:
@@ -52,6 +56,7 @@ def _schema_of(form: StructuredOutput) -> dict[str, Any]:
         return {}
     if not isinstance(schema, dict):
         raise InvalidRequest("a JSON schema has to be an object", param=form.param)
+    check_schema(schema, param=form.param)
     return schema
 
 
@@ -63,6 +68,8 @@ def _choices_of(form: StructuredOutput) -> list[str]:
         or not all(isinstance(choice, str) and choice for choice in choices)
     ):
         raise InvalidRequest("choices have to be a list of texts, none of them empty", param=form.param)
+    for choice in choices:
+        check_fixed_text(choice, "a choice", param=form.param)
     return choices
 
 
@@ -73,4 +80,5 @@ def _lark_of(form: StructuredOutput) -> str:
         raise InvalidRequest("the grammar is nested too deeply", param=form.param) from None
     except Exception as error:  # whatever its reader of GBNF stumbles over
         raise InvalidRequest(f"the grammar is neither Lark nor GBNF: {error}", param=form.param) from None
+    check_lark(lark, param=form.param)
     return lark

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from trioserve.contracts.errors import InvalidRequest
+from trioserve.text.form_bounds import check_fixed_text, check_lark, check_pattern, check_schema
 
 __all__ = ["JSON_OPTIONS", "StructuralTagGrammar", "with_json_options"]
 
@@ -43,6 +44,7 @@ class StructuralTagGrammar:
     def __init__(
         self, tag: object, special_ids: Mapping[str, int], end_token_ids: Collection[int], *, param: str
     ) -> None:
+        self._param = param
         self._rules: list[str] = []
         self._side_grammars: list[dict[str, str]] = []
         special = sorted(special_ids, key=len, reverse=True)
@@ -86,9 +88,13 @@ class StructuralTagGrammar:
             case "json_schema":
                 return self._json(node.get("json_schema", True), f"{param}.json_schema")
             case "regex":
-                return self._terminal(self._text(node, "pattern", param))
+                pattern = self._text(node, "pattern", param)
+                check_pattern(pattern, param=param)
+                return self._terminal(pattern)
             case "grammar":
-                return self._side_grammar(self._text(node, "grammar", param))
+                grammar = self._text(node, "grammar", param)
+                check_lark(grammar, param=param)
+                return self._side_grammar(grammar)
             case "any_text":
                 return TEXT
             case "sequence":
@@ -217,6 +223,7 @@ class StructuralTagGrammar:
     def _json(self, schema: Any, param: str) -> str:
         if not isinstance(schema, dict) and schema is not True:
             raise InvalidRequest("a schema has to be an object, or true", param=param)
+        check_schema(schema, param=param)
         return self._rule(f"%json {json.dumps(with_json_options(schema))}")
 
     def _side_grammar(self, grammar: str) -> str:
@@ -226,6 +233,7 @@ class StructuralTagGrammar:
 
     def _literal(self, text: str) -> str:
         """Its special tokens as tokens, the rest as text; empty for an empty one."""
+        check_fixed_text(text, "a text of the structural tag", param=self._param)
         if self._special is None:
             return _quoted(text) if text else ""
         parts = []

@@ -1,0 +1,280 @@
+"""Forms made to do harm: each is refused with a sentence, or compiled in bounded time into something of which no mask
+and no forced run takes long. Seconds here are those of a slow machine; what is beyond the bounds would take minutes."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.structured_output import FormKind, StructuredOutput
+from trioserve.text.form_bounds import REPEATS_MAX, check_lark, check_pattern, check_schema
+from trioserve.text.form_compiler import COMPILE_STACK_BYTES, FormCompiler
+from trioserve.text.tokenizer import Tokenizer
+
+COMPILE_SECONDS_MAX = 10.0
+MASK_SECONDS_MAX = 1.0  # of one, on a machine that others use, too; 10 to 30 ms on a quiet one
+TOKENS = 60
+
+
+def nested(depth: int) -> str:
+    return '{"type": "array", "items": ' * depth + '{"type": "null"}' + "}" * depth
+
+
+def doubling(members: Callable[[int], dict[str, Any]], depth: int) -> dict[str, Any]:
+    definitions = {f"d{level}": members(level + 1) for level in range(depth)}
+    return {"$defs": {**definitions, f"d{depth}": {"type": "string"}}, "$ref": "#/$defs/d0"}
+
+
+def to(level: int) -> dict[str, str]:
+    return {"$ref": f"#/$defs/d{level}"}
+
+
+def optional(count: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{index}": {"type": "integer"} for index in range(count)}}
+
+
+ENDLESS = {
+    "type": "object",
+    "properties": {"a": {"$ref": "#/$defs/a"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+LATE = {
+    "$defs": {"a": ENDLESS},
+    "type": "object",
+    "properties": {"x": {"enum": ["1", "2"]}, "b": {"$ref": "#/$defs/a"}},
+    "required": ["x", "b"],
+    "additionalProperties": False,
+}
+
+ANYTHING = {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "string"}]}}, "$ref": "#/$defs/a"}
+CONSTANTS = {
+    "type": "object",
+    "properties": {"x": {"enum": ["1", "2"]}, **{f"k{index}": {"const": index} for index in range(900)}},
+    "required": ["x", *(f"k{index}" for index in range(900))],
+}
+ALTERNATIVES = {
+    "anyOf": [
+        {"type": "object", "properties": {f"k{index}": {"type": "integer"}}, "required": [f"k{index}"]}
+        for index in range(600)
+    ]
+}
+
+
+def lines(line: Callable[[int], str], count: int, last: str) -> str:
+    return "\n".join((*map(line, range(count)), last))
+
+
+REFUSED_SCHEMAS: dict[str, Any] = {
+    "depth": nested(6000),
+    "depth of a constant": '{"const": ' + "[" * 5000 + "]" * 5000 + "}",
+    "refers to itself": {"$ref": "#"},
+    "refers in a circle": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+    "circle of allOf": {"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"},
+    "a remote reference": {"$ref": "http://127.0.0.1/x"},
+    "a file": {"$ref": "file:///etc/passwd"},
+    "an object without an end": {"$defs": {"a": ENDLESS}, "$ref": "#/$defs/a"},
+    "a list without an end": {"type": "array", "items": {"type": "null"}, "minItems": 10**9},
+    "hundreds of patterns joined": {"allOf": [{"type": "string", "pattern": f".*{index}.*"} for index in range(500)]},
+    "hundreds of patterns joined by references": {
+        "$defs": {
+            f"d{index}": {"type": "string", "pattern": f".*{index}.*", "allOf": [to(index + 1)]} for index in range(200)
+        }
+        | {"d200": {"type": "string"}},
+        "$ref": "#/$defs/d0",
+        "allOf": [to(0)],
+    },
+    "thousands of optional properties": optional(4000),
+    "a long constant": {"const": "x" * 200_000},
+    "a large constant": {"const": {f"k{index}": [index] * 5 for index in range(4000)}},
+    "a long enum member": {"enum": ["a", "x" * 100_000]},
+    "a long property": {"type": "object", "properties": {"x" * 100_000: {}}, "required": ["x" * 100_000]},
+    "a long pattern": {"type": "string", "pattern": "x" * 200_000},
+    "a pattern of many": {"type": "string", "pattern": "a{1000000000}"},
+    "a pattern of many in many": {"type": "string", "pattern": "((a{1000}b){1000}c)"},
+    "half a character": r'{"const": "\ud800"}',
+    "half a character in a pattern": r'{"type": "string", "pattern": "\ud83d"}',
+    "no JSON number": '{"type": "array", "minItems": 1e400}',
+    "a negative size": {"type": "array", "maxItems": -1},
+    "nothing satisfies it": {"type": "string", "minLength": 5, "maxLength": 3},
+}
+REFUSED = {
+    **{name: (FormKind.JSON_SCHEMA, schema) for name, schema in REFUSED_SCHEMAS.items()},
+    "a regex of many": (FormKind.REGEX, "a{1000000000}"),
+    "a regex of many in many": (FormKind.REGEX, "(a{3000}){3000}"),
+    "a regex in parentheses": (FormKind.REGEX, "(" * 8000 + "a" + ")" * 8000),
+    "a long regex": (FormKind.REGEX, "x" * 16_000),
+    "a regex that looks ahead": (FormKind.REGEX, "(?=a)b"),
+    "a regex that looks back": (FormKind.REGEX, r"(a)\1"),
+    "a regex of nothing": (FormKind.REGEX, r"[^\s\S]"),
+    "a long choice": (FormKind.CHOICE, json.dumps(["x" * 200_000])),
+    "a rule that is itself": (FormKind.GRAMMAR, 'start: start "a" | start'),
+    "a grammar that never ends": (FormKind.GRAMMAR, 'start: "a" start'),
+    "rules that double": (
+        FormKind.GRAMMAR,
+        "start: r0\n" + lines(lambda i: f"r{i}: r{i + 1} r{i + 1}", 60, 'r60: "a"'),
+    ),
+    "terminals that double": (
+        FormKind.GRAMMAR,
+        "start: T0\n" + lines(lambda i: f"T{i}: T{i + 1} T{i + 1}", 40, 'T40: "a"'),
+    ),
+    "a grammar in parentheses": (FormKind.GRAMMAR, "start: " + "(" * 10_000 + '"a"' + ")" * 10_000),
+    "a grammar of many": (FormKind.GRAMMAR, 'start: "a"{1,1000000000}'),
+    "a long text in a grammar": (FormKind.GRAMMAR, 'start: "' + "x" * 60_000 + '"'),
+    "terminals that exclude each other": (
+        FormKind.GRAMMAR,
+        "start: T\nT: " + " & ".join(f"/.*{index}.*/" for index in range(40)),
+    ),
+    "a token that is not there": (FormKind.GRAMMAR, "start: <[999999999]>"),
+    "a grammar that is not there": (FormKind.GRAMMAR, "start: @nowhere"),
+}
+BOUNDED = {
+    "a deep list": (FormKind.JSON_SCHEMA, nested(60)),
+    "anything, again and again": (FormKind.JSON_SCHEMA, ANYTHING),
+    "allOf that doubles": (FormKind.JSON_SCHEMA, doubling(lambda level: {"allOf": [to(level)] * 2}, 25)),
+    "properties that double": (
+        FormKind.JSON_SCHEMA,
+        doubling(lambda level: {"type": "object", "properties": {"a": to(level), "b": to(level)}}, 60),
+    ),
+    "an enum of thousands": (FormKind.JSON_SCHEMA, {"enum": [f"value-{index}-{'x' * 20}" for index in range(7000)]}),
+    "hundreds of alternatives": (FormKind.JSON_SCHEMA, ALTERNATIVES),
+    "as many optional properties as may be": (FormKind.JSON_SCHEMA, {**optional(480), "additionalProperties": False}),
+    "a long string": (FormKind.JSON_SCHEMA, {"type": "string", "minLength": 1_000_000}),
+    "no end, later": (FormKind.JSON_SCHEMA, LATE),
+    "hundreds of constants": (FormKind.JSON_SCHEMA, CONSTANTS),
+    "choices by the thousand": (FormKind.CHOICE, json.dumps([f"value-{index}" for index in range(10_000)])),
+    "catastrophic for others": (FormKind.REGEX, "(a+)+b|((((a*)*)*)*)*c"),
+    "an automaton of 2 ** 200 states": (FormKind.REGEX, "(a|b)*a(a|b){200}"),
+    "any text, again and again": (FormKind.REGEX, "(.*a){100}"),
+    "letters": (FormKind.REGEX, r"\p{L}{1,3000}"),
+    "an ambiguous grammar": (FormKind.GRAMMAR, 'start: e\ne: e "+" e | e "*" e | /[0-9]/ | e e'),
+    "a chain of rules": (FormKind.GRAMMAR, "start: r0\n" + lines(lambda i: f"r{i}: r{i + 1}", 3000, 'r3000: "a"')),
+    "any text up to a mark": (FormKind.GRAMMAR, 'start: t*\nt[lazy]: /.*?/ "x"'),
+}
+
+
+@pytest.fixture(scope="module")
+def compiler(smollm2: Tokenizer) -> FormCompiler:
+    compiler = FormCompiler(smollm2, vocab_size=49_152, end_token_ids=(2,))
+    assert compiler.load() is None
+    return compiler
+
+
+def with_room(work: Callable[[], None]) -> None:
+    """In a thread with the stack that a compile has."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    before = threading.stack_size(COMPILE_STACK_BYTES)
+    thread = threading.Thread(target=run)
+    thread.start()
+    threading.stack_size(before)
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+def form_of(kind: FormKind, source: Any) -> StructuredOutput:
+    return StructuredOutput(kind=kind, source=source if isinstance(source, str) else json.dumps(source))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_is_refused_with_a_sentence(compiler: FormCompiler, name: str) -> None:
+    def refuse() -> None:
+        with pytest.raises(InvalidRequest) as caught:
+            compiler.compile(form_of(*REFUSED[name]))
+        assert caught.value.param == "structured"
+        assert 10 < len(str(caught.value)) < 600
+
+    began_at = time.perf_counter()
+    with_room(refuse)
+    assert time.perf_counter() - began_at < COMPILE_SECONDS_MAX
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BOUNDED)
+def test_it_is_bounded(compiler: FormCompiler, name: str) -> None:
+    """A walk at random through what may come, as long as the form goes on: it may fail, and takes no time."""
+
+    def walk() -> None:
+        began_at = time.perf_counter()
+        matcher = compiler.compile(form_of(*BOUNDED[name])).new_matcher()
+        assert time.perf_counter() - began_at < COMPILE_SECONDS_MAX
+        words = array("I", bytes(4 * 1536))
+        rng = random.Random(name)
+        for _ in range(TOKENS):
+            began_at = time.perf_counter()
+            matcher.unsafe_compute_mask_ptr(words.buffer_info()[0], 4 * 1536)
+            allowed = [
+                32 * place + bit for place, word in enumerate(words) if word for bit in range(32) if word >> bit & 1
+            ]
+            assert time.perf_counter() - began_at < MASK_SECONDS_MAX
+            if matcher.is_error() or not allowed:
+                return
+            began_at = time.perf_counter()
+            matcher.consume_token(rng.choice(allowed))
+            for token_id in matcher.compute_ff_tokens()[:256]:
+                matcher.consume_token(token_id)
+            assert time.perf_counter() - began_at < MASK_SECONDS_MAX
+            if matcher.is_stopped():
+                return
+
+    with_room(walk)
+
+
+@pytest.mark.parametrize(
+    "pattern, repeats",
+    [
+        ("a{10000}", True),
+        ("a{10001}", False),
+        ("(a{100}b){100}", True),
+        ("(a{100}b){101}", False),
+        ("(a{2,}){0,10001}", False),
+        (r"\d{4}-\d{2}-\d{2}T\d{2}", True),
+        (r"\{20000}", True),
+        ("[{20000}]", True),
+        (r"[\]{20000}]", True),
+        ("a{99999999999}", False),
+        ("(?:x|y{200}){2}{30}", False),
+        (")){3}", True),
+    ],
+)
+def test_repeats_are_counted_where_they_are(pattern: str, repeats: bool) -> None:
+    if repeats:
+        check_pattern(pattern, param="structured")
+    else:
+        with pytest.raises(InvalidRequest, match=f"at most {REPEATS_MAX} are allowed"):
+            check_pattern(pattern, param="structured")
+
+
+@pytest.mark.parametrize(
+    "grammar", ['start: "a"~1..20000', 'start: "a"{20000}', 'start: "a"{1, 20000}', "start: /a{20000}/"]
+)
+def test_repeats_in_grammars_are_counted(grammar: str) -> None:
+    with pytest.raises(InvalidRequest, match="repeated 20000 times"):
+        check_lark(grammar, param="structured")
+
+
+def test_what_schemas_hold_as_values_is_no_schema() -> None:
+    """Thousands of properties of an example or a default harm nobody."""
+    check_schema({"type": "string", "default": optional(4000), "examples": [optional(4000)]}, param="structured")
+
+
+def test_required_properties_are_no_optional_ones() -> None:
+    schema = optional(4000)
+    check_schema({**schema, "required": list(schema["properties"])}, param="structured")
+    with pytest.raises(InvalidRequest, match="481 properties that are not required"):
+        check_schema({**optional(500), "required": [f"p{index}" for index in range(19)]}, param="structured")
