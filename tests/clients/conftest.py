@@ -8,8 +8,11 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,11 +21,16 @@ START_SECONDS_MAX = 120
 RULES = Path(__file__).parent / "rules.json"
 
 
+def scripted_server(*flags: str) -> AbstractContextManager[str]:
+    """Its URL."""
+    return running("scripted", "--script", str(RULES), *flags)
+
+
 @contextmanager
-def scripted_server(*flags: str) -> Iterator[str]:
-    """Its URL; what it has written is shown if it does not come up."""
+def running(*arguments: str) -> Iterator[str]:
+    """The URL of a server; what it has written is shown if it does not come up."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "trioserve", "scripted", "--script", str(RULES), "--port", "0", *flags],
+        [sys.executable, "-m", "trioserve", *arguments, "--port", "0"],
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
@@ -65,4 +73,20 @@ def server_url() -> Iterator[Callable[..., str]]:
                 urls[flags] = servers.enter_context(scripted_server(*flags))
             return urls[flags]
 
+        yield url
+
+
+@pytest.fixture(scope="session")
+def router_url(server_url: Callable[..., str]) -> Iterator[str]:
+    """The URL of a router before two servers, to which it sends requests in turn."""
+    endpoints = [server_url(), server_url("--max-num-seqs", "16")]
+    flags = [flag for name, url in zip("ab", endpoints, strict=True) for flag in ("--endpoint", f"{name}={url}")]
+    with running("route", "--policy", "round_robin", *flags) as url:
+        deadline = time.monotonic() + START_SECONDS_MAX
+        while True:
+            try:
+                urllib.request.urlopen(f"{url}/ready", timeout=10).close()
+                break
+            except urllib.error.HTTPError:  # it has not asked its endpoints yet
+                assert time.monotonic() < deadline, "no endpoint became ready"
         yield url

@@ -1,6 +1,7 @@
 """LiteLLM's proxy before the server: chat and tools through both."""
 
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from _env import BASE_URL, KEY, MODEL, WEATHER
 from openai import OpenAI
 
+PROXY_KEY = "sk-proxy-" + secrets.token_hex(16)  # without one it does not start
 with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     port = free.getsockname()[1]
@@ -23,7 +25,7 @@ with tempfile.TemporaryDirectory() as folder:
     )
     proxy = subprocess.Popen(
         [Path(sys.executable).parent / "litellm", "--config", config, "--port", str(port), "--host", "127.0.0.1"],
-        env={**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
+        env={**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_MASTER_KEY": PROXY_KEY},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -35,7 +37,7 @@ with tempfile.TemporaryDirectory() as folder:
             except OSError:
                 assert proxy.poll() is None, "the proxy has ended"
                 time.sleep(0.5)
-        client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="any", max_retries=0)
+        client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=PROXY_KEY, max_retries=0)
         whole = client.chat.completions.create(
             model="behind", messages=[{"role": "user", "content": "What is 17 + 25?"}]
         )
