@@ -134,6 +134,5 @@ def _form_of(tool: OfferedTool) -> Sequence[Piece]:
 HARMONY_FORM = CallForm(
     call=_form_of,
     separator=f"{_START}assistant",
-    trigger=f"{_CHANNEL}commentary to=",
     before=(f"{_CHANNEL}analysis{_MESSAGE}", RawUntil(_ENDS[0]), f"{_START}assistant"),
 )

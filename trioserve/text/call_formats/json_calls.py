@@ -55,7 +55,6 @@ COHERE_FORM = CallForm(
     opening="<|START_ACTION|>[",
     closing="]<|END_ACTION|>",
     separator=", ",
-    trigger="<|START_ACTION|>",
 )
 
 

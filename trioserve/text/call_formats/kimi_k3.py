@@ -120,4 +120,4 @@ def _written(call: WholeCall) -> str:
     return f'{_CALL} tool="{html.escape(call.name)}" index="1"{_SEPARATOR}{values}{_CALL_END}'
 
 
-K3_FORM = CallForm(call=_form_of, write=_written, opening=_TOOLS, closing=_TOOLS_END, trigger=_TOOLS)
+K3_FORM = CallForm(call=_form_of, write=_written, opening=_TOOLS, closing=_TOOLS_END)

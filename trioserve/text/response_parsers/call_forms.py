@@ -53,7 +53,8 @@ class Maybe(msgspec.Struct, frozen=True):
 class CallForm(msgspec.Struct, frozen=True, kw_only=True):
     """A family's. call: the pieces of one call of a tool. opening, closing: around all calls of a response. separator:
     between two of them; None: there is only one in a response. trigger: what opening begins with, or else every call:
-    where it comes, a call follows. Empty: nothing tells that. before: what a response may have before all of it.
+    where it comes, a call follows. Empty: nothing tells that, or the rest of a response has special tokens, too, as
+    channels are, so that no grammar of text is one of it. before: what a response may have before all of it.
     write: one call as text; None: as `call` has it, with the arguments' JSON."""
 
     call: Callable[[OfferedTool], Sequence[Piece]]

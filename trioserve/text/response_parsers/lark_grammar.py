@@ -70,11 +70,17 @@ class LarkGrammar:
         return self._schemas[text]
 
     def raw_until(self, stop: str) -> str:
-        """Any text up to the first `stop`, and that."""
-        any_text = self.any_text()
-        if stop in self._special:
-            return f"{any_text} {self.text(stop)}"
-        return self.rule(f"{any_text} {self.text(stop)}", attributes="[lazy]")
+        """Any text up to the first `stop`, and that. Text ends at a special token, whichever that is."""
+        before, token, behind = self._at_special(stop)
+        if not token:
+            return self.rule(f"{self.any_text()} {self.text(stop)}", attributes="[lazy]")
+        text = self.rule(rf"/(.|\n)*/ {self.text(before)}", is_terminal=True) if before else self.any_text()
+        return " ".join(filter(None, (text, self.text(token), self.text(behind))))
+
+    def _at_special(self, text: str) -> tuple[str, str, str]:
+        """The text before its first special token, that, and the rest."""
+        parts = self._split.split(text, maxsplit=1) if self._split is not None else [text]
+        return (parts[0], parts[1], parts[2]) if len(parts) == 3 else (text, "", "")
 
     def any_text(self) -> str:
         return self.rule(r"/(.|\n)*/", is_terminal=True)

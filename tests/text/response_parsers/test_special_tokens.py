@@ -1,0 +1,70 @@
+"""The grammars of calls in vocabularies where the family's markers are special tokens, as in the models' own."""
+
+from __future__ import annotations
+
+import llguidance
+import msgspec
+import pytest
+import tokenizers
+
+from trioserve.testing.byte_tokenizer import byte_backend
+from trioserve.text.joined_response import WholeCall
+from trioserve.text.response_parsers.families import TOOL_FAMILIES
+from trioserve.text.response_parsers.forced_calls import forced_calls, strict_calls
+from trioserve.text.tokenizer import Tokenizer
+from trioserve.text.tokenizer_parts import TokenizerParts
+
+PARIS = WholeCall("get_weather", '{"city": "Paris", "days": 3}')
+WRONG = WholeCall("get_weather", '{"days": 3}')
+FAMILIES = sorted(name for name, family in TOOL_FAMILIES.items() if family.special_tokens)
+VOCABULARY_TOKENS = 300
+
+
+class Vocabulary:
+    """Bytes, and a family's special tokens."""
+
+    def __init__(self, family: str) -> None:
+        backend = byte_backend(VOCABULARY_TOKENS)
+        names = TOOL_FAMILIES[family].special_tokens
+        backend.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in names])
+        self.tokenizer = Tokenizer(
+            TokenizerParts(backend=backend, bos_token=None, eos_token=None, chat_template=None, tool_chat_template=None)
+        )
+        self._library = llguidance.LLTokenizer(
+            self.tokenizer.serialized(), n_vocab=self.tokenizer.vocab_size, eos_token=[VOCABULARY_TOKENS - 1]
+        )
+
+    def takes(self, grammar: str, text: str) -> bool:
+        problem = llguidance.LLMatcher.validate_grammar(grammar, self._library)
+        assert not problem, (problem, grammar)
+        matcher = llguidance.LLMatcher(self._library, grammar)
+        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+        taken = matcher.validate_tokens(token_ids) == len(token_ids) and matcher.consume_tokens(token_ids)
+        return taken and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_forced_calls(tools, family):
+    vocabulary = Vocabulary(family)
+    special = vocabulary.tokenizer.special_ids()
+    assert set(TOOL_FAMILIES[family].special_tokens) <= set(special)
+    form = TOOL_FAMILIES[family].form_in(special)
+    grammar = forced_calls(family, tools, may_repeat=True, special_token_ids=special).source
+    assert vocabulary.takes(grammar, form.written([PARIS]))
+    assert vocabulary.takes(grammar, form.written([PARIS, PARIS]))
+    assert vocabulary.takes(grammar, form.written([WholeCall("get_weather", '{"city": "</a> </ <b"}')]))
+    assert not vocabulary.takes(grammar, form.written([WRONG]))
+    assert not vocabulary.takes(grammar, "Text. " + form.written([PARIS]))
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if TOOL_FAMILIES[name].form.trigger])
+def test_free_calls_of_strict_tools(tools, family):
+    vocabulary = Vocabulary(family)
+    special = vocabulary.tokenizer.special_ids()
+    form = TOOL_FAMILIES[family].form_in(special)
+    strict = [msgspec.structs.replace(tool, strict=True) for tool in tools]
+    found = strict_calls(family, strict, may_repeat=True, special_token_ids=special)
+    assert found is not None
+    assert vocabulary.takes(found.source, "Text with < and </ in it.")
+    assert vocabulary.takes(found.source, "Text. " + form.written([PARIS]))
+    assert not vocabulary.takes(found.source, "Text. " + form.written([WRONG]))
