@@ -188,6 +188,11 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="an engine for prompts, one for responses, and KV on its way between them (default: off)",
     )
+    parser.add_argument(
+        "--lasting",
+        action="store_true",
+        help="streams and responses that go on without their clients, who come back (default: off)",
+    )
     parser.add_argument("--no-shrink", action="store_true", help="show a failing history as it is (default: off)")
 
 

@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 SEEDS = "0:2000"
 FILES = sorted((HERE / "planted").glob("*/*.txt"))
-MODES = {"core": [], "stack": ["--stack"], "router": ["--router"], "pair": ["--pair"]}
+MODES = {"core": [], "stack": ["--stack"], "router": ["--router"], "pair": ["--pair"], "lasting": ["--lasting"]}
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,7 @@ def test_a_planted_bug_is_found(file, planted_runs):
         ["--stack", "--seeds", "0:150"],
         ["--router", "--seeds", "0:300"],
         ["--pair", "--seeds", "0:150"],
+        ["--lasting", "--seeds", "0:60"],
     ],
     ids=list(MODES),
 )

@@ -15,6 +15,7 @@ from trioserve.simulation.stack import http_server as stack_http_server
 from trioserve.simulation.stack.plan import drawn_stack_plan
 from trioserve.testing.task_order import SOURCE, SWITCH, seeded_schedule
 
+MODES = [[], ["--stack"], ["--router"], ["--pair"], ["--lasting"]]
 BOTH_PROTOCOLS = """\
 stage block_count=8 max_num_seqs=2 step_tokens_max=6 waiting_requests_max=4 step_seconds=[0.01] schedule_seed=1
 connection number=0 http=1
@@ -33,7 +34,7 @@ def trace_of(seed: int, hash_seed: int, *mode: str) -> bytes:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [[], ["--stack"], ["--router"], ["--pair"]], ids=["core", "stack", "router", "pair"])
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: "".join(mode) or "core")
 @pytest.mark.parametrize("seed", [3, 11])
 def test_a_seed_is_the_same_trace_in_every_process(seed, mode):
     first = trace_of(seed, 1, *mode)
@@ -42,7 +43,7 @@ def test_a_seed_is_the_same_trace_in_every_process(seed, mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [[], ["--stack"], ["--router"], ["--pair"]], ids=["core", "stack", "router", "pair"])
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: "".join(mode) or "core")
 def test_another_seed_is_another_trace(mode):
     assert trace_of(3, 1, *mode) != trace_of(4, 1, *mode)
 

@@ -29,6 +29,7 @@ STEPS: dict[Mode, int] = {
     "stack": 12,  # clients
     "router": 150,  # events: some fifty requests
     "pair": 300,  # events: some ten requests
+    "lasting": 8,  # clients
 }
 CHUNK_SEEDS = 50  # less than a second of work: often enough for a progress line
 REPLAYS_MAX = 3_000  # of a failing history, to cut it down: some ten seconds, and most need a few hundred
@@ -49,10 +50,15 @@ class SimulateSettings(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def from_arguments(cls, arguments: argparse.Namespace) -> SimulateSettings:
         """Raises StartupError for what is out of range."""
-        named: dict[Mode, bool] = {"stack": arguments.stack, "router": arguments.router, "pair": arguments.pair}
+        named: dict[Mode, bool] = {
+            "stack": arguments.stack,
+            "router": arguments.router,
+            "pair": arguments.pair,
+            "lasting": arguments.lasting,
+        }
         modes = [mode for mode, is_named in named.items() if is_named]
         if len(modes) > 1:
-            raise StartupError("--stack, --router and --pair are different simulations: give one of them")
+            raise StartupError("--stack, --router, --pair and --lasting are different simulations: give one of them")
         mode = modes[0] if modes else "core"
         step_count = STEPS[mode] if arguments.steps is None else arguments.steps
         for flag, value in (("--steps", step_count), ("--jobs", arguments.jobs)):
@@ -120,7 +126,7 @@ def run_simulate(settings: SimulateSettings) -> int:
     _end_progress()
     for what in sorted(totals):
         print(f"  {what:<32}{totals[what]:>12,}")
-    if settings.mode == "stack":
+    if settings.mode in ("stack", "lasting"):
         print(f"  digest of all traces            {digest.hexdigest()}")
     grants = f" with {totals['grants'] / cpu_seconds:,.0f} grants" if settings.mode == "router" else ""
     print(
@@ -150,7 +156,7 @@ def run_replay(what: str, settings: SimulateSettings) -> int:
 def _mode_of(script: str) -> Mode:
     """A stack's script begins with its stage, a router's with its settings, a pair's and a core's with their worlds."""
     lines = [line for line in script.splitlines() if line.strip() and not line.startswith("#")]
-    modes: dict[str, Mode] = {"stage": "stack", "router": "router", "pair": "pair"}
+    modes: dict[str, Mode] = {"stage": "stack", "router": "router", "pair": "pair", "lasting": "lasting"}
     return modes.get(lines[0].split()[0], "core") if lines else "core"
 
 

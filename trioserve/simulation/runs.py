@@ -15,7 +15,7 @@ from trioserve.simulation.verdict import Failure, Trace, Verdict, failure_from, 
 
 __all__ = ["Mode", "Runs", "runs_of"]
 
-Mode = Literal["core", "stack", "router", "pair"]
+Mode = Literal["core", "stack", "router", "pair", "lasting"]
 
 
 class Runs(Protocol):
@@ -34,7 +34,27 @@ class Runs(Protocol):
 def runs_of(mode: Mode) -> Runs:
     """What a kind needs is loaded when it is asked for: a core is simulated without trio, HTTP and the router."""
     if mode == "stack":
-        return _StackRuns()
+        from trioserve.simulation.stack import plan as stack_plan
+        from trioserve.simulation.stack import simulator as stack_simulator
+
+        return _PlanRuns(
+            drawn_plan=stack_plan.drawn_stack_plan,
+            plan=stack_plan.StackPlan,
+            plan_of=stack_plan.stack_plan_of,
+            script_of=stack_plan.script_of,
+            simulation=stack_simulator.StackSimulation,
+        )
+    if mode == "lasting":
+        from trioserve.simulation.lasting import plan as lasting_plan
+        from trioserve.simulation.lasting import simulator as lasting_simulator
+
+        return _PlanRuns(
+            drawn_plan=lasting_plan.drawn_lasting_plan,
+            plan=lasting_plan.LastingPlan,
+            plan_of=lasting_plan.lasting_plan_of,
+            script_of=lasting_plan.script_of,
+            simulation=lasting_simulator.LastingSimulation,
+        )
     if mode == "router":
         from trioserve.simulation.router import generator as router_generator
         from trioserve.simulation.router import history as router_history
@@ -117,39 +137,36 @@ class _EventRuns(NamedTuple):
         return apply_events(simulation, events, script_of, trace)
 
 
-class _StackRuns:
-    """Of a plan, which is drawn as a whole before anything happens."""
+class _PlanRuns(NamedTuple):
+    """Of a plan, which is drawn as a whole before anything happens: a stage, and parts."""
+
+    drawn_plan: Callable[[Random, int], Any]
+    plan: Callable[..., Any]
+    plan_of: Callable[[str], Any]
+    script_of: Callable[[Any], str]
+    simulation: Callable[..., Any]
 
     def run_seed(self, seed: int, size: int, *, trace: Trace | None = None) -> Verdict:
-        from trioserve.simulation.stack.plan import drawn_stack_plan
-
-        return self._run(drawn_stack_plan(Random(seed), size), trace)
+        return self._run(self.drawn_plan(Random(seed), size), trace)
 
     def run_script(self, script: str, *, trace: Trace | None = None) -> Verdict:
-        from trioserve.simulation.stack.plan import stack_plan_of
-
-        return self._run(stack_plan_of(script), trace)
+        return self._run(self.plan_of(script), trace)
 
     def shrunk(self, failure: Failure, *, replays_max: int) -> Failure:
-        """The plan with the fewest clients and orders that fails alike."""
-        from trioserve.simulation.stack.plan import StackPlan, stack_plan_of
+        """The plan with the fewest parts that fails alike."""
+        plan = self.plan_of(failure.script)
 
-        plan = stack_plan_of(failure.script)
-
-        def replay(candidate: StackPlan) -> Failure | None:
+        def replay(candidate: Any) -> Failure | None:
             return self._run(candidate, None).failure
 
         attempts = Attempts(failure, replay, replays_max)
         if attempts.fails(plan):
-            cut(plan.parts, lambda parts: attempts.fails(StackPlan(plan.stage, parts)))
+            cut(plan.parts, lambda parts: attempts.fails(self.plan(plan.stage, parts)))
         return attempts.plainest
 
     def _run(self, plan: Any, trace: Trace | None) -> Verdict:
-        from trioserve.simulation.stack.plan import script_of
-        from trioserve.simulation.stack.simulator import StackSimulation
-
         needs_assertions()
-        simulation = StackSimulation(plan, trace=trace)
+        simulation = self.simulation(plan, trace=trace)
         if trace is not None:
             trace(line_of(plan.stage))
             for part in plan.parts:
@@ -157,5 +174,5 @@ class _StackRuns:
         try:
             simulation.run()
         except Exception as error:  # whatever it is, it is what is being looked for
-            return Verdict(failure_from(error, script_of(plan)), simulation.counts, simulation.digest)
+            return Verdict(failure_from(error, self.script_of(plan)), simulation.counts, simulation.digest)
         return Verdict(None, simulation.counts, simulation.digest)

@@ -21,8 +21,10 @@ T = TypeVar("T")
 
 class _InlineRunner:
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
+        # As with a thread, others have their turn before and after it; and it is waited for also when cancelled.
+        await trio.lowlevel.cancel_shielded_checkpoint()
         result = function(*arguments)
-        await trio.lowlevel.cancel_shielded_checkpoint()  # as in the thread: also when cancelled
+        await trio.lowlevel.cancel_shielded_checkpoint()
         return result
 
     async def run_cancellable(self, function: Callable[..., T], *arguments: Any) -> T:

@@ -59,11 +59,18 @@ class DetachedStream:
         self._on_unread = on_unread
         self._on_expired = on_expired
         self._reader: trio.CancelScope | None = None
+        self._is_awaited = True
         self._alarm: Alarm | None = None
 
     @property
     def has_reader(self) -> bool:
-        return self._reader is not None
+        """Or somebody who is about to read: the client that asked, until it does or has left."""
+        return self._reader is not None or self._is_awaited
+
+    def stop_waiting(self) -> None:
+        """The client that asked will not read any more."""
+        self._is_awaited = False
+        self.log.let_go()
 
     # --- the handler's side: called by its exchange ---
 
@@ -93,10 +100,8 @@ class DetachedStream:
     def end(self, data: bytes) -> None:
         """The last events, for which there is always room."""
         if data:
-            number = self.log.last
-            self.log.append_last(
-                b"id: %d\n%b" % (number + count, event) for count, event in enumerate(split_events(data), 1)
-            )
+            numbered = enumerate(split_events(data), self.log.last + 1)
+            self.log.append_last([b"id: %d\n%b" % pair for pair in numbered])
         self.log.is_ended = True
         self.log.wake()
 

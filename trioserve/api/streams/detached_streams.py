@@ -19,7 +19,7 @@ from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
 from trioserve.api.streams.detached_stream import DetachedStream
 from trioserve.api.streams.logged_exchange import LoggedExchange
 from trioserve.api.streams.settings import DetachSettings
-from trioserve.contracts.errors import InvalidRequest, Overloaded, RequestFailed
+from trioserve.contracts.errors import Draining, InvalidRequest, Overloaded
 from trioserve.store.stored_objects import is_id
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
@@ -142,6 +142,7 @@ class DetachedStreams:
         inner.request_id, inner.caller, inner.surface = context.request_id, context.caller, context.surface
         inner.streams = context.streams  # what the log tells of this request
         assert self._nursery is not None
+        self._working_count += 1
         self._nursery.start_soon(self._work, stream, inner, handle)
         try:
             await stream.has_responded.wait()
@@ -149,6 +150,7 @@ class DetachedStreams:
                 await context.start_stream(*stream.head)
                 await stream.read(0, exchange.send)
         finally:
+            stream.stop_waiting()
             if stream.head is None:
                 self._remove(stream)  # the client has left, or gets a whole response: nothing is kept
             elif not stream.has_reader:
@@ -159,7 +161,7 @@ class DetachedStreams:
             context.status = stream.whole[0]
             await exchange.respond(*stream.whole)
         else:
-            raise RequestFailed("the server has ended this request")
+            raise Refusal(ENDED)
 
     def drain(self) -> None:
         """Nobody will come to go on reading: what nobody reads is ended, now and from now on."""
@@ -183,7 +185,7 @@ class DetachedStreams:
 
     def _add(self, context: RequestContext, wish: Wish) -> DetachedStream:
         if self._nursery is None or self._is_draining:
-            raise Overloaded("the server is leaving", reason="draining", retry_after_seconds=5)
+            raise Draining("the server is leaving", reason="draining", retry_after_seconds=5)
         key = context.owner, wish.stream_id
         existing = self._streams.get(key)
         if existing is not None:
@@ -228,7 +230,6 @@ class DetachedStreams:
             self._remove(done)
 
     async def _work(self, stream: DetachedStream, inner: RequestContext, handle: Handle) -> None:
-        self._working_count += 1
         try:
             with stream.scope:
                 await handle(inner)
@@ -266,6 +267,7 @@ ENDED = ErrorResponse(
     type="server_error",
     code="stream_ended",
     message="the stream was ended before its response was complete",
+    headers=((REASON_HEADER, "stream_ended"),),
 )
 
 

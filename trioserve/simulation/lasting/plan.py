@@ -1,0 +1,150 @@
+"""Who asks for what outlives a request, who leaves and comes back, who ends it: drawn from a seed beforehand, on a
+coarse grid of times, so that much happens at the same moment and the order of tasks decides."""
+
+from __future__ import annotations
+
+from random import Random
+
+import msgspec
+
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.simulation.script import line_of, parts_of
+
+__all__ = [
+    "OWNERS",
+    "End",
+    "LastingPlan",
+    "LastingStage",
+    "Leave",
+    "Part",
+    "Snoop",
+    "Watch",
+    "Work",
+    "drawn_lasting_plan",
+    "lasting_plan_of",
+    "script_of",
+]
+
+GRID_SECONDS = 0.01
+OWNERS = ("a", "b")
+
+
+class LastingStage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="lasting"):
+    """The server. seconds: for which streams go on without a reader. bytes_max: of the events of one. schedule_seed:
+    decides who goes first among the tasks that can run."""
+
+    schedule_seed: int
+    block_count: int = 32
+    max_num_seqs: int = 4
+    step_seconds: float = 0.01
+    seconds: float = 0.3
+    bytes_max: int = 100_000
+    streams_max: int = 8
+    streams_of_one_max: int = 8
+    responses_of_one_max: int = 8
+
+
+class Watch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="watch"):
+    """A stream of its own. stays: seconds of the first reading; None: to the end. returns: seconds away, and of the
+    reading then; a negative number of seconds away takes over from the reader that is there."""
+
+    number: int
+    owner: str
+    at: float
+    output: int
+    stays: float | None = None
+    returns: tuple[tuple[float, float | None], ...] = ()
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="work"):
+    """A background response. cancels_after: seconds; None: it is let be. looks: seconds between readings of it."""
+
+    number: int
+    owner: str
+    at: float
+    output: int
+    cancels_after: float | None = None
+    looks: tuple[float, ...] = ()
+
+
+class End(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="end"):
+    """The stream of this number is ended by its owner."""
+
+    number: int
+    at: float
+
+
+class Snoop(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="snoop"):
+    """The other caller looks for it, and tries to end it."""
+
+    number: int
+    at: float
+
+
+class Leave(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="leave"):
+    """The server begins to leave."""
+
+    at: float
+
+
+Part = Watch | Work | End | Snoop | Leave
+
+
+class LastingPlan(msgspec.Struct, frozen=True):
+    stage: LastingStage
+    parts: tuple[Part, ...]
+
+
+def script_of(plan: LastingPlan) -> str:
+    return "\n".join(line_of(part) for part in (plan.stage, *plan.parts)) + "\n"
+
+
+def lasting_plan_of(script: str) -> LastingPlan:
+    """Read what script_of writes, comments apart. Raises InvalidRequest."""
+    stage, *parts = parts_of(script, LastingStage | Part) or [None]
+    if not isinstance(stage, LastingStage) or any(isinstance(part, LastingStage) for part in parts):
+        raise InvalidRequest("a plan begins with its stage, and has one: put 'lasting schedule_seed=1 ...' first, once")
+    return LastingPlan(stage, tuple(parts))
+
+
+def drawn_lasting_plan(rng: Random, client_count: int) -> LastingPlan:
+    """So many who ask, and others who meddle with what they asked for."""
+    span = rng.choice((0.1, 0.5))
+
+    def moment(seconds_max: float) -> float:
+        return round(rng.randint(0, round(seconds_max / GRID_SECONDS)) * GRID_SECONDS, 3)
+
+    def maybe(chance: float, seconds_max: float) -> float | None:
+        return moment(seconds_max) if rng.random() < chance else None
+
+    stage = LastingStage(
+        schedule_seed=rng.getrandbits(32),
+        block_count=rng.randint(32, 64),
+        max_num_seqs=rng.randint(1, 4),
+        step_seconds=rng.choice((0.0, 0.01, 0.01, 0.03)),
+        seconds=rng.choice((0.05, 0.3, 0.3)),
+        bytes_max=rng.choice((1_000, 1_500, 100_000)),
+        streams_max=rng.choice((2, 8)),
+        streams_of_one_max=rng.choice((1, 8)),
+        responses_of_one_max=rng.choice((1, 8)),
+    )
+    parts: list[Part] = []
+    for number in range(client_count):
+        owner, at, output = rng.choice(OWNERS), moment(span), rng.randint(1, 60)
+        if rng.random() < 0.3:
+            looks = tuple(moment(0.1) for _ in range(rng.randint(0, 3)))
+            cancels_after = maybe(0.5, 0.2)
+            parts.append(
+                Work(number=number, owner=owner, at=at, output=output, cancels_after=cancels_after, looks=looks)
+            )
+            continue
+        returns = tuple((rng.choice((-0.01, 0.01, 0.04, 0.1, 0.4)), maybe(0.4, 0.1)) for _ in range(rng.randint(0, 3)))
+        stays = maybe(0.8, 0.15)
+        parts.append(Watch(number=number, owner=owner, at=at, output=output, stays=stays, returns=returns))
+        if rng.random() < 0.2:
+            parts.append(End(number=number, at=moment(2 * span)))
+        if rng.random() < 0.4:
+            parts.append(Snoop(number=number, at=moment(2 * span)))
+    if rng.random() < 0.2:
+        parts.append(Leave(at=moment(span)))
+    return LastingPlan(stage, tuple(parts))

@@ -1,0 +1,428 @@
+"""What outlives its request, in virtual time: streams whose readers leave and come back, background responses, callers
+who look for what is not theirs, a server that leaves. Everything is real but the model, the network and the clock.
+
+The books know of each stream which events were seen, by number, and when somebody last read it. So they tell what may
+be there, what must not be any more, and that every event comes once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from hashlib import blake2b, sha256
+from typing import Any
+
+import msgspec
+import trio
+from trio.testing import MockClock
+
+from trioserve.api.error_responses import Refusal
+from trioserve.api.responses.settings import BackgroundSettings
+from trioserve.api.streams.detached_stream import DetachedStream
+from trioserve.api.streams.settings import DetachSettings
+from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult, never_abandoned
+from trioserve.simulation.lasting.plan import OWNERS, End, LastingPlan, Leave, Snoop, Watch, Work
+from trioserve.simulation.stack.http_plan import Ask
+from trioserve.simulation.stack.http_requests import expected_tokens
+from trioserve.testing.invariants import check_core
+from trioserve.testing.memory_client import MemoryClient, MemoryResponse
+from trioserve.testing.memory_server import MemoryServer, open_memory_server
+from trioserve.testing.task_order import seeded_schedule
+
+__all__ = ["LastingSimulation"]
+
+SECONDS_MAX = 1_000.0  # of virtual time: who is not done then waits for something that never comes
+MOMENT_SECONDS = 0.001  # everybody has done what could be done without waiting
+END_BYTES_MAX = 1_000  # of the events that tell of an end, for which there is always room
+RANKS = {"queued": 0, "in_progress": 1}
+FINAL = ("completed", "incomplete", "failed", "cancelled")
+
+
+class _Book:
+    """Of one stream. events: by number. read_until: when its last reader left; inf while there is one, None before it
+    has begun. ended_at: when somebody ended it."""
+
+    def __init__(self, watch: Watch, expected: tuple[int, ...]) -> None:
+        self.watch = watch
+        self.expected = expected
+        self.events: dict[int, bytes] = {}
+        self.reader_count = 0
+        self.read_until: float | None = None
+        self.has_begun = False
+        self.was_away = False
+        self.is_refused = False
+        self.ended_at = math.inf
+        self.end: str | None = None
+
+    @property
+    def last(self) -> int:
+        return max(self.events, default=0)
+
+
+class LastingSimulation:
+    """One plan, once. counts: of what came to pass. digest: of the trace. trace: is told each of its lines."""
+
+    def __init__(self, plan: LastingPlan, *, trace: Callable[[str], None] | None = None) -> None:
+        self.plan = plan
+        self.counts: dict[str, int] = {}
+        self._trace = trace
+        self._digest = blake2b(digest_size=16)
+        self._books: dict[int, _Book] = {}
+        self._let_go: dict[str, float] = {}  # request ids that must not compute from then on
+        self._left_at = math.inf
+
+    @property
+    def digest(self) -> str:
+        return self._digest.hexdigest()
+
+    def run(self) -> None:
+        """Raises AssertionError, or whatever the server raises, when something is not as it has to be."""
+        with seeded_schedule(self.plan.stage.schedule_seed):
+            trio.run(self._main, clock=MockClock(autojump_threshold=0))
+
+    async def _main(self) -> None:
+        stage = self.plan.stage
+        detaching = DetachSettings(
+            seconds_max=stage.seconds,
+            streams_max=stage.streams_max,
+            streams_of_one_max=stage.streams_of_one_max,
+            bytes_max=stage.bytes_max,
+        )
+        with trio.fail_after(SECONDS_MAX):
+            async with open_memory_server(
+                api_keys=OWNERS,
+                detaching=detaching,
+                background=BackgroundSettings(responses_of_one_max=stage.responses_of_one_max),
+                block_count=stage.block_count,
+                max_num_seqs=stage.max_num_seqs,
+                step_seconds=stage.step_seconds,
+            ) as server:
+                server.engine.steps.executor = _WatchedSteps(self, server)
+                await self._live(server)
+
+    async def _live(self, server: MemoryServer) -> None:
+        async with trio.open_nursery() as nursery:
+            for part in self.plan.parts:
+                if isinstance(part, Watch):
+                    nursery.start_soon(self._be_watcher, server, part)
+                elif isinstance(part, Work):
+                    nursery.start_soon(self._be_worker, server, part)
+                elif isinstance(part, End):
+                    nursery.start_soon(self._be_ender, server, part)
+                elif isinstance(part, Snoop):
+                    nursery.start_soon(self._be_snooper, server, part)
+                else:
+                    nursery.start_soon(self._be_operator, server, part)
+        await trio.sleep(self.plan.stage.seconds + 2 * self.plan.stage.step_seconds + MOMENT_SECONDS)
+        await server.assert_all_free()
+        detached = server.app.detached
+        assert detached.kept_count == 0, f"{detached.kept_count} streams are kept, and their time is over"
+        await server.app.wait_until_idle()
+
+    # --- streams ---
+
+    async def _be_watcher(self, server: MemoryServer, watch: Watch) -> None:
+        await trio.sleep(watch.at)
+        self.count("requests")
+        ask = Ask(number=watch.number, connection=0, prompts=(_prompt(watch.number),), output=watch.output)
+        [expected] = expected_tokens(ask, server.engine.executor.model)
+        book = self._books[watch.number] = _Book(watch, expected)
+        body = {
+            "prompt": _prompt(watch.number),
+            "max_tokens": watch.output,
+            "seed": watch.number,
+            "temperature": 0.0,
+            "stream": True,
+            "return_token_ids": True,
+        }
+        headers = {
+            "x-session-id": _session(watch.number),
+            "x-detach-timeout": f"{self.plan.stage.seconds:g}",
+            "x-request-id": f"w{watch.number}",
+        }
+        client = _client(server, watch.owner)
+        async with trio.open_nursery() as nursery:
+            with trio.move_on_after(math.inf if watch.stays is None else watch.stays):
+                async with client.ask("/v1/completions", body, headers=headers) as response:
+                    status = await response.head()
+                    if status == 200:
+                        book.has_begun = True
+                        for away, stays in watch.returns:
+                            if away < 0:
+                                nursery.start_soon(self._come_back, server, book, -away, stays)
+                        await self._read(book, response, after=0)
+                    else:
+                        book.is_refused = True
+                        self._judge_refusal(server, book, status, response)
+            client.close()
+            await self._note_left(server, book)
+            for away, stays in watch.returns:
+                if away >= 0 and book.end is None and not book.is_refused:
+                    await self._come_back(server, book, away, stays)
+
+    async def _come_back(self, server: MemoryServer, book: _Book, away: float, stays: float | None) -> None:
+        await trio.sleep(away)
+        book.was_away = True
+        after = book.last
+        client = _client(server, book.watch.owner)
+        with trio.move_on_after(math.inf if stays is None else stays):
+            path = f"/v1/streams/{_session(book.watch.number)}?after={after}"
+            async with client.ask(path) as response:
+                status = await response.head()
+                self.count(f"returns: {status}")
+                if status == 200:
+                    await self._read(book, response, after=after)
+                else:
+                    self._judge_absence(book, status)
+        client.close()
+        await self._note_left(server, book)
+
+    async def _read(self, book: _Book, response: MemoryResponse, *, after: int) -> None:
+        name = f"stream {book.watch.number}"
+        book.reader_count += 1
+        book.read_until = math.inf
+        expected_number, told = after + 1, 0
+        try:
+            async for _piece in response.pieces():
+                *blocks, _rest = response.body.split(b"\n\n")
+                for block in blocks[told:]:
+                    told += 1
+                    if block.startswith(b":"):
+                        continue
+                    line, _, event = block.partition(b"\n")
+                    if not line.startswith(b"id: "):  # the reader's own end
+                        assert b"stream_taken_over" in line, f"{name}: {block!r} has no number"
+                        return
+                    number = int(line.removeprefix(b"id: "))
+                    assert number == expected_number, f"{name}: event {number} comes in place of {expected_number}"
+                    expected_number += 1
+                    known = book.events.setdefault(number, event)
+                    assert known == event, f"{name}: event {number} is {event!r}, and was {known!r}"
+                    self.tell(f"{name}: {number}")
+                    self._judge_events(book)
+            is_gapless = len(book.events) == book.last
+            assert book.end is not None or not is_gapless, f"{name} is over, and no event says how it ended"
+        finally:
+            book.reader_count -= 1
+            if not book.reader_count:
+                book.read_until = trio.current_time()
+
+    def _judge_events(self, book: _Book) -> None:
+        name = f"stream {book.watch.number}"
+        tokens: list[int] = []
+        for number in range(1, book.last + 1):
+            if number not in book.events:
+                return  # a reader that was taken over has not read what comes before
+            assert book.end is None or number <= book.last
+            value = book.events[number].removeprefix(b"data: ")
+            if value == b"[DONE]":
+                book.end = "complete"
+                assert tuple(tokens) == book.expected, f"{name} is complete with {tokens} of {book.expected}"
+                continue
+            event = msgspec.json.decode(value)
+            if "error" in event:
+                book.end = event["error"]["code"]
+                self.count(f"ends: {book.end}")
+                self._judge_end(book)
+            else:
+                tokens += [token for choice in event["choices"] for token in choice.get("token_ids", ())]
+        assert tuple(tokens) == book.expected[: len(tokens)], f"{name}: {tokens} of {book.expected}"
+
+    def _judge_end(self, book: _Book) -> None:
+        now = trio.current_time()
+        reasons = {
+            "stream_buffer_full": book.was_away,
+            "stream_ended": book.ended_at <= now or self._left_at <= now or book.was_away,
+        }
+        assert reasons.get(str(book.end), False), f"stream {book.watch.number} ended with {book.end} without a reason"
+
+    def _judge_refusal(self, server: MemoryServer, book: _Book, status: int, response: MemoryResponse) -> None:
+        stage, now = self.plan.stage, trio.current_time()
+        others = len(self._books) - 1
+        reasons = {
+            429: others >= min(stage.streams_max, stage.streams_of_one_max),
+            503: self._left_at <= now or book.ended_at <= now or server.engine.draining,
+        }
+        assert reasons.get(status, False), f"stream {book.watch.number} is refused with {status}: {response.headers}"
+        self.count(f"refusals: {status}")
+
+    def _judge_absence(self, book: _Book, status: int) -> None:
+        """Why it may not be there."""
+        now, seconds = trio.current_time(), self.plan.stage.seconds
+        left_at = book.read_until
+        is_over = left_at is None or (left_at < math.inf and left_at + seconds <= now + MOMENT_SECONDS)
+        ended = book.ended_at <= now or self._left_at <= now
+        complete = b"data: [DONE]" in book.events.values()
+        reasons = {
+            404: is_over or ended or complete or not book.has_begun,
+            409: not book.has_begun,
+            410: self.plan.stage.bytes_max < 100_000,
+            400: False,
+        }
+        others = len(self._books) > min(self.plan.stage.streams_max, self.plan.stage.streams_of_one_max)
+        assert reasons.get(status, False) or (status == 404 and others), (
+            f"stream {book.watch.number} is not there ({status}), {now - (left_at or now):.3f} s after its reader left"
+        )
+
+    async def _note_left(self, server: MemoryServer, book: _Book) -> None:
+        """One who does not read any more. Its stream goes on if it has begun, which the client need not know."""
+        left_at = trio.current_time()
+        await trio.sleep(MOMENT_SECONDS)
+        stream = _stream_of(server, book.watch)
+        if stream is not None and stream.head is not None and not book.has_begun:
+            book.has_begun = True
+            book.read_until = left_at
+        if not book.has_begun:
+            self._let_go.setdefault(f"w{book.watch.number}", trio.current_time())
+
+    async def _be_ender(self, server: MemoryServer, part: End) -> None:
+        await trio.sleep(part.at)
+        book = self._books.get(part.number)
+        if book is None:
+            return
+        book.ended_at = trio.current_time()
+        async with _client(server, book.watch.owner).ask(
+            f"/v1/streams/{_session(part.number)}", method="DELETE"
+        ) as response:
+            status = await response.head()
+        self.count(f"deletes: {status}")
+        if status == 200:
+            self._let_go.setdefault(f"w{part.number}", trio.current_time())
+
+    async def _be_snooper(self, server: MemoryServer, part: Snoop) -> None:
+        await trio.sleep(part.at)
+        watch = next((one for one in self.plan.parts if isinstance(one, Watch) and one.number == part.number), None)
+        if watch is None:
+            return
+        [other] = [owner for owner in OWNERS if owner != watch.owner]
+        for method in ("GET", "DELETE"):
+            async with _client(server, other).ask(f"/v1/streams/{_session(part.number)}", method=method) as response:
+                status = await response.head()
+            assert status == 404, f"the caller {other} gets {status} for the stream of {watch.owner}"
+            self.count("snoopers sent away")
+
+    # --- the background ---
+
+    async def _be_worker(self, server: MemoryServer, work: Work) -> None:
+        await trio.sleep(work.at)
+        self.count("requests")
+        client = _client(server, work.owner)
+        body = {"model": "fake", "input": str(work.number), "background": True, "max_output_tokens": work.output}
+        response = await client.post("/v1/responses", body, headers={"x-request-id": f"b{work.number}"})
+        if response.status != 200:
+            now = trio.current_time()
+            is_full = response.status == 429 and sum(isinstance(part, Work) for part in self.plan.parts) > 1
+            assert is_full or self._left_at <= now, f"background {work.number} is refused with {response.status}"
+            return
+        told = msgspec.json.decode(response.body)
+        path = f"/v1/responses/{told['id']}"
+        for seconds in work.looks:
+            await trio.sleep(seconds)
+            told = await self._look(client, path, work, told)
+        if work.cancels_after is not None:
+            await trio.sleep(work.cancels_after)
+            async with client.ask(f"{path}/cancel", method="POST") as response:
+                now_told = await response.json()
+            assert response.status == 200, f"cancelling background {work.number} gives {response.status}"
+            assert now_told["status"] in FINAL, f"background {work.number} was cancelled, and is {now_told['status']}"
+            self._check_moves(work, told, now_told)
+            self._let_go.setdefault(f"b{work.number}", trio.current_time())
+            told = now_told
+        else:
+            while told["status"] not in FINAL:
+                await trio.sleep(0.05)
+                told = await self._look(client, path, work, told)
+        self.count(f"background: {told['status']}")
+        if told["status"] == "cancelled":
+            assert work.cancels_after is not None or self._left_at <= trio.current_time()
+        assert await self._look(client, path, work, told) == told, f"background {work.number} changed after its end"
+        client.close()
+
+    async def _look(self, client: MemoryClient, path: str, work: Work, before: dict[str, Any]) -> dict[str, Any]:
+        response = await client.get(path)
+        assert response.status == 200, f"background {work.number} is not to be found: {response.status}"
+        told: dict[str, Any] = msgspec.json.decode(response.body)
+        self._check_moves(work, before, told)
+        return told
+
+    def _check_moves(self, work: Work, before: dict[str, Any], told: dict[str, Any]) -> None:
+        old, new = before["status"], told["status"]
+        assert RANKS.get(old, 2) <= RANKS.get(new, 2), f"background {work.number} was {old}, and is {new}"
+        assert new != "failed" or self._left_at <= trio.current_time(), f"background {work.number}: {told['error']}"
+
+    async def _be_operator(self, server: MemoryServer, part: Leave) -> None:
+        await trio.sleep(part.at)
+        self._left_at = min(self._left_at, trio.current_time())
+        server.engine.drain()
+        server.app.drain()
+        self.tell("leave")
+
+    # --- what has to hold ---
+
+    def check(self, server: MemoryServer) -> None:
+        """At any moment."""
+        check_core(server.engine.core)
+        stage = self.plan.stage
+        detached = server.app.detached
+        assert detached.kept_count <= stage.streams_max, f"{detached.kept_count} streams, {stage.streams_max} may be"
+        bytes_max = detached.kept_count * (stage.bytes_max + END_BYTES_MAX)
+        assert detached.kept_bytes <= bytes_max, f"{detached.kept_bytes} bytes of events are kept"
+
+    def check_step(self, server: MemoryServer, request_ids: set[str], planned_at: float) -> None:
+        """What a step computes that was planned then."""
+        for request_id in request_ids:
+            let_go_at = self._let_go.get(request_id, math.inf)
+            assert planned_at <= let_go_at + MOMENT_SECONDS, f"{request_id} was ended at {let_go_at}, and goes on"
+            if not request_id.startswith("w"):
+                continue
+            left_at = self._books[int(request_id[1:])].read_until
+            is_old = left_at is not None and planned_at > left_at + self.plan.stage.seconds + 2 * MOMENT_SECONDS
+            assert not is_old, f"{request_id} goes on, {planned_at - (left_at or 0):.3f} s after its last reader left"
+            is_left = left_at is not None and planned_at > max(left_at, self._left_at) + MOMENT_SECONDS
+            assert not is_left, f"{request_id} goes on without a reader while the server leaves"
+        self.check(server)
+
+    def tell(self, line: str) -> None:
+        line = f"{trio.current_time():.3f} {line}"
+        self._digest.update(line.encode() + b"\n")
+        if self._trace is not None:
+            self._trace(line)
+
+    def count(self, what: str) -> None:
+        self.counts[what] = self.counts.get(what, 0) + 1
+        self.tell(what)
+
+
+class _WatchedSteps:
+    """The executor, with a look at the books before it computes."""
+
+    def __init__(self, simulation: LastingSimulation, server: MemoryServer) -> None:
+        self._simulation = simulation
+        self._server = server
+        self._executor = server.engine.executor
+
+    def execute(self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned) -> StepResult | None:
+        engine = self._server.engine
+        ids = {chunk.request.id.split("/")[1] for chunk in plan.chunks}
+        self._simulation.check_step(self._server, ids, engine.steps.handed_over_at)
+        self._simulation.count("steps")
+        return self._executor.execute(plan, is_abandoned)
+
+
+def _stream_of(server: MemoryServer, watch: Watch) -> DetachedStream | None:
+    try:  # the owner of a key is the key's digest
+        return server.app.detached.find(_session(watch.number), sha256(watch.owner.encode()).hexdigest())
+    except Refusal:
+        return None
+
+
+def _session(number: int) -> str:
+    return f"s{number}"
+
+
+def _prompt(number: int) -> tuple[int, ...]:
+    return (number % 256, 7, 3)
+
+
+def _client(server: MemoryServer, owner: str) -> MemoryClient:
+    return server.client(http=2, headers={"authorization": f"Bearer {owner}"})
