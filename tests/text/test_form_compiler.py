@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import random
 import threading
+from array import array
 
 import pytest
+from llguidance import LLParserLimits
 
 from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.structured_output import SOURCE_CHARACTERS_MAX, FormKind, StructuredOutput
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, byte_tokenizer
 from trioserve.text import form_compiler
 from trioserve.text.form_compiler import COMPILE_STACK_BYTES, FORM_BYTES, FormCompiler
+from trioserve.text.guide_factory import GuideFactory
 
 
 def new_compiler() -> FormCompiler:
@@ -172,3 +177,59 @@ def test_a_model_without_an_end_token_has_no_forms():
     compiler.end_token_ids = ()
     with pytest.raises(InvalidRequest, match="no end token"):
         compiler.compile(StructuredOutput.regex("a"))
+
+
+GROWING = StructuredOutput.regex("(a|b)*a(a|b){13}[a-z ]{1,3000}")  # each token makes new states of its lexer
+
+
+def grown(form, tokens_max: int) -> int:
+    """How many tokens came before its lexer had too many states."""
+    matcher = form.new_matcher()
+    for count, token in enumerate(random.Random(1).choices(b"ab", k=tokens_max)):
+        matcher.compute_bitmask()
+        if matcher.is_error() or not matcher.consume_token(token):
+            return count
+    return tokens_max
+
+
+def test_a_form_that_has_failed_is_compiled_anew_for_the_next(monkeypatch):
+    monkeypatch.setattr(form_compiler, "LIMITS", LLParserLimits(max_lexer_states=1500, verbose_errors=False))
+    compiler = new_compiler()
+    factory = GuideFactory(compiler)
+    sampling = SamplingParams(structured=GROWING)
+    first = compiler.compile(GROWING)
+    assert 20 < grown(first, 3000) < 3000
+    assert grown(first, 3000) < 20, "what has it shares the lexer"
+    guide = factory.find(sampling).new_guide(frozenset((END_TOKEN_ID,)), ())
+    row = array("I", (0,)) * 9
+    for token in b"abab" * 10:
+        guide.fill_masks(row.buffer_info()[0], 9, ())
+        if not guide.accept(token):
+            break
+    assert "too many states" in guide.fault
+    assert compiler.find(GROWING) is None
+    second = compiler.compile(GROWING)
+    assert second is not first
+    assert grown(second, 20) == 20
+
+
+def test_a_form_wears_out_with_its_sequences_and_those_that_have_it_go_on(monkeypatch):
+    monkeypatch.setattr(form_compiler, "FORM_SEQUENCES_MAX", 3)
+    compiler = new_compiler()
+    form = StructuredOutput.regex("a+")
+    first = compiler.compile(form)
+    matchers = [first.new_matcher() for _ in range(3)]
+    assert compiler.find(form) is None
+    assert compiler.compile(form) is not first
+    assert all(matcher.consume_token(ord("a")) for matcher in matchers)
+
+
+def test_forms_that_are_used_much_are_reckoned_to_be_large(monkeypatch):
+    compiler = new_compiler()
+    monkeypatch.setattr(form_compiler, "CACHE_BYTES_MAX", 20 * FORM_BYTES)
+    used, other = compiler.compile(StructuredOutput.regex("a")), StructuredOutput.regex("b")
+    used.mask_count = 10**6
+    assert used.byte_count_max == FORM_BYTES + 150 + form_compiler.LEXER_BYTES_MAX
+    compiler.compile(other)
+    assert compiler.find(StructuredOutput.regex("a")) is None
+    assert compiler.find(other) is not None

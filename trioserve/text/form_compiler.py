@@ -20,11 +20,15 @@ from trioserve.text.tokenizer import Tokenizer
 
 __all__ = ["CACHE_BYTES_MAX", "COMPILE_STACK_BYTES", "CompiledForm", "FormCompiler", "in_one_line"]
 
-CACHE_BYTES_MAX = 64 * 2**20
+CACHE_BYTES_MAX = 2**30  # reckoned at the worst (CompiledForm.byte_count_max), of which ordinary forms take a hundredth
+FORM_SEQUENCES_MAX = 2000
+# Measured with a regex that makes new states with each token, up to max_lexer_states.
+MASK_BYTES = 36_000
+LEXER_BYTES_MAX = 20 * 2**20
 # A chain of 6,000 rules, as many as a grammar has room for, takes less than half of it. Only what is used is claimed.
 COMPILE_STACK_BYTES = 512 * 2**20
-FORM_BYTES = 32_768  # what a small grammar takes, compiled
-SOURCE_CHARACTER_BYTES = 64  # and what each character of a large one adds
+FORM_BYTES = 98_304  # what a small grammar takes, compiled: measured
+SOURCE_CHARACTER_BYTES = 150  # and what each character of a large one adds
 MESSAGE_CHARACTERS_MAX = 300
 UNSATISFIABLE = ("NoExtension", "NoExtensionBias")  # as the library calls it
 LIMITS = LLParserLimits(
@@ -39,15 +43,36 @@ LIMITS = LLParserLimits(
 
 
 class CompiledForm:
-    """Shared by all that have the form."""
+    """Shared by all that have the form; and with it its lexer, which grows as masks are filled, and fails them all once
+    it has too many states. So a form wears out: with some thousand sequences, and with the first that fails. Whoever
+    wants it then compiles it anew; those that have it go on.
+
+    mask_count: how many masks were filled with it; whoever fills them counts.
+    """
 
     def __init__(self, matcher: LLMatcher, byte_count: int) -> None:
         self._matcher = matcher
-        self.byte_count = byte_count
+        self._byte_count = byte_count
+        self._sequences_left = FORM_SEQUENCES_MAX
+        self.mask_count = 0
 
     def new_matcher(self) -> LLMatcher:
         """For one sequence; costs microseconds."""
+        self._sequences_left -= 1
         return self._matcher.deep_copy()
+
+    def wear_out(self) -> None:
+        """It has failed a sequence. In any thread."""
+        self._sequences_left = 0
+
+    @property
+    def is_worn_out(self) -> bool:
+        return self._sequences_left <= 0
+
+    @property
+    def byte_count_max(self) -> int:
+        """What it takes at the worst, used as much as it was."""
+        return self._byte_count + min(self.mask_count * MASK_BYTES, LEXER_BYTES_MAX)
 
 
 class FormCompiler:
@@ -63,7 +88,6 @@ class FormCompiler:
         self._why_none: str | None = None
         self._executor: LLExecutor | None = None
         self._forms: OrderedDict[tuple[FormKind, str], CompiledForm] = OrderedDict()
-        self._byte_count = 0
         self._lock = threading.Lock()
         self.hits_total = 0
         self.compiles_total = 0
@@ -94,6 +118,9 @@ class FormCompiler:
         key = (form.kind, form.source)
         with self._lock:
             compiled = self._forms.get(key)
+            if compiled is not None and compiled.is_worn_out:
+                del self._forms[key]
+                compiled = None
             if compiled is not None:
                 self._forms.move_to_end(key)
                 self.hits_total += 1
@@ -128,12 +155,12 @@ class FormCompiler:
     def _keep(self, key: tuple[FormKind, str], compiled: CompiledForm) -> None:
         with self._lock:
             self.compiles_total += 1
-            before = self._forms.pop(key, None)
-            self._byte_count += compiled.byte_count - (0 if before is None else before.byte_count)
+            self._forms.pop(key, None)
             self._forms[key] = compiled
-            while self._byte_count > CACHE_BYTES_MAX:
+            byte_count = sum(form.byte_count_max for form in self._forms.values())
+            while byte_count > CACHE_BYTES_MAX:
                 _, oldest = self._forms.popitem(last=False)
-                self._byte_count -= oldest.byte_count
+                byte_count -= oldest.byte_count_max
 
 
 def _fault_of_forced(matcher: LLMatcher) -> str:

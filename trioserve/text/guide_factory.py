@@ -63,7 +63,7 @@ class PreparedGuides:
             vocab_size=self._compiler.vocab_size,
             stop_token_ids=stop_token_ids,
             end_token_ids=self._compiler.end_token_ids,
-            matcher=None if self._form is None else self._form.new_matcher(),
+            form=self._form,
             free_until=self._free_until,
             thought=thought,
             thought_begin=self._thought_begin,

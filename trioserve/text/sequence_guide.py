@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from llguidance import LLExecutor, LLMatcher
 
 from trioserve.text.bad_words import BadWords
-from trioserve.text.form_compiler import in_one_line
+from trioserve.text.form_compiler import CompiledForm, in_one_line
 from trioserve.text.mask_bits import clear_bits, has_bit, keep_bits, set_all_bits, set_bits
 from trioserve.text.thought import TextFinder, Thought, ThoughtPhase
 from trioserve.text.tokenizer import Tokenizer
@@ -22,7 +22,7 @@ __all__ = ["SequenceGuide"]
 
 
 class SequenceGuide:
-    """See contracts.guide. executor: computes masks behind draft tokens. matcher: of its form; None: it has none.
+    """See contracts.guide. executor: computes masks behind draft tokens. form: None: it has none.
     free_until: the form begins behind this text. allowed: the tokens that it may have, as the bytes of a row; None:
     all. stop_token_ids: those that end the sequence; where the form may end, each of them may come. end_token_ids:
     those that the matcher takes for its end. thought_begin: the beginning of a thought that is still to come, as
@@ -37,7 +37,7 @@ class SequenceGuide:
         vocab_size: int,
         stop_token_ids: Collection[int],
         end_token_ids: Collection[int],
-        matcher: LLMatcher | None = None,
+        form: CompiledForm | None = None,
         free_until: str = "",
         thought: Thought | None = None,
         thought_begin: Sequence[int] = (),
@@ -51,8 +51,9 @@ class SequenceGuide:
         self._stop_token_ids = stop_token_ids
         self._end_token_ids = end_token_ids
         self._ignored_ids = [token_id for token_id in end_token_ids if token_id not in stop_token_ids]
-        self._matcher = matcher
-        self._gate = TextFinder(free_until.encode()) if matcher is not None and free_until else None
+        self._form = form
+        self._matcher = None if form is None else form.new_matcher()
+        self._gate = TextFinder(free_until.encode()) if form is not None and free_until else None
         self._thought = thought
         # What is left of the beginning of a thought, while the response may begin with one or with the form.
         self._opening: tuple[int, ...] | None = None
@@ -238,6 +239,8 @@ class SequenceGuide:
             self._executor().unsafe_compute_mask_ptr_with_draft_token(rows, address, row_bytes, 1 + len(draft))
         else:
             matcher.unsafe_compute_mask_ptr(address, row_bytes)
+        assert self._form is not None
+        self._form.mask_count += 1 + len(draft)
         if matcher.is_error():
             self._note_fault(matcher)
             ctypes.memset(address, 0, row_bytes * (1 + len(draft)))
@@ -250,4 +253,6 @@ class SequenceGuide:
             set_bits(address, self._stop_token_ids)
 
     def _note_fault(self, matcher: LLMatcher) -> None:
+        assert self._form is not None
+        self._form.wear_out()  # others that begin with it might fail for the same reason
         self.fault = f"the form of this response cannot go on: {in_one_line(matcher.get_error())}"
