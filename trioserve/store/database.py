@@ -87,6 +87,10 @@ class StoreDatabase:
         self._connection.close()
 
     @property
+    def seconds_max(self) -> float:
+        return self._settings.seconds_max
+
+    @property
     def bytes_max(self) -> int:
         return self._settings.bytes_max
 

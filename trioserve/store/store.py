@@ -48,6 +48,11 @@ class Store:
         return self._wall_clock()
 
     @property
+    def seconds_max(self) -> float:
+        """The life of what is given no other."""
+        return self._database.seconds_max
+
+    @property
     def bytes_max(self) -> int:
         """Of all that it keeps."""
         return self._database.bytes_max

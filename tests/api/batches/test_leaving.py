@@ -10,6 +10,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from trioserve.api.batches.settings import BatchSettings
+from trioserve.store.settings import StoreSettings
 from trioserve.testing.memory_server import open_memory_server
 
 KEYS = ("alice-key", "bob-key")
@@ -112,6 +113,24 @@ async def test_a_batch_that_never_had_its_turn_expires(owner_of, batch_line, aut
         await owner.batch(batch_line("a", max_tokens=50))
         batch = await owner.ended((await owner.batch(batch_line("b"), completion_window="5s"))["id"])
         assert (batch["status"], batch["request_counts"]["total"]) == ("expired", 0)
+
+
+async def test_a_batch_outlives_the_time_to_live_of_the_store(owner_of, batch_line, autojump_clock):
+    """And is kept for so long once it is over."""
+    async with open_memory_server(
+        step_seconds=1, max_num_seqs=2, store_settings=StoreSettings(seconds_max=20)
+    ) as server:
+        owner = owner_of(server)
+        lines = [batch_line(f"r{index}", max_tokens=9, user="x" * 400_000) for index in range(8)]  # four reads
+        made = await owner.batch(*lines, completion_window="200s")
+        await trio.sleep(60)
+        assert (await owner.state(made["id"]))["status"] == "in_progress"
+        batch = await owner.ended(made["id"])
+        assert batch["request_counts"] == {"total": 8, "completed": 8, "failed": 0}
+        await trio.sleep(15)
+        assert len(await owner.lines_of(batch["output_file_id"])) == 8
+        await trio.sleep(10)
+        assert (await owner.ask(f"/v1/batches/{made['id']}"))[0] == 404
 
 
 # --- a restart ---

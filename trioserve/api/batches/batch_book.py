@@ -66,12 +66,14 @@ class BatchBook:
         return 0 < self.record.total <= self.record.completed + self.record.failed
 
     async def create(self, *files: Change) -> None:
-        """The batch and its mark, which holds room for its end. files: made with it. Raises StoreFull, StoreFault."""
+        """The batch and its mark, which holds room for its end. files: written with it. Raises StoreFull,
+        StoreFault, and BatchGone if one that was to be replaced is gone."""
         body = msgspec.json.encode(self.record)
         if self.file_kind != FILE_KIND:
             files = (*files, *self.output_files())
         mark = self._put(LIVE_KIND, bytes(len(body) + RESERVE_BYTES))
-        await self._store.write(*files, self._put(self._kind, body), mark)
+        if not await self._store.write(*files, self._put(self._kind, body), mark):
+            raise BatchGone
 
     def is_done(self, number: int) -> bool:
         return number < self.record.line_next or number in self._ends or number in self.record.done_beyond
@@ -105,7 +107,8 @@ class BatchBook:
         files: list[Change] = []
         for file_id, name in ((record.output_file_id, "output"), (record.error_file_id, "errors")):
             kept = FileRecord(filename=f"{self.batch_id}_{name}.jsonl", purpose="batch_output")
-            files += put_file(file_id, self.owner, kept, seconds=record.output_seconds, kind=self.file_kind)
+            seconds = record.output_seconds or self._seconds
+            files += put_file(file_id, self.owner, kept, seconds=seconds, kind=self.file_kind)
         return files
 
     async def note(self, *lines: DoneLine) -> None:
@@ -148,6 +151,7 @@ class BatchBook:
             kind=self._kind,
             id=self.batch_id,
             body=msgspec.json.encode(record),
+            seconds=self._store.seconds_max if record.is_final else None,  # from its end on
             is_evictable=record.is_final,  # otherwise a caller could fill the store with batches that fail at once
         )
         try:
@@ -161,7 +165,14 @@ class BatchBook:
         self._progress.set()
 
     def _put(self, kind: str, body: bytes) -> PutObject:
-        return PutObject(kind=kind, id=self.batch_id, owner=self.owner, body=body, is_evictable=False)
+        return PutObject(
+            kind=kind, id=self.batch_id, owner=self.owner, body=body, seconds=self._seconds, is_evictable=False
+        )
+
+    @property
+    def _seconds(self) -> float:
+        """The life of what it needs: until it ends at the latest, and then as long as anything."""
+        return max(0.0, self.record.expires_at - self._store.now()) + self._store.seconds_max
 
 
 def _counted(record: BatchRecord, lines: list[DoneLine], ends: dict[int, int]) -> tuple[BatchRecord, dict[int, int]]:

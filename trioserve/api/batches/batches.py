@@ -123,8 +123,8 @@ class Batches:
         record: BatchRecord,
         files: Sequence[Change] = (),
     ) -> None:
-        """Returns when it is in the store, and has begun. files: made together with it. Raises Draining, Overloaded,
-        StoreFull, StoreFault."""
+        """Returns when it is in the store, and has begun. files: written together with it. Raises Draining, Overloaded,
+        StoreFull, StoreFault, and BatchGone if one that was to be replaced is gone."""
         self.check_room(owner)
         run = self._new_run(store, batch_id, owner, caller, record)
         self._keep(run)  # its place counts from now on

@@ -6,15 +6,16 @@ import re
 
 import msgspec
 
+from trioserve.api.batches.batch_book import BatchGone
 from trioserve.api.batches.batch_record import BATCH_KIND, BatchRecord, batch_object
 from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
-from trioserve.api.files.stored_files import check_room, read_file, record_of, required_store
+from trioserve.api.files.stored_files import FILE_KIND, check_room, file_not_found, read_file, record_of, required_store
 from trioserve.api.files.upload import EXPIRY_SECONDS_MAX, EXPIRY_SECONDS_MIN
 from trioserve.api.query import Query
 from trioserve.api.request_context import RequestContext
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.store.store import LIST_MAX
-from trioserve.store.stored_objects import StoredObject
+from trioserve.store.stored_objects import Change, ReplaceObject, StoredObject
 
 __all__ = ["BATCH_ENDPOINTS", "BatchBody", "cancel_batch", "create_batch", "list_batches", "retrieve_batch"]
 
@@ -71,7 +72,13 @@ async def create_batch(context: RequestContext) -> None:
         output_seconds=None if body.output_expires_after is None else float(body.output_expires_after.seconds),
     )
     batch_id = f"batch_{new_id()}"
-    await context.batches.create(store, batch_id, context.owner, context.caller, record)
+    kept: list[Change] = []
+    if stored.expires_at < record.expires_at:  # its input is needed until it ends
+        kept = [ReplaceObject(kind=FILE_KIND, id=stored.id, body=stored.body, seconds=float(window_seconds))]
+    try:
+        await context.batches.create(store, batch_id, context.owner, context.caller, record, kept)
+    except BatchGone:  # deleted meanwhile
+        raise file_not_found(stored.id, param="input_file_id") from None
     await context.respond_json(batch_object(batch_id, record))
 
 

@@ -95,7 +95,8 @@ async def create_message_batch(context: RequestContext) -> None:
         total=count,
     )
     name = FileRecord(filename=record.input_file_id, purpose="batch")
-    files = put_file(record.input_file_id, context.owner, name, lines, kind=MESSAGE_FILE_KIND)
+    seconds = WINDOW_SECONDS + store.seconds_max
+    files = put_file(record.input_file_id, context.owner, name, lines, seconds=seconds, kind=MESSAGE_FILE_KIND)
     await context.batches.create(store, batch_id, context.owner, context.caller, record, files)
     await context.respond_json(_shown(batch_id, record))
 
