@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import trio
 from trio.testing import wait_all_tasks_blocked
 
+from trioserve.api import routes
 from trioserve.api.caller import AccessRules
+from trioserve.proxy import router_app
 
 RESPONSES = "/v1/responses"
 ENGINE = {"response": "good morning", "context_tokens_max": 1000, "block_count": 600, "step_tokens_max": 600}
@@ -189,3 +192,32 @@ async def test_a_router_wants_a_model_named_too(open_setup: Any) -> None:
     async with open_setup(engine=ENGINE, access=AccessRules(model_is_required=True)) as setup:
         response = await setup.client().post("/v1/completions", {"prompt": "a", "max_tokens": 1})
         assert (response.status, (await response.json())["error"]["param"]) == (400, "model")
+
+
+OF_ONE_ENGINE = ("/kv_events", "/load", "/openapi.json")
+
+
+def test_whatever_an_engine_has_a_router_has_too() -> None:
+    ours = {route.path: route for route in [*router_app.ROUTES.values(), *router_app.TEMPLATES]}
+    ours |= {route.path: route for route in (router_app.MODEL, router_app.REQUEST)}
+    for route in (*routes.ROUTES.values(), *routes.TEMPLATES, routes.MODEL, routes.REQUEST):
+        if route.path not in OF_ONE_ENGINE:
+            assert route.operations.keys() <= ours[route.path].operations.keys(), route.path
+
+
+async def test_a_batch_of_messages_is_found_where_it_was_made(open_setup: Any, autojump_clock: Any) -> None:
+    params = {"model": "fake", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 30}
+    path = "/v1/messages/batches"
+    async with open_setup(engine=ENGINE) as setup:
+        made = await setup.client().post(path, {"requests": [{"custom_id": "one", "params": params}]})
+        assert made.status == 200, made.body
+        id = (await made.json())["id"]
+        batch: dict[str, Any] = {}
+        while batch.get("processing_status") != "ended":
+            kept = await setup.client().get(f"{path}/{id}")
+            batch = await kept.json()
+            await trio.sleep(1)
+        assert kept.headers["x-trioserve-endpoint"] == made.headers["x-trioserve-endpoint"]
+        results = await setup.client().get(f"{path}/{id}/results")
+        assert b"good morning" in results.body
+        assert (await setup.client().get(f"{path}/msgbatch_none")).status == 404

@@ -14,7 +14,7 @@ __all__ = ["KeptObject", "KeptObjects", "object_id_in"]
 
 OBJECTS_MAX = 100_000  # of 300 bytes each; the oldest are forgotten, as endpoints forget them, too
 SEARCHED_BYTES_MAX = 4096  # an object begins with its id
-_ID = re.compile(rb'"id"\s*:\s*"((?:resp|file|batch)[-_][\w-]{1,128})"')
+_ID = re.compile(rb'"id"\s*:\s*"((?:resp|file|batch|msgbatch)[-_][\w-]{1,128})"')
 
 
 class KeptObject(msgspec.Struct, frozen=True):

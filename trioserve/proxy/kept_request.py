@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from trioserve.proxy.router_context import RouterContext
 
 __all__ = [
+    "MESSAGE_BATCHES_PATH",
     "check_references",
     "endpoint_of_response",
     "forward_anywhere",
@@ -36,6 +37,7 @@ __all__ = [
 ]
 
 WHOLE_BYTES_MAX = 256 * 1024
+MESSAGE_BATCHES_PATH = "/v1/messages/batches"
 
 
 class _Batch(msgspec.Struct, frozen=True):
@@ -45,7 +47,10 @@ class _Batch(msgspec.Struct, frozen=True):
 async def forward_kept(context: RouterContext) -> None:
     """To the endpoint that has the object whose id stands in the path."""
     body = await context.exchange.body()
-    id = context.exchange.path.split("/")[3]
+    path = context.exchange.path
+    id = path.removeprefix(MESSAGE_BATCHES_PATH + "/").split("/")[0]
+    if not path.startswith(MESSAGE_BATCHES_PATH):
+        id = path.split("/")[3]
     kept = _known(context, id)
     if kept is None:
         await _ask_all(context, id, body)

@@ -23,6 +23,7 @@ from trioserve.http.clock_and_ids import ClockAndIds
 from trioserve.proxy.fleet import EndpointSpec
 from trioserve.proxy.kept_objects import KeptObjects
 from trioserve.proxy.kept_request import (
+    MESSAGE_BATCHES_PATH,
     forward_anywhere,
     forward_batch,
     forward_control,
@@ -175,6 +176,7 @@ ROUTES = {
         *(Route[RouterContext](path=path, operations={"POST": forward}) for path in FORWARDED),
         Route[RouterContext](path="/v1/files", operations={"GET": forward_home, "POST": forward_home}),
         Route[RouterContext](path="/v1/batches", operations={"GET": forward_batch, "POST": forward_batch}),
+        Route[RouterContext](path=MESSAGE_BATCHES_PATH, operations={"GET": forward_home, "POST": forward_home}),
         Route[RouterContext](path="/tokenizer_info", operations={"GET": forward_anywhere}),
         Route[RouterContext](path="/v1/models", operations={"GET": list_models}),
         Route[RouterContext](path="/v1/requests", operations={"GET": list_requests}),
@@ -198,6 +200,9 @@ TEMPLATES: tuple[Route[RouterContext], ...] = (
     Route(path="/v1/files/{file}/content", operations={"GET": forward_kept}),
     Route(path="/v1/batches/{batch}", operations={"GET": forward_kept}),
     Route(path="/v1/batches/{batch}/cancel", operations={"POST": forward_kept}),
+    Route(path=MESSAGE_BATCHES_PATH + "/{batch}", operations={"GET": forward_kept, "DELETE": forward_kept}),
+    Route(path=MESSAGE_BATCHES_PATH + "/{batch}/cancel", operations={"POST": forward_kept}),
+    Route(path=MESSAGE_BATCHES_PATH + "/{batch}/results", operations={"GET": forward_kept}),
     Route(path="/v1/streams/{stream}", operations={"GET": forward_stream, "DELETE": forward_stream}),
 )
 """About what an endpoint keeps. Each segment in braces stands for any text."""

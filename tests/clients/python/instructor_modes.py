@@ -1,7 +1,8 @@
-"""instructor: every mode that it has for servers of OpenAI's API."""
+"""instructor: every mode that it has for servers of OpenAI's API and of Anthropic's."""
 
+import anthropic
 import instructor
-from _env import BASE_URL, KEY, MODEL
+from _env import BASE_URL, KEY, MODEL, ROOT
 from openai import OpenAI
 from pydantic import BaseModel
 
@@ -11,8 +12,9 @@ class User(BaseModel):
     age: int
 
 
-MODES = ["TOOLS", "TOOLS_STRICT", "JSON", "JSON_SCHEMA", "MD_JSON", "PARALLEL_TOOLS", "RESPONSES_TOOLS"]
-for name in MODES:
+TOOL_MODES = ["FUNCTIONS", "PARALLEL_TOOLS", "RESPONSES_TOOLS", "TOOLS", "TOOLS_STRICT"]
+JSON_MODES = ["JSON", "JSON_O1", "JSON_SCHEMA", "MD_JSON"]
+for name in TOOL_MODES + JSON_MODES:
     mode = getattr(instructor.Mode, name, None)
     if mode is None:
         print("this version has no mode", name)
@@ -26,6 +28,13 @@ for name in MODES:
         assert [one.model_dump() for one in made] == [{"name": "Jason", "age": 25}], (name, made)
         continue
     made = client.chat.completions.create(response_model=User, **ask)
+    assert made.model_dump() == {"name": "Jason", "age": 25}, (name, made)
+    print(name)
+for name in ("ANTHROPIC_TOOLS", "ANTHROPIC_JSON"):
+    client = instructor.from_anthropic(
+        anthropic.Anthropic(base_url=ROOT, api_key=KEY, max_retries=0), mode=getattr(instructor.Mode, name)
+    )
+    made = client.chat.completions.create(response_model=User, max_tokens=500, **ask)
     assert made.model_dump() == {"name": "Jason", "age": 25}, (name, made)
     print(name)
 print("ok")
