@@ -55,6 +55,9 @@ class TurnChoice:
         parsed = self._parser.feed(delta.text) if delta.text else []
         if delta.finish_reason is not None:
             parsed += self._parser.end()
+        elif len(parsed) == 1 and type(parsed[0]) is ContentText:  # what most deltas are
+            self._is_thinking = False
+            return parsed
         self._count_thought(delta, parsed)
         parts = [part for part in map(self._own, parsed) if part is not None]
         if delta.finish_reason is not None:
