@@ -137,6 +137,20 @@ async def test_a_form_that_is_no_json_does_not_go_with_tools(api: Any) -> None:
     assert exchange.json()["choices"][0]["message"]["content"] == "aaa"
 
 
+async def test_a_pattern_that_no_grammar_has_is_left_out_unless_the_tool_is_strict(api: Any) -> None:
+    """As pydantic writes it for a Decimal."""
+    text = {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$", "maxLength": 3}
+    schema = {"type": "object", "properties": {"pattern": text}, "required": ["pattern"], "additionalProperties": False}
+    function = {"name": "pay", "parameters": schema}
+    fields = {"messages": [USER], "tool_choice": "required", "parallel_tool_calls": False}
+    exchange = await api.chat(tools=[{"type": "function", "function": function}], **fields)
+    [(name, arguments)] = calls_of(exchange, stream=False)
+    assert (name, list(arguments)) == ("pay", ["pattern"])
+    strict = {"type": "function", "function": {**function, "strict": True}}
+    message = await api.check_refused(CHAT, {"tools": [strict], **fields}, param="tools")
+    assert "look-around" in message
+
+
 async def test_schemas_that_nothing_can_satisfy_are_the_client_s_error(api: Any) -> None:
     broken = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "$ref": "#/nowhere"}}}
     await api.check_refused(CHAT, {"messages": [USER], "tools": [broken], "tool_choice": "required"}, param="tools")
