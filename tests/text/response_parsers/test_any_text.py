@@ -89,10 +89,12 @@ PAIRS = [
     ("olmo3", None), ("qwen3_coder", "qwen3"), ("seed_oss", "seed_oss"), ("glm45", "glm45"), ("glm47", "deepseek_r1"),
     ("deepseek_v3", "deepseek_r1"), ("deepseek_v31", "deepseek_v3"), ("deepseek_v32", "deepseek_v3"),
     ("deepseek_v41", None), ("minimax_m2", "minimax_m2"), ("kimi_k2", "kimi_k2"), ("kimi_k3", "kimi_k3"),
+    ("lfm2", "qwen3"), ("cohere_command3", "cohere_command3"),
     ("gemma4", "gemma4"), ("openai", "openai"), ("granite", None), ("jamba", None),
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "reasoning"), PAIRS)
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
@@ -110,7 +112,7 @@ def test_how_a_text_is_cut_does_not_matter_and_nothing_is_invented(read_in_piece
 
 
 @pytest.mark.parametrize("family", sorted(TOOL_FAMILIES))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(text=st.text(alphabet="ab é.\t\n", max_size=60))
 def test_a_text_without_marks_comes_at_once_and_unchanged(family, text):
     parser = make_response_parser(family, None, tools=[OfferedTool(name="a", parameters={})])
@@ -134,7 +136,7 @@ def test_thoughts_come_at_once(reasoning):
 
 
 @pytest.mark.parametrize("family", sorted(TOOL_FAMILIES))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     arguments=st.fixed_dictionaries(
         {},

@@ -88,9 +88,14 @@ def test_twice_the_text_is_twice_the_work(monkeypatch, tools, family):
 
 
 @pytest.mark.slow
-def test_a_megabyte_in_single_characters(tools):
-    text = '<tool_call>{"name": "write_file", "arguments": {"content": "' + "x\\n" * 340_000 + '"}}</tool_call>'
+def test_a_megabyte_in_single_characters(monkeypatch, tools):
+    work = Work(monkeypatch)
     parser = make_response_parser("hermes", None, tools=tools)
+    before, after = '<tool_call>{"name": "write_file", "arguments": ', "}</tool_call>"
+    said, arguments = "A word, <b>. " * 70_000, '{"content": "' + "x\\n" * 40_000 + '"}'
+    text = said + before + arguments + after
+    assert len(text) > 1_000_000
     shown = sum(len(getattr(part, "text", "")) for character in text for part in parser.feed(character))
-    assert shown == len(text) - len('<tool_call>{"name": "write_file", "arguments": }</tool_call>')
+    assert shown == len(said.rstrip()) + len(arguments)
     assert parser.end() == []
+    assert work.count < 3 * len(text)  # characters copied
