@@ -38,7 +38,7 @@ BLOCK = re.compile(
     r"^(?:<!-- not run: (?P<reason>[^\n]+) -->\n)?```(?P<language>[a-z]*)\n(?P<source>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
-LANGUAGES = {"python", "sh", "toml", "yaml"}
+LANGUAGES = {"python", "sh", "toml", "yaml", "json", "text"}  # text: what programs of others read
 SERVER_PLACE = re.compile(r"(?:127\.0\.0\.1|localhost):8000")
 OPERATORS = {"|", "||", "&&", ";", "&"}
 FOREIGN_WORDS = {"grep"}  # in pipes, behind what is checked
@@ -129,6 +129,11 @@ def test_every_block_is_of_a_kind_that_is_checked_or_says_why_it_is_not_run():
         assert block.reason is None or len(block.reason) > 15, f"{block}: the reason is no reason"
     fences = sum(len(re.findall(r"^ *```", page.read_text(encoding="utf-8"), re.MULTILINE)) for page in PAGES)
     assert fences == 2 * len(BLOCKS), "a fence that the expression for blocks does not find"
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "json"], ids=str)
+def test_a_json_block_is_json(block):
+    json.loads(block.source)
 
 
 # --- Python ---
