@@ -23,11 +23,12 @@ HALF = {
     "items": {
         "type": "object",
         "properties": {
-            "name": {"type": "string", "minLength": 12, "maxLength": 24},
-            "price": {"type": "integer", "minimum": 1000, "maximum": 9999},
-            "comment": {"type": "string", "minLength": 20, "maxLength": 40},
+            "product_name": {"type": "string", "minLength": 8, "maxLength": 24},
+            "price_in_cents": {"type": "integer", "minimum": 1000, "maximum": 9999},
+            "is_available": {"type": "boolean"},
+            "comment": {"type": "string", "minLength": 16, "maxLength": 32},
         },
-        "required": ["name", "price", "comment"],
+        "required": ["product_name", "price_in_cents", "is_available", "comment"],
         "additionalProperties": False,
     },
 }
