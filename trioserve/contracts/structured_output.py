@@ -31,7 +31,7 @@ class FormKind(enum.Enum):
 SOURCE_CHARACTERS_MAX = {
     FormKind.JSON_OBJECT: 0,
     FormKind.JSON_SCHEMA: 262_144,
-    FormKind.REGEX: 16_384,
+    FormKind.REGEX: 8192,
     FormKind.CHOICE: 262_144,
     FormKind.GRAMMAR: 65_536,
     FormKind.TOOL_CALLS: 262_144,  # schemas, most of it, and few rules
