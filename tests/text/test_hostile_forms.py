@@ -73,6 +73,7 @@ def lines(line: Callable[[int], str], count: int, last: str) -> str:
     return "\n".join((*map(line, range(count)), last))
 
 
+PATTERNS = {"allOf": [{"type": "string", "pattern": f".*{index}.*"} for index in range(500)]}
 REFUSED_SCHEMAS: dict[str, Any] = {
     "depth": nested(6000),
     "depth of a constant": '{"const": ' + "[" * 5000 + "]" * 5000 + "}",
@@ -132,6 +133,13 @@ REFUSED = {
     "terminals that exclude each other": (
         FormKind.GRAMMAR,
         "start: T\nT: " + " & ".join(f"/.*{index}.*/" for index in range(40)),
+    ),
+    "a schema in a grammar": (FormKind.GRAMMAR, f"start: %json {json.dumps(PATTERNS)}"),
+    "a deep schema in a grammar": (FormKind.GRAMMAR, "start: %json " + '{"items": ' * 5000 + "{}" + "}" * 5000),
+    "a schema of a tool": (FormKind.TOOL_CALLS, f'start: "a" %json {json.dumps(PATTERNS)}'),
+    "a schema of a tag": (
+        FormKind.STRUCTURAL_TAG,
+        {"structures": [{"begin": "<a>", "schema": PATTERNS, "end": "</a>"}], "triggers": ["<a>"]},
     ),
     "a token that is not there": (FormKind.GRAMMAR, "start: <[999999999]>"),
     "a grammar that is not there": (FormKind.GRAMMAR, "start: @nowhere"),
@@ -196,7 +204,8 @@ def test_it_is_refused_with_a_sentence(compiler: FormCompiler, name: str) -> Non
     def refuse() -> None:
         with pytest.raises(InvalidRequest) as caught:
             compiler.compile(form_of(*REFUSED[name]))
-        assert caught.value.param == "structured"
+        assert caught.value.param is not None
+        assert caught.value.param.startswith("structured")
         assert 10 < len(str(caught.value)) < 600
 
     began_at = time.perf_counter()
@@ -266,6 +275,14 @@ def test_repeats_are_counted_where_they_are(pattern: str, repeats: bool) -> None
 def test_repeats_in_grammars_are_counted(grammar: str) -> None:
     with pytest.raises(InvalidRequest, match="repeated 20000 times"):
         check_lark(grammar, param="structured")
+
+
+def test_what_a_schema_of_a_grammar_says_is_no_text_of_the_grammar() -> None:
+    schema = json.dumps({"type": "string", "description": "x" * 20_000 + " {20000}"})
+    check_lark(f'start: "a" %json {schema} "b"', param="structured")
+    long = "b" * 9000
+    with pytest.raises(InvalidRequest, match="a text of the grammar has 9000"):
+        check_lark(f'start: "a" %json {schema} "{long}"', param="structured")
 
 
 def test_what_schemas_hold_as_values_is_no_schema() -> None:

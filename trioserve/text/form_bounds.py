@@ -25,6 +25,7 @@ __all__ = [
     "check_lark",
     "check_pattern",
     "check_schema",
+    "check_schemas_within",
 ]
 
 FIXED_TEXT_CHARACTERS_MAX = 8192  # of one text without a choice in it
@@ -34,6 +35,7 @@ JOINED_PATTERNS_MAX = 32  # of the members of an allOf, theirs included
 OPTIONAL_PROPERTIES_MAX = 480  # of one object; each is four of the 2,000 items that a parser may have at a place
 
 _REPEAT = re.compile(r"\{(\d+)(,(\d*))?\}")
+_LARK_SCHEMA = re.compile(r"%json\s*")
 _LARK_TEXT = re.compile(r'"(?:[^"\\\n]|\\.)*"')
 _LARK_REPEAT = re.compile(r"\{\s*(\d+)?\s*(?:,\s*(\d+)?\s*)?\}|~\s*(\d+)(?:\s*\.\.\s*(\d+))?")
 
@@ -76,13 +78,32 @@ def check_pattern(pattern: str, *, param: str) -> None:
 
 
 def check_lark(grammar: str, *, param: str) -> None:
-    """Raises InvalidRequest for a grammar with a long text in it, or a repetition of many."""
+    """Raises InvalidRequest for a grammar with a long text, a repetition of many, or a schema beyond its bounds."""
+    grammar = check_schemas_within(grammar, param=param)
     for found in _LARK_TEXT.finditer(grammar):
         check_fixed_text(found[0][1:-1], "a text of the grammar", param=param)
     for found in _LARK_REPEAT.finditer(grammar):
         for number in found.groups():
             if number and (len(number) > 9 or int(number) > REPEATS_MAX):
                 raise _too_many_repeats(number if len(number) > 9 else int(number), param)
+
+
+def check_schemas_within(grammar: str, *, param: str) -> str:
+    """Raises InvalidRequest for a schema of a Lark grammar beyond its bounds. Returns the rest of the grammar."""
+    rest, end = [], 0
+    for found in _LARK_SCHEMA.finditer(grammar):
+        if found.start() < end:
+            continue
+        try:
+            schema, schema_end = json.JSONDecoder().raw_decode(grammar, found.end())
+        except RecursionError:
+            raise InvalidRequest("a schema of the grammar is nested too deeply", param=param) from None
+        except ValueError:
+            continue  # the library says what is wrong with it
+        check_schema(schema, param=param)
+        rest.append(grammar[end : found.start()])
+        end = schema_end
+    return "".join((*rest, grammar[end:]))
 
 
 def _too_many_repeats(count: int | str, param: str) -> InvalidRequest:

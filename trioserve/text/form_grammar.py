@@ -11,7 +11,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.structured_output import FormKind, StructuredOutput
-from trioserve.text.form_bounds import check_fixed_text, check_lark, check_pattern, check_schema
+from trioserve.text.form_bounds import check_fixed_text, check_lark, check_pattern, check_schema, check_schemas_within
 from trioserve.text.structural_tag import StructuralTagGrammar, with_json_options
 
 __all__ = ["form_grammar"]
@@ -35,6 +35,7 @@ def form_grammar(form: StructuredOutput, special_ids: Mapping[str, int], end_tok
         case FormKind.GRAMMAR:
             return LLMatcher.grammar_from_lark(_lark_of(form))
         case FormKind.TOOL_CALLS:
+            check_schemas_within(form.source, param=form.param)
             return LLMatcher.grammar_from_lark(form.source)
         case FormKind.STRUCTURAL_TAG:
             tag = StructuralTagGrammar(_parsed(form), special_ids, end_token_ids, param=form.param)
