@@ -133,6 +133,41 @@ def test_where_the_form_may_end_all_stop_tokens_may_come_and_ignored_ends_may_no
     assert masks_of(walked(ignored, "a")) == [{ord("a"), 7}]
 
 
+def test_a_response_cannot_end_before_its_form():
+    guide = guide_for(structured=StructuredOutput.regex("a+", free_until="</t>"))
+    assert guide.wants_mask(())
+    for token in b"b</t>":
+        assert masks_of(guide) == [set(range(BYTE_VOCAB_SIZE)) - {END_TOKEN_ID}]
+        assert guide.accept(token)
+    assert masks_of(walked(guide, "a")) == [{ord("a"), END_TOKEN_ID}]
+
+
+LIKE_A_THOUGHT = {
+    "structured": StructuredOutput.regex("<t[a-c]+", free_until="</think>"),
+    "thinking": Thinking(begin="<think>", end="</think>"),
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "next_tokens"),
+    [
+        ("", b"<"),
+        ("<", b"t"),
+        ("<t", b"habc"),  # here they part
+        ("<ta", b"abc"),
+        ("<th", b"i"),
+        ("<think>x</think>", b"<"),
+        ("<think>x</think><ta", b"abc"),
+    ],
+)
+def test_a_form_may_begin_like_a_thought(text, next_tokens):
+    guide = walked(guide_for(**LIKE_A_THOUGHT), text)
+    assert masks_of(guide)[0] - {END_TOKEN_ID} == set(next_tokens)
+    for token in guide.forced_tokens(10):
+        assert masks_of(guide)[0] == {token}
+        assert guide.accept(token)
+
+
 @pytest.mark.parametrize(
     ("sampling", "is_free"),
     [

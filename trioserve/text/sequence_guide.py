@@ -1,8 +1,9 @@
 """All that restrains one sequence, as one guide: its form, its thought, the tokens it may have, the words it may not.
 
 They are taken together: a token may come if each of them lets it. An end of a thought that is forced comes before
-everything else. A form may begin behind a thought, and where the response may begin with either the form or a thought,
-its first token tells which: the thought's beginning is taken token by token, as the tokenizer writes it.
+everything else. A form may begin behind a thought, and before it the response cannot end. Where the response may begin
+with either, the form or a thought, both are followed until a token belongs to one of them alone: the thought's
+beginning token by token, as the tokenizer writes it.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class SequenceGuide:
                 self._gate = None
             elif thought.phase is ThoughtPhase.BEFORE and thought_begin:
                 self._opening = tuple(thought_begin)
-        self._is_at_start = True
+        self._may_be_form = True  # as far as the beginning has come
         self._is_hurried = False
         self._allowed = allowed
         self._bad_words = bad_words
@@ -90,7 +91,7 @@ class SequenceGuide:
     def wants_mask(self, draft: Sequence[int]) -> bool:
         if self._allowed is not None:
             return True
-        if self._matcher is not None and (self._gate is None or self._opening is not None or draft):
+        if self._matcher is not None:
             return True
         if self._bad_words is not None and (draft or self._bad_words.barred(self._history)):
             return True
@@ -105,16 +106,14 @@ class SequenceGuide:
 
     def accept(self, token_id: int) -> bool:
         piece = self._tokenizer.token_bytes(token_id)
-        if self._opening is not None:
-            self._open(token_id)
-        self._is_at_start = False
+        is_consumed = self._opening is not None and self._open(token_id, self._opening)
         if self._thought is not None:
             self._thought = self._thought.after(token_id, piece, is_hurried=self._is_hurried)
         if self._bad_words is not None and self._bad_words.history_max:
             self._history = [*self._history, token_id][-self._bad_words.history_max :]
         if self._gate is not None:
             self._pass_gate(self._gate.after(piece))
-        elif self._matcher is not None and not self._matcher.consume_token(token_id):
+        elif self._matcher is not None and not is_consumed and not self._matcher.consume_token(token_id):
             self._note_fault(self._matcher)
         return self.fault is None
 
@@ -122,7 +121,7 @@ class SequenceGuide:
         thought = self._thought
         if thought is not None and thought.forced:
             return thought.forced[:count_max]
-        if self._opening is not None and not self._is_at_start:
+        if self._opening is not None and not self._may_be_form:
             return self._opening[:count_max]
         if self._matcher is None or self._gate is not None or self._allowed is not None or self._bad_words is not None:
             return ()
@@ -161,6 +160,8 @@ class SequenceGuide:
                     self._fill_opening(self._matcher, self._opening, at, row_bytes)
                 elif self._matcher is None or gate is not None:
                     set_all_bits(at, words_per_row, self._vocab_size)
+                    if gate is not None:
+                        clear_bits(at, self._end_token_ids)
                 else:
                     if filled_from is None:
                         filled_from = row
@@ -177,16 +178,29 @@ class SequenceGuide:
 
     # --- inside ---
 
-    def _open(self, token_id: int) -> None:
-        """The beginning of a thought goes on with this token; or, with the first one, the form has begun instead."""
-        assert self._opening is not None
-        first, *rest = self._opening
+    def _open(self, token_id: int, opening: Sequence[int]) -> bool:
+        """The response goes on with this token, as a thought, as the form, or still as both. Whether it is a token of
+        the form, which has it then."""
+        assert self._form is not None
+        assert self._matcher is not None
+        first, *rest = opening
+        is_form = self._may_be_form and self._matcher.validate_tokens([token_id]) == 1
         if token_id != first:
-            self._gate = None
-        self._opening = tuple(rest) if rest and token_id == first else None
+            self._opening = self._gate = None
+        elif rest and is_form:
+            self._opening = tuple(rest)
+        else:
+            # A thought for sure: what the form has taken so far was none of it.
+            self._opening = tuple(rest) or None
+            self._matcher = self._form.new_matcher()
+            self._may_be_form = False
+            return False
+        if is_form:
+            self._matcher.consume_token(token_id)
+        return is_form
 
     def _fill_opening(self, matcher: LLMatcher, opening: Sequence[int], address: int, row_bytes: int) -> None:
-        if self._is_at_start:
+        if self._may_be_form:
             self._fill_form(matcher, address, row_bytes, ())
             self._let_end(address)
         else:
