@@ -130,6 +130,26 @@ async def test_what_cannot_be_looked_for_everywhere_may_still_be_there(open_setu
         assert (response.status, response.headers["x-trioserve-reason"]) == (503, "no_endpoint")
 
 
+@pytest.mark.parametrize("id", ["a b", "a\r\nx: y", "\u00fc", "../../health", "resp_x?stream=true", "", "x" * 70_000])
+async def test_what_no_id_can_be_is_not_there(open_setup: Any, id: str) -> None:
+    async with open_setup(engine=ENGINE) as setup:
+        response = await setup.client().post(RESPONSES, asked(previous_response_id=id))
+        assert (response.status, await code(response)) == (404, "not_found")
+        batch = {"input_file_id": id, "endpoint": "/v1/completions", "completion_window": "24h"}
+        assert (await setup.client().post("/v1/batches", batch)).status == 404
+        await setup.assert_all_free()
+
+
+async def test_an_error_does_not_say_where_something_is(open_setup: Any) -> None:
+    async with open_setup(engine=ENGINE) as setup:
+        made = await (await setup.servers["b"].client().post(RESPONSES, asked())).json()
+        path = f"{RESPONSES}/{made['id']}"
+        assert (await setup.client().get(f"{path}?stream=true&starting_after=x")).status == 400  # says "a"
+        kept = await setup.client().get(path)
+        assert (kept.status, kept.headers["x-trioserve-endpoint"]) == (200, "b")
+        await setup.assert_all_free()
+
+
 async def test_what_another_key_has_made_is_not_there(open_setup: Any) -> None:
     """The endpoints have no keys: to them all callers are one."""
     keys = {"api_keys": ("one", "two"), "admin_api_key": "admin"}
@@ -152,10 +172,14 @@ async def test_what_another_key_has_made_is_not_there(open_setup: Any) -> None:
         direct = await (await setup.servers["b"].client().post(RESPONSES, asked())).json()
         assert (await client("one").get(f"{RESPONSES}/{direct['id']}")).status == 404
         assert (await client("admin").get(f"{RESPONSES}/{direct['id']}")).status == 200
-        item = {"type": "item_reference", "id": "msg_1"}
-        refused = await client("one").post(RESPONSES, {"model": "fake", "input": [item]})
-        assert refused.status == 400
-        assert (await refused.json())["error"]["param"] == "input"
+        for item in (
+            b'{"type": "item_reference", "id": "msg_1"}',
+            b'{"type": "item_referenc\\u0065", "id": "msg_1"}',
+            b'{"id": "msg_1"}',
+        ):
+            refused = await client("one").post(RESPONSES, b'{"model": "fake", "input": [%b]}' % item)
+            assert refused.status == 400, item
+            assert (await refused.json())["error"]["param"] == "input"
         assert (await client("one").get("/v1/files")).status == 501
 
 

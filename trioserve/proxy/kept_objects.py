@@ -10,11 +10,12 @@ import msgspec
 
 from trioserve.contracts.endpoint import EndpointId
 
-__all__ = ["KeptObject", "KeptObjects", "object_id_in"]
+__all__ = ["KeptObject", "KeptObjects", "may_be_id", "object_id_in"]
 
 OBJECTS_MAX = 100_000  # of 300 bytes each; the oldest are forgotten, as endpoints forget them, too
 SEARCHED_BYTES_MAX = 4096  # an object begins with its id
 _ID = re.compile(rb'"id"\s*:\s*"((?:resp|file|batch|msgbatch)[-_][\w-]{1,128})"')
+_MAY_BE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
 
 
 class KeptObject(msgspec.Struct, frozen=True):
@@ -44,3 +45,8 @@ def object_id_in(body: bytes) -> str | None:
     """The id of the response, file or batch that a body, or the first event of a stream, tells of."""
     found = _ID.search(body[:SEARCHED_BYTES_MAX])
     return None if found is None else found[1].decode()
+
+
+def may_be_id(text: str) -> bool:
+    """Whether an endpoint may have something with this id; anything else would change the path that it stands in."""
+    return _MAY_BE_ID.fullmatch(text) is not None

@@ -8,16 +8,17 @@ are told apart by keys of the router's own, what it has not seen being made is n
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from trioserve.api.caller import CallerKind
 from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
 from trioserve.api.openai.request_types import decode_body
+from trioserve.api.responses.input_items import is_reference
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import EndpointLost, InvalidRequest, NoEndpoint
-from trioserve.proxy.kept_objects import KeptObject, object_id_in
+from trioserve.proxy.kept_objects import KeptObject, may_be_id, object_id_in
 from trioserve.proxy.relay import owner_of, request_headers, response_headers, session_told
 
 if TYPE_CHECKING:
@@ -42,6 +43,10 @@ MESSAGE_BATCHES_PATH = "/v1/messages/batches"
 
 class _Batch(msgspec.Struct, frozen=True):
     input_file_id: str
+
+
+class _Input(msgspec.Struct, frozen=True):
+    input: Any = None
 
 
 async def forward_kept(context: RouterContext) -> None:
@@ -142,6 +147,8 @@ def _cannot_be_told_apart(context: RouterContext) -> bool:
 
 
 async def _located(context: RouterContext, id: str, path: str) -> EndpointId:
+    if not may_be_id(id):  # from a body: it would be anything in a path
+        raise _nothing(id)
     kept = _known(context, id)
     if kept is not None:
         return kept.endpoint
@@ -163,8 +170,9 @@ async def _ask_all(context: RouterContext, id: str, body: bytes, *, names_are_to
     lost: EndpointLost | None = None
     for candidate in _candidates(context):
         try:
-            if await _relay(context, candidate, body, gives_up_at_404=True):
-                if not names_are_told:
+            status = await _relay(context, candidate, body, gives_up_at_404=True)
+            if status != 404:
+                if status < 400 and not names_are_told:  # an error does not say that it is there
                     context.kept.remember(id, KeptObject(candidate, owner_of(context)))
                 return
         except EndpointLost as error:
@@ -193,8 +201,8 @@ def _home(context: RouterContext) -> EndpointId:
     return max(usable, key=lambda id: blake2b(id.encode(), key=blake2b(name, digest_size=32).digest()).digest())
 
 
-async def _relay(context: RouterContext, id: EndpointId, body: bytes, *, gives_up_at_404: bool = False) -> bool:
-    """Send the request there and the response to the client. False: it was a 404, and the client has not been told.
+async def _relay(context: RouterContext, id: EndpointId, body: bytes, *, gives_up_at_404: bool = False) -> int:
+    """Send the request there and the response to the client; its status. gives_up_at_404: that the client is not told.
     Raises EndpointLost."""
     context.endpoint = id
     request = context.fleet.remote(id).request(
@@ -202,9 +210,9 @@ async def _relay(context: RouterContext, id: EndpointId, body: bytes, *, gives_u
     )
     async with request as response:
         if response.status == 404 and gives_up_at_404:
-            return False
+            return 404
         await _pass_on(context, response, id)
-    return True
+        return response.status
 
 
 async def _pass_on(context: RouterContext, response: RemoteResponse, id: EndpointId) -> None:
@@ -241,7 +249,10 @@ def _not_found(message: str, code: str) -> Refusal:
 def check_references(context: RouterContext, raw: bytes) -> None:
     """Items of stored responses may be named in a new request, and an endpoint that cannot tell callers apart would
     give anybody's. Raises InvalidRequest."""
-    if _cannot_be_told_apart(context) and b'"item_reference"' in raw:
+    if not _cannot_be_told_apart(context):
+        return
+    items = decode_body(raw, _Input).input
+    if isinstance(items, list) and any(isinstance(item, dict) and is_reference(item) for item in items):
         raise InvalidRequest(
             "input names stored items (item_reference), and behind this router nobody can tell whose they are: send "
             "the items themselves, or previous_response_id",

@@ -42,6 +42,12 @@ def checked_items(given: str | list[dict[str, Any]] | None) -> list[Item]:
     return [item for item in items if item is not None]
 
 
+def is_reference(item: dict[str, Any]) -> bool:
+    """Whether it stands for an item of a stored response; of others the type may be missing, too, but not the role."""
+    kind = item.get("type")
+    return kind == "item_reference" or (kind is None and "role" not in item and "id" in item)
+
+
 def messages_of(items: Iterable[Item], instructions: str | None) -> list[dict[str, Any]]:
     """Messages in the shape of OpenAI's chat API. items: checked, and without references.
 
@@ -79,8 +85,8 @@ def _checked(item: dict[str, Any], path: str) -> Item | None:
     """None for what is left out."""
     kind = item.get("type")
     if kind is None:
-        kind = "item_reference" if "role" not in item and "id" in item else "message"
-    if kind in IGNORED:
+        kind = "item_reference" if is_reference(item) else "message"
+    if isinstance(kind, str) and kind in IGNORED:
         return None
     check = _CHECKS.get(kind) if isinstance(kind, str) else None
     if check is None:
@@ -110,7 +116,7 @@ def _message(item: dict[str, Any], path: str) -> Item:
 
 def _part(part: object, path: str, kind: str) -> dict[str, Any]:
     given = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(part, dict) or given not in TEXT_PARTS:
+    if not isinstance(part, dict) or not isinstance(given, str) or given not in TEXT_PARTS:
         raise InvalidRequest(
             f"{path} is of type {str(given)[:64]!r}, but only text is supported: {', '.join(TEXT_PARTS)}",
             param=f"{path}.type",

@@ -214,7 +214,7 @@ def _parse_choice(choice: str | dict[str, Any] | None, shown: dict[str, ShownToo
             if is_required and not names:
                 raise InvalidRequest("tool_choice allows none of the tools", param="tool_choice.tools")
             return ToolChoice(mode=ToolMode.REQUIRED if is_required else ToolMode.AUTO, allowed=names)
-        if kind in HOSTED:
+        if isinstance(kind, str) and kind in HOSTED:
             raise InvalidRequest(f"tool_choice asks for {kind}, which is not run here", param="tool_choice")
     raise InvalidRequest(
         f"tool_choice is {json.dumps(choice)[:100]}, allowed are auto, none, required, "
