@@ -95,6 +95,13 @@ async def test_only_a_background_response_can_be_cancelled(opened, autojump_cloc
         assert "background=true" in error["message"]
 
 
+async def test_a_stream_that_could_not_even_begin_is_refused(opened, autojump_clock):
+    async with opened(background=BackgroundSettings(events_bytes_max=20_000)) as api:
+        error = await api.ask(input="Hi", background=True, stream=True, instructions="x" * 20_000, status=400)
+        assert error["param"] == "stream"
+        assert "20000 bytes" in error["message"]
+
+
 async def test_its_time_to_live_ends_it(opened, autojump_clock):
     async with opened(response=None, step_seconds=10, background=BackgroundSettings(seconds_max=25)) as api:
         last = await ended(api, (await begun(api, timeout=1000))["id"])

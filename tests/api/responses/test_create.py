@@ -98,6 +98,18 @@ async def test_what_was_not_stored_cannot_be_gone_on_from(opened, autojump_clock
         assert (await api.ask(input=[reference], status=404))["code"] == "item_not_found"
 
 
+@pytest.mark.parametrize("role", ["user", "assistant", "system"])
+async def test_references_do_not_make_a_long_input_of_a_short_one(opened, autojump_clock, role):
+    """Each of them stands for an item that may be long, and as often as one likes."""
+    async with opened() as api:
+        long = await api.ask(input=[{"role": role, "content": "x" * 200_000}], background=True)
+        await api.server.app.wait_until_idle()
+        items = (await api.call(f"{long['id']}/input_items"))["data"]
+        error = await api.ask(input=[{"type": "item_reference", "id": items[0]["id"]}] * 100, status=400)
+        assert error["param"] == "input"
+        assert "16777216 bytes" in error["message"]
+
+
 async def test_a_gap_in_the_chain_is_told(opened, autojump_clock):
     async with opened() as api:
         first = await api.ask(input="one")
@@ -140,6 +152,14 @@ async def test_a_gap_in_the_chain_is_told(opened, autojump_clock):
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
         ({"priority": 101}, "priority"),
         ({"input": [{"role": "user", "content": "x"}] * 10_001}, "input"),
+        # what no type could be
+        *(({"input": [{"type": kind, "role": "user", "content": "x"}]}, "input[0].type") for kind in ([], {}, 1)),
+        *(
+            ({"input": [{"role": "user", "content": [{"type": kind}]}]}, "input[0].content[0].type")
+            for kind in ([], {})
+        ),
+        *(({"tools": [{"type": kind}]}, "tools[0].type") for kind in ([], {})),
+        *(({"tool_choice": {"type": kind}}, "tool_choice") for kind in ([], {})),
     ],
 )
 async def test_what_cannot_be_served_is_refused_with_its_place(opened, autojump_clock, fields, param):

@@ -26,7 +26,7 @@ from trioserve.api.responses.stored_responses import KIND, stored_bytes
 from trioserve.api.streams.event_log import EventLogFull
 from trioserve.api.streams.followed_log import FollowedLog
 from trioserve.contracts.deadlines import NO_DEADLINES, Deadlines
-from trioserve.contracts.errors import Overloaded, RequestFailed, StoreFault, StoreFull, TrioserveError
+from trioserve.contracts.errors import InvalidRequest, Overloaded, RequestFailed, StoreFault, StoreFull, TrioserveError
 from trioserve.store.store import Store
 from trioserve.store.stored_objects import AppendBlob, PutObject, ReplaceObject
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
@@ -158,7 +158,14 @@ class BackgroundResponses:
         if body.stream:
             log = FollowedLog(first=0, bytes_max=self._settings.events_bytes_max, drops_taken=False)
         live = BackgroundResponse(ResponseRun(context, planned), context.owner, log)
-        live.publish(live.run.events.queue())
+        try:
+            live.publish(live.run.events.queue())
+        except EventLogFull:
+            raise InvalidRequest(
+                f"the events of this response would take more than {self._settings.events_bytes_max} bytes, since each "
+                "tells instructions and tools back: shorten them, or send stream=false",
+                param="stream",
+            ) from None
         self._live[live.id] = live  # its place counts from now on
         try:
             kept = stored_bytes(live.run.stored(live.snapshot()))

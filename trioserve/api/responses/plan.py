@@ -77,7 +77,7 @@ async def plan_prompt(context: RequestContext, body: InputTokensBody) -> TurnReq
 async def _plan(
     context: RequestContext, body: PromptBody, sampling: SamplingParams
 ) -> tuple[list[Item], Tools, TurnRequest]:
-    loaded: Loaded = {}
+    loaded = Loaded()
     tools = parse_tools(body.tools, body.tool_choice)
     check_shape(body.chat_template_kwargs, "chat_template_kwargs")
     own = checked_items(body.input)

@@ -20,9 +20,7 @@ __all__ = ["KIND", "StoredResponse", "items_before", "not_found", "read_stored",
 
 KIND = "response"
 CHAIN_MAX = 512  # responses that one may go on from, each by the one before it
-CHAIN_BYTES_MAX = 16 * 2**20  # of them together; far more than any context holds
-
-Loaded = dict[str, "StoredResponse"]
+LOADED_BYTES_MAX = 16 * 2**20  # of what is read for one request; far more than any context holds
 
 
 class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +32,33 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def items(self) -> list[Item]:
         return [*self.input, *self.response["output"]]
+
+
+class Loaded:
+    """What was read for one request, by id; up to LOADED_BYTES_MAX of it."""
+
+    def __init__(self) -> None:
+        self._responses: dict[str, StoredResponse] = {}
+        self._bytes_left = LOADED_BYTES_MAX
+
+    def get(self, response_id: str) -> StoredResponse | None:
+        return self._responses.get(response_id)
+
+    def add(self, kept: StoredObject, param: str) -> StoredResponse:
+        """Raises InvalidRequest."""
+        self.count(len(kept.body), param)
+        stored = self._responses[kept.id] = read_stored(kept)
+        return stored
+
+    def count(self, byte_count: int, param: str) -> None:
+        """Raises InvalidRequest when there is no room for so many more bytes."""
+        self._bytes_left -= byte_count
+        if self._bytes_left < 0:
+            raise InvalidRequest(
+                f"{param} leads to more than {LOADED_BYTES_MAX} bytes of stored responses: begin anew, with what "
+                "counts of them in input",
+                param=param,
+            )
 
 
 def stored_bytes(stored: StoredResponse) -> bytes:
@@ -62,20 +87,18 @@ async def items_before(store: Store | None, owner: str | None, previous_id: str,
     was read. Raises Refusal (404) if one of them is not there, InvalidRequest if they are too many, or one has not
     ended well."""
     chain: list[StoredResponse] = []
-    byte_count = 0
     wanted: str | None = previous_id
     while wanted is not None:
         kept = None if store is None else await store.get(KIND, wanted, owner=owner)
         if kept is None:
             raise not_found(wanted, code="previous_response_not_found", param="previous_response_id")
-        byte_count += len(kept.body)
-        if len(chain) == CHAIN_MAX or byte_count > CHAIN_BYTES_MAX:
+        if len(chain) == CHAIN_MAX:
             raise InvalidRequest(
-                f"previous_response_id leads to more than {CHAIN_MAX} responses, or {CHAIN_BYTES_MAX} bytes: begin "
-                "anew, with what counts of them in input",
+                f"previous_response_id leads to more than {CHAIN_MAX} responses: begin anew, with what counts of them "
+                "in input",
                 param="previous_response_id",
             )
-        stored = loaded[wanted] = read_stored(kept)
+        stored = loaded.add(kept, "previous_response_id")
         status = stored.response["status"]
         if status not in ("completed", "incomplete"):
             raise InvalidRequest(
@@ -88,11 +111,15 @@ async def items_before(store: Store | None, owner: str | None, previous_id: str,
 
 
 async def resolve_references(store: Store | None, owner: str | None, items: list[Item], loaded: Loaded) -> list[Item]:
-    """The items, with what they refer to in place of the references. Raises Refusal (404)."""
-    return [
-        await _referred(store, owner, item["id"], loaded) if item["type"] == "item_reference" else item
-        for item in items
-    ]
+    """The items, with what they refer to in place of the references. Raises Refusal (404), and InvalidRequest if that
+    is too much: a short reference may stand for a long item, and as often as one likes."""
+    resolved: list[Item] = []
+    for item in items:
+        if item["type"] == "item_reference":
+            item = await _referred(store, owner, item["id"], loaded)
+            loaded.count(len(msgspec.json.encode(item)), "input")
+        resolved.append(item)
+    return resolved
 
 
 async def _referred(store: Store | None, owner: str | None, item_id: str, loaded: Loaded) -> Item:
@@ -102,7 +129,7 @@ async def _referred(store: Store | None, owner: str | None, item_id: str, loaded
         if stored is None and store is not None:
             kept = await store.get(KIND, place.response_id, owner=owner)
             if kept is not None:
-                stored = loaded[place.response_id] = read_stored(kept)
+                stored = loaded.add(kept, "input")
         if stored is not None:
             for item in stored.items:
                 if item["id"] == item_id:
