@@ -115,8 +115,9 @@ class DetachedStream:
     # --- the reader's side ---
 
     async def read(self, after: int, send: Callable[[bytes], Awaitable[None]]) -> None:
-        """Send what comes behind the event with this number, to the end. Raises Refusal when another reader takes
-        over."""
+        """Send what comes behind the event with this number, to the end. Raises Refusal when that is gone, and when
+        another reader takes over."""
+        self.check_kept(after)  # again: what another reader had taken may have gone while the head was sent
         if self._reader is not None:
             self._reader.cancel()
         reader = self._reader = trio.CancelScope()
@@ -132,6 +133,11 @@ class DetachedStream:
                 self._on_unread(self)
         if reader.cancelled_caught:
             raise _taken_over(self.id)
+
+    def check_kept(self, after: int) -> None:
+        """Raises Refusal (410) if the event behind this number is gone."""
+        if after < self.log.first_kept - 1:
+            raise _gone(after, self.log.first_kept)
 
     def start_clock(self) -> None:
         """Nobody reads from now on."""
@@ -160,6 +166,18 @@ def _full(byte_count: int) -> Refusal:
             code="stream_buffer_full",
             message=f"nobody reads this response, and {byte_count} bytes of its events leave no room for more",
             headers=((REASON_HEADER, "stream_buffer_full"),),
+        )
+    )
+
+
+def _gone(after: int, first_kept: int) -> Refusal:
+    return Refusal(
+        ErrorResponse(
+            status=410,
+            type="invalid_request_error",
+            code="events_gone",
+            message=f"after is {after}, but the oldest event that is kept is {first_kept}",
+            headers=((REASON_HEADER, "events_gone"),),
         )
     )
 

@@ -33,6 +33,8 @@ class FollowedLog(EventLog):
         """Send every event behind the one with this number, until the log has ended; comments meanwhile, so that the
         connection is seen to live."""
         while True:
+            # Who was woken and cancelled at once takes nothing: it would count as taken, and the next one wants it.
+            await trio.lowlevel.checkpoint_if_cancelled()
             piece, after = self.take(after, PIECE_BYTES_MAX)
             if piece:
                 self._taken_from.unpark_all()

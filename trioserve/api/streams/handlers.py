@@ -29,10 +29,7 @@ async def read_stream(context: RequestContext) -> None:
         raise _refused(409, "stream_not_begun", f"the stream {stream.id} has not begun yet: it waits for its turn")
     if after > stream.log.last:
         raise InvalidRequest(f"after is {after}, but the last event so far is {stream.log.last}", param="after")
-    if after < stream.log.first_kept - 1:
-        raise _refused(
-            410, "events_gone", f"after is {after}, but the oldest event that is kept is {stream.log.first_kept}"
-        )
+    stream.check_kept(after)
     await context.start_events()
     await stream.read(after, context.exchange.send)
     await context.finish()

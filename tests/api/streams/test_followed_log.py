@@ -1,0 +1,49 @@
+"""Who reads a log when another reader, or the end of its time, comes in the same moment."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from trioserve.api.error_responses import Refusal
+from trioserve.api.streams.detached_stream import DetachedStream
+from trioserve.api.streams.followed_log import FollowedLog
+
+
+async def nowhere(_piece):
+    await trio.lowlevel.checkpoint()
+
+
+async def test_a_reader_that_is_woken_and_cancelled_takes_nothing():
+    log = FollowedLog(first=1, bytes_max=100, drops_taken=True)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(log.follow, 0, nowhere)
+        await wait_all_tasks_blocked()
+        log.append(b"event")
+        log.wake()
+        nursery.cancel_scope.cancel()
+    assert log.unread_byte_count == 5
+
+
+async def test_a_reader_whose_place_went_while_it_began_is_told_so():
+    async def goes_on():
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(stream.read, 0, nowhere)
+            for _ in range(5):
+                await stream.add(b"data: 12345\n\n")
+                await wait_all_tasks_blocked()
+            nursery.cancel_scope.cancel()
+
+    def never(*_):
+        raise AssertionError
+
+    stream = DetachedStream(
+        "s", None, seconds=1, bytes_max=60, call_at=never, on_unread=lambda _: None, on_expired=never
+    )
+    stream.begin(200, ())
+    await goes_on()
+    assert stream.log.first_kept > 1
+    with pytest.raises(Refusal) as refused:
+        await stream.read(0, nowhere)
+    assert refused.value.response.code == "events_gone"
