@@ -7,9 +7,11 @@ import pytest
 import trio
 from openai.types import Batch, FileObject
 
+from trioserve.api.batches import batch_run
 from trioserve.api.batches.descriptions import Batch as DescribedBatch
 from trioserve.api.batches.settings import BatchSettings
 from trioserve.store.settings import StoreSettings
+from trioserve.testing.fake_engine import InjectedFault
 from trioserve.testing.memory_server import open_memory_server
 
 KEYS = ("alice-key", "bob-key")
@@ -42,6 +44,22 @@ async def test_every_line_has_its_response(owner_of, batch_line, autojump_clock)
         shown = await owner.ok(f"/v1/files/{batch['output_file_id']}")
         FileObject.model_validate(shown, strict=True)
         assert shown["purpose"] == "batch_output"
+        await server.assert_all_free()
+
+
+@pytest.mark.parametrize("function", ["usage_of", "asked_line", "custom_id_of"])
+async def test_a_fault_in_a_batch_is_its_own(owner_of, batch_line, autojump_clock, monkeypatch, function):
+    def broken(*_arguments, **_options):
+        raise InjectedFault
+
+    async with open_memory_server() as server:
+        owner = owner_of(server)
+        with monkeypatch.context() as patched:
+            patched.setattr(batch_run, function, broken)
+            batch = await owner.ended((await owner.batch(batch_line("a"), batch_line("b")))["id"])
+        assert batch["status"] == "failed"
+        assert batch["errors"]["data"][0]["code"] == "internal_error"
+        assert (await owner.ended((await owner.batch(batch_line("a")))["id"]))["status"] == "completed"
         await server.assert_all_free()
 
 

@@ -7,9 +7,11 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
+from trioserve.api.responses import background
 from trioserve.api.responses.response_types import ResponseEvent, ResponseObject
 from trioserve.api.responses.settings import BackgroundSettings
 from trioserve.contracts.errors import EngineFault
+from trioserve.testing.fake_engine import InjectedFault
 from trioserve.testing.memory_server import open_memory_server
 
 from .conftest import PATH, Asker, text_of
@@ -100,6 +102,18 @@ async def test_a_stream_that_could_not_even_begin_is_refused(opened, autojump_cl
         error = await api.ask(input="Hi", background=True, stream=True, instructions="x" * 20_000, status=400)
         assert error["param"] == "stream"
         assert "20000 bytes" in error["message"]
+
+
+async def test_a_fault_at_its_end_is_its_own(opened, autojump_clock, monkeypatch):
+    def broken(_stored):
+        raise InjectedFault
+
+    async with opened(paused=True) as api:
+        response_id = (await begun(api))["id"]
+        monkeypatch.setattr(background, "stored_bytes", broken)
+        api.server.engine.resume()
+        assert (await ended(api, response_id))["status"] == "failed"
+        assert text_of(await api.ask(input="Hi")) == "Hello!"
 
 
 async def test_its_time_to_live_ends_it(opened, autojump_clock):

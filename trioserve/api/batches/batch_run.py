@@ -94,12 +94,21 @@ class BatchRun:
                 if book.record.status is BatchStatus.CANCELLING:
                     raise
                 await book.fail(BatchError(code="store_full", message=str(failure)))
+            except (BatchGone, _Postponed):
+                raise
+            except Exception:
+                # Its own fault, and nobody else's: those beside it go on.
+                logger.exception("batch broke off batch=%s", book.batch_id)
+                if book.record.status is not BatchStatus.CANCELLING:
+                    await book.fail(BatchError(code="internal_error", message="the server failed on this batch"))
         except _Postponed:
             logger.info("batch left to the next start batch=%s", book.batch_id)
         except BatchGone:
             logger.info("batch deleted batch=%s", book.batch_id)
         except (StoreFull, StoreFault) as error:
             logger.error("batch not finished batch=%s error=%s", book.batch_id, error)
+        except Exception:
+            logger.exception("batch not finished batch=%s", book.batch_id)
         finally:
             self.done.set()
 

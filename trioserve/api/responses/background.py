@@ -197,6 +197,9 @@ class BackgroundResponses:
             except (StoreFull, StoreFault) as error:
                 # Who reads it now still gets it; later it is told as failed.
                 logger.error("background response not kept response=%s error=%s", live.id, error)
+        except Exception:
+            # Its own fault, and nobody else's: those beside it go on.
+            logger.exception("background response not kept response=%s", live.id)
         finally:
             live.done.set()
             if live.log is not None:
