@@ -52,8 +52,12 @@ def test_ctrl_c_while_threads_begin_leaves_none(monkeypatch):
             pass
 
     monkeypatch.setattr(threading.Thread, "start", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        trio.run(main)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            trio.run(main)
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert set(threading.enumerate()) == before
 
 
