@@ -168,6 +168,10 @@ async def test_what_another_key_has_made_is_not_there(open_setup: Any) -> None:
         assert (await client("two").post(RESPONSES, asked(previous_response_id=id))).status == 404
         async with client("two").ask(f"{RESPONSES}/{id}", method="DELETE") as refused:
             assert await refused.head() == 404
+        # The lines of a batch are read by the endpoint alone.
+        batch = {"input_file_id": "file-x", "endpoint": RESPONSES, "completion_window": "24h"}
+        refused = await client("two").post("/v1/batches", batch)
+        assert (refused.status, (await refused.json())["error"]["param"]) == (400, "endpoint")
         # Nor what nobody has seen being made here: the router cannot say whose it is.
         direct = await (await setup.servers["b"].client().post(RESPONSES, asked())).json()
         assert (await client("one").get(f"{RESPONSES}/{direct['id']}")).status == 404

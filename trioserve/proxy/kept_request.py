@@ -19,7 +19,7 @@ from trioserve.api.responses.input_items import is_reference
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import EndpointLost, InvalidRequest, NoEndpoint
 from trioserve.proxy.kept_objects import KeptObject, may_be_id, object_id_in
-from trioserve.proxy.relay import owner_of, request_headers, response_headers, session_told
+from trioserve.proxy.relay import RESPONSES_PATH, owner_of, request_headers, response_headers, session_told
 
 if TYPE_CHECKING:
     from trioserve.proxy.remote_endpoint import RemoteResponse
@@ -43,6 +43,7 @@ MESSAGE_BATCHES_PATH = "/v1/messages/batches"
 
 class _Batch(msgspec.Struct, frozen=True):
     input_file_id: str
+    endpoint: str | None = None
 
 
 class _Input(msgspec.Struct, frozen=True):
@@ -79,13 +80,20 @@ async def forward_home(context: RouterContext) -> None:
 
 
 async def forward_batch(context: RouterContext) -> None:
-    """To the endpoint that has the batch's file; lists as forward_home."""
+    """To the endpoint that has the batch's file; lists as forward_home. Raises InvalidRequest for a batch whose lines
+    may name what is stored, where an endpoint would give anybody's."""
     if context.exchange.method == "GET":
         await forward_home(context)
         return
     body = await context.exchange.body()
-    id = decode_body(body, _Batch).input_file_id
-    await _relay(context, await _located(context, id, "/v1/files/"), body)
+    batch = decode_body(body, _Batch)
+    if batch.endpoint == RESPONSES_PATH and _cannot_be_told_apart(context):
+        raise InvalidRequest(
+            f'endpoint is "{RESPONSES_PATH}", whose lines may name stored responses, and behind this router nobody can '
+            'tell whose they are: send a batch of "/v1/chat/completions"',
+            param="endpoint",
+        )
+    await _relay(context, await _located(context, batch.input_file_id, "/v1/files/"), body)
 
 
 async def forward_stream(context: RouterContext) -> None:
