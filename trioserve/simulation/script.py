@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -10,12 +11,18 @@ from trioserve.contracts.errors import InvalidRequest
 
 __all__ = ["line_of", "parts_of"]
 
+_SPACE = re.compile(r"\s")
+
 
 def line_of(part: msgspec.Struct) -> str:
-    """Values are JSON without spaces."""
+    """Values are JSON without spaces: one in a text is written as an escape."""
     fields = msgspec.to_builtins(part)
-    words = [fields.pop("type"), *(f"{name}={msgspec.json.encode(value).decode()}" for name, value in fields.items())]
+    words = [fields.pop("type"), *(f"{name}={_word(value)}" for name, value in fields.items())]
     return " ".join(words)
+
+
+def _word(value: object) -> str:
+    return _SPACE.sub(lambda found: f"\\u{ord(found[0]):04x}", msgspec.json.encode(value).decode())
 
 
 def parts_of(script: str, kinds: Any) -> list[Any]:
