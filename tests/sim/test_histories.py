@@ -94,6 +94,8 @@ STACK_MOMENTS = [
         f"answers: {what}"
         for what in ("408 body_timeout", "429 queue_full", "500 engine_fault", "broken off", "complete")
     ),
+    "answers with tools: broken off",
+    "answers with tools: complete",
     *(f"clients: {what}" for what in ("left early", "out of patience", "read to the end", "told of a fault")),
     *(f"clients: refused: {what}" for what in ("draining", "full")),
     *(f"ends: {reason}" for reason in ("abort", "deadline", "length")),
@@ -114,13 +116,15 @@ STACK = StackPlan(
         step_seconds=(0.01,),
         schedule_seed=3,
         front=Front(buffer_bytes=1024),
+        family="mistral",
     ),
     (
-        Client(number=0, id="r0", at=0.0, prompt=(1, 2), output=3),
+        Client(number=0, id="r0", at=0.0, prompt=(1, 2), output=3, form=("yes, indeed",)),
         Connection(number=0, http=1, pieces=(3, 20), is_pipelined=True),
         AskOverHttp(number=0, connection=0, prompts=((1, 2), (3,)), output=2, streamed=True, leaves_after=100),
         AskOverHttp(number=1, connection=0, prompts=((4,),), output=2, id="h1"),
         AskOverHttp(number=2, connection=1, prompts=((5,),), output=2, id="h2", way="goaway", patience=0.02),
+        AskOverHttp(number=3, connection=1, prompts=(tuple(b"f g text 0"),), output=20, has_tools=True),
         Delete(at=0.01, id="h1"),
         Order(at=0.02, ids=("r0",)),
         Order(at=0.03, drains=True),

@@ -6,8 +6,11 @@ import json
 
 import pytest
 
+from trioserve.simulation.stack.call_choice import CallChoice
+from trioserve.simulation.stack.calls import FAMILIES, TEXTS, CallingModel, shown_of
 from trioserve.simulation.stack.http_plan import Ask
 from trioserve.simulation.stack.http_protocol import Response, StrictClient
+from trioserve.simulation.stack.http_requests import expected_tokens
 from trioserve.simulation.stack.http_response import BROKEN_OFF, COMPLETE, outcome_of
 
 TOKENS = [tuple("añb".encode())]  # the middle character is two tokens
@@ -95,3 +98,110 @@ def test_responses_to_pipelined_requests_are_told_apart():
     assert [bytes(response.body) for response in responses] == [b"a", b"b", b""]
     assert [response.is_complete for response in responses] == [True, True, False]
     assert responses[2].lost
+
+
+# --- chats with tools ---
+
+
+def call_choice(number: int, tokens_max: int = 150, ids: set[str] | None = None) -> CallChoice:
+    prompt = tuple(b"f g text %d" % number)
+    ask = Ask(number=0, connection=0, prompts=(prompt,), output=tokens_max, has_tools=True)
+    [tokens] = expected_tokens(ask, CallingModel("hermes", vocab_size=256))
+    return CallChoice("c", tokens, "hermes", prompt, 0, set() if ids is None else ids)
+
+
+def chunk(finish_reason: str | None = None, **delta: object) -> dict[str, object]:
+    return {"index": 0, "delta": delta, "finish_reason": finish_reason}
+
+
+def begun(name: str, index: int = 0, call_id: str = "i") -> dict[str, object]:
+    call = {"index": index, "id": f"{call_id}{index}", "type": "function"}
+    return chunk(tool_calls=[{**call, "function": {"name": name, "arguments": ""}}])
+
+
+def more(arguments: str, index: int = 0) -> dict[str, object]:
+    return chunk(tool_calls=[{"index": index, "function": {"arguments": arguments}}])
+
+
+def message(content: str | None, *calls: tuple[str, str], finish_reason: str) -> dict[str, object]:
+    shown = [
+        {"id": f"i{index}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for index, (name, arguments) in enumerate(calls)
+    ]
+    return {"message": {"content": content, "tool_calls": shown}, "finish_reason": finish_reason}
+
+
+TWO = (("f", r'{"b": [1, "\""]}'), ("g", '{"c": "é"}'))  # text 2
+CUT_OFF = (("g", r'{"d": "\ud83d\ude00"}'), ("f", r'{"a": "\tz'))  # text 4
+STREAMED_TWO = [begun("f"), more(TWO[0][1]), begun("g", 1), more('{"c"', 1), more(': "é"}', 1)]
+
+
+@pytest.mark.parametrize(
+    ("number", "tokens_max", "pieces"),
+    [
+        (1, 150, [chunk(content="Well, é!"), begun("g"), more("{}"), chunk("tool_calls")]),
+        (2, 150, [*STREAMED_TWO, chunk("tool_calls")]),
+        (2, 150, [message(None, *TWO, finish_reason="tool_calls")]),
+        (3, 5, [message("There", finish_reason="length")]),
+        (4, 150, [message(None, CUT_OFF[0], finish_reason="stop")]),
+        (4, 150, [begun("g"), more(CUT_OFF[0][1]), begun("f", 1), more(CUT_OFF[1][1], 1), chunk("stop")]),
+        (1, 12, [chunk(content="Well, é!<to"), chunk("length")]),
+        (0, 11, [chunk("length")]),  # the opening of a call, and not a word of it
+    ],
+)
+def test_calls_as_the_model_made_them_are_taken(number, tokens_max, pieces):
+    choice = call_choice(number, tokens_max)
+    for piece in pieces:
+        choice.check_prefix()
+        choice.take(piece)
+    choice.check_complete()
+
+
+@pytest.mark.parametrize(
+    ("number", "tokens_max", "pieces", "objection"),
+    [
+        (2, 150, [*STREAMED_TWO, chunk("stop")], "ended with stop"),
+        (2, 150, [*STREAMED_TWO[:-1], chunk("tool_calls")], "instead of"),
+        (2, 150, [begun("f"), begun("f")], "begins the call that is open"),
+        (2, 150, [begun("f"), more(TWO[0][1]), more("{}", 2)], "behind 1 calls"),
+        (2, 150, [chunk("tool_calls"), begun("f")], "instead of"),
+        (2, 150, [message(None, TWO[0], finish_reason="tool_calls")], "instead of"),
+        (2, 150, [message("f", *TWO, finish_reason="tool_calls")], "instead of"),
+        (4, 150, [message(None, *CUT_OFF, finish_reason="stop")], "instead of"),
+        (4, 150, [message(None, CUT_OFF[0], finish_reason="tool_calls")], "ended with tool_calls"),
+        (1, 150, [chunk(content="Well, é!<?")], "no beginning"),
+        (1, 150, [begun("g"), more("{}"), chunk(content="Well, é!")], "no beginning"),
+        (1, 150, [chunk(content="Well, é!"), begun("f")], "no beginning"),
+    ],
+)
+def test_other_calls_are_objected_to(number, tokens_max, pieces, objection):
+    choice = call_choice(number, tokens_max)
+    with pytest.raises(AssertionError, match=objection):
+        for piece in pieces:
+            choice.take(piece)
+            choice.check_prefix()
+
+
+@pytest.mark.parametrize("content", ["Well, \ufffd", "Well, é!<tool"])
+def test_an_aborted_choice_may_end_with_what_was_held_back(content):
+    choice = call_choice(1)
+    choice.take(chunk(content=content))
+    choice.check_prefix()
+
+
+def test_no_two_calls_of_a_response_have_one_id():
+    ids: set[str] = set()
+    call_choice(2, ids=ids).take(begun("f"))
+    with pytest.raises(AssertionError, match="the id of another call"):
+        call_choice(2, ids=ids).take(begun("f"))
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_all_of_a_text_is_shown_but_its_marks(family):
+    for number, text in enumerate(TEXTS):
+        ask = Ask(number=0, connection=0, prompts=(tuple(b"f g text %d" % number),), output=150, has_tools=True)
+        [tokens] = expected_tokens(ask, CallingModel(family, vocab_size=256))
+        shown = shown_of(family, ask.prompts[0], 0, bytes(tokens[:-1]).decode(), is_over=True)
+        assert shown.content == "".join(part for part in text if isinstance(part, str))
+        assert shown.calls == tuple((part.name, part.arguments) for part in text if not isinstance(part, str))
+        assert shown.is_cut_off == any(not isinstance(part, str) and not part.is_whole for part in text)

@@ -17,7 +17,7 @@ from trioserve.contracts.events import AbortOutcome
 from trioserve.simulation.stack.http_connection import Caller
 from trioserve.simulation.stack.http_plan import FOR_GOOD_SECONDS, Ask, Connection, Delete
 from trioserve.simulation.stack.http_protocol import Response
-from trioserve.simulation.stack.http_requests import KEY, expected_tokens, key_of, request_of
+from trioserve.simulation.stack.http_requests import KEY, expected_tokens, key_of, path_of, request_of
 from trioserve.simulation.stack.http_response import BROKEN_OFF, COMPLETE, outcome_of
 from trioserve.simulation.stack.http_server import MOMENT_SECONDS, HttpServer
 
@@ -25,10 +25,13 @@ __all__ = ["HttpClients"]
 
 
 class HttpClients:
-    """asks, connections: of one plan."""
+    """asks, connections: of one plan. family: how its model writes calls."""
 
-    def __init__(self, server: HttpServer, asks: Iterable[Ask], connections: Iterable[Connection]) -> None:
+    def __init__(
+        self, server: HttpServer, asks: Iterable[Ask], connections: Iterable[Connection], *, family: str = ""
+    ) -> None:
         self._server = server
+        self._family = family
         self._asks: dict[int, list[Ask]] = {}  # by connection
         for ask in asks:
             self._asks.setdefault(ask.connection, []).append(ask)
@@ -106,10 +109,12 @@ class HttpClients:
             response.lost = "the connection had ended"
             return response, leaves_at
         self._server.count("requests")
+        if ask.has_tools:
+            self._server.count("requests with tools")
         body, fields = request_of(ask)
         middle = len(body) // 2
         self._server.sent_at[key_of(ask)] = math.inf
-        await caller.begin(response, "POST", "/v1/completions", fields, body[:middle])
+        await caller.begin(response, "POST", path_of(ask), fields, body[:middle])
         with trio.move_on_at(leaves_at):
             await trio.sleep(ask.pause)
         rest = body[middle : -1 if ask.withheld else len(body)]
@@ -236,9 +241,12 @@ class HttpClients:
 
     def _judge(self, caller: Caller, ask: Ask, response: Response) -> None:
         key, connection = key_of(ask), caller.connection.number
-        outcome = outcome_of(ask, response, expected_tokens(ask, self._server.fake.executor.model))
+        expected = expected_tokens(ask, self._server.fake.executor.model)
+        outcome = outcome_of(ask, response, expected, family=self._family)
         self._server.tell(f"client {key}: {outcome}{'' if response.lost is None else f' ({response.lost})'}")
         self._server.count(f"answers: {outcome}")
+        if ask.has_tools:
+            self._server.count(f"answers with tools: {outcome}")
         if outcome == COMPLETE or key in self._server.left_at:
             return
         stalls = self._stall_seconds(ask) >= self._server.limits.stall_seconds_max

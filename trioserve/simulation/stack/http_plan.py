@@ -60,7 +60,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="as
     body's last byte never comes. in_headers: where the deadlines are. way: how it leaves, when `patience` seconds have
     passed since it began, or when `leaves_after` bytes of its response have come; "reset" leaves the others on its
     connection alone. stalls_after: bytes after which it takes nothing for stall_seconds, or, if it trickles, a byte now
-    and then, where the protocol can. form: its response is one of these texts; none: it is free.
+    and then, where the protocol can. form: its response is one of these texts; none: it is free. has_tools: it is a
+    chat with tools, and its only prompt one that calls.py has drawn.
     """
 
     number: int
@@ -88,6 +89,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="as
     stall_seconds: float = 0.0
     trickles: bool = False
     form: tuple[str, ...] = ()
+    has_tools: bool = False
 
     @property
     def place_count(self) -> int:

@@ -9,12 +9,14 @@ from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.engine.request_preparation import SEED_STRIDE
 from trioserve.simulation.reference_engine import ReferenceEngine
+from trioserve.simulation.stack.calls import TOOLS, message_of
 from trioserve.simulation.stack.forms import guide_of
 from trioserve.simulation.stack.http_plan import Ask
+from trioserve.testing.byte_tokenizer import END_TOKEN_ID
 from trioserve.testing.fake_executor import FakeModel
 from trioserve.trio_tools.http_client import Fields
 
-__all__ = ["KEY", "expected_tokens", "key_of", "request_of"]
+__all__ = ["KEY", "expected_tokens", "key_of", "path_of", "request_of", "seed_of"]
 
 KEY = "x-simulated-client"  # the header field that tells the simulation who asks
 
@@ -26,7 +28,7 @@ def key_of(ask: Ask) -> str:
 def request_of(ask: Ask) -> tuple[bytes, Fields]:
     """Its body and its header fields."""
     body: dict[str, object] = {
-        "prompt": ask.prompts if len(ask.prompts) > 1 else ask.prompts[0],
+        **_prompt_of(ask),
         "max_tokens": ask.output,
         "n": ask.choices,
         "stream": ask.streamed,
@@ -53,6 +55,22 @@ def request_of(ask: Ask) -> tuple[bytes, Fields]:
     return data, [*fields, ("content-length", str(len(data)))]
 
 
+def path_of(ask: Ask) -> str:
+    return "/v1/chat/completions" if ask.has_tools else "/v1/completions"
+
+
+def seed_of(ask: Ask, index: int) -> int:
+    """Of a choice."""
+    return (ask.number + index * SEED_STRIDE) % 2**64
+
+
+def _prompt_of(ask: Ask) -> dict[str, object]:
+    if not ask.has_tools:
+        return {"prompt": ask.prompts if len(ask.prompts) > 1 else ask.prompts[0]}
+    [prompt] = ask.prompts
+    return {"messages": [{"role": "user", "content": message_of(prompt)}], "tools": TOOLS}
+
+
 def expected_tokens(ask: Ask, model: FakeModel) -> list[tuple[int, ...]]:
     """Of every choice of every prompt, in the order of their indices."""
     references = ReferenceEngine(model)
@@ -70,7 +88,7 @@ def _sequence(ask: Ask, prompt: tuple[int, ...], index: int) -> EngineRequest:
         prompt_token_ids=prompt,
         sampling=SamplingParams(temperature=ask.temperature),
         output_tokens_max=ask.output,
-        stop_token_ids=frozenset(),
-        seed=(ask.number + index * SEED_STRIDE) % 2**64,
+        stop_token_ids=frozenset((END_TOKEN_ID,) if ask.has_tools else ()),
+        seed=seed_of(ask, index),
         guide=guide_of(ask.form),
     )

@@ -3,15 +3,17 @@ that says so. Why it ended as it did is not asked here."""
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from trioserve.simulation.stack.call_choice import CallChoice
 from trioserve.simulation.stack.forms import is_whole
 from trioserve.simulation.stack.http_plan import Ask
 from trioserve.simulation.stack.http_protocol import Response
+from trioserve.simulation.stack.http_requests import seed_of
+from trioserve.simulation.stack.http_text import text_of
 
 __all__ = ["BROKEN_OFF", "COMPLETE", "outcome_of"]
 
@@ -19,9 +21,10 @@ COMPLETE = "complete"
 BROKEN_OFF = "broken off"
 
 
-def outcome_of(ask: Ask, response: Response, expected: Sequence[Sequence[int]]) -> str:
+def outcome_of(ask: Ask, response: Response, expected: Sequence[Sequence[int]], *, family: str = "") -> str:
     """COMPLETE; BROKEN_OFF, before the response's end; or "500 engine_fault", with the reason of an error, before or in
-    a stream. expected: the tokens of every choice. Raises AssertionError for what no client may see."""
+    a stream. expected: the tokens of every choice. family: how calls are written.
+    Raises AssertionError for what no client may see."""
     if response.status is None:
         assert not response.body, f"{ask.id}: a body without a head"
         return BROKEN_OFF
@@ -38,10 +41,7 @@ def outcome_of(ask: Ask, response: Response, expected: Sequence[Sequence[int]]) 
         if response.status == 429:
             assert int(response.headers["retry-after"]) >= 1
         return f"{response.status} {response.headers.get('x-trioserve-reason')}"
-    choices = [
-        _Choice(f"{ask.id}, choice {index}", tokens, "stop" if is_whole(ask.form, tokens) else "length")
-        for index, tokens in enumerate(expected)
-    ]
+    choices = _choices(ask, expected, family)
     if ask.streamed:
         return _outcome_of_events(ask, response, choices)
     if not response.is_complete:
@@ -54,7 +54,19 @@ def outcome_of(ask: Ask, response: Response, expected: Sequence[Sequence[int]]) 
     return COMPLETE
 
 
-def _outcome_of_events(ask: Ask, response: Response, choices: list[_Choice]) -> str:
+def _choices(ask: Ask, expected: Sequence[Sequence[int]], family: str) -> Sequence[_Choice | CallChoice]:
+    ids: set[str] = set()
+    choices: list[_Choice | CallChoice] = []
+    for index, tokens in enumerate(expected):
+        name = f"{ask.id}, choice {index}"
+        if ask.has_tools:
+            choices.append(CallChoice(name, tokens, family, ask.prompts[0], seed_of(ask, index), ids))
+        else:
+            choices.append(_Choice(name, tokens, "stop" if is_whole(ask.form, tokens) else "length"))
+    return choices
+
+
+def _outcome_of_events(ask: Ask, response: Response, choices: Sequence[_Choice | CallChoice]) -> str:
     assert response.headers["content-type"].startswith("text/event-stream"), response.headers
     *blocks, rest = bytes(response.body).split(b"\n\n")
     assert not (response.is_complete and rest), f"{ask.id}: half an event at the end of the response: {rest!r}"
@@ -87,12 +99,12 @@ def _outcome_of_events(ask: Ask, response: Response, choices: list[_Choice]) -> 
     return BROKEN_OFF
 
 
-def _take(value: Any, choices: list[_Choice]) -> None:
+def _take(value: Any, choices: Sequence[_Choice | CallChoice]) -> None:
     for choice in value["choices"]:
         choices[choice["index"]].take(choice)
 
 
-def _check_usage(ask: Ask, usage: Any, choices: list[_Choice]) -> None:
+def _check_usage(ask: Ask, usage: Any, choices: Sequence[_Choice | CallChoice]) -> None:
     assert usage["prompt_tokens"] == sum(map(len, ask.prompts)), f"{ask.id}: {usage}"
     assert usage["completion_tokens"] == sum(len(choice.tokens) for choice in choices), f"{ask.id}: {usage}"
 
@@ -119,7 +131,7 @@ class _Choice:
     def check_complete(self) -> None:
         assert self.finish_reason == self.end, f"{self.name}: complete, and ended with {self.finish_reason}"
         assert self.shown_tokens in (None, list(self.tokens)), f"{self.name}: {self.shown_tokens} of {self.tokens}"
-        assert self.text == _text(self.tokens, is_whole=True), f"{self.name}: {self.text!r} of {self.tokens}"
+        assert self.text == text_of(self.tokens, is_whole=True), f"{self.name}: {self.text!r} of {self.tokens}"
 
     def check_prefix(self) -> None:
         assert self.finish_reason in (None, self.end), f"{self.name} ended with {self.finish_reason}"
@@ -130,10 +142,5 @@ class _Choice:
         if self.shown_tokens is not None:
             counts = (len(self.shown_tokens),)
             assert tuple(self.shown_tokens) == self.tokens[: counts[0]], f"{self.name}: {self.shown_tokens}"
-        texts = {_text(self.tokens[:count], is_whole=is_whole) for count in counts for is_whole in (False, True)}
+        texts = {text_of(self.tokens[:count], is_whole=is_whole) for count in counts for is_whole in (False, True)}
         assert self.text in texts, f"{self.name}: {self.text!r} is no beginning of {self.tokens}"
-
-
-def _text(tokens: Sequence[int], *, is_whole: bool) -> str:
-    """Tokens are bytes. Half a character at the end is shown only when it is known that the rest will not come."""
-    return codecs.getincrementaldecoder("utf-8")("replace").decode(bytes(tokens), is_whole)

@@ -9,6 +9,7 @@ import msgspec
 
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.simulation.script import line_of, parts_of
+from trioserve.simulation.stack.calls import CALL_BLOCKS, drawn_family, drawn_question
 from trioserve.simulation.stack.forms import drawn_form
 from trioserve.simulation.stack.http_plan import (
     Ask,
@@ -74,7 +75,8 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
     """The engine. step_seconds: how long the steps take, in turn. fault_at: the step at which it breaks; None: it does
     not. overlaps: steps are planned ahead. draft_tokens: draft tokens of a request in a step. vocab_size: tokens that
     the model knows; of few it makes text that can be drafted. schedule_seed: decides who goes first among the tasks
-    that can run. front: what clients over HTTP find."""
+    that can run. front: what clients over HTTP find. family: how the model writes calls of tools; "":
+    nobody offers it any."""
 
     block_count: int
     max_num_seqs: int
@@ -87,6 +89,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
     draft_tokens: int = 0
     vocab_size: int = BYTE_VOCAB_SIZE - 1
     front: Front = Front()
+    family: str = ""
 
 
 Part = Client | Order | Connection | Ask | Delete
@@ -134,7 +137,7 @@ def drawn_stack_plan(rng: Random, client_count: int) -> StackPlan:
         vocab_size=rng.choice((1, 2)) if draft_tokens else BYTE_VOCAB_SIZE - 1,
         front=drawn_front(rng),
     )
-    return StackPlan(stage, _with_forms(stage, parts))
+    return _with_calls(StackPlan(stage, _with_forms(stage, parts)))
 
 
 def _with_forms(stage: Stage, parts: list[Part]) -> tuple[Part, ...]:
@@ -146,6 +149,22 @@ def _with_forms(stage: Stage, parts: list[Part]) -> tuple[Part, ...]:
             part = msgspec.structs.replace(part, form=drawn_form(rng, stage.vocab_size))
         formed.append(part)
     return tuple(formed)
+
+
+def _with_calls(plan: StackPlan) -> StackPlan:
+    """From another source, so that a plan without calls is what its seed has always drawn."""
+    rng = Random(f"calls {line_of(plan.stage)}")
+    family = drawn_family(rng)
+    if not family or not any(isinstance(part, Ask) for part in plan.parts):
+        return plan
+    parts: list[Part] = []
+    for part in plan.parts:
+        if isinstance(part, Ask) and (question := drawn_question(rng)):
+            prompt, output = question
+            part = msgspec.structs.replace(part, has_tools=True, prompts=(prompt,), output=output, form=())
+        parts.append(part)
+    block_count = plan.stage.block_count + CALL_BLOCKS
+    return StackPlan(msgspec.structs.replace(plan.stage, family=family, block_count=block_count), tuple(parts))
 
 
 class _Draws:

@@ -29,12 +29,14 @@ from trioserve.contracts.structured_output import StructuredOutput
 from trioserve.engine.request_preparation import SEED_STRIDE
 from trioserve.engine.request_stream import RequestStream
 from trioserve.simulation.reference_engine import ReferenceEngine
+from trioserve.simulation.stack.calls import CALL_TEMPLATE, CallingModel
 from trioserve.simulation.stack.forms import compile_forms, guide_of
 from trioserve.simulation.stack.http_clients import HttpClients
 from trioserve.simulation.stack.http_plan import Ask, Connection, Delete
 from trioserve.simulation.stack.http_server import MADE_UP, HttpServer
 from trioserve.simulation.stack.idle_watch import IdleWatch
-from trioserve.simulation.stack.plan import BLOCK_SIZE, Client, Order, StackPlan
+from trioserve.simulation.stack.plan import BLOCK_SIZE, Client, Order, StackPlan, Stage
+from trioserve.testing.byte_tokenizer import byte_tokenizer
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.testing.fake_executor import FakeModel
 from trioserve.testing.invariants import check_core
@@ -88,7 +90,9 @@ class StackSimulation:
                     waiting_requests_max=stage.waiting_requests_max,
                     speculative_ngram=stage.draft_tokens,
                     overlap_steps=stage.overlaps,
-                    model=FakeModel(vocab_size=stage.vocab_size),
+                    model=_model_of(stage),
+                    tokenizer=byte_tokenizer(CALL_TEMPLATE),
+                    tool_call_parser=stage.family or "auto",
                 ) as fake:
                     self._idle_watch.engine = fake
                     await self._live(fake)
@@ -116,7 +120,8 @@ class StackSimulation:
                 check=lambda: self.check(fake),
                 before_abort=self._before_abort,
             )
-            clients = HttpClients(http, asks, (part for part in parts if isinstance(part, Connection)))
+            connections = (part for part in parts if isinstance(part, Connection))
+            clients = HttpClients(http, asks, connections, family=self.plan.stage.family)
             fake.steps.executor = _WatchedSteps(self, fake, http)
             fake.on_fault = functools.partial(self._pass_on_fault, fake)
             async with trio.open_nursery() as nursery:
@@ -365,6 +370,12 @@ class _WatchedSteps:
             raise RuntimeError(BROKEN)
         self._fake.steps.seconds = next(self._seconds)
         return self._fake.executor.execute(plan, is_abandoned)
+
+
+def _model_of(stage: Stage) -> FakeModel:
+    if stage.family:
+        return CallingModel(stage.family, vocab_size=stage.vocab_size)
+    return FakeModel(vocab_size=stage.vocab_size)
 
 
 def _sequence(client: Client, index: int) -> EngineRequest:
