@@ -19,6 +19,7 @@ import torch
 from trioserve.assemble import open_engine
 from trioserve.contracts.errors import ContextTooLong, ModelLoadError, StartupError
 from trioserve.contracts.pooling import Pooling, PoolingParams, TextPair
+from trioserve.contracts.prompt import Cut
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult
@@ -26,7 +27,6 @@ from trioserve.model.encoder_runner import EncoderRunner
 from trioserve.model.loading.encoder_directory import opened_encoder
 from trioserve.model.samples import NOT_FINITE
 from trioserve.model.settings import ModelSettings
-from trioserve.text.tokenizer import Cut
 
 TOLERANCE = 1e-4
 MEAN = Pooling(task="embed", method="mean", normalize=True, is_whole=True)

@@ -15,7 +15,8 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.structured_output import SOURCE_CHARACTERS_MAX, FormKind, StructuredOutput
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, byte_tokenizer
 from trioserve.text import form_compiler
-from trioserve.text.form_compiler import COMPILE_STACK_BYTES, FORM_BYTES, FormCompiler
+from trioserve.text.form_bounds import COMPILE_STACK_BYTES
+from trioserve.text.form_compiler import FORM_BYTES, FormCompiler
 from trioserve.text.guide_factory import GuideFactory
 
 

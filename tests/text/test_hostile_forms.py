@@ -15,8 +15,8 @@ import pytest
 
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.structured_output import FormKind, StructuredOutput
-from trioserve.text.form_bounds import REPEATS_MAX, check_lark, check_pattern, check_schema
-from trioserve.text.form_compiler import COMPILE_STACK_BYTES, FormCompiler
+from trioserve.text.form_bounds import COMPILE_STACK_BYTES, REPEATS_MAX, check_lark, check_pattern, check_schema
+from trioserve.text.form_compiler import FormCompiler
 from trioserve.text.tokenizer import Tokenizer
 
 COMPILE_SECONDS_MAX = 10.0

@@ -9,7 +9,8 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.text.tokenizer import Cut, EncodedInput, Tokenizer
+from trioserve.contracts.prompt import Cut
+from trioserve.text.tokenizer import EncodedInput, Tokenizer
 from trioserve.text.tokenizer_parts import TokenizerParts
 
 WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "b", "c", "d", "e", "yes", "no", "y", "##es")

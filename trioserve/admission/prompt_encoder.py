@@ -12,10 +12,10 @@ from trioserve.admission.text_threads import LONG_CHARACTERS_MAX, TextRunner
 from trioserve.contracts.arguments import refuse, shown
 from trioserve.contracts.errors import ContextTooLong, InvalidRequest
 from trioserve.contracts.pooling import LabelledPrompt, PooledInput, TextPair
-from trioserve.contracts.prompt import ChatPrompt, Prompt
+from trioserve.contracts.prompt import ChatPrompt, Cut, Prompt
 from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.response_families import COMMON_TOOL_FAMILY
-from trioserve.text.tokenizer import Cut, EncodedInput, Tokenizer
+from trioserve.text.tokenizer import EncodedInput, Tokenizer
 
 __all__ = ["PromptEncoder"]
 

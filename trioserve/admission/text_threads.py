@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 import trio
 
 from trioserve.contracts.errors import Overloaded
-from trioserve.text.form_compiler import COMPILE_STACK_BYTES
+from trioserve.text.form_bounds import COMPILE_STACK_BYTES
 from trioserve.trio_tools.worker_thread import WorkerThread
 
 __all__ = [

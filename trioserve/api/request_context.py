@@ -14,9 +14,9 @@ from trioserve.api.openai.request_types import decode_body
 from trioserve.api.responder import Responder
 from trioserve.api.sse import KEEP_ALIVE
 from trioserve.contracts.errors import UnknownModel
+from trioserve.contracts.prompt import Cut
 from trioserve.contracts.request import PRIORITY_MIN
 from trioserve.http.clock_and_ids import ClockAndIds
-from trioserve.text.tokenizer import Cut
 
 if TYPE_CHECKING:
     from trioserve.api.batches.batches import Batches
@@ -25,14 +25,13 @@ if TYPE_CHECKING:
     from trioserve.contracts.deadlines import Deadlines
     from trioserve.contracts.kv_transfer_params import KVTransferParams
     from trioserve.contracts.pooling import PooledInput, PoolingParams
-    from trioserve.contracts.prompt import Prompt
+    from trioserve.contracts.prompt import Cut, Prompt
     from trioserve.contracts.sampling import SamplingParams
     from trioserve.engine.engine import Engine
     from trioserve.engine.pooled_stream import PooledStream
     from trioserve.engine.request_stream import RequestStream
     from trioserve.http.exchange import Exchange
     from trioserve.store.store import Store
-    from trioserve.text.tokenizer import Cut
 
 __all__ = ["AsksEngine", "AsksPooling", "RequestContext"]
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-__all__ = ["ChatPrompt", "Prompt"]
+__all__ = ["ChatPrompt", "Cut", "Prompt"]
 
 
 class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,3 +27,10 @@ class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
 
 Prompt = str | Sequence[int] | ChatPrompt
 """Text and chats get the model's special tokens as its tokenizer or template says; token ids are taken as they are."""
+
+
+class Cut(NamedTuple):
+    """tokens_max: what is left of a longer text. side: where tokens are cut off."""
+
+    tokens_max: int
+    side: Literal["left", "right"] = "right"

@@ -35,7 +35,7 @@ from trioserve.contracts.kv_transfer import EngineRole, RunningConnector, Starte
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.live import LiveRequestView
 from trioserve.contracts.pooling import PoolingParams, TextPair
-from trioserve.contracts.prompt import Prompt
+from trioserve.contracts.prompt import Cut, Prompt
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.stats import EngineStats
@@ -75,7 +75,7 @@ from trioserve.metrics.engine_gauges import EngineGauges
 from trioserve.metrics.registry import Metrics
 from trioserve.text.guide_factory import GuideFactory
 from trioserve.text.response_families import ResponseFamilies
-from trioserve.text.tokenizer import Cut, Tokenizer
+from trioserve.text.tokenizer import Tokenizer
 from trioserve.trio_tools.deadline_keeper import Alarm, DeadlineKeeper
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 

@@ -22,13 +22,12 @@ from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.output import Delta
 from trioserve.contracts.pooling import Pooled, PooledInput
-from trioserve.contracts.prompt import Prompt
+from trioserve.contracts.prompt import Cut, Prompt
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.text.guide_factory import PreparedGuides
 from trioserve.text.output import ChoiceOutput, merge
 from trioserve.text.sequence_guide import SequenceGuide
-from trioserve.text.tokenizer import Cut
 from trioserve.trio_tools.deadline_keeper import Alarm
 from trioserve.trio_tools.none_outcome import NONE_OUTCOME
 

@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from trioserve.admission.prompt_encoder import PromptEncoder
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.pooling import PooledInput, PoolingParams
+from trioserve.contracts.prompt import Cut
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.engine.open_request import Choice, OpenRequest
-from trioserve.text.tokenizer import Cut, EncodedInput
+from trioserve.text.tokenizer import EncodedInput
 
 __all__ = ["PooledRequest"]
 

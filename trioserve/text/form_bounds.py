@@ -16,6 +16,7 @@ from typing import Any
 from trioserve.contracts.errors import InvalidRequest
 
 __all__ = [
+    "COMPILE_STACK_BYTES",
     "FIXED_TEXT_CHARACTERS_MAX",
     "JOINED_PATTERNS_MAX",
     "OPTIONAL_PROPERTIES_MAX",
@@ -28,6 +29,8 @@ __all__ = [
     "check_schemas_within",
 ]
 
+# A chain of 6,000 rules, as many as a grammar has room for, takes less than half of it. Only what is used is claimed.
+COMPILE_STACK_BYTES = 512 * 2**20
 FIXED_TEXT_CHARACTERS_MAX = 8192  # of one text without a choice in it
 PATTERN_CHARACTERS_MAX = 8192
 REPEATS_MAX = 10_000  # of one part of a pattern; of parts within parts, multiplied

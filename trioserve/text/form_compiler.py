@@ -2,7 +2,7 @@
 
 Everything that compiling may use has a bound: characters of the source (contracts.structured_output), the library's
 fuel for its lexer and parser, and the stack, since it walks rules and references by recursion: whoever calls `compile`
-does so in a thread with COMPILE_STACK_BYTES.
+does so in a thread with form_bounds.COMPILE_STACK_BYTES.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from trioserve.contracts.structured_output import FormKind, StructuredOutput
 from trioserve.text.form_grammar import form_grammar
 from trioserve.text.tokenizer import Tokenizer
 
-__all__ = ["CACHE_BYTES_MAX", "COMPILE_STACK_BYTES", "CompiledForm", "FormCompiler", "in_one_line"]
+__all__ = ["CACHE_BYTES_MAX", "CompiledForm", "FormCompiler", "in_one_line"]
 
 CACHE_BYTES_MAX = 2**30  # reckoned at the worst (CompiledForm.byte_count_max), of which ordinary forms take a hundredth
 FORM_SEQUENCES_MAX = 2000
 # Measured with a regex that makes new states with each token, up to max_lexer_states.
 MASK_BYTES = 36_000
 LEXER_BYTES_MAX = 20 * 2**20
-# A chain of 6,000 rules, as many as a grammar has room for, takes less than half of it. Only what is used is claimed.
-COMPILE_STACK_BYTES = 512 * 2**20
 FORM_BYTES = 98_304  # what a small grammar takes, compiled: measured
 SOURCE_CHARACTER_BYTES = 150  # and what each character of a large one adds
 MESSAGE_CHARACTERS_MAX = 300

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import tokenizers
 
 from trioserve.contracts.errors import InvalidRequest, RequestFailed
+from trioserve.contracts.prompt import Cut
 from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.detokenizer import IncrementalDecoder
 from trioserve.text.gguf_vocabulary import vocabulary_from_gguf
@@ -23,13 +24,6 @@ from trioserve.text.tokenizer_directory import TokenizerDirectory
 from trioserve.text.tokenizer_parts import TokenizerParts, is_library_panic, panics_become_load_errors
 
 __all__ = ["Cut", "EncodedInput", "Tokenizer"]
-
-
-class Cut(NamedTuple):
-    """tokens_max: what is left of a longer text. side: where tokens are cut off."""
-
-    tokens_max: int
-    side: Literal["left", "right"] = "right"
 
 
 class EncodedInput(NamedTuple):

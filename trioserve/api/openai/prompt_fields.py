@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.prompt import Cut
 from trioserve.text.fill_in_middle import fill_in_middle
-from trioserve.text.tokenizer import Cut
 
 if TYPE_CHECKING:
     from trioserve.text.fill_in_middle import FillInMiddle

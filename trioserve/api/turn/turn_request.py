@@ -13,10 +13,9 @@ import msgspec
 
 from trioserve.contracts.deadlines import NO_DEADLINES, Deadlines
 from trioserve.contracts.kv_transfer_params import KVTransferParams
-from trioserve.contracts.prompt import ChatPrompt
+from trioserve.contracts.prompt import ChatPrompt, Cut
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.structured_output import StructuredOutput
-from trioserve.text.tokenizer import Cut
 
 __all__ = ["ReasoningEffort", "Reasoning", "ToolChoice", "ToolMode", "TurnRequest"]
 
