@@ -52,6 +52,19 @@ def test_what_is_written_is_read(read, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_calls_that_are_cut_off_anywhere_are_neither_complete_nor_content(read, family):
+    calls = (PARIS, NOON, PARIS)
+    expected = [(call.name, json.loads(call.arguments)) for call in calls]
+    text = written(family, *calls)
+    for end in range(len(text)):
+        found = read(text[:end], family)
+        assert found.calls == expected[: len(found.calls)], text[:end]
+        assert not (found.begun and found.content), (text[:end], found)
+        trigger = TOOL_FAMILIES[family].form_in({}).trigger
+        assert not trigger or trigger not in found.content, (text[:end], found)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_forced_call_is_of_an_offered_tool_and_fits_its_schema(tools, takes, family):
     form = forced_calls(family, tools, may_repeat=False, special_token_ids={})
     assert takes(form.source, written(family, PARIS))

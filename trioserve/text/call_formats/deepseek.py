@@ -28,9 +28,9 @@ def read_section(reading: CallReading) -> Script[None]:
     source = reading.source
     while True:
         yield from source.need_behind_space()
-        if (yield from source.take_closing((_CALLS_END,))):
+        if (yield from source.take_whole((_CALLS_END,))):
             return
-        if not (yield from source.take_closing((CALL_MARKER,))):
+        if not (yield from source.take_whole((CALL_MARKER,))):
             raise NotACall
         yield from read_call(reading)
         if not (yield from source.skip_space()):
@@ -45,7 +45,7 @@ def read_call(reading: CallReading) -> Script[None]:
     if is_fenced:
         name, _ = yield from source.take_until(("\n", _FENCE), NAME_CHARACTERS_MAX)
         if (yield from source.need_behind_space()) != "{":
-            yield from source.take((_FENCE,))
+            yield from source.take_whole((_FENCE,))
             yield from source.take_while(_WORD, NAME_CHARACTERS_MAX)
         if (yield from source.need_behind_space()) != "{":
             raise NotACall
@@ -53,9 +53,9 @@ def read_call(reading: CallReading) -> Script[None]:
     yield from read_arguments(reading)
     reading.end_call()
     yield from source.skip_space()
-    if is_fenced and (yield from source.take_closing((_FENCE,))):
+    if is_fenced and (yield from source.take_whole((_FENCE,))):
         yield from source.skip_space()
-    if not (yield from source.take_closing((_CALL_END,))) and (yield from source.peek()):
+    if not (yield from source.take_whole((_CALL_END,))) and (yield from source.peek()):
         raise NotACall
 
 

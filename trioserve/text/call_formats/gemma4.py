@@ -47,7 +47,7 @@ def read_gemma4_call(reading: CallReading) -> Script[None]:
     sink.begin_call(name)
     yield from _read_object(reading)
     reading.end_call()
-    if (yield from source.skip_space()) and not (yield from source.take_closing((_CALL_END,))):
+    if (yield from source.skip_space()) and not (yield from source.take_whole((_CALL_END,))):
         raise NotACall
 
 

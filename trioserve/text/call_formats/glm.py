@@ -35,7 +35,7 @@ def read_glm_call(reading: CallReading) -> Script[None]:
     source = reading.source
     if (yield from source.need_behind_space()) in "{[":
         yield from read_calls(reading, is_bare=False)
-        if (yield from source.skip_space()) and not (yield from source.take_closing((_CALL_END,))):
+        if (yield from source.skip_space()) and not (yield from source.take_whole((_CALL_END,))):
             raise NotACall
         return
     name = yield from source.take_while(_NAME, NAME_CHARACTERS_MAX)
@@ -46,9 +46,9 @@ def read_glm_call(reading: CallReading) -> Script[None]:
     arguments = RawArguments(reading, name, unknown_is_text=False)
     while True:
         yield from source.need_behind_space()
-        if (yield from source.take_closing((_CALL_END,))):
+        if (yield from source.take_whole((_CALL_END,))):
             break
-        if not (yield from source.take_closing((_KEY,))):
+        if not (yield from source.take_whole((_KEY,))):
             raise NotACall
         key, _ = yield from source.take_until((_KEY_END,), NAME_CHARACTERS_MAX)
         yield from source.need_behind_space()

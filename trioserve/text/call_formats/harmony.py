@@ -58,7 +58,7 @@ def read_harmony(
 
 def _read_message(reading: CallReading) -> Script[None]:
     source, sink = reading.source, reading.sink
-    if not (yield from source.find((_START, _CHANNEL, _MESSAGE, _RECIPIENT_MARK))):
+    if not (yield from source.find_whole((_START, _CHANNEL, _MESSAGE, _RECIPIENT_MARK))):
         yield from _read_text(source, sink.content)  # no header at all
         return
     source.mark()
@@ -110,7 +110,7 @@ def _read_call(reading: CallReading, name: str) -> Script[None]:
         yield from read_arguments(reading)
         reading.end_call()
         yield from source.skip_space()
-        yield from source.take_closing(_ENDS)
+        yield from source.take_whole(_ENDS)
         source.unmark()
     except NotACall:
         sink.give_up_call()

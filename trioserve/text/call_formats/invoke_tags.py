@@ -63,9 +63,9 @@ def invoke_calls(tags: InvokeTags, around: str) -> CallReader:
         is_first = True
         while (yield from source.skip_space()) or is_first:
             yield from source.need()
-            if (yield from source.take_closing((around_end,))):
+            if (yield from source.take_whole((around_end,))):
                 return
-            if not (yield from source.take_closing((invoke,))):
+            if not (yield from source.take_whole((invoke,))):
                 raise NotACall
             yield from read_invoke(reading)
             is_first = False
@@ -80,9 +80,9 @@ def invoke_calls(tags: InvokeTags, around: str) -> CallReader:
         arguments = RawArguments(reading, found[1], unknown_is_text=True)
         while not found[3]:
             yield from source.need_behind_space()
-            if (yield from source.take_closing((invoke_end,))):
+            if (yield from source.take_whole((invoke_end,))):
                 break
-            if not (yield from source.take_closing((parameter,))):
+            if not (yield from source.take_whole((parameter,))):
                 raise NotACall
             yield from read_parameter(reading, arguments)
         arguments.end()

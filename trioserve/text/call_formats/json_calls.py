@@ -29,7 +29,7 @@ def tagged_calls(*closing: str, is_bare: bool = False) -> CallReader:
     def read(reading: CallReading) -> Script[None]:
         yield from read_calls(reading, is_bare=is_bare)
         yield from reading.source.take_while(_STRAY, _STRAY_CHARACTERS_MAX)
-        if (yield from reading.source.peek()) and not (yield from reading.source.take_closing(closing)):
+        if (yield from reading.source.peek()) and not (yield from reading.source.take_whole(closing)):
             raise NotACall
 
     return read

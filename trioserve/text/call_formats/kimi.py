@@ -43,7 +43,7 @@ def read_call(reading: CallReading) -> Script[None]:
     reading.sink.begin_call(found["name"], call_id.strip())
     yield from read_arguments(reading)
     reading.end_call()
-    if (yield from source.skip_space()) and not (yield from source.take_closing((_CALL_END,))):
+    if (yield from source.skip_space()) and not (yield from source.take_whole((_CALL_END,))):
         raise NotACall
 
 

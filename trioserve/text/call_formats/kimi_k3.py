@@ -40,9 +40,9 @@ def _read_calls(reading: CallReading) -> Script[None]:
     source = reading.source
     while True:
         yield from source.need_behind_space()
-        if (yield from source.take_closing((_TOOLS_END,))):
+        if (yield from source.take_whole((_TOOLS_END,))):
             return
-        if not (yield from source.take_closing((_CALL,))):
+        if not (yield from source.take_whole((_CALL,))):
             raise NotACall
         yield from _read_call(reading)
         if not (yield from source.skip_space()):
@@ -56,9 +56,9 @@ def _read_call(reading: CallReading) -> Script[None]:
     arguments = RawArguments(reading, name, unknown_is_text=True)
     while True:
         yield from source.need_behind_space()
-        if (yield from source.take_closing((_CALL_END,))):
+        if (yield from source.take_whole((_CALL_END,))):
             break
-        if not (yield from source.take_closing((_ARGUMENT,))):
+        if not (yield from source.take_whole((_ARGUMENT,))):
             raise NotACall
         attributes = yield from _attributes(reading)
         if "key" not in attributes:

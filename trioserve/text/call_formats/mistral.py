@@ -41,9 +41,9 @@ def read_mistral_calls(reading: CallReading) -> Script[None]:
         return
     name = yield from source.take_while(_NAME, NAME_CHARACTERS_MAX)
     call_id = None
-    if (yield from source.take((CALL_ID_MARKER,))):
+    if (yield from source.take_whole((CALL_ID_MARKER,))):
         call_id = yield from source.take_while(_CALL_ID, NAME_CHARACTERS_MAX)
-    yield from source.take((ARGUMENTS_MARKER,))
+    yield from source.take_whole((ARGUMENTS_MARKER,))
     if (yield from source.need_behind_space()) != "{":
         raise NotACall
     reading.sink.begin_call(name, call_id)

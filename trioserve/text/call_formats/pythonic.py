@@ -61,7 +61,7 @@ def tagged_list(closing: str) -> CallReader:
         yield from source.need_behind_space()
         yield from source.expect("[")
         yield from read_python_list(reading)
-        if (yield from source.skip_space()) and not (yield from source.take_closing((closing,))):
+        if (yield from source.skip_space()) and not (yield from source.take_whole((closing,))):
             raise NotACall
 
     return read
@@ -73,7 +73,7 @@ def python_lines(closing_tag: str) -> CallReader:
     def read(reading: CallReading) -> Script[None]:
         source = reading.source
         while (yield from source.need_behind_space()):
-            if (yield from source.take_closing((closing_tag,))):
+            if (yield from source.take_whole((closing_tag,))):
                 return
             yield from _read_call(reading, needs_offer=False)
             reading.end_closed_calls()

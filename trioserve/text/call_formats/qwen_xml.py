@@ -36,9 +36,9 @@ def function_calls(closing_tag: str) -> CallReader:
         else:
             yield from source.expect(FUNCTION_MARKER)
             yield from _read_function(reading, closings)
-            while (yield from source.skip_space()) and (yield from source.take((FUNCTION_MARKER,))):
+            while (yield from source.skip_space()) and (yield from source.take_whole((FUNCTION_MARKER,))):
                 yield from _read_function(reading, closings)
-        if (yield from source.skip_space()) and not (yield from source.take_closing((closing_tag,))):
+        if (yield from source.skip_space()) and not (yield from source.take_whole((closing_tag,))):
             raise NotACall
 
     return read
@@ -51,7 +51,7 @@ def read_bare_function(closing_tag: str) -> CallReader:
     def read(reading: CallReading) -> Script[None]:
         source = reading.source
         yield from _read_function(reading, closings, is_bare=True)
-        if (yield from source.skip_space()) and not (yield from source.take_closing((closing_tag,))):
+        if (yield from source.skip_space()) and not (yield from source.take_whole((closing_tag,))):
             raise NotACall
 
     return read
@@ -78,9 +78,9 @@ def _read_function(reading: CallReading, closings: Sequence[Closing], *, is_bare
     arguments = RawArguments(reading, name, unknown_is_text=True)
     while True:
         yield from source.need_behind_space()
-        if (yield from source.take_closing((_FUNCTION_END,))):
+        if (yield from source.take_whole((_FUNCTION_END,))):
             break
-        if not (yield from source.take_closing((_PARAMETER,))):
+        if not (yield from source.take_whole((_PARAMETER,))):
             raise NotACall
         key, _ = yield from source.take_until((">",), NAME_CHARACTERS_MAX)
         arguments.key(key.strip().strip("\"'"))

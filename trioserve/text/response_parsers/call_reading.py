@@ -10,7 +10,7 @@ from trioserve.text.response_parsers.json_scanner import JsonScanner, JsonString
 from trioserve.text.response_parsers.offered_tools import OfferedTool
 from trioserve.text.response_parsers.part_sink import ARGUMENT_CHARACTERS_MAX, NAME_CHARACTERS_MAX, PartSink
 from trioserve.text.response_parsers.python_literal import PythonLiteral
-from trioserve.text.response_parsers.text_source import NotACall, Script, TextSource
+from trioserve.text.response_parsers.text_source import CutOff, NotACall, Script, TextSource
 
 __all__ = ["CallReader", "CallReading", "read_arguments", "read_calls", "read_json", "read_opened_array"]
 
@@ -252,6 +252,8 @@ def _read_call_objects(reading: CallReading, *, is_bare: bool, is_array: bool) -
         if is_array and character == "]":
             source.at += 1
             return
+        if not character and between.strip():
+            raise CutOff  # before the next one
         if character != "{":
             if is_array and character:
                 raise NotACall

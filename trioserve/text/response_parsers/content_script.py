@@ -83,7 +83,11 @@ class ContentScript:
                     self._space(text[len(said) :])
             else:
                 markers = self._markers_at_line if self._begins_line else self._markers_anywhere
-                marker = yield from source.take(markers)
+                try:
+                    marker = yield from (source.take_whole if self._is_behind_call else source.take)(markers)
+                except CutOff:  # of the next call
+                    source.at = len(source.text)
+                    break
                 if marker:
                     yield from self._read(marker)
                 else:
@@ -108,7 +112,7 @@ class ContentScript:
 
     def _read(self, marker: str) -> Script[None]:
         source, sink = self._source, self._sink
-        ended = sink.calls_ended
+        begun, ended = sink.calls_begun, sink.calls_ended
         is_marked = marker in self._anywhere
         reader = self._anywhere[marker] if is_marked else self._at_line[marker]
         source.mark(back=len(marker))
@@ -122,7 +126,7 @@ class ContentScript:
             was_cut_off = True
             source.at = len(source.text)
             # Without a marker it is not known to be a call before it has a name.
-            refused = not is_marked and not sink.in_call and sink.calls_ended == ended
+            refused = not is_marked and sink.calls_begun == begun
         self.is_in_content = True
         text = source.unmark()
         sink.give_up_call()

@@ -36,6 +36,10 @@ class PartSink:
         self.calls_ended = 0
         self.in_call = False
 
+    @property
+    def calls_begun(self) -> int:
+        return self._calls
+
     def drain(self) -> list[ResponsePart]:
         """The parts since the last time."""
         self._join()

@@ -116,13 +116,19 @@ class TextSource:
         self.at += len(found)
         return found
 
-    def take_closing(self, markers: Sequence[str]) -> Script[str]:
-        """As take, for what closes something that is complete. Raises CutOff if the text ends inside of one."""
-        found = yield from self.take(markers)
+    def find_whole(self, markers: Sequence[str]) -> Script[str]:
+        """As find, where nothing but a marker is written. Raises CutOff if the text ends inside of one."""
+        found = yield from self.find(markers)
         if not found and self.over and self.at < len(self.text):
             rest = self.text[self.at :]
             if any(marker.startswith(rest) for marker in markers):
                 raise CutOff
+        return found
+
+    def take_whole(self, markers: Sequence[str]) -> Script[str]:
+        """As find_whole, and reads what it found."""
+        found = yield from self.find_whole(markers)
+        self.at += len(found)
         return found
 
     def skip_space(self) -> Script[str]:
