@@ -59,6 +59,7 @@ class RemoteLoads:
     def begin(self, live: LiveRequest, token_count: int, now: float) -> None:
         """The request's blocks and computed_count are set; the connector writes from now on."""
         live.asked_remote = True
+        live.wants_load = False  # if this one fails it computes, and waits for no other's
         live.move(RequestStatus.WAITING_FOR_REMOTE_KV)
         request_id = live.request.id
         deadline = now + self._settings.remote_kv_seconds_max
