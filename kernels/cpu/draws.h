@@ -25,13 +25,8 @@ inline double exponential(uint64_t word, int64_t index) {
     return -std::log((double(mixed(word + uint64_t(index + 1) * GAMMA) >> 12) + 0.5) / 4503599627370496.0);
 }
 
-// The race of gumbel.py: between the tiles by their sums, then inside the one that won. weights: padded with zeros.
-inline int32_t draw(const float* weights, int64_t vocab, float threshold, uint64_t word) {
-    alignas(64) double tiles[DRAW_TILES] = {};
-    for (int64_t first = 0; first < vocab; first += LANES) {
-        double* sums = tiles + first % DRAW_TILES;
-        store(sums, add(load(sums), cut_below(load(weights + first), set(threshold))));
-    }
+// The first half of the race of gumbel.py: which of the tiles wins, by their sums.
+inline int winning_tile(const double* tiles, uint64_t word) {
     int tile = 0;
     double best = -1;
     for (int index = 0; index < DRAW_TILES; index++) {
@@ -42,8 +37,19 @@ inline int32_t draw(const float* weights, int64_t vocab, float threshold, uint64
             tile = index;
         }
     }
+    return tile;
+}
+
+// The race of gumbel.py: between the tiles by their sums, then inside the one that won. weights: padded with zeros.
+inline int32_t draw(const float* weights, int64_t vocab, float threshold, uint64_t word) {
+    alignas(64) double tiles[DRAW_TILES] = {};
+    for (int64_t first = 0; first < vocab; first += LANES) {
+        double* sums = tiles + first % DRAW_TILES;
+        store(sums, add(load(sums), cut_below(load(weights + first), set(threshold))));
+    }
+    const int tile = winning_tile(tiles, word);
     int64_t id = tile;
-    best = -1;
+    double best = -1;
     for (int64_t index = tile; index < vocab; index += DRAW_TILES) {
         if (weights[index] < threshold || weights[index] == 0) continue;
         const double speed = double(weights[index]) / exponential(word, DRAW_TILES + index);
@@ -60,18 +66,9 @@ inline int32_t draw_among(const float* weights, const int32_t* ids, int64_t coun
     double tiles[DRAW_TILES] = {};
     for (int64_t index = 0; index < count; index++)
         if (weights[index] >= threshold) tiles[ids[index] % DRAW_TILES] += weights[index];
-    int tile = 0;
-    double best = -1;
-    for (int index = 0; index < DRAW_TILES; index++) {
-        if (tiles[index] == 0) continue;
-        const double speed = tiles[index] / exponential(word, index);
-        if (speed > best) {
-            best = speed;
-            tile = index;
-        }
-    }
+    const int tile = winning_tile(tiles, word);
     int32_t id = ids[0];
-    best = -1;
+    double best = -1;
     for (int64_t index = 0; index < count; index++) {
         if (ids[index] % DRAW_TILES != tile || weights[index] < threshold || weights[index] == 0) continue;
         const double speed = double(weights[index]) / exponential(word, DRAW_TILES + ids[index]);
