@@ -249,3 +249,50 @@ def test_an_aborted_guide_holds_up_no_step_ahead(drive):
     for plan, result in [(plan, driver.executor.execute(plan)) for plan in (first, behind)]:
         driver.take_result(plan, result)
     driver.run()
+
+
+def test_a_forced_token_that_the_guide_takes_back_is_none_of_the_response(drive):
+    driver = drive(model=model())
+    driver.add("a", (9, 8), 9, guide=AutomatonGuide(chain(ANY, (11,), (12,), (13,)), fails_after=3))
+    driver.step()
+    assert driver.tokens["a"][1:] == [11]
+    assert driver.finished["a"].reason is FinishReason.ERROR
+    driver.run()
+
+
+class EndOfThought(AutomatonGuide):
+    """Free, until it forces its end behind two tokens: one that was sampled ahead of it is of the thought, too."""
+
+    is_free_ahead = True
+
+    def __init__(self):
+        super().__init__(())
+        self.taken = []
+
+    def wants_mask(self, draft):
+        return False
+
+    is_over = False
+
+    def accept(self, token_id):
+        self.taken.append(token_id)
+        return True
+
+    def forced_tokens(self, count_max):
+        return (11, 12)[:count_max] if len(self.taken) >= 2 and 12 not in self.taken else ()
+
+
+def test_nothing_is_forced_while_the_next_token_is_being_sampled(drive):
+    driver = drive(model=model(), overlap_steps=True)
+    guide = EndOfThought()
+    driver.add("a", (9, 8), 8, guide=guide)
+    plans = [driver.core.schedule(0.0)]
+    for _ in range(3):
+        plans.append(driver.core.schedule_ahead(0.0))
+        plan = plans.pop(0)
+        driver.take_result(plan, driver.executor.execute(plan))
+    assert driver.tokens["a"] == guide.taken
+    assert 11 not in guide.taken, "the token behind the second is sampled already"
+    (plan,) = plans
+    driver.take_result(plan, driver.executor.execute(plan))
+    assert guide.taken[-2:] == [11, 12]
