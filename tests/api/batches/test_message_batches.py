@@ -10,7 +10,9 @@ import trio
 from anthropic.types.messages import DeletedMessageBatch, MessageBatch, MessageBatchIndividualResponse
 
 from trioserve.api.batches import descriptions
+from trioserve.api.batches.batch_book import BatchBook
 from trioserve.api.batches.settings import BatchSettings
+from trioserve.testing.fake_engine import InjectedFault
 from trioserve.testing.memory_server import open_memory_server
 
 PATH = "/v1/messages/batches"
@@ -92,6 +94,21 @@ async def test_a_cancelled_one_tells_of_every_request(owner_of, running_max, aut
             kinds = [one["type"] for one in found.values()]
             assert kinds.count("canceled") == cancelled["request_counts"]["canceled"] > 0
         assert kinds.count("succeeded") > 0
+        await trio.sleep(0.1)
+        await server.assert_all_free()
+
+
+async def test_one_that_breaks_off_while_it_is_cancelled_is_cancelled(owner_of, autojump_clock, monkeypatch):
+    def broken(*_arguments):
+        raise InjectedFault
+
+    async with open_memory_server(step_seconds=0.1, max_num_seqs=2) as server:
+        owner = owner_of(server)
+        batch = await made(owner, *(request(f"r{index}") for index in range(10)))
+        await trio.sleep(1.25)
+        monkeypatch.setattr(BatchBook, "is_done", broken)
+        cancelled = checked(await owner.ok(f"{PATH}/{batch['id']}/cancel", b"", method="POST"))
+        assert cancelled["processing_status"] == "ended"
         await trio.sleep(0.1)
         await server.assert_all_free()
 

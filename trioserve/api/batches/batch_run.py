@@ -99,7 +99,9 @@ class BatchRun:
             except Exception:
                 # Its own fault, and nobody else's: those beside it go on.
                 logger.exception("batch broke off batch=%s", book.batch_id)
-                if book.record.status is not BatchStatus.CANCELLING:
+                if book.record.status is BatchStatus.CANCELLING:
+                    await book.close(BatchStatus.CANCELLED)
+                else:
                     await book.fail(BatchError(code="internal_error", message="the server failed on this batch"))
         except _Postponed:
             logger.info("batch left to the next start batch=%s", book.batch_id)

@@ -187,23 +187,23 @@ class Batches:
     async def _resume(self, store: Store) -> None:
         """All that have not ended, the oldest first."""
         assert self._nursery is not None
-        after: str | None = None
-        while page := await store.page(LIVE_KIND, owner=None, after=after, limit=LIST_MAX, order="asc"):
-            after = page[-1].id
-            for mark in page:
-                stored = await store.get(batch_kind(mark.id), mark.id, owner=None)
-                if stored is None:
-                    continue
-                record = msgspec.json.decode(stored.body, type=BatchRecord)
-                caller = self._caller_of(stored.owner)
-                run = self._new_run(store, mark.id, stored.owner, caller or Caller(), record)
-                if caller is None:
-                    message = "the API key that made the batch is none any more"
-                    error = BatchError(code="invalid_api_key", message=message)
-                    if record.status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS):
-                        await run.book.fail(error)
-                        continue
-                self._keep(run)
-                self._nursery.start_soon(self._work, run)
+        marks: list[StoredObject] = []  # all of them first: what has ended loses its mark, by which pages go on
+        while page := await store.page(
+            LIVE_KIND, owner=None, after=marks[-1].id if marks else None, limit=LIST_MAX, order="asc"
+        ):
+            marks += page
+        for mark in marks:
+            stored = await store.get(batch_kind(mark.id), mark.id, owner=None)
+            if stored is None:
+                continue
+            record = msgspec.json.decode(stored.body, type=BatchRecord)
+            caller = self._caller_of(stored.owner)
+            run = self._new_run(store, mark.id, stored.owner, caller or Caller(), record)
+            if caller is None and record.status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS):
+                message = "the API key that made the batch is none any more"
+                await run.book.fail(BatchError(code="invalid_api_key", message=message))
+                continue
+            self._keep(run)
+            self._nursery.start_soon(self._work, run)
         if self._live:
             logger.info("batches go on count=%d", len(self._live))
