@@ -27,7 +27,7 @@ from trioserve.contracts.errors import AlreadyEnded, Overloaded
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.testing.memory_server import open_memory_server
 
-WAIT_SECONDS_MAX = 10  # a test that fails must end
+WAIT_SECONDS_MAX = 60  # a test that fails must end; a machine that is busy must not make one fail
 
 
 class Gate:
@@ -184,6 +184,7 @@ async def test_a_caller_that_leaves_gives_its_place_back_and_its_text_is_kept_no
         async with trio.open_nursery() as nursery:
             nursery.start_soon(tokenize, Text())
             await gate.wait_until_begun()
+            gc.freeze()  # looking through all that other tests have left takes a second each time
             for _ in range(3 * ASIDE_JOBS_OF_ONE_MAX):
                 text = Text()
                 is_kept = weakref.ref(text)
@@ -194,6 +195,7 @@ async def test_a_caller_that_leaves_gives_its_place_back_and_its_text_is_kept_no
                     inner.cancel_scope.cancel()
                 gc.collect()
                 assert is_kept() is None, "the thread has not come to it, and holds it"
+            gc.unfreeze()
             gate.open()
         with threads.aside("key") as texts:
             assert await texts.run(lambda: 1, size=5000) == 1
