@@ -91,6 +91,7 @@ async def open_engine(
     kv_cache_memory: float | None = None,
     gpu_memory_utilization: float = 0.9,
     enforce_eager: bool = False,
+    batch_invariant: bool = False,
     enable_prefix_caching: bool = True,
     overlap_steps: bool = False,
     speculative_ngram: int = 0,
@@ -135,6 +136,7 @@ async def open_engine(
         kv_cache_memory: KV cache in GiB. Default: on a CPU at most 4, on a GPU what is left.
         gpu_memory_utilization: share of the GPU's memory for weights and KV cache, above 0 and up to 1.
         enforce_eager: compute without CUDA graphs.
+        batch_invariant: compute so that the bits of a response depend on its own tokens and the weights alone.
         enable_prefix_caching: prompts with the same beginning share its KV blocks.
         overlap_steps: plan the next step while one is computed; not with speculative_ngram.
         speculative_ngram: draft tokens of a request in a step, taken from its own text; 0 is off.
@@ -225,6 +227,7 @@ async def open_configured_engine(
                 )
                 served_names = config.served_model_name or (default_served_name(config.model),)
                 metrics = Metrics(served_names[0])
+                metrics.batch_invariant.set(config.batch_invariant)
                 metrics.step_weight_bytes.set(runner.step_weight_bytes)
                 metrics.token_kv_bytes.set(runner.kv_cache_bytes / max(1, runner.block_count * runner.block_size))
                 metrics.token_flops.set(runner.token_flops)
@@ -239,6 +242,8 @@ async def open_configured_engine(
                         eos_token_ids=checkpoint.config.eos_token_ids,
                         created_at=int(time.time()),
                         pooled=_pooled_model(checkpoint, core.settings),
+                        arithmetic=runner.arithmetic,
+                        batch_invariant=config.batch_invariant,
                     ),
                     core=core,
                     steps=_steps(runner, compute, overlap_steps=core.settings.overlap_steps),
@@ -387,6 +392,7 @@ def _model_settings(config: Config) -> ModelSettings:
         max_num_seqs=config.max_num_seqs,
         context_tokens_max=config.max_model_len,
         enforce_eager=config.enforce_eager,
+        batch_invariant=config.batch_invariant,
     )
 
 

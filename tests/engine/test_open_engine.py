@@ -43,7 +43,7 @@ class FakeRunner(FakeExecutor):
     attended_token_flops = 1
     takes_every_cpu = False
     launches = False
-    computed_by = "nothing"
+    computed_by = arithmetic = "nothing"
     at: ClassVar[dict[str, Callable[..., None]]] = {}
     made: ClassVar[list[FakeRunner]] = []
     settings: ClassVar[object] = None

@@ -30,7 +30,10 @@ class PooledModel(msgspec.Struct, frozen=True, kw_only=True):
 
 class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     """What is served. name is the first of served_names; source is what it was loaded from, as it was named;
-    created_at is in seconds since 1970. pooled: what its prompts can be pooled to; None: nothing."""
+    created_at is in seconds since 1970. pooled: what its prompts can be pooled to; None: nothing.
+
+    arithmetic: what decides about the bits of a result besides tokens and weights: engines of the same one, both of them
+    batch-invariant, compute the same bits from the same tokens. batch_invariant: they depend on nothing else."""
 
     served_names: tuple[str, ...]
     source: str
@@ -39,6 +42,8 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     created_at: int
     pooled: PooledModel | None = None
+    arithmetic: str = ""
+    batch_invariant: bool = False
 
     def pooled_tokens_max(self, params: PoolingParams) -> int:
         """Tokens that an input may have."""

@@ -274,6 +274,12 @@ CATALOGUE: tuple[Metric, ...] = (
         meaning="Requests that have entered the engine and not left it, from before they are tokenized on.",
     ),
     Metric(
+        name="batch_invariant",
+        kind="gauge",
+        unit="0 or 1",
+        meaning="Whether the bits of a response depend on its own tokens and the weights alone (--batch-invariant).",
+    ),
+    Metric(
         name="step_weight_bytes",
         kind="gauge",
         unit="bytes",

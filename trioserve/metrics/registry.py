@@ -55,6 +55,7 @@ class Metrics:
     cancel_to_free_seconds: Histogram
     cancel_to_free_steps: Histogram
     live_requests: Gauge
+    batch_invariant: Gauge
     step_weight_bytes: Gauge
     token_kv_bytes: Gauge
     token_flops: Gauge

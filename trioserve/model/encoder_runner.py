@@ -56,6 +56,8 @@ class EncoderRunner:
             )
         if settings.cpu_kernels == "native":
             raise StartupError("cpu_kernels is native, but plain torch computes encoders: take auto")
+        if settings.batch_invariant:
+            raise StartupError("batch_invariant is for models that make text, and this is an encoder: leave it out")
         config = directory.config
         device = pick_device(settings)
         dtype: Dtype = config.dtype_name if settings.dtype == "auto" else settings.dtype
@@ -80,6 +82,10 @@ class EncoderRunner:
     @property
     def computed_by(self) -> str:
         return f"plain torch ({default_thread_count()} threads)" if self.device == "cpu" else "plain torch"
+
+    @property
+    def arithmetic(self) -> str:
+        return f"{self.computed_by}, {self.dtype}"
 
     @property
     def step_weight_bytes(self) -> int:

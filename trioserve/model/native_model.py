@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from trioserve.contracts.errors import StartupError
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.pooling import Pooled
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
@@ -75,13 +76,18 @@ class NativeModel:
         thread_count: int,
         quantization: Quantization,
         block_types: Mapping[str, str],
+        batch_invariant: bool = False,
     ) -> None:
-        """block_types: of the checkpoint's quantized matrices, by name."""
+        """block_types: of the checkpoint's quantized matrices, by name. Raises StartupError."""
+        if batch_invariant:
+            raise StartupError("batch_invariant is not yet for the native kernels: take cpu_kernels torch")
         self.config = config
         self.dtype = dtype
         self.device: DeviceType = "cpu"
         kept = "" if quantization == "none" else f", weights kept as {quantization}"
-        self.computed_by = f"native kernels ({library.level}, {thread_count} threads{kept})"
+        invariant = ", batch-invariant" if batch_invariant else ""
+        self.arithmetic = f"native kernels, {library.level}, {dtype}{kept}"
+        self.computed_by = f"native kernels ({library.level}, {thread_count} threads{kept}{invariant})"
         self._library = library
         self._block_size = block_size
         self._storage: KVStorage[Values] | None = None

@@ -68,6 +68,7 @@ class ModelRunner:
         """Blocks of the KV cache; before allocate_kv, how many fit."""
         self.takes_every_cpu = takes_every_cpu(settings, model.device)
         """A step leaves no CPU to anybody else."""
+        self._batch_invariant = settings.batch_invariant
         self._before: BegunStep | None = None  # the step that was begun last
 
     @classmethod
@@ -103,6 +104,12 @@ class ModelRunner:
         return self._model.computed_by
 
     @property
+    def arithmetic(self) -> str:
+        """What decides about the bits of a result besides tokens and weights; see StepModel."""
+        assert self._model is not None, "arithmetic after close"
+        return self._model.arithmetic
+
+    @property
     def kv_cache_bytes(self) -> int:
         """What block_count blocks take."""
         return self.block_count * kv_block_bytes(self.config, self.block_size, self.dtype)
@@ -129,10 +136,11 @@ class ModelRunner:
         return None if self._model is None else self._model.storage
 
     def kv_pages(self, model_name: str) -> KVPages:
-        """The KV cache as bytes, after allocate_kv. model_name: engines exchange KV if it is the same for both."""
+        """The KV cache as bytes, after allocate_kv. model_name: engines exchange KV if it is the same for both. A
+        batch-invariant model takes KV only of its like, since others would give other bits."""
         assert self.storage is not None, "kv_pages before allocate_kv"
         layout = KVLayout(
-            model=model_name,
+            model=f"{model_name} batch-invariant, {self.arithmetic}" if self._batch_invariant else model_name,
             layer_count=self.config.layer_count,
             block_size=self.block_size,
             kv_head_count=self.config.kv_head_count,
@@ -322,6 +330,7 @@ def _make_model(checkpoint: Checkpoint, settings: ModelSettings, dtype: Dtype, d
                     thread_count=settings.threads or default_thread_count(),
                     quantization=quantization,
                     block_types=block_types,
+                    batch_invariant=settings.batch_invariant,
                 )
             except NoNativeKernels as error:
                 reason = str(error)

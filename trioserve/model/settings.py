@@ -32,6 +32,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: as many sequences are computed at a time. context_tokens_max: of each at most so many tokens;
     None is what the model takes. Steps that are prepared ahead are made for these.
     enforce_eager: no step is prepared ahead: no CUDA graphs.
+    batch_invariant: the bits of a row depend on its own tokens and the weights alone.
     quantization: of weights in the native kernels' memory; auto is settled in quantization.py.
     Raises StartupError, naming the field, when a value is out of range.
     """
@@ -48,6 +49,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = 64
     context_tokens_max: int | None = None
     enforce_eager: bool = False
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, get_args(DtypeName))

@@ -30,6 +30,12 @@ class StepModel(Protocol):
     def device(self) -> DeviceType: ...
 
     @property
+    def arithmetic(self) -> str:
+        """What decides about the bits of a row besides its tokens and the weights, in a batch-invariant model: what
+        computes, in which format. Equal texts are equal bits."""
+        ...
+
+    @property
     def computed_by(self) -> str:
         """What computes, in a few words for people."""
         ...

@@ -59,6 +59,8 @@ class TorchStepModel:
         kernels: Kernels | None = None,
     ) -> None:
         """kernels: None takes those that the settings ask for. Raises StartupError if these cannot be had."""
+        if settings.batch_invariant:
+            raise StartupError("batch_invariant is not yet for plain torch and Triton: leave it out")
         kernels = _kernels(settings, device) if kernels is None else kernels
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
@@ -83,6 +85,11 @@ class TorchStepModel:
             device=place,
             walked_heads=HeadShape(config.head_count, config.kv_head_count, config.head_dim) if kernels.FUSED else None,
         )
+
+    @property
+    def arithmetic(self) -> str:
+        place = f"torch {torch.__version__}, {_processor(self._shape.device)}, {self.dtype}"
+        return f"Triton kernels, {place}" if self._kernel_name == "triton" else place
 
     @property
     def computed_by(self) -> str:
@@ -248,6 +255,13 @@ def _kernels(settings: ModelSettings, device: DeviceType) -> Kernels:
             f"gpu_kernels is {settings.gpu_kernels}, but it cannot be used here ({error}): install trioserve[gpu], or "
             "take gpu_kernels torch"
         ) from error
+
+
+def _processor(device: torch.device) -> str:
+    """What its libraries choose their kernels by."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return torch.backends.cpu.get_cpu_capability()
 
 
 def _pooled(model: LlamaModel, hidden: Tensor, pooling: Pooling) -> Pooled | None:

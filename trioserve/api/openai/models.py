@@ -48,4 +48,5 @@ def _card(context: RequestContext, name: str) -> dict[str, object]:
         "root": model.source,
         "parent": None,
         "max_model_len": model.context_tokens_max,
+        "batch_invariant": model.batch_invariant,
     }

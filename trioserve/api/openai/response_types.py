@@ -241,6 +241,7 @@ class Model(Response):
     root: str
     parent: None
     max_model_len: int
+    batch_invariant: bool
 
 
 class Models(Response):
