@@ -214,8 +214,8 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
         "launch every kernel of a step by itself, without CUDA graphs; saves their memory and seconds of the start",
         )] = False
     batch_invariant: Annotated[bool, _about(
-        "compute so that the bits of a response depend on its own tokens and the weights alone, whatever else is in the "
-        "batch; refused at the start where that cannot be had")] = False
+        "compute so that the bits of a response depend on its own tokens and the weights alone, whatever else is in "
+        "the batch; refused at the start where that cannot be had")] = False
     enable_prefix_caching: Annotated[bool, _about(
         "keep full blocks findable, so that prompts with the same beginning share it")] = True
     overlap_steps: Annotated[bool, _about(

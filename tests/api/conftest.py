@@ -203,6 +203,7 @@ class Model:
     served_names = ("letters", "org/letters")
     source = "./letters"
     context_tokens_max = 100
+    batch_invariant = False
     created_at = 1_700_000_000
     vocab_size = 0x110000
 

@@ -32,8 +32,9 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     """What is served. name is the first of served_names; source is what it was loaded from, as it was named;
     created_at is in seconds since 1970. pooled: what its prompts can be pooled to; None: nothing.
 
-    arithmetic: what decides about the bits of a result besides tokens and weights: engines of the same one, both of them
-    batch-invariant, compute the same bits from the same tokens. batch_invariant: they depend on nothing else."""
+    arithmetic: what decides about the bits of a result besides tokens and weights. Engines of the same arithmetic and
+    weights, both batch-invariant, compute the same bits from the same tokens. batch_invariant: they depend on nothing
+    else."""
 
     served_names: tuple[str, ...]
     source: str
