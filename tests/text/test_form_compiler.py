@@ -136,6 +136,28 @@ def test_what_is_none_of_its_kind_is_refused(make):
     assert raised.value.param == "structured"
 
 
+IMPOSSIBLE = {"$ref": "#/$defs/itself", "$defs": {"itself": {"$ref": "#/$defs/itself"}}}
+POSSIBLE = {"type": "object", "properties": {"a": {"type": "boolean"}}}
+
+
+def tags_of(*schemas: dict) -> StructuredOutput:
+    structures = [{"begin": f"<f{index}>", "schema": one, "end": "</f>"} for index, one in enumerate(schemas)]
+    return StructuredOutput.structural_tag({"structures": structures, "triggers": ["<f"]})
+
+
+def calls_of(*schemas: dict) -> StructuredOutput:
+    choices = " | ".join(f'"{index}" %json {json.dumps(one)}' for index, one in enumerate(schemas))
+    return StructuredOutput(kind=FormKind.TOOL_CALLS, source=f"start: {choices}", param="tools")
+
+
+@pytest.mark.parametrize("form_of", [tags_of, calls_of])
+def test_a_schema_that_nothing_satisfies_is_refused_before_a_response_has_chosen_it(form_of):
+    with pytest.raises(InvalidRequest, match=r"nothing can satisfy the schema .*#/\$defs/itself") as raised:
+        COMPILER.compile(form_of(POSSIBLE, IMPOSSIBLE))
+    assert raised.value.param == form_of(POSSIBLE).param
+    assert COMPILER.compile(form_of(POSSIBLE, POSSIBLE))
+
+
 def test_a_class_of_pydantic_is_a_schema():
     class Person:
         @classmethod

@@ -27,6 +27,7 @@ __all__ = [
     "check_pattern",
     "check_schema",
     "check_schemas_within",
+    "schemas_within",
 ]
 
 # A chain of 6,000 rules, as many as a grammar has room for, takes less than half of it. Only what is used is claimed.
@@ -94,19 +95,31 @@ def check_lark(grammar: str, *, param: str) -> None:
 def check_schemas_within(grammar: str, *, param: str) -> str:
     """Raises InvalidRequest for a schema of a Lark grammar beyond its bounds. Returns the rest of the grammar."""
     rest, end = [], 0
+    for schema, begin, schema_end in _schemas_within(grammar, param=param):
+        check_schema(schema, param=param)
+        rest.append(grammar[end:begin])
+        end = schema_end
+    return "".join((*rest, grammar[end:]))
+
+
+def schemas_within(grammar: str, *, param: str) -> list[str]:
+    """The schemas of a Lark grammar, each once, as JSON. Raises InvalidRequest for one that nests too deeply."""
+    return list(dict.fromkeys(json.dumps(schema) for schema, _, _ in _schemas_within(grammar, param=param)))
+
+
+def _schemas_within(grammar: str, *, param: str) -> Iterator[tuple[Any, int, int]]:
+    """Each schema, where what names it begins, and where it ends."""
+    end = 0
     for found in _LARK_SCHEMA.finditer(grammar):
         if found.start() < end:
             continue
         try:
-            schema, schema_end = json.JSONDecoder().raw_decode(grammar, found.end())
+            schema, end = json.JSONDecoder().raw_decode(grammar, found.end())
         except RecursionError:
             raise InvalidRequest("a schema of the grammar is nested too deeply", param=param) from None
         except ValueError:
             continue  # the library says what is wrong with it
-        check_schema(schema, param=param)
-        rest.append(grammar[end : found.start()])
-        end = schema_end
-    return "".join((*rest, grammar[end:]))
+        yield schema, found.start(), end
 
 
 def _too_many_repeats(count: int | str, param: str) -> InvalidRequest:

@@ -7,6 +7,7 @@ does so in a thread with form_bounds.COMPILE_STACK_BYTES.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Collection
@@ -15,6 +16,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.structured_output import FormKind, StructuredOutput
+from trioserve.text.form_bounds import schemas_within
 from trioserve.text.form_grammar import form_grammar
 from trioserve.text.tokenizer import Tokenizer
 
@@ -29,6 +31,7 @@ FORM_BYTES = 98_304  # what a small grammar takes, compiled: measured
 SOURCE_CHARACTER_BYTES = 150  # and what each character of a large one adds
 MESSAGE_CHARACTERS_MAX = 300
 UNSATISFIABLE = ("NoExtension", "NoExtensionBias")  # as the library calls it
+NOTHING_FITS = "nothing can satisfy it"  # and we
 LIMITS = LLParserLimits(
     max_items_in_row=2000,
     initial_lexer_fuel=1_000_000,  # 20 ms
@@ -139,16 +142,37 @@ class FormCompiler:
             raise InvalidRequest(
                 f"the {form.kind.value} cannot be read: {in_one_line(str(error))}", param=form.param
             ) from None
-        matcher = LLMatcher(self._library, grammar, log_level=0, limits=LIMITS)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # begins its lexer, for all that share it
+        matcher = self._begun(self._library, grammar)
         fault = matcher.get_error() if matcher.is_error() else _fault_of_forced(matcher)
         if fault:
             message = in_one_line(fault)
             raise InvalidRequest(f"the {form.kind.value} cannot be compiled: {message}", param=form.param)
+        if form.kind in (FormKind.TOOL_CALLS, FormKind.STRUCTURAL_TAG):
+            self._check_parts(self._library, grammar, form)
         compiled = CompiledForm(matcher, FORM_BYTES + SOURCE_CHARACTER_BYTES * len(form.source))
         self._keep((form.kind, form.source), compiled)
         return compiled
+
+    def _begun(self, library: LLTokenizer, grammar: str) -> LLMatcher:
+        matcher = LLMatcher(library, grammar, log_level=0, limits=LIMITS)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # begins its lexer, for all that share it
+        return matcher
+
+    def _check_parts(self, library: LLTokenizer, grammar: str, form: StructuredOutput) -> None:
+        """Of a grammar whose schemas come behind a choice: the library finds out that nothing satisfies one of them
+        when a response has chosen it. Raises InvalidRequest then."""
+        lark = grammar
+        if grammar.startswith("{"):
+            lark = "\n".join(part["lark_grammar"] for part in json.loads(grammar)["grammars"])
+        for schema in schemas_within(lark, param=form.param):
+            part = self._begun(library, LLMatcher.grammar_from_json_schema(schema))
+            if part.is_error() and in_one_line(part.get_error()) == NOTHING_FITS:
+                shown = schema if len(schema) <= MESSAGE_CHARACTERS_MAX else f"{schema[:MESSAGE_CHARACTERS_MAX]}..."
+                raise InvalidRequest(
+                    f"the {form.kind.value} cannot be compiled: nothing can satisfy the schema {shown}",
+                    param=form.param,
+                )
 
     def _keep(self, key: tuple[FormKind, str], compiled: CompiledForm) -> None:
         with self._lock:
@@ -175,7 +199,7 @@ def in_one_line(message: str) -> str:
     """What the library says, without the pictures that it draws."""
     line = " ".join(message.partition("<state>")[0].partition("<non-verbose")[0].split())
     if line in UNSATISFIABLE:
-        return "nothing can satisfy it"
+        return NOTHING_FITS
     return line if len(line) <= MESSAGE_CHARACTERS_MAX else f"{line[:MESSAGE_CHARACTERS_MAX]}..."
 
 
