@@ -124,7 +124,8 @@ class ModelStruct(ctypes.Structure):
 
     _fields_ = (
         *((name, _int) for name in ("dtype", "layer_count", "hidden_size", "intermediate_size")),
-        *((name, _int) for name in ("head_count", "kv_head_count", "head_dim", "vocab_size", "page_tokens")),
+        *((name, _int) for name in ("head_count", "kv_head_count", "head_dim", "vocab_size")),
+        *((name, _int) for name in ("page_tokens", "batch_invariant")),
         ("norm_eps", _float),
         ("rotary_magnitude", _float),
         *((name, _pointer) for name in ("frequencies", "layers", "embedding")),
@@ -193,7 +194,7 @@ class Library:
             *[_pointer] * 2,
         )
         self.product = _declared(
-            functions.trioserve_product, None, _pointer, _int, *[_pointer, ctypes.c_int64] * 2, _pointer
+            functions.trioserve_product, None, _pointer, *[_int] * 2, *[_pointer, ctypes.c_int64] * 2, _pointer
         )
         self._quantized_bytes = _declared(
             functions.trioserve_quantized_bytes, ctypes.c_int64, _int, *[ctypes.c_int64] * 2
@@ -337,14 +338,21 @@ class Engine:
         filled."""
         self.library.sampling(self._handle, ctypes.addressof(step), logits.shape[1], address(logits))
 
-    def product(self, x: Array, weight: MatrixStruct, outputs: int) -> Float32Array:
-        """float32 [m, outputs]: x [m, k] times a packed [outputs, k], alone."""
+    def product(self, x: Array, weight: MatrixStruct, outputs: int, *, batch_invariant: bool = False) -> Float32Array:
+        """float32 [m, outputs]: x [m, k] times a packed [outputs, k], alone. batch_invariant: as of a model."""
         rows, columns = x.shape
         padded = np.zeros((rows + 32, -(-columns // 32) * 32), dtype=x.dtype)
         padded[:rows, :columns] = x
         result = np.empty((rows, outputs), dtype=np.float32)
         self.library.product(
-            self._handle, _dtype_number(x), address(padded), rows, ctypes.addressof(weight), outputs, address(result)
+            self._handle,
+            _dtype_number(x),
+            batch_invariant,
+            address(padded),
+            rows,
+            ctypes.addressof(weight),
+            outputs,
+            address(result),
         )
         return result
 

@@ -134,9 +134,9 @@ void trioserve_dequantize(int32_t format, const void* packed, int64_t n, int64_t
         dequantize_row(format, static_cast<const uint8_t*>(packed), row, k, to + row * k);
 }
 
-void trioserve_product(Engine* engine, int32_t dtype, const void* x, int64_t m, const Matrix* weight, int64_t n,
-                       float* y) {
-    run_product(*engine, DtypeName(dtype), x, m, *weight, n, y);
+void trioserve_product(Engine* engine, int32_t dtype, int32_t batch_invariant, const void* x, int64_t m,
+                       const Matrix* weight, int64_t n, float* y) {
+    run_product(*engine, DtypeName(dtype), batch_invariant != 0, x, m, *weight, n, y);
 }
 
 void trioserve_attention(Engine* engine, const Model* model, const Step* step, const void* queries, void* attended) {

@@ -53,22 +53,17 @@ struct Rows {
 #if defined(__AMX_BF16__)
 constexpr int64_t AMX_ROWS_MIN = 5;  // below, others read the weights as fast as memory gives them
 
+// is_invariant: a row's sums are added up in the same way in whatever company.
 template <class T>
-constexpr bool uses_amx(int64_t rows) {
-    return sizeof(T) == sizeof(bf16) && rows >= AMX_ROWS_MIN;
+constexpr bool uses_amx(int64_t rows, bool is_invariant) {
+    return sizeof(T) == sizeof(bf16) && (is_invariant || rows >= AMX_ROWS_MIN);
 }
 #else
 template <class T>
-constexpr bool uses_amx(int64_t) {
+constexpr bool uses_amx(int64_t, bool) {
     return false;
 }
 #endif
-
-// Rows as a product of so many wants them.
-template <class T>
-inline Rows<T> rows_for_product(T* memory, int64_t count, int64_t k) {
-    return {memory, padded_depth(k), uses_amx<T>(count)};
-}
 
 template <class T>
 struct Unit;

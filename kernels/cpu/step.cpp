@@ -83,6 +83,9 @@ public:
     template <class T>
     void compute_product(const T* x, int64_t m, const Matrix& weight, int64_t n, float* y);
 
+    // Until the next change, as Model.batch_invariant says.
+    void make_invariant(bool is_invariant) { is_invariant_ = is_invariant; }
+
 private:
     struct Own {  // one thread's
         Buffer normed, quantized, dequantized, packed, floats, tiles;
@@ -92,6 +95,11 @@ private:
     void plan_rows(const Model& model, const Step& step);
     AttentionPlan plan_attention(const AttentionShape& shape, int64_t window) const;
     void share(const AttentionShape& shape, DecodeRow* first, DecodeRow* end, int64_t pages, AttentionPlan& plan) const;
+    // Rows as a product of so many wants them.
+    template <class T>
+    Rows<T> rows_for(T* memory, int64_t count, int64_t k) const {
+        return {memory, padded_depth(k), uses_amx<T>(count, is_invariant_)};
+    }
     template <class T>
     QuantizedRows quantize_rows(int thread, const Rows<const T>& x, int64_t rows, int64_t k);
     template <class T, class Finish>
@@ -132,6 +140,7 @@ private:
     std::unique_ptr<std::atomic<int>[]> parts_done_;
     int64_t rows_ = 0, parts_done_count_ = 0;
     std::atomic<bool> is_abandoned_{false};
+    bool is_invariant_ = false;
     Buffer hidden_, normed_, quantized_, qkv_, queries_, attended_, activated_, angles_, partials_, sampled_, logits_;
 };
 
@@ -401,11 +410,11 @@ Rows<const T> Engine::norm_rows(int thread, const float* hidden, int64_t rows, i
         to.pad(row, size);
     };
     if (rows <= OWN_NORM_ROWS_MAX) {
-        const auto own = rows_for_product(own_[thread].normed.of<T>(readable(rows) * padded_depth(size)), rows, size);
+        const auto own = rows_for<T>(own_[thread].normed.of<T>(readable(rows) * padded_depth(size)), rows, size);
         for (int64_t row = 0; row < rows; row++) norm(row, own);
         return own;
     }
-    const auto normed = rows_for_product(shared, rows, size);
+    const auto normed = rows_for<T>(shared, rows, size);
     const int64_t pieces = (rows + ROWS_OF_PIECE - 1) / ROWS_OF_PIECE;
     for (int64_t piece; (piece = team.take_share(thread, pieces)) >= 0;)
         for (int64_t row = piece * ROWS_OF_PIECE; row < std::min(rows, (piece + 1) * ROWS_OF_PIECE); row++)
@@ -644,8 +653,8 @@ bool Engine::compute(const Model& model, const Step& step) {
     T* normed = normed_.of<T>(readable(rows) * padded_depth(hidden_size));
     float* qkv = qkv_.of<float>(rows * qkv_size);
     T* queries = queries_.of<T>((rows * shape.heads + 32) * shape.query_stride());
-    const auto attended = rows_for_product(attended_.of<T>(readable(rows) * padded_depth(query_size)), rows, query_size);
-    const auto activated = rows_for_product(activated_.of<T>(readable(rows) * padded_depth(middle)), rows, middle);
+    const auto attended = rows_for<T>(attended_.of<T>(readable(rows) * padded_depth(query_size)), rows, query_size);
+    const auto activated = rows_for<T>(activated_.of<T>(readable(rows) * padded_depth(middle)), rows, middle);
     for (int64_t row = 0; row < rows; row++) {
         attended.pad(row, query_size);
         activated.pad(row, middle);
@@ -812,7 +821,7 @@ void Engine::compute_attention(const Model& model, const Step& step, const T* qu
     const int64_t dim = shape.head_dim, group = shape.group(), size = shape.heads * dim;
     const int64_t window = model.layers[0].window;
     T* ordered = queries_.of<T>((rows_ * shape.heads + 32) * shape.query_stride());
-    const auto found = rows_for_product(attended_.of<T>(readable(rows_) * padded_depth(size)), rows_, size);
+    const auto found = rows_for<T>(attended_.of<T>(readable(rows_) * padded_depth(size)), rows_, size);
     // One model keeps its padding; here every call may have another shape.
     std::memset(ordered, 0, sizeof(T) * (rows_ * shape.heads + 32) * shape.query_stride());
     for (int64_t row = 0; row < rows_; row++)
@@ -831,7 +840,7 @@ template <class T>
 void Engine::compute_product(const T* x, int64_t m, const Matrix& weight, int64_t n, float* y) {
     const int64_t k = weight.parts[0].inputs, depth = padded_depth(k);
     quantized_.of<int8_t>(quantized_rows_bytes(m, k));
-    const auto rows = rows_for_product(normed_.of<T>(readable(m) * depth), m, k);
+    const auto rows = rows_for<T>(normed_.of<T>(readable(m) * depth), m, k);
     for (int64_t row = 0; row < m; row++)
         for (int64_t n = 0; n < depth; n += LANES) std::memcpy(rows.at(row, n), x + row * depth + n, sizeof(T) * LANES);
     team.run([&](int thread) {
@@ -848,11 +857,13 @@ Engine* make_engine(int thread_count) { return new Engine(thread_count); }
 void close_engine(Engine* engine) { delete engine; }
 
 bool run_step(Engine& engine, const Model& model, const Step& step) {
+    engine.make_invariant(model.batch_invariant != 0);
     return model.dtype == BFLOAT16 ? engine.compute<bf16>(model, step) : engine.compute<float>(model, step);
 }
 
 bool run_logprobs(Engine& engine, const Model& model, const float* hidden, int64_t rows, const int32_t* targets,
                   int32_t top_count, float* logprobs, int32_t* top_ids) {
+    engine.make_invariant(model.batch_invariant != 0);
     return model.dtype == BFLOAT16
                ? engine.compute_logprobs<bf16>(model, hidden, rows, targets, top_count, logprobs, top_ids)
                : engine.compute_logprobs<float>(model, hidden, rows, targets, top_count, logprobs, top_ids);
@@ -863,13 +874,16 @@ void run_sampling(Engine& engine, const Step& step, int64_t vocab, const float* 
 }
 
 void run_attention(Engine& engine, const Model& model, const Step& step, const void* queries, void* attended) {
+    engine.make_invariant(model.batch_invariant != 0);
     if (model.dtype == BFLOAT16)
         engine.compute_attention(model, step, static_cast<const bf16*>(queries), static_cast<bf16*>(attended));
     else
         engine.compute_attention(model, step, static_cast<const float*>(queries), static_cast<float*>(attended));
 }
 
-void run_product(Engine& engine, DtypeName dtype, const void* x, int64_t m, const Matrix& weight, int64_t n, float* y) {
+void run_product(Engine& engine, DtypeName dtype, bool batch_invariant, const void* x, int64_t m, const Matrix& weight,
+                 int64_t n, float* y) {
+    engine.make_invariant(batch_invariant);
     if (dtype == BFLOAT16)
         engine.compute_product(static_cast<const bf16*>(x), m, weight, n, y);
     else

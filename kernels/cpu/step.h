@@ -33,9 +33,10 @@ struct Layer {
     int32_t pairs_together, window;
 };
 
+// batch_invariant: not 0: the bits of a row's logits depend on its tokens and the weights alone. Without AMX they always do.
 struct Model {
     int32_t dtype, layer_count, hidden_size, intermediate_size, head_count, kv_head_count, head_dim, vocab_size;
-    int32_t page_tokens;
+    int32_t page_tokens, batch_invariant;
     float norm_eps, rotary_magnitude;
     const float* frequencies;  // [D / 2], radians a token
     const Layer* layers;
@@ -82,7 +83,8 @@ void run_sampling(Engine& engine, const Step& step, int64_t vocab, const float* 
 // The attention of a model's first layer alone. queries, attended: [rows, H * D] in the model's dtype; the step's keys
 // and values are in its pages already.
 void run_attention(Engine& engine, const Model& model, const Step& step, const void* queries, void* attended);
-// y [m, n] = x W^T alone. x: [m, padded k] with rows to read up to the next 16.
-void run_product(Engine& engine, DtypeName dtype, const void* x, int64_t m, const Matrix& weight, int64_t n, float* y);
+// y [m, n] = x W^T alone. x: [m, padded k] with rows to read up to the next 16. batch_invariant: as a model's.
+void run_product(Engine& engine, DtypeName dtype, bool batch_invariant, const void* x, int64_t m, const Matrix& weight,
+                 int64_t n, float* y);
 
 }  // namespace trioserve

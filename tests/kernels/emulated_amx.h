@@ -43,27 +43,32 @@ inline void emulated_check(int sums, int a, int b) {
         std::abort();
 }
 
-inline float emulated_bf16(const unsigned char* from) {
-    uint16_t bits;
-    std::memcpy(&bits, from, 2);
-    const uint32_t wide = uint32_t(bits) << 16;
-    float value;
-    std::memcpy(&value, &wide, 4);
-    return value;
+inline __m512 emulated_even(__m512i pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
+inline __m512 emulated_odd(__m512i pairs) {
+    return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(int(0xffff0000u))));
 }
 
+// In the order of Intel's description (Software Developer's Manual, TDPBF16PS): the first numbers of all pairs are added
+// up from 0, and so are the second ones, by fused operations; then both sums are added, and what they give to the tile's.
+// What is below 2 ** -126 is 0, before and after every operation.
 inline void emulated_multiply(int sums, int a, int b) {
     emulated_check(sums, a, b);
+    const unsigned before = _mm_getcsr();
+    _mm_setcsr(before | _MM_FLUSH_ZERO_ON | 0x40);  // and what comes in is 0
     for (int row = 0; row < emulated_rows(sums); row++) {
-        for (int column = 0; column < emulated_row_bytes(sums) / 4; column++) {
-            float sum;
-            std::memcpy(&sum, emulated_tiles[sums][row] + 4 * column, 4);
-            for (int k = 0; k < emulated_row_bytes(a) / 2; k++)
-                sum += emulated_bf16(emulated_tiles[a][row] + 2 * k) *
-                       emulated_bf16(emulated_tiles[b][k / 2] + 4 * column + 2 * (k % 2));
-            std::memcpy(emulated_tiles[sums][row] + 4 * column, &sum, 4);
+        __m512 even = _mm512_setzero_ps(), odd = even;
+        for (int k = 0; k < emulated_rows(b); k++) {
+            int pair;
+            std::memcpy(&pair, emulated_tiles[a][row] + 4 * k, 4);
+            const __m512i rows = _mm512_set1_epi32(pair), columns = _mm512_loadu_si512(emulated_tiles[b][k]);
+            even = _mm512_fmadd_ps(emulated_even(rows), emulated_even(columns), even);
+            odd = _mm512_fmadd_ps(emulated_odd(rows), emulated_odd(columns), odd);
         }
+        const __mmask16 are_there = (1u << emulated_row_bytes(b) / 4) - 1;
+        const __m512 sum = _mm512_loadu_ps(emulated_tiles[sums][row]);
+        _mm512_mask_storeu_ps(emulated_tiles[sums][row], are_there, _mm512_add_ps(sum, _mm512_add_ps(even, odd)));
     }
+    _mm_setcsr(before);
 }
 
 #undef _tile_loadconfig

@@ -78,7 +78,8 @@ class NativeModel:
         block_types: Mapping[str, str],
         batch_invariant: bool = False,
     ) -> None:
-        """block_types: of the checkpoint's quantized matrices, by name. Raises StartupError."""
+        """block_types: of the checkpoint's quantized matrices, by name. batch_invariant: the bits of a row's logits
+        depend on its tokens and the weights alone, and not on what is computed beside it. Raises StartupError."""
         if batch_invariant:
             raise StartupError("batch_invariant is not yet for the native kernels: take cpu_kernels torch")
         self.config = config
@@ -116,6 +117,7 @@ class NativeModel:
             head_dim=config.head_dim,
             vocab_size=config.vocab_size,
             page_tokens=block_size,
+            batch_invariant=batch_invariant,
             norm_eps=config.rms_norm_eps,
             rotary_magnitude=magnitude,
             frequencies=address(self._frequencies),
