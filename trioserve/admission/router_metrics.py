@@ -22,6 +22,11 @@ def show_router(metrics: Metrics, dispatch: Dispatch) -> None:
         metrics.queued_requests.set(stats.waiting)
         metrics.admissions_total.inc(stats.admissions_total - seen.admissions_total)
         metrics.retries_total.inc(stats.retries_total - seen.retries_total)
+        metrics.stream_continuations_total.inc(stats.continuations_total - seen.continuations_total)
+        metrics.continuing_requests.set(stats.continuing)
+        for reason, total in stats.continuations_refused_total.items():
+            more = total - seen.continuations_refused_total.get(reason, 0)
+            metrics.stream_continuations_refused_total.labels(reason).inc(more)
         for reason, total in stats.rejections_total.items():
             metrics.rejections_total.labels(reason).inc(total - seen.rejections_total.get(reason, 0))
         for outcome, total in stats.pairs_total.items():

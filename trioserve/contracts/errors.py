@@ -105,6 +105,10 @@ class EndpointLost(TrioserveError):
     """The endpoint failed while it served this request, and no other could take it over."""
 
 
+class RequestPoisoned(EndpointLost):
+    """One endpoint after the other broke while it served this request: it is not sent to yet another one."""
+
+
 # --- ours -----------------------------------------------------------------------------------------------------------
 
 

@@ -724,6 +724,28 @@ CATALOGUE: tuple[Metric, ...] = (
         part="router",
     ),
     Metric(
+        name="stream_continuations_total",
+        kind="counter",
+        unit="streams",
+        meaning="Streams that broke off, and got a lease to go on with; each time counts.",
+        part="router",
+    ),
+    Metric(
+        name="stream_continuations_refused_total",
+        kind="counter",
+        unit="streams",
+        meaning="Streams that broke off and could have gone on elsewhere, but were not let.",
+        labels=(Label("reason", ("poisoned", "too_many", "no_endpoint")),),
+        part="router",
+    ),
+    Metric(
+        name="continuing_requests",
+        kind="gauge",
+        unit="requests",
+        meaning="Streams that broke off, and wait for an endpoint to go on at.",
+        part="router",
+    ),
+    Metric(
         name="pairs_total",
         kind="counter",
         unit="requests",

@@ -124,6 +124,9 @@ class Metrics:
     admissions_total: Counter
     rejections_total: Counter
     retries_total: Counter
+    stream_continuations_total: Counter
+    stream_continuations_refused_total: Counter
+    continuing_requests: Gauge
     pairs_total: Counter
     pair_handover_seconds: PlainHistogram
     endpoint_leases: Gauge

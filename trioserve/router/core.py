@@ -5,7 +5,7 @@
     router.enter(request, now)          -> Ticket: in the queue, or with a lease already; raises what refuses it
     router.leave(ticket, now)           the one way out: its place or lease is back; legal at any moment, ever again
     router.sent(ticket)                 the request goes to its endpoint
-    router.first_token(ticket, now)     the endpoint answers: from here on it is not tried elsewhere
+    router.first_token(ticket, now)     the endpoint answers, or goes on with a stream that another one began
     router.failed(ticket, fault, now)   -> whether the ticket is in the queue again, for another endpoint
     router.prefilled(ticket, now)       one endpoint has computed the prompt of a disaggregated request
     router.hold_lost(ticket, now)       and keeps its blocks no longer
@@ -31,9 +31,10 @@ from trioserve.contracts.endpoint import EndpointId, EndpointLoad, PairOutcome, 
 from trioserve.contracts.errors import NoEndpoint, TrioserveError
 from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.router import refusals
+from trioserve.router.continuation import Continuations
 from trioserve.router.disaggregation import Disaggregation, stage_fault
 from trioserve.router.endpoint_state import EndpointHealth, EndpointState, Fault
-from trioserve.router.endpoints import Endpoints
+from trioserve.router.endpoints import Endpoints, may_try
 from trioserve.router.policies import PolicyFactory, Rng
 from trioserve.router.queue_deadlines import QueueDeadlines
 from trioserve.router.queues import ModelQueues, Queue, Queues
@@ -72,6 +73,7 @@ class RouterCore:
         self._deadlines = QueueDeadlines()
         self._next_index = 0
         self._budget = RetryBudget(settings.retry_share_max, settings.retries_per_second_min)
+        self._continuations = Continuations(settings, self._budget)
         self._admissions_total = 0
         self._retries_total = 0
 
@@ -152,13 +154,18 @@ class RouterCore:
         self._fleet.of(ticket).sent[ticket.sent_index] = ticket.request.sequences
 
     def first_token(self, ticket: Ticket, now: float) -> None:
-        """The endpoint has begun to answer. What fails after this is the client's to see."""
-        if ticket.state is not TicketState.LEASED or ticket.has_token:
+        """The endpoint of its lease has begun to answer, or to go on. What fails after this is the client's to see, if
+        it is not a stream that can go on elsewhere."""
+        if ticket.state is not TicketState.LEASED or ticket.is_answered:
             return
         assert ticket.stage is not Stage.PREFILL, "the token of a prefill is nobody's"
-        ticket.has_token = True
-        self._disaggregation.note_outcome(ticket, PairOutcome.PAIRED)
-        self._fleet.of(ticket).note_success(now)
+        endpoint = self._fleet.of(ticket)
+        if not ticket.has_token:
+            ticket.has_token = True
+            ticket.fingerprint = endpoint.fingerprint
+            self._disaggregation.note_outcome(ticket, PairOutcome.PAIRED)
+        ticket.is_answered = True
+        endpoint.note_success(now)
         self._fleet.end_probe(ticket)
         if self.settings.lease_until == "first_token":
             self._fleet.end_lease(ticket)
@@ -196,16 +203,18 @@ class RouterCore:
             self._refuse_if_hopeless(ticket, now)
             self._hand_over(now)
 
-    def failed(self, ticket: Ticket, fault: Fault, now: float, *, busy_seconds: float = 1.0) -> bool:
-        """The endpoint failed a request that has no token yet. The lease is back before anything else happens.
-        busy_seconds: of a BUSY endpoint, for how long it is left alone.
+    def failed(
+        self, ticket: Ticket, fault: Fault, now: float, *, busy_seconds: float = 1.0, token_count: int = 0
+    ) -> bool:
+        """The endpoint failed a request that has no token yet, or a stream that can go on elsewhere; with a stream that
+        cannot, the caller leaves. The lease is back before anything else happens. busy_seconds: of a BUSY or LEAVING
+        endpoint, for how long it is left alone. token_count: what the stream's client has by now.
 
         Returns whether the ticket waits again (or has a lease elsewhere already); otherwise it has ended, and the
-        caller tells the client what the endpoint said.
+        caller tells the client the ticket's refusal, or if there is none what the endpoint said.
         """
-        if ticket.state is not TicketState.LEASED:
+        if ticket.state not in (TicketState.LEASED, TicketState.RUNNING_FREE):
             return False
-        assert not ticket.has_token, "a request is never tried again once its client has seen a token"
         assert ticket.endpoint is not None
         endpoint = self._fleet.of(ticket)
         self._let_go(ticket, now)
@@ -213,9 +222,11 @@ class RouterCore:
             endpoint.note_lost(now)
         elif fault is Fault.BROKE:
             endpoint.note_failure(now)
-        elif fault is Fault.BUSY:
+        elif fault in (Fault.BUSY, Fault.LEAVING):
             endpoint.note_busy(now, busy_seconds)
-        ticket.tried = (*ticket.tried, ticket.endpoint)
+        ticket.tried = {**ticket.tried, ticket.endpoint: endpoint.checks_total}
+        if ticket.has_token:
+            return self._goes_on(ticket, fault, token_count, now)
         ticket.stage_fault = stage_fault(ticket.stage, fault)
         if not self._may_try_again(ticket, now):
             if ticket.stage_fault is not None:
@@ -227,6 +238,21 @@ class RouterCore:
         self._wait_again(ticket)
         self._hand_over(now)
         return True
+
+    def _goes_on(self, ticket: Ticket, fault: Fault, token_count: int, now: float) -> bool:
+        """Whether the stream waits again, or has a lease elsewhere already."""
+        self._continuations.broke_off(ticket, fault, token_count)
+        is_served = bool(self._fleet.serving(ticket.request.model))
+        ticket.refusal = self._continuations.refusal(ticket, is_served=is_served)
+        if ticket.refusal is not None:
+            self._end(ticket)
+        else:
+            ticket.stage = None  # whoever goes on does all of the rest
+            # Its time in the queue was that before its first token.
+            ticket.own_deadline, ticket.queue_deadline = math.inf, now + self.settings.continuation_seconds_max
+            self._wait_again(ticket)
+        self._hand_over(now)
+        return ticket.refusal is None
 
     def _may_try_again(self, ticket: Ticket, now: float) -> bool:
         if self.is_draining or ticket.request.pinned is not None or now >= ticket.queue_deadline:
@@ -240,7 +266,7 @@ class RouterCore:
         return [
             state
             for state in self._fleet.serving(ticket.request.model)
-            if state.id not in ticket.tried and state.health is not EndpointHealth.EJECTED
+            if may_try(state, ticket) and state.health is not EndpointHealth.EJECTED
         ]
 
     # --- endpoints ---
@@ -285,6 +311,13 @@ class RouterCore:
         state = self.endpoints.get(id)
         return state is not None and state.health is EndpointHealth.DRAINING
 
+    def note_fingerprint(self, id: EndpointId, fingerprint: str | None) -> None:
+        """What computes there, by a name that is equal where the same tokens come of the same request. A stream that
+        broke off goes on where that is the same as where it began, if there is room. One that is gone is ignored."""
+        state = self.endpoints.get(id)
+        if state is not None:
+            state.fingerprint = fingerprint
+
     def note_load(self, id: EndpointId, load: EndpointLoad, now: float, *, sent_when_asked: int) -> None:
         """What the endpoint says of itself; one that is unknown by now is ignored.
         sent_when_asked: `sent_total` when it was asked."""
@@ -309,6 +342,8 @@ class RouterCore:
         over_at = self._deadlines.first()
         if over_at is not None:
             moments.append(over_at)
+        if any(model.continued for model in self._queues.models.values()):
+            moments.append(self._continuations.next_turn(now))
         return min(moments, default=math.inf)
 
     def tick(self, now: float) -> None:
@@ -321,10 +356,10 @@ class RouterCore:
 
     def drain(self, now: float) -> None:
         """Take nothing new and refuse all that were not sent anywhere; the others go on, also those whose prompt is
-        computed and that wait for the rest."""
+        computed or whose stream broke off, and that wait for the rest."""
         self.is_draining = True
         for ticket in list(self._live.values()):
-            if not ticket.is_sent and ticket.prefilled_by is None:
+            if not ticket.is_sent and ticket.prefilled_by is None and not ticket.has_token:
                 self._refuse(ticket, refusals.draining(), now)
         self._hand_over(now)
 
@@ -337,6 +372,9 @@ class RouterCore:
             admissions_total=self._admissions_total,
             retries_total=self._retries_total,
             rejections_total=dict(self._refusals.totals),
+            continuing=sum(len(model.continued) for model in self._queues.models.values()),
+            continuations_total=self._continuations.total,
+            continuations_refused_total=dict(self._continuations.refused_total),
             pairs_total=dict(self._disaggregation.outcomes_total),
         )
 
@@ -349,6 +387,9 @@ class RouterCore:
         candidates = self._fleet.candidates(ticket, now)
         if not any(candidate.has_room for candidate in candidates):
             return False
+        if ticket.has_token:
+            candidates = self._fleet.alike(ticket, candidates)
+            self._continuations.note(ticket, now)
         if ticket.stage is None:
             candidates = self._disaggregation.nearest(ticket, candidates)
         self._fleet.give(ticket, candidates)
@@ -374,17 +415,41 @@ class RouterCore:
                 self._queues.of(ticket).end_wait_again(ticket)
                 self._on_change(ticket)
                 return True
-        for queue, head in model.heads():
-            if self._grant(head, now):
-                queue.newcomers.take()
-                self._on_change(head)
+        newcomers = model.heads()
+        for ticket, queue in self._in_turn(model, newcomers, now):
+            if self._grant(ticket, now):
+                if queue is None:
+                    model.continued.remove(ticket)
+                    model.continued.row += 1 if newcomers else -model.continued.row
+                else:
+                    queue.newcomers.take()
+                    model.continued.row = 0
+                self._on_change(ticket)
                 return True
         return False
+
+    def _in_turn(
+        self, model: ModelQueues, newcomers: list[tuple[Queue, Ticket]], now: float
+    ) -> list[tuple[Ticket, Queue | None]]:
+        """Newcomers, and streams that go on elsewhere (without a queue), in the order in which they are next. Streams
+        come first within a priority, since somebody reads them; but not in any number, one after the other."""
+        if not model.continued or not self._continuations.has_turn(now):
+            return [(ticket, queue) for queue, ticket in newcomers]
+        is_newcomers_turn = model.continued.row >= self.settings.continuations_in_a_row_max
+        turns: list[tuple[tuple[int, bool, int], Ticket, Queue | None]] = [
+            ((ticket.request.priority, is_newcomers_turn, ticket.again_index), ticket, None)
+            for ticket in model.continued.heads()
+        ]
+        turns += [
+            ((ticket.request.priority, not is_newcomers_turn, ticket.index), ticket, queue)
+            for queue, ticket in newcomers
+        ]
+        return [(ticket, queue) for _, ticket, queue in sorted(turns, key=lambda turn: turn[0])]
 
     def _let_go(self, ticket: Ticket, now: float) -> None:
         """Give back its place or its lease, whichever it has."""
         if ticket.state is TicketState.WAITING:
-            self._queues.of(ticket).leave(ticket)
+            self._queues.leave(ticket)
             return
         if ticket.state is TicketState.LEASED:
             self._fleet.end_lease(ticket)
@@ -399,6 +464,7 @@ class RouterCore:
         """It was elsewhere, and has given everything back."""
         ticket.move(TicketState.WAITING)
         ticket.sent_index = None
+        ticket.is_answered = False
         self._queues.wait_again(ticket)
         self._deadlines.add(ticket, live_count=len(self._live))
 
@@ -453,8 +519,11 @@ class RouterCore:
             self._refuse_if_hopeless(ticket, now)
 
     def _refuse_if_hopeless(self, ticket: Ticket, now: float) -> None:
-        is_waiting = ticket.state is TicketState.WAITING
-        if is_waiting and all(state.id in ticket.tried for state in self._fleet.serving(ticket.request.model)):
+        if ticket.state is not TicketState.WAITING:
+            return
+        serving = self._fleet.serving(ticket.request.model)
+        # A stream that is read already waits for endpoints to come back, for a time.
+        if all(state.id in ticket.tried and not ticket.has_token for state in serving):
             self._refuse(ticket, self._no_endpoint(ticket.request, now), now)
 
     def _no_endpoint(self, request: RoutedRequest, now: float) -> NoEndpoint:

@@ -7,6 +7,8 @@ so whatever does not come to pass that way, one endpoint does whole: the stage b
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from trioserve.contracts.endpoint import EndpointId, PairOutcome, RoutedRequest, Stage
 from trioserve.router.endpoint_state import Fault
 from trioserve.router.endpoints import Endpoints, may_do
@@ -31,7 +33,7 @@ class Disaggregation:
         """Whether it would be, if it entered now."""
         return request.can_be_disaggregated and request.pinned is None and self.is_pair_there(request.model)
 
-    def is_pair_there(self, model: str, tried: tuple[EndpointId, ...] = ()) -> bool:
+    def is_pair_there(self, model: str, tried: Collection[EndpointId] = ()) -> bool:
         """Whether one endpoint may compute a prompt and another one make the response."""
         there = [state for state in self._endpoints.serving(model) if state.is_given and state.id not in tried]
         first = {state.id for state in there if state.is_meant_for(Stage.PREFILL)}

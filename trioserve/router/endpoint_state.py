@@ -37,12 +37,14 @@ class EndpointHealth(enum.Enum):
 
 
 class Fault(enum.Enum):
-    """How an endpoint failed a request before its first token."""
+    """How an endpoint failed a request, before its first token or in the middle of its stream."""
 
     UNREACHABLE = "unreachable"  # no connection: the request never got there
     BUSY = "busy"  # it said so itself (429, 503): its load is other than we thought; it is not ill
     BROKE = "broke"  # it broke off, or answered 500, 502, 504
     TRANSFER = "transfer"  # it could not get at the blocks of a prompt: whose fault that is, nobody knows
+    HUNG = "hung"  # it does not answer any more, its checks neither
+    LEAVING = "leaving"  # it ended the stream because it stops, and said so
 
 
 _H = EndpointHealth
@@ -69,6 +71,7 @@ class EndpointState:
     in_flight: sequences that were given to it and have not ended; more than the claims once these go back at the first
     token. sent: those of them that are on their way or there, by the index of their request's sending.
     slow_start: it comes to others that run, and is to get its share little by little.
+    checks_total: health checks that found it well. fingerprint: of what computes there; None: it does not tell.
     role: which stages it is meant for; None: of disaggregated requests none.
     """
 
@@ -95,6 +98,8 @@ class EndpointState:
         self.busy_until = 0.0
         self.ejected_until = 0.0
         self.ejections_total = 0
+        self.checks_total = 0
+        self.fingerprint: str | None = None
         self._settings = settings
         self._load_at = 0.0
         self._known_at_load = 0  # of those in flight; what is more by now, the report may not know
@@ -175,6 +180,7 @@ class EndpointState:
             self.note_failure(now)
             self._is_ejected_by_check = self.health is EndpointHealth.EJECTED
             return
+        self.checks_total += 1
         if self.health is EndpointHealth.EJECTED and self._is_ejected_by_check:
             self._move(EndpointHealth.PROBING)
         self.note_success(now)
@@ -233,6 +239,7 @@ class EndpointState:
         self.models = models
         self.leases_max = leases_max
         self.role = role
+        self.fingerprint = None
         self._owes_slow_start = True
         self._move(EndpointHealth.STARTING)
 

@@ -12,7 +12,7 @@ from trioserve.router.policies import Candidate, Policy
 from trioserve.router.settings import RouterSettings
 from trioserve.router.ticket import Ticket
 
-__all__ = ["Endpoints", "may_do"]
+__all__ = ["Endpoints", "may_do", "may_try"]
 
 
 class Endpoints:
@@ -67,6 +67,13 @@ class Endpoints:
             candidates = self._with_room_for(ticket, 1, now)
         return candidates
 
+    def alike(self, ticket: Ticket, candidates: list[Candidate]) -> list[Candidate]:
+        """Those of them that compute what began its stream, if any has room; else all."""
+        if ticket.fingerprint is None:
+            return candidates
+        alike = [one for one in candidates if self.by_id[one.id].fingerprint == ticket.fingerprint]
+        return alike if any(candidate.has_room for candidate in alike) else candidates
+
     def give(self, ticket: Ticket, candidates: list[Candidate]) -> None:
         """Give it the one that the policy chooses. Its state is the caller's to move."""
         request = ticket.request
@@ -107,13 +114,13 @@ class Endpoints:
             self._on_gone(state.id)
 
     def _with_room_for(self, ticket: Ticket, sequences: int, now: float) -> list[Candidate]:
-        request, tried = ticket.request, ticket.tried
+        request = ticket.request
         return [
             Candidate(
                 id=state.id,
                 load=state.in_flight / state.leases_max,
                 has_room=(
-                    request.pinned in (None, state.id) and state.id not in tried and state.has_room(sequences, now)
+                    request.pinned in (None, state.id) and may_try(state, ticket) and state.has_room(sequences, now)
                 ),
             )
             for state in self.serving(request.model)
@@ -124,3 +131,10 @@ class Endpoints:
 def may_do(state: EndpointState, ticket: Ticket) -> bool:
     """Whether it is for this endpoint to do what is next."""
     return state.is_meant_for(ticket.stage) and (ticket.stage is not Stage.DECODE or state.id != ticket.prefilled_by)
+
+
+def may_try(state: EndpointState, ticket: Ticket) -> bool:
+    """Whether it may go there, so far as its own failures tell. Where a request has failed it does not go again; a
+    stream that a client reads already does, once the endpoint has been found well since."""
+    checks = ticket.tried.get(state.id)
+    return checks is None or (ticket.has_token and state.checks_total > checks)

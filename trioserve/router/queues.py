@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from trioserve.contracts.endpoint import Stage
+from trioserve.router.continued_queue import ContinuedQueue
 from trioserve.router.drain_rate import DrainRate
 from trioserve.router.ticket import Ticket
 from trioserve.router.waiting_queue import FairQueue
@@ -51,19 +52,21 @@ class Queue:
 
 
 class ModelQueues:
-    """One model's. preparing: requests that are read before they enter."""
+    """One model's. preparing: requests that are read before they enter. continued: streams that broke off, and go on
+    elsewhere; they take no places from those who have not begun, as each has had a lease already."""
 
     def __init__(self) -> None:
         self.queues: dict[Stage | None, Queue] = {stage: Queue() for stage in (Stage.DECODE, Stage.PREFILL, None)}
         self.preparing = 0
+        self.continued = ContinuedQueue()
 
     @property
     def count(self) -> int:
-        return sum(queue.count for queue in self.queues.values())
+        return len(self.continued) + sum(queue.count for queue in self.queues.values())
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(queue.prompt_tokens for queue in self.queues.values())
+        return self.continued.prompt_tokens + sum(queue.prompt_tokens for queue in self.queues.values())
 
     @property
     def is_anybody_waiting(self) -> bool:
@@ -76,6 +79,7 @@ class ModelQueues:
             or prefill.again
             or decode.newcomers.count
             or decode.again
+            or self.continued
         )
 
     def waiting_again(self) -> list[Ticket]:
@@ -111,9 +115,20 @@ class Queues:
         """It was elsewhere, and comes after those who wait again already."""
         self._again_total += 1
         ticket.again_index = self._again_total
-        self.of(ticket).wait_again(ticket)
+        if ticket.has_token:
+            self.of_model(ticket.request.model).continued.add(ticket)
+        else:
+            self.of(ticket).wait_again(ticket)
+
+    def leave(self, ticket: Ticket) -> None:
+        """It waits no longer, and was not served."""
+        if ticket.has_token:
+            self.of_model(ticket.request.model).continued.remove(ticket)
+        else:
+            self.of(ticket).leave(ticket)
 
     def everybody(self) -> list[Ticket]:
         """Who waits, in no order."""
         queues = [queue for model in self.models.values() for queue in model.queues.values()]
-        return [ticket for queue in queues for ticket in (*queue.again.values(), *queue.newcomers)]
+        continued = [ticket for model in self.models.values() for ticket in model.continued]
+        return continued + [ticket for queue in queues for ticket in (*queue.again.values(), *queue.newcomers)]

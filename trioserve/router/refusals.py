@@ -85,6 +85,12 @@ def queue_was_full(settings: RouterSettings, queue: Queue, request: RoutedReques
 
 def wait_over(ticket: Ticket, queue: Queue, now: float) -> TrioserveError:
     waited = now - ticket.entered_at
+    if ticket.has_token:
+        return Overloaded(
+            "the endpoint failed, and no other had room for the rest of the response in time: try again",
+            reason="continuation_wait_over",
+            retry_after_seconds=queue.drain_rate.seconds_for(queue.count + 1, now),
+        )
     if ticket.own_deadline <= now:
         return QueueWaitOver(f"the request waited {waited:.1f} s in the queue, and that was all the time it had")
     return Overloaded(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
@@ -32,6 +33,14 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         handover_waiting_max: of requests that are disaggregated, so many of a model may wait for a decode endpoint,
         their prompt
         computed. Beyond it no further prompt is begun: each that waits keeps KV blocks where it was computed.
+    continuations_max: how often one stream may go on elsewhere. continuations_per_second_max: of all streams; who has
+        to wait for that waits in the queue, so that one endpoint's end is not the others' flood. Each counts as a retry
+        of the share above, too, and has precedence there: a response that is half read is worth more than one that has
+        not begun.
+    continuations_in_a_row_max: while newcomers of no better priority wait, so many streams go on before one of them.
+    continuation_seconds_max: how long a stream waits for an endpoint to go on at.
+    breaks_max: a stream at which so many endpoints broke in a row is the cause of that, and ends. progress_tokens_min:
+        those in a row between which its client got fewer tokens.
     """
 
     queue_requests_max: int = 256
@@ -50,6 +59,12 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     retries_per_second_min: float = 3.0
     attempts_max: int = 3
     handover_waiting_max: int = 8
+    continuations_max: int = 16
+    continuations_per_second_max: float = 100.0
+    continuations_in_a_row_max: int = 3
+    continuation_seconds_max: float = 30.0
+    breaks_max: int = 2
+    progress_tokens_min: int = 16
 
     def __post_init__(self) -> None:
         for name, low in (
@@ -61,16 +76,30 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
             ("failures_max", 1),
             ("attempts_max", 1),
             ("handover_waiting_max", 1),
+            ("continuations_max", 0),
+            ("continuations_in_a_row_max", 1),
+            ("breaks_max", 1),
+            ("progress_tokens_min", 1),
             ("retry_share_max", 0),
             ("retries_per_second_min", 0),
         ):
             value = getattr(self, name)
             if not value >= low:
                 raise StartupError(f"{name} is {value}, it must be at least {low}")
-        for name in ("queue_seconds_max", "load_seconds_max", "ejection_seconds", "ejection_seconds_max"):
+        for name in (
+            "queue_seconds_max",
+            "load_seconds_max",
+            "ejection_seconds",
+            "ejection_seconds_max",
+            "continuation_seconds_max",
+        ):
             value = getattr(self, name)
             if not 0 < value <= 86_400:
                 raise StartupError(f"{name} is {value}, it must be above 0 and at most 86400 seconds")
+        if not 0 < self.continuations_per_second_max < math.inf:
+            raise StartupError(
+                f"continuations_per_second_max is {self.continuations_per_second_max}, it must be above 0 and finite"
+            )
         if not 0 <= self.slow_start_seconds <= 86_400:
             raise StartupError(f"slow_start_seconds is {self.slow_start_seconds}, it must be 0 to 86400 seconds")
         if self.ejection_seconds_max < self.ejection_seconds:

@@ -12,8 +12,9 @@ __all__ = ["RouterStats"]
 
 class RouterStats(msgspec.Struct, frozen=True, kw_only=True):
     """waiting: requests in the queue, and those that are being read before. leases: sequences that have a slot, by
-    endpoint. pairs_total: requests that were to be disaggregated, by what became of that. Totals count since the
-    start."""
+    endpoint. continuing: streams among those that wait, to go on elsewhere. continuations_total: that did;
+    continuations_refused_total: that may not, by the reason. pairs_total: requests that were to be disaggregated, by
+    what became of that. Totals count since the start."""
 
     waiting: int
     waiting_prompt_tokens: int
@@ -22,4 +23,7 @@ class RouterStats(msgspec.Struct, frozen=True, kw_only=True):
     admissions_total: int
     retries_total: int
     rejections_total: dict[str, int]
+    continuing: int
+    continuations_total: int
+    continuations_refused_total: dict[str, int]
     pairs_total: dict[PairOutcome, int]

@@ -38,6 +38,7 @@ _LEGAL_MOVES: frozenset[tuple[TicketState, TicketState]] = frozenset(
         (TicketState.LEASED, TicketState.WAITING),
         (TicketState.LEASED, TicketState.RUNNING_FREE),
         (TicketState.LEASED, TicketState.ENDED),
+        (TicketState.RUNNING_FREE, TicketState.WAITING),
         (TicketState.RUNNING_FREE, TicketState.ENDED),
     }
 )
@@ -47,22 +48,32 @@ class Ticket:
     """One request at the router, from entering to leaving.
 
     index: of arrival. entered_at, leased_at: seconds of the router's clock; leased_at of the lease in hand. endpoint:
-    where its lease is, or was when it went back at the first token. tried: the endpoints that failed it. sent_index: of
-    all that were sent anywhere, when it went to the endpoint of its lease; None before that. again_index: of all that
-    began to wait again, when it did so last. has_token: its client has seen a token. refusal: why it ended without
-    having been served, if so. own_deadline: of its own wait in the queue; queue_deadline: that, or the router's limit.
+    where its lease is, or was when it went back at the first token. tried: the endpoints that failed it, and how many
+    good health checks each had had by then. sent_index: of all that were sent anywhere, when it went to the endpoint of
+    its lease; None before that. again_index: of all that began to wait again, when it did so last. has_token: its
+    client has seen a token. is_answered: and has seen one from the endpoint of its lease. refusal: why it ended without
+    having been served to its end, if so. own_deadline: of its own wait in the queue; queue_deadline: that, or the
+    router's limit.
     Both move by the time that its prompt took elsewhere, since that was no wait. stage: what is to be done next; None:
     everything. is_disaggregated: it began with a stage. prefilled_by: the endpoint that computed its prompt for another
     one. prefilled_at: when. is_held: its blocks are kept there for a decode endpoint. pair_outcome: what became of its
     being split. stage_fault: what that is to be if nobody takes over the stage that an endpoint has failed.
+
+    Of a stream that goes on elsewhere: continuations: how often it has. token_count: what its client had when it broke
+    off last. breaks: how often in a row it broke off without having got on in between. fingerprint: what computed its
+    first token; None where that is unknown.
     """
 
     __slots__ = (
         "again_index",
+        "breaks",
+        "continuations",
         "endpoint",
         "entered_at",
+        "fingerprint",
         "has_token",
         "index",
+        "is_answered",
         "is_disaggregated",
         "is_held",
         "is_probe",
@@ -78,6 +89,7 @@ class Ticket:
         "stage",
         "stage_fault",
         "state",
+        "token_count",
         "tried",
     )
 
@@ -93,7 +105,12 @@ class Ticket:
         self.sent_index: int | None = None
         self.again_index = 0
         self.has_token = False
-        self.tried: tuple[EndpointId, ...] = ()
+        self.is_answered = False
+        self.continuations = 0
+        self.token_count = 0
+        self.breaks = 0
+        self.fingerprint: str | None = None
+        self.tried: dict[EndpointId, int] = {}
         self.refusal: TrioserveError | None = None
         self.own_deadline = request.queue_deadline
         self.stage: Stage | None = None

@@ -7,10 +7,12 @@ split in router_pair_book.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 from trioserve.contracts.endpoint import PairOutcome, Stage
 from trioserve.router.retry_budget import BURST_SECONDS
+from trioserve.simulation.router.continued_book import ContinuedBook, may_try
 from trioserve.simulation.router.endpoint_book import EndpointBook
 from trioserve.simulation.router.history import RouterWorld
 from trioserve.simulation.router.pair_book import check_place, is_next_stage_there, may_do
@@ -21,7 +23,8 @@ __all__ = ["RouterBooks"]
 
 class RouterBooks:
     """live: requests that have not ended, in order of arrival. endpoints: those that are not gone. gone: those that
-    went since this was emptied. live_peak: the most that ever lived. pairs: what became of disaggregated requests."""
+    went since this was emptied. live_peak: the most that ever lived. pairs: what became of disaggregated requests.
+    continued: of streams that broke off."""
 
     def __init__(self, world: RouterWorld, now: float) -> None:
         self.world = world
@@ -33,6 +36,7 @@ class RouterBooks:
         self.is_draining = False
         self.entering: ExpectedRequest | None = None  # while the router is asked to take it
         self.pairs: Counter[PairOutcome] = Counter()
+        self.continued = ContinuedBook(world, now)
         self._fairness: dict[tuple[str, Stage | None, int], Fairness] = {}
         self._failure_count = 0
         self._joined_count = 0
@@ -58,13 +62,13 @@ class RouterBooks:
         return [
             book.id
             for book in self.serving(entry)
-            if book.id not in entry.tried and may_do(book, entry) and book.must_take(sequences, now)
+            if may_try(book, entry) and may_do(book, entry) and book.must_take(sequences, now)
             if entry.stage is not Stage.PREFILL or not self._is_handover_full(entry.request.model)
         ]
 
     def is_queue_full(self, entry: ExpectedRequest) -> bool:
         """Whether there is no place in the queue for one that is new."""
-        beside = [other for other in self.waiting if other.is_beside(entry)]
+        beside = [other for other in self.waiting if other.is_beside(entry) and not other.is_continuing]
         tokens = sum(other.request.prompt_tokens for other in beside) + entry.request.prompt_tokens
         is_large = tokens > self.world.queue_prompt_tokens_max
         return len(beside) >= self.world.queue_requests_max or (bool(beside) and is_large)
@@ -86,6 +90,7 @@ class RouterBooks:
     def makes_room(self, entry: ExpectedRequest, entering: ExpectedRequest) -> bool:
         """Whether one that comes has a place in the queue without it."""
         beside = [other for other in self.waiting if other.is_beside(entering) and other is not entry]
+        beside = [other for other in beside if not other.is_continuing]
         tokens = sum(other.request.prompt_tokens for other in beside) + entering.request.prompt_tokens
         return len(beside) < self.world.queue_requests_max and tokens <= self.world.queue_prompt_tokens_max
 
@@ -104,24 +109,29 @@ class RouterBooks:
         entry.queue_index = self._joined_count
         self._fairness_of(entry).join(entry)
 
-    def serve(self, entry: ExpectedRequest) -> None:
-        """It gets a lease out of the queue. Asserts that it is its turn."""
+    def serve(self, entry: ExpectedRequest, id: str) -> None:
+        """It gets a lease there, out of the queue. Asserts that it is its turn."""
         assert entry.state == "waiting", f"{entry.name} is {entry.state}, and gets a lease"
+        self.check_class(entry, id)
         if entry.failed_index is None:
             check_turn(entry, self.live.values())
             self._fairness_of(entry).serve(entry)
             self._fairness_of(entry).leave(entry)
+            self.continued.note_newcomer(entry)
+        elif entry.is_continuing:
+            self.continued.note_granted(entry, self._are_newcomers_waiting(entry), self.now)
+            self._spend_try()
 
     def give(self, entry: ExpectedRequest, id: str) -> None:
         """It gets a lease there. Asserts that it may."""
         name, request = entry.name, entry.request
         assert id in self.endpoints, f"{name} has a lease at {id}, which is gone"
         book = self.endpoints[id]
-        is_begun = entry.prefilled_by is not None
+        is_begun = entry.prefilled_by is not None or entry.has_token
         assert is_begun or not self.is_draining, f"{name} gets a lease of a router that leaves"
         assert book.serves(request.model), f"{name} asks for {request.model}, and gets {id}, {sorted(book.models)}"
         assert request.pinned in (None, id), f"{name} asks for {request.pinned}, and gets {id}"
-        assert id not in entry.tried, f"{name} failed at {id}, and gets it again"
+        assert may_try(book, entry), f"{name} failed at {id}, and gets it again"
         objection = book.objection(1, self.now)
         assert objection is None, f"{name} gets a lease: {objection}"
         if request.pinned is None:
@@ -132,6 +142,11 @@ class RouterBooks:
             taking = self.taking(entry, self.now)
         if entry.stage is Stage.PREFILL:
             assert not self._is_handover_full(request.model), f"{name} is begun, and too many wait to be ended"
+        if entry.has_token and entry.fingerprint is not None:
+            alike = [other for other in taking if self.endpoints[other].fingerprint == entry.fingerprint]
+            if alike:
+                assert book.fingerprint == entry.fingerprint, f"{name} goes on at {id}, and began as {alike} compute"
+                taking = alike
         check_place(entry, book, [self.endpoints[other] for other in taking])
         if self.world.policy == "least_loaded" and not (entry.stage is None and id == entry.prefilled_by):
             calmer = [other for other in taking if self.endpoints[other].load < book.load]
@@ -143,9 +158,8 @@ class RouterBooks:
         entry.leased_at = self.now
 
     def fail(self, entry: ExpectedRequest) -> bool:
-        """Its endpoint, which has been told of it, failed it. Returns whether it has to wait again."""
-        assert entry.endpoint is not None
-        entry.tried = (*entry.tried, entry.endpoint)
+        """Its endpoint, which has been told of it, failed it, and it has no token. Returns whether it has to wait
+        again."""
         if not self._is_tried_again(entry):
             if entry.stage_fault is not None:
                 self.note_pair(entry, entry.stage_fault)
@@ -154,10 +168,26 @@ class RouterBooks:
         self.wait_again(entry)
         return True
 
+    def note_tried(self, entry: ExpectedRequest, book: EndpointBook) -> None:
+        """This endpoint failed it."""
+        entry.tried = {**entry.tried, book.id: book.checks}
+
+    def break_off(self, entry: ExpectedRequest, fault: str) -> str | None:
+        """Its stream broke off, at an endpoint that has been told of it. Returns why it does not go on, if so;
+        otherwise it waits again."""
+        reason = self.continued.refusal(entry, fault, is_served=bool(self.serving(entry)))
+        if reason is not None:
+            self.end(entry)
+            return reason
+        entry.stage, entry.own_deadline = None, math.inf
+        entry.wait_ends_at = self.now + self.world.continuation_seconds_max
+        self.wait_again(entry)
+        return None
+
     def wait_again(self, entry: ExpectedRequest) -> None:
         """It was elsewhere, and what it had there is back."""
         self._failure_count += 1
-        entry.state, entry.is_sent, entry.endpoint = "waiting", False, None
+        entry.state, entry.is_sent, entry.endpoint, entry.is_answered = "waiting", False, None, False
         entry.failed_index = self._failure_count
 
     def prefilled(self, entry: ExpectedRequest, outcome: PairOutcome | None) -> None:
@@ -225,6 +255,8 @@ class RouterBooks:
     def check_nobody_waits_in_vain(self, now: float) -> None:
         """Progress: whoever waits, first or last, waits because every endpoint that it may have is full."""
         for entry in self.waiting:
+            if entry.is_continuing and not self.continued.must_have_turn(now):
+                continue
             taking = self.taking(entry, now)
             assert not taking, f"{entry.name} waits{'' if entry.is_queued else ' again'}, and {taking} could take it"
 
@@ -237,13 +269,33 @@ class RouterBooks:
         for other in self.waiting:
             if other.failed_index is None or other.request.model != entry.request.model or other is entry:
                 continue
-            if entry.failed_index is not None and entry.failed_index <= other.failed_index:
+            if other.has_token:
+                continue
+            is_again = entry.failed_index is not None and not entry.has_token
+            if is_again and (entry.failed_index or 0) <= other.failed_index:
                 continue
             is_fitting = book.id in self.taking(other, self.now)
             assert not is_fitting, f"{other.name} waits again, and {entry.name} gets {book.id} before it"
 
+    def check_class(self, entry: ExpectedRequest, id: str) -> None:
+        """It is about to get the endpoint: of newcomers and of streams that go on, nobody is before it that could have
+        had it. What waits again without a token comes before both."""
+        if entry.failed_index is not None and not entry.has_token:
+            return
+        for other in self.waiting:
+            is_peer = other is not entry and other.request.model == entry.request.model
+            if is_peer and self.continued.is_before(other, entry, self.now):
+                assert id not in self.taking(other, self.now), f"{other.name} is before {entry.name}, which gets {id}"
+
+    def _are_newcomers_waiting(self, entry: ExpectedRequest) -> bool:
+        """Whether some do for its model."""
+        entering, model = self.entering, entry.request.model
+        if entering is not None and entering.is_behind and entering.request.model == model:
+            return True
+        return any(other.is_queued and other.request.model == model for other in self.waiting)
+
     def _is_any_left(self, entry: ExpectedRequest) -> bool:
-        return any(book.id not in entry.tried for book in self.serving(entry))
+        return any(entry.has_token or book.id not in entry.tried for book in self.serving(entry))
 
     def _is_tried_again(self, entry: ExpectedRequest) -> bool:
         if self.is_draining or entry.request.pinned is not None or self.now >= entry.deadline:
@@ -252,14 +304,22 @@ class RouterBooks:
             return False
         if not any(book.health != "ejected" and book.id not in entry.tried for book in self.serving(entry)):
             return False
+        self._fill_tries()
+        if self._tries < 1 - 1e-9:
+            return False
+        self._tries = max(0.0, self._tries - 1)
+        return True
+
+    def _spend_try(self) -> None:
+        """A stream goes on, whatever there is left for others."""
+        self._fill_tries()
+        self._tries = max(0.0, self._tries - 1)
+
+    def _fill_tries(self) -> None:
         if self._tries_at is not None:
             more = (self.now - self._tries_at) * self.world.retries_per_second_min
             self._tries = min(self._tries_max, self._tries + more)
         self._tries_at = self.now
-        if self._tries < 1:
-            return False
-        self._tries -= 1
-        return True
 
     def _fairness_of(self, entry: ExpectedRequest) -> Fairness:
         return self._fairness.setdefault((entry.request.model, entry.stage, entry.request.priority), Fairness())

@@ -41,7 +41,7 @@ class Report(msgspec.Struct, frozen=True):
 class EndpointBook:
     """leased, running: the sequences of the requests that hold a lease here, with a seat or waiting for one
     (claims, in all); of those whose lease is back, but which run. there: those of both that were sent. health: by
-    the names of EndpointHealth. probe: who is out as one."""
+    the names of EndpointHealth. probe: who is out as one. checks: that found it well."""
 
     def __init__(self, event: Add, world: RouterWorld, *, starts_slowly: bool) -> None:
         self.id = event.id
@@ -52,6 +52,8 @@ class EndpointBook:
         self.there: dict[str, int] = {}
         self.probe: str | None = None
         self.role = event.role
+        self.fingerprint = event.fingerprint
+        self.checks = 0
         self.health = "starting"
         self.question: Question | None = None
         self._world = world
@@ -206,6 +208,7 @@ class EndpointBook:
             self.note_broke(now)
             self._fails_checks = self.health == "ejected"
             return
+        self.checks += 1
         if self.health == "ejected" and self._fails_checks:
             self.health = "probing"
         self.note_success(now)
@@ -243,6 +246,7 @@ class EndpointBook:
         self.models = frozenset(event.models)
         self.leases_max = event.leases_max or self._world.leases_max
         self.role = event.role
+        self.fingerprint = event.fingerprint
         self._starts_slowly = True
         self.health = "starting"
 

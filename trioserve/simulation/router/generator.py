@@ -18,6 +18,7 @@ from trioserve.simulation.router.history import (
     Ask,
     Check,
     Compute,
+    Crash,
     Crowd,
     Drain,
     Fail,
@@ -60,6 +61,7 @@ class RouterGenerator:
         self._live_max = rng.choice((4, 10, 20, 30, 30))
         self._pace = rng.choice((0.05, 0.5, 2.0))  # seconds of a wait
         wildness = rng.random()
+        self._end_share = rng.choice((0.7, 0.3))
         self._fault_share = rng.choice((0.0, 0.1, 0.3, 0.7)) * (0.5 + wildness / 2)
         self._lie_share = rng.choice((0.0, 0.0, 0.3))
         self._roles: Sequence[EngineRole | None] = rng.choice(
@@ -88,6 +90,7 @@ class RouterGenerator:
             (0.03 if self._disaggregated_share else 0.0, self._lose),
             (0.02 if self.world.policy == "kv_aware" else 0.0, self._store),
             (rng.choice((0.0, 0.0, 0.0, 0.005)), self._drain),
+            (rng.choice((0.0, 0.005, 0.02)), self._crash),
         )
 
     def next_event(self, simulation: RouterSimulation) -> RouterEvent:
@@ -118,6 +121,7 @@ class RouterGenerator:
             strangers=rng.choice((0, 0, 0, 1, 3)),
             tells_seats=rng.random() < 0.6,
             role=rng.choice(self._roles),
+            fingerprint=rng.choice((None, "f", "f", "g")),
         )
 
     def _step(self, simulation: RouterSimulation) -> RouterEvent:
@@ -130,12 +134,18 @@ class RouterGenerator:
             return Send(name=entry.name)
         if entry.stage is Stage.PREFILL and self._chance() >= self._fault_share:
             return Compute(name=entry.name, outcome=self._one((None, None, None, None, "not_held", "finished")))
-        if entry.has_token:
-            return Leave(name=entry.name) if self._chance() < 0.7 else Token(name=entry.name)
+        if entry.is_answered and self._chance() >= self._fault_share:
+            if self._chance() < self._end_share:
+                return Leave(name=entry.name)
+            return Token(name=entry.name, count=self._one((1, 1, 2, 20)))
         return self._failure(entry) if self._chance() < self._fault_share else Token(name=entry.name)
 
     def _failure(self, entry: ExpectedRequest) -> Fail:
-        faults = ("unreachable", "busy", "broke") if entry.stage is not Stage.DECODE else ("busy", "broke", "transfer")
+        faults: tuple[str, ...] = ("unreachable", "busy", "broke")
+        if entry.is_answered:
+            faults = ("broke", "broke", "hung", "leaving")
+        elif entry.stage is Stage.DECODE:
+            faults = ("busy", "broke", "transfer")
         fault = self._one(faults)
         busy_seconds = self._one((0.1, 1.0, 5.0)) if fault == "busy" else 1.0
         return Fail(name=entry.name, fault=fault, busy_seconds=busy_seconds)  # type: ignore[arg-type]
@@ -208,6 +218,12 @@ class RouterGenerator:
             return Models(id=id, models=self._one(self._models))
         return Remove(id=id)
 
+    def _crash(self, simulation: RouterSimulation) -> Crash | None:
+        there = [book.id for book in simulation.books.endpoints.values() if book.there]
+        if not there:
+            return None
+        return Crash(id=self._one(there), fault=self._one(("broke", "broke", "unreachable", "hung", "leaving")))
+
     def _lose(self, simulation: RouterSimulation) -> Lose | None:
         held = [entry.name for entry in simulation.books.live.values() if entry.stage is Stage.DECODE]
         return Lose(name=self._one(held)) if held else None
@@ -244,4 +260,10 @@ def _drawn_world(rng: Random) -> RouterWorld:
         retries_per_second_min=rng.choice((0.0, 0.3, 3.0)),
         attempts_max=rng.choice((1, 2, 3, 4)),
         handover_waiting_max=rng.choice((1, 2, 8)),
+        continuations_max=rng.choice((0, 1, 2, 16, 16)),
+        continuations_per_second_max=rng.choice((0.5, 3.0, 100.0, 100.0)),
+        continuations_in_a_row_max=rng.choice((1, 2, 3)),
+        continuation_seconds_max=rng.choice((0.5, 3.0, 30.0)),
+        breaks_max=rng.choice((1, 2, 2, 3)),
+        progress_tokens_min=rng.choice((1, 3, 16)),
     )

@@ -21,6 +21,7 @@ __all__ = [
     "Ask",
     "Check",
     "Compute",
+    "Crash",
     "Crowd",
     "Drain",
     "Fail",
@@ -52,7 +53,7 @@ class RouterWorld(RouterSettings, frozen=True, kw_only=True, omit_defaults=True,
 class Add(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="add"):
     """An endpoint comes, or comes back while it is drained. seats: sequences that can run there; the others wait inside
     it. strangers: sequences there that the router did not send. tells_seats: whether its reports have the seats. role:
-    which stages of a disaggregated request it is meant for."""
+    which stages of a disaggregated request it is meant for. fingerprint: of what computes there."""
 
     id: str
     models: tuple[str, ...] = ("m",)
@@ -61,6 +62,7 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="ad
     strangers: int = 0
     tells_seats: bool = True
     role: EngineRole | None = None
+    fingerprint: str | None = None
 
 
 class Role(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="role"):
@@ -149,10 +151,11 @@ class Send(msgspec.Struct, frozen=True, kw_only=True, tag="send"):
     name: str
 
 
-class Token(msgspec.Struct, frozen=True, kw_only=True, tag="token"):
-    """Its endpoint begins to answer, or goes on."""
+class Token(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="token"):
+    """Its endpoint begins to answer, or goes on. count: of tokens."""
 
     name: str
+    count: int = 1
 
 
 class Compute(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="compute"):
@@ -176,11 +179,18 @@ class Leave(msgspec.Struct, frozen=True, kw_only=True, tag="leave"):
 
 
 class Fail(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="fail"):
-    """Its endpoint fails it before the first token."""
+    """Its endpoint fails it, before the first token or in the middle of its stream."""
 
     name: str
-    fault: Literal["unreachable", "busy", "broke", "transfer"] = "broke"
+    fault: Literal["unreachable", "busy", "broke", "transfer", "hung", "leaving"] = "broke"
     busy_seconds: float = 1.0
+
+
+class Crash(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="crash"):
+    """An endpoint fails all that it has, one after the other."""
+
+    id: str
+    fault: Literal["unreachable", "broke", "hung", "leaving"] = "broke"
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="wait"):
@@ -212,6 +222,7 @@ RouterEvent = (
     | Lose
     | Leave
     | Fail
+    | Crash
     | Wait
     | Drain
 )

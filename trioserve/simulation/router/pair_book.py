@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 
 from trioserve.contracts.endpoint import Stage
 from trioserve.simulation.router.endpoint_book import EndpointBook
@@ -16,7 +16,7 @@ def may_do(book: EndpointBook, entry: ExpectedRequest) -> bool:
     return book.is_meant_for(entry.stage) and not (entry.stage is Stage.DECODE and book.id == entry.prefilled_by)
 
 
-def is_pair_there(serving: Iterable[EndpointBook], tried: Sequence[str] = ()) -> bool:
+def is_pair_there(serving: Iterable[EndpointBook], tried: Collection[str] = ()) -> bool:
     """Whether one may compute a prompt and another one make the response. serving: those that serve the model."""
     there = [book for book in serving if book.is_given and book.id not in tried]
     return any(

@@ -26,7 +26,10 @@ class ExpectedRequest:
     """One request of a simulated router, as it was asked and told. state: by the names of TicketState. failed_index: of
     the failure, or the end of its prompt, after which it waits again; None while it waits for the first time. deadline:
     the end of its wait, its own or wait_ends_at, which is the router's. queue_index: in the order of joining a queue.
-    stage, is_disaggregated, prefilled_by, is_held, outcome, stage_fault: as those of a Ticket."""
+    stage, is_disaggregated, prefilled_by, is_held, outcome, stage_fault, is_answered, breaks, continuations,
+    fingerprint: as those of a Ticket. tried: where it failed, and how often that endpoint had been found well before.
+    tokens: its client has; tokens_at_break: had when it broke off last. is_behind: somebody was in its queue when it
+    came."""
 
     def __init__(self, name: str, request: RoutedRequest, index: int, *, wait_ends_at: float) -> None:
         self.name = name
@@ -40,9 +43,16 @@ class ExpectedRequest:
         self.state = "waiting"
         self.failed_index: int | None = None
         self.endpoint: str | None = None
-        self.tried: tuple[str, ...] = ()
+        self.tried: dict[str, int] = {}
         self.is_sent = False
         self.has_token = False
+        self.is_answered = False
+        self.is_behind = False
+        self.tokens = 0
+        self.tokens_at_break = 0
+        self.breaks = 0
+        self.continuations = 0
+        self.fingerprint: str | None = None
         self.stage: Stage | None = None
         self.is_disaggregated = False
         self.prefilled_by: str | None = None
@@ -63,17 +73,26 @@ class ExpectedRequest:
         return self.state == "waiting" and self.failed_index is None
 
     @property
+    def is_continuing(self) -> bool:
+        """Its stream broke off, and it waits to go on."""
+        return self.state == "waiting" and self.has_token
+
+    @property
     def moment(self) -> str:
         """How far it is, for the counts."""
         if self.stage is not None and self.state != "ended":
             where = "in the queue for" if self.state == "waiting" else "leased for" if not self.is_sent else "at"
             return f"{where} {self.stage.value}{', with a token' if self.has_token else ''}"
         if self.state == "waiting":
+            if self.has_token:
+                return "in the queue to go on"
             return "in the queue" if self.failed_index is None else "in the queue again"
         if self.state == "ended":
             return "ended"
         if not self.is_sent:
-            return "leased, not sent"
+            return "leased to go on, not sent" if self.has_token else "leased, not sent"
+        if self.has_token and not self.is_answered:
+            return "before it goes on"
         return "after the first token" if self.has_token else "before the first token"
 
     def is_beside(self, other: ExpectedRequest) -> bool:

@@ -54,15 +54,17 @@ def check_refused_in_queue(books: RouterBooks, entry: ExpectedRequest, refusal: 
         assert books.is_draining, f"{name} is told that the router leaves"
         assert not entry.is_sent, f"{name} is at its endpoint, and refused"
         assert entry.prefilled_by is None, f"{name} has its prompt computed, and is refused"
+        assert not entry.has_token, f"the stream of {name} is to go on, and it is refused"
         return
     assert entry.state == "waiting", f"{name} is {entry.state}, and refused"
     if isinstance(refusal, QueueWaitOver):
         assert entry.own_deadline <= books.now, f"{name} is told that its time is over"
+        assert not entry.has_token, f"{name} has a token, and is told that its time in the queue is over"
         return
     assert isinstance(refusal, Overloaded), f"{name} is refused with {refusal!r}"
     _check_retry_after(refusal)
     if isinstance(refusal, NoEndpoint):
-        left = [book.id for book in books.serving(entry) if book.id not in entry.tried]
+        left = [book.id for book in books.serving(entry) if entry.has_token or book.id not in entry.tried]
         assert not left, f"{name} is told that there is no endpoint, and there are {left}"
         return
     if refusal.reason == "queue_full":
@@ -72,7 +74,8 @@ def check_refused_in_queue(books: RouterBooks, entry: ExpectedRequest, refusal: 
         assert books.is_most_in_queue(entry, entering), f"{name} has to make room for {entering.name}"
         assert books.makes_room(entry, entering), f"{entering.name} finds no room where {name} has left"
         return
-    assert refusal.reason == "queue_wait_over", f"{name} is told {refusal.reason}"
+    reason = "continuation_wait_over" if entry.has_token else "queue_wait_over"
+    assert refusal.reason == reason, f"{name} is told {refusal.reason}"
     assert entry.wait_ends_at <= books.now, f"{name} is told that it waited too long"
 
 

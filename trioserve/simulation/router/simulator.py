@@ -12,7 +12,7 @@ from typing import Any
 
 from trioserve.contracts.block_hash import BlockHash
 from trioserve.contracts.endpoint import EndpointId, PairOutcome, RoutedRequest, Stage
-from trioserve.contracts.errors import InvalidRequest, Overloaded, TrioserveError
+from trioserve.contracts.errors import InvalidRequest, Overloaded, RequestPoisoned, TrioserveError
 from trioserve.router.core import Fault, RouterCore
 from trioserve.router.policies import POLICIES
 from trioserve.router.queue_deadlines import SPARE_DEADLINES_MAX
@@ -25,6 +25,7 @@ from trioserve.simulation.router.history import (
     Ask,
     Check,
     Compute,
+    Crash,
     Crowd,
     Drain,
     Fail,
@@ -94,7 +95,7 @@ class RouterSimulation:
                 elif entry.stage is Stage.PREFILL:
                     self.apply(Compute(name=entry.name))
                 else:
-                    self.apply(Token(name=entry.name) if not entry.has_token else Leave(name=entry.name))
+                    self.apply(Token(name=entry.name) if not entry.is_answered else Leave(name=entry.name))
             if not books.live:
                 break
             if len(books.waiting) == len(books.live):
@@ -146,6 +147,9 @@ class RouterSimulation:
             event.can_be_disaggregated and event.pinned is None and is_pair_there(books.serving(entry))
         )
         entry.stage = Stage.PREFILL if entry.is_disaggregated else None
+        entry.is_behind = event.pinned is None and any(
+            other.is_beside(entry) and not other.is_continuing for other in books.waiting
+        )
         self._entering = books.entering = entry
         try:
             ticket = self.core.enter(request, books.now)
@@ -167,6 +171,7 @@ class RouterSimulation:
             if request.pinned is None:
                 waiting = [other.name for other in books.live.values() if other.is_queued and other.is_beside(entry)]
                 assert not waiting, f"{entry.name} gets a lease at once, before {', '.join(waiting)}"
+                books.check_class(entry, str(ticket.endpoint))
             self._take_lease(entry, ticket)
         elif ticket.state is TicketState.WAITING:
             assert request.pinned is None, f"{entry.name} is pinned, and waits"
@@ -189,8 +194,12 @@ class RouterSimulation:
         if entry is None or (entry.state == "leased" and (not entry.is_sent or entry.stage is Stage.PREFILL)):
             return
         assert entry.ticket is not None
-        if entry.state == "leased" and not entry.has_token:
-            entry.has_token = True
+        if entry.state in ("leased", "running_free"):
+            entry.tokens += event.count
+        if entry.state == "leased" and not entry.is_answered:
+            if not entry.has_token:
+                entry.fingerprint = self._endpoint_of(entry).fingerprint
+            entry.has_token = entry.is_answered = True
             self.books.note_pair(entry, PairOutcome.PAIRED)
             is_lease_over = self.world.lease_until == "first_token"
             self._endpoint_of(entry).take_token(entry.name, self.books.now, is_lease_over=is_lease_over)
@@ -236,11 +245,11 @@ class RouterSimulation:
 
     def _fail(self, event: Fail) -> None:
         entry = self.entries.get(event.name)
-        if entry is None or (entry.state == "leased" and (entry.has_token or not entry.is_sent)):
+        if entry is None or (entry.state == "leased" and not entry.is_sent):
             return
         assert entry.ticket is not None
         fault, now = Fault(event.fault), self.books.now
-        if entry.state != "leased":
+        if entry.state not in ("leased", "running_free"):
             assert not self.core.failed(entry.ticket, fault, now), f"{entry.name} is tried again"
             return
         endpoint = self._endpoint_of(entry)
@@ -249,8 +258,12 @@ class RouterSimulation:
             endpoint.note_lost(now)
         elif fault is Fault.BROKE:
             endpoint.note_broke(now)
-        elif fault is Fault.BUSY:
+        elif fault in (Fault.BUSY, Fault.LEAVING):
             endpoint.note_busy(now, event.busy_seconds)
+        self.books.note_tried(entry, endpoint)
+        if entry.has_token:
+            self._break_off(entry, event)
+            return
         entry.stage_fault = None
         if entry.stage is Stage.PREFILL:
             entry.stage_fault = PairOutcome.PREFILL_FAILED
@@ -262,6 +275,27 @@ class RouterSimulation:
         self._count("retries" if waits_again else "given up")
         said = self.core.failed(entry.ticket, fault, now, busy_seconds=event.busy_seconds)
         assert said == waits_again, f"{entry.name} failed at {entry.tried}, and is {'' if said else 'not '}tried again"
+
+    def _break_off(self, entry: ExpectedRequest, event: Fail) -> None:
+        ticket = entry.ticket
+        assert ticket is not None
+        reason = self.books.break_off(entry, event.fault)
+        self._count(f"streams broken off: {event.fault}")
+        self._count(f"streams that may not go on: {reason}" if reason else "streams that may go on")
+        said = self.core.failed(
+            ticket, Fault(event.fault), self.books.now, busy_seconds=event.busy_seconds, token_count=entry.tokens
+        )
+        assert said == (reason is None), f"{entry.name} {'goes on' if said else 'ends'}: {reason}"
+        is_poisoned = isinstance(ticket.refusal, RequestPoisoned)
+        assert is_poisoned == (reason == "poisoned"), f"{entry.name} is told {ticket.refusal!r}: {reason}"
+
+    def _crash(self, event: Crash) -> None:
+        book = self.books.endpoints.get(event.id)
+        for name in () if book is None else list(book.there):
+            entry = self.entries[name]
+            if entry.endpoint == event.id and entry.is_sent:
+                self._fail(Fail(name=name, fault=event.fault))
+                self._check()
 
     # --- endpoints ---
 
@@ -279,6 +313,7 @@ class RouterSimulation:
         self.core.add_endpoint(
             EndpointId(event.id), event.models, self.books.now, leases_max=event.leases_max, role=event.role
         )
+        self.core.note_fingerprint(EndpointId(event.id), event.fingerprint)
 
     def _role(self, event: Role) -> None:
         book = self.books.endpoints.get(event.id)
@@ -376,7 +411,9 @@ class RouterSimulation:
     def _drain(self, _event: Drain) -> None:
         self.books.is_draining = True
         self.core.drain(self.books.now)
-        unsent = [entry.name for entry in self.books.live.values() if not entry.is_sent and entry.prefilled_by is None]
+        live = self.books.live.values()
+        begun = {entry.name for entry in live if entry.is_sent or entry.has_token or entry.prefilled_by is not None}
+        unsent = [entry.name for entry in live if entry.name not in begun]
         assert not unsent, f"the router leaves, and {', '.join(unsent)} were not refused"
 
     # --- what the core tells ---
@@ -394,7 +431,7 @@ class RouterSimulation:
             assert found, f"a ticket that has ended, or never was, is told: {ticket.state}"
             entry = found[0]
         if ticket.state is TicketState.LEASED:
-            books.serve(entry)
+            books.serve(entry, str(ticket.endpoint))
             self._take_lease(entry, ticket)
         else:
             assert ticket.state is TicketState.ENDED, f"{entry.name} is told of a change, and is {ticket.state}"
@@ -457,6 +494,12 @@ class RouterSimulation:
         grants, retries = self.counts.get("grants", 0), self.counts.get("retries", 0)
         assert stats.admissions_total == grants, f"{stats.admissions_total} admissions, and {grants} grants"
         assert stats.retries_total == retries, f"{stats.retries_total} retries, expected {retries}"
+        continuing = sum(entry.is_continuing for entry in waiting)
+        assert stats.continuing == continuing, f"{stats.continuing} wait to go on, expected {continuing}"
+        total = books.continued.total
+        assert stats.continuations_total == total, f"{stats.continuations_total} went on, expected {total}"
+        refused = dict(books.continued.refused)
+        assert stats.continuations_refused_total == refused, f"{stats.continuations_refused_total}, expected {refused}"
         pairs = {outcome: books.pairs[outcome] for outcome in PairOutcome}
         assert stats.pairs_total == pairs, f"pairs are {stats.pairs_total}, expected {pairs}"
         assert stats.rejections_total == self._refusals, f"{stats.rejections_total}, expected {self._refusals}"
@@ -471,6 +514,7 @@ class RouterSimulation:
             assert is_there, f"{entry.name} is at {ticket.endpoint}, expected {entry.endpoint}"
             assert ticket.stage is entry.stage, f"{entry.name} is to be {ticket.stage}, expected {entry.stage}"
             assert ticket.tried == entry.tried, f"{entry.name} failed at {ticket.tried}, expected {entry.tried}"
+            assert ticket.continuations == entry.continuations, f"{entry.name} went on {ticket.continuations} times"
         # The only look inside: what has ended must not be remembered for long, which no count tells.
         deadline_count = len(self.core._deadlines)
         assert deadline_count <= 2 * books.live_peak + SPARE_DEADLINES_MAX + 1, f"{deadline_count} deadlines are kept"
@@ -506,6 +550,7 @@ _HANDLERS: dict[type[RouterEvent], Callable[[RouterSimulation, Any], None]] = {
     Lose: RouterSimulation._lose,
     Leave: RouterSimulation._leave,
     Fail: RouterSimulation._fail,
+    Crash: RouterSimulation._crash,
     Wait: RouterSimulation._wait,
     Drain: RouterSimulation._drain,
 }

@@ -1,0 +1,299 @@
+"""Streams that broke off: where they go on, before whom, how often, and what ends them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from trioserve.contracts.endpoint import EndpointId
+from trioserve.contracts.errors import EndpointLost, Overloaded, RequestPoisoned
+from trioserve.contracts.kv_transfer import EngineRole
+from trioserve.router.endpoint_state import Fault
+from trioserve.router.ticket import TicketState
+
+
+def leases(router):
+    return dict(router.core.stats().leases)
+
+
+def streaming(router, **fields):
+    """One whose client has a token."""
+    ticket = router.sent(**fields)
+    router.core.first_token(ticket, router.now)
+    return ticket
+
+
+def break_off(router, ticket, *, fault=Fault.BROKE, tokens=100):
+    return router.core.failed(ticket, fault, router.now, token_count=tokens)
+
+
+def test_a_stream_goes_on_elsewhere_and_its_lease_is_back_before(make_router):
+    router = make_router()
+    router.endpoint("a", leases_max=1)
+    router.endpoint("b", leases_max=1)
+    ticket = streaming(router)
+    assert break_off(router, ticket)
+    assert (ticket.state, ticket.endpoint) == (TicketState.LEASED, "b")
+    assert leases(router) == {"a": 0, "b": 1}
+    assert router.changed == [ticket]
+    router.core.sent(ticket)
+    router.core.first_token(ticket, router.now)
+    router.leave(ticket)
+    assert leases(router) == {"a": 0, "b": 0}
+    assert router.core.stats().continuations_total == 1
+
+
+def test_a_stream_goes_on_whose_lease_went_back_at_its_first_token(make_router):
+    router = make_router(lease_until="first_token")
+    router.endpoint("a", leases_max=1)
+    b = router.endpoint("b", leases_max=1)
+    ticket = streaming(router)
+    assert ticket.state is TicketState.RUNNING_FREE
+    assert break_off(router, ticket)
+    router.core.sent(ticket)
+    router.core.first_token(ticket, router.now)
+    assert (ticket.state, ticket.endpoint) == (TicketState.RUNNING_FREE, "b")
+    assert router.core.endpoints[b].in_flight == 1
+    assert leases(router) == {"a": 0, "b": 0}
+
+
+def test_who_waits_to_go_on_may_leave_and_is_not_served_later(make_router):
+    router = make_router()
+    router.endpoint("a", leases_max=1)
+    router.endpoint("b", leases_max=1)
+    first, second = streaming(router), streaming(router)
+    assert break_off(router, first)
+    assert first.state is TicketState.WAITING
+    assert router.core.stats().continuing == 1
+    router.leave(first)
+    router.leave(second)
+    assert router.core.stats().continuing == router.core.stats().waiting == 0
+    assert leases(router) == {"a": 0, "b": 0}
+    assert router.core.next_tick(router.now) == math.inf
+
+
+def test_a_stream_waits_no_longer_than_it_may(make_router):
+    router = make_router(continuation_seconds_max=5, queue_seconds_max=1)
+    router.endpoint("a", leases_max=1)
+    router.endpoint("b", leases_max=1)
+    first = streaming(router, queue_deadline=router.now + 0.5)
+    streaming(router)
+    assert break_off(router, first)
+    router.after(4.9)
+    assert first.state is TicketState.WAITING, "its time in the queue was that before its first token"
+    router.after(0.2)
+    assert isinstance(first.refusal, Overloaded)
+    assert first.refusal.reason == "continuation_wait_over"
+
+
+def test_a_stream_goes_back_where_it_failed_once_that_is_well_again(make_router):
+    router = make_router()
+    a = router.endpoint("a")
+    ticket = streaming(router)
+    assert break_off(router, ticket)
+    router.after(2)
+    assert ticket.state is TicketState.WAITING
+    router.core.note_health(a, True, router.now)
+    assert (ticket.state, ticket.endpoint) == (TicketState.LEASED, "a")
+
+
+def test_nothing_goes_on_where_nobody_serves_its_model(make_router):
+    router = make_router()
+    a = router.endpoint("a")
+    ticket = streaming(router)
+    router.core.drain_endpoint(a, router.now)
+    assert not break_off(router, ticket)
+    assert isinstance(ticket.refusal, EndpointLost)
+    assert router.core.stats().continuations_refused_total == {"no_endpoint": 1}
+    assert router.gone == ["a"]
+
+
+def test_a_stream_that_breaks_one_endpoint_after_the_other_ends(make_router):
+    router = make_router(breaks_max=2)
+    for id in "abc":
+        router.endpoint(id)
+    ticket = streaming(router)
+    assert break_off(router, ticket, tokens=100)
+    router.core.sent(ticket)
+    assert not break_off(router, ticket, tokens=101)
+    assert isinstance(ticket.refusal, RequestPoisoned)
+    assert "2 endpoints in a row" in str(ticket.refusal)
+    assert router.core.stats().continuations_refused_total == {"poisoned": 1}
+
+
+def test_a_bystander_goes_on_each_time(make_router):
+    router = make_router(breaks_max=2, progress_tokens_min=16)
+    for id in "abcd":
+        router.endpoint(id)
+    ticket = streaming(router)
+    for tokens in (3, 19, 35):
+        assert break_off(router, ticket, tokens=tokens)
+        router.core.sent(ticket)
+        router.core.first_token(ticket, router.now)
+
+
+@pytest.mark.parametrize("fault", [Fault.UNREACHABLE, Fault.BUSY, Fault.LEAVING])
+def test_what_is_no_fault_of_the_request_is_not_held_against_it(make_router, fault):
+    router = make_router(breaks_max=1)
+    router.endpoint("a")
+    router.endpoint("b")
+    ticket = streaming(router)
+    assert break_off(router, ticket, fault=fault)
+
+
+def test_a_stream_goes_on_only_so_often(make_router):
+    router = make_router(continuations_max=1)
+    for id in "abc":
+        router.endpoint(id)
+    ticket = streaming(router)
+    assert break_off(router, ticket)
+    router.core.sent(ticket)
+    router.core.first_token(ticket, router.now)
+    assert not break_off(router, ticket, tokens=200)
+    assert router.core.stats().continuations_refused_total == {"too_many": 1}
+
+
+def test_only_so_many_streams_go_on_in_a_second(make_router):
+    router = make_router(continuations_per_second_max=4, failures_max=1)
+    router.endpoint("a", leases_max=20)
+    tickets = [streaming(router) for _ in range(10)]
+    router.endpoint("b", leases_max=20)
+    for ticket in tickets:
+        break_off(router, ticket)
+    assert leases(router)["b"] == 4
+    newcomer = router.enter()
+    assert newcomer.state is TicketState.LEASED, "it does not wait for those who have to"
+    router.after(0.5)
+    assert leases(router)["b"] == 4 + 1 + 2
+    router.after(1.0)
+    assert leases(router)["b"] == 10 + 1
+
+
+def test_streams_come_before_newcomers_but_not_all_of_them(make_router):
+    router = make_router(continuations_in_a_row_max=2, failures_max=100)
+    router.endpoint("a", leases_max=4)
+    streams = [streaming(router) for _ in range(4)]
+    router.endpoint("b", leases_max=1)
+    running = router.sent()
+    for stream in streams:
+        break_off(router, stream)
+    # What came free at the endpoint that failed them is taken by others.
+    others = [router.enter() for _ in range(4)]
+    newcomers = [router.enter() for _ in range(2)]
+    assert {ticket.state for ticket in others} == {TicketState.LEASED}
+    order = []
+    router.changed.clear()
+    for _ in range(6):
+        router.leave(running)
+        running = router.changed[-1]
+        order.append("stream" if running in streams else "newcomer")
+    assert order == ["stream", "stream", "newcomer", "stream", "stream", "newcomer"]
+    assert [ticket.state for ticket in newcomers] == [TicketState.ENDED, TicketState.LEASED]
+
+
+def test_a_newcomer_of_better_priority_comes_before_streams(make_router):
+    router = make_router()
+    router.endpoint("a", leases_max=1)
+    stream = streaming(router, priority=1)
+    router.endpoint("b", leases_max=1)
+    running = router.sent()
+    break_off(router, stream)
+    router.sent(priority=1)
+    better = router.enter(priority=0)
+    router.leave(running)
+    assert (better.endpoint, stream.state) == ("b", TicketState.WAITING)
+
+
+def test_streams_take_no_places_in_the_queue(make_router):
+    router = make_router(queue_requests_max=1, failures_max=100)
+    router.endpoint("a", leases_max=2)
+    streams = [streaming(router) for _ in range(2)]
+    router.endpoint("b", leases_max=1)
+    router.sent()
+    for stream in streams:
+        break_off(router, stream)
+    for _ in range(2):
+        router.sent()
+    assert router.enter().state is TicketState.WAITING
+    assert router.core.stats().waiting == 3
+
+
+def test_a_stream_goes_on_where_the_same_is_computed(make_router):
+    router = make_router()
+    for id, fingerprint in (("a", "x"), ("b", "y"), ("c", "x")):
+        router.core.note_fingerprint(router.endpoint(id), fingerprint)
+    ticket = streaming(router)
+    router.sent()
+    router.sent()
+    router.sent()
+    assert ticket.endpoint == "a"
+    assert break_off(router, ticket)
+    assert ticket.endpoint == "c"
+    router.core.sent(ticket)
+    assert break_off(router, ticket, fault=Fault.BUSY)
+    assert ticket.endpoint == "b", "rather another text than none"
+
+
+def test_a_drain_of_the_router_lets_streams_go_on(make_router):
+    router = make_router()
+    router.endpoint("a", leases_max=1)
+    router.endpoint("b", leases_max=1)
+    first, second = streaming(router), streaming(router)
+    assert break_off(router, first)
+    router.core.drain(router.now)
+    assert first.state is TicketState.WAITING
+    router.leave(second)
+    assert (first.state, first.endpoint) == (TicketState.LEASED, "b")
+
+
+def test_a_stream_of_a_pair_goes_on_whole(make_router):
+    router = make_router()
+    both: EngineRole = "both"
+    for id in "abc":
+        router.endpoint(id, role=both)
+    ticket = router.sent(can_be_disaggregated=True)
+    router.core.prefilled(ticket, router.now)
+    router.core.sent(ticket)
+    router.core.first_token(ticket, router.now)
+    prefilled_by = ticket.prefilled_by
+    assert break_off(router, ticket)
+    assert ticket.stage is None
+    assert ticket.endpoint == prefilled_by, "that has the prompt"
+
+
+def test_when_an_endpoint_dies_nobody_is_asked_for_twice(make_router, monkeypatch):
+    router = make_router(failures_max=10_000, continuations_per_second_max=1e6)
+    router.endpoint("a", leases_max=200)
+    tickets = [streaming(router) for _ in range(200)]
+    router.endpoint("b", leases_max=1)
+    router.sent()
+    asked = 0
+    candidates = router.core._fleet.candidates
+
+    def counted(ticket, now):
+        nonlocal asked
+        asked += 1
+        return candidates(ticket, now)
+
+    monkeypatch.setattr(router.core._fleet, "candidates", counted)
+    for ticket in tickets:
+        break_off(router, ticket)
+    assert asked <= 2 * len(tickets)
+
+
+def test_retries_before_the_first_token_leave_streams_the_precedence(make_router):
+    router = make_router(retry_share_max=0.0, retries_per_second_min=0.1, failures_max=100)
+    for id in "ab":
+        router.endpoint(id)
+    stream = streaming(router)
+    assert break_off(router, stream)
+    failing = router.sent()
+    assert not router.core.failed(failing, Fault.BROKE, router.now), "the stream has spent it"
+    other = streaming(router)
+    assert break_off(router, other), "and needs none to be left"
+
+
+def test_endpoints_that_are_gone_tell_no_fingerprint(make_router):
+    router = make_router()
+    router.core.note_fingerprint(EndpointId("gone"), "x")

@@ -1,0 +1,59 @@
+"""Streams that broke off and wait to go on elsewhere: who of them is next. Where there is room is not asked here.
+
+Those that failed at the same endpoints may all go to the same others. So they stand in one line, and only its first is
+ever asked for: when an endpoint dies under hundreds of streams, one look tells that none of them has room.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from trioserve.contracts.endpoint import EndpointId
+from trioserve.router.ticket import Ticket
+
+__all__ = ["ContinuedQueue"]
+
+Line = tuple[int, tuple[tuple[EndpointId, int], ...]]
+
+
+class ContinuedQueue:
+    """One model's. Joining and leaving cost the same however many there are.
+
+    row: how many got a lease since a newcomer did, while newcomers waited.
+    """
+
+    def __init__(self) -> None:
+        self.row = 0
+        self.prompt_tokens = 0
+        self._lines: dict[Line, OrderedDict[int, Ticket]] = {}
+        self._line_of: dict[int, Line] = {}
+
+    def __len__(self) -> int:
+        return len(self._line_of)
+
+    def __contains__(self, ticket: Ticket) -> bool:
+        return ticket.index in self._line_of
+
+    def __iter__(self) -> Iterator[Ticket]:
+        """Everybody, in no order."""
+        for tickets in self._lines.values():
+            yield from tickets.values()
+
+    def add(self, ticket: Ticket) -> None:
+        line = (ticket.request.priority, tuple(ticket.tried.items()))
+        self._line_of[ticket.index] = line
+        self._lines.setdefault(line, OrderedDict())[ticket.index] = ticket
+        self.prompt_tokens += ticket.request.prompt_tokens
+
+    def remove(self, ticket: Ticket) -> None:
+        line = self._line_of.pop(ticket.index)
+        tickets = self._lines[line]
+        del tickets[ticket.index]
+        if not tickets:
+            del self._lines[line]
+        self.prompt_tokens -= ticket.request.prompt_tokens
+
+    def heads(self) -> list[Ticket]:
+        """The first of each line, in no order."""
+        return [next(iter(tickets.values())) for tickets in self._lines.values()]
