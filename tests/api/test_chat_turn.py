@@ -30,11 +30,12 @@ USER = {"role": "user", "content": "Hi"}
 
 def turn_of(engine: FakeEngine, *, request_id: str = "mine", **fields: Any) -> ChatTurn:
     request = TurnRequest(messages=[USER], sampling=SamplingParams(n=fields.pop("n", 1)), **fields)
+    numbers = itertools.count()
     return ChatTurn(
         engine,
         request,
         lambda prompt, sampling: engine.generate(prompt, sampling, request_id=request_id),
-        new_id=map(str, itertools.count()).__next__,
+        new_id=lambda _: str(next(numbers)),
     )
 
 

@@ -19,6 +19,7 @@ from trioserve.contracts.errors import (
     RequestAborted,
     RequestFailed,
     RequestPoisoned,
+    ResumeMismatch,
     StepOverdue,
     StoreFault,
     StoreFull,
@@ -74,6 +75,7 @@ TABLE: tuple[tuple[type[TrioserveError], int, str, str | None], ...] = (
     (BodyTimeout, 408, _CALLER, "body_timeout"),
     (UnknownCoding, 415, _CALLER, "unsupported_content_encoding"),
     (ContextTooLong, 400, _CALLER, "context_length_exceeded"),
+    (ResumeMismatch, 409, _CALLER, "resume_mismatch"),
     (UnknownModel, 404, _CALLER, "model_not_found"),
     (InvalidRequest, 400, _CALLER, None),
     (Draining, 503, "service_unavailable_error", "draining"),
@@ -171,7 +173,7 @@ def foreign_end(delta: Delta) -> TrioserveError | None:
     if delta.finish_reason is FinishReason.DEADLINE:
         # Time ran out here, not for good: the same request may well make it a little later.
         headers.append(("retry-after", str(DEADLINE_RETRY_SECONDS)))
-        code = str(delta.stop_reason or code)
+    code = str(delta.stop_reason or code)
     headers.append((REASON_HEADER, code))
     return Refusal(
         ErrorResponse(

@@ -101,8 +101,12 @@ async def wait_until_begun(stream: RequestStream) -> None:
 
 
 async def collect(streams: Sequence[RequestStream], choice_count: int) -> list[list[Choice]]:
-    """Every choice of every stream, complete. Raises what read_streams raises."""
+    """Every choice of every stream, complete, with what was known of it. Raises what read_streams raises."""
     choices = [[Choice() for _ in range(choice_count)] for _ in streams]
+
+    for stream_index, stream in enumerate(streams):
+        for delta in stream.known:
+            choices[stream_index][delta.index].take(delta)
 
     async def take(stream_index: int, delta: Delta) -> None:
         choices[stream_index][delta.index].take(delta)

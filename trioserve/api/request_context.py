@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from trioserve.contracts.kv_transfer_params import KVTransferParams
     from trioserve.contracts.pooling import PooledInput, PoolingParams
     from trioserve.contracts.prompt import Cut, Prompt
+    from trioserve.contracts.resume import Resume
     from trioserve.contracts.sampling import SamplingParams
     from trioserve.engine.engine import Engine
     from trioserve.engine.pooled_stream import PooledStream
@@ -138,6 +139,8 @@ class RequestContext(Responder):
         *,
         add_special_tokens: bool = True,
         cut: Cut | None = None,
+        resume: Resume | None = None,
+        resumable: bool = False,
     ) -> RequestStream:
         """A request to the engine in this caller's name, to be entered with `async with`. Raises InvalidRequest for
         what the caller may not ask for."""
@@ -155,6 +158,8 @@ class RequestContext(Responder):
             tenant=self.caller.tenant(tenant),
             kv_transfer=body.kv_transfer_params,
             cut=cut,
+            resume=resume,
+            resumable=resumable,
         )
         self.streams.append(stream)
         return stream

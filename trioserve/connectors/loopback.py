@@ -116,7 +116,7 @@ class LoopbackConnector:
         params = _read_params(request)
         assert params is not None, f"{request.id}: nothing was matched, so nothing can be loaded"
         connection, offer = self._find(params)
-        message = self._objection(params, connection, offer, request.prompt_token_ids[: computed_count + token_count])
+        message = self._objection(params, connection, offer, request.known_token_ids[: computed_count + token_count])
         if message is not None:
             if connection is not None and offer is not None:
                 connection.let_go(offer)
@@ -383,6 +383,6 @@ def _read_params(request: EngineRequest) -> KVTransferParams | None:
 
 
 def _token_count(params: KVTransferParams, request: EngineRequest) -> int:
-    """How many tokens are held there; the whole prompt, where nobody says it."""
-    prompt_count = len(request.prompt_token_ids)
-    return prompt_count if params.remote_num_tokens is None else min(params.remote_num_tokens, prompt_count)
+    """How many tokens are held there; all that are known, where nobody says it."""
+    known_count = len(request.known_token_ids)
+    return known_count if params.remote_num_tokens is None else min(params.remote_num_tokens, known_count)

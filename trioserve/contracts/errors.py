@@ -16,6 +16,7 @@ __all__ = [
     "QueueWaitOver",
     "RequestAborted",
     "RequestFailed",
+    "ResumeMismatch",
     "StartupError",
     "StepOverdue",
     "StoreFault",
@@ -43,6 +44,11 @@ class InvalidRequest(TrioserveError):
 class ContextTooLong(InvalidRequest):
     """Prompt, or prompt and response together, do not fit the model's context. The message begins as OpenAI's does,
     "This model's maximum context length is": clients look for it, and send less then."""
+
+
+class ResumeMismatch(InvalidRequest):
+    """A response cannot be gone on with, since its prompt is another one here: a chat template that prints today's date
+    does that."""
 
 
 class UnknownModel(InvalidRequest):

@@ -26,6 +26,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: requests share cached prefix blocks only when their salts are equal.
     kv_transfer: what a connector is to do for it; None: nothing.
     guide: what restrains its tokens, which belongs to this sequence alone; None: nothing does.
+    known_output: the first tokens of its output, where it began elsewhere. They are computed as the prompt is, and
+        count as output in everything else. Fewer than output_tokens_max, and none of them ends it. A guide has been
+        told of them.
     pooling: the prompt is computed, and what its last chunk gives is a vector or a score in the place of a token: with
         that it ends. output_tokens_max is 0 then, and of sampling and seed nothing is looked at. None: it is continued.
     """
@@ -40,4 +43,10 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     kv_transfer: KVTransferParams | None = None
     guide: Guide | None = None
+    known_output: tuple[int, ...] = ()
     pooling: Pooling | None = None
+
+    @property
+    def known_token_ids(self) -> tuple[int, ...]:
+        """All that is there before the first step."""
+        return self.prompt_token_ids + self.known_output if self.known_output else self.prompt_token_ids

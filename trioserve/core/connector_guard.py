@@ -25,12 +25,12 @@ class ConnectorGuard:
         self._faults = faults
 
     def num_matched_tokens(self, request: EngineRequest, computed_count: int) -> int:
-        """0 <= answer < what the prompt has beyond computed_count: its last token is always computed here."""
+        """0 <= answer < what is known beyond computed_count: the last known token is always computed here."""
         count = self._call(self._connector.num_matched_tokens, (request, computed_count), 0)
         if not isinstance(count, int) or count < 0:
             self._faults.count(TransferFault.BAD_COUNT, f"{request.id}: {count!r} tokens are said to match")
             return 0
-        return min(count, len(request.prompt_token_ids) - 1 - computed_count)
+        return min(count, len(request.known_token_ids) - 1 - computed_count)
 
     def start_load(
         self, request: EngineRequest, block_table: Sequence[BlockIndex], computed_count: int, token_count: int

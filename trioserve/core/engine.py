@@ -109,6 +109,8 @@ class EngineCore:
                 f"{request.output_tokens_max}: shorten the prompt or lower max_tokens",
                 param="max_tokens",
             )
+        if request.known_output:
+            self._check_known(request)
         if not PRIORITY_MIN <= request.priority <= PRIORITY_MAX:
             raise InvalidRequest(
                 f"priority is {request.priority}, allowed is {PRIORITY_MIN} to {PRIORITY_MAX}", param="priority"
@@ -341,6 +343,21 @@ class EngineCore:
                 stop_token_id = live.tokens[-1] if reason is FinishReason.STOP else None
                 events.append(self._finish(live, reason, now, stop_token_id=stop_token_id))
 
+    def _check_known(self, request: EngineRequest) -> None:
+        """Raises InvalidRequest."""
+        assert request.pooling is None, f"{request.id} is pooled, and has known output"
+        known = request.known_output
+        if len(known) >= request.output_tokens_max:
+            raise InvalidRequest(
+                f"{len(known)} tokens of the response are known, and max_tokens is {request.output_tokens_max}: it has "
+                "ended, there is nothing to go on with",
+                param="resume.token_ids",
+            )
+        if not 0 <= min(known) <= max(known) < TOKEN_IDS_MAX:
+            raise InvalidRequest(
+                f"the known output has token ids outside 0 to {TOKEN_IDS_MAX - 1}", param="resume.token_ids"
+            )
+
     def _check_pooled(self, request: EngineRequest) -> None:
         """Raises ContextTooLong."""
         assert request.pooling is not None, request.id
@@ -467,7 +484,7 @@ class EngineCore:
             reason=reason,
             phase=phase,
             stop_token_id=stop_token_id,
-            cached_token_count=live.cached_token_count or 0,
+            cached_token_count=min(live.cached_token_count or 0, live.prompt_count),
             message=message,
             kv_transfer=kv_transfer,
         )

@@ -84,7 +84,7 @@ class LiveRequest:
         self.is_pooled = request.pooling is not None
         self.is_whole = request.pooling is not None and request.pooling.is_whole
         self.status = RequestStatus.WAITING
-        self.tokens = list(request.prompt_token_ids)
+        self.tokens = [*request.prompt_token_ids, *request.known_output]
         self.computed_count = 0
         self.blocks: list[BlockIndex] = []
         self.reserved_blocks: list[BlockIndex] = []  # its own as well, for what is known and not loaded

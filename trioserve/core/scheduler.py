@@ -401,7 +401,7 @@ class Scheduler:
         if live.cached_token_count is None:
             live.cached_token_count = live.computed_count - live.loaded_token_count
             if self._takes_hits(live):
-                self.prefix_query_tokens_total += live.prompt_count
+                self.prefix_query_tokens_total += len(live.tokens)
                 self.prefix_hit_tokens_total += live.cached_token_count
         count = min(live.due_count, admission.budget)
         end = live.computed_count + count

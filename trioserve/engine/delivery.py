@@ -108,13 +108,14 @@ class Delivery:
     def end_with_final_delta(
         self, request: OpenRequest, reason: FinishReason, message: str | None, *, stop_reason: str | None = None
     ) -> None:
-        """The same, and the reader gets, for each choice, what was held back of its text, and why it ended."""
+        """The same, and the reader gets, for each choice, what was held back of its text, and why it ended. Of one that
+        may go on elsewhere nothing held back is shown: it would be said again."""
         request.preparation.cancel()
         unfinished = [choice for choice in request.choices if not choice.is_ended]
         self.end(request, reason)
         for choice in unfinished:
             held_back = None
-            if not choice.is_mute:
+            if not choice.is_mute and not request.is_resumable:
                 finished = RequestFinished(request_id=choice.sequence_id, reason=reason, phase=Phase.DECODE)
                 try:
                     held_back = choice.output.feed((), None, finished)

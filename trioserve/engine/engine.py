@@ -37,6 +37,7 @@ from trioserve.contracts.live import LiveRequestView
 from trioserve.contracts.pooling import PoolingParams, TextPair
 from trioserve.contracts.prompt import Cut, Prompt
 from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.resume import Resume
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.stats import EngineStats
 from trioserve.contracts.thinking import ThoughtOutcome
@@ -82,6 +83,15 @@ from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 __all__ = ["Engine", "ModelDescription"]
 
 logger = logging.getLogger(__name__)
+
+SERVER_STOPPING = "server_stopping"
+
+
+def _seed_of(sampling: SamplingParams, resume: Resume | None) -> int:
+    """A response that goes on has the seed with which it began."""
+    if resume is not None and resume.seed is not None:
+        return resume.seed
+    return secrets.randbits(64) if sampling.seed is None else sampling.seed
 
 
 def _new_request_id() -> str:
@@ -264,9 +274,10 @@ class Engine:
 
     def abort_all(self, message: str) -> None:
         """End every request, and every hold; each reader gets a last delta with finish_reason ABORT and the message,
-        unless it had one."""
+        unless it had one. Where the request may go on elsewhere its stop_reason says why it should."""
         for request in self._requests:
-            self._delivery.end_with_final_delta(request, FinishReason.ABORT, message)
+            stop_reason = SERVER_STOPPING if request.is_resumable else None
+            self._delivery.end_with_final_delta(request, FinishReason.ABORT, message, stop_reason=stop_reason)
             self._delivery.end_holds(request)
         for request in self._kept_holds:
             self._delivery.end_holds(request)
@@ -294,6 +305,8 @@ class Engine:
         tenant: str | None = None,
         kv_transfer: KVTransferParams | None = None,
         cut: Cut | None = None,
+        resume: Resume | None = None,
+        resumable: bool = False,
     ) -> RequestStream:
         """A request, to be entered with `async with`; until then it holds nothing.
 
@@ -313,6 +326,10 @@ class Engine:
             kv_transfer: whether the KV of its prompt is to be taken from another engine (of n choices the first one
                 takes it, the others compute it or hit), or held for one (n = 1; see RequestStream).
             cut: what becomes of a prompt that is too long. Default: entering raises ContextTooLong.
+            resume: the response so far, given by another stream of the same request (RequestStream.resume_state): it
+                goes on behind it. The stream gives what is new; its counts are those of the whole response.
+            resumable: whoever ends it by another way than its own (an abort, a deadline) wants it to go on: what is
+                held back of its text then is not given, so that nothing is given twice.
 
         Raises:
             InvalidRequest: an argument has a wrong type; its `param` names it. What is wrong with the values (a token
@@ -320,9 +337,12 @@ class Engine:
         """
         own_deadlines = instance_of(Deadlines, "deadlines", deadlines, NO_DEADLINES)
         owner = text_or_none("owner", owner)
+        sampling = instance_of(SamplingParams, "sampling", sampling, self.default_sampling)
+        if resume is not None and not isinstance(resume, Resume):
+            refuse("resume", resume, "a Resume, or None")
         request = OpenRequest(
             checked_prompt(prompt),
-            instance_of(SamplingParams, "sampling", sampling, self.default_sampling),
+            sampling,
             request_id=text_or_none("request_id", request_id) or self._new_request_id(),
             priority=to_int("priority", priority),
             cache_salt=text_or_none("cache_salt", cache_salt),
@@ -332,6 +352,9 @@ class Engine:
             tenant=text_or_none("tenant", tenant) or owner or "",
             kv_transfer=checked_kv_transfer(kv_transfer),
             cut=cut,
+            resume=resume,
+            seed=_seed_of(sampling, resume),
+            is_resumable=to_bool("resumable", resumable),
         )
         return RequestStream(request, submit=self._submit, leave=self._leave)
 
@@ -530,6 +553,8 @@ class Engine:
                     await self._admission.lease(request, admission)
                     request.guides = await self._guides.prepare(request.sampling)
                     await request.tokenize(self._prompts)
+                    if request.resume is not None:
+                        await self._take_known(request, request.resume)
             finally:
                 self._preparing_count -= count
             if request.is_finished:
@@ -537,7 +562,8 @@ class Engine:
             if not self._is_open:
                 raise self.fault or self._admission.refused_draining()
             sequences = self._sequences(request)
-            request.upcoming.extend(zip(request.choices, sequences, strict=True))
+            choices = [choice for choice in request.choices if not choice.is_ended]
+            request.upcoming.extend(zip(choices, sequences, strict=True))
             for _ in range(request.sequence_count):
                 self._begin_next(request)
         except BaseException:
@@ -571,6 +597,15 @@ class Engine:
         if isinstance(request, PooledRequest):
             return pooled_sequences(self.model, request)
         return self._preparation.sequences(request)
+
+    async def _take_known(self, request: OpenRequest, resume: Resume) -> None:
+        """Put the choices where they stood: here if that is soon done, else where long texts are worked on."""
+        known = self._preparation.known_output(request, resume)
+        request.take_known(await self._prompts.run(known.choices, size=known.size))
+        self.metrics.resumed_requests_total.inc()
+        self.metrics.resumed_tokens_total.inc(sum(map(len, resume.token_ids)))
+        if request.is_finished:
+            request.on_gone()  # there is nothing left to do
 
     def _begin_next(self, request: OpenRequest) -> None:
         """The core gets one more of its sequences."""

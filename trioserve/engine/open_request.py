@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import trio
 from trio.lowlevel import current_task, reschedule
@@ -24,7 +24,9 @@ from trioserve.contracts.output import Delta
 from trioserve.contracts.pooling import Pooled, PooledInput
 from trioserve.contracts.prompt import Cut, Prompt
 from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.resume import Resume, digest_of
 from trioserve.contracts.sampling import SamplingParams
+from trioserve.engine.known_output import KnownChoice
 from trioserve.text.guide_factory import PreparedGuides
 from trioserve.text.output import ChoiceOutput, merge
 from trioserve.text.sequence_guide import SequenceGuide
@@ -91,7 +93,9 @@ class OpenRequest:
     more. preparation: the scope around waiting for a lease, rendering and tokenizing. core_count: choices whose
     sequences the core has. is_hold_kept: what is held outlives the scope. upcoming: sequences that the core gets one
     by one, each when it is done with another, so that what it has of this request at a time is bounded. begin_next:
-    hands it the next of them. sequence_count: as many are with the core at a time, at most.
+    hands it the next of them. sequence_count: as many are with the core at a time, at most. known: what the response so
+    far gave, where it goes on; there once it is entered. is_resumable: it may go on elsewhere when another's hand has
+    ended it, so that what was held back of its text is not shown then.
     """
 
     def __init__(
@@ -108,6 +112,9 @@ class OpenRequest:
         tenant: str,
         kv_transfer: KVTransferParams | None = None,
         cut: Cut | None = None,
+        resume: Resume | None = None,
+        seed: int = 0,
+        is_resumable: bool = False,
     ) -> None:
         self.id = request_id
         self.kv_transfer = kv_transfer
@@ -118,6 +125,10 @@ class OpenRequest:
         self.cache_salt = cache_salt
         self.add_special_tokens = add_special_tokens
         self.cut = cut
+        self.resume = resume
+        self.seed = seed
+        self.is_resumable = is_resumable
+        self.known: tuple[Delta, ...] = ()
         self.deadlines = deadlines
         self.owner = owner
         self.tenant = tenant
@@ -132,13 +143,18 @@ class OpenRequest:
         self.is_thought_hurried = False  # thoughts are to end at once, also those that are still to come
         self.preparation = trio.CancelScope()
         self.core_count = 0
-        self.sequence_count = sampling.n
+        self.sequence_count = sampling.n if resume is None else resume.finished.count(False)
         self.upcoming: deque[tuple[Choice, EngineRequest]] = deque()
         self.begin_next: Callable[[], None] = lambda: None
         self.on_gone: Callable[[], None] = lambda: None
         self.scope = ScopeState.NEW
         self._pending: dict[int, Delta] = {}
-        self._unfinished_count = sampling.n
+        self._read: dict[int, list[int]] = {}  # tokens that the reader has, by choice
+        self._read_ends: set[int] = set()  # choices of which it has all
+        if resume is not None:
+            self._read = {index: list(token_ids) for index, token_ids in enumerate(resume.token_ids)}
+            self._read_ends = {index for index, is_finished in enumerate(resume.finished) if is_finished}
+        self._unfinished_count = self.sequence_count
         self._run_count = 0  # choices that run, or have run
         self._first_end: Delta | None = None  # the last delta of the choice that ended first
         self._error: Exception | None = None
@@ -224,7 +240,33 @@ class OpenRequest:
             if self.scope is not _ENTERED:
                 self._check_entered()
         index = next(iter(self._pending))
-        return self._pending.pop(index)
+        delta = self._pending.pop(index)
+        try:
+            self._read[index] += delta.token_ids
+        except KeyError:
+            self._read[index] = list(delta.token_ids)
+        if delta.finish_reason is not None:
+            self._note_read_end(delta)
+        return delta
+
+    def resume_state(self) -> Resume:
+        """See RequestStream."""
+        indices = range(self.choice_count)
+        return Resume(
+            token_ids=tuple(tuple(self._read.get(index, ())) for index in indices),
+            finished=tuple(index in self._read_ends for index in indices),
+            prompt_digest=self.prompt_digest,
+            seed=self.seed,
+        )
+
+    @property
+    def prompt_digest(self) -> str | None:
+        """None until its prompt is tokenized."""
+        return digest_of(self.prompt_token_ids) if self.prompt_token_ids else None
+
+    def _note_read_end(self, delta: Delta) -> None:
+        if delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._read_ends.add(delta.index)
 
     async def wait_until_released(self) -> None:
         """See RequestStream."""
@@ -242,7 +284,7 @@ class OpenRequest:
         self._check_entered()
         await self._begun.wait()
         self._check_entered()
-        if self.has_run:
+        if self.has_run or (self._unfinished_count == 0 and self._first_end is None):
             return None
         if self._error is not None:
             raise self._error
@@ -275,6 +317,16 @@ class OpenRequest:
             return True  # it is being prepared
         answers = [guide.end_thought() for guide in guides if guide is not None]
         return any(answers)
+
+    def take_known(self, choices: Sequence[KnownChoice]) -> None:
+        """The response so far: its choices go on from there, and those that have finished are over."""
+        for choice, known in zip(self.choices, choices, strict=True):
+            choice.output = known.output
+            choice.guide = known.guide
+            choice.is_ended = known.is_finished
+        self.known = tuple(delta for known in choices for delta in known.deltas)
+        if self.is_finished:
+            self._begun.set()
 
     def note_run(self) -> None:
         """One more choice of it runs; when all do, the queue is over."""

@@ -64,6 +64,9 @@ class PartStream:
             parser = self._parsers[delta.index] = self._families.new_parser(
                 self._tools, prompt_end=self._tokenizer.decode(prompt_end, skip_special_tokens=False)
             )
+            for known in self._stream.known:  # its parts were given before
+                if known.index == delta.index and known.text:
+                    parser.feed(known.text)
         parts = parser.feed(delta.text) if delta.text else []
         if delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             parts += parser.end()

@@ -28,7 +28,7 @@ class RequestAdmission:
         """A place in the queue, or a lease at once. The caller owes the dispatch a `leave`. Raises Overloaded, and then
         holds nothing."""
         routed = local_request(
-            request.prompts, tenant=request.tenant, priority=request.priority, sequences=request.sequence_count
+            request.prompts, tenant=request.tenant, priority=request.priority, sequences=max(1, request.sequence_count)
         )
         try:
             return self._dispatch.begin(routed)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import itertools
-import secrets
 from typing import TypeVar
 
 import msgspec
 
 from trioserve.contracts.arguments import is_list, refuse, to_bool, to_str
-from trioserve.contracts.errors import ContextTooLong, InvalidRequest
+from trioserve.contracts.errors import ContextTooLong, InvalidRequest, ResumeMismatch
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.prompt import ChatPrompt, Prompt
 from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.resume import Resume
 from trioserve.contracts.sampling import SamplingParams
+from trioserve.engine.known_output import KnownOutput, checked_resume
 from trioserve.engine.model_description import ModelDescription
 from trioserve.engine.open_request import Choice, OpenRequest
 from trioserve.text.output import ChoiceOutput
@@ -41,14 +42,72 @@ class RequestPreparation:
         """What this model and this engine cannot do. Raises InvalidRequest."""
         self._check_vocabulary(request.sampling)
         self._check_kv_transfer(request)
+        if request.resume is not None:
+            checked_resume(
+                request.resume,
+                request.sampling,
+                vocab_size=self._model.vocab_size,
+                context_tokens_max=self._model.context_tokens_max,
+            )
 
     def new_choices(self, request: OpenRequest) -> list[Choice]:
         """Its n choices, with ids for their sequences that no others have."""
         return [self._new_choice(request, index) for index in range(request.choice_count)]
 
-    def sequences(self, request: OpenRequest) -> list[EngineRequest]:
-        """What the core gets of it, a sequence for each choice, once its prompt is tokenized. Raises ContextTooLong."""
+    def known_output(self, request: OpenRequest, resume: Resume) -> KnownOutput:
+        """The response so far of a request whose prompt is tokenized. Raises ResumeMismatch, ContextTooLong."""
+        digest = request.prompt_digest
+        if resume.prompt_digest is not None and resume.prompt_digest != digest:
+            raise ResumeMismatch(
+                f"the response began behind a prompt whose digest is {resume.prompt_digest}, and here it is {digest}: "
+                "its continuation would be another text. A chat template that prints the date does that; send the "
+                "request without resume",
+                param="resume.prompt_digest",
+            )
         sampling = request.sampling
+        return KnownOutput(
+            tokenizer=self._tokenizer,
+            sampling=sampling,
+            resume=resume,
+            stop_token_ids=self._stop_token_ids(sampling),
+            tokens_max=self._tokens_max(request),
+            prompt_token_ids=request.prompt_token_ids,
+            guides=request.guides,
+        )
+
+    def sequences(self, request: OpenRequest) -> list[EngineRequest]:
+        """What the core gets of it, a sequence for each choice that has not finished, once its prompt is tokenized.
+        Raises ContextTooLong."""
+        sampling = request.sampling
+        tokens_max = self._tokens_max(request)
+        stop_token_ids = self._stop_token_ids(sampling)
+        choices = [choice for choice in request.choices if not choice.is_ended]
+        if request.guides is not None:
+            for choice in choices:
+                if choice.guide is None:
+                    choice.guide = request.guides.new_guide(stop_token_ids, request.prompt_token_ids)
+                if request.is_thought_hurried:
+                    choice.guide.end_thought()
+        return [
+            EngineRequest(
+                id=choice.sequence_id,
+                prompt_token_ids=request.prompt_token_ids,
+                sampling=sampling,
+                output_tokens_max=tokens_max,
+                stop_token_ids=stop_token_ids,
+                seed=(request.seed + choice.index * SEED_STRIDE) % 2**64,
+                priority=request.priority,
+                cache_salt=request.cache_salt,
+                # What one choice has loaded, the others may hit.
+                kv_transfer=request.kv_transfer if choice is choices[0] else None,
+                guide=choice.guide,
+                known_output=() if request.resume is None else request.resume.token_ids[choice.index],
+            )
+            for choice in choices
+        ]
+
+    def _tokens_max(self, request: OpenRequest) -> int:
+        """Of the output of each choice. Raises ContextTooLong."""
         room = self._model.context_tokens_max - len(request.prompt_token_ids)
         if room < 1:
             raise ContextTooLong(
@@ -56,31 +115,12 @@ class RequestPreparation:
                 f"response, and the prompt has {len(request.prompt_token_ids)} tokens: shorten it",
                 param="prompt",
             )
+        max_tokens = request.sampling.max_tokens
+        return room if max_tokens is None else max(1, max_tokens)
+
+    def _stop_token_ids(self, sampling: SamplingParams) -> frozenset[int]:
         stop_token_ids = frozenset(sampling.stop_token_ids)
-        if not sampling.ignore_eos:
-            stop_token_ids |= frozenset(self._model.eos_token_ids)
-        if request.guides is not None:
-            for choice in request.choices:
-                choice.guide = request.guides.new_guide(stop_token_ids, request.prompt_token_ids)
-                if request.is_thought_hurried:
-                    choice.guide.end_thought()
-        seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
-        return [
-            EngineRequest(
-                id=choice.sequence_id,
-                prompt_token_ids=request.prompt_token_ids,
-                sampling=sampling,
-                output_tokens_max=room if sampling.max_tokens is None else max(1, sampling.max_tokens),
-                stop_token_ids=stop_token_ids,
-                seed=(seed + choice.index * SEED_STRIDE) % 2**64,
-                priority=request.priority,
-                cache_salt=request.cache_salt,
-                # What one choice has loaded, the others may hit.
-                kv_transfer=request.kv_transfer if choice.index == 0 else None,
-                guide=choice.guide,
-            )
-            for choice in request.choices
-        ]
+        return stop_token_ids if sampling.ignore_eos else stop_token_ids | frozenset(self._model.eos_token_ids)
 
     def _check_vocabulary(self, sampling: SamplingParams) -> None:
         vocab_size = self._model.vocab_size

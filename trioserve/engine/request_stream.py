@@ -12,6 +12,7 @@ from typing import Self
 
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.output import Delta
+from trioserve.contracts.resume import Resume
 from trioserve.engine.open_request import OpenRequest
 
 __all__ = ["RequestStream"]
@@ -72,6 +73,28 @@ class RequestStream:
     def choice_count(self) -> int:
         """How many choices were asked for: n."""
         return self._request.choice_count
+
+    @property
+    def known(self) -> tuple[Delta, ...]:
+        """What the response so far gave, where it goes on (see Engine.generate): choice by choice, and all tokens of
+        it. Iterating does not give it again. Known once it is entered."""
+        return self._request.known
+
+    @property
+    def seed(self) -> int:
+        """That of the first choice."""
+        return self._request.seed
+
+    @property
+    def prompt_digest(self) -> str | None:
+        """The name of its prompt's tokens (see Resume); None until it is entered."""
+        return self._request.prompt_digest
+
+    def resume_state(self) -> Resume:
+        """All that is needed to have the same request go on behind what was read of it so far, in this engine or in
+        another: `engine.generate(..., resume=stream.resume_state())`. May be asked for at any time, also when the
+        stream has failed or its scope is over. What was not read is computed again."""
+        return self._request.resume_state()
 
     @property
     def completion_token_count(self) -> int:

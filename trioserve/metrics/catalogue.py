@@ -134,6 +134,18 @@ CATALOGUE: tuple[Metric, ...] = (
         vllm=True,
     ),
     Metric(
+        name="resumed_requests_total",
+        kind="counter",
+        unit="requests",
+        meaning="Requests that went on behind a response that began elsewhere, or in an engine that broke.",
+    ),
+    Metric(
+        name="resumed_tokens_total",
+        kind="counter",
+        unit="tokens",
+        meaning="Tokens of such responses that were known: computed as a prompt is, and not drawn again.",
+    ),
+    Metric(
         name="generation_tokens_total",
         kind="counter",
         unit="tokens",

@@ -35,6 +35,8 @@ class Metrics:
     e2e_request_latency_seconds: PlainHistogram
     request_queue_time_seconds: PlainHistogram
     prompt_tokens_total: Counter
+    resumed_requests_total: Counter
+    resumed_tokens_total: Counter
     generation_tokens_total: Counter
     prefix_cache_queries_total: Counter
     prefix_cache_hits_total: Counter

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from trioserve.contracts.events import FinishReason, RequestFinished, TokenLogprob
 from trioserve.contracts.output import Delta
 from trioserve.contracts.sampling import SamplingParams
@@ -70,6 +72,25 @@ class ChoiceOutput:
         if finished is not None:
             return self._finish(text, finished)
         return self._delta(text) if text else None
+
+    def take_known(self, token_ids: Sequence[int], finished: RequestFinished | None) -> list[Delta]:
+        """Tokens that were given before, and the end if that was, too: what follows goes on behind them. Returns what
+        they gave, token by token; joined, it holds each of them once. Tokens behind a stop string are not looked at."""
+        deltas: list[Delta] = []
+        last = len(token_ids) - 1
+        for place, token_id in enumerate(token_ids):
+            delta = self.feed((token_id,), None, finished if place == last else None)
+            if delta is not None:
+                deltas.append(delta)
+                if self.ended:
+                    return deltas
+        if finished is not None and not self.ended:
+            end = self.feed((), None, finished)
+            assert end is not None
+            deltas.append(end)
+        elif self._token_ids:
+            deltas.append(self._delta(""))
+        return deltas
 
     @property
     def _found(self) -> str | None:

@@ -16,6 +16,7 @@ from trioserve.api.openai.chat_response import whole_response
 from trioserve.api.openai.prompt_fields import prompt_cut
 from trioserve.api.openai.request_types import ChatBody
 from trioserve.api.request_context import RequestContext
+from trioserve.api.resumption import GroupIds, Resumption
 from trioserve.api.turn.chat_turn import ChatTurn, chat_turn
 from trioserve.api.turn.turn_request import TurnRequest
 from trioserve.contracts.errors import InvalidRequest
@@ -30,19 +31,22 @@ async def create_chat_completion(context: RequestContext) -> None:
     body = await context.body(ChatBody)
     model = context.model_name(body.model)
     request = _turn_request(context, body)
+    resumption = Resumption(context, body.resume, request.sampling, is_streamed=bool(body.stream))
     head: dict[str, object] = {
         "id": f"chatcmpl-{context.request_id}",
         "object": "chat.completion.chunk" if body.stream else "chat.completion",
-        "created": context.clock_and_ids.unix_seconds(),
+        "created": resumption.created,
         "model": model,
     }
-    async with chat_turn(context, request) as turn:
+    async with chat_turn(context, request, resumption) as turn:
         stream = turn.stream
         if body.stream:
             await turn.wait_until_begun()
-            await context.start_events()
-            events = ChatEvents(context.engine.tokenizer, body, turn, head)
-            await _send_events(context, turn, events)
+            await context.start_events(resumption.headers([stream]))
+            ids = resumption.group_ids()
+            events = ChatEvents(context.engine.tokenizer, body, turn, head, holds_end=ids is None)
+            await turn.skip_known(events.skip)
+            await _send_events(context, turn, events, ids)
             if stream.is_held:
                 await wait_until_released(stream, context.keep_alive)
         else:
@@ -52,12 +56,12 @@ async def create_chat_completion(context: RequestContext) -> None:
                 stream.keep_hold()
     # The engine's part is over, and its scope left: a slow client keeps nothing but its own bytes waiting.
     if body.stream:
-        await context.finish(events.end())
+        await context.finish(events.end() if ids is None else ids.last(events.end()))
     elif context.status is None:
         await context.respond_json(whole_response(context.engine.tokenizer, body, turn, head, choices))
 
 
-async def _send_events(context: RequestContext, turn: ChatTurn, events: ChatEvents) -> None:
+async def _send_events(context: RequestContext, turn: ChatTurn, events: ChatEvents, ids: GroupIds | None) -> None:
     exchange = context.exchange
 
     async def send_delta(_: int, delta: Delta) -> None:
@@ -68,7 +72,15 @@ async def _send_events(context: RequestContext, turn: ChatTurn, events: ChatEven
         if piece := events.of_parts(parts, delta):
             await exchange.send(piece)
 
-    if turn.is_plain:
+    async def send_group(index: int, parts: list[ResponsePart], delta: Delta) -> None:
+        assert ids is not None
+        made = events.of(delta) if turn.is_plain else events.of_parts(parts, delta)
+        if piece := ids.group(made, index, delta):
+            await exchange.send(piece)
+
+    if ids is not None:
+        await turn.read(send_group, keep_alive=context.keep_alive)
+    elif turn.is_plain:
         await read_streams([turn.stream], send_delta, keep_alive=context.keep_alive)
     else:
         await turn.read(send_parts, keep_alive=context.keep_alive)

@@ -29,9 +29,12 @@ TEXT_END = b'},"logprobs":null,"finish_reason":null}'
 
 
 class ChatEvents:
-    """Of a turn that is read plainly, `of` its deltas; of others `of_parts`; and then `end`."""
+    """Of a turn that is read plainly, `of` its deltas; of others `of_parts`; and then `end`. holds_end: the events with
+    which the only choice ends are in `end`: one write less, but for a response that goes on, since its KV is held."""
 
-    def __init__(self, tokenizer: Tokenizer, body: ChatBody, turn: ChatTurn, head: dict[str, object]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, body: ChatBody, turn: ChatTurn, head: dict[str, object], *, holds_end: bool
+    ) -> None:
         self._tokenizer = tokenizer
         self._body = body
         self._turn = turn
@@ -40,12 +43,11 @@ class ChatEvents:
         # For events of nothing but text, if the client wants no more.
         self._around_text: dict[int, tuple[bytes, bytes]] = {}
         self._wants_text_only = not (body.logprobs or body.return_token_ids or body.wants_continuous_usage)
-        self._has_one_choice = turn.stream.choice_count == 1
+        self._holds_end = holds_end and turn.stream.choice_count == 1
         self._last = b""
 
     def of(self, delta: Delta) -> bytes:
-        """The events of one delta; nothing if there is nothing to show yet. Those with which the only choice ends are
-        in `end`: one write less, but for a response that goes on, since its KV is held."""
+        """The events of one delta; nothing if there is nothing to show yet."""
         around = self._around_text.get(delta.index)
         if around is not None and delta.finish_reason is None:
             return around[0] + one_line_json(delta.text) + around[1] if delta.text else b""
@@ -91,6 +93,14 @@ class ChatEvents:
             finish = finish_shown(self._body, self._turn.choices[delta.index].finish_reason)
         return self._ended(events, delta, finish)
 
+    def skip(self, parts: list[ResponsePart], delta: Delta) -> None:
+        """A delta that the client has, with its parts: its choice goes on behind it."""
+        if self._turn.is_plain:
+            self.of(delta)
+        else:
+            self.of_parts(parts, delta)
+        self._last = b""
+
     def end(self) -> bytes:
         usage = self._writer.chunk(b"", usage=self._turn.usage()) if self._body.wants_usage else b""
         return self._last + usage + DONE
@@ -134,7 +144,7 @@ class ChatEvents:
             % (delta.index, encode(finish), encode(delta.stop_reason)),
             transfer_field(delta),
         )
-        if self._has_one_choice and delta.kv_transfer is None:
+        if self._holds_end and delta.kv_transfer is None:
             self._last = b"".join((*events, end))
             return b""
         return b"".join((*events, end))

@@ -28,6 +28,7 @@ from trioserve.api.openai.logprobs import CompletionLogprobs, prompt_logprobs
 from trioserve.api.openai.prompt_fields import gap_of, prompt_cut
 from trioserve.api.openai.request_types import CompletionBody
 from trioserve.api.request_context import RequestContext
+from trioserve.api.resumption import Resumption, skip_known
 from trioserve.api.sse import DONE, ChunkWriter, encode, one_line_json, transfer_field
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.output import Delta
@@ -53,10 +54,11 @@ async def create_completion(context: RequestContext) -> None:
         prompts = [gap.prompt(_text(prompt), body.suffix or "") for prompt in prompts]
         ends = (*sampling.stop_token_ids, *gap.end_token_ids(context.engine.tokenizer))
         sampling = msgspec.structs.replace(sampling, stop_token_ids=ends)
+    resumption = Resumption(context, body.resume, sampling, is_streamed=bool(body.stream), prompt_count=len(prompts))
     head: dict[str, object] = {
         "id": f"cmpl-{context.request_id}",
         "object": "text_completion",
-        "created": context.clock_and_ids.unix_seconds(),
+        "created": resumption.created,
         "model": model,
     }
     deadlines = deadlines_of(body, context.exchange.headers)
@@ -65,23 +67,39 @@ async def create_completion(context: RequestContext) -> None:
         streams = [
             await scopes.enter_async_context(
                 context.generate(
-                    prompt, sampling, body, deadlines, add_special_tokens=body.add_special_tokens is not False, cut=cut
+                    prompt,
+                    resumption.seeded(sampling, index),
+                    body,
+                    deadlines,
+                    add_special_tokens=body.add_special_tokens is not False,
+                    cut=cut,
+                    resume=resumption.resume(index),
+                    resumable=resumption.is_asked,
                 )
             )
-            for prompt in prompts
+            for index, prompt in enumerate(prompts)
         ]
+        resumption.check(streams)
         response = _Response(context, body, sampling.n if body.best_of is None else body.n or 1, streams)
         await response.read_echoes(prompts)
         if body.stream:
             await wait_until_begun(streams[0])
-            await context.start_events()
-            events = _CompletionEvents(response, head)
+            await context.start_events(resumption.headers(streams))
+            ids = resumption.group_ids()
+            events = _CompletionEvents(response, head, holds_end=ids is None)
+            await skip_known(streams, events.skip)
 
             async def send(stream_index: int, delta: Delta) -> None:
                 if piece := events.of(stream_index, delta):
                     await context.exchange.send(piece)
 
-            await read_streams(streams, send, keep_alive=context.keep_alive)
+            async def send_group(stream_index: int, delta: Delta) -> None:
+                assert ids is not None
+                index = events.choice_index(stream_index, delta)
+                if piece := ids.group(events.of(stream_index, delta), index, delta):
+                    await context.exchange.send(piece)
+
+            await read_streams(streams, send if ids is None else send_group, keep_alive=context.keep_alive)
             if streams[0].is_held:
                 await wait_until_released(streams[0], context.keep_alive)
         else:
@@ -91,7 +109,7 @@ async def create_completion(context: RequestContext) -> None:
                 streams[0].keep_hold()
     # The engine's part is over, and its scopes left: a slow client keeps nothing but its own bytes waiting.
     if body.stream:
-        await context.finish(events.end())
+        await context.finish(events.end() if ids is None else ids.last(events.end()))
     elif context.status is None:
         await context.respond_json(response.whole(head, choices))
 
@@ -248,9 +266,10 @@ class _Response:
 
 
 class _CompletionEvents:
-    """The events of one streamed response."""
+    """The events of one streamed response. holds_end: those with which the only choice ends are in `end`: one write
+    less, but for a response that goes on, since its KV is held."""
 
-    def __init__(self, response: _Response, head: dict[str, object]) -> None:
+    def __init__(self, response: _Response, head: dict[str, object], *, holds_end: bool) -> None:
         self._response = response
         self._body = response.body
         self._writer = ChunkWriter(head, null_usage=response.body.wants_usage)
@@ -260,13 +279,12 @@ class _CompletionEvents:
         self._wants_text_only = not (
             response.body.logprobs is not None or response.body.return_token_ids or response.body.wants_continuous_usage
         )
-        self._has_one_choice = response.choice_count * len(response.streams) == 1
+        self._holds_end = holds_end and response.choice_count * len(response.streams) == 1
         self._last = b""
 
     def of(self, stream_index: int, delta: Delta) -> bytes:
-        """The events of one delta; nothing if there is nothing to show yet. Those with which the only choice ends are
-        in `end`: one write less, but for a response that goes on, since its KV is held."""
-        index = stream_index * self._response.choice_count + delta.index
+        """The events of one delta; nothing if there is nothing to show yet."""
+        index = self.choice_index(stream_index, delta)
         around = self._around_text.get(index)
         if around is not None and delta.finish_reason is None:
             return around[0] + one_line_json(delta.text) + around[1] if delta.text else b""
@@ -274,10 +292,7 @@ class _CompletionEvents:
         if index not in self._logprobs:
             self._logprobs[index] = self._response.new_logprobs()
             events.append(self._first(index, stream_index))
-            if self._wants_text_only:
-                self._around_text[index] = self._writer.around(
-                    b'{"index":%d,"text":' % index, b',"logprobs":null,"finish_reason":null}'
-                )
+            self._begin(index)
         logprobs = None
         if self._body.logprobs is not None and delta.logprobs:
             logprobs = self._logprobs[index].take(delta.token_ids, delta.logprobs)
@@ -290,10 +305,31 @@ class _CompletionEvents:
                 finish = encode(delta.finish_reason.value) + b',"stop_reason":' + encode(delta.stop_reason)
             fields = transfer_field(delta)
             events.append(self._chunk(index, delta.text, logprobs, finish + token_ids, fields))
-        if delta.finish_reason is not None and self._has_one_choice and delta.kv_transfer is None:
+        if delta.finish_reason is not None and self._holds_end and delta.kv_transfer is None:
             self._last = b"".join(events)
             return b""
         return b"".join(events)
+
+    def choice_index(self, stream_index: int, delta: Delta) -> int:
+        """Of the response."""
+        return stream_index * self._response.choice_count + delta.index
+
+    def skip(self, stream_index: int, delta: Delta) -> None:
+        """A delta that the client has: its choice goes on behind it."""
+        index = self.choice_index(stream_index, delta)
+        if index not in self._logprobs:
+            self._logprobs[index] = self._response.new_logprobs()
+            if self._body.echo:
+                self._logprobs[index].skip(self._response.streams[stream_index].prompt_token_ids)
+            self._begin(index)
+        if self._body.logprobs is not None:
+            self._logprobs[index].skip(delta.token_ids)
+
+    def _begin(self, index: int) -> None:
+        if self._wants_text_only:
+            self._around_text[index] = self._writer.around(
+                b'{"index":%d,"text":' % index, b',"logprobs":null,"finish_reason":null}'
+            )
 
     def end(self) -> bytes:
         usage = self._writer.chunk(b"", usage=self._response.usage()) if self._body.wants_usage else b""

@@ -45,6 +45,10 @@ class CompletionLogprobs:
         self._tokenizer = tokenizer
         self._offset = 0
 
+    def skip(self, token_ids: Sequence[int]) -> None:
+        """Tokens that were told before."""
+        self._offset += sum(len(self._tokenizer.token_text(token_id)) for token_id in token_ids)
+
     def take(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None]) -> dict[str, object]:
         """The next tokens and their log probabilities (None for the first token of a prompt)."""
         tokens = [self._tokenizer.token_text(token_id) for token_id in token_ids]

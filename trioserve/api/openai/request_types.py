@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from trioserve.api.openai.form_fields import FormFields
+from trioserve.api.resume_body import ResumeBody
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
@@ -86,6 +87,7 @@ class GenerationBody(FormFields, frozen=True, kw_only=True):
     bad_words: list[str] | None = None
     kv_transfer_params: KVTransferParams | None = None
     truncate_prompt_tokens: Int32 | None = None
+    resume: ResumeBody | None = None
     # Known to others, not supported: anything but null or empty is refused (see REFUSED).
     use_beam_search: Any = None
 

@@ -13,6 +13,7 @@ A turn without a request of HTTP (a background task) is made with ChatTurn itsel
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from trioserve.api.generation import KeepAlive, Usage, read_streams, usage_of, wait_until_begun
+from trioserve.api.resumption import Resumption, skip_known
 from trioserve.api.turn.restraints import restrained
 from trioserve.api.turn.turn_choice import CollectedChoice, TurnChoice
 from trioserve.api.turn.turn_request import TurnRequest
@@ -44,13 +46,27 @@ Take = Callable[[int, list[ResponsePart], Delta], Awaitable[None]]
 choice's last one (finish_reason; then ChatTurn.choices[choice_index].finish_reason is the one to show)."""
 
 
-def chat_turn(context: RequestContext, request: TurnRequest) -> ChatTurn:
-    """A turn in this caller's name. Raises InvalidRequest."""
+def chat_turn(context: RequestContext, request: TurnRequest, resumption: Resumption | None = None) -> ChatTurn:
+    """A turn in this caller's name. resumption: None where it neither began elsewhere nor goes on there. Raises
+    InvalidRequest."""
 
     def generate(prompt: ChatPrompt, sampling: SamplingParams) -> RequestStream:
-        return context.generate(prompt, sampling, request, request.deadlines, cut=request.cut)
+        if resumption is None:
+            return context.generate(prompt, sampling, request, request.deadlines, cut=request.cut)
+        return context.generate(
+            prompt,
+            resumption.seeded(sampling),
+            request,
+            request.deadlines,
+            cut=request.cut,
+            resume=resumption.resume(),
+            resumable=resumption.is_asked,
+        )
 
-    return ChatTurn(context.engine, request, generate, new_id=context.clock_and_ids.new_request_id)
+    new_id = None if resumption is None else resumption.new_ids()
+    return ChatTurn(
+        context.engine, request, generate, new_id=new_id or (lambda _: context.clock_and_ids.new_request_id())
+    )
 
 
 class ChatTurn:
@@ -61,7 +77,9 @@ class ChatTurn:
     Entering raises what entering a RequestStream raises, and then holds nothing.
     """
 
-    def __init__(self, engine: Engine, request: TurnRequest, generate: Generate, *, new_id: Callable[[], str]) -> None:
+    def __init__(
+        self, engine: Engine, request: TurnRequest, generate: Generate, *, new_id: Callable[[int], str]
+    ) -> None:
         self._engine = engine
         self._request = request
         self._new_id = new_id
@@ -86,7 +104,7 @@ class ChatTurn:
                 index,
                 None if self.is_plain else self._engine.families.new_parser(self._tools, prompt_end=prompt_end),
                 calls_max=None if self._request.parallel_tool_calls else 1,
-                new_call_id=lambda: self._engine.families.call_id(self._new_id()),
+                new_call_id=functools.partial(self._new_call_id, index),
             )
             for index in range(self.stream.choice_count)
         ]
@@ -102,6 +120,10 @@ class ChatTurn:
         queue."""
         await wait_until_begun(self.stream)
 
+    async def skip_known(self, skip: Callable[[list[ResponsePart], Delta], None]) -> None:
+        """Give `skip` what the response so far gave, where it goes on: as `read` would, and without showing it."""
+        await skip_known([self.stream], lambda _, delta: skip(self.choices[delta.index].take(delta), delta))
+
     async def read(self, take: Take, *, keep_alive: KeepAlive | None = None) -> None:
         """Give every piece to `take(choice_index, parts, delta)`, one at a time, until all choices have ended. A piece
         may have no parts.
@@ -116,14 +138,18 @@ class ChatTurn:
         await read_streams([self.stream], take_delta, keep_alive=keep_alive)
 
     async def collect(self) -> list[CollectedChoice]:
-        """Every choice, complete. Raises what `read` raises."""
+        """Every choice, complete, with what was known of it. Raises what `read` raises."""
         collected = [CollectedChoice() for _ in self.choices]
+        await self.skip_known(lambda parts, delta: collected[delta.index].take(self.choices[delta.index], parts, delta))
 
         async def take(index: int, parts: list[ResponsePart], delta: Delta) -> None:
             collected[index].take(self.choices[index], parts, delta)
 
         await self.read(take)
         return collected
+
+    def _new_call_id(self, choice_index: int) -> str:
+        return self._engine.families.call_id(self._new_id(choice_index))
 
     def usage(self) -> Usage:
         """Tokens so far, of all choices."""

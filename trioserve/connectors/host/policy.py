@@ -95,7 +95,7 @@ class HostPolicy:
         if self._is_closed or computed_count % self._block_size != 0:
             return 0
         first = computed_count // self._block_size
-        chain, tokens = self._chain(request), request.prompt_token_ids
+        chain, tokens = self._chain(request), request.known_token_ids
         files_answer = not any(load.is_abandoned and load.reads_files for load in self._running_loads())
         index = first
         while index < (len(tokens) - 1) // self._block_size:  # the last token is computed in any case
@@ -112,7 +112,7 @@ class HostPolicy:
         if self._is_closed:
             self._report(LoadFailed(request.id, "the store has been left"), HoldKind.LOAD)
             return
-        tokens, size = request.prompt_token_ids, self._block_size
+        tokens, size = request.known_token_ids, self._block_size
         end = computed_count + token_count
         indices = range(computed_count // size, -(-end // size))
         chain = self._chain(request)

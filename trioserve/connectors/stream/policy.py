@@ -58,7 +58,7 @@ class StreamPolicy:
         params = request.kv_transfer
         if params is None or not params.do_remote_prefill:
             return 0
-        count = len(request.prompt_token_ids) - 1
+        count = len(request.known_token_ids) - 1
         origin = origin_of(params, self.options)
         if not isinstance(origin, str) and origin.token_count is not None:
             count = min(count, origin.token_count)
@@ -70,7 +70,7 @@ class StreamPolicy:
         assert request.kv_transfer is not None, f"{request.id}: nothing was matched"
         self._asked.add(request.id)
         origin = origin_of(request.kv_transfer, self.options)
-        proof = proof_of(request.cache_salt, request.prompt_token_ids[: computed_count + token_count])
+        proof = proof_of(request.cache_salt, request.known_token_ids[: computed_count + token_count])
         self.loads.start(request.id, origin, tuple(block_table), computed_count, token_count, proof)
 
     def load_abandoned(self, request_id: RequestId) -> None:

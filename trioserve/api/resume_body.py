@@ -1,0 +1,19 @@
+"""`resume` in the body of a request, in every API: what its client has of the response."""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = ["ResumeBody"]
+
+
+class ResumeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """`resume` of a request: the response so far. token_ids: of each choice, in the order of their indices, all tokens
+    that the client has. finished: whether it has ended. The rest comes from the head of the response that began."""
+
+    token_ids: list[list[int]]
+    finished: list[bool]
+    prompt_digest: str | None = None
+    seed: int | None = None
+    created: int | None = None
+    state: str | None = None

@@ -1,0 +1,131 @@
+"""The response so far of a request that goes on: its choices are put where they stood, token by token, as if each had
+just come. What they gave then is not given again."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import msgspec
+
+from trioserve.contracts.errors import ContextTooLong, InvalidRequest
+from trioserve.contracts.events import FinishReason, Phase, RequestFinished
+from trioserve.contracts.ids import RequestId
+from trioserve.contracts.output import Delta
+from trioserve.contracts.resume import Resume
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.text.guide_factory import PreparedGuides
+from trioserve.text.output import ChoiceOutput
+from trioserve.text.sequence_guide import SequenceGuide
+from trioserve.text.tokenizer import Tokenizer
+
+__all__ = ["REPLAY_CHARACTERS", "KnownChoice", "KnownOutput", "checked_resume"]
+
+REPLAY_CHARACTERS = 8  # what a known token counts for that is gone through: several microseconds
+
+PARAM = "resume.token_ids"
+
+
+class KnownChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """output: behind its known tokens. deltas: what these gave; joined, all of them. guide: None where nothing
+    restrains it, or it has finished."""
+
+    output: ChoiceOutput
+    deltas: tuple[Delta, ...]
+    is_finished: bool
+    guide: SequenceGuide | None = None
+
+
+class KnownOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """What there is to go through, for a thread of its own where it is long. tokens_max: of each choice."""
+
+    tokenizer: Tokenizer
+    sampling: SamplingParams
+    resume: Resume
+    stop_token_ids: Collection[int]
+    tokens_max: int
+    prompt_token_ids: Sequence[int]
+    guides: PreparedGuides | None
+
+    @property
+    def size(self) -> int:
+        """See PromptEncoder.run."""
+        return REPLAY_CHARACTERS * sum(map(len, self.resume.token_ids))
+
+    def choices(self) -> list[KnownChoice]:
+        """Raises InvalidRequest for output that cannot be this request's so far."""
+        return [self._choice(index) for index in range(len(self.resume.token_ids))]
+
+    def _choice(self, index: int) -> KnownChoice:
+        token_ids = self.resume.token_ids[index]
+        output = ChoiceOutput(self.tokenizer, self.sampling, index=index)
+        if self.resume.finished[index]:
+            deltas = output.take_known(token_ids, self._end(index))
+            return KnownChoice(output=output, deltas=tuple(deltas), is_finished=True)
+        if len(token_ids) >= self.tokens_max:
+            raise _over(index, f"they are {len(token_ids)}, and it may have {self.tokens_max}")
+        if self._stops(token_ids):
+            raise _over(index, f"token {token_ids[-1]} ends it")
+        deltas = output.take_known(token_ids, None)
+        if output.ended:
+            raise _over(index, f"the stop string {deltas[-1].stop_reason!r} ends it")
+        return KnownChoice(output=output, deltas=tuple(deltas), is_finished=False, guide=self._guide(index))
+
+    def _guide(self, index: int) -> SequenceGuide | None:
+        if self.guides is None:
+            return None
+        guide = self.guides.new_guide(self.stop_token_ids, self.prompt_token_ids)
+        for place, token_id in enumerate(self.resume.token_ids[index]):
+            if guide.is_over:
+                raise _over(index, f"its form is complete with token {place}")
+            if not guide.accept(token_id):
+                raise InvalidRequest(
+                    f"resume.token_ids[{index}][{place}] is {token_id}, which may not come there: {guide.fault}",
+                    param=PARAM,
+                )
+        if guide.is_over:
+            raise _over(index, "its form is complete")
+        return guide
+
+    def _stops(self, token_ids: Sequence[int]) -> bool:
+        is_stop = bool(token_ids) and token_ids[-1] in self.stop_token_ids
+        return is_stop and len(token_ids) > self.sampling.min_tokens
+
+    def _end(self, index: int) -> RequestFinished:
+        """As its tokens tell it; a stop string is found where they become text."""
+        token_ids = self.resume.token_ids[index]
+        is_stopped = self._stops(token_ids)
+        is_full = len(token_ids) >= self.tokens_max and not is_stopped
+        return RequestFinished(
+            request_id=RequestId(""),
+            reason=FinishReason.LENGTH if is_full or self.sampling.max_tokens == 0 else FinishReason.STOP,
+            phase=Phase.DECODE,
+            stop_token_id=token_ids[-1] if is_stopped else None,
+        )
+
+
+def checked_resume(resume: Resume, sampling: SamplingParams, *, vocab_size: int, context_tokens_max: int) -> None:
+    """Raises InvalidRequest for what cannot be a response to this request, whatever its prompt."""
+    if len(resume.token_ids) != sampling.n:
+        raise InvalidRequest(
+            f"resume.token_ids has {len(resume.token_ids)} lists and the request {sampling.n} choices: there is one "
+            "for each choice",
+            param=PARAM,
+        )
+    for index, token_ids in enumerate(resume.token_ids):
+        if len(token_ids) > context_tokens_max:
+            raise ContextTooLong(
+                f"This model's maximum context length is {context_tokens_max} tokens, and resume.token_ids[{index}] "
+                f"has {len(token_ids)}",
+                param=PARAM,
+            )
+        if token_ids and max(token_ids) >= vocab_size:
+            raise InvalidRequest(
+                f"resume.token_ids[{index}] has token id {max(token_ids)}, this model's are 0 to {vocab_size - 1}",
+                param=PARAM,
+            )
+
+
+def _over(index: int, why: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"choice {index} has ended with the known tokens ({why}): resume.finished[{index}] is to be true", param=PARAM
+    )
