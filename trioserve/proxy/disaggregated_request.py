@@ -22,16 +22,8 @@ import trio
 from trioserve.contracts.endpoint import EndpointId, PairOutcome, Stage
 from trioserve.contracts.errors import EndpointLost, RequestAborted
 from trioserve.proxy.disaggregated_body import prefill_body
-from trioserve.proxy.relay import (
-    Refused,
-    attempt,
-    check_status,
-    error_code,
-    handle_failure,
-    lease,
-    model_field,
-    request_headers,
-)
+from trioserve.proxy.forwarded_headers import request_headers
+from trioserve.proxy.relay import Refused, attempt, check_status, error_code, handle_failure, lease, model_field
 from trioserve.proxy.routed_body import TRANSFER_PARAMS, RoutedBody, rewritten
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 

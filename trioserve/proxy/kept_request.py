@@ -18,8 +18,9 @@ from trioserve.api.openai.request_types import decode_body
 from trioserve.api.responses.input_items import is_reference
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import EndpointLost, InvalidRequest, NoEndpoint
+from trioserve.proxy.forwarded_headers import owner_of, request_headers, response_headers, session_told
 from trioserve.proxy.kept_objects import KeptObject, may_be_id, object_id_in
-from trioserve.proxy.relay import RESPONSES_PATH, owner_of, request_headers, response_headers, session_told
+from trioserve.proxy.relay import RESPONSES_PATH
 
 if TYPE_CHECKING:
     from trioserve.proxy.remote_endpoint import RemoteResponse

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -15,6 +14,7 @@ from trioserve.api.error_responses import REASON_HEADER, deadline_refusal
 from trioserve.contracts.endpoint import EndpointId, Stage
 from trioserve.contracts.errors import EndpointLost, QueueWaitOver, TrioserveError
 from trioserve.proxy.event_splitter import EventSplitter, is_comment
+from trioserve.proxy.forwarded_headers import owner_of, request_headers, response_headers
 from trioserve.proxy.kept_objects import KeptObject, object_id_in
 from trioserve.proxy.remote_endpoint import Unreachable
 from trioserve.proxy.routed_body import TRANSFER_PARAMS
@@ -33,10 +33,6 @@ __all__ = [
     "handle_failure",
     "lease",
     "model_field",
-    "owner_of",
-    "request_headers",
-    "response_headers",
-    "session_told",
 ]
 
 logger = logging.getLogger(__name__)
@@ -50,57 +46,7 @@ BUSY_SECONDS_MAX = 5.0
 # Of errors in a stream: somebody has ended the request, and nobody else is to go on with it.
 ENDED_ON_PURPOSE = frozenset({"request_aborted", "queue_timeout", "ttft_timeout", "timeout", "deadline_exceeded"})
 
-ENDPOINT_HEADER = "x-trioserve-endpoint"
-PREFILL_ENDPOINT_HEADER = "x-trioserve-prefill-endpoint"
-CROSS_ORIGIN_PREFIX = "access-control-"  # web pages ask the router, and it says which of them may
-SESSION_HEADER = "x-session-id"
 RESPONSES_PATH = "/v1/responses"
-STAGE_HEADER = "x-trioserve-stage"
-"""Tells two requests of the same id apart, at endpoints of a disaggregated request: "prefill" or "decode"."""
-
-KEY_HEADERS = ("authorization", "x-api-key")
-# What is between two neighbours (RFC 9110, 7.6.1), what the router says itself, and what it has undone.
-NOT_FORWARDED = frozenset(
-    [
-        "accept-encoding",
-        "authorization",
-        "connection",
-        "content-encoding",
-        "content-length",
-        "expect",
-        "forwarded",
-        "host",
-        "keep-alive",
-        "origin",
-        "proxy-authorization",
-        "proxy-connection",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
-        "x-api-key",
-        "x-request-id",
-        "x-queue-timeout",
-        "x-ttft-timeout",
-        "x-request-timeout",
-        STAGE_HEADER,
-    ]
-)
-NOT_RETURNED = frozenset(
-    [
-        "connection",
-        "content-length",
-        "date",
-        "keep-alive",
-        "proxy-authenticate",
-        "server",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
-        "x-request-id",
-    ]
-)
 
 
 class Refused(TrioserveError):
@@ -289,54 +235,6 @@ async def _pass_on(context: RouterContext, response: RemoteResponse, body: bytes
         # The head of a response is out already, so its status cannot be told any more.
         raise EndpointLost(f"the endpoint answered with status {response.status} when it was asked again")
     await context.respond(response.status, response_headers(context, response), body)
-
-
-def owner_of(context: RouterContext) -> str | None:
-    """Whose what this caller makes is: a gateway's tenants are several."""
-    return None if context.owner is None else context.caller.tenant(context.named_tenant)
-
-
-def session_told(context: RouterContext, session: str) -> str:
-    """The name of a stream as endpoints get it: those of two callers are never the same."""
-    owner = owner_of(context)
-    if owner is None or context.rules.passes_authorization:
-        return session
-    name = f"{len(owner)}/{owner}/{session}".encode("utf-8", "surrogatepass")
-    return blake2b(name, digest_size=16).hexdigest()
-
-
-def request_headers(context: RouterContext, stage: Stage | None, *, with_body: bool = True) -> list[tuple[str, str]]:
-    """with_body: the request goes on with what it brought; otherwise it is one of the router's own, about it."""
-    tenant_header = context.rules.tenant_header
-    headers = [
-        (name, session_told(context, value) if name == SESSION_HEADER else value)
-        for name, value in context.exchange.headers.items()
-        if name not in NOT_FORWARDED and name != tenant_header and (with_body or not name.startswith("content-"))
-    ]
-    headers.append(("x-request-id", context.request_id))
-    tenant = context.caller.tenant_told(context.named_tenant)
-    if tenant is not None:
-        headers.append((tenant_header, tenant))
-    if stage is not None:
-        headers.append((STAGE_HEADER, stage.value))
-    if context.rules.passes_authorization:
-        for name in KEY_HEADERS:
-            key = context.exchange.headers.get(name)
-            if key is not None:
-                headers.append((name, key))
-    return headers
-
-
-def response_headers(context: RouterContext, response: RemoteResponse) -> list[tuple[str, str]]:
-    headers = [
-        (name, value)
-        for name, value in response.headers
-        if name not in NOT_RETURNED and not name.startswith(CROSS_ORIGIN_PREFIX)
-    ]
-    headers += [("x-request-id", context.request_id), (ENDPOINT_HEADER, str(context.endpoint))]
-    if context.prefill_endpoint is not None:
-        headers.append((PREFILL_ENDPOINT_HEADER, context.prefill_endpoint))
-    return headers
 
 
 def _busy_seconds(response: RemoteResponse) -> float:
