@@ -30,9 +30,17 @@ from trioserve.router.policies import Policy, PolicyFactory, Rng
 from trioserve.router.settings import RouterSettings
 from trioserve.router.ticket import Ticket, TicketState
 
-__all__ = ["Dispatch", "Fault", "AdmissionScope"]
+__all__ = ["AdmissionScope", "Dispatch", "Fault", "Taken"]
 
 RETRY_SECONDS = 5.0
+
+
+class Taken(EndpointLost):
+    """The router takes the request from its endpoint. fault: why."""
+
+    def __init__(self, message: str, fault: Fault) -> None:
+        super().__init__(message)
+        self.fault = fault
 
 
 class Dispatch:
@@ -198,12 +206,21 @@ class Dispatch:
 
     def note_health(self, id: EndpointId, is_well: bool, *, hangs: bool) -> None:
         """A health check ended. hangs: it got no response, or the response that a step there does not end. What an
-        endpoint that is ejected for that has not begun to answer is taken from it, to be tried elsewhere."""
+        endpoint that is ejected for that has not begun to answer is taken from it, to be tried elsewhere, and so is
+        what can go on elsewhere: that also later, once there is somewhere to go."""
         was_given = self._is_given(id)
         self.core.note_health(id, is_well, trio.current_time())
-        if hangs and was_given and not self._is_given(id):
+        if hangs and not self._is_given(id):
+            has_other = self._has_other(id)
             for admission in list(self._admissions.values()):
-                admission.take_from(id)
+                admission.take_from(id, Fault.HUNG, unbegun=was_given, streams=has_other)
+        self.retime()
+
+    def move_from(self, id: EndpointId) -> None:
+        """Take what runs at an endpoint from there, as far as it may be elsewhere: to empty it on purpose."""
+        for admission in list(self._admissions.values()):
+            if not admission.is_pinned:
+                admission.take_from(id, Fault.LEAVING, unbegun=True, streams=True)
         self.retime()
 
     def drain(self) -> None:
@@ -227,6 +244,13 @@ class Dispatch:
         if self.core.next_tick(trio.current_time()) < self._ticks_at:
             self._sooner.set()
 
+    def _has_other(self, id: EndpointId) -> bool:
+        """Whether another endpoint takes requests of one of its models."""
+        there = self.core.endpoints.get(id)
+        return there is not None and any(
+            state.is_given and state.models & there.models for state in self.core.endpoints.values()
+        )
+
     def _is_given(self, id: EndpointId) -> bool:
         state = self.core.endpoints.get(id)
         return state is not None and state.is_given
@@ -241,7 +265,8 @@ class Dispatch:
 
 
 class AdmissionScope:
-    """One request, from entering the queue to leaving it."""
+    """One request, from entering the queue to leaving it. can_go_on: asked, once its client has a token, whether
+    another endpoint could go on from what the client has."""
 
     def __init__(
         self, dispatch: Dispatch, core: RouterCore, ticket: Ticket, *, id: str | None, owner: str | None
@@ -249,11 +274,13 @@ class AdmissionScope:
         self.ticket = ticket
         self.id = id
         self.owner = owner
+        self.can_go_on: Callable[[], bool] = lambda: False
         self._dispatch = dispatch
         self._core = core
         self._changed = trio.Event()
         self._attempt: trio.CancelScope | None = None
         self._end: TrioserveError | None = None
+        self._taken: Fault | None = None
 
     async def lease(self) -> EndpointId:
         """Wait for an endpoint. Raises what refuses the request: Overloaded when it waited too long here, QueueWaitOver
@@ -264,7 +291,7 @@ class AdmissionScope:
             await self._changed.wait()
         if self._end is not None:
             raise self._end
-        if ticket.prefilled_by is None:
+        if ticket.prefilled_by is None and not ticket.has_token:
             self._dispatch.on_wait_over(trio.current_time() - ticket.entered_at)
         if ticket.refusal is not None:
             raise ticket.refusal
@@ -283,6 +310,11 @@ class AdmissionScope:
     @property
     def priority(self) -> int:
         return self.ticket.request.priority
+
+    @property
+    def is_pinned(self) -> bool:
+        """It may be at one endpoint only."""
+        return self.ticket.request.pinned is not None
 
     @property
     def entered_at(self) -> float:
@@ -339,9 +371,10 @@ class AdmissionScope:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """The request goes to its endpoint. Raises EndpointLost if the router takes it from there, Draining if it ends
-        the request."""
+        """The request goes to its endpoint. Raises Taken if the router takes it from there, Draining if it ends the
+        request."""
         self.sent()
+        self._taken = None
         with trio.CancelScope() as scope:
             self._attempt = scope
             try:
@@ -349,7 +382,9 @@ class AdmissionScope:
             finally:
                 self._attempt = None  # from here on the end of the request is not the attempt's
         if scope.cancelled_caught:
-            raise self._end or EndpointLost(f'the endpoint "{self.ticket.endpoint}" does not answer any more')
+            fault = self._taken or Fault.HUNG
+            said = "is being emptied" if fault is Fault.LEAVING else "does not answer any more"
+            raise self._end or Taken(f'the endpoint "{self.ticket.endpoint}" {said}', fault)
 
     def first_token(self, *, is_last: bool = False) -> None:
         """The endpoint has begun to answer. is_last: all of its response is there, so that nobody knows when it
@@ -370,19 +405,31 @@ class AdmissionScope:
         self._core.hold_lost(self.ticket, trio.current_time())
         self._dispatch.retime()
 
-    def failed(self, fault: Fault, *, busy_seconds: float = 1.0) -> bool:
-        """The endpoint failed the request before it began to answer. True: `lease` again; False: it has ended here."""
-        is_waiting = self._core.failed(self.ticket, fault, trio.current_time(), busy_seconds=busy_seconds)
+    def failed(self, fault: Fault, *, busy_seconds: float = 1.0, token_count: int = 0) -> bool:
+        """The endpoint failed the request before it began to answer, or in the middle of what can go on elsewhere;
+        token_count: what its client has by then. True: `lease` again; False: it has ended here, see `refusal`."""
+        is_waiting = self._core.failed(
+            self.ticket, fault, trio.current_time(), busy_seconds=busy_seconds, token_count=token_count
+        )
         self._dispatch.retime()
         return is_waiting
 
     def wake(self) -> None:
         self._changed.set()
 
-    def take_from(self, id: EndpointId) -> None:
-        """End the attempt if it is at this endpoint and has brought nothing."""
-        if self._attempt is not None and self.ticket.endpoint == id and not self.ticket.has_token:
+    def take_from(self, id: EndpointId, fault: Fault, *, unbegun: bool, streams: bool) -> None:
+        """End the attempt if it is at this endpoint: unbegun: one that has brought nothing; streams: one that can go on
+        elsewhere from what it has brought."""
+        if self._attempt is None or self.ticket.endpoint != id:
+            return
+        if (streams and self.can_go_on()) if self.ticket.has_token else unbegun:
+            self._taken = fault
             self._attempt.cancel()
+
+    @property
+    def refusal(self) -> TrioserveError | None:
+        """Why the router does not go on with it, if that is so."""
+        return self.ticket.refusal
 
     @property
     def is_ended(self) -> bool:

@@ -129,6 +129,10 @@ class Metrics:
     stream_continuations_total: Counter
     stream_continuations_refused_total: Counter
     continuing_requests: Gauge
+    streams_continued_total: Counter
+    streams_not_resumable_total: Counter
+    stream_pause_seconds: PlainHistogram
+    continuation_bytes_held: Gauge
     pairs_total: Counter
     pair_handover_seconds: PlainHistogram
     endpoint_leases: Gauge

@@ -44,6 +44,8 @@ def can_be_disaggregated(path: str, raw: bytes, body: RoutedBody) -> bool:
     goes from one endpoint to the other."""
     if path not in (CHAT_PATH, COMPLETIONS_PATH) or (body.n or 1) != 1 or body.prompt_count != 1:
         return False
+    if bytes(body.resume):  # what was begun elsewhere goes on whole
+        return False
     try:
         fields = decode_body(raw, _DisaggregatedBody)
     except InvalidRequest:

@@ -23,8 +23,17 @@ from trioserve.contracts.endpoint import EndpointId, PairOutcome, Stage
 from trioserve.contracts.errors import EndpointLost, RequestAborted
 from trioserve.proxy.disaggregated_body import prefill_body
 from trioserve.proxy.forwarded_headers import request_headers
-from trioserve.proxy.relay import Refused, attempt, check_status, error_code, handle_failure, lease, model_field
-from trioserve.proxy.routed_body import TRANSFER_PARAMS, RoutedBody, rewritten
+from trioserve.proxy.relay import (
+    Refused,
+    attempt,
+    check_status,
+    error_code,
+    handle_failure,
+    lease,
+    model_field,
+    sent_body,
+)
+from trioserve.proxy.routed_body import TRANSFER_PARAMS, RoutedBody
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 if TYPE_CHECKING:
@@ -92,19 +101,20 @@ class _DisaggregatedRequest:
     async def serve(self) -> None:
         context, admission, clock = self._context, self._admission, self._clock
         while True:
-            id = context.endpoint = await lease(admission, clock)
+            id = context.endpoint = await lease(context, admission, clock)
             if admission.stage is Stage.PREFILL:
                 if await self._prefill(id):
                     return
                 continue
-            fields = self._fields(id)
+            fields = model_field(context, self._body.model, id, admission.model)
             context.prefill_endpoint = admission.prefilled_by if admission.stage is Stage.DECODE else None
             if admission.stage is Stage.DECODE:
                 fields[TRANSFER_PARAMS] = msgspec.Raw(self._params)
             else:
                 self.let_go()  # before the same prompt comes again under the same id
                 self._log_whole()
-            if await attempt(context, admission, id, rewritten(self._raw, fields), clock, on_begin=self.let_go):
+            sent = sent_body(context, self._raw, clock, fields)
+            if await attempt(context, admission, id, sent, clock, on_begin=self.let_go):
                 return
 
     def let_go(self) -> None:
@@ -169,6 +179,8 @@ class _DisaggregatedRequest:
     def _log_whole(self) -> None:
         context, outcome = self._context, self._admission.pair_outcome
         assert outcome is not None
+        if outcome is PairOutcome.PAIRED:
+            return  # and goes on elsewhere now
         logger.info(
             "not disaggregated request=%s endpoint=%s reason=%s", context.request_id, context.endpoint, outcome.value
         )

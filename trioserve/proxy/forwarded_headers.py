@@ -6,6 +6,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from trioserve.contracts.endpoint import Stage
+from trioserve.proxy.continuation import RESUME_HEADER
 
 if TYPE_CHECKING:
     from trioserve.proxy.remote_endpoint import RemoteResponse
@@ -107,6 +108,8 @@ def response_headers(context: RouterContext, response: RemoteResponse) -> list[t
         for name, value in response.headers
         if name not in NOT_RETURNED and not name.startswith(CROSS_ORIGIN_PREFIX)
     ]
+    if context.continuation is not None and not context.continuation.shows_ids:
+        headers = [(name, value) for name, value in headers if name != RESUME_HEADER]
     headers += [("x-request-id", context.request_id), (ENDPOINT_HEADER, str(context.endpoint))]
     if context.prefill_endpoint is not None:
         headers.append((PREFILL_ENDPOINT_HEADER, context.prefill_endpoint))

@@ -18,12 +18,13 @@ from trioserve.api.error_responses import Refusal
 from trioserve.api.openai.request_types import decode_body
 from trioserve.contracts.endpoint import EndpointId, RoutedRequest
 from trioserve.contracts.errors import Overloaded
+from trioserve.proxy.continuation import Continuation
 from trioserve.proxy.disaggregated_body import can_be_disaggregated
 from trioserve.proxy.disaggregated_request import serve_disaggregated
 from trioserve.proxy.kept_request import check_references, endpoint_of_response
-from trioserve.proxy.relay import RESPONSES_PATH, attempt, lease, model_field
+from trioserve.proxy.relay import RESPONSES_PATH, attempt, lease, model_field, sent_body
 from trioserve.proxy.request_clock import RequestClock
-from trioserve.proxy.routed_body import RoutedBody, prefix_of, rewritten, without_transfer_params
+from trioserve.proxy.routed_body import RoutedBody, prefix_of, without_transfer_params
 from trioserve.proxy.routed_prompt import named_blocks
 from trioserve.proxy.router_context import ENDPOINT_PARAMETER
 
@@ -96,14 +97,17 @@ async def _pass_through(
 ) -> None:
     with context.fleet.dispatch.enter(request, id=context.request_id, owner=context.owner) as admission:
         context.admission = admission
-        if admission.stage is not None:
-            await serve_disaggregated(context, admission, raw, body, clock)
-            return
-        while True:
-            id = context.endpoint = await lease(admission, clock)
-            sent = rewritten(raw, {**model_field(context, body.model, id, request.model), **clock.left()})
-            if await attempt(context, admission, id, sent, clock):
+        with context.continued(Continuation.of(context, body, request)) as continuation:
+            if continuation is not None:
+                admission.can_go_on = continuation.can_go_on
+            if admission.stage is not None:
+                await serve_disaggregated(context, admission, raw, body, clock)
                 return
+            while True:
+                id = context.endpoint = await lease(context, admission, clock)
+                sent = sent_body(context, raw, clock, model_field(context, body.model, id, request.model))
+                if await attempt(context, admission, id, sent, clock):
+                    return
 
 
 def _routed(

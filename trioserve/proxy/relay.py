@@ -7,17 +7,33 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import trio
 
 from trioserve.admission.dispatch import Fault
 from trioserve.admission.text_threads import TEXT_QUEUE_FULL
 from trioserve.api.error_responses import REASON_HEADER, deadline_refusal
+from trioserve.api.sse import KEEP_ALIVE
 from trioserve.contracts.endpoint import EndpointId, Stage
-from trioserve.contracts.errors import EndpointLost, QueueWaitOver, TrioserveError
-from trioserve.proxy.event_splitter import EventSplitter, is_comment
+from trioserve.contracts.errors import (
+    Draining,
+    EndpointLost,
+    Overloaded,
+    QueueWaitOver,
+    RequestPoisoned,
+    TrioserveError,
+)
+from trioserve.proxy.continuation import (
+    RESUMABLE_HEADER,
+    GivenAway,
+    NotResumed,
+    StreamFailed,
+    ends_on_purpose,
+    fault_of,
+)
+from trioserve.proxy.continued_stream import ContinuedStream
 from trioserve.proxy.forwarded_headers import owner_of, request_headers, response_headers
 from trioserve.proxy.kept_objects import KeptObject, object_id_in
-from trioserve.proxy.remote_endpoint import Unreachable
-from trioserve.proxy.routed_body import TRANSFER_PARAMS
+from trioserve.proxy.routed_body import TRANSFER_PARAMS, rewritten
 
 if TYPE_CHECKING:
     from trioserve.admission.dispatch import AdmissionScope
@@ -33,10 +49,12 @@ __all__ = [
     "handle_failure",
     "lease",
     "model_field",
+    "sent_body",
 ]
 
 logger = logging.getLogger(__name__)
 
+KEEP_ALIVE_SECONDS = 15.0  # between two comments to a client whose stream waits to go on elsewhere
 WHOLE_BYTES_MAX = 256 * 1024  # answers up to here go out in one piece, once they are complete
 ERROR_BYTES_MAX = 64 * 1024
 NOT_ENDPOINTS_FAULT = frozenset({429, 503, 529})  # the last one is how 503 is said in Anthropic's API
@@ -90,28 +108,65 @@ async def handle_failure(
     context: RouterContext, admission: AdmissionScope, id: EndpointId, failure: Refused | EndpointLost
 ) -> bool:
     """An attempt has failed. False: it goes on elsewhere; True: the client has got what the endpoint said. Raises the
-    failure if there is nothing to tell."""
+    failure, or what refuses to go on, if there is nothing to tell."""
+    if admission.has_token:
+        return await _go_on(context, admission, failure)
     if isinstance(failure, Refused):
         if failure.fault is None or not admission.failed(failure.fault, busy_seconds=_busy_seconds(failure.response)):
             await _pass_on(context, failure.response, failure.body)
             return True
-    else:
-        fault = Fault.UNREACHABLE if isinstance(failure, Unreachable) else Fault.BROKE
-        if isinstance(failure, TransferFailed):
-            fault = Fault.TRANSFER
-        if admission.has_token or not admission.failed(fault):
+    elif not admission.failed(Fault.TRANSFER if isinstance(failure, TransferFailed) else fault_of(failure)):
+        if not isinstance(failure, StreamFailed):
             raise failure
+        await _end_with(context, failure.event)
+        return True
     reason = msgspec.json.encode(str(failure)).decode()
     logger.info("retried request=%s endpoint=%s reason=%s", context.request_id, id, reason)
     return False
 
 
-async def lease(admission: AdmissionScope, clock: RequestClock) -> EndpointId:
-    """Where the request is to go now. Raises what refuses it."""
+async def _go_on(context: RouterContext, admission: AdmissionScope, failure: Refused | EndpointLost) -> bool:
+    """The same for a request whose client has seen a token."""
+    fault = failure.fault or Fault.BUSY if isinstance(failure, Refused) else fault_of(failure)
+    lost = failure
+    if isinstance(failure, Refused):
+        lost = EndpointLost(f"the endpoint answered with status {failure.response.status} when it was to go on")
+    assert isinstance(lost, EndpointLost)
+    continuation = context.continuation
+    if continuation is not None and continuation.goes_on(context, admission, fault, lost):
+        return False
+    if isinstance(lost, StreamFailed) and not isinstance(admission.refusal, RequestPoisoned):
+        await _end_with(context, lost.event)
+        return True
+    raise admission.refusal or lost
+
+
+async def _end_with(context: RouterContext, events: bytes) -> None:
+    """These are the last of the stream, and say how it ended."""
+    await context.exchange.send(events)
+    await context.finish()
+
+
+async def lease(context: RouterContext, admission: AdmissionScope, clock: RequestClock) -> EndpointId:
+    """Where the request is to go now. Raises what refuses it. A client whose stream has begun is told meanwhile that
+    the connection is alive."""
+    while context.exchange.started:
+        with trio.move_on_after(KEEP_ALIVE_SECONDS):
+            return await _lease(context, admission, clock)
+        await context.exchange.send(KEEP_ALIVE)
+    return await _lease(context, admission, clock)
+
+
+async def _lease(context: RouterContext, admission: AdmissionScope, clock: RequestClock) -> EndpointId:
     try:
         return await admission.lease()
     except QueueWaitOver as over:
         raise deadline_refusal(clock.first()[0], str(over)) from None
+    except Overloaded as refusal:
+        if not admission.has_token or context.continuation is None or isinstance(refusal, Draining):
+            raise
+        context.continuation.note_not_continued(context, "no_endpoint", refusal)
+        raise EndpointLost(f"the endpoint failed in the middle, and no other goes on: {refusal}") from refusal
 
 
 async def check_status(response: RemoteResponse, stage: Stage | None) -> None:
@@ -139,6 +194,13 @@ def model_field(context: RouterContext, asked: str | None, id: EndpointId, model
     return {} if asked == there else {"model": there}
 
 
+def sent_body(context: RouterContext, raw: bytes, clock: RequestClock, fields: dict[str, object]) -> bytes:
+    """What goes to an endpoint: what the client sent, with these fields in place of its own, what is left of its
+    deadlines, and what is to be known of a stream that is gone on with."""
+    resume = {} if context.continuation is None else context.continuation.fields()
+    return rewritten(raw, {**fields, **clock.left(), **resume}, without=clock.passed)
+
+
 async def _relay(
     context: RouterContext,
     admission: AdmissionScope,
@@ -155,14 +217,20 @@ async def _relay(
         on_begin()
 
     endpoint = context.fleet.remote(id)
-    async with endpoint.request(
-        context.exchange.method, context.target, request_headers(context, admission.stage), body
-    ) as response:
+    headers = request_headers(context, admission.stage)
+    if context.continuation is not None and not context.continuation.shows_ids:
+        headers.append((RESUMABLE_HEADER, "1"))
+    async with endpoint.request(context.exchange.method, context.target, headers, body) as response:
         if response.status >= 400:
             await check_status(response, admission.stage)
+            if context.continuation is not None and admission.has_token:
+                said = await response.whole(ERROR_BYTES_MAX) or b""
+                context.continuation.check_refusal(id, response, error_code(said))
         if (response.header("content-type") or "").startswith("text/event-stream"):
             await _relay_events(context, admission, id, response, begin)
             return
+        if admission.has_token:
+            raise NotResumed(f'the endpoint "{id}" answered with something else when it was to go on')
         whole = await response.whole(WHOLE_BYTES_MAX)
         begin(is_last=True)
         if whole is not None and response.status < 300:
@@ -178,7 +246,12 @@ async def _relay(
 
 def _learn(context: RouterContext, id: EndpointId, said: bytes) -> None:
     """Of a response that the endpoint may keep: that it is there, and whose it is."""
-    if context.exchange.path == RESPONSES_PATH and (made := object_id_in(said)) is not None:
+    if context.exchange.path != RESPONSES_PATH:
+        return
+    made, continuation = object_id_in(said), context.continuation
+    if continuation is not None:  # an endpoint that goes on does not say it again
+        made = continuation.made_id = made or continuation.made_id
+    if made is not None:
         context.kept.remember(made, KeptObject(id, owner_of(context)))
 
 
@@ -189,24 +262,61 @@ async def _relay_events(
     response: RemoteResponse,
     begin: Callable[[], None],
 ) -> None:
+    continuation = context.continuation
+    if continuation is None:
+        stream = ContinuedStream(choice_count=1, bytes_max=0)
+        stream.begin(None)
+    else:
+        stream = continuation.stream
+        remark = continuation.begin(id, response)
+        if remark:
+            await context.exchange.send(remark)
     if not context.exchange.started:  # by an endpoint that was lost before it said anything else
         await context.start(response.status, response_headers(context, response), is_events=True)
-    splitter = EventSplitter()
-    is_over = False
+    has_begun = is_over = False
     while not is_over:
-        piece = await response.next_piece()
+        piece = await _next_piece(response, stream)
         is_over = piece is None
-        events = splitter.rest if piece is None else splitter.feed(piece)
-        if not admission.has_token and not is_comment(events):
+        events = stream.end() if piece is None else stream.feed(piece)
+        if stream.is_answered and not has_begun:
+            has_begun = True
             if admission.stage is Stage.DECODE:
                 _check_first_event(context, events)
             begin()
             _learn(context, id, events)
+            if continuation is not None:
+                continuation.note_groups(context)
         if events:
             await context.exchange.send(events)
-    if not admission.has_token:
-        raise EndpointLost(f'the endpoint "{admission.endpoint}" ended its response before it began')
+        if stream.failure or stream.given_away is not None:
+            await _stop(context, admission, stream)
+            return
+    if not stream.is_complete:
+        raise EndpointLost(f'the endpoint "{id}" ended its response before it {"was over" if has_begun else "began"}')
     await context.finish()
+
+
+async def _next_piece(response: RemoteResponse, stream: ContinuedStream) -> bytes | None:
+    try:
+        return await response.next_piece()
+    except EndpointLost:
+        if stream.is_over:
+            return None  # there is nothing that could be missing
+        raise
+
+
+async def _stop(context: RouterContext, admission: AdmissionScope, stream: ContinuedStream) -> None:
+    """The endpoint does not go on, and says so. Raises StreamFailed, GivenAway or TransferFailed where another one
+    may."""
+    assert context.endpoint is not None
+    if stream.given_away is not None:
+        raise GivenAway(context.endpoint, stream.given_away)
+    code = stream.failure_code or ""
+    if admission.stage is Stage.DECODE and not stream.is_answered:
+        _check_first_event(context, stream.failure)
+    if not ends_on_purpose(code):
+        raise StreamFailed(context.endpoint, code, stream.failure)
+    await _end_with(context, stream.failure)
 
 
 def _check_first_event(context: RouterContext, events: bytes) -> None:

@@ -27,6 +27,7 @@ class RequestClock:
                     self._moments[deadline] = now + seconds
         self._scope = trio.CancelScope()
         self._first_token_is_due = deadlines.ttft_timeout is not None
+        self._has_token = False
 
     def at(self, deadline: Deadline) -> float:
         return self._moments.get(deadline, math.inf)
@@ -52,6 +53,7 @@ class RequestClock:
             raise deadline_refusal(passed, f"the request's {passed.value} of {seconds:g} s has passed")
 
     def stop_first_token(self) -> None:
+        self._has_token = True
         if self._first_token_is_due:
             self._first_token_is_due = False
             self._scope.deadline = self.at(Deadline.TOTAL)
@@ -66,4 +68,13 @@ class RequestClock:
         if not self._moments:
             return {}
         now = trio.current_time()
-        return {deadline.value: max(0.001, moment - now) for deadline, moment in self._moments.items()}
+        return {
+            deadline.value: max(0.001, moment - now)
+            for deadline, moment in self._moments.items()
+            if deadline is Deadline.TOTAL or not self._has_token
+        }
+
+    @property
+    def passed(self) -> tuple[str, ...]:
+        """Fields that say nothing any more, since the time for which they were is over."""
+        return (Deadline.QUEUE.value, Deadline.FIRST_TOKEN.value) if self._has_token else ()

@@ -41,6 +41,7 @@ class RoutedBody(msgspec.Struct, frozen=True, kw_only=True):
     documents: msgspec.Raw = _NOTHING
     previous_response_id: str | None = None
     kv_transfer_params: msgspec.Raw = _NOTHING
+    resume: msgspec.Raw = _NOTHING
 
     @property
     def content(self) -> bytes:

@@ -20,6 +20,7 @@ from trioserve.api.operations.live_requests import REQUEST_PATH, serve_abort, se
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import InvalidRequest, StartupError, UnknownModel
 from trioserve.http.clock_and_ids import ClockAndIds
+from trioserve.proxy.continuation import LiveStreams
 from trioserve.proxy.fleet import EndpointSpec
 from trioserve.proxy.kept_objects import KeptObjects
 from trioserve.proxy.kept_request import (
@@ -233,6 +234,8 @@ class RouterApp(BaseApp[RouterContext]):
         self._clock_and_ids = clock_and_ids or ClockAndIds()
         self._naming = naming
         self._kept = KeptObjects()
+        self._streams = LiveStreams()
+        metrics.on_scrape(lambda: metrics.continuation_bytes_held.set(self._streams.kept_bytes))
 
     def route(self, path: str) -> Route[RouterContext] | None:
         if path.startswith(MODEL_PATH) and len(path) > len(MODEL_PATH):
@@ -256,6 +259,7 @@ class RouterApp(BaseApp[RouterContext]):
             more_metrics=self._more_metrics,
             naming=self._naming,
             kept=self._kept,
+            streams=self._streams,
             access=self._keys.rules,
         )
 

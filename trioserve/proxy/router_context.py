@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, quote, urlencode
 
@@ -11,6 +12,7 @@ from trioserve.api.responder import TENANT_HEADER, Responder
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.endpoint import DISAGGREGATED_PROMPT_TOKENS_MIN, EndpointId
 from trioserve.http.clock_and_ids import ClockAndIds
+from trioserve.proxy.continuation import CONTINUATION_BYTES_MAX, Continuation, LiveStreams
 from trioserve.proxy.kept_objects import KeptObjects
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ class RoutingRules:
     session_header: whose values tell tenants and sessions apart; which callers' tenants, see Caller.
     passes_authorization: endpoints get the client's Authorization header, since no key of the router stands in it.
     disaggregated_prompt_tokens_min: a prompt with fewer tokens, as estimated from its length, is computed where its
-    response is.
+    response is. continuation_bytes_max: of what is kept of a stream, so that it can go on elsewhere; 0: none does.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class RoutingRules:
         session_header: str = "x-session-id",
         passes_authorization: bool = True,
         disaggregated_prompt_tokens_min: int = DISAGGREGATED_PROMPT_TOKENS_MIN,
+        continuation_bytes_max: int = CONTINUATION_BYTES_MAX,
     ) -> None:
         self.deadlines = deadlines or Deadlines()
         self.deadlines_max = deadlines_max or Deadlines()
@@ -51,6 +54,7 @@ class RoutingRules:
         self.session_header = session_header
         self.passes_authorization = passes_authorization
         self.disaggregated_prompt_tokens_min = disaggregated_prompt_tokens_min
+        self.continuation_bytes_max = continuation_bytes_max
 
 
 class RouterContext(Responder):
@@ -58,6 +62,7 @@ class RouterContext(Responder):
 
     naming: names the blocks of prompts; None where no policy asks for it. kept: where what endpoints keep is.
     path_told: what endpoints see instead of the path; None: the path.
+    streams: those that may be continued. continuation: of this one, if it may.
     admission: its place or lease, once it has one. endpoint: where it went last. prefill_endpoint: which other one has
     computed its prompt.
     """
@@ -73,6 +78,7 @@ class RouterContext(Responder):
         more_metrics: Callable[[], bytes] = bytes,
         naming: PromptBlocks | None = None,
         kept: KeptObjects | None = None,
+        streams: LiveStreams | None = None,
         access: AccessRules | None = None,
     ) -> None:
         super().__init__(exchange, clock_and_ids)
@@ -82,7 +88,9 @@ class RouterContext(Responder):
         self.more_metrics = more_metrics
         self.naming = naming
         self.kept = kept or KeptObjects()
+        self.streams = streams or LiveStreams()
         self.access = access or AccessRules()
+        self.continuation: Continuation | None = None
         self.path_told: str | None = None
         self.admission: AdmissionScope | None = None
         self.endpoint: EndpointId | None = None
@@ -103,6 +111,16 @@ class RouterContext(Responder):
         return quote(self.path_told or self.exchange.path, safe=PATH_CHARACTERS) + (
             "?" + urlencode(rest) if rest else ""
         )
+
+    @contextmanager
+    def continued(self, continuation: Continuation | None) -> Iterator[Continuation | None]:
+        """What is kept of its response is kept inside."""
+        self.continuation = continuation
+        if continuation is None:
+            yield None
+            return
+        with self.streams.kept(continuation.stream):
+            yield continuation
 
     async def start(self, status: int, headers: HeaderFields, *, is_events: bool) -> None:
         """Begin a response that comes from elsewhere, with its headers."""

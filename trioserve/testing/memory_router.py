@@ -37,12 +37,15 @@ SELDOM_SECONDS = 3600.0
 
 
 class MemoryRouter:
-    """Made by open_memory_router. dispatch, fleet, server: its parts, to look at."""
+    """Made by open_memory_router. dispatch, fleet, server, metrics: its parts, to look at."""
 
-    def __init__(self, dispatch: Dispatch, fleet: Fleet, server: FrontendServer, nursery: trio.Nursery) -> None:
+    def __init__(
+        self, dispatch: Dispatch, fleet: Fleet, server: FrontendServer, metrics: Metrics, nursery: trio.Nursery
+    ) -> None:
         self.dispatch = dispatch
         self.fleet = fleet
         self.server = server
+        self.metrics = metrics
         self._nursery = nursery
 
     def client(self, *, http: int = 1, headers: dict[str, str] | None = None) -> MemoryClient:
@@ -125,7 +128,7 @@ async def open_memory_router(
             )
         await nursery.start(dispatch.run)
         await nursery.start(fleet.run)
-        router = MemoryRouter(dispatch, fleet, FrontendServer(app, knows_caller=app.knows_caller), nursery)
+        router = MemoryRouter(dispatch, fleet, FrontendServer(app, knows_caller=app.knows_caller), metrics, nursery)
         while not all(dispatch.core.endpoints[EndpointId(id)].is_settled for id in endpoints):
             await wait_all_tasks_blocked()  # until each has been asked how it is
         yield router

@@ -47,10 +47,31 @@ class Ask:
         error = {"message": "no", "type": "server_error", "param": None, "code": code}
         self.respond({"error": error}, status=status, headers=headers)
 
-    def begin(self) -> None:
+    def begin(self, headers: Mapping[str, str] | None = None) -> None:
         """The head of a stream of events."""
         self._is_begun = True
-        self._say(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        fields = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
+        fields += "content-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
+        self._say(f"HTTP/1.1 200 OK\r\n{fields}\r\n".encode())
+
+    def begin_resumable(self, *, fingerprint: str = "same", **told: object) -> None:
+        """The same of an endpoint that tells how to go on elsewhere."""
+        told = {"prompt_digest": "d", "seed": 7, **told}
+        self.begin({"x-trioserve-resume": json.dumps(told), "x-trioserve-fingerprint": fingerprint})
+
+    def group(self, id: str, text: str | None = None) -> None:
+        """Of such a one: an event, and what the client has with it."""
+        choice = {"index": int(id.split(":")[0]), "text": f" {id}" if text is None else text, "finish_reason": None}
+        self.say(f"id: {id}\ndata: {json.dumps({'id': 'cmpl-0', 'choices': [choice]})}\n\n")
+
+    def finish_resumable(self) -> None:
+        self.say("id: .\ndata: [DONE]\n\n")
+        self.end()
+
+    def fail(self, code: str) -> None:
+        """An event with an error, and the end."""
+        self.event(error={"message": "said so", "type": "server_error", "param": None, "code": code})
+        self.end()
 
     def say(self, text: str) -> None:
         """A piece of the stream, which has to be several events, or a part of one."""

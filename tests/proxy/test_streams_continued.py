@@ -1,0 +1,503 @@
+"""A stream goes on at another endpoint where its own stopped, and its client sees a pause. The endpoints are scripted:
+what they are asked, and what of their bytes comes through, is all there is to see."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from trioserve.contracts.endpoint import EndpointId
+from trioserve.proxy.endpoint_watch import WatchSettings
+from trioserve.proxy.router_context import RoutingRules
+
+TEXT = "/v1/completions"
+BODY = {"model": "fake", "prompt": "hello", "max_tokens": 5, "stream": True}
+IDS = ("a", "b", "c")
+
+
+def counted(pair, name: str) -> dict[str, float]:
+    """A family of the router's metrics by its label, those above zero."""
+    found = {}
+    for line in pair.router.metrics.expose().decode().splitlines():
+        if line.startswith(f"trioserve_router:{name}{{") and float(line.rsplit(" ", 1)[1]):
+            found[line.split('reason="')[1].split('"')[0]] = float(line.rsplit(" ", 1)[1])
+    return found
+
+
+async def the_ask(pair, *, without=()):
+    """The one request that is open anywhere, and where that is."""
+    await wait_all_tasks_blocked()
+    [(id, ask)] = [(id, ask) for id, each in pair.endpoints.items() for ask in each.open if ask not in without]
+    return id, ask
+
+
+async def texts(response) -> str:
+    return "".join([choice["text"] async for event in response for choice in event.get("choices", ())])
+
+
+async def test_another_endpoint_goes_on_and_each_token_comes_once(open_pair):
+    async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, {**BODY, "n": 2}) as response:
+        first, ask = await the_ask(pair)
+        assert ask.headers["x-trioserve-resumable"] == "1"
+        assert "resume" not in ask.body
+        ask.begin_resumable()
+        ask.group("0:1,2")
+        ask.group("1:3!")
+        ask.say('data: {"choices": [{"index": 0, "text": "half a group"}]}\n\n')
+        await wait_all_tasks_blocked()
+        ask.hang_up()
+        second, again = await the_ask(pair)
+        assert second != first
+        assert pair.leases() == {first: 0, second: 2}  # sequences
+        assert again.body == {
+            **BODY,
+            "n": 2,
+            "resume": {"prompt_digest": "d", "seed": 7, "token_ids": [[1, 2], [3]], "finished": [False, True]},
+        }
+        assert again.headers["x-request-id"] == ask.headers["x-request-id"]
+        again.begin_resumable()
+        again.group("0:4")
+        again.finish_resumable()
+        assert await texts(response) == " 0:1,2 1:3! 0:4"
+        assert "x-trioserve-resume" not in response.headers
+        assert b"id:" not in response.body.replace(b'"id":', b"")
+        assert b"x-trioserve-continued" not in response.body
+        assert response.body.endswith(b"data: [DONE]\n\n")
+        assert counted(pair, "streams_continued_total") == {"broke": 1}
+    await pair.assert_all_free()
+
+
+@pytest.mark.parametrize("stop", range(5))
+@pytest.mark.parametrize("way", ["hang_up", "end", "engine_fault", "draining"])
+async def test_wherever_and_however_it_stops(open_pair, stop, way):
+    async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, BODY) as response:
+        _, ask = await the_ask(pair)
+        ask.begin_resumable()
+        for token in range(stop):
+            ask.group(f"0:{token}")
+        await wait_all_tasks_blocked()
+        if way in ("hang_up", "end"):
+            getattr(ask, way)()
+        else:
+            ask.fail(way)
+        _, again = await the_ask(pair)
+        assert ("resume" in again.body) == (stop > 0)
+        again.begin_resumable()
+        for token in range(stop, 5):
+            again.group(f"0:{token}")
+        again.finish_resumable()
+        assert await texts(response) == " 0:0 0:1 0:2 0:3 0:4"
+        assert b"error" not in response.body
+    await pair.assert_all_free()
+
+
+@pytest.mark.parametrize("code", ["request_aborted", "timeout", "context_length_exceeded", "anything_else"])
+async def test_what_was_ended_on_purpose_ends_with_what_the_endpoint_said(open_pair, code):
+    async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, BODY) as response:
+        _, ask = await the_ask(pair)
+        ask.begin_resumable()
+        ask.group("0:1")
+        ask.fail(code)
+        events = [event async for event in response]
+        assert [event.get("error", {}).get("code") for event in events] == [None, code]
+        assert not any(endpoint.open for endpoint in pair.endpoints.values())
+    await pair.assert_all_free()
+
+
+async def test_what_broke_off_behind_its_last_group_is_whole(open_pair):
+    async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, BODY) as response:
+        _, ask = await the_ask(pair)
+        ask.begin_resumable()
+        ask.group("0:1!")
+        ask.say("id: .\ndata: [DONE]\n\n")
+        ask.hang_up()
+        assert await texts(response) == " 0:1!"
+        assert response.body.endswith(b"data: [DONE]\n\n")
+    await pair.assert_all_free()
+
+
+async def test_a_client_that_asked_for_it_gets_the_ids_and_what_to_tell(open_pair):
+    asks = {"x-trioserve-resumable": "1"}
+    async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, BODY, headers=asks) as response:
+        _, ask = await the_ask(pair)
+        ask.begin_resumable()
+        ask.group("0:1")
+        await wait_all_tasks_blocked()
+        ask.hang_up()
+        _, again = await the_ask(pair)
+        again.begin_resumable()
+        again.group("0:2")
+        again.finish_resumable()
+        await response.read()
+        assert [line for line in response.body.splitlines() if line.startswith(b"id:")] == [
+            b"id: 0:1",
+            b"id: 0:2",
+            b"id: .",
+        ]
+        assert '"prompt_digest"' in response.headers["x-trioserve-resume"]
+    await pair.assert_all_free()
+
+
+async def test_a_client_may_go_on_itself_and_the_router_from_there(open_pair):
+    resume = {"token_ids": [[1, 2]], "finished": [False], "prompt_digest": "d", "seed": 7}
+    async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, {**BODY, "resume": resume}) as response:
+        _, ask = await the_ask(pair)
+        assert ask.body["resume"] == resume
+        ask.begin_resumable()
+        ask.group("0:3")
+        await wait_all_tasks_blocked()
+        ask.hang_up()
+        _, again = await the_ask(pair)
+        assert again.body["resume"]["token_ids"] == [[1, 2, 3]]
+        again.begin_resumable()
+        again.finish_resumable()
+        await response.read()
+    await pair.assert_all_free()
+
+
+async def test_an_endpoint_that_computes_otherwise_is_named(open_pair):
+    async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, BODY) as response:
+        _, ask = await the_ask(pair)
+        ask.begin_resumable(fingerprint="f1")
+        ask.group("0:1")
+        await wait_all_tasks_blocked()
+        ask.hang_up()
+        second, again = await the_ask(pair)
+        again.begin_resumable(fingerprint="f2")
+        again.group("0:2")
+        again.finish_resumable()
+        await response.read()
+        remark = f": x-trioserve-continued endpoint={second} tokens=not-promised\n\n".encode()
+        before, after = response.body.split(remark)
+        assert b" 0:1" in before
+        assert b" 0:2" in after
+    await pair.assert_all_free()
+
+
+@pytest.mark.parametrize("status", [409, 400])
+async def test_a_prompt_that_became_another_ends_with_an_error(open_pair, status):
+    """Never with another text."""
+    async with open_pair("w1 w2 w3") as pair, pair.client().ask(TEXT, BODY) as response:
+        _, ask = await the_ask(pair)
+        ask.begin_resumable()
+        ask.group("0:1")
+        await wait_all_tasks_blocked()
+        ask.hang_up()
+        _, again = await the_ask(pair)
+        again.refuse(status, "resume_mismatch")
+        events = [event async for event in response]
+        assert events[-1]["error"]["code"] == "endpoint_lost"
+        assert b"[DONE]" not in response.body
+        assert counted(pair, "streams_not_continued_total") == {"mismatch" if status == 409 else "refused": 1}
+    await pair.assert_all_free()
+
+
+async def test_an_endpoint_that_would_begin_anew_is_left_for_one_that_goes_on(open_pair):
+    async with open_pair("w1 w2 w3") as pair, pair.client().ask(TEXT, BODY) as response:
+        first, ask = await the_ask(pair)
+        ask.begin_resumable()
+        ask.group("0:1")
+        await wait_all_tasks_blocked()
+        ask.hang_up()
+        second, other = await the_ask(pair)
+        other.token("all of it again")
+        await wait_all_tasks_blocked()
+        assert other.is_gone
+        third, again = await the_ask(pair)
+        assert len({first, second, third}) == 3
+        again.begin_resumable()
+        again.group("0:2")
+        again.finish_resumable()
+        assert await texts(response) == " 0:1 0:2"
+    await pair.assert_all_free()
+
+
+async def test_one_that_is_full_or_cannot_be_reached_is_left_too(open_pair):
+    async with open_pair("w1 w2 w3", policy="round_robin") as pair, pair.client().ask(TEXT, BODY) as response:
+        first, ask = await the_ask(pair)
+        ask.begin_resumable()
+        ask.group("0:1")
+        await wait_all_tasks_blocked()
+        ask.hang_up()
+        second, full = await the_ask(pair)
+        assert second != first
+        full.refuse(429, "queue_full")
+        _, again = await the_ask(pair)
+        again.begin_resumable()
+        again.finish_resumable()
+        await response.read()
+        assert response.body.endswith(b"[DONE]\n\n")
+    await pair.assert_all_free()
+
+
+async def test_a_request_that_kills_every_engine_is_stopped_after_two(open_pair, caplog):
+    headers = {"x-request-id": "poison"}
+    async with open_pair("w1 w2 w3 w4") as pair, pair.client().ask(TEXT, BODY, headers=headers) as response:
+        for token in range(2):
+            _, ask = await the_ask(pair)
+            ask.begin_resumable()
+            ask.group(f"0:{token}")
+            await wait_all_tasks_blocked()
+            ask.hang_up()
+        events = [event async for event in response]
+        assert events[-1]["error"]["code"] == "request_poisoned"
+        assert await texts(response) == ""
+        assert sum(len(endpoint.asks) for endpoint in pair.endpoints.values()) == 2
+        assert any("poison" in record.getMessage() and record.levelname == "WARNING" for record in caplog.records)
+        assert counted(pair, "streams_not_continued_total") == {"poisoned": 1}
+    await pair.assert_all_free()
+
+
+async def test_without_another_endpoint_it_ends_with_an_error(open_pair, autojump_clock):
+    async with open_pair("w") as pair, pair.client().ask(TEXT, BODY) as response:
+        _, ask = await the_ask(pair)
+        ask.begin_resumable()
+        ask.group("0:1")
+        await wait_all_tasks_blocked()
+        pair["w"].is_reachable = False
+        ask.hang_up()
+        events = [event async for event in response]
+        assert events[-1]["error"]["code"] == "endpoint_lost"
+        assert counted(pair, "streams_not_continued_total") == {"no_endpoint": 1}
+    await pair.assert_all_free()
+
+
+async def test_a_client_that_waits_is_told_that_the_connection_is_alive(open_pair, autojump_clock):
+    async with open_pair("w1 w2", leases_max=1) as pair:  # noqa: SIM117
+        async with pair.client().ask(TEXT, BODY) as response, pair.client().ask(TEXT, BODY) as holder:
+            await wait_all_tasks_blocked()
+            [ask] = pair["w1"].open
+            [other] = pair["w2"].open
+            for each in (ask, other):
+                each.begin_resumable()
+                each.group("0:1")
+            await wait_all_tasks_blocked()
+            pair["w1"].is_reachable = False
+            ask.hang_up()
+            await trio.sleep(20)
+            assert [state for _, state, _ in await pair.listed()] == ["waiting", "running"]
+            other.finish_resumable()
+            again = await pair.ask_of("w2")
+            again.begin_resumable()
+            again.group("0:2")
+            again.finish_resumable()
+            await response.read()
+            await holder.read()
+            assert response.body.count(b": keep-alive\n\n") == 1
+            before, after = response.body.split(b": keep-alive\n\n")
+            assert (b" 0:1" in before, b" 0:2" in after) == (True, True)
+    await pair.assert_all_free()
+
+
+@pytest.mark.parametrize("how", ["leaves", "abort", "timeout", "drain"])
+async def test_who_ends_it_while_it_waits_ends_it_at_once(open_pair, autojump_clock, how):
+    async with open_pair("w1 w2", leases_max=1) as pair, pair.client().ask(TEXT, BODY) as holder:
+        _, held = await the_ask(pair)
+        body = {**BODY, "timeout": 7} if how == "timeout" else BODY
+        async with pair.client().ask(TEXT, body, headers={"x-request-id": "mine"}) as response:
+            where, ask = await the_ask(pair, without=[held])
+            ask.begin_resumable()
+            ask.group("0:1")
+            await wait_all_tasks_blocked()
+            pair[where].is_reachable = False
+            ask.hang_up()
+            await wait_all_tasks_blocked()
+            assert ("mine", "waiting", None) in await pair.listed()
+            if how == "abort":
+                await pair.client().post("/v1/requests/abort", {"ids": ["mine"]})
+            if how == "drain":
+                pair.router.drain()
+                await wait_all_tasks_blocked()
+                assert ("mine", "waiting") in [
+                    (admission.id, admission.state) for admission in pair.router.dispatch.live_admissions()
+                ]
+                pair.router.dispatch.abort_all("over")
+            if how != "leaves":
+                events = [event async for event in response]
+                code = {"abort": "request_aborted", "timeout": "timeout", "drain": "draining"}[how]
+                assert events[-1]["error"]["code"] == code
+        await wait_all_tasks_blocked()
+        assert [admission.id for admission in pair.router.dispatch.live_admissions() if admission.id == "mine"] == []
+        held.finish()
+        await holder.read()
+    await pair.assert_all_free()
+
+
+async def test_deadlines_until_the_first_token_are_over_when_it_goes_on(open_pair, autojump_clock):
+    body = {**BODY, "timeout": 60, "ttft_timeout": 5, "queue_timeout": 3}
+    async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, body) as response:
+        _, ask = await the_ask(pair)
+        ask.begin_resumable()
+        ask.group("0:1")
+        await trio.sleep(20)
+        ask.hang_up()
+        _, again = await the_ask(pair)
+        assert again.body["timeout"] == pytest.approx(40)
+        assert "ttft_timeout" not in again.body
+        assert "queue_timeout" not in again.body
+        again.begin_resumable()
+        again.finish_resumable()
+        await response.read()
+        assert response.body.endswith(b"[DONE]\n\n")
+    await pair.assert_all_free()
+
+
+async def test_an_endpoint_that_hangs_loses_its_streams_to_another(open_pair, autojump_clock):
+    """It takes connections, and nothing comes back: it is stopped, or the network is cut."""
+    watch = WatchSettings(health_seconds=1, load_seconds=1, response_seconds_max=1)
+    async with open_pair("w1 w2", watch=watch, failures_max=2) as pair, pair.client().ask(TEXT, BODY) as response:
+        first, ask = await the_ask_now(pair)
+        ask.begin_resumable()
+        ask.group("0:1")
+        await trio.sleep(0.1)
+        pair[first].is_silent = True
+        await trio.sleep(10)
+        [second] = {"w1", "w2"} - {first}
+        assert ask.is_gone
+        [again] = pair[second].open
+        assert again.body["resume"]["token_ids"] == [[1]]
+        again.begin_resumable()
+        again.group("0:2")
+        again.finish_resumable()
+        assert await texts(response) == " 0:1 0:2"
+        assert counted(pair, "streams_continued_total") == {"hung": 1}
+    await pair.assert_all_free()
+
+
+async def the_ask_now(pair):
+    await trio.sleep(0.1)
+    [(id, ask)] = [(id, ask) for id, each in pair.endpoints.items() for ask in each.open]
+    return id, ask
+
+
+async def test_one_that_hangs_keeps_a_stream_that_nobody_else_could_go_on_with(open_pair, autojump_clock):
+    watch = WatchSettings(health_seconds=1, load_seconds=1, response_seconds_max=1)
+    async with open_pair("w1", watch=watch, failures_max=2) as pair, pair.client().ask(TEXT, BODY) as response:
+        first, ask = await the_ask_now(pair)
+        ask.begin_resumable()
+        ask.group("0:1")
+        await trio.sleep(0.1)
+        pair[first].is_silent = True
+        await trio.sleep(20)
+        assert not ask.is_gone
+        ask.group("0:2")
+        ask.finish_resumable()
+        assert await texts(response) == " 0:1 0:2"
+    await pair.assert_all_free()
+
+
+async def test_an_endpoint_is_emptied_on_purpose(open_pair):
+    async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, BODY) as response:
+        first, ask = await the_ask(pair)
+        ask.begin_resumable()
+        ask.group("0:1")
+        await wait_all_tasks_blocked()
+        pair.router.dispatch.drain_endpoint(EndpointId(first))
+        pair.router.dispatch.move_from(EndpointId(first))
+        _, again = await the_ask(pair)
+        assert ask.is_gone
+        again.begin_resumable()
+        again.group("0:2")
+        again.finish_resumable()
+        assert await texts(response) == " 0:1 0:2"
+        assert counted(pair, "streams_continued_total") == {"leaving": 1}
+        assert first not in pair.leases()
+    await pair.assert_all_free()
+
+
+async def test_one_that_gives_the_request_away_says_where_its_kv_is(open_pair):
+    async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, BODY) as response:
+        _, ask = await the_ask(pair)
+        ask.begin_resumable()
+        ask.group("0:1")
+        ask.say('data: {"object":"hand_over","kv_transfer_params":{"remote_host":"h"}}\nid: >\n\n')
+        _, again = await the_ask(pair, without=[ask])
+        assert again.body["kv_transfer_params"] == {"remote_host": "h"}
+        assert again.body["resume"]["token_ids"] == [[1]]
+        again.begin_resumable()
+        again.group("0:2")
+        again.finish_resumable()
+        assert await texts(response) == " 0:1 0:2"
+    await pair.assert_all_free()
+
+
+async def test_a_stream_with_more_ids_than_may_be_kept_is_not_continued(open_pair):
+    rules = RoutingRules(continuation_bytes_max=16)
+    async with open_pair("w1 w2", rules=rules) as pair, pair.client().ask(TEXT, BODY) as response:
+        _, ask = await the_ask(pair)
+        ask.begin_resumable()
+        for token in range(10):
+            ask.group(f"0:{token}")
+        await wait_all_tasks_blocked()
+        ask.hang_up()
+        events = [event async for event in response]
+        assert len(events) == 11
+        assert events[-1]["error"]["code"] == "endpoint_lost"
+        assert counted(pair, "streams_not_continued_total") == {"bytes_max": 1}
+    await pair.assert_all_free()
+
+
+@pytest.mark.parametrize("fields", [{"stream": False}, {"pinned": True}, {"off": True}])
+async def test_what_may_not_go_on_elsewhere_is_not_asked_to(open_pair, fields):
+    rules = RoutingRules(continuation_bytes_max=0 if "off" in fields else 1000)
+    path = f"{TEXT}?id=w1" if "pinned" in fields else TEXT
+    body = {**BODY, "stream": fields.get("stream", True)}
+    async with open_pair("w1", rules=rules) as pair, pair.client().ask(path, body):
+        _, ask = await the_ask(pair)
+        assert "x-trioserve-resumable" not in ask.headers
+    await pair.assert_all_free()
+
+
+async def test_an_endpoint_that_cannot_is_as_it_was(open_pair):
+    async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, BODY) as response:
+        _, ask = await the_ask(pair)
+        ask.token("good ")
+        await wait_all_tasks_blocked()
+        ask.hang_up()
+        events = [event async for event in response]
+        assert events[-1]["error"]["code"] == "endpoint_lost"
+        assert counted(pair, "streams_not_continued_total") == {"not_resumable": 1}
+    await pair.assert_all_free()
+
+
+async def test_a_prompt_that_was_computed_elsewhere_does_not_matter_when_it_goes_on(open_pair):
+    long = "a prompt that is long enough to be computed elsewhere " * 4
+    async with open_pair("p d w") as pair, pair.client().ask(TEXT, {**BODY, "prompt": long}) as response:
+        (await pair.ask_of("p")).hold()
+        ask = await pair.ask_of("d")
+        assert ask.headers["x-trioserve-resumable"] == "1"
+        ask.begin_resumable()
+        ask.group("0:1")
+        await wait_all_tasks_blocked()
+        ask.hang_up()
+        where, again = await the_ask(pair)
+        assert where != "d"
+        assert again.body["resume"]["token_ids"] == [[1]]
+        assert "kv_transfer_params" not in again.body
+        again.begin_resumable()
+        again.group("0:2")
+        again.finish_resumable()
+        assert await texts(response) == " 0:1 0:2"
+    await pair.assert_all_free()
+
+
+async def test_what_is_kept_of_streams_is_shown_and_gone_with_them(open_pair):
+    async with open_pair("w1 w2") as pair:
+        async with pair.client().ask(TEXT, BODY):
+            _, ask = await the_ask(pair)
+            ask.begin_resumable()
+            ask.group("0:12345")
+            await wait_all_tasks_blocked()
+            assert held(pair) == len("0:12345\n")
+        await wait_all_tasks_blocked()
+        assert held(pair) == 0
+
+
+def held(pair) -> float:
+    [line] = [
+        line
+        for line in pair.router.metrics.expose().decode().splitlines()
+        if line.startswith("trioserve_router:continuation_bytes_held")
+    ]
+    return float(line.rsplit(" ", 1)[1])

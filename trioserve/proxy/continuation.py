@@ -1,0 +1,262 @@
+"""How one streamed request goes on at another endpoint when its own stops: what that is told, and what the client is.
+
+Which requests may, where and how often, is for the router core to say; the stream itself is in continued_stream.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+import msgspec
+import trio
+
+from trioserve.admission.dispatch import Fault, Taken
+from trioserve.contracts.endpoint import EndpointId, RoutedRequest
+from trioserve.contracts.errors import EndpointLost, RequestPoisoned
+from trioserve.proxy.continued_stream import ContinuedStream
+from trioserve.proxy.remote_endpoint import Unreachable
+from trioserve.proxy.routed_body import TRANSFER_PARAMS
+
+if TYPE_CHECKING:
+    from trioserve.admission.dispatch import AdmissionScope
+    from trioserve.metrics.registry import Metrics
+    from trioserve.proxy.remote_endpoint import RemoteResponse
+    from trioserve.proxy.routed_body import RoutedBody
+    from trioserve.proxy.router_context import RouterContext
+
+__all__ = [
+    "CONTINUATION_BYTES_MAX",
+    "RESUMABLE_HEADER",
+    "RESUME_HEADER",
+    "CannotGoOn",
+    "Continuation",
+    "GivenAway",
+    "LiveStreams",
+    "NotResumed",
+    "StreamFailed",
+    "ends_on_purpose",
+]
+
+logger = logging.getLogger(__name__)
+
+CONTINUATION_BYTES_MAX = 1024 * 1024  # the ids of about 100,000 tokens; most streams have some thousands of bytes
+CONTINUED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
+RESUME = "resume"
+
+RESUMABLE_HEADER = "x-trioserve-resumable"
+RESUME_HEADER = "x-trioserve-resume"
+FINGERPRINT_HEADER = "x-trioserve-fingerprint"
+CONTINUED = "x-trioserve-continued"
+
+# Of errors in a stream, those that say nothing of the request: the server leaves, or broke. Whatever else a stream ends
+# with, somebody has ended it on purpose, or it was the client's fault.
+LEAVING_CODES = frozenset({"draining", "service_unavailable_error"})
+BROKEN_CODES = frozenset(
+    {
+        "api_error",
+        "endpoint_lost",
+        "engine_fault",
+        "internal_error",
+        "internal_server_error",
+        "no_endpoint",
+        "request_failed",
+        "server_error",
+        "step_overdue",
+    }
+)
+
+
+class StreamFailed(EndpointLost):
+    """The endpoint ended its stream with an error that is its own fault. event: as it came."""
+
+    def __init__(self, id: EndpointId, code: str, event: bytes) -> None:
+        super().__init__(f'the endpoint "{id}" ended its response with an error: {code}')
+        self.code = code
+        self.event = event
+
+
+class GivenAway(EndpointLost):
+    """The endpoint was asked to let another one go on. said: what that one is to be told."""
+
+    def __init__(self, id: EndpointId, said: bytes) -> None:
+        super().__init__(f'the endpoint "{id}" gave the request away')
+        self.said = said
+
+
+class NotResumed(EndpointLost):
+    """The endpoint does not go on where another one stopped. It would have begun anew, or refused."""
+
+
+class CannotGoOn(EndpointLost):
+    """What was begun cannot be gone on with, whoever is asked. reason: in a word."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def ends_on_purpose(code: str) -> bool:
+    """Whether a stream that ends with this error is not to go on elsewhere."""
+    return code not in LEAVING_CODES and code not in BROKEN_CODES
+
+
+class LiveStreams:
+    """Of one router, those that may be continued; what of them is kept."""
+
+    def __init__(self) -> None:
+        self._streams: set[ContinuedStream] = set()
+
+    @contextmanager
+    def kept(self, stream: ContinuedStream) -> Iterator[None]:
+        self._streams.add(stream)
+        try:
+            yield
+        finally:
+            self._streams.discard(stream)
+
+    @property
+    def kept_bytes(self) -> int:
+        return sum(stream.kept_bytes for stream in self._streams)
+
+
+class Continuation:
+    """Of one request whose response may go on elsewhere. stream: what its client has. shows_ids: the client has asked
+    for what the router asks for, and gets it.
+
+    made_id: of what endpoints keep, once it is known.
+    """
+
+    def __init__(self, stream: ContinuedStream, metrics: Metrics, *, shows_ids: bool) -> None:
+        self.stream = stream
+        self.shows_ids = shows_ids
+        self.made_id: str | None = None
+        self._metrics = metrics
+        self._fingerprint: str | None = None
+        self._resume: dict[str, object] | None = None
+        self._params: bytes | None = None
+        self._broke_at: float | None = None
+        self._reason = ""
+
+    @classmethod
+    def of(cls, context: RouterContext, body: RoutedBody, request: RoutedRequest) -> Continuation | None:
+        """None: its response is not a stream, or may be at one endpoint only."""
+        bytes_max = context.rules.continuation_bytes_max
+        if not body.stream or not bytes_max or request.pinned is not None:
+            return None
+        if context.exchange.path not in CONTINUED_PATHS:
+            return None
+        shows_ids = context.exchange.headers.get(RESUMABLE_HEADER) == "1"
+        stream = ContinuedStream(
+            choice_count=request.sequences,
+            bytes_max=bytes_max,
+            shows_ids=shows_ids,
+            known=bytes(body.resume) or None,
+        )
+        return cls(stream, context.metrics, shows_ids=shows_ids)
+
+    # --- what the next endpoint is told ---
+
+    def fields(self) -> dict[str, object]:
+        """Of the body for the next endpoint, in place of its own."""
+        if self._resume is None:
+            return {}
+        params, self._params = self._params, None  # for the first that is asked; another one computes
+        given = {} if params is None else {TRANSFER_PARAMS: msgspec.Raw(params)}
+        return {RESUME: self._resume, **given}
+
+    # --- what comes back ---
+
+    def begin(self, id: EndpointId, response: RemoteResponse) -> bytes:
+        """An endpoint begins to answer; what the client is to be told of that. Raises NotResumed if it does not go on
+        where the last one stopped."""
+        told = response.header(RESUME_HEADER)
+        if self._resume is not None and told is None:
+            raise NotResumed(f'the endpoint "{id}" does not go on where another one stopped')
+        self.stream.begin(told)
+        fingerprint = response.header(FINGERPRINT_HEADER)
+        if self._resume is None:
+            self._fingerprint = fingerprint
+        elif fingerprint is None or fingerprint != self._fingerprint:
+            return f": {CONTINUED} endpoint={quote(id, safe='/:[]')} tokens=not-promised\n\n".encode()
+        return b""
+
+    def check_refusal(self, id: EndpointId, response: RemoteResponse, code: str | None) -> None:
+        """An endpoint that was to go on has answered with an error that nobody is to blame for. Raises CannotGoOn, or
+        NotResumed if another one may."""
+        if self._resume is None:
+            return
+        said = f'the endpoint "{id}" does not go on with this response: status {response.status}, {code}'
+        if response.status == 404:
+            raise NotResumed(said)
+        raise CannotGoOn(said, "mismatch" if response.status == 409 else "refused")
+
+    def note_groups(self, context: RouterContext) -> None:
+        """The first of an endpoint is here."""
+        if self._broke_at is not None:
+            self._metrics.stream_pause_seconds.observe(trio.current_time() - self._broke_at)
+            self._metrics.streams_continued_total.labels(self._reason).inc()
+            logger.info(
+                "continued request=%s endpoint=%s reason=%s", context.request_id, context.endpoint, self._reason
+            )
+            self._broke_at = None
+
+    # --- when it breaks off ---
+
+    def can_go_on(self) -> bool:
+        """Whether another endpoint could go on, so far as the stream tells. Costs what reading all ids costs."""
+        return not self.stream.is_over and self.stream.resume_field() is not None
+
+    def goes_on(self, context: RouterContext, admission: AdmissionScope, fault: Fault, failure: EndpointLost) -> bool:
+        """Its endpoint has failed it. Whether the admission waits for another lease; otherwise it has ended."""
+        resume = self.stream.resume_field()
+        if isinstance(failure, CannotGoOn):
+            why_not = failure.reason
+        elif resume is None:
+            why_not = self.stream.why_not or "malformed"
+        elif admission.failed(fault, token_count=self.stream.token_count()):
+            self._resume = resume
+            self._params = _transfer_params(failure.said) if isinstance(failure, GivenAway) else None
+            if self._broke_at is None:
+                self._broke_at, self._reason = trio.current_time(), fault.value
+            return True
+        else:
+            why_not = "poisoned" if isinstance(admission.refusal, RequestPoisoned) else "no_endpoint"
+        self.note_not_continued(context, why_not, failure)
+        return False
+
+    def note_not_continued(self, context: RouterContext, why_not: str, failure: Exception) -> None:
+        self._metrics.streams_not_continued_total.labels(why_not).inc()
+        logger.warning(
+            "not continued request=%s endpoint=%s reason=%s after=%s",
+            context.request_id,
+            context.endpoint,
+            why_not,
+            msgspec.json.encode(str(failure)).decode(),
+        )
+
+
+def fault_of(failure: EndpointLost) -> Fault:
+    """Whose fault it is that an endpoint does not go on."""
+    if isinstance(failure, Taken):
+        return failure.fault
+    if isinstance(failure, GivenAway) or (isinstance(failure, StreamFailed) and failure.code in LEAVING_CODES):
+        return Fault.LEAVING
+    if isinstance(failure, NotResumed):
+        return Fault.TRANSFER
+    return Fault.UNREACHABLE if isinstance(failure, Unreachable) else Fault.BROKE
+
+
+class _GivenAway(msgspec.Struct):
+    kv_transfer_params: msgspec.Raw = msgspec.Raw()
+
+
+def _transfer_params(said: bytes) -> bytes | None:
+    try:
+        params = bytes(msgspec.json.decode(said, type=_GivenAway).kv_transfer_params)
+    except msgspec.DecodeError:
+        return None
+    return params if params.startswith(b"{") else None
