@@ -25,7 +25,7 @@ from trioserve.api.responses.settings import BackgroundSettings
 from trioserve.api.streams.settings import DetachSettings
 from trioserve.connectors.settings import connector_settings
 from trioserve.contracts.deadlines import Deadlines
-from trioserve.contracts.endpoint import DISAGGREGATED_PROMPT_TOKENS_MIN
+from trioserve.contracts.endpoint import CONTINUATION_BYTES_MAX, DISAGGREGATED_PROMPT_TOKENS_MIN
 from trioserve.contracts.errors import InvalidRequest, StartupError
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
 from trioserve.core.settings import check_overlap
@@ -168,6 +168,9 @@ class RouteConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields
         "sequences that may wait inside of one endpoint, as it reports", "N", ge=0)] = 4
     lease_until: Annotated[Literal["first_token", "end"], _about(
         "until when a request counts at its endpoint")] = "end"
+    max_continuation_bytes: Annotated[int, _about(
+        "what is kept of one stream, so that it can go on at another endpoint when its own stops, about 8 for each "
+        "token; a stream with more cannot; 0: none can", "BYTES", ge=0, le=2**30)] = CONTINUATION_BYTES_MAX
     health_interval: Annotated[float, _about(
         "seconds between two health checks of an endpoint", "SECONDS", gt=0, le=3600)] = 2.0
     load_interval: Annotated[float, _about(

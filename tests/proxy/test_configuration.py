@@ -85,6 +85,11 @@ async def test_the_length_from_which_requests_are_split_is_a_flag():
     assert routing.app()._rules.disaggregated_prompt_tokens_min == 500
 
 
+async def test_what_is_kept_of_a_stream_is_a_flag():
+    routing = route.Routing(configured(*ENDPOINT, "--max-continuation-bytes", "5000"))
+    assert routing.app()._rules.continuation_bytes_max == 5000
+
+
 def test_an_endpoints_file_may_say_roles(tmp_path):
     file = tmp_path / "endpoints.toml"
     file.write_text('[[endpoints]]\nurl = "http://a"\nrole = "prefill"\n[[endpoints]]\nurl = "http://b"\n')

@@ -189,7 +189,7 @@ async def test_a_prompt_that_became_another_ends_with_an_error(open_pair, status
         events = [event async for event in response]
         assert events[-1]["error"]["code"] == "endpoint_lost"
         assert b"[DONE]" not in response.body
-        assert counted(pair, "streams_not_continued_total") == {"mismatch" if status == 409 else "refused": 1}
+        assert counted(pair, "streams_not_resumable_total") == {"mismatch" if status == 409 else "refused": 1}
     await pair.assert_all_free()
 
 
@@ -245,7 +245,7 @@ async def test_a_request_that_kills_every_engine_is_stopped_after_two(open_pair,
         assert await texts(response) == ""
         assert sum(len(endpoint.asks) for endpoint in pair.endpoints.values()) == 2
         assert any("poison" in record.getMessage() and record.levelname == "WARNING" for record in caplog.records)
-        assert counted(pair, "streams_not_continued_total") == {"poisoned": 1}
+        assert counted(pair, "stream_continuations_refused_total") == {"poisoned": 1}
     await pair.assert_all_free()
 
 
@@ -259,7 +259,7 @@ async def test_without_another_endpoint_it_ends_with_an_error(open_pair, autojum
         ask.hang_up()
         events = [event async for event in response]
         assert events[-1]["error"]["code"] == "endpoint_lost"
-        assert counted(pair, "streams_not_continued_total") == {"no_endpoint": 1}
+        assert counted(pair, "rejections_total")
     await pair.assert_all_free()
 
 
@@ -287,6 +287,24 @@ async def test_a_client_that_waits_is_told_that_the_connection_is_alive(open_pai
             assert response.body.count(b": keep-alive\n\n") == 1
             before, after = response.body.split(b": keep-alive\n\n")
             assert (b" 0:1" in before, b" 0:2" in after) == (True, True)
+    await pair.assert_all_free()
+
+
+async def test_and_while_the_next_endpoint_gets_ready(open_pair, autojump_clock):
+    async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, BODY) as response:
+        _, ask = await the_ask(pair)
+        ask.begin_resumable()
+        ask.group("0:1")
+        await wait_all_tasks_blocked()
+        ask.hang_up()
+        await trio.sleep(40)
+        _, again = await the_ask(pair)
+        again.begin_resumable()
+        again.group("0:2")
+        again.finish_resumable()
+        await response.read()
+        before, after = response.body.split(b": keep-alive\n\n" * 2)
+        assert (b" 0:1" in before, b" 0:2" in after) == (True, True)
     await pair.assert_all_free()
 
 
@@ -434,7 +452,7 @@ async def test_a_stream_with_more_ids_than_may_be_kept_is_not_continued(open_pai
         events = [event async for event in response]
         assert len(events) == 11
         assert events[-1]["error"]["code"] == "endpoint_lost"
-        assert counted(pair, "streams_not_continued_total") == {"bytes_max": 1}
+        assert counted(pair, "streams_not_resumable_total") == {"bytes_max": 1}
     await pair.assert_all_free()
 
 
@@ -457,7 +475,7 @@ async def test_an_endpoint_that_cannot_is_as_it_was(open_pair):
         ask.hang_up()
         events = [event async for event in response]
         assert events[-1]["error"]["code"] == "endpoint_lost"
-        assert counted(pair, "streams_not_continued_total") == {"not_resumable": 1}
+        assert counted(pair, "streams_not_resumable_total") == {"not_resumable": 1}
     await pair.assert_all_free()
 
 

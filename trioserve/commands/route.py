@@ -158,6 +158,7 @@ class Routing:
                 session_header=config.session_header,
                 passes_authorization=not (config.api_key or config.gateway_api_key) and config.endpoint_api_key is None,
                 disaggregated_prompt_tokens_min=config.split_min_tokens,
+                continuation_bytes_max=config.max_continuation_bytes,
             ),
             api_keys=config.api_key,
             admin_api_key=config.admin_api_key,

@@ -14,6 +14,7 @@ from trioserve.contracts.block_hash import BlockHash
 from trioserve.contracts.kv_transfer import EngineRole
 
 __all__ = [
+    "CONTINUATION_BYTES_MAX",
     "DISAGGREGATED_PROMPT_TOKENS_MIN",
     "PREFIX_BLOCK_TOKENS",
     "EndpointId",
@@ -26,6 +27,9 @@ __all__ = [
 EndpointId = NewType("EndpointId", str)
 """The router's name of an endpoint, chosen by the operator; unique among those that it knows."""
 
+
+CONTINUATION_BYTES_MAX = 1024 * 1024
+"""Kept of one stream so that it can go on elsewhere: the ids of about 100,000 tokens. Most have some thousands."""
 
 DISAGGREGATED_PROMPT_TOKENS_MIN = 32
 """Of a prompt that a router has computed elsewhere: two blocks of the usual size. Less is computed in the time in which

@@ -17,7 +17,7 @@ import trio
 from trioserve.admission.dispatch import Fault, Taken
 from trioserve.contracts.endpoint import EndpointId, RoutedRequest
 from trioserve.contracts.errors import EndpointLost, RequestPoisoned
-from trioserve.proxy.continued_stream import ContinuedStream
+from trioserve.proxy.continued_stream import ContinuedStream, WhyNot
 from trioserve.proxy.remote_endpoint import Unreachable
 from trioserve.proxy.routed_body import TRANSFER_PARAMS
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from trioserve.proxy.router_context import RouterContext
 
 __all__ = [
-    "CONTINUATION_BYTES_MAX",
     "RESUMABLE_HEADER",
     "RESUME_HEADER",
     "CannotGoOn",
@@ -43,7 +42,6 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-CONTINUATION_BYTES_MAX = 1024 * 1024  # the ids of about 100,000 tokens; most streams have some thousands of bytes
 CONTINUED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
 RESUME = "resume"
 
@@ -213,10 +211,9 @@ class Continuation:
     def goes_on(self, context: RouterContext, admission: AdmissionScope, fault: Fault, failure: EndpointLost) -> bool:
         """Its endpoint has failed it. Whether the admission waits for another lease; otherwise it has ended."""
         resume = self.stream.resume_field()
-        if isinstance(failure, CannotGoOn):
-            why_not = failure.reason
-        elif resume is None:
-            why_not = self.stream.why_not or "malformed"
+        if resume is None or isinstance(failure, CannotGoOn):
+            why_not = failure.reason if isinstance(failure, CannotGoOn) else self.stream.why_not or WhyNot.MALFORMED
+            self._metrics.streams_not_resumable_total.labels(why_not).inc()
         elif admission.failed(fault, token_count=self.stream.token_count()):
             self._resume = resume
             self._params = _transfer_params(failure.said) if isinstance(failure, GivenAway) else None
@@ -229,7 +226,7 @@ class Continuation:
         return False
 
     def note_not_continued(self, context: RouterContext, why_not: str, failure: Exception) -> None:
-        self._metrics.streams_not_continued_total.labels(why_not).inc()
+        """It ends with an error."""
         logger.warning(
             "not continued request=%s endpoint=%s reason=%s after=%s",
             context.request_id,

@@ -34,10 +34,11 @@ from trioserve.proxy.continued_stream import ContinuedStream
 from trioserve.proxy.forwarded_headers import owner_of, request_headers, response_headers
 from trioserve.proxy.kept_objects import KeptObject, object_id_in
 from trioserve.proxy.routed_body import TRANSFER_PARAMS, rewritten
+from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 if TYPE_CHECKING:
     from trioserve.admission.dispatch import AdmissionScope
-    from trioserve.proxy.remote_endpoint import RemoteResponse
+    from trioserve.proxy.remote_endpoint import RemoteRequest, RemoteResponse
     from trioserve.proxy.request_clock import RequestClock
     from trioserve.proxy.router_context import RouterContext
 
@@ -220,7 +221,9 @@ async def _relay(
     headers = request_headers(context, admission.stage)
     if context.continuation is not None and not context.continuation.shows_ids:
         headers.append((RESUMABLE_HEADER, "1"))
-    async with endpoint.request(context.exchange.method, context.target, headers, body) as response:
+    request = endpoint.request(context.exchange.method, context.target, headers, body)
+    try:
+        response = await _begun(context, request)
         if response.status >= 400:
             await check_status(response, admission.stage)
             if context.continuation is not None and admission.has_token:
@@ -241,7 +244,28 @@ async def _relay(
         await context.start(response.status, response_headers(context, response), is_events=False)
         while (piece := await response.next_piece()) is not None:
             await context.exchange.send(piece)
+    finally:
+        request.end()
     await context.finish()
+
+
+async def _begun(context: RouterContext, request: RemoteRequest) -> RemoteResponse:
+    """The head of the response. An endpoint that goes on sends it when its step is near, and the client of a stream
+    that has begun hears nothing else meanwhile."""
+    if not context.exchange.started:
+        return await request.begin()
+    with errors_unwrapped():
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_keep_alive, context)
+            response = await request.begin()
+            nursery.cancel_scope.cancel()
+    return response
+
+
+async def _keep_alive(context: RouterContext) -> None:
+    while True:
+        await trio.sleep(KEEP_ALIVE_SECONDS)
+        await context.exchange.send(KEEP_ALIVE)
 
 
 def _learn(context: RouterContext, id: EndpointId, said: bytes) -> None:

@@ -10,9 +10,9 @@ from urllib.parse import parse_qsl, quote, urlencode
 from trioserve.api.caller import AccessRules
 from trioserve.api.responder import TENANT_HEADER, Responder
 from trioserve.contracts.deadlines import Deadlines
-from trioserve.contracts.endpoint import DISAGGREGATED_PROMPT_TOKENS_MIN, EndpointId
+from trioserve.contracts.endpoint import CONTINUATION_BYTES_MAX, DISAGGREGATED_PROMPT_TOKENS_MIN, EndpointId
 from trioserve.http.clock_and_ids import ClockAndIds
-from trioserve.proxy.continuation import CONTINUATION_BYTES_MAX, Continuation, LiveStreams
+from trioserve.proxy.continuation import Continuation, LiveStreams
 from trioserve.proxy.kept_objects import KeptObjects
 
 if TYPE_CHECKING:

@@ -1,0 +1,203 @@
+"""What may be passed on of a stream, and what another endpoint is to go on from, wherever the first one stops."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trioserve.contracts.errors import EndpointLost
+from trioserve.proxy.continued_stream import ContinuedStream, WhyNot
+
+TOLD = '{"prompt_digest": "d", "seed": 7}'
+COMMENT = b": keep-alive\n\n"
+END = b"id: .\ndata: [DONE]\n\n"
+
+
+def stream(**options) -> ContinuedStream:
+    made = ContinuedStream(**{"choice_count": 1, "bytes_max": 100_000, **options})
+    made.begin(TOLD)
+    return made
+
+
+def event(text: str, *, id: str | None = None, id_first: bool = True) -> bytes:
+    data = f"data: {json.dumps({'id': 'cmpl-1', 'text': text})}\n".encode()
+    if id is None:
+        return data + b"\n"
+    line = f"id: {id}\n".encode()
+    return (line + data if id_first else data + line) + b"\n"
+
+
+def without_ids(data: bytes) -> bytes:
+    return b"".join(line for line in data.splitlines(keepends=True) if not line.startswith(b"id: "))
+
+
+TEXTS = st.text(alphabet='a\n"é\u2028: id:error', max_size=6)
+
+
+@st.composite
+def groups(draw) -> list[tuple[bytes, int, list[int], bool]]:
+    """Bytes, choice, token ids, whether the choice ends; the choices are two. Comments stand between groups."""
+    made = []
+    for _ in range(draw(st.integers(1, 6))):
+        choice = draw(st.integers(0, 1))
+        token_ids = draw(st.lists(st.integers(0, 200_000), max_size=3))
+        ends = draw(st.booleans())
+        id = f"{choice}:{','.join(map(str, token_ids))}{'!' * ends}"
+        events = [event(text) for text in draw(st.lists(TEXTS, max_size=2))]
+        comments = COMMENT * draw(st.integers(0, 1))
+        last = event(draw(TEXTS), id=id, id_first=draw(st.booleans()))
+        made.append((comments + b"".join(events) + last, choice, token_ids, ends))
+    return made
+
+
+@given(groups=groups(), data=st.data(), shows_ids=st.booleans())
+def test_wherever_it_stops_the_client_has_whole_groups_and_the_field_says_which(groups, data, shows_ids):
+    said = b"".join(group for group, *_ in groups) + END
+    stop = data.draw(st.integers(0, len(said)))
+    cuts = sorted({0, stop, *data.draw(st.lists(st.integers(0, stop), max_size=6))})
+    kept = stream(choice_count=2, shows_ids=shows_ids)
+    sent = b"".join(kept.feed(said[begin:end]) for begin, end in itertools.pairwise(cuts))
+
+    count = next(n for n in range(len(groups), -1, -1) if len(b"".join(group for group, *_ in groups[:n])) <= stop)
+    whole = b"".join(group for group, *_ in groups[:count])
+    is_over = stop == len(said)
+    # A comment between two groups may go out as soon as it is there.
+    expected = whole + END * is_over
+    shown = expected if shows_ids else without_ids(expected)
+    assert sent in (shown, shown + COMMENT)
+    assert kept.is_over == is_over
+    if not is_over:
+        token_ids, finished = [[], []], [False, False]
+        for _, choice, new, ends in groups[:count]:
+            token_ids[choice] += new
+            finished[choice] = finished[choice] or ends
+        assert _plain(kept.resume_field()) == {
+            "prompt_digest": "d",
+            "seed": 7,
+            "token_ids": token_ids,
+            "finished": finished,
+        }
+        assert kept.token_count() == sum(map(len, token_ids))
+
+
+def _plain(field):
+    return json.loads(msgspec.json.encode(field))
+
+
+@given(groups=groups(), data=st.data())
+def test_two_endpoints_after_each_other_give_each_group_once(groups, data):
+    """The second one begins behind the last whole group, as it would be told to."""
+    said = [group for group, *_ in groups]
+    stop = data.draw(st.integers(0, len(b"".join(said))))
+    kept = stream(choice_count=2)
+    sent = kept.feed(b"".join(said)[:stop])
+    count = next(n for n in range(len(said), -1, -1) if len(b"".join(said[:n])) <= stop)
+    kept.begin(TOLD)
+    sent += kept.feed(b"".join(said[count:]) + END)
+    assert sent.replace(COMMENT, b"") == without_ids(b"".join(said) + END).replace(COMMENT, b"")
+    assert kept.is_over
+    if any(new for _, _, new, _ in groups):
+        assert kept.token_count() == sum(len(new) for _, _, new, _ in groups)
+
+
+def test_the_last_state_is_given_back_as_it_came():
+    kept = stream()
+    kept.feed(event("a", id="0:1 41") + event("b", id="0:2"))
+    assert kept.resume_field()["state"] == "41"
+
+
+def test_more_ids_than_may_be_kept_make_it_a_stream_that_only_passes():
+    kept = stream(bytes_max=20)
+    for token in range(10):
+        assert kept.feed(event("x", id=f"0:{token}")) == event("x")
+    assert (kept.why_not, kept.kept_bytes, kept.resume_field()) == (WhyNot.BYTES, 0, None)
+    assert kept.feed(END) == without_ids(END)
+    assert kept.is_over
+
+
+@pytest.mark.parametrize("id", ["0", "x:1", "1:5", "0:1,", "0:-1", "0:1 a\rb", "0:1!!"])
+def test_an_id_that_nobody_can_read_is_no_reason_to_break_off(id):
+    kept = stream()
+    assert kept.feed(event("x", id=id) + event("y", id="0:3"))
+    assert kept.resume_field() is None
+    assert kept.why_not == WhyNot.MALFORMED
+    assert kept.feed(event("z", id="0:4")) == event("z")
+
+
+@pytest.mark.parametrize("told", ["", "[]", "{", '"x"', "{" + " " * 5000 + "}"])
+def test_a_header_that_nobody_can_read_makes_it_one_that_cannot_be_continued(told):
+    kept = ContinuedStream(choice_count=1, bytes_max=1000)
+    kept.begin(told)
+    assert kept.feed(event("x", id="0:1")) == event("x")
+    assert kept.why_not == WhyNot.MALFORMED
+
+
+def test_a_stream_without_the_header_passes_as_it_comes():
+    kept = ContinuedStream(choice_count=1, bytes_max=1000)
+    kept.begin(None)
+    assert kept.feed(event("x", id="0:1") + event("y") + b"data: half") == event("x", id="0:1") + event("y")
+    assert kept.end() == b"data: half"
+    assert kept.why_not == WhyNot.NOT_RESUMABLE
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        ({"error": {"message": "m", "type": "server_error", "param": None, "code": "engine_fault"}}, "engine_fault"),
+        ({"type": "error", "error": {"type": "api_error", "message": "m"}}, "api_error"),
+        ({"type": "response.failed", "response": {"error": {"code": "draining", "message": "m"}}}, "draining"),
+    ],
+)
+@pytest.mark.parametrize("before", [b"", event("a", id="0:1"), event("half of a group")])
+def test_an_error_is_kept_for_whoever_decides(error, code, before):
+    kept = stream()
+    sent = kept.feed(before + b"event: error\ndata: " + json.dumps(error).encode() + b"\n\n")
+    assert sent == (b"" if b"half" in before else without_ids(before))
+    assert kept.failure_code == code
+    assert json.dumps(error).encode() in kept.failure
+
+
+def test_what_only_looks_like_an_error_is_none():
+    kept = stream()
+    begun = b'data: {"type": "response.created", "response": {"id": "resp_1", "error": null}}\n\n'
+    assert kept.feed(begun) == b""
+    assert kept.failure_code is None
+    assert kept.feed(event('"error"', id="0:1")) == begun + event('"error"')
+
+
+@pytest.mark.parametrize("params", ["null", '{"do_remote_prefill": true}'])
+def test_a_request_that_is_given_away_says_what_the_next_one_is_to_be_told(params):
+    kept = stream()
+    given = f'data: {{"object":"hand_over","kv_transfer_params":{params}}}\nid: >\n\n'.encode()
+    assert kept.feed(event("a", id="0:1") + given) == event("a")
+    assert json.loads(kept.given_away)["kv_transfer_params"] == json.loads(params)
+    assert kept.resume_field()["token_ids"] == [[1]]
+
+
+def test_a_group_without_end_is_an_endpoint_that_is_broken():
+    kept = stream()
+    with pytest.raises(EndpointLost, match="without an id"):
+        for _ in range(20):
+            kept.feed(b"data: " + b"x" * 1_000_000 + b"\n\n")
+
+
+def test_what_the_client_had_before_counts():
+    known = {"token_ids": [[1, 2], []], "finished": [False, True], "seed": 3, "state": "9"}
+    kept = ContinuedStream(choice_count=2, bytes_max=1000, known=json.dumps(known).encode())
+    kept.begin(TOLD)
+    kept.feed(event("x", id="0:3"))
+    field = _plain(kept.resume_field())
+    assert (field["token_ids"], field["finished"], field["state"]) == ([[1, 2, 3], []], [False, True], "9")
+
+
+def test_what_an_endpoint_said_before_its_first_group_is_forgotten_with_it():
+    kept = ContinuedStream(choice_count=1, bytes_max=1000)
+    kept.begin(None)
+    kept.begin(TOLD)
+    assert kept.feed(event("x", id="0:1")) == event("x")
+    assert kept.resume_field()["token_ids"] == [[1]]
