@@ -30,6 +30,7 @@ from trioserve.engine.launched_steps import LaunchedSteps
 from trioserve.engine.mask_thread import MaskThread
 from trioserve.engine.model_description import PooledModel
 from trioserve.metrics.registry import Metrics
+from trioserve.model.fingerprint import fingerprint_of
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.default_model import DOWNLOAD_THREAD, resolve_model
 from trioserve.model.loading.encoder_directory import EncoderDirectory, opened_encoder
@@ -225,6 +226,7 @@ async def open_configured_engine(
                         load_seconds=time.perf_counter() - started_at,
                     )
                 )
+                fingerprint = await text.run_cancellable(_fingerprint, config, checkpoint, runner, tokenizer)
                 served_names = config.served_model_name or (default_served_name(config.model),)
                 metrics = Metrics(served_names[0])
                 metrics.batch_invariant.set(config.batch_invariant)
@@ -244,6 +246,7 @@ async def open_configured_engine(
                         pooled=_pooled_model(checkpoint, core.settings),
                         arithmetic=runner.arithmetic,
                         batch_invariant=config.batch_invariant,
+                        fingerprint=fingerprint,
                     ),
                     core=core,
                     steps=_steps(runner, compute, overlap_steps=core.settings.overlap_steps),
@@ -279,6 +282,27 @@ async def open_configured_engine(
 
 def _opened(path: Path) -> Checkpoint | EncoderDirectory:
     return opened_encoder(path) or open_checkpoint(path)
+
+
+def _fingerprint(
+    config: Config, checkpoint: Checkpoint | EncoderDirectory, runner: Runner, tokenizer: Tokenizer
+) -> str | None:
+    """None for an encoder, which has no responses to go on with. Takes some tenths of a second."""
+    if isinstance(checkpoint, EncoderDirectory):
+        return None
+    return fingerprint_of(
+        weights=weights_name(checkpoint),
+        arithmetic=runner.arithmetic,
+        dtype=runner.dtype,
+        batch_invariant=config.batch_invariant,
+        tokenizer=tokenizer.name(),
+        others=(
+            checkpoint.config.eos_token_ids,
+            dict(checkpoint.sampling_defaults),
+            config.tool_call_parser,
+            config.reasoning_parser,
+        ),
+    )
 
 
 def _pooled_model(checkpoint: Checkpoint | EncoderDirectory, settings: CoreSettings) -> PooledModel:

@@ -205,6 +205,7 @@ class Model:
     source = "./letters"
     context_tokens_max = 100
     batch_invariant = False
+    fingerprint: str | None = None
     created_at = 1_700_000_000
     vocab_size = 0x110000
 

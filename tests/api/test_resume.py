@@ -230,3 +230,12 @@ async def test_a_whole_response_cannot_have_logprobs_that_nobody_kept(make_api: 
         exchange = await api.context("POST", TEXT, {"prompt": "hello", "logprobs": 1, "resume": resume})
         assert exchange.status == 400
         assert exchange.json()["error"]["param"] == "logprobs"
+
+
+async def test_who_computes_is_told_by_name(make_api: Any) -> None:
+    async with opened(make_api) as (api, engine):
+        exchange, _ = await groups_of(api, TEXT, {"prompt": "hello", "stream": True})
+        assert exchange.response_headers["x-trioserve-fingerprint"] == engine.model.fingerprint
+        assert (await api.context("GET", "/load")).json()["fingerprint"] == engine.model.fingerprint
+        [model] = (await api.context("GET", "/v1/models")).json()["data"]
+        assert model["fingerprint"] == engine.model.fingerprint

@@ -103,6 +103,7 @@ def runner_class(monkeypatch):
     monkeypatch.setitem(sys.modules, "trioserve.model.runner", types.SimpleNamespace(ModelRunner=FakeRunner))
     monkeypatch.setattr(assemble, "resolve_model", Path)
     monkeypatch.setattr(assemble, "open_checkpoint", lambda _path: Checkpoint)
+    monkeypatch.setattr(assemble, "weights_name", lambda _checkpoint: "these weights")
     monkeypatch.setattr(assemble, "_make_tokenizer", lambda _checkpoint: byte_tokenizer())
     threads_before = threading.active_count()
     yield FakeRunner
@@ -395,7 +396,6 @@ def with_connector(runner_class, monkeypatch):
     monkeypatch.setitem(sys.modules, "its", types.ModuleType("its"))
     monkeypatch.setitem(sys.modules, "its.own", types.ModuleType("its.own"))
     monkeypatch.setitem(sys.modules, "its.own.package", types.SimpleNamespace(make_connector=make_connector))
-    monkeypatch.setattr(assemble, "weights_name", lambda _checkpoint: "these weights")
     setups.clear()
     return runner_class
 

@@ -140,3 +140,13 @@ def test_decoders_of_the_two_families_decode_as_the_library_does(decoder: decode
     tokenizer = tokenizer_of(backend)
     for token_ids in ([0, 1, 2, 3, 4, 5, 9], [2, 2, 2, 0], [10, 2, 0], [6, 7, 8, 9], [3], [], [2]):
         assert tokenizer.decode(token_ids) == backend.decode(token_ids)
+
+
+def test_a_tokenizer_has_the_name_of_its_vocabulary_and_template(byte_level: Tokenizer) -> None:
+    decoder = decoders.WordPiece()
+    names = {tokenizer_of(words_backend(decoder)).name() for _ in range(2)}
+    parts = TokenizerParts(
+        backend=words_backend(decoder), bos_token=None, eos_token=None, chat_template="{{ x }}", tool_chat_template=None
+    )
+    assert len(names) == 1
+    assert len(names | {Tokenizer(parts).name(), byte_level.name()}) == 3

@@ -18,10 +18,10 @@ from trioserve.api.embeddings.request_types import PooledBody
 from trioserve.api.files.descriptions import OPERATIONS as FILE_OPERATIONS
 from trioserve.api.openai.descriptions import OPERATIONS as OPENAI_OPERATIONS
 from trioserve.api.openai.request_types import REFUSED
-from trioserve.api.operations.health import VERSION
 from trioserve.api.responses.descriptions import OPERATIONS as RESPONSES_OPERATIONS
 from trioserve.api.streams.descriptions import OPERATIONS as STREAM_OPERATIONS
 from trioserve.contracts.sampling import Range
+from trioserve.contracts.version import VERSION
 
 if TYPE_CHECKING:
     from trioserve.api.app import Route

@@ -92,10 +92,12 @@ class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True):
 class EndpointLoad(msgspec.Struct, frozen=True, kw_only=True):
     """What an endpoint reports of itself. running, waiting: sequences. max_num_seqs: how many may run there, "seats" in
     JSON; None if it does not say. kv_usage: 0 to 1. role: what it is meant for, if it can give KV to other engines or
-    take it; otherwise it is left out."""
+    take it; otherwise it is left out. fingerprint: names all that decides about the tokens of its responses; those of
+    one endpoint go on at another with the same one. Left out where nobody has looked."""
 
     running: int
     waiting: int
     max_num_seqs: int | None = msgspec.field(default=None, name="seats")
     kv_usage: float = 0.0
     role: EngineRole | UnsetType = UNSET
+    fingerprint: str | UnsetType = UNSET

@@ -525,6 +525,7 @@ class Engine:
             max_num_seqs=self._core.settings.max_num_seqs,
             kv_usage=stats.kv_usage,
             role=UNSET if self.role is None else self.role,
+            fingerprint=UNSET if self.model.fingerprint is None else self.model.fingerprint,
         )
 
     def wake(self) -> None:

@@ -15,10 +15,10 @@ from trioserve.api.embeddings.descriptions import RERANK_PATHS, SCORE_PATHS
 from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
 from trioserve.api.openai.models import MODEL_PATH
 from trioserve.api.openai.request_types import decode_body
-from trioserve.api.operations.health import VERSION
 from trioserve.api.operations.live_requests import REQUEST_PATH, serve_abort, serve_aborts
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import InvalidRequest, StartupError, UnknownModel
+from trioserve.contracts.version import VERSION
 from trioserve.http.clock_and_ids import ClockAndIds
 from trioserve.proxy.continuation import LiveStreams
 from trioserve.proxy.fleet import EndpointSpec

@@ -79,6 +79,7 @@ class FakeEngine(Engine):
                 vocab_size=BYTE_VOCAB_SIZE,
                 eos_token_ids=(END_TOKEN_ID,),
                 created_at=0,
+                fingerprint="fake+exact",
                 pooled=PooledModel(
                     embedding_size=EMBEDDING_SIZE,
                     method="last" if core.settings.keeps_kv else "mean",

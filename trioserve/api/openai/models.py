@@ -49,4 +49,5 @@ def _card(context: RequestContext, name: str) -> dict[str, object]:
         "parent": None,
         "max_model_len": model.context_tokens_max,
         "batch_invariant": model.batch_invariant,
+        "fingerprint": model.fingerprint,
     }

@@ -242,6 +242,7 @@ class Model(Response):
     parent: None
     max_model_len: int
     batch_invariant: bool
+    fingerprint: str | None
 
 
 class Models(Response):

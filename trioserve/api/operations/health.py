@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
-
 from trioserve.api.error_responses import REASON_HEADER
 from trioserve.api.request_context import RequestContext
+from trioserve.contracts.version import VERSION
 
-__all__ = ["VERSION", "read_health", "read_load", "read_metrics", "read_ready", "read_version"]
+__all__ = ["read_health", "read_load", "read_metrics", "read_ready", "read_version"]
 
 
 STEP_OVERDUE = "step_overdue"
@@ -56,13 +55,3 @@ async def read_version(context: RequestContext) -> None:
 async def read_metrics(context: RequestContext) -> None:
     metrics = context.engine.metrics
     await context.respond_bytes(metrics.expose(), metrics.content_type)
-
-
-def _version() -> str:
-    try:
-        return version("trioserve")
-    except PackageNotFoundError:  # run from a source tree
-        return "unknown"
-
-
-VERSION = _version()
