@@ -16,11 +16,12 @@ from trioserve.router.ticket import Ticket
 
 
 class Router:
-    """A core, its clock, and who was told of a change, in order."""
+    """A core, its clock, and who was told of a change or to leave its endpoint, in order."""
 
     def __init__(self, *, policy: str = "least_loaded", seed: int = 0, **settings: object) -> None:
         self.changed: list[Ticket] = []
         self.gone: list[str] = []
+        self.to_move: list[Ticket] = []
         self.now = 100.0
         self.core = RouterCore(
             RouterSettings(**{"slow_start_seconds": 0, **settings}),  # type: ignore[arg-type]
@@ -28,6 +29,7 @@ class Router:
             on_change=self.changed.append,
             rng=random.Random(seed),
             on_gone=self.gone.append,
+            on_move=self.to_move.append,
         )
 
     def endpoint(

@@ -18,13 +18,9 @@ Line = tuple[int, tuple[tuple[EndpointId, int], ...]]
 
 
 class ContinuedQueue:
-    """One model's. Joining and leaving cost the same however many there are.
-
-    row: how many got a lease since a newcomer did, while newcomers waited.
-    """
+    """One model's. Joining and leaving cost the same however many there are."""
 
     def __init__(self) -> None:
-        self.row = 0
         self.prompt_tokens = 0
         self._lines: dict[Line, OrderedDict[int, Ticket]] = {}
         self._line_of: dict[int, Line] = {}

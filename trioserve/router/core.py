@@ -7,6 +7,8 @@
     router.sent(ticket)                 the request goes to its endpoint
     router.first_token(ticket, now)     the endpoint answers, or goes on with a stream that another one began
     router.failed(ticket, fault, now)   -> whether the ticket is in the queue again, for another endpoint
+    router.moved(ticket, now)           it has left an endpoint that is emptied, for the one where its next lease is
+    router.stays(ticket, now)           or does not leave it
     router.prefilled(ticket, now)       one endpoint has computed the prompt of a disaggregated request
     router.hold_lost(ticket, now)       and keeps its blocks no longer
     router.note_load, note_health, ...  what endpoints tell
@@ -14,7 +16,9 @@
 
 Whoever waits is told by `on_change(ticket)`, called once for each grant and each refusal, inside the call that caused
 it. A lease is handed over in the very call that gives it back: nothing polls, and nobody is woken who gets nothing.
-`on_gone(endpoint)` is called when a drained endpoint has nothing any more.
+`on_gone(endpoint)` is called when a drained endpoint has nothing any more. `on_move(ticket)` is called when a ticket is
+to leave an endpoint that is emptied: with a next lease, to which it goes by `moved`; or without one, at the deadline,
+by `failed`.
 
 A request that can be disaggregated is, if there are two endpoints for it when it enters: its stage is PREFILL, and then
 DECODE. Each stage has a queue of its own. Roles are hints, so whatever does not come to pass that way, one endpoint
@@ -35,6 +39,7 @@ from trioserve.router.continuation import Continuations
 from trioserve.router.disaggregation import Disaggregation, stage_fault
 from trioserve.router.endpoint_state import EndpointHealth, EndpointState, Fault
 from trioserve.router.endpoints import Endpoints, may_try
+from trioserve.router.moving import Moving
 from trioserve.router.policies import PolicyFactory, Rng
 from trioserve.router.queue_deadlines import QueueDeadlines
 from trioserve.router.queues import ModelQueues, Queue, Queues
@@ -42,7 +47,7 @@ from trioserve.router.refusals import Refusals
 from trioserve.router.retry_budget import RetryBudget
 from trioserve.router.settings import RouterSettings
 from trioserve.router.stats import RouterStats
-from trioserve.router.ticket import Ticket, TicketState
+from trioserve.router.ticket import Lease, Ticket, TicketState
 
 __all__ = ["Fault", "RouterCore", "RouterStats"]
 
@@ -58,11 +63,14 @@ class RouterCore:
         on_change: Callable[[Ticket], None],
         rng: Rng,
         on_gone: Callable[[EndpointId], None] = lambda id: None,
+        on_move: Callable[[Ticket], None] = lambda ticket: None,
     ) -> None:
         self.settings = settings
         self._on_change = on_change
+        self._on_gone = on_gone
+        self._on_move = on_move
         self.policy = policy(rng)
-        self._fleet = Endpoints(settings, self.policy, on_gone=on_gone)
+        self._fleet = Endpoints(settings, self.policy, on_gone=self._note_gone)
         self.endpoints = self._fleet.by_id
         self.is_draining = False
         self.sent_total = 0
@@ -74,6 +82,7 @@ class RouterCore:
         self._next_index = 0
         self._budget = RetryBudget(settings.retry_share_max, settings.retries_per_second_min)
         self._continuations = Continuations(settings, self._budget)
+        self._moving = Moving(settings, self._queues)
         self._admissions_total = 0
         self._retries_total = 0
 
@@ -153,9 +162,9 @@ class RouterCore:
         ticket.sent_index = self.sent_total
         self._fleet.of(ticket).sent[ticket.sent_index] = ticket.request.sequences
 
-    def first_token(self, ticket: Ticket, now: float) -> None:
+    def first_token(self, ticket: Ticket, now: float, *, can_go_on: bool = False) -> None:
         """The endpoint of its lease has begun to answer, or to go on. What fails after this is the client's to see, if
-        it is not a stream that can go on elsewhere."""
+        it is not a stream that can go on elsewhere. can_go_on: that it can, so that it may be moved on purpose."""
         if ticket.state is not TicketState.LEASED or ticket.is_answered:
             return
         assert ticket.stage is not Stage.PREFILL, "the token of a prefill is nobody's"
@@ -164,13 +173,34 @@ class RouterCore:
             ticket.has_token = True
             ticket.fingerprint = endpoint.fingerprint
             self._disaggregation.note_outcome(ticket, PairOutcome.PAIRED)
-        ticket.is_answered = True
+        ticket.is_answered, ticket.can_go_on = True, can_go_on
+        self._moving.note_arrived(ticket)
         endpoint.note_success(now)
         self._fleet.end_probe(ticket)
         if self.settings.lease_until == "first_token":
             self._fleet.end_lease(ticket)
             ticket.move(TicketState.RUNNING_FREE)
+        self._moving.join(ticket)
         self._hand_over(now)
+
+    def moved(self, ticket: Ticket, now: float) -> None:
+        """It has left its endpoint, and its next lease is the one in hand. Nothing to do when it has none any more."""
+        next_lease = ticket.next_lease
+        if next_lease is None:
+            return
+        ticket.next_lease = None
+        self._let_go(ticket, now)
+        self._take_up(ticket, next_lease)
+        self._hand_over(now)
+
+    def stays(self, ticket: Ticket, now: float) -> None:
+        """It cannot leave its endpoint. Its next lease is back. Nothing to do when it has none any more."""
+        ticket.can_go_on = False
+        self._moving.leave(ticket)
+        if ticket.next_lease is not None:
+            self._drop_next_lease(ticket)
+            self._moving.note_arrived(ticket)
+            self._hand_over(now)
 
     def prefilled(self, ticket: Ticket, now: float, *, outcome: PairOutcome | None = None) -> None:
         """The endpoint has computed the prompt: its slot there is free, and the ticket waits for a decode endpoint, or
@@ -217,6 +247,7 @@ class RouterCore:
             return False
         assert ticket.endpoint is not None
         endpoint = self._fleet.of(ticket)
+        next_lease, ticket.next_lease = ticket.next_lease, None
         self._let_go(ticket, now)
         if fault is Fault.UNREACHABLE:
             endpoint.note_lost(now)
@@ -226,7 +257,8 @@ class RouterCore:
             endpoint.note_busy(now, busy_seconds)
         ticket.tried = {**ticket.tried, ticket.endpoint: endpoint.checks_total}
         if ticket.has_token:
-            return self._goes_on(ticket, fault, token_count, now)
+            return self._goes_on(ticket, fault, token_count, next_lease, now)
+        assert next_lease is None, "what has not begun is not moved"
         ticket.stage_fault = stage_fault(ticket.stage, fault)
         if not self._may_try_again(ticket, now):
             if ticket.stage_fault is not None:
@@ -239,13 +271,18 @@ class RouterCore:
         self._hand_over(now)
         return True
 
-    def _goes_on(self, ticket: Ticket, fault: Fault, token_count: int, now: float) -> bool:
-        """Whether the stream waits again, or has a lease elsewhere already."""
+    def _goes_on(self, ticket: Ticket, fault: Fault, token_count: int, next_lease: Lease | None, now: float) -> bool:
+        """Whether the stream waits again, or has a lease elsewhere already. next_lease: which it was to move to."""
         self._continuations.broke_off(ticket, fault, token_count)
         is_served = bool(self._fleet.serving(ticket.request.model))
         ticket.refusal = self._continuations.refusal(ticket, is_served=is_served)
         if ticket.refusal is not None:
+            ticket.next_lease = next_lease
+            self._drop_next_lease(ticket)
             self._end(ticket)
+        elif next_lease is not None:
+            self._take_up(ticket, next_lease)
+            self._continuations.note(ticket, now)
         else:
             ticket.stage = None  # whoever goes on does all of the rest
             # Its time in the queue was that before its first token.
@@ -282,6 +319,7 @@ class RouterCore:
     ) -> None:
         """One that is being drained is taken back. Raises StartupError for an id that is taken, or a limit below 1."""
         self._fleet.add(id, models, leases_max=leases_max, role=role)
+        self._moving.end(id)
 
     def set_models(self, id: EndpointId, models: Iterable[str], now: float) -> None:
         """The endpoint says what it serves; one that is gone by now is ignored."""
@@ -299,11 +337,18 @@ class RouterCore:
             state.role = role
             self._hand_over(now)
 
-    def drain_endpoint(self, id: EndpointId, now: float) -> None:
-        """Give it nothing more. It is gone when its last request has ended; those that wait go to others."""
+    def drain_endpoint(self, id: EndpointId, now: float, *, move_seconds: float | None = None) -> None:
+        """Give it nothing more. It is gone when its last request has ended; those that wait go to others. move_seconds:
+        empty it: what can go on elsewhere is moved there as there is room, and after so long all that is left leaves.
+        Legal for one that is being drained already."""
         state = self.endpoints[id]
         state.drain()
         self._fleet.note_drained(state)
+        if move_seconds is not None and state.in_flight:
+            self._moving.begin(id, now + move_seconds)
+            for ticket in self._live.values():
+                if ticket.endpoint == id:
+                    self._moving.join(ticket)
         self._refuse_hopeless(now)
         self._hand_over(now)
 
@@ -344,6 +389,7 @@ class RouterCore:
             moments.append(over_at)
         if any(model.continued for model in self._queues.models.values()):
             moments.append(self._continuations.next_turn(now))
+        moments.append(self._moving.next_deadline())
         return min(moments, default=math.inf)
 
     def tick(self, now: float) -> None:
@@ -353,6 +399,8 @@ class RouterCore:
         for state in self.endpoints.values():
             state.tick(now)
         self._hand_over(now)
+        for id in self._moving.take_over(now):
+            self._tell_to_leave(id)
 
     def drain(self, now: float) -> None:
         """Take nothing new and refuse all that were not sent anywhere; the others go on, also those whose prompt is
@@ -375,6 +423,8 @@ class RouterCore:
             continuing=sum(len(model.continued) for model in self._queues.models.values()),
             continuations_total=self._continuations.total,
             continuations_refused_total=dict(self._continuations.refused_total),
+            moving=sum(len(model.moving) for model in self._queues.models.values()),
+            moves_total=self._moving.total,
             pairs_total=dict(self._disaggregation.outcomes_total),
         )
 
@@ -382,6 +432,29 @@ class RouterCore:
 
     def _grant(self, ticket: Ticket, now: float) -> bool:
         """Give it a lease if an endpoint has room for it. It must not stand in any queue."""
+        if not self._give(ticket, now):
+            return False
+        if ticket.has_token:
+            self._continuations.note(ticket, now)
+        ticket.leased_at = now
+        ticket.move(TicketState.LEASED)
+        self._queues.of(ticket).drain_rate.note_begin(now)
+        self._admissions_total += 1
+        return True
+
+    def _grant_next(self, ticket: Ticket, now: float) -> bool:
+        """Give one that is to leave its endpoint a second lease, if another one has room."""
+        in_hand = ticket.exchange(Lease(None, False, None, now))
+        is_given = self._give(ticket, now)
+        lease = ticket.exchange(in_hand)
+        if is_given:
+            ticket.next_lease = lease
+            self._moving.note_leased(ticket)
+            self._admissions_total += 1
+        return is_given
+
+    def _give(self, ticket: Ticket, now: float) -> bool:
+        """Give it an endpoint that has room for it. Its state is the caller's to move."""
         if ticket.stage is Stage.PREFILL and self._disaggregation.is_handover_full(ticket.request.model):
             return False
         candidates = self._fleet.candidates(ticket, now)
@@ -389,15 +462,28 @@ class RouterCore:
             return False
         if ticket.has_token:
             candidates = self._fleet.alike(ticket, candidates)
-            self._continuations.note(ticket, now)
         if ticket.stage is None:
             candidates = self._disaggregation.nearest(ticket, candidates)
         self._fleet.give(ticket, candidates)
-        ticket.leased_at = now
-        ticket.move(TicketState.LEASED)
-        self._queues.of(ticket).drain_rate.note_begin(now)
-        self._admissions_total += 1
         return True
+
+    def _take_up(self, ticket: Ticket, lease: Lease) -> None:
+        """Go on with a lease that it has beside what it has given back."""
+        ticket.exchange(lease)
+        ticket.is_answered, ticket.stage = False, None
+        if ticket.state is not TicketState.LEASED:
+            ticket.move(TicketState.LEASED)
+
+    def _drop_next_lease(self, ticket: Ticket) -> None:
+        """Give that one back, if it has one."""
+        if ticket.next_lease is None:
+            return
+        in_hand = ticket.exchange(ticket.next_lease)
+        ticket.next_lease = None
+        self._fleet.end_lease(ticket)
+        self._fleet.end_probe(ticket)
+        self._fleet.end_flight(ticket)
+        ticket.exchange(in_hand)
 
     def _hand_over(self, now: float) -> None:
         """Give what is free to those who have waited longest, in the order of their queues."""
@@ -417,13 +503,19 @@ class RouterCore:
                 return True
         newcomers = model.heads()
         for ticket, queue in self._in_turn(model, newcomers, now):
+            if ticket.is_moving:
+                if not self._grant_next(ticket, now):
+                    continue
+                model.note_stream(are_newcomers_waiting=bool(newcomers))
+                self._on_move(ticket)
+                return True
             if self._grant(ticket, now):
                 if queue is None:
                     model.continued.remove(ticket)
-                    model.continued.row += 1 if newcomers else -model.continued.row
+                    model.note_stream(are_newcomers_waiting=bool(newcomers))
                 else:
                     queue.newcomers.take()
-                    model.continued.row = 0
+                    model.streams_in_a_row = 0
                 self._on_change(ticket)
                 return True
         return False
@@ -432,25 +524,40 @@ class RouterCore:
         self, model: ModelQueues, newcomers: list[tuple[Queue, Ticket]], now: float
     ) -> list[tuple[Ticket, Queue | None]]:
         """Newcomers, and streams that go on elsewhere (without a queue), in the order in which they are next. Streams
-        come first within a priority, since somebody reads them; but not in any number, one after the other."""
-        if not model.continued or not self._continuations.has_turn(now):
+        come first within a priority, those that stand still before those that are to be moved, since somebody reads
+        them; but not in any number, one after the other."""
+        continued = model.continued.heads() if model.continued and self._continuations.has_turn(now) else []
+        moving = model.moving.heads() if model.moving and self._moving.has_room else []
+        if not continued and not moving:
             return [(ticket, queue) for queue, ticket in newcomers]
-        is_newcomers_turn = model.continued.row >= self.settings.continuations_in_a_row_max
-        turns: list[tuple[tuple[int, bool, int], Ticket, Queue | None]] = [
-            ((ticket.request.priority, is_newcomers_turn, ticket.again_index), ticket, None)
-            for ticket in model.continued.heads()
-        ]
+        newcomers_class = 0 if model.streams_in_a_row >= self.settings.continuations_in_a_row_max else 3
+        turns: list[tuple[tuple[int, int, int], Ticket, Queue | None]] = []
+        turns += [((ticket.request.priority, 1, ticket.again_index), ticket, None) for ticket in continued]
+        turns += [((ticket.request.priority, 2, ticket.again_index), ticket, None) for ticket in moving]
         turns += [
-            ((ticket.request.priority, not is_newcomers_turn, ticket.index), ticket, queue)
-            for queue, ticket in newcomers
+            ((ticket.request.priority, newcomers_class, ticket.index), ticket, queue) for queue, ticket in newcomers
         ]
         return [(ticket, queue) for _, ticket, queue in sorted(turns, key=lambda turn: turn[0])]
+
+    def _tell_to_leave(self, id: EndpointId) -> None:
+        """The time has come in which the endpoint was to be emptied."""
+        for ticket in list(self._live.values()):
+            is_there = ticket.endpoint == id and ticket.is_sent and ticket.next_lease is None
+            is_free = (ticket.can_go_on or not ticket.has_token) and ticket.request.pinned is None
+            if is_there and is_free and self._fleet.serving(ticket.request.model):
+                self._on_move(ticket)
+
+    def _note_gone(self, id: EndpointId) -> None:
+        self._moving.end(id)
+        self._on_gone(id)
 
     def _let_go(self, ticket: Ticket, now: float) -> None:
         """Give back its place or its lease, whichever it has."""
         if ticket.state is TicketState.WAITING:
             self._queues.leave(ticket)
             return
+        self._moving.leave(ticket)
+        self._drop_next_lease(ticket)
         if ticket.state is TicketState.LEASED:
             self._fleet.end_lease(ticket)
             self._fleet.end_probe(ticket)
@@ -463,6 +570,7 @@ class RouterCore:
     def _wait_again(self, ticket: Ticket) -> None:
         """It was elsewhere, and has given everything back."""
         ticket.move(TicketState.WAITING)
+        self._moving.note_arrived(ticket)
         ticket.sent_index = None
         ticket.is_answered = False
         self._queues.wait_again(ticket)
@@ -470,6 +578,7 @@ class RouterCore:
 
     def _end(self, ticket: Ticket) -> None:
         ticket.move(TicketState.ENDED)
+        self._moving.note_arrived(ticket)
         del self._live[ticket.index]
         self._disaggregation.note_outcome(ticket, PairOutcome.LEFT)
 

@@ -53,12 +53,15 @@ class Queue:
 
 class ModelQueues:
     """One model's. preparing: requests that are read before they enter. continued: streams that broke off, and go on
-    elsewhere; they take no places from those who have not begun, as each has had a lease already."""
+    elsewhere; they take no places from those who have not begun, as each has had a lease already. moving: streams that
+    run where they are to leave. streams_in_a_row: of both, that got a lease since a newcomer did, while some waited."""
 
     def __init__(self) -> None:
         self.queues: dict[Stage | None, Queue] = {stage: Queue() for stage in (Stage.DECODE, Stage.PREFILL, None)}
         self.preparing = 0
         self.continued = ContinuedQueue()
+        self.moving = ContinuedQueue()
+        self.streams_in_a_row = 0
 
     @property
     def count(self) -> int:
@@ -70,7 +73,7 @@ class ModelQueues:
 
     @property
     def is_anybody_waiting(self) -> bool:
-        """Asked at every event, and mostly not so."""
+        """For a lease. Asked at every event, and mostly not so."""
         decode, prefill, whole = self.queues.values()
         return bool(
             whole.newcomers.count
@@ -80,7 +83,12 @@ class ModelQueues:
             or decode.newcomers.count
             or decode.again
             or self.continued
+            or self.moving
         )
+
+    def note_stream(self, *, are_newcomers_waiting: bool) -> None:
+        """One got a lease to go on with."""
+        self.streams_in_a_row = self.streams_in_a_row + 1 if are_newcomers_waiting else 0
 
     def waiting_again(self) -> list[Ticket]:
         """Who waits again, in the order in which that began. It is one for all stages: those whose prompt is computed
@@ -113,12 +121,23 @@ class Queues:
 
     def wait_again(self, ticket: Ticket) -> None:
         """It was elsewhere, and comes after those who wait again already."""
-        self._again_total += 1
-        ticket.again_index = self._again_total
+        self._note_again(ticket)
         if ticket.has_token:
             self.of_model(ticket.request.model).continued.add(ticket)
         else:
             self.of(ticket).wait_again(ticket)
+
+    def wait_to_move(self, ticket: Ticket) -> None:
+        """It runs, and waits for room elsewhere after those who do already."""
+        self._note_again(ticket)
+        self.of_model(ticket.request.model).moving.add(ticket)
+
+    def end_wait_to_move(self, ticket: Ticket) -> None:
+        self.of_model(ticket.request.model).moving.remove(ticket)
+
+    def _note_again(self, ticket: Ticket) -> None:
+        self._again_total += 1
+        ticket.again_index = self._again_total
 
     def leave(self, ticket: Ticket) -> None:
         """It waits no longer, and was not served."""

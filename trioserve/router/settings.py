@@ -41,6 +41,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     continuation_seconds_max: how long a stream waits for an endpoint to go on at.
     breaks_max: a stream at which so many endpoints broke in a row is the cause of that, and ends. progress_tokens_min:
         those in a row between which its client got fewer tokens.
+    moves_at_once_max: streams that are on their way from endpoints that are emptied to others, not answered there yet.
     """
 
     queue_requests_max: int = 256
@@ -65,6 +66,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     continuation_seconds_max: float = 30.0
     breaks_max: int = 2
     progress_tokens_min: int = 16
+    moves_at_once_max: int = 16
 
     def __post_init__(self) -> None:
         for name, low in (
@@ -80,6 +82,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
             ("continuations_in_a_row_max", 1),
             ("breaks_max", 1),
             ("progress_tokens_min", 1),
+            ("moves_at_once_max", 1),
             ("retry_share_max", 0),
             ("retries_per_second_min", 0),
         ):

@@ -3,11 +3,12 @@
     WAITING ────► LEASED ────► RUNNING_FREE     (its lease went back at the first token)
        ▲  │         │  │            │
        └──┼─────────┘  │            │           (failed, or the prompt is computed: in the queue again)
-          ▼            ▼            ▼
+          ▼            ▼            ▼           (from RUNNING_FREE also to LEASED: moved elsewhere on purpose)
         ENDED ◄──────────────────────           (from every state, once)
 
 A ticket has a place in the queue while it is WAITING and a lease while it is LEASED; at no other time. ENDED is left by
-no move: that is what makes giving either back happen once.
+no move: that is what makes giving either back happen once. One that is to leave its endpoint runs there, and beside
+that waits for its next lease or has it.
 
 One that is disaggregated goes through WAITING and LEASED twice, its stage PREFILL and then DECODE. Its stage is None,
 as that of one that never was disaggregated, from the moment on in which one endpoint is to do all of it; that is for
@@ -17,11 +18,12 @@ good.
 from __future__ import annotations
 
 import enum
+from typing import NamedTuple
 
 from trioserve.contracts.endpoint import EndpointId, PairOutcome, RoutedRequest, Stage
 from trioserve.contracts.errors import TrioserveError
 
-__all__ = ["Ticket", "TicketState"]
+__all__ = ["Lease", "Ticket", "TicketState"]
 
 
 class TicketState(enum.Enum):
@@ -39,9 +41,19 @@ _LEGAL_MOVES: frozenset[tuple[TicketState, TicketState]] = frozenset(
         (TicketState.LEASED, TicketState.RUNNING_FREE),
         (TicketState.LEASED, TicketState.ENDED),
         (TicketState.RUNNING_FREE, TicketState.WAITING),
+        (TicketState.RUNNING_FREE, TicketState.LEASED),
         (TicketState.RUNNING_FREE, TicketState.ENDED),
     }
 )
+
+
+class Lease(NamedTuple):
+    """What a ticket has at an endpoint. at: since when."""
+
+    endpoint: EndpointId | None
+    is_probe: bool
+    sent_index: int | None
+    at: float
 
 
 class Ticket:
@@ -61,12 +73,16 @@ class Ticket:
 
     Of a stream that goes on elsewhere: continuations: how often it has. token_count: what its client had when it broke
     off last. breaks: how often in a row it broke off without having got on in between. fingerprint: what computed its
-    first token; None where that is unknown.
+    first token; None where that is unknown. can_go_on: another endpoint could go on from what its client has.
+
+    Of a stream that is to leave its endpoint: is_moving: it runs there, and waits for room elsewhere. next_lease: which
+    it has there then, beside the one in hand.
     """
 
     __slots__ = (
         "again_index",
         "breaks",
+        "can_go_on",
         "continuations",
         "endpoint",
         "entered_at",
@@ -76,8 +92,10 @@ class Ticket:
         "is_answered",
         "is_disaggregated",
         "is_held",
+        "is_moving",
         "is_probe",
         "leased_at",
+        "next_lease",
         "own_deadline",
         "pair_outcome",
         "prefilled_at",
@@ -110,6 +128,9 @@ class Ticket:
         self.token_count = 0
         self.breaks = 0
         self.fingerprint: str | None = None
+        self.can_go_on = False
+        self.is_moving = False
+        self.next_lease: Lease | None = None
         self.tried: dict[EndpointId, int] = {}
         self.refusal: TrioserveError | None = None
         self.own_deadline = request.queue_deadline
@@ -124,6 +145,12 @@ class Ticket:
     @property
     def is_sent(self) -> bool:
         return self.sent_index is not None
+
+    def exchange(self, lease: Lease) -> Lease:
+        """Have this one in hand from now on; returns the one before."""
+        before = Lease(self.endpoint, self.is_probe, self.sent_index, self.leased_at)
+        self.endpoint, self.is_probe, self.sent_index, self.leased_at = lease
+        return before
 
     def move(self, state: TicketState) -> None:
         assert (self.state, state) in _LEGAL_MOVES, f"ticket {self.index} cannot go from {self.state} to {state}"

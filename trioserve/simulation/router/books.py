@@ -52,6 +52,20 @@ class RouterBooks:
     def waiting(self) -> list[ExpectedRequest]:
         return [entry for entry in self.live.values() if entry.state == "waiting"]
 
+    @property
+    def moving(self) -> list[ExpectedRequest]:
+        """Who waits for room elsewhere, where they run."""
+        return [entry for entry in self.live.values() if entry.is_moving]
+
+    def to_leave(self, id: str) -> set[str]:
+        """Who is to leave the endpoint at its deadline, without a lease elsewhere."""
+        return {
+            entry.name
+            for entry in self.live.values()
+            if entry.endpoint == id and entry.is_sent and entry.next is None and entry.request.pinned is None
+            if (entry.can_go_on or not entry.has_token) and self.serving(entry)
+        }
+
     def serving(self, entry: ExpectedRequest) -> list[EndpointBook]:
         """Endpoints that it may ever get, wherever it failed."""
         pinned, model = entry.request.pinned, entry.request.model
@@ -124,6 +138,34 @@ class RouterBooks:
 
     def give(self, entry: ExpectedRequest, id: str) -> None:
         """It gets a lease there. Asserts that it may."""
+        self._check_and_give(entry, id)
+        entry.state, entry.endpoint, entry.failed_index = "leased", id, None
+        entry.leased_at = self.now
+
+    def give_next(self, entry: ExpectedRequest, id: str) -> None:
+        """It gets a lease there, to move to. Asserts that it may."""
+        assert entry.next is None, f"{entry.name} has a lease at {entry.next} to move to, and gets one at {id}"
+        self.check_class(entry, id)
+        self.continued.note_next(entry, self._are_newcomers_waiting(entry))
+        self._check_and_give(entry, id)
+        entry.next = id
+
+    def take_up_next(self, entry: ExpectedRequest) -> None:
+        """Its next lease is the one in hand, what it had before is back."""
+        assert entry.next is not None
+        entry.state, entry.endpoint, entry.next = "leased", entry.next, None
+        entry.is_sent = entry.is_answered = False
+        entry.stage = None
+
+    def drop_next(self, entry: ExpectedRequest) -> None:
+        """It does not move after all."""
+        entry.is_moving = False
+        self.continued.on_the_way.discard(entry.name)
+        if entry.next is not None:
+            self._let_go(entry, entry.next)
+            entry.next = None
+
+    def _check_and_give(self, entry: ExpectedRequest, id: str) -> None:
         name, request = entry.name, entry.request
         assert id in self.endpoints, f"{name} has a lease at {id}, which is gone"
         book = self.endpoints[id]
@@ -154,8 +196,6 @@ class RouterBooks:
                 calmer = [other for other in calmer if self.endpoints[other].role != "prefill"]
             assert not calmer, f"{name} gets {id}, and {calmer} have less to do"
         book.give(name, request.sequences)
-        entry.state, entry.endpoint, entry.failed_index = "leased", id, None
-        entry.leased_at = self.now
 
     def fail(self, entry: ExpectedRequest) -> bool:
         """Its endpoint, which has been told of it, failed it, and it has no token. Returns whether it has to wait
@@ -177,8 +217,14 @@ class RouterBooks:
         otherwise it waits again."""
         reason = self.continued.refusal(entry, fault, is_served=bool(self.serving(entry)))
         if reason is not None:
+            self.drop_next(entry)
             self.end(entry)
             return reason
+        if entry.next is not None:
+            self.take_up_next(entry)
+            self.continued.note_turn(entry, self.now)
+            self._spend_try()
+            return None
         entry.stage, entry.own_deadline = None, math.inf
         entry.wait_ends_at = self.now + self.world.continuation_seconds_max
         self.wait_again(entry)
@@ -187,6 +233,7 @@ class RouterBooks:
     def wait_again(self, entry: ExpectedRequest) -> None:
         """It was elsewhere, and what it had there is back."""
         self._failure_count += 1
+        self.continued.on_the_way.discard(entry.name)
         entry.state, entry.is_sent, entry.endpoint, entry.is_answered = "waiting", False, None, False
         entry.failed_index = self._failure_count
 
@@ -231,16 +278,21 @@ class RouterBooks:
             self.pairs[outcome] += 1
 
     def release(self, entry: ExpectedRequest) -> None:
-        """What it has is back."""
+        """What it has is back, a lease that it was to move to apart."""
         if entry.is_queued:
             self._fairness_of(entry).leave(entry)
         elif entry.state in ("leased", "running_free"):
             assert entry.endpoint is not None
-            book = self.endpoints[entry.endpoint]
-            book.let_go(entry.name)
-            self.note_drained(book)
+            entry.is_moving = False
+            self._let_go(entry, entry.endpoint)
+
+    def _let_go(self, entry: ExpectedRequest, id: str) -> None:
+        book = self.endpoints[id]
+        book.let_go(entry.name)
+        self.note_drained(book)
 
     def end(self, entry: ExpectedRequest) -> None:
+        self.drop_next(entry)
         entry.state = "ended"
         if self.live.pop(entry.name, None) is not None:
             self.note_pair(entry, PairOutcome.LEFT)
@@ -248,6 +300,7 @@ class RouterBooks:
     def note_drained(self, book: EndpointBook) -> None:
         if book.health == "draining" and not book.in_flight:
             del self.endpoints[book.id]
+            self.continued.deadlines.pop(book.id, None)
             self.gone.append(book.id)
 
     # --- what has to hold ---
@@ -259,6 +312,9 @@ class RouterBooks:
                 continue
             taking = self.taking(entry, now)
             assert not taking, f"{entry.name} waits{'' if entry.is_queued else ' again'}, and {taking} could take it"
+        for entry in self.moving if self.continued.may_move else ():
+            taking = self.taking(entry, now)
+            assert not taking, f"{entry.name} is to leave {entry.endpoint}, and {taking} could take it"
 
     def check_nobody_is_hopeless(self) -> None:
         for entry in self.waiting:
@@ -282,7 +338,7 @@ class RouterBooks:
         had it. What waits again without a token comes before both."""
         if entry.failed_index is not None and not entry.has_token:
             return
-        for other in self.waiting:
+        for other in (*self.waiting, *self.moving):
             is_peer = other is not entry and other.request.model == entry.request.model
             if is_peer and self.continued.is_before(other, entry, self.now):
                 assert id not in self.taking(other, self.now), f"{other.name} is before {entry.name}, which gets {id}"

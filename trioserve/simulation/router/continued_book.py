@@ -1,7 +1,8 @@
-"""The books of streams that broke off at a simulated router: who of them may go on, when, and before whom.
+"""The books of streams that break off or are moved at a simulated router: who may go on, when, and before whom.
 
 Kept from what was asked and told alone. A stream comes before the newcomers of its priority, but not more than some in
-a row while they wait; of two streams of one priority the one that broke off first comes first.
+a row while they wait; those that broke off come before those that are to be moved, and of each kind of one priority the
+one that broke off, or was to be moved, first.
 """
 
 from __future__ import annotations
@@ -20,11 +21,16 @@ CERTAIN, POSSIBLE = 1 - 5e-10, 1 - 2e-9
 
 
 class ContinuedBook:
-    """total, refused: streams that went on, and that may not, by the reason."""
+    """total, refused: streams that went on, and that may not, by the reason. deadlines: of endpoints that are emptied;
+    None when it has passed. on_the_way: who has left, or is leaving, and not arrived. moves: how many ever did."""
 
     def __init__(self, world: RouterWorld, now: float) -> None:
         self.total = 0
         self.refused: Counter[str] = Counter()
+        self.deadlines: dict[str, float | None] = {}
+        self.on_the_way: set[str] = set()
+        self.moves = 0
+        self._moving_count = 0
         self._world = world
         self._rows: Counter[str] = Counter()  # by model: that went on since a newcomer began, while some waited
         self._turns_max = max(1.0, world.continuations_per_second_max)
@@ -37,29 +43,64 @@ class ContinuedBook:
 
     def is_before(self, other: ExpectedRequest, entry: ExpectedRequest, now: float) -> bool:
         """Whether `other` waits, and has to get what both may have. Both are newcomers or streams of one model."""
-        mine, theirs = entry.request.priority, other.request.priority
-        is_newcomers_turn = self._rows[entry.request.model] >= self._world.continuations_in_a_row_max
-        if not other.is_continuing:
-            is_before = theirs < mine or (theirs == mine and is_newcomers_turn)
-            return entry.is_continuing and other.is_queued and is_before
-        if not self.must_have_turn(now):
-            return False
+        if other.is_continuing:
+            may_have = self.must_have_turn(now)
+        else:
+            may_have = self.may_move if other.is_moving else other.is_queued
+        are_newcomers = not (other.is_continuing or other.is_moving or entry.is_continuing or entry.is_moving)
+        return may_have and not are_newcomers and self._rank(other) < self._rank(entry)
+
+    @property
+    def may_move(self) -> bool:
+        """Whether one more may be on its way."""
+        return len(self.on_the_way) < self._world.moves_at_once_max
+
+    def _rank(self, entry: ExpectedRequest) -> tuple[int, int, int]:
         if entry.is_continuing:
-            return (theirs, other.failed_index or 0) < (mine, entry.failed_index or 0)
-        return theirs < mine or (theirs == mine and not is_newcomers_turn)
+            return (entry.request.priority, 1, entry.failed_index or 0)
+        if entry.is_moving:
+            return (entry.request.priority, 2, entry.moving_index)
+        is_newcomers_turn = self._rows[entry.request.model] >= self._world.continuations_in_a_row_max
+        return (entry.request.priority, 0 if is_newcomers_turn else 3, 0)
+
+    def note_answered(self, entry: ExpectedRequest) -> None:
+        """The endpoint of its lease has begun to answer, or to go on."""
+        self.on_the_way.discard(entry.name)
+        self.note_movable(entry)
+
+    def note_movable(self, entry: ExpectedRequest) -> None:
+        """It may have become one that is to leave."""
+        is_there = entry.state in ("leased", "running_free") and entry.endpoint in self.deadlines
+        if is_there and entry.is_answered and entry.can_go_on and entry.next is None and entry.request.pinned is None:
+            self._moving_count += not entry.is_moving
+            entry.moving_index = entry.moving_index if entry.is_moving else self._moving_count
+            entry.is_moving, entry.stage = True, None
+
+    def note_next(self, entry: ExpectedRequest, has_newcomers: bool) -> None:
+        """It gets a lease elsewhere, to move to. Asserts that it may."""
+        assert entry.is_moving, f"{entry.name} gets a second lease, and is not to move"
+        assert self.may_move, f"{entry.name} is to move, and {len(self.on_the_way)} are on their way"
+        entry.is_moving = False
+        self.on_the_way.add(entry.name)
+        self._rows[entry.request.model] = self._rows[entry.request.model] + 1 if has_newcomers else 0
+        self.moves += 1
 
     def note_newcomer(self, entry: ExpectedRequest) -> None:
         """One gets a lease out of a queue."""
         self._rows[entry.request.model] = 0
 
+    def note_turn(self, entry: ExpectedRequest, now: float) -> None:
+        """It goes on after it broke off, with a lease that it had already."""
+        self._turns, self._turns_at = max(0.0, self._turns_left(now) - 1), now
+        entry.continuations += 1
+        self.total += 1
+
     def note_granted(self, entry: ExpectedRequest, has_newcomers: bool, now: float) -> None:
         """A stream gets a lease to go on with. Asserts that it may at this moment."""
         left = self._turns_left(now)
         assert left >= POSSIBLE, f"{entry.name} goes on, and so many have a second ago: {left} turns are left"
-        self._turns, self._turns_at = max(0.0, left - 1), now
+        self.note_turn(entry, now)
         self._rows[entry.request.model] = self._rows[entry.request.model] + 1 if has_newcomers else 0
-        entry.continuations += 1
-        self.total += 1
 
     def refusal(self, entry: ExpectedRequest, fault: str, *, is_served: bool) -> str | None:
         """Its stream broke off. Why it may not go on, if so."""

@@ -25,6 +25,7 @@ from trioserve.simulation.router.history import (
     Leave,
     Lose,
     Models,
+    Moved,
     Note,
     Remove,
     Response,
@@ -32,6 +33,7 @@ from trioserve.simulation.router.history import (
     RouterEvent,
     RouterWorld,
     Send,
+    Stay,
     Store,
     Token,
     Wait,
@@ -61,7 +63,7 @@ class RouterGenerator:
         self._live_max = rng.choice((4, 10, 20, 30, 30))
         self._pace = rng.choice((0.05, 0.5, 2.0))  # seconds of a wait
         wildness = rng.random()
-        self._end_share = rng.choice((0.7, 0.3))
+        self._end_share = rng.choice((0.7, 0.3, 0.1))
         self._fault_share = rng.choice((0.0, 0.1, 0.3, 0.7)) * (0.5 + wildness / 2)
         self._lie_share = rng.choice((0.0, 0.0, 0.3))
         self._roles: Sequence[EngineRole | None] = rng.choice(
@@ -71,6 +73,11 @@ class RouterGenerator:
         self._names = 0
         self._tenant = self._tenants[0]  # who came last: tenants come in bursts
         endpoint_count = rng.choice((1, 1, 2, 2, 2, 3, 3, 4, 6, 12))
+        is_upgraded = rng.random() < 0.25  # one endpoint after the other is emptied, under streams that last
+        if is_upgraded:
+            endpoint_count = rng.choice((2, 2, 3, 4))
+            self._fault_share *= 0.3
+            self._end_share = 0.1
         self._ids = [f"e{index}" for index in range(endpoint_count)]
         self._opening: list[RouterEvent] = []
         for id in self._ids[: rng.randint(1, endpoint_count)]:
@@ -80,6 +87,8 @@ class RouterGenerator:
         self._opening.reverse()
         leaving = rng.choice((0.0, 0.05, 0.1, 0.2))
         self._kinds: tuple[tuple[float, Callable[[RouterSimulation], RouterEvent | None]], ...] = (
+            (rng.choice((0.0, 0.005, 0.02)), self._crash),
+            (0.12 if is_upgraded else rng.choice((0.0, 0.0, 0.03)), self._empty),
             (rng.choice((0.15, 0.3, 0.5)), self._arrival),
             (leaving * wildness, self._leave),
             (rng.choice((0.0, 0.08, 0.2)), self._report),
@@ -90,7 +99,6 @@ class RouterGenerator:
             (0.03 if self._disaggregated_share else 0.0, self._lose),
             (0.02 if self.world.policy == "kv_aware" else 0.0, self._store),
             (rng.choice((0.0, 0.0, 0.0, 0.005)), self._drain),
-            (rng.choice((0.0, 0.005, 0.02)), self._crash),
         )
 
     def next_event(self, simulation: RouterSimulation) -> RouterEvent:
@@ -130,6 +138,8 @@ class RouterGenerator:
         if not busy:
             return self._wait(simulation)
         entry = self._one(busy)
+        if entry.next is not None and self._chance() < 0.6:
+            return Moved(name=entry.name) if self._chance() < 0.9 else Stay(name=entry.name)
         if not entry.is_sent:
             return Send(name=entry.name)
         if entry.stage is Stage.PREFILL and self._chance() >= self._fault_share:
@@ -138,7 +148,9 @@ class RouterGenerator:
             if self._chance() < self._end_share:
                 return Leave(name=entry.name)
             return Token(name=entry.name, count=self._one((1, 1, 2, 20)))
-        return self._failure(entry) if self._chance() < self._fault_share else Token(name=entry.name)
+        if not entry.is_answered and self._chance() >= self._fault_share:
+            return Token(name=entry.name, can_go_on=self._chance() < 0.8)
+        return self._failure(entry)
 
     def _failure(self, entry: ExpectedRequest) -> Fail:
         faults: tuple[str, ...] = ("unreachable", "busy", "broke")
@@ -184,6 +196,7 @@ class RouterGenerator:
             return None
         name = self._one(known)
         events: tuple[RouterEvent, ...] = (Leave(name=name), Token(name=name), Fail(name=name), Compute(name=name))
+        events += (Moved(name=name), Stay(name=name))
         return self._one(events)
 
     def _report(self, simulation: RouterSimulation) -> RouterEvent | None:
@@ -217,6 +230,16 @@ class RouterGenerator:
         if self._chance() < 0.3:
             return Models(id=id, models=self._one(self._models))
         return Remove(id=id)
+
+    def _empty(self, simulation: RouterSimulation) -> RouterEvent:
+        """An endpoint is to be stopped while it runs, or comes back."""
+        books = simulation.books.endpoints
+        id = self._one(self._ids)
+        if id not in books or (books[id].health == "draining" and self._chance() < 0.2):
+            return self._drawn_endpoint(id)
+        if not books[id].is_given or self._chance() < 0.3:
+            return Check(id=id)
+        return Remove(id=id, move_seconds=self._one((None, 0.0, self._pace, 20 * self._pace)))
 
     def _crash(self, simulation: RouterSimulation) -> Crash | None:
         there = [book.id for book in simulation.books.endpoints.values() if book.there]
@@ -266,4 +289,5 @@ def _drawn_world(rng: Random) -> RouterWorld:
         continuation_seconds_max=rng.choice((0.5, 3.0, 30.0)),
         breaks_max=rng.choice((1, 2, 2, 3)),
         progress_tokens_min=rng.choice((1, 3, 16)),
+        moves_at_once_max=rng.choice((1, 2, 16)),
     )

@@ -28,6 +28,7 @@ __all__ = [
     "Leave",
     "Lose",
     "Models",
+    "Moved",
     "Note",
     "Remove",
     "Role",
@@ -35,6 +36,7 @@ __all__ = [
     "RouterHistory",
     "RouterWorld",
     "Send",
+    "Stay",
     "Store",
     "Token",
     "Wait",
@@ -79,10 +81,11 @@ class Models(msgspec.Struct, frozen=True, kw_only=True, tag="models"):
     models: tuple[str, ...]
 
 
-class Remove(msgspec.Struct, frozen=True, kw_only=True, tag="remove"):
-    """It is drained."""
+class Remove(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="remove"):
+    """It is drained. move_seconds: and emptied, within this time."""
 
     id: str
+    move_seconds: float | None = None
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="check"):
@@ -152,10 +155,23 @@ class Send(msgspec.Struct, frozen=True, kw_only=True, tag="send"):
 
 
 class Token(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="token"):
-    """Its endpoint begins to answer, or goes on. count: of tokens."""
+    """Its endpoint begins to answer, or goes on. count: of tokens. can_go_on: what is told with the first one."""
 
     name: str
     count: int = 1
+    can_go_on: bool = True
+
+
+class Moved(msgspec.Struct, frozen=True, kw_only=True, tag="moved"):
+    """It has left its endpoint for the one of its next lease."""
+
+    name: str
+
+
+class Stay(msgspec.Struct, frozen=True, kw_only=True, tag="stay"):
+    """It cannot leave its endpoint, as is found out late."""
+
+    name: str
 
 
 class Compute(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="compute"):
@@ -223,6 +239,8 @@ RouterEvent = (
     | Leave
     | Fail
     | Crash
+    | Moved
+    | Stay
     | Wait
     | Drain
 )

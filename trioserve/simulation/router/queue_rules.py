@@ -27,9 +27,10 @@ class ExpectedRequest:
     the failure, or the end of its prompt, after which it waits again; None while it waits for the first time. deadline:
     the end of its wait, its own or wait_ends_at, which is the router's. queue_index: in the order of joining a queue.
     stage, is_disaggregated, prefilled_by, is_held, outcome, stage_fault, is_answered, breaks, continuations,
-    fingerprint: as those of a Ticket. tried: where it failed, and how often that endpoint had been found well before.
-    tokens: its client has; tokens_at_break: had when it broke off last. is_behind: somebody was in its queue when it
-    came."""
+    fingerprint, can_go_on, is_moving: as those of a Ticket. moving_index: in the order of becoming one
+    that is to move. next: where it has its next lease. tried: where it failed, and how often that endpoint had been
+    found well before. tokens: its client has; tokens_at_break: had when it broke
+    off last. is_behind: somebody was in its queue when it came."""
 
     def __init__(self, name: str, request: RoutedRequest, index: int, *, wait_ends_at: float) -> None:
         self.name = name
@@ -53,6 +54,10 @@ class ExpectedRequest:
         self.breaks = 0
         self.continuations = 0
         self.fingerprint: str | None = None
+        self.can_go_on = False
+        self.is_moving = False
+        self.moving_index = 0
+        self.next: str | None = None
         self.stage: Stage | None = None
         self.is_disaggregated = False
         self.prefilled_by: str | None = None
@@ -93,6 +98,8 @@ class ExpectedRequest:
             return "leased to go on, not sent" if self.has_token else "leased, not sent"
         if self.has_token and not self.is_answered:
             return "before it goes on"
+        if self.is_moving or self.next is not None:
+            return "where it is to leave" if self.next is None else "where it is to leave, with a next lease"
         return "after the first token" if self.has_token else "before the first token"
 
     def is_beside(self, other: ExpectedRequest) -> bool:

@@ -32,6 +32,7 @@ from trioserve.simulation.router.history import (
     Leave,
     Lose,
     Models,
+    Moved,
     Note,
     Remove,
     Response,
@@ -39,6 +40,7 @@ from trioserve.simulation.router.history import (
     RouterEvent,
     RouterWorld,
     Send,
+    Stay,
     Store,
     Token,
     Wait,
@@ -69,12 +71,18 @@ class RouterSimulation:
         self.entries: dict[str, ExpectedRequest] = {}
         self.counts: dict[str, int] = {}
         self.core = RouterCore(
-            world, POLICIES[world.policy], on_change=self._changed, rng=Random(world.seed), on_gone=self._gone
+            world,
+            POLICIES[world.policy],
+            on_change=self._changed,
+            rng=Random(world.seed),
+            on_gone=self._gone,
+            on_move=self._told_to_move,
         )
         self._trace = trace
         self._entering: ExpectedRequest | None = None
         self._is_tick_late = False  # next_tick has passed without a tick
         self._gone_told: list[str] = []
+        self._told_to_leave: set[str] = set()
         self._refusals: dict[str, int] = {}
 
     def apply(self, event: RouterEvent) -> None:
@@ -90,6 +98,8 @@ class RouterSimulation:
             for entry in list(books.live.values()):
                 if entry.state == "waiting":
                     continue
+                if entry.next is not None:
+                    self.apply(Moved(name=entry.name))
                 if not entry.is_sent:
                     self.apply(Send(name=entry.name))
                 elif entry.stage is Stage.PREFILL:
@@ -200,12 +210,35 @@ class RouterSimulation:
             if not entry.has_token:
                 entry.fingerprint = self._endpoint_of(entry).fingerprint
             entry.has_token = entry.is_answered = True
+            entry.can_go_on = event.can_go_on
             self.books.note_pair(entry, PairOutcome.PAIRED)
             is_lease_over = self.world.lease_until == "first_token"
             self._endpoint_of(entry).take_token(entry.name, self.books.now, is_lease_over=is_lease_over)
             if is_lease_over:
                 entry.state = "running_free"
-        self.core.first_token(entry.ticket, self.books.now)
+            self.books.continued.note_answered(entry)
+        self.core.first_token(entry.ticket, self.books.now, can_go_on=event.can_go_on)
+
+    def _moved(self, event: Moved) -> None:
+        entry = self.entries.get(event.name)
+        if entry is None:
+            return
+        assert entry.ticket is not None
+        if entry.next is not None:
+            self._count("moves")
+            self.books.release(entry)
+            self.books.take_up_next(entry)
+        self.core.moved(entry.ticket, self.books.now)
+
+    def _stay(self, event: Stay) -> None:
+        entry = self.entries.get(event.name)
+        if entry is None:
+            return
+        assert entry.ticket is not None
+        if entry.next is not None:
+            self.books.drop_next(entry)
+        entry.is_moving = entry.can_go_on = False
+        self.core.stays(entry.ticket, self.books.now)
 
     def _compute(self, event: Compute) -> None:
         entry = self.entries.get(event.name)
@@ -309,6 +342,9 @@ class RouterSimulation:
             endpoints[event.id] = EndpointBook(event, self.world, starts_slowly=has_others)
         else:
             book.come_back(event)
+            self.books.continued.deadlines.pop(event.id, None)
+            for entry in self.books.moving:
+                entry.is_moving = entry.is_moving and entry.endpoint != event.id
             self._count("endpoints come back")
         self.core.add_endpoint(
             EndpointId(event.id), event.models, self.books.now, leases_max=event.leases_max, role=event.role
@@ -332,7 +368,11 @@ class RouterSimulation:
         if book is not None:
             book.drain()
             self.books.note_drained(book)
-            self.core.drain_endpoint(EndpointId(event.id), self.books.now)
+            if event.move_seconds is not None and book.in_flight:
+                self.books.continued.deadlines[event.id] = self.books.now + event.move_seconds
+                for entry in self.books.live.values():
+                    self.books.continued.note_movable(entry)
+            self.core.drain_endpoint(EndpointId(event.id), self.books.now, move_seconds=event.move_seconds)
 
     def _check_health(self, event: Check) -> None:
         book = self.books.endpoints.get(event.id)
@@ -402,7 +442,14 @@ class RouterSimulation:
         self._is_tick_late = False
         for book in books.endpoints.values():
             book.tick(books.now)
+        self._told_to_leave.clear()
         self.core.tick(books.now)
+        to_leave = set()
+        for id, deadline in books.continued.deadlines.items():
+            if deadline is not None and deadline <= books.now:
+                books.continued.deadlines[id] = None
+                to_leave |= books.to_leave(id)
+        assert self._told_to_leave == to_leave, f"{self._told_to_leave} are told to leave, expected {to_leave}"
         self._count("ticks")
         late = [entry.name for entry in books.waiting if entry.deadline <= books.now]
         assert not late, f"the wait of {', '.join(late)} is over, and they wait"
@@ -440,6 +487,21 @@ class RouterSimulation:
             books.release(entry)
             books.end(entry)
 
+    def _told_to_move(self, ticket: Ticket) -> None:
+        books = self.books
+        books.make_whole()
+        entry = next((entry for entry in books.live.values() if entry.ticket is ticket), None)
+        assert entry is not None, "a ticket that has ended, or never was, is told to move"
+        if ticket.next_lease is None:
+            self._told_to_leave.add(entry.name)
+            self._count("told to leave at a deadline")
+            return
+        id = ticket.next_lease.endpoint
+        assert id is not None, f"{entry.name} has a lease nowhere"
+        books.give_next(entry, id)
+        self._count("grants")
+        self._say(f"  {entry.name}: {entry.endpoint} -> {id}")
+
     def _gone(self, id: EndpointId) -> None:
         self._gone_told.append(id)
 
@@ -465,7 +527,9 @@ class RouterSimulation:
         books.make_whole()
         self._check_counts()
         self._check_tickets()
-        assert self._gone_told == books.gone, f"{books.gone} are gone, told is that {self._gone_told} are"
+        assert sorted(self._gone_told) == sorted(books.gone), (
+            f"{books.gone} are gone, told is that {self._gone_told} are"
+        )
         self._gone_told.clear()
         books.gone.clear()
         books.check_nobody_is_hopeless()
@@ -475,6 +539,8 @@ class RouterSimulation:
         for book in books.endpoints.values():
             end = book.ejection_ends_at
             assert end is None or moment <= end, f"the next tick is at {moment}, {book.id} may be probed at {end}"
+        for id, deadline in books.continued.deadlines.items():
+            assert deadline is None or moment <= deadline, f"the next tick is at {moment}, {id} is due at {deadline}"
         if not self._is_tick_late:
             books.check_nobody_waits_in_vain(books.now)
 
@@ -498,6 +564,9 @@ class RouterSimulation:
         assert stats.continuing == continuing, f"{stats.continuing} wait to go on, expected {continuing}"
         total = books.continued.total
         assert stats.continuations_total == total, f"{stats.continuations_total} went on, expected {total}"
+        moving, moves = len(books.moving), books.continued.moves
+        assert stats.moving == moving, f"{stats.moving} are to move, expected {moving}"
+        assert stats.moves_total == moves, f"{stats.moves_total} moved, expected {moves}"
         refused = dict(books.continued.refused)
         assert stats.continuations_refused_total == refused, f"{stats.continuations_refused_total}, expected {refused}"
         pairs = {outcome: books.pairs[outcome] for outcome in PairOutcome}
@@ -514,6 +583,9 @@ class RouterSimulation:
             assert is_there, f"{entry.name} is at {ticket.endpoint}, expected {entry.endpoint}"
             assert ticket.stage is entry.stage, f"{entry.name} is to be {ticket.stage}, expected {entry.stage}"
             assert ticket.tried == entry.tried, f"{entry.name} failed at {ticket.tried}, expected {entry.tried}"
+            next_id = None if ticket.next_lease is None else ticket.next_lease.endpoint
+            assert next_id == entry.next, f"{entry.name} is to move to {next_id}, expected {entry.next}"
+            assert ticket.is_moving == entry.is_moving, f"{entry.name} is to move: {ticket.is_moving}"
             assert ticket.continuations == entry.continuations, f"{entry.name} went on {ticket.continuations} times"
         # The only look inside: what has ended must not be remembered for long, which no count tells.
         deadline_count = len(self.core._deadlines)
@@ -551,6 +623,8 @@ _HANDLERS: dict[type[RouterEvent], Callable[[RouterSimulation, Any], None]] = {
     Leave: RouterSimulation._leave,
     Fail: RouterSimulation._fail,
     Crash: RouterSimulation._crash,
+    Moved: RouterSimulation._moved,
+    Stay: RouterSimulation._stay,
     Wait: RouterSimulation._wait,
     Drain: RouterSimulation._drain,
 }

@@ -1,0 +1,244 @@
+"""Streams that leave an endpoint on purpose: a lease elsewhere first, and what becomes of those that get none."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from trioserve.router.endpoint_state import Fault
+from trioserve.router.ticket import TicketState
+
+
+def leases(router):
+    return dict(router.core.stats().leases)
+
+
+def streaming(router, *, can_go_on=True, **fields):
+    """One whose client has a token."""
+    ticket = router.sent(**fields)
+    router.core.first_token(ticket, router.now, can_go_on=can_go_on)
+    return ticket
+
+
+def empty(router, id, *, seconds=10.0):
+    router.core.drain_endpoint(id, router.now, move_seconds=seconds)
+
+
+def arrive(router, ticket):
+    """It has left, and goes on at its next endpoint."""
+    router.core.moved(ticket, router.now)
+    router.core.sent(ticket)
+    router.core.first_token(ticket, router.now, can_go_on=True)
+
+
+def test_a_stream_has_its_next_lease_before_it_leaves(make_router):
+    router = make_router()
+    a = router.endpoint("a")
+    ticket = streaming(router)
+    router.endpoint("b")
+    empty(router, a)
+    assert router.to_move == [ticket]
+    assert (ticket.endpoint, ticket.next_lease.endpoint) == ("a", "b")
+    assert leases(router) == {"a": 1, "b": 1}
+    router.core.moved(ticket, router.now)
+    assert router.gone == ["a"]
+    assert (ticket.state, ticket.endpoint, ticket.next_lease) == (TicketState.LEASED, "b", None)
+    router.core.sent(ticket)
+    router.core.first_token(ticket, router.now, can_go_on=True)
+    router.leave(ticket)
+    assert leases(router) == {"b": 0}
+    assert router.core.stats().moves_total == 1
+    assert router.core.next_tick(router.now) == math.inf
+
+
+def test_without_room_a_stream_runs_on_where_it_is(make_router):
+    router = make_router()
+    a = router.endpoint("a", leases_max=1)
+    ticket = streaming(router)
+    router.endpoint("b", leases_max=1)
+    other = router.sent()
+    empty(router, a)
+    assert router.to_move == []
+    assert router.core.stats().moving == 1
+    router.after(5)
+    assert ticket.state is TicketState.LEASED
+    router.leave(other)
+    assert ticket.next_lease.endpoint == "b"
+
+
+def test_a_stream_that_ends_before_it_leaves_gives_both_leases_back(make_router):
+    router = make_router()
+    a = router.endpoint("a")
+    ticket = streaming(router)
+    router.endpoint("b")
+    empty(router, a)
+    router.leave(ticket)
+    router.core.moved(ticket, router.now)
+    assert leases(router) == {"b": 0}
+    assert router.gone == ["a"]
+
+
+def test_a_stream_whose_endpoint_breaks_first_goes_where_its_next_lease_is(make_router):
+    router = make_router()
+    a = router.endpoint("a")
+    ticket = streaming(router)
+    router.endpoint("b")
+    empty(router, a)
+    assert router.core.failed(ticket, Fault.BROKE, router.now, token_count=20)
+    assert (ticket.state, ticket.endpoint) == (TicketState.LEASED, "b")
+    assert leases(router) == {"b": 1}
+    assert router.core.stats().continuations_total == 1
+
+
+def test_a_stream_that_may_not_go_on_gives_both_leases_back(make_router):
+    router = make_router(breaks_max=1)
+    a = router.endpoint("a")
+    ticket = streaming(router)
+    router.endpoint("b")
+    empty(router, a)
+    assert not router.core.failed(ticket, Fault.BROKE, router.now, token_count=20)
+    assert leases(router) == {"b": 0}
+
+
+def test_a_stream_whose_lease_went_back_has_one_at_its_next_endpoint_till_it_goes_on_there(make_router):
+    router = make_router(lease_until="first_token")
+    a = router.endpoint("a")
+    ticket = streaming(router)
+    b = router.endpoint("b")
+    empty(router, a)
+    assert leases(router) == {"a": 0, "b": 1}
+    arrive(router, ticket)
+    assert ticket.state is TicketState.RUNNING_FREE
+    assert leases(router) == {"b": 0}
+    assert router.core.endpoints[b].in_flight == 1
+
+
+def test_only_so_many_are_on_their_way(make_router):
+    router = make_router(moves_at_once_max=2)
+    a = router.endpoint("a")
+    tickets = [streaming(router) for _ in range(5)]
+    router.endpoint("b")
+    empty(router, a)
+    assert router.to_move == tickets[:2]
+    arrive(router, tickets[0])
+    assert router.to_move == tickets[:3]
+    router.leave(tickets[1])
+    assert router.to_move == tickets[:4]
+    router.core.failed(tickets[2], Fault.BROKE, router.now)
+    assert router.to_move == tickets[:4], "it is on its way all the same"
+
+
+def test_who_begins_to_stream_at_an_endpoint_that_is_emptied_leaves_it_too(make_router):
+    router = make_router()
+    a = router.endpoint("a")
+    ticket = router.sent()
+    router.endpoint("b")
+    empty(router, a)
+    assert router.to_move == []
+    router.core.first_token(ticket, router.now, can_go_on=True)
+    assert router.to_move == [ticket]
+
+
+@pytest.mark.parametrize("how", ["cannot go on", "pinned"])
+def test_who_cannot_leave_stays(make_router, how):
+    router = make_router()
+    a = router.endpoint("a")
+    streaming(router, can_go_on=how != "cannot go on", pinned="a" if how == "pinned" else None)
+    router.endpoint("b")
+    empty(router, a)
+    router.after(60)
+    assert router.to_move == []
+    assert leases(router) == {"a": 1, "b": 0}
+
+
+def test_one_that_turns_out_to_be_unable_stays_and_gives_its_next_lease_back(make_router):
+    router = make_router(moves_at_once_max=1)
+    a = router.endpoint("a")
+    first, second = streaming(router), streaming(router)
+    router.endpoint("b")
+    empty(router, a)
+    router.core.stays(first, router.now)
+    assert router.to_move == [first, second]
+    assert (first.endpoint, first.next_lease) == ("a", None)
+    assert leases(router) == {"a": 2, "b": 1}
+
+
+def test_at_the_deadline_what_is_left_leaves_without_a_lease(make_router):
+    router = make_router()
+    a = router.endpoint("a", leases_max=4)
+    stream, unbegun, stuck = streaming(router), router.sent(), streaming(router, can_go_on=False)
+    router.endpoint("b", leases_max=1)
+    other = router.sent()
+    empty(router, a, seconds=5)
+    router.after(4.9)
+    assert router.to_move == []
+    router.after(0.2)
+    assert router.to_move == [stream, unbegun]
+    assert router.core.failed(stream, Fault.LEAVING, router.now)
+    assert router.core.failed(unbegun, Fault.LEAVING, router.now)
+    assert stream.state is unbegun.state is TicketState.WAITING
+    router.leave(other)
+    assert unbegun.endpoint == "b", "as all that failed before its first token it comes first"
+    assert stuck.endpoint == "a"
+    router.after(3)
+    assert len(router.to_move) == 2, "each is told once"
+
+
+def test_nobody_leaves_at_the_deadline_where_nobody_else_serves(make_router):
+    router = make_router()
+    a = router.endpoint("a")
+    streaming(router)
+    empty(router, a, seconds=1)
+    router.after(2)
+    assert router.to_move == []
+
+
+def test_an_endpoint_that_is_taken_back_keeps_what_it_has(make_router):
+    router = make_router()
+    a = router.endpoint("a", leases_max=2)
+    tickets = [streaming(router), streaming(router)]
+    router.endpoint("b", leases_max=1)
+    empty(router, a)
+    assert router.to_move == tickets[:1]
+    router.endpoint("a", leases_max=2)
+    router.leave(tickets[0])
+    assert router.to_move == tickets[:1]
+    assert router.core.stats().moving == 0
+    assert router.core.next_tick(router.now) == math.inf
+
+
+def test_streams_that_stand_still_come_before_those_that_run(make_router):
+    router = make_router()
+    a = router.endpoint("a", leases_max=2)
+    moving, broken = streaming(router), streaming(router)
+    router.endpoint("b", leases_max=1)
+    other = router.sent()
+    empty(router, a)
+    assert router.core.failed(broken, Fault.BROKE, router.now, token_count=20)
+    router.leave(other)
+    assert broken.endpoint == "b"
+    router.leave(broken)
+    assert moving.next_lease.endpoint == "b"
+
+
+def test_an_endpoint_that_is_drained_already_can_be_emptied(make_router):
+    router = make_router()
+    a = router.endpoint("a")
+    ticket = streaming(router)
+    router.endpoint("b")
+    router.core.drain_endpoint(a, router.now)
+    assert router.to_move == []
+    empty(router, a)
+    assert router.to_move == [ticket]
+
+
+def test_a_stream_moves_where_the_same_is_computed(make_router):
+    router = make_router()
+    a = router.endpoint("a")
+    router.core.note_fingerprint(a, "x")
+    ticket = streaming(router)
+    router.core.note_fingerprint(router.endpoint("b"), "y")
+    router.core.note_fingerprint(router.endpoint("c"), "x")
+    empty(router, a)
+    assert ticket.next_lease.endpoint == "c"
