@@ -71,17 +71,35 @@ async def test_before_it_is_ejected_what_it_refuses_is_done_elsewhere(open_setup
         await setup.assert_all_free()
 
 
-async def test_a_stream_that_it_has_begun_stays_there(open_setup, autojump_clock):
+async def test_a_stream_that_it_has_begun_goes_on_elsewhere(open_setup, autojump_clock):
     async with open_setup(watch=WATCH, failures_max=2, policy="round_robin", engine=ENGINE) as setup:
         async with setup.client().ask(CHAT, body(stream=True)) as response:
             id = response.headers["x-trioserve-endpoint"] if await response.head() == 200 else ""
             engine = setup.servers[id].engine
             events = aiter(response)
-            assert (await anext(events))["choices"][0]["text"]
+            text = (await anext(events))["choices"][0]["text"]
+            engine.steps.hold()
+            await engine.steps.entered()
+            text += "".join([event["choices"][0]["text"] async for event in events])
+            assert text == "abc"
+            assert 20 < trio.current_time() < 30
+            assert health(setup, id) is EndpointHealth.EJECTED
+            assert response.body.endswith(b"[DONE]\n\n")
+            engine.steps.release()
+            await trio.sleep(1)
+        await setup.assert_all_free()
+
+
+async def test_one_that_nobody_else_could_go_on_with_stays_there(open_setup, autojump_clock):
+    async with open_setup("a", watch=WATCH, failures_max=2, engine=ENGINE) as setup:
+        async with setup.client().ask(CHAT, body(stream=True)) as response:
+            engine = setup.servers["a"].engine
+            events = aiter(response)
+            text = (await anext(events))["choices"][0]["text"]
             engine.steps.hold()
             await engine.steps.entered()
             await trio.sleep(30)
-            assert health(setup, id) is EndpointHealth.EJECTED
+            assert health(setup, "a") is EndpointHealth.EJECTED
             engine.steps.release()
-            assert [event async for event in events][-1] is not None
+            assert text + "".join([event["choices"][0]["text"] async for event in events]) == "abc"
         await setup.assert_all_free()

@@ -8,6 +8,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioserve.api.openai.request_types import decode_body
 from trioserve.proxy.routed_body import RoutedBody
+from trioserve.proxy.router_context import RoutingRules
 from trioserve.testing.memory_router import SELDOM_SECONDS
 
 CHAT = "/v1/completions"
@@ -168,8 +169,28 @@ async def test_an_endpoint_that_breaks_before_the_first_token_is_replaced_unseen
         await setup.assert_all_free()
 
 
-async def test_an_endpoint_that_breaks_in_the_middle_ends_the_stream_with_an_error(open_setup):
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+async def test_a_stream_whose_endpoint_breaks_in_the_middle_goes_on_at_another(open_setup, tokens):
     async with open_setup(engine={"paused": True, "response": "abc"}) as setup:
+        async with setup.client().ask(CHAT, body(stream=True)) as response:
+            await wait_all_tasks_blocked()
+            [first] = [id for id, count in setup.leases().items() if count]
+            other = "b" if first == "a" else "a"
+            await setup.servers[first].engine.step(tokens)
+            await setup.servers[first].hang_up()
+            setup.servers[other].engine.resume()
+            events = [event async for event in response]
+        assert "".join(event["choices"][0]["text"] for event in events) == "abc"
+        assert response.body.endswith(b"[DONE]\n\n")
+        assert setup.router.dispatch.core.stats().retries_total == 0
+        setup.servers[first].engine.resume()
+        await setup.assert_all_free()
+
+
+async def test_without_resumption_a_stream_that_breaks_ends_with_an_error(open_setup):
+    async with open_setup(
+        engine={"paused": True, "response": "abc"}, rules=RoutingRules(continuation_bytes_max=0)
+    ) as setup:
         async with setup.client().ask(CHAT, body(stream=True)) as response:
             await wait_all_tasks_blocked()
             [first] = [id for id, count in setup.leases().items() if count]
@@ -178,7 +199,6 @@ async def test_an_endpoint_that_breaks_in_the_middle_ends_the_stream_with_an_err
             events = [event async for event in response]
         assert events[-1]["error"]["code"] == "endpoint_lost"
         assert b"[DONE]" not in response.body
-        assert setup.router.dispatch.core.stats().retries_total == 0
         await setup.assert_all_free()
 
 
