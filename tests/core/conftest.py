@@ -93,7 +93,7 @@ class Driver:
         )
         self.core.add(request)
         self.requests[name] = request
-        self.tokens[name], self.logprobs[name], self.prompt_logprobs[name] = [], [], []
+        self.tokens[name], self.logprobs[name], self.prompt_logprobs[name] = [*request.known_output], [], []
         self.check()
 
     def check(self) -> None:
@@ -170,7 +170,8 @@ class Driver:
             finished, response = self.finished[name], reference.response(request)
             tokens = tuple(self.tokens[name])
             assert tokens == response.token_ids[: len(tokens)], name
-            assert tuple(self.logprobs[name]) == (response.logprobs or ())[: len(self.logprobs[name])], name
+            drawn = (response.logprobs or ())[len(request.known_output) :]
+            assert tuple(self.logprobs[name]) == drawn[: len(self.logprobs[name])], name
             prompt_logprobs = tuple(self.prompt_logprobs[name])
             assert prompt_logprobs == (response.prompt_logprobs or ())[: len(prompt_logprobs)], name
             if finished.reason in (FinishReason.STOP, FinishReason.LENGTH):
@@ -186,7 +187,8 @@ class Driver:
             self.tokens[name] += event.token_ids
             self.logprobs[name] += event.logprobs or ()
         elif isinstance(event, PromptLogprobs):
-            assert not self.tokens[name], "prompt logprobs come before the first token"
+            known = self.requests[name].known_output
+            assert len(self.tokens[name]) == len(known), "prompt logprobs come before the first token"
             self.prompt_logprobs[name] += event.logprobs
         else:
             self.finished[name] = event

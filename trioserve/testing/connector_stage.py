@@ -135,7 +135,7 @@ class Side:
         return None
 
     def start_load(self, request: EngineRequest, computed_count: int, token_count: int) -> Load:
-        block_table = self.take(len(request.prompt_token_ids))
+        block_table = self.take(len(request.known_token_ids))
         written = block_table[computed_count // self.pages.layout.block_size :]
         load = Load(request, block_table, computed_count, token_count, outside=[])
         load.outside = self._outside(load)

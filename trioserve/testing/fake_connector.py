@@ -135,12 +135,12 @@ class FakeConnector:
     def start_load(
         self, request: EngineRequest, block_table: Sequence[BlockIndex], computed_count: int, token_count: int
     ) -> None:
-        prompt_count = len(request.prompt_token_ids)
+        known_count = len(request.known_token_ids)
         self._expect(request.id not in self.loads, f"{request.id} is loaded twice at a time")
         self._expect(request.id not in self.finished, f"{request.id} has finished and is loaded")
         self._expect(
-            0 <= computed_count < computed_count + token_count < prompt_count,
-            f"{request.id}: a load of {token_count} tokens from {computed_count} on, the prompt has {prompt_count}",
+            0 <= computed_count < computed_count + token_count < known_count,
+            f"{request.id}: a load of {token_count} tokens from {computed_count} on, and {known_count} are known",
         )
         size = self.executor.block_size
         self._expect(computed_count % size == 0, f"{request.id}: a load from {computed_count} on")

@@ -218,10 +218,11 @@ class FakeExecutor:
     # --- for a connector that moves KV behind the steps ---
 
     def write_prompt(self, request: EngineRequest, block_table: Sequence[int], start: int, count: int) -> None:
-        """Write what computing the prompt at positions start .. start + count - 1 would write."""
-        digest = self.model.digest(request.prompt_token_ids[:start])
+        """Write what computing the known tokens at positions start .. start + count - 1 would write."""
+        known = request.known_token_ids
+        digest = self.model.digest(known[:start])
         for position in range(start, start + count):
-            digest = self.model.digest((request.prompt_token_ids[position],), digest)
+            digest = self.model.digest((known[position],), digest)
             slot = block_table[position // self.block_size] * self.block_size + position % self.block_size
             self._slots[slot] = (digest, request.cache_salt)
 
@@ -298,7 +299,8 @@ class FakeExecutor:
             prompt = chunk.request.prompt_token_ids
             assert chunk.count >= 1, f"{name}: an empty chunk"
             assert 0 <= chunk.start < end <= len(chunk.tokens), f"{name}: {chunk.start} to {end} of {len(chunk.tokens)}"
-            assert tuple(chunk.tokens[: len(prompt)]) == prompt, f"{name}: the prompt has changed"
+            known = chunk.request.known_token_ids
+            assert tuple(chunk.tokens[: len(known)]) == known, f"{name}: what was known has changed"
             assert chunk.mask_row is None or chunk.samples, f"{name} has a mask and samples nothing"
             pooling = chunk.request.pooling
             samples = pooling is None and end == len(chunk.tokens)

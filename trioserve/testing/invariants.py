@@ -69,7 +69,8 @@ def _blocks_for(core: EngineCore, token_count: int) -> int:
 def _check_progress(core: EngineCore, live: LiveRequest) -> None:
     request = live.request
     assert live.status is not RequestStatus.FINISHED, f"{request.id} has finished and is still there"
-    assert tuple(live.tokens[: live.prompt_count]) == request.prompt_token_ids, f"{request.id}: the prompt has changed"
+    known = request.known_token_ids
+    assert tuple(live.tokens[: len(known)]) == known, f"{request.id}: what was known has changed"
     tokens_max = 1 if request.pooling is not None else request.output_tokens_max  # a vector stands for one
     assert 0 <= live.output_count < tokens_max, f"{request.id}: {live.output_count} tokens, and no end"
     assert len(live.tokens) <= core.settings.context_tokens_max
@@ -78,8 +79,8 @@ def _check_progress(core: EngineCore, live: LiveRequest) -> None:
     assert live.due_count >= (0 if is_read_on else 1), f"{request.id} has nothing to compute"
     assert 0 <= live.steps_in_flight <= len(core.flights), f"{request.id} is in {live.steps_in_flight} steps"
     assert live.abort_reason is None or live.steps_in_flight, f"{request.id} is marked, and no step will end it"
-    assert (live.cached_token_count is None) <= (live.output_count == 0)
-    if request.sampling.prompt_logprobs is not None and live.output_count > 0:
+    assert (live.cached_token_count is None) <= (len(live.tokens) == len(known))
+    if request.sampling.prompt_logprobs is not None and len(live.tokens) > len(known):
         assert live.prompt_logprobs_count == live.prompt_count, f"{request.id}: prompt logprobs are missing"
 
 

@@ -86,4 +86,4 @@ def _matched_count(request: EngineRequest, computed_count: int) -> int:
     asked = request.kv_transfer
     if asked is None or not asked.do_remote_prefill:
         return 0
-    return max(0, len(request.prompt_token_ids) - 1 - computed_count)
+    return max(0, len(request.known_token_ids) - 1 - computed_count)

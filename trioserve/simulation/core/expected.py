@@ -29,7 +29,8 @@ class ExpectedSequence:
     KV did not come. steps_in_flight: that compute it. computed_end: how far these come. has_surplus: it has ended, and
     a step in flight computes it once more. loaded_count: the tokens whose KV a connector has brought. draft_counts: of
     its drafts that were verified: how many, their tokens, those of them that were right. overtaken_count_min, _max: how
-    many started before it that came later; of some it is not known whether that was for want of room for it."""
+    many started before it that came later; of some it is not known whether that was for want of room for it.
+    response: all of it, also what was known when it came."""
 
     __slots__ = (
         "aborted_for",
@@ -59,8 +60,8 @@ class ExpectedSequence:
         self.request = request
         self.order = (request.priority, arrival_index)
         self.response = response
-        self.known = list(request.prompt_token_ids)
-        self.output_count = 0
+        self.known = [*request.prompt_token_ids, *request.known_output]
+        self.output_count = len(request.known_output)
         self.loaded_count = 0
         self.lacks_kv = False
         self.draft_counts = (0, 0, 0)
@@ -204,7 +205,7 @@ class ExpectedSequence:
             self.is_pooled = True
         elif type(event) is PromptLogprobs:
             entries = event.logprobs
-            assert self.output_count == 0, f"{name}: prompt logprobs after the first token"
+            assert self.output_count == len(self.request.known_output), f"{name}: prompt logprobs after the first token"
             begin, self.prompt_logprobs_count = self.prompt_logprobs_count, self.prompt_logprobs_count + len(entries)
             expected = (self.response.prompt_logprobs or ())[begin : self.prompt_logprobs_count]
             assert entries == expected, f"{name}: prompt logprobs from {begin} on are {entries}, expected {expected}"
@@ -224,7 +225,8 @@ class ExpectedSequence:
 
     def _take_end(self, event: RequestFinished) -> None:
         name = self.request.id
-        phase, cached_count = self.phase, self.cached_count or 0
+        phase = self.phase
+        cached_count = min(self.cached_count or 0, len(self.request.prompt_token_ids))
         self.finished = event
         if self.aborted_for is not None:
             reason, stop_token_id, message = self.aborted_for, None, None

@@ -53,6 +53,7 @@ CALLS = (
 )
 WAITS_SHARE = 0.5  # of the reports, those that wait until the core asks
 GUIDED_WORLDS_SHARE = 0.4
+RESUMING_WORLDS_SHARE = 0.4
 PROMPT_TOKENS_MAX = 16  # longer ones take longer to simulate and meet the same cases
 OUTPUT_TOKENS_MAX = 10
 
@@ -68,6 +69,11 @@ class Generator:
         self._guide_rng = Random(line_of(self.world))
         has_guides = self.world.keeps_kv and self._guide_rng.random() < GUIDED_WORLDS_SHARE
         self._guided_share = self._guide_rng.choice((0.2, 0.6, 1.0)) if has_guides else 0.0
+        # The same holds for responses that go on.
+        self._resume_rng = Random(line_of(self.world) + "resume")
+        can_resume = self.world.keeps_kv and self._resume_rng.random() < RESUMING_WORLDS_SHARE
+        self._resumed_share = self._resume_rng.choice((0.1, 0.3, 0.6)) if can_resume else 0.0
+        self._arrived: dict[str, Arrive] = {}  # each sequence, as if it had come alone
         self._faults = drawn_faults(rng, has_connector=self.world.has_connector)
         self._arrival_rate = rng.choice((0.1, 0.25, 0.4))
         self._live_max = rng.choice((3, 6, 10))
@@ -208,6 +214,32 @@ class Generator:
         return Break(calls=() if self._random() < 0.5 else (self._one(CALLS),))
 
     def _arrival(self, simulation: Simulation) -> Arrive | None:
+        arrival = self._new_arrival(simulation)
+        if arrival is None or arrival.pooled is not None:
+            return arrival
+        if self._resumed_share:
+            arrival = self._resumed(arrival, simulation)
+            for index, name in enumerate(arrival.sequence_ids):
+                self._arrived[name] = msgspec.structs.replace(arrival, choices=1, seed=arrival.seed + index)
+        return arrival
+
+    def _resumed(self, arrival: Arrive, simulation: Simulation) -> Arrive:
+        """Some go on: behind what one was given that was aborted here, or behind what another engine has given."""
+        rng = self._resume_rng
+        if rng.random() >= self._resumed_share:
+            return arrival
+        broken = [
+            name
+            for name, entry in simulation.entries.items()
+            if name in self._arrived and entry.aborted_for is not None and entry.finished is not None
+        ]
+        if broken and rng.random() < 0.5:
+            name = rng.choice(broken)
+            known = max(1, simulation.entries[name].output_count)
+            return msgspec.structs.replace(self._arrived[name], id=arrival.id, known=known)
+        return msgspec.structs.replace(arrival, known=rng.randint(1, max(1, arrival.output - (rng.random() < 0.98))))
+
+    def _new_arrival(self, simulation: Simulation) -> Arrive | None:
         arrival = self._free_arrival(simulation)
         if arrival is None or arrival.pooled is not None or self._guide_rng.random() >= self._guided_share:
             return arrival

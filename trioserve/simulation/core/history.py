@@ -87,6 +87,8 @@ class Arrive(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
     stops: the tokens that end it. timeout: seconds until it is aborted with reason DEADLINE; None: never. remote: so
     many tokens of the prompt could be loaded by the connector. is_sent: the connector wants its blocks when it ends.
     guide: the automaton that its tokens keep to; none: they are free.
+    known: it began elsewhere, and so many tokens of the response are known; at most all but the last of it, unless they
+    are more than it may have.
     pooled: the prompt becomes a vector, and comes in chunks or whole; then output counts for nothing.
     """
 
@@ -106,6 +108,7 @@ class Arrive(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
     remote: int = 0
     is_sent: bool = False
     guide: Automaton = ()
+    known: int = 0
     pooled: Literal["chunks", "whole"] | None = None
 
     @property
@@ -118,6 +121,7 @@ class Arrive(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
             fits = len(self.prompt) <= (world.context_tokens_max if self.pooled == "chunks" else world.whole_tokens_max)
         else:
             fits = self.output >= 1 and len(self.prompt) + self.output <= world.context_tokens_max
+            fits = fits and self.known < max(1, self.output)
         return (
             len(self.prompt) >= 1 and fits and min(self.prompt) >= 0 and PRIORITY_MIN <= self.priority <= PRIORITY_MAX
         )

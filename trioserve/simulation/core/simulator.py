@@ -49,7 +49,7 @@ from trioserve.simulation.core.residency_book import ResidencyBook
 from trioserve.simulation.core.step_rules import check_begun_step, check_no_step_ahead
 from trioserve.simulation.core.transfer_watch import TransferWatch
 from trioserve.simulation.poor_hash import poor_hash
-from trioserve.simulation.reference_engine import ReferenceEngine
+from trioserve.simulation.reference_engine import ReferenceEngine, ReferenceResponse
 from trioserve.simulation.trace_lines import abort_moment, plan_line
 from trioserve.testing.fake_executor import FakeExecutor, FakeModel
 from trioserve.testing.invariants import check_core, check_idle
@@ -147,7 +147,7 @@ class Simulation:
         stats = self.core.stats()
         looked_up = [entry for entry in self.entries.values() if entry.cached_count is not None and self._hits(entry)]
         assert stats.prefix_hit_tokens_total == sum(entry.cached_count or 0 for entry in looked_up), stats
-        assert stats.prefix_query_tokens_total == sum(len(entry.request.prompt_token_ids) for entry in looked_up), stats
+        assert stats.prefix_query_tokens_total == sum(len(entry.request.known_token_ids) for entry in looked_up), stats
         assert stats.preemptions_total == self.counts.get("preempted", 0), stats
         assert stats.steps_total == self.counts.get("steps", 0), stats
         counts = (stats.drafts_total, stats.draft_tokens_total, stats.accepted_tokens_total)
@@ -193,6 +193,11 @@ class Simulation:
                 pooling=pooling,
                 guide=WatchedGuide(event.guide) if event.guide else None,
             )
+            response = None
+            if event.known and pooling is None:
+                response = self._reference.response(request) if can_run else None
+                request = _begun_elsewhere(request, response, event.known)
+                self._count("requests that go on")
             try:
                 self.core.add(request)
             except InvalidRequest:
@@ -201,7 +206,7 @@ class Simulation:
                 continue
             assert can_run, f"{name} can never run, and was taken"
             self._count("requests" if pooling is None else f"requests that are pooled {event.pooled}")
-            entry = ExpectedSequence(request, len(self.entries), self._reference.response(request))
+            entry = ExpectedSequence(request, len(self.entries), response or self._reference.response(request))
             if self.transfers is not None:
                 self.transfers.note_arrival(name, event)
             self.entries[name] = self.live[name] = entry
@@ -427,6 +432,15 @@ class Simulation:
 
     def _count(self, what: str, count: int = 1) -> None:
         self.counts[what] = self.counts.get(what, 0) + count
+
+
+def _begun_elsewhere(request: EngineRequest, response: ReferenceResponse | None, count: int) -> EngineRequest:
+    """The same, with so many tokens of its response known, but for the last one. None: it cannot run in any case."""
+    known = (0,) * count if response is None else response.token_ids[: min(count, len(response.token_ids) - 1)]
+    if response is not None and request.guide is not None:
+        for token_id in known:
+            request.guide.accept(token_id)
+    return msgspec.structs.replace(request, known_output=known)
 
 
 _HANDLERS: dict[type[Event], Callable[[Simulation, Any], None]] = {

@@ -23,7 +23,7 @@ class LoadConformance(ConnectorConformance):
         """How much a core would load."""
         request = offered.request
         count = stage.reader.connector.num_matched_tokens(request, computed_count)
-        return min(count, len(request.prompt_token_ids) - 1 - computed_count)
+        return min(count, len(request.known_token_ids) - 1 - computed_count)
 
     def begin(self, stage: Stage, offered: Offered, computed_count: int = 0, token_count: int | None = None) -> Load:
         matched_count = self.matched(stage, offered, computed_count)
