@@ -69,7 +69,7 @@ async def test_another_endpoint_goes_on_and_each_token_comes_once(open_pair):
 
 
 @pytest.mark.parametrize("stop", range(5))
-@pytest.mark.parametrize("way", ["hang_up", "end", "engine_fault", "draining"])
+@pytest.mark.parametrize("way", ["hang_up", "end", "engine_fault", "draining", "server_stopping"])
 async def test_wherever_and_however_it_stops(open_pair, stop, way):
     async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, BODY) as response:
         _, ask = await the_ask(pair)
@@ -156,22 +156,25 @@ async def test_a_client_may_go_on_itself_and_the_router_from_there(open_pair):
     await pair.assert_all_free()
 
 
-async def test_an_endpoint_that_computes_otherwise_is_named(open_pair):
+@pytest.mark.parametrize(
+    ("before", "after"), [("f1+exact", "f2+exact"), ("f1", "f1"), ("f1+exact", ""), ("f1+exact", "f1")]
+)
+async def test_an_endpoint_of_which_nobody_promises_the_same_tokens_is_named(open_pair, before, after):
     async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, BODY) as response:
         _, ask = await the_ask(pair)
-        ask.begin_resumable(fingerprint="f1")
+        ask.begin_resumable(fingerprint=before)
         ask.group("0:1")
         await wait_all_tasks_blocked()
         ask.hang_up()
         second, again = await the_ask(pair)
-        again.begin_resumable(fingerprint="f2")
+        again.begin_resumable(fingerprint=after)
         again.group("0:2")
         again.finish_resumable()
         await response.read()
         remark = f": x-trioserve-continued endpoint={second} tokens=not-promised\n\n".encode()
-        before, after = response.body.split(remark)
-        assert b" 0:1" in before
-        assert b" 0:2" in after
+        first, second = response.body.split(remark)
+        assert b" 0:1" in first
+        assert b" 0:2" in second
     await pair.assert_all_free()
 
 

@@ -48,11 +48,12 @@ RESUME = "resume"
 RESUMABLE_HEADER = "x-trioserve-resumable"
 RESUME_HEADER = "x-trioserve-resume"
 FINGERPRINT_HEADER = "x-trioserve-fingerprint"
+EXACT = "+exact"  # behind a fingerprint: where it is the same, so are the tokens
 CONTINUED = "x-trioserve-continued"
 
 # Of errors in a stream, those that say nothing of the request: the server leaves, or broke. Whatever else a stream ends
 # with, somebody has ended it on purpose, or it was the client's fault.
-LEAVING_CODES = frozenset({"draining", "service_unavailable_error"})
+LEAVING_CODES = frozenset({"draining", "server_stopping", "service_unavailable_error"})
 BROKEN_CODES = frozenset(
     {
         "api_error",
@@ -178,7 +179,7 @@ class Continuation:
         fingerprint = response.header(FINGERPRINT_HEADER)
         if self._resume is None:
             self._fingerprint = fingerprint
-        elif fingerprint is None or fingerprint != self._fingerprint:
+        elif fingerprint is None or fingerprint != self._fingerprint or not fingerprint.endswith(EXACT):
             return f": {CONTINUED} endpoint={quote(id, safe='/:[]')} tokens=not-promised\n\n".encode()
         return b""
 

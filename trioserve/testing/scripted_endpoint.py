@@ -54,7 +54,7 @@ class Ask:
         fields += "content-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
         self._say(f"HTTP/1.1 200 OK\r\n{fields}\r\n".encode())
 
-    def begin_resumable(self, *, fingerprint: str = "same", **told: object) -> None:
+    def begin_resumable(self, *, fingerprint: str = "same+exact", **told: object) -> None:
         """The same of an endpoint that tells how to go on elsewhere."""
         told = {"prompt_digest": "d", "seed": 7, **told}
         self.begin({"x-trioserve-resume": json.dumps(told), "x-trioserve-fingerprint": fingerprint})
