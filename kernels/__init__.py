@@ -6,6 +6,7 @@ package does not import torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -26,9 +27,22 @@ class Kernels(Protocol):
 
     @property
     def FUSED(self) -> bool:
-        """Whether paged_decode_, paged_chunks_ and choose_tokens are kernels of their own: a model then attends and
-        samples through them, and needs no masks and no cleared slots."""
+        """Whether paged_decode_, paged_chunks_ and choose_tokens are kernels of their own: a model then samples through
+        them, too."""
         ...
+
+    @property
+    def WALKS(self) -> bool:
+        """Whether a model attends through paged_decode_ and paged_chunks_, and needs no masks and no cleared slots."""
+        ...
+
+    def linear(
+        self,
+        values: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        product: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    ) -> Tensor: ...
 
     def rms_norm(self, values: Tensor, weight: Tensor | None, eps: float) -> Tensor: ...
 
@@ -81,12 +95,17 @@ class Kernels(Protocol):
     ) -> Tensor: ...
 
 
-def pick_kernels(name: KernelsName = "torch") -> Kernels:
-    """The implementation of that name. The Triton kernels are for CUDA devices; ModuleNotFoundError without triton."""
+def pick_kernels(name: KernelsName = "torch", *, batch_invariant: bool = False) -> Kernels:
+    """The implementation of that name. The Triton kernels are for CUDA devices; ModuleNotFoundError without triton.
+    batch_invariant: the bits of a row depend on its own token and context alone; in plain torch, on a CPU."""
     if name == "triton":
         from trioserve_kernels import triton
 
-        return triton
-    from trioserve_kernels import reference
+        if not batch_invariant:
+            return triton
+        from trioserve_kernels.triton import invariant
 
-    return reference
+        return invariant
+    from trioserve_kernels import reference, reference_invariant
+
+    return reference_invariant if batch_invariant else reference

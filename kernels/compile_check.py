@@ -69,6 +69,15 @@ def _attention(kernels: Any, head_dim: int, heads: int, kv_heads: int, dtype: to
     kernels.paged_chunks_(attended, queries, pages, tables, contexts, contexts, tiles, None)
 
 
+def _products(kernels: Any, dtype: torch.dtype) -> None:
+    from trioserve_kernels.triton.product import product
+
+    values, weight = torch.zeros(5, 4096, dtype=dtype), torch.zeros(6144, 4096, dtype=dtype)
+    product(values, weight, None)
+    product(values, weight, weight[0, :1].expand(6144).contiguous())
+    product(values[:, :576].contiguous(), weight[:49152, :576].contiguous(), None)
+
+
 def _rows(kernels: Any, dtype: torch.dtype) -> None:
     hidden = torch.zeros(5, 4096, dtype=dtype)
     kernels.add_rms_norm_(hidden, hidden.clone(), hidden[0], 1e-5)
@@ -116,6 +125,7 @@ def main() -> None:
         check(name, _attention, head_dim, heads, kv_heads, dtype)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         check(str(dtype), _rows, dtype)
+        check(str(dtype), _products, dtype)
     for vocab_size in VOCAB_SIZES:
         for dtype in (torch.bfloat16, torch.float32):
             check(f"{vocab_size} tokens, {dtype}", _sampling, dtype, vocab_size)

@@ -12,6 +12,7 @@ minus infinity and add an exact 0, provided that what lies there is finite; see 
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -25,12 +26,15 @@ __all__ = [
     "FUSED",
     "NAME",
     "Flaw",
+    "Product",
+    "WALKS",
     "add_rms_norm_",
     "attention_prompt",
     "choose_tokens",
     "clear_slots_",
     "decode_mask",
     "gather_context",
+    "linear",
     "paged_chunks_",
     "paged_attention_decode",
     "paged_decode_",
@@ -44,6 +48,9 @@ __all__ = [
 
 NAME = "torch"
 FUSED = False
+WALKS = False
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 DRAW_TILES = 512
 
@@ -54,6 +61,12 @@ class Flaw(enum.IntFlag):
     NO_NUMBER = 1  # NaN or infinity
     HIDDEN = 2  # minus infinity somewhere
     ALL_HIDDEN = 4  # by scores of minus infinity, by a mask, or by both
+
+
+def linear(values: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
+    """[n, in] to [n, out]: values times the transposed weight ([out, in], in whichever order product wants it), plus
+    bias. product: multiplies where the kernels have nothing better."""
+    return product(values, weight, bias)
 
 
 def rms_norm(values: Tensor, weight: Tensor | None, eps: float) -> Tensor:

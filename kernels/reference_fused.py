@@ -9,6 +9,7 @@ from trioserve_kernels.reference import (
     choose_tokens,
     clear_slots_,
     gather_context,
+    linear,
     paged_attention_decode,
     paged_chunks_,
     paged_decode_,
@@ -22,11 +23,13 @@ from trioserve_kernels.reference import (
 __all__ = [
     "FUSED",
     "NAME",
+    "WALKS",
     "add_rms_norm_",
     "attention_prompt",
     "choose_tokens",
     "clear_slots_",
     "gather_context",
+    "linear",
     "paged_attention_decode",
     "paged_chunks_",
     "paged_decode_",
@@ -39,3 +42,4 @@ __all__ = [
 
 NAME = "torch, fused"
 FUSED = True
+WALKS = True

@@ -11,6 +11,7 @@ from trioserve_kernels.reference import (
     attention_prompt,
     clear_slots_,
     gather_context,
+    linear,
     paged_attention_decode,
     rotary_,
     store_kv_,
@@ -25,11 +26,13 @@ from trioserve_kernels.triton.sampling import choose_tokens
 __all__ = [
     "FUSED",
     "NAME",
+    "WALKS",
     "add_rms_norm_",
     "attention_prompt",
     "choose_tokens",
     "clear_slots_",
     "gather_context",
+    "linear",
     "paged_attention_decode",
     "paged_chunks_",
     "paged_decode_",
@@ -42,3 +45,4 @@ __all__ = [
 
 NAME = "triton"
 FUSED = True
+WALKS = True

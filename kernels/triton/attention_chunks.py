@@ -20,7 +20,7 @@ __all__ = ["chunks_kernel", "paged_chunks_"]
 NO_WINDOW = 2**31 - 1
 
 
-@triton.jit(do_not_specialize=["window", "table_stride"])
+@triton.jit(do_not_specialize=["window", "table_stride", "page_stride"])
 def chunks_kernel(
     attended,
     queries,
@@ -34,6 +34,7 @@ def chunks_kernel(
     attended_stride,
     query_stride,
     table_stride,
+    page_stride,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -75,7 +76,7 @@ def chunks_kernel(
             result,
             pages,
             block_tables + chunk * table_stride,
-            1,
+            page_stride,
             position,
             (position >= first) & (position < end),
             (behind >= 0) & (behind < window),
@@ -86,8 +87,8 @@ def chunks_kernel(
             PAGE_TOKENS,
             DIM_BLOCK,
         )
-    # Rows past the chunk's end may have seen nothing; they are not stored, but 0 / 0 is spared.
-    result = result / tl.where(computed, total, 1.0)[:, None]
+    # Rows past the chunk's end may have seen nothing, and a chunk without a context stands for nobody: its row is 0.
+    result = result / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(attended + row[:, None] * attended_stride + place, result.to(attended.dtype.element_ty), mask=inside)
 
 
@@ -104,7 +105,7 @@ def paged_chunks_(
     _, page_tokens, _, kv_heads, head_dim = pages.shape
     group = queries.shape[1] // head_dim // kv_heads
     tile_tokens = chunk_tile_tokens(group)
-    assert queries.stride(1) == attended.stride(1) == block_tables.stride(1) == 1
+    assert queries.stride(1) == attended.stride(1) == 1
     assert pages.is_contiguous()
     assert tiles.is_contiguous()
     dim_block = max(16, triton.next_power_of_2(head_dim))
@@ -121,6 +122,7 @@ def paged_chunks_(
         attended.stride(0),
         queries.stride(0),
         block_tables.stride(0),
+        block_tables.stride(1),
         KV_HEADS=kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,

@@ -76,6 +76,12 @@ def step_driver() -> ModuleType:
     return _neighbour("step_driver")
 
 
+@pytest.fixture(scope="session")
+def histories() -> ModuleType:
+    """The module histories itself: History, play, alone."""
+    return _neighbour("histories")
+
+
 @pytest.fixture(scope="session", params=("torch", "native"))
 def cpu_kernels(request: pytest.FixtureRequest) -> str:
     """Each way to compute on a CPU, a value of ModelSettings.cpu_kernels; skips the one that cannot be had here."""

@@ -34,6 +34,7 @@ def load_runner(
     quantization: str = "none",
     max_num_seqs: int = 64,
     enforce_eager: bool = False,
+    batch_invariant: bool = False,
 ) -> ModelRunner:
     """A runner with its KV cache. Every slot holds NaN at first, so that whoever reads an unwritten one shows it."""
     settings = ModelSettings(
@@ -46,6 +47,7 @@ def load_runner(
         quantization=quantization,
         max_num_seqs=max_num_seqs,
         enforce_eager=enforce_eager,
+        batch_invariant=batch_invariant,
     )
     runner = ModelRunner.load(open_checkpoint(path), settings)
     runner.allocate_kv(block_count)

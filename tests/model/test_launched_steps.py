@@ -51,7 +51,7 @@ OUTSIDE = 100_000  # no token of the vocabulary
 
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_step_model, "pick_kernels", lambda name: reference_fused)
+    monkeypatch.setattr(torch_step_model, "pick_kernels", lambda *_, **__: reference_fused)
 
 
 def load(path: Path, *, enforce_eager: bool = False, max_num_seqs: int = 64) -> ModelRunner:

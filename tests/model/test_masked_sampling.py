@@ -362,7 +362,7 @@ def test_a_masked_step_gives_what_the_native_kernels_and_torch_agree_on(
     if HAS_NATIVE:
         assert tokens_of(cpu_kernels="native", threads=2) == wanted
     assert static == []
-    monkeypatch.setattr(torch_step_model, "pick_kernels", lambda name: reference_fused)
+    monkeypatch.setattr(torch_step_model, "pick_kernels", lambda *_, **__: reference_fused)
     for enforce_eager in (False, True):
         assert tokens_of(cpu_kernels="torch", enforce_eager=enforce_eager) == wanted
     assert static
@@ -371,7 +371,7 @@ def test_a_masked_step_gives_what_the_native_kernels_and_torch_agree_on(
 def test_an_empty_row_of_a_launched_step_fails_alone(
     tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_step_model, "pick_kernels", lambda name: reference_fused)
+    monkeypatch.setattr(torch_step_model, "pick_kernels", lambda *_, **__: reference_fused)
     runner = step_driver.load_runner(tiny_checkpoint("llama"), cpu_kernels="torch")
     driver = step_driver.StepDriver(runner)
     for name in "abc":

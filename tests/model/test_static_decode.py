@@ -43,7 +43,7 @@ SAMPLINGS = (
 @pytest.fixture
 def static_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Runners compute with fused kernels; the numbers of chunks of their steps of fixed shape come here."""
-    monkeypatch.setattr(torch_step_model, "pick_kernels", lambda name: reference_fused)
+    monkeypatch.setattr(torch_step_model, "pick_kernels", lambda *_, **__: reference_fused)
     sizes: list[int] = []
     launch = StaticDecode.launch
 

@@ -7,6 +7,7 @@ import functools
 import platform
 from collections.abc import Iterator, Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -14,6 +15,7 @@ from torch.nn import functional
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.rotary import rotary_frequencies
 from trioserve.model.torch_formats import TensorSlot
+from trioserve_kernels import Kernels, reference
 
 __all__ = ["Embedding", "Linear", "Norm", "RotaryAngles"]
 
@@ -31,9 +33,18 @@ class Linear:
     """
 
     def __init__(
-        self, inputs: int, outputs: Mapping[str, int], *, bias: bool, dtype: torch.dtype, device: torch.device
+        self,
+        inputs: int,
+        outputs: Mapping[str, int],
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: Kernels | None = None,
     ) -> None:
-        self._inputs = inputs
+        """kernels: None multiplies in plain torch."""
+        self._linear = reference.linear if kernels is None else kernels.linear
+        self.inputs = inputs
         self._outputs = dict(outputs)
         self._dtype = dtype
         self._device = device
@@ -46,7 +57,7 @@ class Linear:
         first = 0
         for name, size in self._outputs.items():
             fill = functools.partial(self._fill, name, first)
-            yield TensorSlot(f"{name}.weight", (size, self._inputs), self._dtype, fill)
+            yield TensorSlot(f"{name}.weight", (size, self.inputs), self._dtype, fill)
             if self._bias is not None:
                 yield TensorSlot(f"{name}.bias", (size,), self._dtype, self._bias[first : first + size].copy_)
             first += size
@@ -58,18 +69,16 @@ class Linear:
 
     def __call__(self, values: Tensor) -> Tensor:
         """[n, in] to [n, out]."""
-        if self._packed:
-            product: Tensor = torch.ops.mkldnn._linear_pointwise(values, self._weight, self._bias, "none", [], "")
-            return product
         assert self._weight is not None, "a linear layer computes before its weight was loaded"
-        return functional.linear(values, self._weight, self._bias)
+        product = _packed_product if self._packed else functional.linear
+        return self._linear(values, self._weight, self._bias, product)
 
     def _fill(self, name: str, first: int, tensor: Tensor) -> None:
         """Copy one projection's rows in; with the last one the weight is complete."""
         if self._weight is None:
             # Not before: while the file's order lets it, only one unpacked weight exists at a time.
             rows = sum(self._outputs.values())
-            self._weight = torch.empty(rows, self._inputs, dtype=self._dtype, device=self._device)
+            self._weight = torch.empty(rows, self.inputs, dtype=self._dtype, device=self._device)
         self._weight[first : first + self._outputs[name]].copy_(tensor)
         self._missing.discard(name)
         if not self._missing:
@@ -137,7 +146,18 @@ class RotaryAngles:
 
     def _computed(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions.to(torch.float32)[:, None, None] * self._frequencies
+        if angles.device.type == "cpu":
+            # torch's cosine of a number depends on where in a vector it stands. In float64 numpy's is off by so little
+            # that what it is rounded to does not.
+            exact = angles.numpy().astype(np.float64)
+            cos, sin = (torch.from_numpy(function(exact).astype(np.float32)) for function in (np.cos, np.sin))
+            return (cos * self._magnitude).to(self._dtype), (sin * self._signs).to(self._dtype)
         return (angles.cos() * self._magnitude).to(self._dtype), (angles.sin() * self._signs).to(self._dtype)
+
+
+def _packed_product(values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(values, weight, bias, "none", [], "")
+    return product
 
 
 def _can_pack(weight: Tensor) -> bool:

@@ -39,7 +39,8 @@ from trioserve.model.static_decode import StaticDecode
 from trioserve.model.step_tensors import HeadShape, StepShape, build_step_tensors
 from trioserve.model.torch_formats import TORCH_DTYPES, TensorSlot
 from trioserve.model.weights import Slot
-from trioserve_kernels import Kernels, pick_kernels
+from trioserve_kernels import Kernels, KernelsName, pick_kernels
+from trioserve_kernels.reference_invariant import ROW_TILE, differing_rows
 
 __all__ = ["TorchStepModel"]
 
@@ -59,8 +60,6 @@ class TorchStepModel:
         kernels: Kernels | None = None,
     ) -> None:
         """kernels: None takes those that the settings ask for. Raises StartupError if these cannot be had."""
-        if settings.batch_invariant:
-            raise StartupError("batch_invariant is not yet for plain torch and Triton: leave it out")
         kernels = _kernels(settings, device) if kernels is None else kernels
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
@@ -83,23 +82,29 @@ class TorchStepModel:
             windows=tuple(dict.fromkeys(config.sliding_windows)),
             dtype=TORCH_DTYPES[dtype],
             device=place,
-            walked_heads=HeadShape(config.head_count, config.kv_head_count, config.head_dim) if kernels.FUSED else None,
+            walked_heads=HeadShape(config.head_count, config.kv_head_count, config.head_dim) if kernels.WALKS else None,
         )
 
     @property
     def arithmetic(self) -> str:
         place = f"torch {torch.__version__}, {_processor(self._shape.device)}, {self.dtype}"
-        return f"Triton kernels, {place}" if self._kernel_name == "triton" else place
+        return f"Triton kernels, {place}" if self._kernel_name.startswith("triton") else place
 
     @property
     def computed_by(self) -> str:
-        if self._kernel_name != "triton":
-            return "plain torch"
-        return "Triton kernels, decodes in CUDA graphs" if self._has_static_steps else "Triton kernels"
+        invariant = ", batch-invariant" if self._settings.batch_invariant else ""
+        if not self._kernel_name.startswith("triton"):
+            return f"plain torch{invariant}"
+        return (
+            f"Triton kernels, decodes in CUDA graphs{invariant}"
+            if self._has_static_steps
+            else f"Triton kernels{invariant}"
+        )
 
     @property
     def launches(self) -> bool:
-        return self._shape.walked_heads is not None
+        assert self._model is not None, "launches after close"
+        return self._model.kernels.FUSED
 
     @property
     def _has_static_steps(self) -> bool:
@@ -149,7 +154,11 @@ class TorchStepModel:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Capture CUDA graphs of the decode steps, where there are any."""
+        """Capture CUDA graphs of the decode steps, where there are any. Raises StartupError if the model is to be
+        batch-invariant, and torch's products here are not."""
+        assert self._model is not None, "warm_up after close"
+        if self._settings.batch_invariant and self.device == "cpu":
+            _check_products(self._model)
         if self._static is not None:
             self._static.record_all()
 
@@ -248,13 +257,31 @@ class TorchStepModel:
 
 
 def _kernels(settings: ModelSettings, device: DeviceType) -> Kernels:
+    name: KernelsName = settings.gpu_kernels if device == "cuda" else "torch"
+    if settings.batch_invariant and device == "cuda" and name == "torch":
+        raise StartupError(
+            "batch_invariant is set and gpu_kernels is torch, whose products on a GPU depend on the batch: take "
+            "gpu_kernels triton"
+        )
     try:
-        return pick_kernels(settings.gpu_kernels if device == "cuda" else "torch")
+        return pick_kernels(name, batch_invariant=settings.batch_invariant)
     except ModuleNotFoundError as error:
         raise StartupError(
             f"gpu_kernels is {settings.gpu_kernels}, but it cannot be used here ({error}): install trioserve[gpu], or "
             "take gpu_kernels torch"
         ) from error
+
+
+def _check_products(model: LlamaModel) -> None:
+    """Raises StartupError if what torch multiplies with here makes something else of a row in another place."""
+    for linear in model.linears:
+        rows = differing_rows(linear, linear.inputs, model.dtype)
+        if rows:
+            raise StartupError(
+                "batch_invariant is set, but torch's products on this processor depend on a row's place: "
+                f"{linear.inputs} numbers in {model.dtype}, in row {rows[0]} of {ROW_TILE}; take another dtype, or the "
+                "native kernels"
+            )
 
 
 def _processor(device: torch.device) -> str:

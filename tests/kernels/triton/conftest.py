@@ -90,3 +90,8 @@ def tiny_checkpoints() -> ModuleType:
 @pytest.fixture(scope="session")
 def step_driver() -> ModuleType:
     return _helper_of_the_model_tests("step_driver")
+
+
+@pytest.fixture(scope="session")
+def histories() -> ModuleType:
+    return _helper_of_the_model_tests("histories")

@@ -28,7 +28,7 @@ PROMPTS = {"a": 36, "b": 2, "c": 9, "d": 8}
 
 def responses(kernels: Any, path: Path, device: str, step_driver: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Tokens, and the logprobs of prompts and responses."""
-    monkeypatch.setattr(torch_step_model, "pick_kernels", lambda name: kernels)
+    monkeypatch.setattr(torch_step_model, "pick_kernels", lambda *_, **__: kernels)
     driver = step_driver.StepDriver(step_driver.load_runner(path, device=device, cpu_kernels="torch"))
     for index, (name, length) in enumerate(PROMPTS.items()):
         sampling = SamplingParams(temperature=index % 2, top_p=0.9, logprobs=0, prompt_logprobs=0)
@@ -129,7 +129,7 @@ def test_replayed_decodes_answer_as_with_the_plain_kernels(
         return Recording(output, replay)
 
     def generate(kernels: Any, place: str) -> Any:
-        monkeypatch.setattr(torch_step_model, "pick_kernels", lambda name: kernels)
+        monkeypatch.setattr(torch_step_model, "pick_kernels", lambda *_, **__: kernels)
         runner = step_driver.load_runner(tmp_path, device=place, cpu_kernels="torch", max_num_seqs=4)
         runner.warm_up()
         del replayed[:]
@@ -203,7 +203,7 @@ def test_between_steps_the_host_waits_for_nothing_and_each_takes_one_copy_there_
     steps = ({"a": 9, "b": 20}, {"a": 1, "b": 11}, {"a": 1, "b": 1}, {"b": 1}, {"b": 1, "a": 1, "c": 5})
 
     def make_driver(kernels: Any, place: str) -> Any:
-        monkeypatch.setattr(torch_step_model, "pick_kernels", lambda name: kernels)
+        monkeypatch.setattr(torch_step_model, "pick_kernels", lambda *_, **__: kernels)
         runner = step_driver.load_runner(
             tmp_path, device=place, cpu_kernels="torch", max_num_seqs=4, enforce_eager=enforce_eager
         )
@@ -281,7 +281,7 @@ def test_what_steps_launch_was_compiled_before_the_first_request(
     """Prompts and their pieces, beside decodes of one part and of two; decodes alone; all that sampling can be asked
     for; drafts. In float16, since scores that were changed are float32 whatever the model is."""
     tiny_checkpoints.write_checkpoint(tmp_path, kind, dtype="float32", sharded=False)
-    monkeypatch.setattr(torch_step_model, "pick_kernels", lambda name: triton)
+    monkeypatch.setattr(torch_step_model, "pick_kernels", lambda *_, **__: triton)
     runner = step_driver.load_runner(
         tmp_path,
         dtype="float16",

@@ -44,6 +44,7 @@ class LlamaLayer:
             bias=config.attention_bias,
             dtype=dtype,
             device=device,
+            kernels=kernels,
         )
         self._output = Linear(
             self._query_size,
@@ -51,6 +52,7 @@ class LlamaLayer:
             bias=config.attention_output_bias,
             dtype=dtype,
             device=device,
+            kernels=kernels,
         )
         self._gate_up = Linear(
             hidden,
@@ -58,8 +60,20 @@ class LlamaLayer:
             bias=config.mlp_bias,
             dtype=dtype,
             device=device,
+            kernels=kernels,
         )
-        self._down = Linear(middle, {f"{name}.down_proj": hidden}, bias=config.mlp_bias, dtype=dtype, device=device)
+        self._down = Linear(
+            middle,
+            {f"{name}.down_proj": hidden},
+            bias=config.mlp_bias,
+            dtype=dtype,
+            device=device,
+            kernels=kernels,
+        )
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self._qkv, self._output, self._gate_up, self._down
 
     def slots(self) -> Iterator[TensorSlot]:
         for part in (self._input_norm, self._qkv, self._output, self._post_norm, self._gate_up, self._down):
@@ -111,8 +125,20 @@ class LlamaModel:
             self.layer_type(config, index, kernels, dtype=dtype, device=device) for index in range(config.layer_count)
         ]
         self._norm = Norm("norm", config.hidden_size, dtype=dtype, device=device)
-        self._head = Linear(config.hidden_size, {"lm_head": config.vocab_size}, bias=False, dtype=dtype, device=device)
+        self._head = Linear(
+            config.hidden_size,
+            {"lm_head": config.vocab_size},
+            bias=False,
+            dtype=dtype,
+            device=device,
+            kernels=kernels,
+        )
         self._rotary = RotaryAngles(config, dtype=dtype, device=device)
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """A product of each shape: layers have the same."""
+        return (*self._layers[0].linears, self._head)
 
     def slots(self) -> Iterator[TensorSlot]:
         """A place for every tensor of the checkpoint."""

@@ -1,0 +1,76 @@
+"""The Triton kernels, batch-invariant: the bits of a row depend on its own token and context, and on nothing beside it.
+
+Norms, rotary positions, activation and sampling are so anyway: a program has whole rows, in blocks of one shape.
+Products are our own in the place of cuBLAS's. A decode is attended as a prompt's row, by the same kernel over the same
+tiles at absolute positions; its context is not divided between programs, which costs time where contexts are long and
+rows are few. What is relied upon: tensor cores give a row of a tile the same result in each of its places.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trioserve_kernels.paged import DecodeWork
+from trioserve_kernels.reference import Product
+from trioserve_kernels.triton import (
+    FUSED,
+    WALKS,
+    add_rms_norm_,
+    attention_prompt,
+    choose_tokens,
+    clear_slots_,
+    gather_context,
+    paged_attention_decode,
+    paged_chunks_,
+    rms_norm,
+    rotary_,
+    rotary_and_store_kv_,
+    silu_and_mul,
+    store_kv_,
+)
+from trioserve_kernels.triton.product import product as _product
+
+__all__ = [
+    "FUSED",
+    "NAME",
+    "WALKS",
+    "add_rms_norm_",
+    "attention_prompt",
+    "choose_tokens",
+    "clear_slots_",
+    "gather_context",
+    "linear",
+    "paged_attention_decode",
+    "paged_chunks_",
+    "paged_decode_",
+    "rms_norm",
+    "rotary_",
+    "rotary_and_store_kv_",
+    "silu_and_mul",
+    "store_kv_",
+]
+
+NAME = "triton, batch-invariant"
+
+
+def linear(values: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
+    return _product(values, weight, bias)
+
+
+def paged_decode_(
+    attended: Tensor,
+    queries: Tensor,
+    pages: Tensor,
+    block_tables: Tensor,
+    contexts: Tensor,
+    window: int | None,
+    parts: int,
+    work: DecodeWork,
+) -> None:
+    """Chunks of one token each. parts and work are not used."""
+    count = queries.shape[0]
+    row_starts = torch.arange(count + 1, dtype=torch.int32, device=queries.device)
+    # An int64 is a chunk's number and a 0 behind it: its one tile begins at its first row.
+    tiles = torch.arange(count, dtype=torch.int64, device=queries.device).view(torch.int32).view(count, 2)
+    paged_chunks_(attended, queries, pages, block_tables, contexts, row_starts, tiles, window)

@@ -1,0 +1,152 @@
+"""Histories of a real engine core over a real runner: who comes when, in which chunks, with which neighbours, prefix
+hits, preemptions, drafts, overlapped steps and aborts. What each request got is compared with what it gets alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import msgspec
+
+from trioserve.contracts.events import PromptLogprobs, RequestFinished, TokenLogprob, TokensReady
+from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.step import ScheduledChunk, StepPlan
+from trioserve.core.engine import EngineCore
+from trioserve.core.settings import CoreSettings
+from trioserve.model.runner import ModelRunner
+
+__all__ = ["Arrival", "History", "Response", "alone", "play", "request"]
+
+TOP = 20  # logprobs beside each token's own
+STEPS_MAX = 3_000
+
+
+class Arrival(msgspec.Struct, frozen=True):
+    """request: comes before this step. aborted_at: leaves before this one; None: stays."""
+
+    request: EngineRequest
+    step: int = 0
+    aborted_at: int | None = None
+
+
+class History(msgspec.Struct, frozen=True):
+    """block_seed: where the blocks of the pool lie in memory."""
+
+    arrivals: tuple[Arrival, ...]
+    step_tokens_max: int = 512
+    max_num_seqs: int = 8
+    block_count: int = 200
+    enable_prefix_caching: bool = True
+    overlap_steps: bool = False
+    draft_tokens_max: int = 0
+    block_seed: int = 0
+
+
+class Response(msgspec.Struct):
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    is_complete: bool = False
+
+
+class Played(msgspec.Struct):
+    """And what the history was made of, so that a test can say that it was."""
+
+    responses: dict[str, Response] = {}
+    preemptions: int = 0
+    hit_tokens: int = 0
+    drafts: int = 0
+    steps_ahead: int = 0
+    largest_batch: int = 0
+
+
+def request(
+    name: str,
+    prompt: Sequence[int],
+    output_tokens: int,
+    *,
+    seed: int = 0,
+    temperature: float = 0.0,
+    prompt_logprobs: bool = False,
+) -> EngineRequest:
+    sampling = SamplingParams(
+        temperature=temperature, top_p=0.95, logprobs=TOP, prompt_logprobs=TOP if prompt_logprobs else None
+    )
+    return EngineRequest(
+        id=name,
+        prompt_token_ids=tuple(prompt),
+        sampling=sampling,
+        output_tokens_max=output_tokens,
+        stop_token_ids=frozenset(),
+        seed=seed,
+    )
+
+
+def alone(runner: ModelRunner, subject: EngineRequest) -> Response:
+    """The whole prompt in one step, then one token a step; nobody else was ever there."""
+    history = History((Arrival(subject),), enable_prefix_caching=False, block_count=runner.block_count)
+    return play(runner, history).responses[subject.id]
+
+
+def play(runner: ModelRunner, history: History) -> Played:
+    core = EngineCore(
+        CoreSettings(
+            block_count=min(history.block_count, runner.block_count),
+            block_size=runner.block_size,
+            context_tokens_max=min(runner.config.context_tokens_max, history.block_count * runner.block_size),
+            max_num_seqs=history.max_num_seqs,
+            step_tokens_max=max(history.step_tokens_max, history.max_num_seqs),
+            enable_prefix_caching=history.enable_prefix_caching,
+            overlap_steps=history.overlap_steps,
+            draft_tokens_max=history.draft_tokens_max,
+        )
+    )
+    places = list(range(runner.block_count))
+    random.Random(history.block_seed).shuffle(places)
+    played = Played(responses={arrival.request.id: Response() for arrival in history.arrivals})
+    to_come = sorted(history.arrivals, key=lambda arrival: arrival.step)
+    out: list[tuple[StepPlan, object]] = []
+    for step in range(STEPS_MAX):
+        while to_come and to_come[0].step <= step:
+            core.add(to_come.pop(0).request)
+        core.abort([one.request.id for one in history.arrivals if one.aborted_at == step], now=0.0)
+        if not out:
+            plan = core.schedule(0.0)
+            if plan is None:
+                if to_come:
+                    continue
+                break
+            out.append((plan, runner.launch(_moved(plan, places))))
+        if history.overlap_steps and (ahead := core.schedule_ahead(0.0)) is not None:
+            played.steps_ahead += 1
+            out.append((ahead, runner.launch(_moved(ahead, places))))
+        plan, finish = out.pop(0)
+        result = finish()
+        assert not result.errors, result.errors
+        played.largest_batch = max(played.largest_batch, len(plan.chunks))
+        for event in core.update_from_output(plan, result, 0.0):
+            response = played.responses[event.request_id]
+            if isinstance(event, TokensReady):
+                response.token_ids += event.token_ids
+                response.logprobs += event.logprobs or ()
+            elif isinstance(event, PromptLogprobs):
+                response.prompt_logprobs += event.logprobs
+            elif isinstance(event, RequestFinished):
+                response.is_complete = True
+    else:
+        raise AssertionError(f"after {STEPS_MAX} steps somebody still waits")
+    stats = core.stats()
+    played.preemptions = stats.preemptions_total
+    played.hit_tokens = stats.prefix_hit_tokens_total
+    played.drafts = stats.accepted_tokens_total
+    return played
+
+
+def _moved(plan: StepPlan, places: list[int]) -> StepPlan:
+    """The same plan with each block somewhere else."""
+
+    def moved(chunk: ScheduledChunk) -> ScheduledChunk:
+        return msgspec.structs.replace(chunk, block_table=[places[block] for block in chunk.block_table])
+
+    return msgspec.structs.replace(plan, chunks=tuple(map(moved, plan.chunks)))

@@ -1,0 +1,323 @@
+"""What batch_invariant promises: whatever happens around a request, its logprobs have the bits that they have alone.
+
+Each example is a history of the real core over a real runner (histories.py), drawn by hypothesis: neighbours that come,
+go and leave, chunk sizes, prefix hits, preemption and computing anew, drafts, overlapped steps, blocks anywhere in
+memory, one thread and two. Equal means equal: floats are compared as they are, of each token and of the best 20 beside
+it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from trioserve.contracts.errors import StartupError
+from trioserve.model import runner as runner_module
+from trioserve.model import torch_step_model
+from trioserve.model.runner import ModelRunner
+from trioserve.model.settings import ModelSettings
+from trioserve_kernels import reference_invariant
+from trioserve_kernels.build import CannotBuild, build_library, supported_levels
+from trioserve_kernels.native import Library, NoNativeKernels
+
+BLOCK_SIZE = 5  # a divisor of no tile
+BLOCK_COUNT = 200
+VOCAB = range(5, 320)
+TEXT = [random.Random(1).choice(VOCAB) for _ in range(150)]  # what prompts may have in common
+# kind, dtype, quantization
+TORCH = (
+    ("llama-biased-64", "float32", "none"),
+    ("qwen2-sliding", "bfloat16", "none"),
+    ("mistral", "float16", "none"),
+    ("qwen3", "bfloat16", "none"),
+)
+NATIVE = (
+    ("llama", "float32", "none"),
+    ("llama-biased-64", "bfloat16", "none"),
+    ("mistral", "bfloat16", "none"),
+    ("qwen2-sliding", "float32", "none"),
+    ("qwen3", "bfloat16", "none"),
+    ("llama", "bfloat16", "int8"),
+    ("qwen2", "bfloat16", "int4"),
+    ("llama-wide", "bfloat16", "Q4_1"),
+    ("llama-wide", "bfloat16", "Q4_K"),
+    ("llama-wide", "bfloat16", "Q6_K"),
+    ("llama-padded", "bfloat16", "Q5_0"),
+)
+
+
+@pytest.fixture(scope="module")
+def load(
+    step_driver: ModuleType, tiny_checkpoint: Callable[..., Path], tiny_gguf: Callable[..., Path]
+) -> Iterator[Callable[..., ModelRunner]]:
+    """load(kind, dtype, quantization, level=None, threads=1, batch_invariant=True). level: of the native kernels; None:
+    plain torch. A runner that was loaded before comes back."""
+    made: dict[tuple[Any, ...], ModelRunner] = {}
+
+    def runner(
+        kind: str, dtype: str, quantization: str, *, level: str | None, threads: int = 1, batch_invariant: bool = True
+    ) -> ModelRunner:
+        key = (kind, dtype, quantization, level, threads, batch_invariant)
+        if key not in made:
+            own = ("none", "int8", "int4")
+            path = tiny_checkpoint(kind) if quantization in own else tiny_gguf(kind, quantization)
+            with pytest.MonkeyPatch.context() as patch:
+                if level is not None:
+                    patch.setattr(runner_module, "load_library", lambda **_: Library(build_library(level), level))
+                made[key] = step_driver.load_runner(
+                    path,
+                    dtype=dtype,
+                    block_size=BLOCK_SIZE,
+                    block_count=BLOCK_COUNT,
+                    cpu_kernels="torch" if level is None else "native",
+                    threads=threads,
+                    quantization=quantization if quantization in own else "file",
+                    batch_invariant=batch_invariant,
+                )
+            made[key].warm_up()
+        return made[key]
+
+    yield runner
+    for one in made.values():
+        one.close()
+
+
+@st.composite
+def requests(draw: st.DrawFn, histories: ModuleType, name: str) -> Any:
+    common = draw(st.sampled_from((0, 0, 3, 40, 64, 130)))
+    seed = draw(st.integers(0, 2**32))
+    rng = random.Random(seed)
+    own = [rng.choice(VOCAB) for _ in range(draw(st.sampled_from((1, 2, 17, 40))))]
+    if draw(st.booleans()):  # repeats itself, so that drafts come
+        own = (own[:4] * 9)[: len(own) + 8]
+    return histories.request(
+        name,
+        TEXT[:common] + own,
+        draw(st.sampled_from((1, 6, 14))),
+        seed=seed,
+        temperature=draw(st.sampled_from((0.0, 0.0, 0.9))),
+        prompt_logprobs=draw(st.integers(0, 4)) == 0,
+    )
+
+
+@st.composite
+def drawn_histories(draw: st.DrawFn, histories: ModuleType) -> Any:
+    arrivals = []
+    for number in range(draw(st.integers(2, 7))):
+        step = draw(st.integers(0, 12))
+        leaves = draw(st.integers(0, 5)) == 0
+        aborted_at = step + draw(st.integers(1, 12)) if leaves else None
+        arrivals.append(histories.Arrival(draw(requests(histories, f"r{number}")), step, aborted_at))
+    way = draw(st.sampled_from(("plain", "plain", "drafts", "overlap")))
+    return histories.History(
+        tuple(arrivals),
+        step_tokens_max=draw(st.sampled_from((8, 13, 50, 512))),
+        max_num_seqs=draw(st.sampled_from((2, 8))),
+        # 200 tokens are what the longest request takes: several of them preempt each other.
+        block_count=draw(st.sampled_from((42, 60, BLOCK_COUNT))),
+        enable_prefix_caching=draw(st.booleans()),
+        overlap_steps=way == "overlap",
+        draft_tokens_max=4 if way == "drafts" else 0,
+        block_seed=draw(st.integers(0, 99)),
+    )
+
+
+def check(histories: ModuleType, history: Any, player: ModelRunner, lonely: ModelRunner, known: dict[Any, Any]) -> Any:
+    """known: what requests got alone, kept between histories."""
+    played = histories.play(player, history)
+    for arrival in history.arrivals:
+        request = arrival.request
+        key = (id(lonely), request.prompt_token_ids, request.seed, request.output_tokens_max, request.sampling)
+        if key not in known:
+            known[key] = histories.alone(lonely, request)
+        wanted, got = known[key], played.responses[request.id]
+        assert got.is_complete or arrival.aborted_at is not None
+        count = len(got.token_ids)
+        assert got.token_ids == wanted.token_ids[:count], request.id
+        assert got.logprobs == wanted.logprobs[:count], request.id
+        assert got.prompt_logprobs == wanted.prompt_logprobs[: len(got.prompt_logprobs)], request.id
+    return played
+
+
+def check_drawn(
+    histories: ModuleType, load: Callable[..., ModelRunner], case: tuple[str, str, str], level: str | None, count: int
+) -> None:
+    known: dict[Any, Any] = {}
+
+    @settings(
+        max_examples=count,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=(Phase.generate,),
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(drawn_histories(histories), st.sampled_from((1, 1, 2)))
+    def run(history: Any, threads: int) -> None:
+        if level is None:
+            threads = 1  # torch's are the whole process's: see below
+        check(histories, history, load(*case, level=level, threads=threads), load(*case, level=level), known)
+
+    run()
+
+
+def library_or_skip(level: str) -> None:
+    try:
+        Library(build_library(level), level)
+    except (CannotBuild, NoNativeKernels) as error:
+        pytest.skip(f"no native kernels for {level}: {error}")
+
+
+@pytest.mark.parametrize("case", TORCH, ids="-".join)
+def test_plain_torch(case: tuple[str, str, str], histories: ModuleType, load: Callable[..., ModelRunner]) -> None:
+    check_drawn(histories, load, case, None, 4)
+
+
+@pytest.mark.parametrize("level", supported_levels())
+@pytest.mark.parametrize("case", NATIVE, ids="-".join)
+def test_native(
+    case: tuple[str, str, str], level: str, histories: ModuleType, load: Callable[..., ModelRunner]
+) -> None:
+    library_or_skip(level)
+    check_drawn(histories, load, case, level, 8)
+
+
+def busy_history(histories: ModuleType, **settings: Any) -> Any:
+    """Eight requests with prompts of all kinds, in small chunks."""
+    rng = random.Random(3)
+    arrivals = []
+    for number in range(8):
+        prompt = TEXT[: (0, 70, 33)[number % 3]] + [rng.choice(VOCAB) for _ in range((1, 20, 50)[number % 3])]
+        arrivals.append(histories.Arrival(histories.request(f"r{number}", prompt, 12, seed=number), 2 * number))
+    return histories.History(tuple(arrivals), **{"step_tokens_max": 40, **settings})
+
+
+WAYS: tuple[dict[str, Any], ...] = (
+    {"block_count": 32},
+    {"overlap_steps": True, "block_seed": 1},
+    {"draft_tokens_max": 4, "max_num_seqs": 3},
+)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: next(iter(way)))
+@pytest.mark.parametrize("level", (None, *supported_levels()[:1]))
+def test_histories_are_what_they_are_said_to_be(
+    way: dict[str, Any], level: str | None, histories: ModuleType, load: Callable[..., ModelRunner]
+) -> None:
+    """Blocks are preempted, prefixes hit, steps overlap, drafts are right; with two threads."""
+    if level is not None:
+        library_or_skip(level)
+    case = ("llama", "float32", "none")
+    lonely = load(*case, level=level)
+    history = busy_history(histories, **way)
+    if "draft_tokens_max" in way:  # what a model says twice is guessed
+        said = histories.alone(lonely, histories.request("x", TEXT[:9], 60)).token_ids
+        again = histories.request("again", (*TEXT[:9], *said[:40], *TEXT[:9], *said[:5]), 12)
+        history = histories.History((*history.arrivals, histories.Arrival(again)), step_tokens_max=40, **way)
+    player = load(*case, level=level, threads=2)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        played = check(histories, history, player, lonely, {})
+    finally:
+        torch.set_num_threads(threads)
+    assert played.hit_tokens > 0
+    assert played.largest_batch >= 3
+    assert (played.preemptions > 0) == ("block_count" in way)
+    assert (played.steps_ahead > 0) == ("overlap_steps" in way)
+    assert (played.drafts > 0) == ("draft_tokens_max" in way)
+
+
+@pytest.mark.parametrize("level", (None, *supported_levels()))
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+def test_logprobs_of_an_answer_are_those_of_the_same_text_as_a_prompt(
+    dtype: str, level: str | None, histories: ModuleType, load: Callable[..., ModelRunner]
+) -> None:
+    if level is not None:
+        library_or_skip(level)
+    runner = load("qwen3", dtype, "none", level=level)
+    prompt = TEXT[:50]
+    for temperature in (0.0, 1.0):
+        answer = histories.alone(runner, histories.request("a", prompt, 25, temperature=temperature, seed=4))
+        text = (*prompt, *answer.token_ids)
+        again = histories.alone(runner, histories.request("b", text, 1, prompt_logprobs=True))
+        assert again.prompt_logprobs[len(prompt) :] == answer.logprobs
+
+
+@pytest.mark.parametrize("level", (None, *supported_levels()[:1]))
+def test_without_the_mode_the_comparison_sees_a_difference(
+    level: str | None, histories: ModuleType, load: Callable[..., ModelRunner]
+) -> None:
+    if level is not None:
+        library_or_skip(level)
+    runner = load("llama", "bfloat16", "none", level=level, batch_invariant=False)
+    with pytest.raises(AssertionError):
+        check(histories, busy_history(histories), runner, runner, {})
+
+
+def test_a_product_that_depends_on_the_batch_is_seen(
+    histories: ModuleType, load: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that adds the halves of its depth when it has more than one row."""
+    runner = load("llama-tied", "float32", "none", level=None)
+    linear = runner._model._model._head  # type: ignore[union-attr]  # the plan's fault is planted in one layer
+
+    def planted(values: Tensor, weight: Tensor, bias: Tensor | None, product: Any) -> Tensor:
+        if values.shape[0] == 1:
+            return reference_invariant.linear(values, weight, bias, product)
+        half = values.shape[1] // 2
+        parts = torch.zeros_like(values), torch.zeros_like(values)
+        parts[0][:, :half], parts[1][:, half:] = values[:, :half], values[:, half:]
+        return sum(reference_invariant.linear(part, weight, bias, product) for part in parts)
+
+    monkeypatch.setattr(linear, "_linear", planted)
+    with pytest.raises(AssertionError):
+        check(histories, busy_history(histories), runner, runner, {})
+
+
+def test_what_cannot_be_had_is_refused(tiny_checkpoint: Callable[..., Path], step_driver: ModuleType) -> None:
+    """A processor on which the place of a row counts, and torch's products on a GPU."""
+    runner = step_driver.load_runner(tiny_checkpoint("llama"), cpu_kernels="torch", batch_invariant=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_step_model, "differing_rows", lambda *_: [7])
+        with pytest.raises(StartupError, match="in row 7 of 16"):
+            runner.warm_up()
+    with pytest.raises(StartupError, match="take gpu_kernels triton"):
+        torch_step_model.TorchStepModel(
+            runner.config, ModelSettings(batch_invariant=True), dtype="float32", device="cuda"
+        )
+    runner.close()
+
+
+def test_the_place_of_a_row_is_looked_at() -> None:
+    def sums(tile: Tensor) -> Tensor:
+        found = tile.cumsum(-1)[:, -1]
+        found[5] += 1e-3
+        return found
+
+    assert reference_invariant.differing_rows(sums, 40, torch.float32) == [5]
+    assert reference_invariant.differing_rows(lambda tile: tile.cumsum(-1), 40, torch.float32) == []
+
+
+def test_kv_travels_only_between_engines_of_one_arithmetic(
+    tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
+) -> None:
+    def name_of(**settings: Any) -> str:
+        runner = step_driver.load_runner(tiny_checkpoint("llama"), cpu_kernels="torch", **settings)
+        try:
+            return str(runner.kv_pages("model").layout.model)
+        finally:
+            runner.close()
+
+    assert name_of() == name_of(dtype="bfloat16") == "model"
+    assert name_of(batch_invariant=True) == name_of(batch_invariant=True, threads=1)
+    assert name_of(batch_invariant=True) not in ("model", name_of(batch_invariant=True, dtype="bfloat16"))
