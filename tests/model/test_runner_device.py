@@ -178,7 +178,8 @@ def test_gpu_kernels_are_for_a_gpu_and_are_missed_with_a_sentence(
 ) -> None:
     asked: list[str] = []
 
-    def pick(name: str) -> object:
+    def pick(name: str, *, batch_invariant: bool) -> object:
+        assert not batch_invariant
         asked.append(name)
         if asked == ["torch", gpu_kernels]:
             raise ModuleNotFoundError("No module named 'triton'")

@@ -111,9 +111,7 @@ def test_a_model_answers_in_a_batch_as_alone(
     requests = [histories.request(f"r{n}", prompt, 4, seed=n) for n, prompt in enumerate(prompts)]
     again = histories.request("again", [*prompts[0][:20], 5, 6], 3, temperature=0.9)
     arrivals = [histories.Arrival(one, number) for number, one in enumerate((*requests, again))]
-    history = histories.History(
-        tuple(arrivals), step_tokens_max=21, max_num_seqs=4, block_count=18, overlap_steps=True
-    )
+    history = histories.History(tuple(arrivals), step_tokens_max=21, max_num_seqs=4, block_count=18, overlap_steps=True)
     played = histories.play(runner, history)
     assert played.hit_tokens
     assert played.largest_batch > 2
