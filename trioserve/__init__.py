@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from trioserve.contracts.output import Delta
     from trioserve.contracts.pooling import LabelledPrompt, Pooled, PoolingParams, TextPair
     from trioserve.contracts.prompt import ChatPrompt
+    from trioserve.contracts.resume import Resume
     from trioserve.contracts.sampling import SamplingParams
     from trioserve.contracts.structured_output import StructuredOutput
     from trioserve.contracts.thinking import Thinking
@@ -55,6 +56,7 @@ __all__ = [
     "Pooled",
     "PoolingParams",
     "ReasoningText",
+    "Resume",
     "SamplingParams",
     "StartupError",
     "StructuredOutput",
@@ -79,6 +81,7 @@ _HOMES = {
     "LabelledPrompt": "trioserve.contracts.pooling",
     "Pooled": "trioserve.contracts.pooling",
     "PoolingParams": "trioserve.contracts.pooling",
+    "Resume": "trioserve.contracts.resume",
     "SamplingParams": "trioserve.contracts.sampling",
     "TextPair": "trioserve.contracts.pooling",
     "StructuredOutput": "trioserve.contracts.structured_output",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -61,7 +62,10 @@ class Resume(msgspec.Struct, frozen=True, kw_only=True):
 
 def digest_of(token_ids: Sequence[int]) -> str:
     """The name of a prompt: 32 hexadecimal digits, the same for the same tokens, in any process."""
-    return blake2b(array("I", token_ids).tobytes(), digest_size=DIGEST_BYTES).hexdigest()
+    ids = array("I", token_ids)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return blake2b(ids.tobytes(), digest_size=DIGEST_BYTES).hexdigest()
 
 
 def _items(param: str, value: object, allowed: str) -> Sequence[object]:
