@@ -22,7 +22,7 @@ from msgspec import Meta
 
 from trioserve.api.batches.settings import BatchSettings
 from trioserve.api.responses.settings import BackgroundSettings
-from trioserve.api.streams.settings import DetachSettings
+from trioserve.api.streams.settings import ROUTER_GRACE, DetachSettings
 from trioserve.connectors.settings import connector_settings
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.endpoint import CONTINUATION_BYTES_MAX, DISAGGREGATED_PROMPT_TOKENS_MIN
@@ -285,6 +285,12 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
     max_detached_streams: Annotated[int, _about(
         "streams that may have asked for it at a time, half of them of one caller; more are refused with 429", "N",
         ge=1)] = DetachSettings().streams_max
+    router_grace: Annotated[float, _about(
+        "seconds that a stream goes on for another router when the one that asked for it has died; only of routers "
+        "with --router-peers; 0: it ends at once", "SECONDS", ge=0, le=60)] = ROUTER_GRACE.seconds_max
+    max_router_streams: Annotated[int, _about(
+        "streams of such routers that are kept so at a time; those beyond it are served, and end with their router",
+        "N", ge=1, le=4096)] = ROUTER_GRACE.streams_max
     frontend: Annotated[Literal["native", "hypercorn"], _about(
         "who speaks HTTP; hypercorn knows fewer ways to stop")] = "native"
     trust_request_chat_template: Annotated[bool, _about(

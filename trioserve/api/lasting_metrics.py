@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from trioserve.api.responses.background import BackgroundResponses
     from trioserve.api.streams.detached_streams import DetachedStreams
+    from trioserve.api.streams.router_streams import RouterStreams
     from trioserve.metrics.registry import Metrics
     from trioserve.store.store import Store
 
@@ -14,12 +15,37 @@ __all__ = ["show_lasting"]
 
 
 def show_lasting(
-    metrics: Metrics, store: Store | None, background: BackgroundResponses, detached: DetachedStreams
+    metrics: Metrics,
+    store: Store | None,
+    background: BackgroundResponses,
+    detached: DetachedStreams,
+    router_streams: RouterStreams,
 ) -> None:
     """Once for each app."""
-    shown = {"store_evicted_total": 0, "store_refused_total": 0}
+    shown = dict.fromkeys(
+        (
+            "store_evicted_total",
+            "store_refused_total",
+            "router_streams_taken_over_total",
+            "router_streams_expired_total",
+        ),
+        0,
+    )
+
+    def count(totals: dict[str, int]) -> None:
+        for name, value in totals.items():
+            getattr(metrics, name).inc(value - shown[name])
+            shown[name] = value
 
     def show() -> None:
+        metrics.router_streams.set(router_streams.detached_count)
+        metrics.router_stream_bytes_held.set(router_streams.kept_bytes)
+        count(
+            {
+                "router_streams_taken_over_total": router_streams.taken_over_total,
+                "router_streams_expired_total": router_streams.expired_total,
+            }
+        )
         metrics.background_responses.set(background.live_count)
         metrics.detached_streams.set(detached.detached_count)
         metrics.detached_bytes_held.set(detached.kept_bytes)
@@ -28,9 +54,6 @@ def show_lasting(
         usage = store.usage()
         metrics.store_bytes_used.set(usage.bytes)
         metrics.store_objects.set(usage.objects)
-        totals = {"store_evicted_total": usage.evicted_count, "store_refused_total": usage.refused_count}
-        for name, value in totals.items():
-            getattr(metrics, name).inc(value - shown[name])
-            shown[name] = value
+        count({"store_evicted_total": usage.evicted_count, "store_refused_total": usage.refused_count})
 
     metrics.on_scrape(show)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from trioserve.api.batches.batches import Batches
     from trioserve.api.responses.background import BackgroundResponses
     from trioserve.api.streams.detached_streams import DetachedStreams
+    from trioserve.api.streams.router_streams import RouterStreams
     from trioserve.contracts.deadlines import Deadlines
     from trioserve.contracts.kv_transfer_params import KVTransferParams
     from trioserve.contracts.pooling import PooledInput, PoolingParams
@@ -80,7 +81,7 @@ class RequestContext(Responder):
     apart in threads.
     rules: what the operator has decided.
     priority_least: no request of this one runs with a better priority, whatever its body says.
-    detached: streams that go on without a client.
+    detached: streams that go on without a client. router_streams: those that go on without the router that asked.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class RequestContext(Responder):
         batch_endpoints: tuple[str, ...],
         uploads: trio.CapacityLimiter,
         detached: DetachedStreams,
+        router_streams: RouterStreams,
         rules: AccessRules,
     ) -> None:
         super().__init__(exchange, clock_and_ids)
@@ -109,6 +111,7 @@ class RequestContext(Responder):
         self.uploads = uploads
         self.priority_least = PRIORITY_MIN
         self.detached = detached
+        self.router_streams = router_streams
         self._tenant_header = tenant_header
         self.trust_chat_template = trust_chat_template
         self.streams: list[RequestStream] = []

@@ -49,7 +49,8 @@ from trioserve.api.responses.settings import BackgroundSettings
 from trioserve.api.sse import encode
 from trioserve.api.streams.detached_streams import DetachedStreams
 from trioserve.api.streams.handlers import delete_stream, read_stream
-from trioserve.api.streams.settings import DetachSettings
+from trioserve.api.streams.router_streams import RouterStreams, end_kept_stream, read_kept_stream
+from trioserve.api.streams.settings import ROUTER_GRACE, DetachSettings
 from trioserve.contracts.request import PRIORITY_MAX
 from trioserve.http.clock_and_ids import ClockAndIds
 
@@ -120,6 +121,7 @@ TEMPLATES: tuple[Route[RequestContext], ...] = (
     Route(path="/v1/batches/{batch}", operations={"GET": retrieve_batch}),
     Route(path="/v1/batches/{batch}/cancel", operations={"POST": cancel_batch}),
     Route(path="/v1/streams/{stream}", operations={"GET": read_stream, "DELETE": delete_stream}),
+    Route(path="/v1/kept_streams/{stream}", operations={"GET": read_kept_stream, "DELETE": end_kept_stream}),
 )
 """Paths with an id in them, which is one segment: each segment in braces stands for any text."""
 NOT_HERE = frozenset({"/v1/responses/compact"})
@@ -138,6 +140,7 @@ class App(BaseApp[RequestContext]):
     store: where responses, files and batches are kept; None: none are, and nothing goes on in the background.
     background, batches: bounds of what does, inside of `async with app.running()`.
     detaching: whether streams may go on without their clients, and for how long; inside of the same.
+    router_grace: the same of those whose router is gone.
     """
 
     def __init__(
@@ -154,6 +157,7 @@ class App(BaseApp[RequestContext]):
         background: BackgroundSettings | None = None,
         batches: BatchSettings | None = None,
         detaching: DetachSettings | None = None,
+        router_grace: DetachSettings | None = None,
     ) -> None:
         super().__init__(ApiKeys(api_keys, admin_key=admin_api_key, rules=access), engine.metrics)
         self._engine = engine
@@ -173,12 +177,18 @@ class App(BaseApp[RequestContext]):
             metrics=engine.metrics,
         )
         self.detached = DetachedStreams(detaching or DetachSettings())
-        show_lasting(engine.metrics, store, self.background, self.detached)
+        self.router_streams = RouterStreams(router_grace or ROUTER_GRACE)
+        show_lasting(engine.metrics, store, self.background, self.detached, self.router_streams)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """What outlives the request that began it lives in here. Leaving cancels it."""
-        async with self.detached.running(), self.background.running(), self.batches.running():
+        async with (
+            self.detached.running(),
+            self.router_streams.running(),
+            self.background.running(),
+            self.batches.running(),
+        ):
             yield
 
     def drain(self) -> None:
@@ -186,15 +196,21 @@ class App(BaseApp[RequestContext]):
         self.background.drain()
         self.batches.drain()
         self.detached.drain()
+        self.router_streams.drain()
 
     async def wait_until_idle(self) -> None:
         """Returns when nothing lives that outlives its request. For use after drain()."""
         await self.background.wait_until_idle()
         await self.batches.wait_until_idle()
         await self.detached.wait_until_idle()
+        await self.router_streams.wait_until_idle()
 
     async def operate(self, context: RequestContext, operation: Operation[RequestContext]) -> None:
-        wish = self.detached.wish_of(context)
+        streams = self.detached
+        wish = streams.wish_of(context)
+        if wish is None:  # what the client asks for goes before what its router does
+            streams = self.router_streams
+            wish = streams.wish_of(context)
         if wish is None:
             await operation(context)
             return
@@ -202,7 +218,7 @@ class App(BaseApp[RequestContext]):
         async def handle(inner: RequestContext) -> None:
             await self.handle(inner, operation)
 
-        await self.detached.serve(context, wish, self.new_context, handle)
+        await streams.serve(context, wish, self.new_context, handle)
 
     def route(self, path: str) -> Route[RequestContext] | None:
         if path.startswith(MODEL_PATH) and len(path) > len(MODEL_PATH):
@@ -227,6 +243,7 @@ class App(BaseApp[RequestContext]):
             batch_endpoints=tuple(path for path in BATCH_ENDPOINTS if path in ROUTES),
             uploads=self._uploads,
             detached=self.detached,
+            router_streams=self.router_streams,
             rules=self._keys.rules,
         )
 

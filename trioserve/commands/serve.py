@@ -100,6 +100,7 @@ async def serve_configured(
                 background=_background_settings(config),
                 batches=_batch_settings(config),
                 detaching=_detach_settings(config),
+                router_grace=_router_grace(config),
             )
             await scopes.enter_async_context(engines_app.running())
             worker: Worker = engine
@@ -217,6 +218,11 @@ def _background_settings(config: Config) -> BackgroundSettings:
 def _batch_settings(config: Config) -> BatchSettings:
     count = config.max_batches
     return BatchSettings(batches_max=count, batches_of_one_max=(count + 3) // 4, lines_at_once=config.batch_concurrency)
+
+
+def _router_grace(config: Config) -> DetachSettings:
+    count = config.max_router_streams
+    return DetachSettings(seconds_max=config.router_grace, streams_max=count, streams_of_one_max=count)
 
 
 def _detach_settings(config: Config) -> DetachSettings:

@@ -892,4 +892,28 @@ CATALOGUE: tuple[Metric, ...] = (
         unit="bytes",
         meaning="Events that are kept of streams that may be detached.",
     ),
+    Metric(
+        name="router_streams",
+        kind="gauge",
+        unit="streams",
+        meaning="Streams that go on while the router that asked for them is gone.",
+    ),
+    Metric(
+        name="router_stream_bytes_held",
+        kind="gauge",
+        unit="bytes",
+        meaning="Events that are kept of streams for whose routers another one may stand in.",
+    ),
+    Metric(
+        name="router_streams_taken_over_total",
+        kind="counter",
+        unit="streams",
+        meaning="Times that another router, or the same one again, went on reading such a stream.",
+    ),
+    Metric(
+        name="router_streams_expired_total",
+        kind="counter",
+        unit="streams",
+        meaning="Such streams that were ended since nobody went on reading them in time.",
+    ),
 )

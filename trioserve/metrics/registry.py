@@ -147,6 +147,10 @@ class Metrics:
     background_responses: Gauge
     detached_streams: Gauge
     detached_bytes_held: Gauge
+    router_streams: Gauge
+    router_stream_bytes_held: Gauge
+    router_streams_taken_over_total: Counter
+    router_streams_expired_total: Counter
 
     def __init__(self, model_name: str | None, *, parts: Collection[Part] = ("engine", "frontend", "router")) -> None:
         """model_name: None if there is no one model. parts: whose metrics there are; the others' attributes are not."""

@@ -82,6 +82,7 @@ async def open_memory_server(
     background: BackgroundSettings | None = None,
     batches: BatchSettings | None = None,
     detaching: DetachSettings | None = None,
+    router_grace: DetachSettings | None = None,
     store_settings: StoreSettings | None = None,
     store_directory: Path | None = None,
     **engine_options: Any,
@@ -99,6 +100,7 @@ async def open_memory_server(
                 background=background,
                 batches=batches,
                 detaching=detaching,
+                router_grace=router_grace,
             )
             async with app.running(), trio.open_nursery() as nursery:
                 server = FrontendServer(app, limits=limits, knows_caller=app.knows_caller)

@@ -17,6 +17,7 @@ class DeletedStream(msgspec.Struct, forbid_unknown_fields=True):
     deleted: bool
 
 
+KEPT_ID = "the X-Trioserve-Keep that it was asked for with"
 ID = "the X-Session-Id that it was asked for with"
 
 OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
@@ -34,5 +35,20 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
         response=DeletedStream,
         errors=(400, 404),
         path_parameter=ID,
+    ),
+    ("GET", "/v1/kept_streams/{stream}"): DescribedOperation(
+        summary="Go on with a stream whose router has died",
+        description="For routers: all of a stream that another router has asked for with X-Trioserve-Keep, from its "
+        "first event on. An earlier reader is told that another one has taken over.",
+        response="text/event-stream",
+        errors=(404, 409, 410),
+        path_parameter=KEPT_ID,
+    ),
+    ("DELETE", "/v1/kept_streams/{stream}"): DescribedOperation(
+        summary="End such a stream: its client has left",
+        response=DeletedStream,
+        query={"reader": ("only if this reader is the last one", {"type": "integer", "minimum": 1})},
+        errors=(400, 404),
+        path_parameter=KEPT_ID,
     ),
 }

@@ -28,8 +28,9 @@ CallAt = Callable[[float, Callable[[], None]], Alarm]
 
 class DetachedStream:
     """seconds: for which it goes on without a reader. on_unread: called when the reader has left. on_expired: called
-    when the clock that was started then has run out.
+    when the clock that was started then has run out. is_numbered: each event gets its number as its SSE id.
 
+    reader_count: the one that asked for it, and those that took over.
     scope: of the handler, whose response this is. is_over: the handler has returned. whole: what it said, if that was
     no stream. head: of the stream, once it has begun.
     """
@@ -44,6 +45,7 @@ class DetachedStream:
         call_at: CallAt,
         on_unread: Callable[[DetachedStream], None],
         on_expired: Callable[[DetachedStream], None],
+        is_numbered: bool = True,
     ) -> None:
         self.id = stream_id
         self.owner = owner
@@ -54,6 +56,8 @@ class DetachedStream:
         self.has_responded = trio.Event()  # begun as a stream, or as a whole; or it is over
         self.over = trio.Event()
         self._unread_bytes_max = min(READER_BYTES_MAX, bytes_max // 2)
+        self.reader_count = 1
+        self._is_numbered = is_numbered
         self._seconds = seconds
         self._call_at = call_at
         self._on_unread = on_unread
@@ -90,7 +94,7 @@ class DetachedStream:
             if event.startswith(b":"):
                 continue  # a comment for the connection at hand; the reader has its own
             try:
-                self.log.append(self._numbered(event))
+                self.log.append(self._with_number(event, self.log.last + 1))
             except EventLogFull:
                 raise _full(self.log.byte_count) from None
         self.log.wake()
@@ -101,7 +105,7 @@ class DetachedStream:
         """The last events, for which there is always room."""
         if data:
             numbered = enumerate(split_events(data), self.log.last + 1)
-            self.log.append_last([b"id: %d\n%b" % pair for pair in numbered])
+            self.log.append_last([self._with_number(event, number) for number, event in numbered])
         self.log.is_ended = True
         self.log.wake()
 
@@ -154,8 +158,8 @@ class DetachedStream:
             self._alarm.cancel()
             self._alarm = None
 
-    def _numbered(self, event: bytes) -> bytes:
-        return b"id: %d\n%b" % (self.log.last + 1, event)
+    def _with_number(self, event: bytes, number: int) -> bytes:
+        return b"id: %d\n%b" % (number, event) if self._is_numbered else event
 
 
 def _full(byte_count: int) -> Refusal:

@@ -25,7 +25,7 @@ from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 if TYPE_CHECKING:
     from trioserve.api.request_context import RequestContext
-    from trioserve.http.exchange import Exchange
+    from trioserve.http.exchange import Exchange, HeaderFields
 
 __all__ = ["DetachedStreams", "Handle", "NewContext"]
 
@@ -99,6 +99,10 @@ class DetachedStreams:
             )
         return stream
 
+    def head_fields(self, stream: DetachedStream, reader: int) -> HeaderFields:
+        """What the head of a response says of it, for the reader with this number."""
+        return ()
+
     # --- asking for one ---
 
     def wish_of(self, context: RequestContext) -> Wish | None:
@@ -137,7 +141,9 @@ class DetachedStreams:
         Refusal and Overloaded, and then nothing has begun."""
         exchange = context.exchange
         body = await exchange.body()
-        stream = self._add(context, wish)
+        if self._nursery is None or self._is_draining:
+            raise Draining("the server is leaving", reason="draining", retry_after_seconds=5)
+        stream = self._streams[context.owner, wish.stream_id] = self._make(context, wish)
         inner = new_context(LoggedExchange(exchange, body, stream))
         inner.request_id, inner.caller, inner.surface = context.request_id, context.caller, context.surface
         inner.streams = context.streams  # what the log tells of this request
@@ -147,7 +153,8 @@ class DetachedStreams:
         try:
             await stream.has_responded.wait()
             if stream.head is not None:
-                await context.start_stream(*stream.head)
+                status, fields = stream.head
+                await context.start_stream(status, [*fields, *self.head_fields(stream, 1)])
                 await stream.read(0, exchange.send)
         finally:
             stream.stop_waiting()
@@ -183,11 +190,9 @@ class DetachedStreams:
 
     # --- inside ---
 
-    def _add(self, context: RequestContext, wish: Wish) -> DetachedStream:
-        if self._nursery is None or self._is_draining:
-            raise Draining("the server is leaving", reason="draining", retry_after_seconds=5)
-        key = context.owner, wish.stream_id
-        existing = self._streams.get(key)
+    def _make(self, context: RequestContext, wish: Wish) -> DetachedStream:
+        """A new one, with room for it. Raises Refusal and Overloaded."""
+        existing = self._streams.get((context.owner, wish.stream_id))
         if existing is not None:
             if not existing.over.is_set():
                 raise _refusal(
@@ -198,7 +203,10 @@ class DetachedStreams:
                 )
             self._remove(existing)
         self._make_room(context.owner)
-        stream = DetachedStream(
+        return self._new_stream(context, wish, is_numbered=True)
+
+    def _new_stream(self, context: RequestContext, wish: Wish, *, is_numbered: bool) -> DetachedStream:
+        return DetachedStream(
             wish.stream_id,
             context.owner,
             seconds=wish.seconds,
@@ -206,9 +214,8 @@ class DetachedStreams:
             call_at=context.engine.call_at,
             on_unread=self._note_unread,
             on_expired=self._expire,
+            is_numbered=is_numbered,
         )
-        self._streams[key] = stream
-        return stream
 
     def _make_room(self, owner: str | None) -> None:
         """Take the oldest away that is over and not read, as long as there are too many. Raises Overloaded."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["DetachSettings"]
+__all__ = ["ROUTER_GRACE", "DetachSettings"]
 
 
 class DetachSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -16,3 +16,9 @@ class DetachSettings(msgspec.Struct, frozen=True, kw_only=True):
     streams_max: int = 64  # as many as run at a time by default
     streams_of_one_max: int = 32
     bytes_max: int = 2**20  # some 5,000 tokens, each an event of 200 bytes
+
+
+ROUTER_GRACE = DetachSettings(seconds_max=5.0, streams_max=256, streams_of_one_max=256)
+"""Of streams that a router asks for, which are those of all its clients. Five seconds: a client that has lost its
+connection asks again within two or three. All of a stream is kept, also while it is read, so the number bounds the
+bytes, 256 MiB; streams beyond it are served, and not kept."""

@@ -1,0 +1,141 @@
+"""Streams that routers ask for: they outlive the router that asked, for a few seconds, so that another one may go on.
+
+A router that dies closes its connections without a word, and so does one whose client has left. So the router says
+which of them it was: it ends what its client does not want, by name, and its silence means that it is gone. Only a
+router that sends `X-Trioserve-Keep` has its streams kept; for everybody else leaving cancels as ever.
+
+    router ── POST, x-trioserve-keep: NAME ──► endpoint      the head says x-trioserve-kept: SECONDS;reader=1
+           ── DELETE /v1/kept_streams/NAME?reader=1 ──►      its client has left: ended at once
+    another router ── GET /v1/kept_streams/NAME ──►          all of it from the first event on, as reader 2
+
+The name is as good as the stream: whoever knows it may read it. Routers make it from the caller, the request's id and
+its body, so that nobody else's retry can have it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
+from trioserve.api.queries import number_in, query_of
+from trioserve.api.streams.detached_stream import DetachedStream
+from trioserve.api.streams.detached_streams import DetachedStreams, Wish
+from trioserve.api.streams.settings import DetachSettings
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.store.stored_objects import is_id
+
+if TYPE_CHECKING:
+    from trioserve.api.request_context import RequestContext
+    from trioserve.http.exchange import HeaderFields
+
+__all__ = ["KEEP_HEADER", "KEPT_HEADER", "RouterStreams", "end_kept_stream", "read_kept_stream"]
+
+KEEP_HEADER = "x-trioserve-keep"
+"""Of a request: the name of its stream."""
+KEPT_HEADER = "x-trioserve-kept"
+"""Of a response: for how many seconds it goes on without a reader, and which reader this one is."""
+READERS_MAX = 2**31
+
+
+class RouterStreams(DetachedStreams):
+    """The table of them. Unlike a stream that a client wants detached, one that finds no room is served all the same,
+    and only not kept; and its events are not numbered, since they have ids of their own."""
+
+    def __init__(self, settings: DetachSettings) -> None:
+        super().__init__(settings)
+        self.taken_over_total = 0
+        self.expired_total = 0
+
+    def wish_of(self, context: RequestContext) -> Wish | None:
+        """Raises InvalidRequest."""
+        name = context.exchange.headers.get(KEEP_HEADER)
+        if name is None or context.exchange.method != "POST" or self._settings.seconds_max <= 0 or self._is_draining:
+            return None
+        if not is_id(name):
+            raise InvalidRequest(
+                f"X-Trioserve-Keep is {name[:80]!r}: it names a stream, in up to 128 letters, digits and -_.:",
+                param="X-Trioserve-Keep",
+            )
+        existing = self._streams.get((context.owner, name))
+        if existing is not None and existing.has_reader:
+            return None  # the same request once more, beside the first: it is served, and the first stays findable
+        if existing is None and not self._has_room():
+            return None
+        return Wish(name, self._settings.seconds_max)
+
+    def find(self, stream_id: str, owner: str | None) -> DetachedStream:
+        """Raises Refusal (404)."""
+        stream = self._streams.get((owner, stream_id))
+        if stream is None:
+            raise _refusal(404, "stream_not_found", f"no stream {stream_id[:80]!r} is kept here, or not any more")
+        return stream
+
+    def head_fields(self, stream: DetachedStream, reader: int) -> HeaderFields:
+        """What a reader is told of the stream."""
+        return ((KEPT_HEADER, f"{self._settings.seconds_max:g};reader={reader}"),)
+
+    # --- inside ---
+
+    def _make(self, context: RequestContext, wish: Wish) -> DetachedStream:
+        existing = self._streams.get((context.owner, wish.stream_id))
+        if existing is not None:
+            self._remove(existing)  # nobody reads it, and its router has begun anew
+        return self._new_stream(context, wish, is_numbered=False)
+
+    def _has_room(self) -> bool:
+        """Takes the oldest away that is over and not read, if there are too many."""
+        if len(self._streams) < self._settings.streams_max:
+            return True
+        done = next(
+            (stream for stream in self._streams.values() if stream.over.is_set() and not stream.has_reader), None
+        )
+        if done is not None:
+            self._remove(done)
+        return done is not None
+
+    def _expire(self, stream: DetachedStream) -> None:
+        self.expired_total += not stream.over.is_set()
+        super()._expire(stream)
+
+
+async def read_kept_stream(context: RequestContext) -> None:
+    """All of the stream, with the head that its first reader got. An earlier reader is told that another one has taken
+    over; one that is lost altogether has not asked for anything else."""
+    streams = context.router_streams
+    stream = streams.find(_name(context), context.owner)
+    if stream.head is None:
+        raise _refusal(409, "stream_not_begun", f"the stream {stream.id} has not begun yet: it waits for its turn")
+    stream.check_kept(0)
+    streams.taken_over_total += 1
+    status, fields = stream.head
+    stream.reader_count += 1
+    await context.start_stream(status, [*fields, *streams.head_fields(stream, stream.reader_count)])
+    await stream.read(0, context.exchange.send)
+    await context.finish()
+
+
+async def end_kept_stream(context: RequestContext) -> None:
+    """End it, if nobody has taken over from the reader that says so."""
+    streams = context.router_streams
+    stream = streams.find(_name(context), context.owner)
+    reader = number_in(query_of(context.exchange), "reader", 1, low=1, high=READERS_MAX)
+    is_ended = reader >= stream.reader_count
+    if is_ended:
+        await streams.delete(stream)
+    await context.respond_json({"id": stream.id, "object": "stream", "deleted": is_ended})
+
+
+def _name(context: RequestContext) -> str:
+    return context.exchange.path.split("/")[3]
+
+
+def _refusal(status: int, code: str, message: str) -> Refusal:
+    return Refusal(
+        ErrorResponse(
+            status=status,
+            type="invalid_request_error",
+            code=code,
+            message=message,
+            headers=((REASON_HEADER, code),),
+        )
+    )
