@@ -1,0 +1,204 @@
+"""Streams that outlive the router that asked for them: who goes on, who ends them, and every bound."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from trioserve.api.streams.settings import DetachSettings
+from trioserve.testing.memory_server import open_memory_server
+
+TEXT = "Hello, all of you!"
+SETTINGS = DetachSettings(seconds_max=5, streams_max=2, streams_of_one_max=2)
+
+
+@asynccontextmanager
+async def opened(*, settings=SETTINGS, **options):
+    options = {"response": TEXT, "context_tokens_max": 2048, "block_count": 1024, "paused": True, **options}
+    async with open_memory_server(router_grace=settings, **options) as server:
+        yield server
+        await server.assert_all_free()
+
+
+def asked(server, name="n1", *, stream=True, **headers):
+    body = {"model": "fake", "prompt": "Hi", "stream": stream, "max_tokens": 100}
+    return server.client().ask("/v1/completions", body, headers={"x-trioserve-keep": name, **headers})
+
+
+def kept(server, name="n1", **headers):
+    return server.client().ask(f"/v1/kept_streams/{name}", headers=headers)
+
+
+async def ended(server, name="n1", *, reader=1, **headers):
+    async with server.client().ask(
+        f"/v1/kept_streams/{name}?reader={reader}", method="DELETE", headers=headers
+    ) as response:
+        return (await response.json()).get("deleted")
+
+
+async def text_of(response):
+    return "".join([event["choices"][0]["text"] async for event in response])
+
+
+async def begun(server, response, steps=3):
+    await server.engine.step(steps)
+    await response.head()
+    await wait_all_tasks_blocked()
+
+
+async def test_another_router_gets_all_of_a_stream_whose_router_has_died(autojump_clock):
+    async with opened() as server:
+        async with asked(server) as first:
+            await begun(server, first)
+            assert first.headers["x-trioserve-kept"] == "5;reader=1"
+        await wait_all_tasks_blocked()
+        assert server.app.router_streams.detached_count == 1
+        async with kept(server) as second:
+            await second.head()
+            assert second.headers["x-trioserve-kept"] == "5;reader=2"
+            assert second.headers["x-request-id"] == first.headers["x-request-id"]
+            server.engine.resume()
+            assert await text_of(second) == TEXT
+        assert server.app.router_streams.taken_over_total == 1
+        await trio.sleep(6)
+        assert server.app.router_streams.kept_count == 0
+
+
+async def test_events_have_no_numbers_of_their_own(autojump_clock):
+    async with opened(paused=False) as server:
+        async with asked(server) as response:
+            await response.read()
+        assert b"id: 1\n" not in response.body
+
+
+async def test_a_stream_nobody_goes_on_with_is_over_after_its_seconds(autojump_clock):
+    async with opened() as server:
+        async with asked(server) as response:
+            await begun(server, response)
+        await trio.sleep(4.9)
+        assert server.engine.stats().blocks_used > 0
+        await trio.sleep(0.2)
+        await wait_all_tasks_blocked()
+        assert server.engine.stats().blocks_used == 0
+        assert server.app.router_streams.expired_total == 1
+        async with kept(server) as late:
+            assert await late.head() == 404
+
+
+async def test_a_router_whose_client_has_left_ends_its_stream_at_once(autojump_clock):
+    async with opened() as server:
+        began_at = trio.current_time()
+        async with asked(server) as response:
+            await begun(server, response)
+        assert await ended(server)
+        assert server.engine.stats().blocks_used == 0
+        assert trio.current_time() == began_at
+
+
+async def test_a_reader_that_was_taken_over_from_ends_nothing(autojump_clock):
+    async with opened() as server, asked(server) as first:
+        await begun(server, first)
+        async with kept(server) as second:
+            await second.head()
+            await first.read()
+            assert b"stream_taken_over" in first.body
+            assert await ended(server, reader=1) is False
+            server.engine.resume()
+            assert await text_of(second) == TEXT
+
+
+async def test_leaving_cancels_before_a_stream_has_begun_and_where_there_is_none(autojump_clock):
+    for stream in (True, False):
+        async with opened() as server:
+            async with asked(server, stream=stream):
+                await wait_all_tasks_blocked()
+                assert server.engine.live_requests()
+            await server.assert_all_free()
+            assert server.app.router_streams.kept_count == 0
+
+
+async def test_the_same_request_beside_the_first_is_served_and_not_kept(autojump_clock):
+    async with opened() as server, asked(server) as first, asked(server) as second:
+        await begun(server, first)
+        await second.head()
+        assert "x-trioserve-kept" not in second.headers
+        server.engine.resume()
+        assert await text_of(first) == await text_of(second) == TEXT
+
+
+async def test_a_router_that_begins_anew_ends_what_nobody_reads(autojump_clock):
+    async with opened() as server:
+        async with asked(server) as first:
+            await begun(server, first)
+        await wait_all_tasks_blocked()
+        async with asked(server) as second:
+            await wait_all_tasks_blocked()
+            assert len(server.engine.live_requests()) == 1
+            server.engine.resume()
+            assert await text_of(second) == TEXT
+            assert second.headers["x-trioserve-kept"] == "5;reader=1"
+
+
+async def test_beyond_the_bound_a_stream_is_served_and_not_kept(autojump_clock):
+    async with opened() as server, asked(server, "n1") as first, asked(server, "n2"), asked(server, "n3") as third:
+        await begun(server, first)
+        await third.head()
+        assert "x-trioserve-kept" not in third.headers
+        server.engine.resume()
+        assert await text_of(third) == TEXT
+
+
+async def test_what_is_over_makes_room(autojump_clock):
+    async with opened(paused=False) as server:
+        for name in ("n1", "n2", "n3", "n4"):
+            async with asked(server, name) as response:
+                assert await text_of(response) == TEXT
+                assert "x-trioserve-kept" in response.headers
+        assert server.app.router_streams.kept_count == 2
+
+
+async def test_streams_of_other_keys_are_not_there(autojump_clock):
+    mine, other = {"authorization": "Bearer one"}, {"authorization": "Bearer two"}
+    async with opened(api_keys=("one", "two")) as server:
+        async with asked(server, **mine) as response:
+            await begun(server, response)
+        async with kept(server, **other) as refused:
+            assert await refused.head() == 404
+        assert await ended(server, **other) is None
+        assert server.engine.stats().blocks_used > 0
+        assert await ended(server, **mine)
+
+
+@pytest.mark.parametrize("header", ["", "a b", "x" * 129])
+async def test_a_name_that_is_none_is_refused(header):
+    async with opened(paused=False) as server, asked(server, header) as response:
+        assert await response.head() == 400
+        assert "X-Trioserve-Keep" in (await response.json())["error"]["message"]
+
+
+async def test_without_grace_leaving_cancels(autojump_clock):
+    async with opened(settings=DetachSettings(seconds_max=0)) as server:
+        async with asked(server) as response:
+            await begun(server, response)
+            assert "x-trioserve-kept" not in response.headers
+        await server.assert_all_free()
+
+
+async def test_events_that_are_gone_are_told_so(autojump_clock):
+    settings = DetachSettings(seconds_max=5, streams_max=2, streams_of_one_max=2, bytes_max=1000)
+    async with opened(settings=settings, paused=False) as server:
+        async with asked(server) as response:
+            await response.read()
+        async with kept(server) as late:
+            assert await late.head() == 410
+
+
+async def test_a_server_that_drains_ends_what_nobody_reads(autojump_clock):
+    async with opened() as server:
+        async with asked(server) as response:
+            await begun(server, response)
+        server.app.drain()
+        await server.assert_all_free()

@@ -1,0 +1,128 @@
+"""Where a client is in a stream: the ids that it gets, and what it gets when it comes back with one."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.proxy.peers.client_events import NotTheSame, NumberedEvents
+from trioserve.proxy.peers.stream_position import PositionKeeper, parse_position
+
+
+def group(text: str, id: str) -> bytes:
+    return f'data: {{"text":"{text}"}}\nid: {id}\n\n'.encode()
+
+
+ROLE = b'data: {"role":"assistant"}\nid: 0:\n\n'
+ONE, TWO, LAST = group("one", "0:12"), group("two", "0:7,9"), group("", "0:!")
+DONE = b'data: {"usage":{}}\n\ndata: [DONE]\nid: .\n\n'
+STREAM = [ROLE, ONE, TWO, LAST, DONE]
+
+
+def ids(events: bytes) -> list[str]:
+    return [line[4:].decode() for line in events.splitlines() if line.startswith(b"id: ")]
+
+
+def told(groups, known: str | None = None) -> bytes:
+    position = None if known is None else parse_position(known)
+    events = NumberedEvents(position)
+    return b"".join(events.of(group) for group in groups) + events.end()
+
+
+def test_ids_count_the_tokens_and_check_them():
+    positions = [id.partition("~")[0] for id in ids(told(STREAM))]
+    assert positions == ["0", "1", "3", "3!", "."]
+    assert len({id for id in ids(told(STREAM))}) == 5
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_a_client_gets_what_is_behind_its_position(index):
+    everything = told(STREAM)
+    known = ids(everything)[index]
+    before = told(STREAM[: index + 1])
+    assert before + told(STREAM, known) == everything
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_pieces_may_be_cut_anywhere_between_events(index):
+    known = ids(told(STREAM))[index]
+    assert told([b"".join(STREAM)], known) == told(STREAM, known)
+
+
+def test_groups_without_a_token_are_told_apart():
+    stream = [ROLE, b"data: {}\nid: 0: 1\n\n", b"data: {}\nid: 0: 2\n\n", ONE]
+    assert [id.partition("~")[0] for id in ids(told(stream))] == ["0", "0+1", "0+2", "1"]
+    assert told(stream, ids(told(stream))[1]) == told(stream)[len(told(stream[:2])) :]
+
+
+def test_choices_have_their_own_counts():
+    stream = [group("a", "0:5"), group("b", "1:6"), group("c", "1:7!"), group("d", "0:8")]
+    assert [id.partition("~")[0] for id in ids(told(stream))] == ["1", "1.1", "1.2!", "2.2!"]
+    for index, id in enumerate(ids(told(stream))):
+        assert told(stream, id) == told(stream)[len(told(stream[: index + 1])) :]
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        ([ROLE, group("eins", "0:13"), TWO, LAST, DONE], "another token"),
+        ([ROLE, group("onetwo", "0:12,7,9"), LAST, DONE], "no such boundary"),
+        ([ROLE, ONE, b"data: [DONE]\nid: .\n\n"], "over before"),
+        ([group("one", "0:12!"), DONE], "ended before"),
+    ],
+)
+def test_another_response_is_never_taken_for_the_rest(other, what):
+    for known in ids(told(STREAM))[1:3]:
+        if what == "no such boundary" and known.startswith("3~"):
+            continue
+        if what == "over before" and known.startswith("1~"):
+            continue
+        with pytest.raises(NotTheSame):
+            told(other, known)
+
+
+def test_the_same_token_of_another_choice_is_another_response():
+    one = ids(told([group("a", "0:5"), group("b", "1:6")]))[-1]
+    with pytest.raises(NotTheSame):
+        told([group("b", "0:6"), group("a", "1:5")], one)
+
+
+def test_an_error_is_told_wherever_the_client_is():
+    error = b'data: {"error":{"code":"timeout"}}\n\n'
+    assert told([ROLE, error], ids(told(STREAM))[2]) == error
+
+
+def test_comments_wait_with_the_client():
+    known = ids(told(STREAM))[2]
+    assert told([b": keep-alive\n\n", *STREAM], known) == told(STREAM, known)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 99), max_size=3), st.booleans()), max_size=12))
+def test_a_position_is_read_as_it_was_written(groups):
+    keeper = PositionKeeper()
+    for choice, tokens, ends in groups:
+        keeper.note(f"{choice}:{','.join(map(str, tokens))}{'!' if ends else ''}".encode())
+        assert str(keeper) == str(keeper.position)
+        assert parse_position(str(keeper)) == keeper.position
+
+
+@given(st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=3), min_size=1, max_size=6))
+def test_a_position_does_not_depend_on_how_its_tokens_came(groups):
+    keeper, at_once = PositionKeeper(), PositionKeeper()
+    for tokens in groups:
+        keeper.note(f"0:{','.join(map(str, tokens))}".encode())
+    at_once.note(("0:" + ",".join(str(token) for tokens in groups for token in tokens)).encode())
+    assert str(keeper) == str(at_once)
+
+
+@pytest.mark.parametrize("text", ["17", "x", "17~9f3a01b", "17~9F3A01BC", "-1~9f3a01bc", "1..2~9f3a01bc", "1" * 2000])
+def test_what_is_no_position_is_refused(text):
+    with pytest.raises(InvalidRequest, match="Last-Event-ID"):
+        parse_position(text)
+
+
+def test_nothing_and_the_end_are_positions_too():
+    assert parse_position("") is None
+    assert parse_position(".") == "."

@@ -1,0 +1,86 @@
+"""What a client gets of the events of its response: with their positions as ids, and only those behind its own.
+
+Without peers events go through as they are: that is the `ClientEvents` here. Pure.
+"""
+
+from __future__ import annotations
+
+import re
+
+from trioserve.proxy.event_splitter import is_comment
+from trioserve.proxy.peers.stream_position import Position, PositionKeeper
+
+__all__ = ["ClientEvents", "NotTheSame", "NumberedEvents"]
+
+_ID = re.compile(rb"^id: ([^\r\n]*)", re.MULTILINE)
+_ERROR = re.compile(rb'^(?:event: error|data: \{"(?:error|type":"error)")', re.MULTILINE)
+
+
+class NotTheSame(Exception):
+    """The response does not pass through the position at which the client is."""
+
+
+class ClientEvents:
+    """is_behind: nothing of what came so far is for the client."""
+
+    is_behind = False
+
+    def of(self, events: bytes) -> bytes:
+        """Of these events, which are whole, those for the client. Raises NotTheSame."""
+        return events
+
+    def end(self) -> bytes:
+        """What there is for it at the end besides. Raises NotTheSame."""
+        return b""
+
+
+class NumberedEvents(ClientEvents):
+    """known: where the client is; None: at the beginning."""
+
+    def __init__(self, known: Position | None = None) -> None:
+        self.is_behind = known is not None
+        self._known = known
+        self._keeper = PositionKeeper()
+        self._unnumbered = b""  # while it is behind: what came after the last id
+
+    def of(self, events: bytes) -> bytes:
+        if self._known is not None:
+            events = self._rest_of(events)
+        return _ID.sub(self._told, events) if b"id: " in events else events
+
+    def end(self) -> bytes:
+        """An error has no id: it is told wherever the client is."""
+        if self._known is None:
+            return b""
+        if _ERROR.search(self._unnumbered):
+            self._known, self.is_behind = None, False
+            return self._unnumbered
+        raise NotTheSame("it ends before it comes there")
+
+    def _told(self, match: re.Match[bytes]) -> bytes:
+        self._keeper.note(match[1])
+        return b"id: %b" % str(self._keeper).encode()
+
+    def _rest_of(self, events: bytes) -> bytes:
+        """The events behind the one with which the client's position is reached; comments say that it is waited for,
+        but they would begin the response."""
+        assert self._known is not None
+        for match in _ID.finditer(events):
+            self._keeper.note(match[1])
+            self._unnumbered = b""
+            here = self._keeper.position
+            if here == self._known and not self._keeper.is_at_end:
+                self._known, self.is_behind = None, False
+                return events[_end_of_event(events, match.end()) :]
+            if self._keeper.is_at_end or here.is_beyond(self._known):
+                raise NotTheSame(f"it is at {self._keeper}, and the client at {self._known}")
+        last = next((match for match in reversed([*_ID.finditer(events)])), None)
+        tail = events if last is None else events[_end_of_event(events, last.end()) :]
+        if not is_comment(tail):
+            self._unnumbered += tail
+        return b""
+
+
+def _end_of_event(events: bytes, start: int) -> int:
+    end = events.find(b"\n\n", start)
+    return len(events) if end < 0 else end + 2
