@@ -432,6 +432,11 @@ class AdmissionScope:
         return self.ticket.refusal
 
     @property
+    def end_reason(self) -> TrioserveError | None:
+        """Why somebody has ended it; None: nobody has."""
+        return self._end
+
+    @property
     def is_ended(self) -> bool:
         """Somebody has ended it, or the queue has refused it."""
         return self._end is not None or self.ticket.state is TicketState.ENDED

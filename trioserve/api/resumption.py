@@ -37,6 +37,9 @@ __all__ = ["GroupIds", "Resumption", "skip_known"]
 RESUMABLE_HEADER = "x-trioserve-resumable"
 RESUME_HEADER = "x-trioserve-resume"
 FINGERPRINT_HEADER = "x-trioserve-fingerprint"
+SEED_HEADER = "x-trioserve-seed"
+"""The seed of a request that names none, chosen by a router: another router that has the same request chooses the
+same."""
 DETACH_HEADER = "x-detach-timeout"  # such a stream has ids of its own, and survives its client in its own way
 
 SEEDS_DRAWN = 1 << 53  # of one that is drawn: readers of JSON that know floats only do not change it
@@ -145,6 +148,14 @@ class Resumption:
             return self.body.seed
         if self._sampling.seed is not None or not self.is_asked:
             return self._sampling.seed or 0
+        chosen = self._context.exchange.headers.get(SEED_HEADER)
+        if chosen is not None:
+            if not (chosen.isdecimal() and len(chosen) <= 20):
+                raise InvalidRequest(
+                    f"X-Trioserve-Seed is {chosen[:40]!r}, allowed is a whole number of up to 20 digits",
+                    param="X-Trioserve-Seed",
+                )
+            return int(chosen) % SEEDS_DRAWN
         drawn = blake2b(self._context.clock_and_ids.new_request_id().encode(), digest_size=8).digest()
         return int.from_bytes(drawn) % SEEDS_DRAWN
 

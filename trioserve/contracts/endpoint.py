@@ -74,6 +74,8 @@ class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True):
     (see contracts/block_hash), as many as can be a hit; a size that is not there was not asked for, or nobody knows.
     queue_deadline: the moment from which waiting in the queue is over for it.
     can_be_disaggregated: its prompt may be computed at one endpoint and its response at another, if there are such two.
+    running_at: the endpoint where it runs already, sent there by a router that is gone: it has its lease there whatever
+    the limit says, since it has its slot.
     """
 
     model: str
@@ -87,6 +89,7 @@ class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True):
     blocks: Mapping[int, tuple[BlockHash, ...]] = msgspec.field(default_factory=dict)
     queue_deadline: float = math.inf
     can_be_disaggregated: bool = False
+    running_at: EndpointId | None = None
 
 
 class EndpointLoad(msgspec.Struct, frozen=True, kw_only=True):

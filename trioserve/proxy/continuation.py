@@ -148,7 +148,7 @@ class Continuation:
             return None
         if context.exchange.path not in CONTINUED_PATHS:
             return None
-        shows_ids = context.exchange.headers.get(RESUMABLE_HEADER) == "1"
+        shows_ids = context.exchange.headers.get(RESUMABLE_HEADER) == "1" or context.client_events.shows_ids
         stream = ContinuedStream(
             choice_count=request.sequences,
             bytes_max=bytes_max,

@@ -71,6 +71,10 @@ class ContinuedStream:
         self._why_not: str | None = None
         self._known = b"" if known is None else _known_ids(known, choice_count)
 
+    def know(self, resume: bytes) -> None:
+        """What the client has from another router, as the field `resume` says it. To be called before `begin`."""
+        self._known = _known_ids(resume, self._choice_count)
+
     def begin(self, told: str | None) -> None:
         """The head of a response is here. told: what the endpoint wants to be told again if this is to go on elsewhere;
         None: it makes no groups, and all that comes is passed on."""

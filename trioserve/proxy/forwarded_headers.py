@@ -43,6 +43,8 @@ NOT_FORWARDED = frozenset(
         "upgrade",
         "x-api-key",
         "x-request-id",
+        "x-trioserve-keep",
+        "x-trioserve-seed",
         "x-queue-timeout",
         "x-ttft-timeout",
         "x-request-timeout",
@@ -62,6 +64,7 @@ NOT_RETURNED = frozenset(
         "transfer-encoding",
         "upgrade",
         "x-request-id",
+        "x-trioserve-kept",
     ]
 )
 

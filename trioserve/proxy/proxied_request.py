@@ -50,8 +50,8 @@ async def forward(context: RouterContext) -> None:
 
 
 async def _forward(context: RouterContext) -> None:
-    raw = await context.exchange.body()
-    raw, body = _in_callers_name(context, raw, decode_body(raw, RoutedBody))
+    said = await context.exchange.body()
+    raw, body = _in_callers_name(context, said, decode_body(said, RoutedBody))
     before: EndpointId | None = None
     if context.exchange.path.startswith(RESPONSES_PATH):
         check_references(context, raw)
@@ -64,8 +64,17 @@ async def _forward(context: RouterContext) -> None:
     model = context.fleet.real_model(body.model)
     clock = RequestClock(deadlines, trio.current_time())
     with clock.running():
-        request = await _named(context, raw, _routed(context, raw, body, model, clock, before))
-        await _pass_through(context, raw, body, request, clock)
+        if body.stream:
+            stream = await context.peers.stream_of(context, said, model)
+            if stream is None:
+                await context.respond(204, [("x-request-id", context.request_id)], b"")
+                return
+            context.stream = stream
+        try:
+            request = await _named(context, raw, _routed(context, raw, body, model, clock, before))
+            await _pass_through(context, raw, body, request, clock)
+        finally:
+            context.stream.close()
 
 
 def _in_callers_name(context: RouterContext, raw: bytes, body: RoutedBody) -> tuple[bytes, RoutedBody]:
@@ -133,5 +142,10 @@ def _routed(
         pinned=pinned,
         prefix=prefix_of(content, model, body.cache_salt) if context.fleet.dispatch.wants_prefix else (),
         queue_deadline=clock.first()[1],
-        can_be_disaggregated=is_disaggregated and can_be_disaggregated(context.exchange.path, raw, body),
+        can_be_disaggregated=(
+            is_disaggregated
+            and context.stream.running_at is None
+            and can_be_disaggregated(context.exchange.path, raw, body)
+        ),
+        running_at=context.stream.running_at,
     )

@@ -38,7 +38,8 @@ from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 if TYPE_CHECKING:
     from trioserve.admission.dispatch import AdmissionScope
-    from trioserve.proxy.remote_endpoint import RemoteRequest, RemoteResponse
+    from trioserve.proxy.peers.kept_stream import EndpointRequest
+    from trioserve.proxy.remote_endpoint import RemoteResponse
     from trioserve.proxy.request_clock import RequestClock
     from trioserve.proxy.router_context import RouterContext
 
@@ -144,8 +145,7 @@ async def _go_on(context: RouterContext, admission: AdmissionScope, failure: Ref
 
 async def _end_with(context: RouterContext, events: bytes) -> None:
     """These are the last of the stream, and say how it ended."""
-    await context.exchange.send(events)
-    await context.finish()
+    await context.finish(events)
 
 
 async def lease(context: RouterContext, admission: AdmissionScope, clock: RequestClock) -> EndpointId:
@@ -221,7 +221,7 @@ async def _relay(
     headers = request_headers(context, admission.stage)
     if context.continuation is not None and not context.continuation.shows_ids:
         headers.append((RESUMABLE_HEADER, "1"))
-    request = endpoint.request(context.exchange.method, context.target, headers, body)
+    request = context.stream.request(endpoint, context.exchange.method, context.target, headers, body)
     try:
         response = await _begun(context, request)
         if response.status >= 400:
@@ -249,7 +249,7 @@ async def _relay(
     await context.finish()
 
 
-async def _begun(context: RouterContext, request: RemoteRequest) -> RemoteResponse:
+async def _begun(context: RouterContext, request: EndpointRequest) -> RemoteResponse:
     """The head of the response. An endpoint that goes on sends it when its step is near, and the client of a stream
     that has begun hears nothing else meanwhile."""
     if not context.exchange.started:
@@ -294,7 +294,7 @@ async def _relay_events(
         stream = continuation.stream
         remark = continuation.begin(id, response)
         if remark:
-            await context.exchange.send(remark)
+            await context.send_events(remark)
     if not context.exchange.started:  # by an endpoint that was lost before it said anything else
         await context.start(response.status, response_headers(context, response), is_events=True)
     has_begun = is_over = False
@@ -311,7 +311,7 @@ async def _relay_events(
             if continuation is not None:
                 continuation.note_groups(context)
         if events:
-            await context.exchange.send(events)
+            await context.send_events(events)
         if stream.failure or stream.given_away is not None:
             await _stop(context, admission, stream)
             return

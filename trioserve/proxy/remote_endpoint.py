@@ -88,6 +88,11 @@ class RemoteResponse:
     def header(self, name: str) -> str | None:
         return next((value for key, value in self.headers if key == name), None)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether its end has come."""
+        return self._connection.has_ended
+
     async def whole(self, bytes_max: int) -> bytes | None:
         """The rest of the body; None, with nothing lost, if it is not there within so many bytes (see next_piece)."""
         while len(self._held) <= bytes_max:
@@ -264,6 +269,10 @@ class _Connection:
     @property
     def is_reusable(self) -> bool:
         return self._is_sent and self._reader.can_go_on
+
+    @property
+    def has_ended(self) -> bool:
+        return self._reader.has_ended
 
     async def send(self, data: bytes) -> ResponseHead:
         """Raises EndpointLost."""

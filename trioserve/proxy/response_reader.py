@@ -63,6 +63,11 @@ class ResponseReader:
         """Whether the last response has ended so that another one may follow on the same connection."""
         return self._stage is _Stage.ENDED and self._goes_on and not self._held and not self._at_end
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether all of the last response is here."""
+        return self._stage is _Stage.ENDED
+
     def begin(self) -> None:
         """A request is sent: a response is to come."""
         assert self.can_go_on

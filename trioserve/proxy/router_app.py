@@ -32,6 +32,7 @@ from trioserve.proxy.kept_request import (
     forward_kept,
     forward_stream,
 )
+from trioserve.proxy.peers.retries import NoPeers
 from trioserve.proxy.proxied_request import forward
 from trioserve.proxy.router_context import RouterContext, RoutingRules
 
@@ -225,14 +226,17 @@ class RouterApp(BaseApp[RouterContext]):
         more_metrics: Callable[[], bytes] = bytes,
         clock_and_ids: ClockAndIds | None = None,
         naming: PromptBlocks | None = None,
+        peers: NoPeers | None = None,
     ) -> None:
-        """more_metrics: shown behind the router's own. naming: names the blocks of prompts, for a policy that asks."""
+        """more_metrics: shown behind the router's own. naming: names the blocks of prompts, for a policy that asks.
+        peers: what other routers before the same endpoints mean for streams."""
         super().__init__(ApiKeys(api_keys, admin_key=admin_api_key, rules=access), metrics)
         self._fleet = fleet
         self._rules = rules or RoutingRules()
         self._more_metrics = more_metrics
         self._clock_and_ids = clock_and_ids or ClockAndIds()
         self._naming = naming
+        self._peers = peers
         self._kept = KeptObjects()
         self._streams = LiveStreams()
         metrics.on_scrape(lambda: metrics.continuation_bytes_held.set(self._streams.kept_bytes))
@@ -261,6 +265,7 @@ class RouterApp(BaseApp[RouterContext]):
             kept=self._kept,
             streams=self._streams,
             access=self._keys.rules,
+            peers=self._peers,
         )
 
     def end_fields(self, context: RouterContext) -> dict[str, object]:

@@ -14,6 +14,10 @@ from trioserve.contracts.endpoint import CONTINUATION_BYTES_MAX, DISAGGREGATED_P
 from trioserve.http.clock_and_ids import ClockAndIds
 from trioserve.proxy.continuation import Continuation, LiveStreams
 from trioserve.proxy.kept_objects import KeptObjects
+from trioserve.proxy.peers.client_events import ClientEvents, NotTheSame
+from trioserve.proxy.peers.kept_stream import Stream
+from trioserve.proxy.peers.not_the_same import not_the_same
+from trioserve.proxy.peers.retries import NoPeers
 
 if TYPE_CHECKING:
     from trioserve.admission.dispatch import AdmissionScope
@@ -60,11 +64,13 @@ class RoutingRules:
 class RouterContext(Responder):
     """Handlers get one of these, and answer it once.
 
-    naming: names the blocks of prompts; None where no policy asks for it. kept: where what endpoints keep is.
+    peers: what they mean for streams. naming: names the blocks of prompts; None where no policy asks for it. kept:
+    where what endpoints keep is.
     path_told: what endpoints see instead of the path; None: the path.
     streams: those that may be continued. continuation: of this one, if it may.
     admission: its place or lease, once it has one. endpoint: where it went last. prefill_endpoint: which other one has
     computed its prompt.
+    stream: of a streamed response, what becomes of it when this router dies. client_events: what its client gets of it.
     """
 
     def __init__(
@@ -80,6 +86,7 @@ class RouterContext(Responder):
         kept: KeptObjects | None = None,
         streams: LiveStreams | None = None,
         access: AccessRules | None = None,
+        peers: NoPeers | None = None,
     ) -> None:
         super().__init__(exchange, clock_and_ids)
         self.fleet = fleet
@@ -91,10 +98,14 @@ class RouterContext(Responder):
         self.streams = streams or LiveStreams()
         self.access = access or AccessRules()
         self.continuation: Continuation | None = None
+        self.peers = peers or NoPeers()
         self.path_told: str | None = None
         self.admission: AdmissionScope | None = None
         self.endpoint: EndpointId | None = None
         self.prefill_endpoint: EndpointId | None = None
+        self.stream = Stream()
+        self.client_events = ClientEvents()
+        self._held_head: tuple[int, HeaderFields] | None = None
 
     def query(self, name: str) -> str | None:
         return next((value for key, value in parse_qsl(self.exchange.query) if key == name), None)
@@ -124,9 +135,39 @@ class RouterContext(Responder):
 
     async def start(self, status: int, headers: HeaderFields, *, is_events: bool) -> None:
         """Begin a response that comes from elsewhere, with its headers."""
-        self.status = status
         self._streaming = is_events
+        if is_events and self.client_events.is_behind:
+            self._held_head = status, headers  # it may turn out to be another response
+            return
+        self.status = status
         await self.exchange.start(status, headers)
+
+    async def send_events(self, events: bytes) -> None:
+        """Of these events, which are whole, those that the client has not got yet. Raises Refusal (409) if it has got
+        another response so far."""
+        try:
+            told = self.client_events.of(events)
+        except NotTheSame as difference:
+            raise not_the_same(difference) from None
+        if not self.client_events.is_behind:
+            await self._release_head()
+        if told:
+            await self.exchange.send(told)
+
+    async def finish(self, last: bytes = b"") -> None:
+        """last: an error that the stream ends with; it is the client's, wherever that is. Raises Refusal as send_events
+        does, for a stream that ends before it comes to where the client is."""
+        last = last or self.client_events.error
+        if self.client_events.is_behind and not last:
+            raise not_the_same("it ends before it comes to where the client is")
+        await self._release_head()
+        await super().finish(last)
+
+    async def _release_head(self) -> None:
+        held, self._held_head = self._held_head, None
+        if held is not None:
+            self.status = held[0]
+            await self.exchange.start(*held)
 
     async def respond(self, status: int, headers: HeaderFields, body: bytes) -> None:
         """The same, whole."""

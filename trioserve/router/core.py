@@ -122,7 +122,7 @@ class RouterCore:
         ticket.is_disaggregated = self.will_be_disaggregated(request)
         ticket.stage = Stage.PREFILL if ticket.is_disaggregated else None
         queue = self._queues.of(ticket)
-        must_wait = bool(queue.count) and request.pinned is None
+        must_wait = bool(queue.count) and request.pinned is None and request.running_at is None
         if request.pinned is None and not must_wait and self._queues.of_model(request.model).is_anybody_waiting:
             self._hand_over(now)  # what it may get, those in other queues may have waited for
         if must_wait or not self._grant(ticket, now):

@@ -115,6 +115,8 @@ class Endpoints:
 
     def _with_room_for(self, ticket: Ticket, sequences: int, now: float) -> list[Candidate]:
         request = ticket.request
+        if (running := self._running(ticket)) is not None:
+            return [Candidate(id=running.id, load=0.0, has_room=True)]
         return [
             Candidate(
                 id=state.id,
@@ -126,6 +128,12 @@ class Endpoints:
             for state in self.serving(request.model)
             if state.is_given and (ticket.stage is None or may_do(state, ticket))
         ]
+
+    def _running(self, ticket: Ticket) -> EndpointState | None:
+        """Where it runs already, as long as that has not failed it, too."""
+        id = ticket.request.running_at
+        state = None if id is None or id in ticket.tried else self.by_id.get(id)
+        return state if state is not None and state.is_given else None
 
 
 def may_do(state: EndpointState, ticket: Ticket) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import trio
@@ -20,6 +20,8 @@ from trioserve.http.server import FrontendServer
 from trioserve.metrics.registry import Metrics
 from trioserve.proxy.endpoint_watch import WatchSettings
 from trioserve.proxy.fleet import EndpointSpec, Fleet
+from trioserve.proxy.peers.farewells import Farewells
+from trioserve.proxy.peers.retries import PeerStreams
 from trioserve.proxy.prompt_blocks import PromptBlocks
 from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteEndpoint
 from trioserve.proxy.router_app import RouterApp
@@ -90,11 +92,13 @@ async def open_memory_router(
     aliases: Mapping[str, str] | None = None,
     leases_max: int | None = None,
     tokenizer: Tokenizer | None = None,
+    has_peers: bool = False,
     **settings: Any,
 ) -> AsyncIterator[MemoryRouter]:
     """endpoints: id to what opens a stream to it. watch: how often they are asked; once an hour if left out, since a
     clock that jumps would do nothing else. models: what all of them serve, instead of asking. roles: of some, by id,
-    whatever they say. tokenizer: for the policy kv_aware. settings: the router's.
+    whatever they say. tokenizer: for the policy kv_aware. has_peers: others are before the same endpoints, and nobody
+    asks them how they are. settings: the router's.
     """
     dispatch = Dispatch(RouterSettings(**{"slow_start_seconds": 0, **settings}), POLICIES[policy], rng=random.Random(0))
 
@@ -116,11 +120,22 @@ async def open_memory_router(
     rules = rules or RoutingRules(passes_authorization=not api_keys and endpoint_api_key is None)
     metrics = Metrics(None, parts=("frontend", "router"))
     show_router(metrics, dispatch)
-    async with TextThreads() as text_threads, trio.open_nursery() as nursery:
-        naming = None if tokenizer is None else PromptBlocks(tokenizer, text_threads)
+    async with AsyncExitStack() as stack, trio.open_nursery() as nursery:
+        naming = None
+        if tokenizer is not None:
+            naming = PromptBlocks(tokenizer, await stack.enter_async_context(TextThreads()))
+        farewells = Farewells()
         app = RouterApp(
-            fleet, metrics, rules=rules, api_keys=api_keys, admin_api_key=admin_api_key, access=access, naming=naming
+            fleet,
+            metrics,
+            rules=rules,
+            api_keys=api_keys,
+            admin_api_key=admin_api_key,
+            access=access,
+            naming=naming,
+            peers=PeerStreams(farewells, is_peer_lost=lambda: False) if has_peers else None,
         )
+        await nursery.start(farewells.run)
         for url, id in zip(streams, endpoints, strict=True):
             role = (roles or {}).get(id)
             fleet.add(

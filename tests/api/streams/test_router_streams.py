@@ -202,3 +202,15 @@ async def test_a_server_that_drains_ends_what_nobody_reads(autojump_clock):
             await begun(server, response)
         server.app.drain()
         await server.assert_all_free()
+
+
+async def test_who_wants_only_what_nobody_reads_takes_nothing_over(autojump_clock):
+    async with opened() as server:
+        async with asked(server) as first:
+            await begun(server, first)
+            async with server.client().ask("/v1/kept_streams/n1?unread=1") as refused:
+                assert await refused.head() == 409
+        await wait_all_tasks_blocked()
+        async with server.client().ask("/v1/kept_streams/n1?unread=1") as second:
+            server.engine.resume()
+            assert await text_of(second) == TEXT

@@ -41,6 +41,7 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
         description="For routers: all of a stream that another router has asked for with X-Trioserve-Keep, from its "
         "first event on. An earlier reader is told that another one has taken over.",
         response="text/event-stream",
+        query={"unread": ("only if nobody reads it", {"type": "string"})},
         errors=(404, 409, 410),
         path_parameter=KEPT_ID,
     ),

@@ -100,11 +100,13 @@ class RouterStreams(DetachedStreams):
 
 async def read_kept_stream(context: RequestContext) -> None:
     """All of the stream, with the head that its first reader got. An earlier reader is told that another one has taken
-    over; one that is lost altogether has not asked for anything else."""
+    over. `unread` in the query: only if there is none."""
     streams = context.router_streams
     stream = streams.find(_name(context), context.owner)
     if stream.head is None:
         raise _refusal(409, "stream_not_begun", f"the stream {stream.id} has not begun yet: it waits for its turn")
+    if stream.has_reader and query_of(context.exchange).get("unread"):
+        raise _refusal(409, "stream_is_read", f"somebody reads the stream {stream.id}")
     stream.check_kept(0)
     streams.taken_over_total += 1
     status, fields = stream.head

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 
-from trioserve.proxy.event_splitter import is_comment
 from trioserve.proxy.peers.stream_position import Position, PositionKeeper
 
 __all__ = ["ClientEvents", "NotTheSame", "NumberedEvents"]
@@ -21,41 +20,32 @@ class NotTheSame(Exception):
 
 
 class ClientEvents:
-    """is_behind: nothing of what came so far is for the client."""
+    """is_behind: nothing of what came so far is for the client. error: it came, and said how the response ends."""
 
     is_behind = False
+    shows_ids = False
+    error = b""
 
     def of(self, events: bytes) -> bytes:
         """Of these events, which are whole, those for the client. Raises NotTheSame."""
         return events
 
-    def end(self) -> bytes:
-        """What there is for it at the end besides. Raises NotTheSame."""
-        return b""
-
 
 class NumberedEvents(ClientEvents):
-    """known: where the client is; None: at the beginning."""
+    """known: where the client is, of a response that comes from its beginning on; None: it wants all that comes.
+    keeper: has noted what came before."""
 
-    def __init__(self, known: Position | None = None) -> None:
+    shows_ids = True
+
+    def __init__(self, known: Position | None = None, *, keeper: PositionKeeper | None = None) -> None:
         self.is_behind = known is not None
         self._known = known
-        self._keeper = PositionKeeper()
-        self._unnumbered = b""  # while it is behind: what came after the last id
+        self._keeper = keeper or PositionKeeper()
 
     def of(self, events: bytes) -> bytes:
         if self._known is not None:
             events = self._rest_of(events)
         return _ID.sub(self._told, events) if b"id: " in events else events
-
-    def end(self) -> bytes:
-        """An error has no id: it is told wherever the client is."""
-        if self._known is None:
-            return b""
-        if _ERROR.search(self._unnumbered):
-            self._known, self.is_behind = None, False
-            return self._unnumbered
-        raise NotTheSame("it ends before it comes there")
 
     def _told(self, match: re.Match[bytes]) -> bytes:
         self._keeper.note(match[1])
@@ -67,17 +57,14 @@ class NumberedEvents(ClientEvents):
         assert self._known is not None
         for match in _ID.finditer(events):
             self._keeper.note(match[1])
-            self._unnumbered = b""
             here = self._keeper.position
             if here == self._known and not self._keeper.is_at_end:
                 self._known, self.is_behind = None, False
                 return events[_end_of_event(events, match.end()) :]
             if self._keeper.is_at_end or here.is_beyond(self._known):
                 raise NotTheSame(f"it is at {self._keeper}, and the client at {self._known}")
-        last = next((match for match in reversed([*_ID.finditer(events)])), None)
-        tail = events if last is None else events[_end_of_event(events, last.end()) :]
-        if not is_comment(tail):
-            self._unnumbered += tail
+        if b"id: " not in events and _ERROR.search(events):
+            self.error = events  # it has no id, and is told wherever the client is
         return b""
 
 

@@ -42,6 +42,11 @@ class Position(msgspec.Struct, frozen=True):
         )
         return f"{choices}{f'+{self.more}' if self.more else ''}~{self.check:08x}"
 
+    @property
+    def is_empty(self) -> bool:
+        """No token and no end of a choice has come."""
+        return not any(self.counts) and not any(self.finished)
+
     def is_beyond(self, other: Position) -> bool:
         """Whether a response that is here will not come to the other one any more."""
         if self == other:
