@@ -285,8 +285,8 @@ async def test_a_position_that_is_none_is_refused():
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 APIS = {
-    "completions": ("/v1/completions", {"prompt": "hello"}),
-    "two choices": ("/v1/completions", {"prompt": "hello", "n": 2}),
+    "completions": ("/v1/completions", {"prompt": "hello", "max_tokens": 100}),
+    "two choices": ("/v1/completions", {"prompt": "hello", "n": 2, "max_tokens": 100}),
     "chat": ("/v1/chat/completions", CHAT),
     "chat with usage": ("/v1/chat/completions", {**CHAT, "stream_options": {"include_usage": True}}),
 }
@@ -299,7 +299,7 @@ def asked(setup, router, api, *, id="mine", last=None, **fields):
     return setup.routers[router].client().ask(path, body, headers=headers)
 
 
-def told(raw: bytes) -> tuple[dict[int, str], list[object]]:
+def told(raw: bytes) -> tuple[dict[int, str], list[str]]:
     """What the events of a response say: the text of each choice, and how it ends. How texts are cut into events is a
     matter of time."""
     texts: dict[int, str] = {}
@@ -320,7 +320,7 @@ def told(raw: bytes) -> tuple[dict[int, str], list[object]]:
         if str(event.get("type")).endswith((".done", "_start", "_stop", ".created", ".completed", ".added")):
             ends.append(event["type"])
     ends += re.findall(rb"data: \[DONE\]", raw)
-    return texts, ends
+    return texts, sorted(map(str, ends))  # which choice is first is a matter of time, too
 
 
 def last_id(raw: bytes) -> str:

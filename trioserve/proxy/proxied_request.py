@@ -65,7 +65,9 @@ async def _forward(context: RouterContext) -> None:
     clock = RequestClock(deadlines, trio.current_time())
     with clock.running():
         if body.stream:
-            stream = await context.peers.stream_of(context, said, model)
+            stream = await context.peers.stream_of(
+                context, said, model, choice_count=max(1, body.n or 1) * body.prompt_count
+            )
             if stream is None:
                 await context.respond(204, [("x-request-id", context.request_id)], b"")
                 return

@@ -81,13 +81,20 @@ class KeptStream(Stream):
     """name: see stream_name. known: how much of it the client has. found: it runs already."""
 
     def __init__(
-        self, context: RouterContext, name: str, farewells: Farewells, *, known: Position | None, found: Found | None
+        self,
+        context: RouterContext,
+        name: str,
+        farewells: Farewells,
+        *,
+        known: Position | None,
+        found: Found | None,
+        choice_count: int,
     ) -> None:
         self.name = name
         self.running_at = None if found is None else found.endpoint
         self._context = context
         self._farewells = farewells
-        self._known = known
+        self._known = None if known is None else known.of_choices(choice_count)
         self._found = found
 
     def request(

@@ -35,7 +35,7 @@ GONE = 410  # it runs, but its beginning is not kept
 class NoPeers:
     """Of a router alone: nobody could go on with its streams."""
 
-    async def stream_of(self, context: RouterContext, raw: bytes, model: str) -> Stream | None:
+    async def stream_of(self, context: RouterContext, raw: bytes, model: str, *, choice_count: int) -> Stream | None:
         """The stream of this request, found where it runs or new; sets what the client gets of it. None: the client
         has all of it already."""
         return Stream()
@@ -53,7 +53,7 @@ class PeerStreams(NoPeers):
         self._farewells = farewells
         self._is_peer_lost = is_peer_lost
 
-    async def stream_of(self, context: RouterContext, raw: bytes, model: str) -> Stream | None:
+    async def stream_of(self, context: RouterContext, raw: bytes, model: str, *, choice_count: int) -> Stream | None:
         """Raises InvalidRequest for a Last-Event-ID that is none."""
         headers = context.exchange.headers
         if headers.get(RESUMABLE_HEADER) is not None:
@@ -78,7 +78,7 @@ class PeerStreams(NoPeers):
         # What is computed once more begins where the client is.
         is_whole = found is not None or known is None or known.is_empty
         context.client_events = NumberedEvents(known if is_whole else None)
-        return KeptStream(context, name, self._farewells, known=known, found=found)
+        return KeptStream(context, name, self._farewells, known=known, found=found, choice_count=choice_count)
 
     def _may_be_retry(self, context: RouterContext) -> bool:
         headers = context.exchange.headers

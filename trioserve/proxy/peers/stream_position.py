@@ -47,6 +47,16 @@ class Position(msgspec.Struct, frozen=True):
         """No token and no end of a choice has come."""
         return not any(self.counts) and not any(self.finished)
 
+    def of_choices(self, count: int) -> Position:
+        """The same of a response with so many choices, of which some may have told nothing yet. Those that it does not
+        have are not looked at."""
+        more = max(0, count - len(self.counts))
+        return msgspec.structs.replace(
+            self,
+            counts=(*self.counts, *(0 for _ in range(more)))[:count],
+            finished=(*self.finished, *(False for _ in range(more)))[:count],
+        )
+
     def is_beyond(self, other: Position) -> bool:
         """Whether a response that is here will not come to the other one any more."""
         if self == other:
