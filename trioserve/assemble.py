@@ -18,17 +18,19 @@ from trioserve.config import Config, engine_settings, make_config
 from trioserve.connectors.registry import find_connector
 from trioserve.connectors.settings import ConnectorSettings, connector_settings
 from trioserve.contracts.errors import InvalidRequest, ModelLoadError, StartupError
-from trioserve.contracts.kv_transfer import ConnectorSetup
+from trioserve.contracts.kv_transfer import ConnectorSetup, RunningConnector
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
 from trioserve.engine.engine import Engine, ModelDescription
 from trioserve.engine.engine_loop import StepRunner, ThreadedExecutor
+from trioserve.engine.engine_parts import EngineParts
 from trioserve.engine.guide_metrics import show_masks
 from trioserve.engine.kv_events import EVENTS_MAX
 from trioserve.engine.launched_steps import LaunchedSteps
 from trioserve.engine.mask_thread import MaskThread
 from trioserve.engine.model_description import PooledModel
+from trioserve.engine.supervisor import supervise
 from trioserve.metrics.registry import Metrics
 from trioserve.model.fingerprint import fingerprint_of
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
@@ -97,6 +99,7 @@ async def open_engine(
     overlap_steps: bool = False,
     speculative_ngram: int = 0,
     step_timeout: float | None = None,
+    engine_restarts: int = 0,
     tool_call_parser: str = "auto",
     reasoning_parser: str = "auto",
     kv_events: bool = False,
@@ -119,7 +122,8 @@ async def open_engine(
 
     Inside, `engine.generate(...)` gives a request. Leaving ends every request, waits for the step in flight, and leaves
     no task and no thread behind. No signal handler is installed. A fault of the engine cancels the body and rises here
-    as EngineFault. The parameters are those options of `trioserve serve` that concern an engine.
+    as EngineFault, unless engine_restarts let it be opened anew. The parameters are those options of `trioserve serve`
+    that concern an engine.
 
     Args:
         model: what to serve: "smollm2", a directory with safetensors, a .gguf file, or a hub name.
@@ -143,6 +147,8 @@ async def open_engine(
         speculative_ngram: draft tokens of a request in a step, taken from its own text; 0 is off.
         step_timeout: seconds that one step may take; a longer one refuses new requests until it ends; 0 is no limit.
             Default: 60, or ten times the longest step so far if that is more.
+        engine_restarts: how often within ten minutes the engine is opened anew, in the same scope, when it breaks: its
+            streams pause and go on. 0: the first fault rises.
         tool_call_parser, reasoning_parser: how the model writes calls of tools and thoughts, the names of families;
             "auto" takes what its chat template shows, "none" leaves them in the text.
         kv_events: keep a record of what the prefix cache holds, for a router.
@@ -161,7 +167,7 @@ async def open_engine(
     Raises:
         ModelLoadError: the model cannot be loaded.
         StartupError: a parameter has a wrong type or is out of range; the message names it and what it takes.
-        EngineFault: a step or the connector failed, at any time.
+        EngineFault: a step or the connector failed, at any time, and it is not opened anew (any more).
     """
     options = locals()  # the parameters, and nothing else yet: each is an option of the same name
     async with open_configured_engine(make_config(**options)) as engine:
@@ -176,108 +182,217 @@ async def open_configured_engine(
     on_loaded: Callable[[Loaded], None] = lambda loaded: None,
 ) -> AsyncIterator[Engine]:
     """The same from a Config, with a look at the loading."""
-    started_at = time.perf_counter()
     try:
         named_families(config.tool_call_parser, config.reasoning_parser, None)
     except InvalidRequest as error:  # now, and not when the model has been loaded
         raise StartupError(str(error)) from None
     transfers = connector_settings(config.kv_transfer_config, config.role)
-    make_connector = None if transfers is None else find_connector(transfers.connector)
+    if transfers is not None:
+        find_connector(transfers.connector)
     with errors_unwrapped():
-        async with WorkerThread("compute") as compute, TextThreads() as text, AsyncExitStack() as threads:
-            # It may be a download, which nothing can end from outside: not in a thread that leaving waits for.
-            path = await call_abandonable(resolve_model, config.model, thread_name=DOWNLOAD_THREAD)
-            checkpoint = await text.run_cancellable(_opened, path)
+        async with TextThreads() as text:
+            opening = _Opening(config, transfers, text, on_progress, on_loaded)
+            async with trio.open_nursery() as nursery:
+                engine = await nursery.start(supervise, opening.open_parts, opening.make_engine)
+                nursery.start_soon(engine.keep_deadlines)
+                yield engine
+                nursery.cancel_scope.cancel()
+
+
+class _Opening:
+    """How an engine is opened, and opened anew: the model is read and its memory taken each time. What texts need and
+    the metrics are made once, since they do not break with it."""
+
+    def __init__(
+        self,
+        config: Config,
+        transfers: ConnectorSettings | None,
+        text: TextThreads,
+        on_progress: LoadReport,
+        on_loaded: Callable[[Loaded], None],
+    ) -> None:
+        self._config = config
+        self._transfers = transfers
+        self._text = text
+        self._on_progress = on_progress
+        self._on_loaded = on_loaded
+        self._path: Path | None = None
+        self._checkpoint: Checkpoint | EncoderDirectory | None = None
+        self._arithmetic = ""
+        self._compiler: FormCompiler | None = None
+        self._served_names = config.served_model_name or (default_served_name(config.model),)
+        self._metrics = Metrics(self._served_names[0])
+        self._engine: Engine | None = None
+
+    @asynccontextmanager
+    async def open_parts(self) -> AsyncIterator[EngineParts]:
+        """Raises ModelLoadError and StartupError."""
+        config, text, started_at = self._config, self._text, time.perf_counter()
+        async with WorkerThread("compute") as compute, AsyncExitStack() as scopes:
+            if self._path is None:
+                # It may be a download, which nothing can end from outside: not in a thread that leaving waits for.
+                self._path = await call_abandonable(resolve_model, config.model, thread_name=DOWNLOAD_THREAD)
+            checkpoint = await text.run_cancellable(_opened, self._path)
             runners: list[Runner] = []
             try:
-                runner, compiler = await _load(config, checkpoint, compute, text, on_progress, runners)
-                tokenizer = compiler.tokenizer
-                masks = threads.enter_context(MaskThread(checkpoint.config.vocab_size))
-                connector = None
-                if transfers is not None and make_connector is not None:
-                    if transfers.ignored:
-                        logger.warning("of --kv-transfer-config ignored=%s", ",".join(transfers.ignored))
-                    if isinstance(checkpoint, EncoderDirectory):
-                        raise StartupError("an encoder keeps no KV to exchange: leave out --kv-transfer-config")
-                    name = await text.run_cancellable(weights_name, checkpoint)
-                    connector = make_connector(
-                        ConnectorSetup(
-                            engine_id=secrets.token_hex(16),
-                            role=transfers.role,
-                            pages=runner.kv_pages(name),
-                            options=transfers.options,
-                            wake=lambda: engine.wake(),
-                        )
-                    )
-                core = EngineCore(
-                    _core_settings(config, transfers, runner, checkpoint), connector=connector, mask_maker=masks
-                )
-                on_loaded(
-                    Loaded(
-                        model_path=path,
-                        device=runner.device,
-                        computed_by=runner.computed_by,
-                        dtype=runner.dtype,
-                        context_tokens_max=core.settings.context_tokens_max,
-                        model_context_tokens_max=checkpoint.config.context_tokens_max,
-                        block_count=runner.block_count,
-                        block_size=runner.block_size,
-                        kv_cache_bytes=runner.kv_cache_bytes,
-                        load_seconds=time.perf_counter() - started_at,
-                    )
-                )
-                fingerprint = await text.run_cancellable(_fingerprint, config, checkpoint, runner, tokenizer)
-                served_names = config.served_model_name or (default_served_name(config.model),)
-                metrics = Metrics(served_names[0])
-                metrics.batch_invariant.set(config.batch_invariant)
-                metrics.step_weight_bytes.set(runner.step_weight_bytes)
-                metrics.token_kv_bytes.set(runner.kv_cache_bytes / max(1, runner.block_count * runner.block_size))
-                metrics.token_flops.set(runner.token_flops)
-                metrics.attended_token_flops.set(runner.attended_token_flops)
-                show_masks(metrics, masks)
-                engine = Engine(
-                    model=ModelDescription(
-                        served_names=served_names,
-                        source=config.model,
-                        context_tokens_max=core.settings.context_tokens_max,
-                        vocab_size=checkpoint.config.vocab_size,
-                        eos_token_ids=checkpoint.config.eos_token_ids,
-                        created_at=int(time.time()),
-                        pooled=_pooled_model(checkpoint, core.settings),
-                        arithmetic=runner.arithmetic,
-                        batch_invariant=config.batch_invariant,
-                        fingerprint=fingerprint,
-                    ),
-                    core=core,
-                    steps=_steps(runner, compute, overlap_steps=core.settings.overlap_steps),
-                    tokenizer=tokenizer,
-                    text_threads=text,
-                    metrics=metrics,
-                    settings=msgspec.structs.replace(
-                        engine_settings(config),
-                        kv_events_max=EVENTS_MAX if config.kv_events else 0,
-                        step_seconds_max=config.step_timeout,
-                    ),
-                    default_sampling=_default_sampling(checkpoint),
-                    connector=connector,
-                    role=None if transfers is None else transfers.shown_role,
-                    families=ResponseFamilies(
-                        tokenizer,
-                        tool_call_parser=config.tool_call_parser,
-                        reasoning_parser=config.reasoning_parser,
-                    ),
+                runner = await self._load(checkpoint, compute, runners)
+                masks = scopes.enter_context(MaskThread(checkpoint.config.vocab_size))
+                connector = await self._connector(checkpoint, runner)
+                settings = _core_settings(config, self._transfers, runner, checkpoint)
+                core = EngineCore(settings, connector=connector, mask_maker=masks)
+                await self._note_model(checkpoint, runner)
+                self._tell_loaded(runner, core, checkpoint, time.perf_counter() - started_at)
+                self._show(runner)
+                scopes.callback(show_masks(self._metrics, masks))
+                yield EngineParts(
+                    core,
+                    _steps(runner, compute, overlap_steps=settings.overlap_steps),
+                    connector,
                     readers_first=runner.device == "cpu",
                     when_idle=lambda: compute.run(runner.claim_memory),
-                    guides=GuideFactory(compiler),
                 )
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(engine.keep_deadlines)
-                    await nursery.start(engine.run)
-                    yield engine
-                    nursery.cancel_scope.cancel()
             finally:
                 for made in runners:
                     await compute.run(made.close)  # ends also when cancelled
+
+    def make_engine(self, parts: EngineParts) -> Engine:
+        """To be called when they have been opened first."""
+        config, checkpoint, compiler, settings = self._config, self._checkpoint, self._compiler, parts.core.settings
+        assert checkpoint is not None, "nothing was opened"
+        assert compiler is not None, "nothing was opened"
+        self._engine = Engine(
+            model=ModelDescription(
+                served_names=self._served_names,
+                source=config.model,
+                context_tokens_max=settings.context_tokens_max,
+                vocab_size=checkpoint.config.vocab_size,
+                eos_token_ids=checkpoint.config.eos_token_ids,
+                created_at=int(time.time()),
+                pooled=_pooled_model(checkpoint, settings),
+                arithmetic=self._arithmetic,
+                batch_invariant=config.batch_invariant,
+            ),
+            core=parts.core,
+            steps=parts.steps,
+            tokenizer=compiler.tokenizer,
+            text_threads=self._text,
+            metrics=self._metrics,
+            settings=msgspec.structs.replace(
+                engine_settings(config),
+                kv_events_max=EVENTS_MAX if config.kv_events else 0,
+                step_seconds_max=config.step_timeout,
+                restarts_max=config.engine_restarts,
+            ),
+            default_sampling=_default_sampling(checkpoint),
+            connector=parts.connector,
+            role=None if self._transfers is None else self._transfers.shown_role,
+            families=ResponseFamilies(
+                compiler.tokenizer,
+                tool_call_parser=config.tool_call_parser,
+                reasoning_parser=config.reasoning_parser,
+            ),
+            readers_first=parts.readers_first,
+            when_idle=parts.when_idle,
+            guides=GuideFactory(compiler),
+        )
+        return self._engine
+
+    async def _load(
+        self, checkpoint: Checkpoint | EncoderDirectory, compute: WorkerThread, runners: list[Runner]
+    ) -> Runner:
+        """Weights in the compute thread, the tokenizer and what forms need of it, the first time, in the text thread,
+        at the same time. What is put in `runners` is the caller's to close, also when this raises."""
+        is_cancelled = trio.Event()  # set by the event loop, read in the compute thread
+
+        def report(done: int, total: int) -> None:
+            if is_cancelled.is_set():
+                raise _LoadingCancelled
+            if self._engine is None:
+                self._on_progress(done, total)
+
+        def load_runner() -> Runner:
+            # In the thread that will use it, since it may import torch.
+            runner: Runner
+            if isinstance(checkpoint, EncoderDirectory):
+                from trioserve.model.encoder_runner import EncoderRunner
+
+                runner = EncoderRunner.load(checkpoint, _model_settings(self._config), progress=report)
+            else:
+                from trioserve.model.runner import ModelRunner
+
+                runner = ModelRunner.load(checkpoint, _model_settings(self._config), progress=report)
+            runners.append(runner)
+            runner.allocate_kv(runner.block_count)
+            runner.warm_up()
+            return runner
+
+        async def load_tokenizer() -> None:
+            self._compiler = await self._text.run_cancellable(_make_compiler, checkpoint)
+
+        async with trio.open_nursery() as nursery:
+            if self._compiler is None:
+                nursery.start_soon(load_tokenizer)
+            try:
+                runner = await compute.run(load_runner, on_cancel=is_cancelled.set)
+            except Exception:
+                if is_cancelled.is_set():  # what the loading says then is not the reason
+                    await trio.sleep_forever()  # raises Cancelled
+                raise
+        return runner
+
+    async def _connector(self, checkpoint: Checkpoint | EncoderDirectory, runner: Runner) -> RunningConnector | None:
+        transfers = self._transfers
+        if transfers is None:
+            return None
+        make_connector = find_connector(transfers.connector)
+        if transfers.ignored:
+            logger.warning("of --kv-transfer-config ignored=%s", ",".join(transfers.ignored))
+        if isinstance(checkpoint, EncoderDirectory):
+            raise StartupError("an encoder keeps no KV to exchange: leave out --kv-transfer-config")
+        name = await self._text.run_cancellable(weights_name, checkpoint)
+        return make_connector(
+            ConnectorSetup(
+                engine_id=secrets.token_hex(16),
+                role=transfers.role,
+                pages=runner.kv_pages(name),
+                options=transfers.options,
+                wake=self._wake,
+            )
+        )
+
+    def _wake(self) -> None:
+        if self._engine is not None:
+            self._engine.wake()
+
+    def _show(self, runner: Runner) -> None:
+        metrics = self._metrics
+        metrics.batch_invariant.set(self._config.batch_invariant)
+        metrics.step_weight_bytes.set(runner.step_weight_bytes)
+        metrics.token_kv_bytes.set(runner.kv_cache_bytes / max(1, runner.block_count * runner.block_size))
+        metrics.token_flops.set(runner.token_flops)
+        metrics.attended_token_flops.set(runner.attended_token_flops)
+
+    def _tell_loaded(
+        self, runner: Runner, core: EngineCore, checkpoint: Checkpoint | EncoderDirectory, seconds: float
+    ) -> None:
+        if self._engine is not None:
+            logger.info("the engine was opened anew seconds=%.1f", seconds)
+            return
+        assert self._path is not None
+        self._on_loaded(
+            Loaded(
+                model_path=self._path,
+                device=runner.device,
+                computed_by=runner.computed_by,
+                dtype=runner.dtype,
+                context_tokens_max=core.settings.context_tokens_max,
+                model_context_tokens_max=checkpoint.config.context_tokens_max,
+                block_count=runner.block_count,
+                block_size=runner.block_size,
+                kv_cache_bytes=runner.kv_cache_bytes,
+                load_seconds=seconds,
+            )
+        )
 
 
 def _opened(path: Path) -> Checkpoint | EncoderDirectory:
@@ -324,54 +439,6 @@ def _steps(runner: Runner, compute: WorkerThread, *, overlap_steps: bool) -> Ste
     if overlap_steps and runner.launches:
         return LaunchedSteps(runner, compute)
     return ThreadedExecutor(runner, compute, takes_cpu=runner.takes_every_cpu and not overlap_steps)
-
-
-async def _load(
-    config: Config,
-    checkpoint: Checkpoint | EncoderDirectory,
-    compute: WorkerThread,
-    text: TextThreads,
-    on_progress: LoadReport,
-    runners: list[Runner],
-) -> tuple[Runner, FormCompiler]:
-    """Weights in the compute thread, the tokenizer and what forms need of it in the text thread, at the same time. What
-    is put in `runners` is the caller's to close, also when this raises."""
-    is_cancelled = trio.Event()  # set by the event loop, read in the compute thread
-
-    def report(done: int, total: int) -> None:
-        if is_cancelled.is_set():
-            raise _LoadingCancelled
-        on_progress(done, total)
-
-    def load_runner() -> Runner:
-        # In the thread that will use it, since it may import torch.
-        runner: Runner
-        if isinstance(checkpoint, EncoderDirectory):
-            from trioserve.model.encoder_runner import EncoderRunner
-
-            runner = EncoderRunner.load(checkpoint, _model_settings(config), progress=report)
-        else:
-            from trioserve.model.runner import ModelRunner
-
-            runner = ModelRunner.load(checkpoint, _model_settings(config), progress=report)
-        runners.append(runner)
-        runner.allocate_kv(runner.block_count)
-        runner.warm_up()
-        return runner
-
-    async def load_tokenizer() -> None:
-        compilers.append(await text.run_cancellable(_make_compiler, checkpoint))
-
-    compilers: list[FormCompiler] = []
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(load_tokenizer)
-        try:
-            runner = await compute.run(load_runner, on_cancel=is_cancelled.set)
-        except Exception:
-            if is_cancelled.is_set():  # what the loading says then is not the reason
-                await trio.sleep_forever()  # raises Cancelled
-            raise
-    return runner, compilers[0]
 
 
 class _LoadingCancelled(Exception):

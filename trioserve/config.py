@@ -29,7 +29,7 @@ from trioserve.contracts.endpoint import CONTINUATION_BYTES_MAX, DISAGGREGATED_P
 from trioserve.contracts.errors import InvalidRequest, StartupError
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
 from trioserve.core.settings import check_overlap
-from trioserve.engine.settings import EngineSettings
+from trioserve.engine.settings import RESTARTS_MAX, EngineSettings
 from trioserve.http.limits import FrontendLimits
 from trioserve.store.settings import StoreSettings
 
@@ -231,6 +231,9 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
         "seconds that one step may take; a longer one turns /ready and refuses new requests until it ends, and one of "
         "five times that turns /health, too; 0 is no limit; default: 60, or ten times the longest step so far if that "
         "is more", "SECONDS")] = None
+    engine_restarts: Annotated[int, _about(
+        "how often within ten minutes the engine is opened anew when it breaks: its streams pause and go on; 0: the "
+        "first fault ends the server", "N", ge=0, le=RESTARTS_MAX)] = 3
     tool_call_parser: Annotated[str, _about(
         "how the model writes calls of tools: auto takes what its chat template shows, none leaves them as text; "
         "otherwise a family, such as hermes, mistral or llama3_json", "NAME")] = "auto"

@@ -9,6 +9,7 @@ __all__ = [
     "Draining",
     "EndpointLost",
     "EngineFault",
+    "EngineReopening",
     "InvalidRequest",
     "ModelLoadError",
     "NoEndpoint",
@@ -85,6 +86,10 @@ class Draining(Overloaded):
 
 class StepOverdue(Overloaded):
     """Refused because the engine's step in flight is older than it may get: nobody can say when it ends."""
+
+
+class EngineReopening(Overloaded):
+    """Refused because the engine broke and is being opened anew."""
 
 
 class NoEndpoint(Overloaded):

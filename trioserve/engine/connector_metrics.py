@@ -14,10 +14,10 @@ logger = logging.getLogger(__name__)
 PREFIX = "kv_transfer_"
 
 
-def show_connector(metrics: Metrics, counts: Callable[[], Mapping[str, float]]) -> None:
+def show_connector(metrics: Metrics, counts: Callable[[], Mapping[str, float]]) -> Callable[[], None]:
     """Have every exposition show what `counts` says at that moment: totals, with or without "_total" behind their name,
     and levels where the catalogue has a gauge. A name that the catalogue does not have is left out, and said once; so
-    is what it raises."""
+    is what it raises. Returns what ends it."""
     shown: dict[str, float] = {}
     unknown: set[str] = set()
     is_broken = False
@@ -54,4 +54,4 @@ def show_connector(metrics: Metrics, counts: Callable[[], Mapping[str, float]]) 
             unknown.add(given)
             logger.info("the connector counts what is no metric count=%s", given)
 
-    metrics.on_scrape(show)
+    return metrics.on_scrape(show)

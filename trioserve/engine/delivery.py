@@ -7,6 +7,7 @@ runs between two steps, or, ending a request, at any moment.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -56,6 +57,8 @@ class Delivery:
         self._timings = TokenTimings(metrics)
         self._held: dict[RequestId, Choice] = {}  # over, and their blocks are held for another engine
         self._faults_told: set[TransferFault] = set()
+        self._plans: deque[StepPlan] = deque()  # that have not been delivered, the oldest first
+        self.has_brought = False  # a step has brought somebody something
         core.tell_hold_ends(self._on_hold_end)
 
     def __len__(self) -> int:
@@ -127,10 +130,28 @@ class Delivery:
         """So many sequences were aborted before the core had them: nothing had to be freed."""
         self._timings.note_left_queue(count)
 
+    # --- when the engine broke ---
+
+    def ids_in_flight(self) -> frozenset[RequestId]:
+        """Sequences of the steps that did not come back, or were not delivered."""
+        return frozenset(chunk.request.id for plan in self._plans for chunk in plan.chunks)
+
+    def give_up(self) -> list[Choice]:
+        """The core is gone. Returns the choices whose sequences it had, in the order in which it got them; nothing of
+        them is known here any more. What was held is held no longer."""
+        choices = list(self._choices.values())
+        self._choices.clear()
+        held, self._held = self._held, {}
+        for choice in held.values():
+            choice.is_held = False
+            choice.request.note_released()
+        return choices
+
     # --- called by the step loop ---
 
     def on_plan(self, plan: StepPlan) -> None:
         now = trio.current_time()
+        self._plans.append(plan)
         self._step_watch.begin(now)
         for sequence_id in plan.admitted:
             choice = self._choices[sequence_id]
@@ -165,6 +186,8 @@ class Delivery:
         if ready is not None:
             self._feed(choices[ready.request_id], ready.token_ids, ready.logprobs, None, now)
         self._timings.show(now)
+        self._plans.popleft()
+        self.has_brought = self.has_brought or bool(events)
 
     def on_ended(self, events: list[EngineEvent]) -> None:
         """Before each step: requests ended while none did, since the KV they waited for did not come."""
@@ -245,8 +268,8 @@ class Delivery:
 
     def _on_prompt_logprobs(self, event: PromptLogprobs) -> None:
         choice = self._choices[event.request_id]
-        if choice.index == 0:
-            request = choice.request
+        request = choice.request
+        if choice.index == 0 and len(request.prompt_logprobs or ()) < len(request.prompt_token_ids):
             request.prompt_logprobs = (request.prompt_logprobs or ()) + event.logprobs
 
     def _let_go(self, event: RequestFinished, now: float, reason: FinishReason, *, has_reader: bool = True) -> None:

@@ -45,11 +45,12 @@ from trioserve.core.engine import EngineCore
 from trioserve.engine.connector_metrics import show_connector
 from trioserve.engine.delivery import Delivery
 from trioserve.engine.engine_loop import EngineLoop, StepRunner, WhenIdle
+from trioserve.engine.engine_parts import EngineParts, no_parts
 from trioserve.engine.guide_preparation import GuidePreparation
 from trioserve.engine.kv_events import KvEvents
 from trioserve.engine.live_view import view_of
 from trioserve.engine.model_description import ModelDescription
-from trioserve.engine.open_request import OpenRequest
+from trioserve.engine.open_request import Choice, OpenRequest, ScopeState
 from trioserve.engine.part_stream import PartStream
 from trioserve.engine.pooled_preparation import (
     check_can_be_pooled,
@@ -70,6 +71,7 @@ from trioserve.engine.request_preparation import (
 )
 from trioserve.engine.request_stream import RequestStream
 from trioserve.engine.requests_by_id import RequestsById
+from trioserve.engine.restarts import FAULTS_OF_ONE_MAX, Readmission, RestartBudget
 from trioserve.engine.settings import EngineSettings
 from trioserve.engine.step_watch import StepWatch
 from trioserve.metrics.engine_gauges import EngineGauges
@@ -136,12 +138,8 @@ class Engine:
         self.draining = False
         self.fault: EngineFault | None = None
         self.on_fault: Callable[[], Awaitable[None]] | None = None  # has the clients told
-        self._core = core
-        self._connector = connector
         self._kept_holds = RequestsById()  # finished and left, and what is held of them is still to be read
         self.step_watch = StepWatch(settings.step_seconds_max)
-        self._delivery = Delivery(core, metrics, wake=self.wake, step_watch=self.step_watch)
-        self._loop = EngineLoop(core, steps, self._delivery, readers_first=readers_first, when_idle=when_idle)
         self._text_threads = text_threads
         self._prompts = self._encoder(text_threads)
         self._preparation = RequestPreparation(model, tokenizer, role=role)
@@ -155,22 +153,46 @@ class Engine:
         self.dispatch = local_dispatch(core.settings.max_num_seqs, settings)
         self._admission = RequestAdmission(self.dispatch, metrics)
         self._is_running = False
+        self._idle = trio.Event()
+        self._restarts = RestartBudget(settings.restarts_max)
+        self._readmission = Readmission(self._begin)
+        self._carried: list[OpenRequest] = []  # who goes on when the engine was opened anew
+        self._reopened = trio.Event()
+        self.reopens_at: float | None = None  # it broke, and is to be opened anew, not before this time of Trio's clock
+        self.kv_events: KvEvents | None = None
+        self._forget_connector: Callable[[], None] = lambda: None
+        self._install(EngineParts(core, steps, connector, readers_first, when_idle))
+        metrics.on_scrape(self._set_gauges)
+        show_router(metrics, self.dispatch)
+
+    def _install(self, parts: EngineParts) -> None:
+        """From here on it computes with these, and nothing of those before is known any more."""
+        core, metrics, settings = parts.core, self.metrics, self._settings
+        self._core = core
+        self._connector = parts.connector
+        self._delivery = Delivery(core, metrics, wake=self.wake, step_watch=self.step_watch)
+        self._loop = EngineLoop(
+            core,
+            parts.steps,
+            self._delivery,
+            readers_first=parts.readers_first,
+            when_idle=parts.when_idle,
+            after_step=self._readmission.look,
+        )
         self._steps_scope = trio.CancelScope()
         self._connector_error: Exception | None = None
-        self._idle = trio.Event()
-        self.kv_events: KvEvents | None = None
         if settings.kv_events_max:
             self.kv_events = KvEvents(
                 core.cache,
-                model=model.name,
+                model=self.model.name,
                 block_size=core.settings.block_size,
                 events_max=settings.kv_events_max,
             )
         self._gauges = EngineGauges(metrics, core.stats())
-        metrics.on_scrape(self._set_gauges)
-        if connector is not None:
-            show_connector(metrics, connector.counts)
-        show_router(metrics, self.dispatch)
+        self._forget_connector()
+        self._forget_connector = (
+            (lambda: None) if parts.connector is None else show_connector(metrics, parts.connector.counts)
+        )
 
     # --- the life of the engine ---
 
@@ -179,10 +201,11 @@ class Engine:
         *,
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """The engine's own task. Ends when cancelled, after the step in flight, with every block back.
+        """The engine's own task. Ends when cancelled, after the step in flight, with every block back. Returns when a
+        step or the connector failed and the engine is to be opened anew (reopens_at): its requests wait for that.
 
-        Raises EngineFault when a step or the connector failed: every reader has the fault by then, and `on_fault` had
-        grace_seconds_max to pass it on. Raises StartupError, and has not started, if the connector cannot start.
+        Raises EngineFault when it is not: every reader has the fault by then, and `on_fault` had grace_seconds_max to
+        pass it on. Raises StartupError, and has not started, if the connector cannot start.
         """
         if self._connector is None:
             await self._run_steps(task_status)
@@ -217,6 +240,7 @@ class Engine:
 
     async def _run_steps(self, task_status: trio.TaskStatus[None]) -> None:
         self._is_running = True
+        self._begin_carried()
         task_status.started()
         try:
             with self._steps_scope:
@@ -226,25 +250,128 @@ class Engine:
         except Exception as error:
             what = "a step of the engine" if self._connector_error is None else "the connector"
             fault = EngineFault(f"{what} failed: {type(error).__name__}: {error}")
-            self.fault = fault
-            self._kept_holds.clear()  # nobody will report their end
-            self._note_idle()
-            self._end_kv_events()
-            for request in self._requests:
-                request.fail(fault)
-            if self.on_fault is not None:
-                with trio.move_on_after(self._settings.grace_seconds_max):
-                    try:
-                        await self.on_fault()
-                    except Exception:
-                        logger.exception("the fault could not be passed on")  # and must not be hidden by this
-            raise fault from error
+            if not self._is_to_be_reopened(fault, has_progress=self._delivery.has_brought):
+                await self._fail(fault)
+                raise fault from error
+            # Here, where it is handled: nothing may keep the frames of the step, which have the model.
+            logger.exception("the engine broke, and is opened anew restarts=%d", self._restarts.taken_count)
+            self._carry_requests(fault)
         finally:
             self._is_running = False
             self._end_kv_events()
-            if self.fault is None:
-                self.abort_all("the engine was closed")
-                self._core.progress(trio.current_time())  # what the connector lets go of at once is free
+            if self.fault is None and self.reopens_at is None:
+                self.close()
+
+    async def _fail(self, fault: EngineFault) -> None:
+        """It broke for good: everybody is told."""
+        if self._restarts.ended_by:
+            fault.args = (f"{fault}; {self._restarts.ended_by}",)
+        self.fault = fault
+        self.reopens_at = None
+        self._reopened.set()
+        self._kept_holds.clear()  # nobody will report their end
+        self._note_idle()
+        self._end_kv_events()
+        for request in self._requests:
+            request.fail(fault)
+        if self.on_fault is not None:
+            with trio.move_on_after(self._settings.grace_seconds_max):
+                try:
+                    await self.on_fault()
+                except Exception:
+                    logger.exception("the fault could not be passed on")  # and must not be hidden by this
+
+    def close(self) -> None:
+        """Nothing more is computed: every reader gets a last delta, and every block is back."""
+        self.reopens_at = None
+        self._reopened.set()
+        self.abort_all("the engine was closed")
+        self._core.progress(trio.current_time())  # what the connector lets go of at once is free
+
+    # --- opened anew after a fault ---
+
+    def _is_to_be_reopened(self, fault: EngineFault, *, has_progress: bool) -> bool:
+        now = trio.current_time()
+        seconds = self._restarts.take(now, has_progress=has_progress)
+        if seconds is None:
+            return False
+        self.reopens_at = now + seconds
+        self.metrics.engine_restarts_total.inc()
+        return True
+
+    def _carry_requests(self, fault: EngineFault) -> None:
+        """Take from a core that broke what it knows of its requests, and let it go: from here on each of their
+        sequences is one that the core is still to get, with the tokens that it had. What was held is lost."""
+        core, delivery = self._core, self._delivery
+        self._set_gauges()  # what it has counted so far
+        self._reopened = trio.Event()
+        lives = {live.request.id: live for live in core.live_requests()}
+        suspect_ids = delivery.ids_in_flight()
+        choices = delivery.give_up()
+        self._kept_holds.clear()
+        self._install(no_parts(core.settings))
+        self._end_kv_events()
+        self.step_watch.forget(trio.current_time())
+        requests: dict[OpenRequest, list[tuple[Choice, EngineRequest]]] = {}
+        lost: list[OpenRequest] = []
+        for choice in choices:
+            request = choice.request
+            carried = requests.setdefault(request, [])
+            if choice.is_ended or request.scope is ScopeState.LEFT:
+                continue
+            live = lives.get(choice.sequence_id)
+            count = choice.output.token_count
+            if live is None or (count and count >= live.request.output_tokens_max):
+                lost.append(request)  # it ended in what broke, and nobody can say how
+            else:
+                known = live.tokens[live.prompt_count :][:count]
+                carried.append((choice, self._preparation.continued(request, live.request, known)))
+        for request in self._readmission.stop():
+            requests.setdefault(request, [])
+        for request, carried in requests.items():
+            if any(choice.sequence_id in suspect_ids for choice, _ in carried):
+                request.fault_count += 1
+            request.carry(carried)
+            if request in lost or request.fault_count >= FAULTS_OF_ONE_MAX:
+                self._end_poisoned(request, fault)
+            elif not request.upcoming:
+                request.on_gone()
+        self._carried = [request for request in requests if request.upcoming]
+        self._note_idle()
+
+    def _end_poisoned(self, request: OpenRequest, fault: EngineFault) -> None:
+        """It was in each step that failed."""
+        logger.error("request ended: it was in %d steps that failed request=%s", request.fault_count, request.id)
+        self.metrics.requests_poisoned_total.inc()
+        message = (
+            f"the engine broke {request.fault_count} times in steps that computed this request, which was ended so "
+            f"that the others go on: {fault}"
+        )
+        self._delivery.end_with_final_delta(request, FinishReason.ERROR, message)
+
+    def reopen(self, parts: EngineParts) -> None:
+        """Go on with these; run is called next."""
+        assert self.reopens_at is not None, "the engine did not break"
+        self._install(parts)
+        self.reopens_at = None
+
+    async def reopening_failed(self, error: Exception) -> None:
+        """It could not be opened anew. Raises EngineFault if it is not to be tried again."""
+        fault = EngineFault(f"the engine could not be opened anew: {type(error).__name__}: {error}")
+        if not self._is_to_be_reopened(fault, has_progress=False):
+            await self._fail(fault)
+            raise fault from error
+        logger.error("%s", fault, exc_info=error)
+
+    def _begin_carried(self) -> None:
+        carried, self._carried = self._carried, []
+        self._readmission.start(carried)
+        self._reopened.set()
+
+    def _begin(self, request: OpenRequest) -> None:
+        """The core gets as many of its sequences as it may have at a time."""
+        while request.upcoming and request.core_count < request.sequence_count:
+            self._begin_next(request)
 
     async def keep_deadlines(self) -> None:
         """The engine's other task, beside run: ends requests whose time has come. Runs until cancelled."""
@@ -265,10 +392,11 @@ class Engine:
     def drain(self) -> None:
         """Take nothing new; requests that have not begun to run are refused, the others go on."""
         self.draining = True
+        self._reopened.set()  # who waits for it has not begun to run
         self.dispatch.drain()
         self._end_kv_events()
         for request in self._requests:
-            if request.core_count and not request.has_run:
+            if (request.core_count or request.upcoming) and not request.has_run:
                 self._delivery.end(request, FinishReason.ABORT)
                 request.fail(self._admission.refused_draining())
 
@@ -556,6 +684,8 @@ class Engine:
                     await request.tokenize(self._prompts)
                     if request.resume is not None:
                         await self._take_known(request, request.resume)
+                    while self.reopens_at is not None and not self.draining:
+                        await self._reopened.wait()
             finally:
                 self._preparing_count -= count
             if request.is_finished:
@@ -565,8 +695,7 @@ class Engine:
             sequences = self._sequences(request)
             choices = [choice for choice in request.choices if not choice.is_ended]
             request.upcoming.extend(zip(choices, sequences, strict=True))
-            for _ in range(request.sequence_count):
-                self._begin_next(request)
+            self._begin(request)
         except BaseException:
             self._leave(request)
             raise
@@ -634,10 +763,13 @@ class Engine:
         if admission.is_queued:
             self._delivery.note_left_queue(request.sequence_count)
         self.dispatch.leave(admission)
+        self._readmission.look()
 
     def _check_open(self, count: int) -> None:
         if self.fault is not None:
             raise self.fault
+        if self.reopens_at is not None and not self.draining:
+            raise self._admission.refused_reopening()
         if not self._is_open:
             raise self._admission.refused_draining()
         overdue = self.step_watch.overdue()

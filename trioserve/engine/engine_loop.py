@@ -66,6 +66,7 @@ class EngineLoop:
     """readers_first: what a step brought is written before the next one begins. For steps that take the event loop's
     own core: what readers did meanwhile, one of a step's threads would lose, and the others wait for it. Overlapped
     steps have no such moment.
+    after_step: called when a step was delivered.
     when_idle: done again and again while there is nothing to compute, until it says that nothing is left to do. What
     comes meanwhile waits for it, so each time is to be short."""
 
@@ -77,13 +78,17 @@ class EngineLoop:
         *,
         readers_first: bool = False,
         when_idle: WhenIdle | None = None,
+        after_step: Callable[[], None] = lambda: None,
     ) -> None:
         self._when_idle = when_idle
+        self._after_step = after_step
         self._reader_turns = READER_TURNS if readers_first else 0
         self._core = core
         self._steps = steps
         self._delivery = delivery
-        self._overlapped = OverlappedSteps(core, steps.run_step, delivery) if core.settings.overlap_steps else None
+        self._overlapped = (
+            OverlappedSteps(core, steps.run_step, delivery, after_step) if core.settings.overlap_steps else None
+        )
         self._work_arrived = trio.Event()
         self._is_woken = False
 
@@ -130,5 +135,6 @@ class EngineLoop:
             else:
                 events = self._core.update_from_output(plan, result, trio.current_time())
             self._delivery.on_events(events, trio.current_time() - started_at)
+            self._after_step()
             for _ in range(self._reader_turns):
                 await trio.lowlevel.checkpoint()

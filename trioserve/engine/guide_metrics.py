@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from trioserve.metrics.registry import Metrics
@@ -29,7 +30,8 @@ def show_forms(metrics: Metrics, compiler: FormCompiler) -> None:
     metrics.on_scrape(show)
 
 
-def show_masks(metrics: Metrics, totals: MaskTotals) -> None:
+def show_masks(metrics: Metrics, totals: MaskTotals) -> Callable[[], None]:
+    """Returns what ends it."""
     seen = [0.0, 0.0]
 
     def show() -> None:
@@ -38,4 +40,4 @@ def show_masks(metrics: Metrics, totals: MaskTotals) -> None:
         metrics.mask_seconds_total.inc(seconds - seen[1])
         seen[:] = rows, seconds
 
-    metrics.on_scrape(show)
+    return metrics.on_scrape(show)

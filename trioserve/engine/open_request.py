@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import trio
 from trio.lowlevel import current_task, reschedule
@@ -95,7 +95,8 @@ class OpenRequest:
     by one, each when it is done with another, so that what it has of this request at a time is bounded. begin_next:
     hands it the next of them. sequence_count: as many are with the core at a time, at most. known: what the response so
     far gave, where it goes on; there once it is entered. is_resumable: it may go on elsewhere when another's hand has
-    ended it, so that what was held back of its text is not shown then.
+    ended it, so that what was held back of its text is not shown then. fault_count: steps that had it and failed, one
+    after the other.
     """
 
     def __init__(
@@ -147,6 +148,7 @@ class OpenRequest:
         self.upcoming: deque[tuple[Choice, EngineRequest]] = deque()
         self.begin_next: Callable[[], None] = lambda: None
         self.on_gone: Callable[[], None] = lambda: None
+        self.fault_count = 0
         self.scope = ScopeState.NEW
         self._pending: dict[int, Delta] = {}
         self._read: dict[int, list[int]] = {}  # tokens that the reader has, by choice
@@ -317,6 +319,13 @@ class OpenRequest:
             return True  # it is being prepared
         answers = [guide.end_thought() for guide in guides if guide is not None]
         return any(answers)
+
+    def carry(self, sequences: Iterable[tuple[Choice, EngineRequest]]) -> None:
+        """The core is gone, and what it had is still to come: these, before those that it did not have yet."""
+        self.core_count = 0
+        self.upcoming.extendleft(reversed([*sequences]))
+        if self.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt_token_ids):
+            self.prompt_logprobs = None  # all of it is computed again
 
     def take_known(self, choices: Sequence[KnownChoice]) -> None:
         """The response so far: its choices go on from there, and those that have finished are over."""

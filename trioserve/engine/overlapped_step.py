@@ -36,8 +36,11 @@ class _StepInFlight:
 
 
 class OverlappedSteps:
-    def __init__(self, core: EngineCore, run_step: RunStep, delivery: Delivery) -> None:
+    """after_step: called when a step was delivered."""
+
+    def __init__(self, core: EngineCore, run_step: RunStep, delivery: Delivery, after_step: Callable[[], None]) -> None:
         self._core = core
+        self._after_step = after_step
         self._run_step = run_step
         self._delivery = delivery
 
@@ -81,3 +84,4 @@ class OverlappedSteps:
         else:
             events = self._core.update_from_output(step.plan, result, now)
         self._delivery.on_events(events, seconds)
+        self._after_step()

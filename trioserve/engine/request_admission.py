@@ -6,7 +6,7 @@ import logging
 
 from trioserve.admission.dispatch import AdmissionScope, Dispatch
 from trioserve.admission.local_endpoint import local_request
-from trioserve.contracts.errors import Draining, Overloaded, StepOverdue
+from trioserve.contracts.errors import Draining, EngineReopening, Overloaded, StepOverdue
 from trioserve.engine.open_request import OpenRequest
 from trioserve.metrics.registry import Metrics
 
@@ -52,6 +52,14 @@ class RequestAdmission:
         return Draining(
             "the server is leaving and takes no new requests: ask another one",
             reason="draining",
+            retry_after_seconds=RETRY_SECONDS,
+        )
+
+    def refused_reopening(self) -> EngineReopening:
+        self._metrics.requests_rejected_total.labels("engine_reopening").inc()
+        return EngineReopening(
+            "the engine broke and is being opened anew: ask another server, or this one again when it is ready",
+            reason="engine_reopening",
             retry_after_seconds=RETRY_SECONDS,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
@@ -20,6 +21,7 @@ from trioserve.engine.known_output import KnownOutput, checked_resume
 from trioserve.engine.model_description import ModelDescription
 from trioserve.engine.open_request import Choice, OpenRequest
 from trioserve.text.output import ChoiceOutput
+from trioserve.text.sequence_guide import SequenceGuide
 from trioserve.text.tokenizer import Tokenizer
 
 __all__ = ["SEED_STRIDE", "RequestPreparation", "checked_kv_transfer", "checked_prompt", "instance_of", "text_or_none"]
@@ -121,6 +123,21 @@ class RequestPreparation:
     def _stop_token_ids(self, sampling: SamplingParams) -> frozenset[int]:
         stop_token_ids = frozenset(sampling.stop_token_ids)
         return stop_token_ids if sampling.ignore_eos else stop_token_ids | frozenset(self._model.eos_token_ids)
+
+    def continued(self, request: OpenRequest, sequence: EngineRequest, output: Sequence[int]) -> EngineRequest:
+        """The same sequence for another core, with the tokens that it had."""
+        guide: SequenceGuide | None = None
+        if sequence.guide is not None:  # whether it knows what was delivered is not sure: the old core broke
+            assert request.guides is not None, request.id
+            guide = request.guides.new_guide(sequence.stop_token_ids, sequence.prompt_token_ids)
+            for token_id in output:
+                guide.accept(token_id)
+            if request.is_thought_hurried:
+                guide.end_thought()
+        kv_transfer = sequence.kv_transfer
+        if kv_transfer is not None:  # what it was to load is computed; what it is to leave, it still is
+            kv_transfer = KVTransferParams(do_remote_decode=True) if kv_transfer.do_remote_decode else None
+        return msgspec.structs.replace(sequence, known_output=tuple(output), guide=guide, kv_transfer=kv_transfer)
 
     def _check_vocabulary(self, sampling: SamplingParams) -> None:
         vocab_size = self._model.vocab_size

@@ -5,21 +5,27 @@ from __future__ import annotations
 from trioserve.admission.settings import AdmissionSettings
 from trioserve.contracts.errors import StartupError
 
-__all__ = ["EngineSettings"]
+__all__ = ["RESTARTS_MAX", "EngineSettings"]
+
+RESTARTS_MAX = 100  # within ten minutes; an engine that breaks more often serves nobody
 
 
 class EngineSettings(AdmissionSettings, frozen=True, kw_only=True):
     """step_seconds_max: how old the step in flight may get before new requests are refused and readiness turns; None:
     60 s, or ten times the longest step so far, if that is more; 0: as old as it likes.
     kv_events_max: changes of the prefix cache that are kept for those who read them; 0: nobody may, and none are.
+    restarts_max: how often within ten minutes the engine may be opened anew after a fault; 0: a fault ends it.
     """
 
     step_seconds_max: float | None = None
     kv_events_max: int = 0
+    restarts_max: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kv_events_max < 0:
             raise StartupError(f"kv_events_max is {self.kv_events_max}, it must be 0 or more")
+        if not 0 <= self.restarts_max <= RESTARTS_MAX:
+            raise StartupError(f"restarts_max is {self.restarts_max}, it must be 0 to {RESTARTS_MAX}")
         if self.step_seconds_max is not None and not 0 <= self.step_seconds_max <= 86_400:
             raise StartupError(f"step_seconds_max is {self.step_seconds_max}, it must be 0 to 86400 seconds")

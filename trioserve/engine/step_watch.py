@@ -51,6 +51,12 @@ class StepWatch:
             logger.warning("a step ended late seconds=%.1f allowed=%g", seconds, seconds_max)
         self._is_told = False
 
+    def forget(self, now: float) -> None:
+        """The plans in flight do not come back."""
+        self._handed_over_at.clear()
+        self._ended_at = now
+        self._is_told = False
+
     @property
     def seconds_max(self) -> float:
         """How old the step in flight may get; math.inf: as old as it likes."""

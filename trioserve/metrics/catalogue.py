@@ -316,6 +316,18 @@ CATALOGUE: tuple[Metric, ...] = (
         meaning="What attention takes for one token that another one sees, in all layers.",
     ),
     Metric(
+        name="engine_restarts_total",
+        kind="counter",
+        unit="restarts",
+        meaning="Times that the engine was opened anew after a fault, or was to be (--engine-restarts).",
+    ),
+    Metric(
+        name="requests_poisoned_total",
+        kind="counter",
+        unit="requests",
+        meaning="Requests ended with an error since the engine broke twice in steps that computed them.",
+    ),
+    Metric(
         name="tasks",
         kind="gauge",
         unit="tasks",

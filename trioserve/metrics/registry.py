@@ -62,6 +62,8 @@ class Metrics:
     token_kv_bytes: Gauge
     token_flops: Gauge
     attended_token_flops: Gauge
+    engine_restarts_total: Counter
+    requests_poisoned_total: Counter
     tasks: Gauge
     step_seconds: PlainHistogram
     step_age_seconds: Gauge
@@ -166,9 +168,16 @@ class Metrics:
         """Whether there is a metric of this name, without prefix."""
         return name in self._names
 
-    def on_scrape(self, callback: Callable[[], None]) -> None:
-        """Have `callback` called before every exposition: the place to set gauges from a snapshot. It must not wait."""
+    def on_scrape(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Have `callback` called before every exposition: the place to set gauges from a snapshot. It must not wait.
+        Returns what ends this, for whoever goes before the metrics do: it is called once more then."""
         self._callbacks.append(callback)
+
+        def end() -> None:
+            callback()
+            self._callbacks.remove(callback)
+
+        return end
 
     def expose(self, *, part: Part | None = None) -> bytes:
         """Everything in Prometheus' text format 0.0.4: each family under `trioserve:`, then under its aliases, with the

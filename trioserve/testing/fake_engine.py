@@ -17,9 +17,11 @@ from trioserve.contracts.kv_transfer import EngineRole, RunningConnector
 from trioserve.contracts.step import StepPlan
 from trioserve.core.settings import CoreSettings
 from trioserve.engine.engine import Engine, ModelDescription
+from trioserve.engine.engine_parts import EngineParts
 from trioserve.engine.mask_rows import MasksAtOnce
 from trioserve.engine.model_description import PooledModel
 from trioserve.engine.settings import EngineSettings
+from trioserve.engine.supervisor import supervise
 from trioserve.metrics.registry import Metrics
 from trioserve.testing.accounting import assert_all_free
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, byte_tokenizer
@@ -52,13 +54,10 @@ class FakeEngine(Engine):
 
     def __init__(
         self,
-        core: GatedCore,
-        executor: FakeExecutor,
+        parts: EngineParts,
         text_threads: TextThreads,
         settings: EngineSettings,
         *,
-        step_seconds: float,
-        connector: RunningConnector | None = None,
         role: EngineRole | None = None,
         served_names: tuple[str, ...] = ("fake",),
         tokenizer: Tokenizer | None = None,
@@ -67,10 +66,9 @@ class FakeEngine(Engine):
         scores_pairs: bool = False,
     ) -> None:
         tokenizer = tokenizer or byte_tokenizer()
-        self.core = core
-        self.connector = connector
-        self.executor = executor
-        self.steps = ControlledSteps(executor, seconds=step_seconds)
+        self._look_into(parts)
+        core = self.core
+        self.broken_openings = 0
         super().__init__(
             model=ModelDescription(
                 served_names=served_names,
@@ -95,11 +93,22 @@ class FakeEngine(Engine):
             metrics=Metrics(served_names[0]),
             settings=settings,
             new_request_id=map("req-{}".format, itertools.count(1)).__next__,
-            connector=connector,
+            connector=parts.connector,
             role=role,
             guides=GuideFactory(byte_form_compiler()),
             families=ResponseFamilies(tokenizer, tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser),
         )
+
+    def reopen(self, parts: EngineParts) -> None:
+        self._look_into(parts)
+        super().reopen(parts)
+
+    def _look_into(self, parts: EngineParts) -> None:
+        core, steps = parts.core, parts.steps
+        assert isinstance(core, GatedCore)
+        assert isinstance(steps, ControlledSteps)
+        assert isinstance(steps.executor, FakeExecutor)
+        self.core, self.steps, self.executor, self.connector = core, steps, steps.executor, parts.connector
 
     # --- when it steps ---
 
@@ -187,6 +196,10 @@ class FakeEngine(Engine):
         """The next forward pass raises: a fault of the engine, which ends it. Default: an InjectedFault."""
         self.steps.fault = error or InjectedFault("a test broke the engine")
 
+    def break_openings(self, count: int = 1) -> None:
+        """The next openings after a fault raise, too."""
+        self.broken_openings = count
+
     def fail_request(self, request_id: str, message: str = "a test made this request fail") -> None:
         """The request's next forward pass fails, for each of its choices, and for nobody else's. It must live."""
         choices = [choice for request in self._requests.of(request_id) for choice in request.choices]
@@ -250,6 +263,8 @@ async def open_fake_engine(
     held_share_max: float = 0.5,
     load_failure_policy: Literal["recompute", "fail"] = "recompute",
     encoder: Literal["embed", "score"] | None = None,
+    engine_restarts: int = 0,
+    opening_seconds: float = 0.0,
 ) -> AsyncIterator[FakeEngine]:
     """An engine as open_engine gives it, but for the model: bytes are tokens, and a forward pass takes step_seconds.
 
@@ -268,6 +283,8 @@ async def open_fake_engine(
     held and KV is waited for, the share of the pool that may be held, and what becomes of a request whose KV does not
     come.
 
+    engine_restarts: how often it is opened anew after a fault, which takes opening_seconds and leaves the KV empty.
+
     encoder: it plays one that continues no text, keeps no KV, and gives vectors, or scores of pairs. Any other gives
     vectors besides; they follow from the prompt and from what is asked.
 
@@ -282,32 +299,20 @@ async def open_fake_engine(
         model = following(next_token)
     keeps_kv = encoder is None
     block_count = block_count if keeps_kv else 0
-    executor = new_executor(
+    core_settings = CoreSettings(
         block_count=block_count,
         block_size=block_size,
-        model=model or FakeModel(vocab_size=BYTE_VOCAB_SIZE - 1),
+        context_tokens_max=context_tokens_max,
+        max_num_seqs=max_num_seqs,
+        step_tokens_max=step_tokens_max,
+        enable_prefix_caching=enable_prefix_caching and keeps_kv,
         keeps_kv=keeps_kv,
-    )
-    made = None if connector is None else connector(executor, lambda: engine.wake())
-    core = GatedCore(
-        CoreSettings(
-            block_count=block_count,
-            block_size=block_size,
-            context_tokens_max=context_tokens_max,
-            max_num_seqs=max_num_seqs,
-            step_tokens_max=step_tokens_max,
-            enable_prefix_caching=enable_prefix_caching and keeps_kv,
-            keeps_kv=keeps_kv,
-            overlap_steps=overlap_steps,
-            draft_tokens_max=speculative_ngram,
-            hold_seconds_max=hold_seconds_max,
-            remote_kv_seconds_max=remote_kv_seconds_max,
-            held_share_max=held_share_max,
-            load_failure_policy=load_failure_policy,
-        ),
-        is_paused=paused,
-        connector=made,
-        mask_maker=MasksAtOnce(BYTE_VOCAB_SIZE),
+        overlap_steps=overlap_steps,
+        draft_tokens_max=speculative_ngram,
+        hold_seconds_max=hold_seconds_max,
+        remote_kv_seconds_max=remote_kv_seconds_max,
+        held_share_max=held_share_max,
+        load_failure_policy=load_failure_policy,
     )
     settings = EngineSettings(
         waiting_requests_max=waiting_requests_max,
@@ -317,25 +322,52 @@ async def open_fake_engine(
         deadlines=deadlines or Deadlines(),
         deadlines_max=deadlines_max or Deadlines(),
         step_seconds_max=step_seconds_max,
+        restarts_max=engine_restarts,
     )
+
+    @asynccontextmanager
+    async def open_parts() -> AsyncIterator[EngineParts]:
+        if opened:
+            await trio.sleep(opening_seconds)
+            if opened[0].broken_openings:
+                opened[0].broken_openings -= 1
+                raise InjectedFault("a test broke the opening")
+        executor = new_executor(
+            block_count=block_count,
+            block_size=block_size,
+            model=model or FakeModel(vocab_size=BYTE_VOCAB_SIZE - 1),
+            keeps_kv=keeps_kv,
+        )
+        made = None if connector is None else connector(executor, lambda: opened[0].wake())
+        core = GatedCore(
+            core_settings,
+            is_paused=opened[0].core.is_paused if opened else paused,
+            connector=made,
+            mask_maker=MasksAtOnce(BYTE_VOCAB_SIZE),
+        )
+        seconds = opened[0].step_seconds if opened else step_seconds
+        yield EngineParts(core, ControlledSteps(executor, seconds=seconds), made)
+
+    opened: list[FakeEngine] = []
+
+    def make_engine(parts: EngineParts) -> FakeEngine:
+        engine = FakeEngine(
+            parts,
+            text_threads,
+            settings,
+            role=None if parts.connector is None else role,
+            served_names=served_names,
+            tokenizer=tokenizer,
+            tool_call_parser=tool_call_parser,
+            reasoning_parser=reasoning_parser,
+            scores_pairs=encoder == "score",
+        )
+        opened.append(engine)
+        return engine
+
     with errors_unwrapped():
-        async with TextThreads() as text_threads:
-            engine = FakeEngine(
-                core,
-                executor,
-                text_threads,
-                settings,
-                step_seconds=step_seconds,
-                connector=made,
-                role=None if made is None else role,
-                served_names=served_names,
-                tokenizer=tokenizer,
-                tool_call_parser=tool_call_parser,
-                reasoning_parser=reasoning_parser,
-                scores_pairs=encoder == "score",
-            )
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(engine.keep_deadlines)
-                await nursery.start(engine.run)
-                yield engine
-                nursery.cancel_scope.cancel()
+        async with TextThreads() as text_threads, trio.open_nursery() as nursery:
+            engine = await nursery.start(supervise, open_parts, make_engine)
+            nursery.start_soon(engine.keep_deadlines)
+            yield engine
+            nursery.cancel_scope.cancel()

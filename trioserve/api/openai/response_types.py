@@ -334,8 +334,8 @@ class Ready(Response):
 
 
 class NotReady(Response):
-    """reason: "loading", "draining", "engine_fault" or "step_overdue". message: with the last one, how old the step in
-    flight is."""
+    """reason: "loading", "draining", "engine_fault", "engine_reopening" or "step_overdue". message: with the last one,
+    how old the step in flight is."""
 
     ready: Literal[False]
     reason: str

@@ -32,6 +32,8 @@ async def read_ready(context: RequestContext) -> None:
         reason = "engine_fault"
     elif context.engine.draining:
         reason = "draining"
+    elif context.engine.reopens_at is not None:
+        reason = "engine_reopening"
     elif (message := context.engine.step_watch.overdue()) is not None:
         reason = STEP_OVERDUE
     elif not context.engine.ready:

@@ -1,0 +1,384 @@
+"""An engine that broke and is opened anew: its streams go on, and whoever breaks it again is ended."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import trio
+
+from trioserve.contracts.deadlines import Deadlines
+from trioserve.contracts.errors import Draining, EngineFault, EngineReopening
+from trioserve.contracts.events import FinishReason
+from trioserve.contracts.output import Delta
+from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.sampling import SamplingParams
+from trioserve.engine.restarts import BACKOFF_SECONDS, FAULTS_IN_A_ROW_MAX, PERIOD_SECONDS, RestartBudget
+from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE
+from trioserve.testing.fake_engine import FakeEngine, InjectedFault, open_fake_engine
+from trioserve.testing.fake_executor import FakeModel
+from trioserve.testing.memory_server import open_memory_server
+
+LONG = SamplingParams(max_tokens=40, temperature=1.0, seed=3)
+
+
+class PoisonedModel(FakeModel):
+    """Whoever has `poison` in its prompt breaks the engine when it has `after` tokens, again and again."""
+
+    def __init__(self, poison: str = "poison", after: int = 5) -> None:
+        super().__init__(vocab_size=BYTE_VOCAB_SIZE - 1)
+        self._poison = poison.encode()
+        self._after = after
+
+    def next_token_id(self, request: EngineRequest, tokens: Sequence[int], digest: int) -> int:
+        prompt = bytes(token for token in request.prompt_token_ids if token < 256)
+        if self._poison in prompt and len(tokens) - len(request.prompt_token_ids) >= self._after:
+            raise InjectedFault(f"{prompt!r} cannot be borne")
+        return super().next_token_id(request, tokens, digest)
+
+
+class Reader:
+    """Reads a request to its end, and keeps what came."""
+
+    def __init__(self) -> None:
+        self.deltas: list[Delta] = []
+        self.error: Exception | None = None
+
+    async def read(self, fake: FakeEngine, prompt: str, sampling: SamplingParams = LONG, **options: Any) -> None:
+        try:
+            async with fake.generate(prompt, sampling, **options) as stream:
+                async for delta in stream:
+                    self.deltas.append(delta)
+                self.usage = (stream.prompt_token_count, stream.completion_token_count)
+                self.prompt_logprobs = stream.prompt_logprobs
+        except Exception as error:
+            self.error = error
+
+    def told(self) -> tuple[dict[int, str], dict[int, list[int]], dict[int, object], list[object]]:
+        """Text, tokens and end of each choice, and all log probabilities of the first."""
+        texts: dict[int, str] = {}
+        tokens: dict[int, list[int]] = {}
+        ends: dict[int, object] = {}
+        logprobs: list[object] = []
+        for delta in self.deltas:
+            texts[delta.index] = texts.get(delta.index, "") + delta.text
+            tokens.setdefault(delta.index, []).extend(delta.token_ids)
+            if delta.index == 0:
+                logprobs.extend(delta.logprobs or ())
+            if delta.finish_reason is not None:
+                ends[delta.index] = (delta.finish_reason, delta.stop_reason)
+        return texts, tokens, ends, logprobs
+
+    @property
+    def end(self) -> Delta:
+        return self.deltas[-1]
+
+
+REQUESTS: tuple[tuple[str, SamplingParams], ...] = (
+    ("one", LONG),
+    ("two is longer than a block", SamplingParams(max_tokens=30, temperature=0.0, logprobs=2)),
+    ("three", SamplingParams(max_tokens=25, temperature=1.0, n=3, seed=9)),
+    ("four, whose prompt is looked at as well", SamplingParams(max_tokens=20, prompt_logprobs=1, seed=2)),
+    ("five", SamplingParams(max_tokens=33, temperature=1.0, seed=5, stop=("e", "qq"), min_tokens=9)),
+    ("six", SamplingParams(max_tokens=0)),
+)
+
+
+async def told_by(fault_at: float | None, **options: Any) -> list[object]:
+    readers = [Reader() for _ in REQUESTS]
+    async with open_fake_engine(
+        step_seconds=0.01, engine_restarts=3, block_count=200, opening_seconds=2.0, **options
+    ) as fake:
+        async with trio.open_nursery() as nursery:
+            for reader, (prompt, sampling) in zip(readers, REQUESTS, strict=True):
+                nursery.start_soon(reader.read, fake, prompt, sampling)
+            if fault_at is not None:
+                await trio.sleep(fault_at)
+                fake.break_next_step()
+        fake.assert_all_free()
+        assert fake.metrics.engine_restarts_total._value.get() == (0 if fault_at is None else 1)
+    assert [reader.error for reader in readers] == [None] * len(readers)
+    return [(reader.told(), reader.usage, reader.prompt_logprobs) for reader in readers]
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap_steps": True}, {"speculative_ngram": 4}], ids=str)
+async def test_streams_go_on_as_if_nothing_had_happened(autojump_clock, options):
+    undisturbed = await told_by(None, **options)
+    for fault_at in (0.0, 0.005, 0.015, 0.035, 0.105, 0.205):
+        assert await told_by(fault_at, **options) == undisturbed, fault_at
+
+
+async def test_a_form_goes_on_where_it_was(autojump_clock):
+    from trioserve.contracts.structured_output import FormKind, StructuredOutput
+
+    sampling = SamplingParams(
+        max_tokens=60,
+        structured=StructuredOutput(kind=FormKind.REGEX, source="(ab|ba){8}-[0-9]{4}"),
+        temperature=1.0,
+        seed=4,
+    )
+    texts = []
+    for fault_at in (None, 0.035, 0.065):
+        reader = Reader()
+        async with open_fake_engine(step_seconds=0.01, engine_restarts=1) as fake, trio.open_nursery() as nursery:
+            nursery.start_soon(reader.read, fake, "form", sampling)
+            if fault_at is not None:
+                await trio.sleep(fault_at)
+                fake.break_next_step()
+        assert reader.end.finish_reason is FinishReason.STOP
+        texts.append(reader.told())
+    assert texts[0] == texts[1] == texts[2]
+
+
+async def test_the_request_that_breaks_it_again_is_ended_and_the_others_go_on(autojump_clock, caplog):
+    readers = {name: Reader() for name in ("a", "b", "poison", "c", "d")}
+    async with open_fake_engine(step_seconds=0.01, engine_restarts=3, model=PoisonedModel()) as fake:
+        async with trio.open_nursery() as nursery:
+            for name, reader in readers.items():
+
+                async def read(name: str = name, reader: Reader = reader) -> None:
+                    await reader.read(fake, name, request_id=f"id-{name}")
+
+                nursery.start_soon(read)
+        assert fake.metrics.engine_restarts_total._value.get() == 2
+        assert fake.metrics.requests_poisoned_total._value.get() == 1
+        fake.assert_all_free()
+    poisoned = readers.pop("poison")
+    assert poisoned.end.finish_reason is FinishReason.ERROR
+    assert "2 times in steps that computed this request" in str(poisoned.end.message)
+    assert sum(len(delta.token_ids) for delta in poisoned.deltas) == 5  # what it had is told, once
+    for reader in readers.values():
+        assert reader.end.finish_reason is FinishReason.LENGTH
+        assert len(reader.told()[1][0]) == 40
+    lines = [record for record in caplog.records if record.levelno >= logging.ERROR and "id-poison" in record.message]
+    assert len(lines) == 1
+    assert not [record for record in caplog.records if "id-a" in record.message]
+
+
+async def test_a_suspect_that_leaves_does_not_keep_the_others_waiting(autojump_clock):
+    readers = [Reader(), Reader()]
+    async with (
+        open_fake_engine(step_seconds=0.01, engine_restarts=1, paused=True, opening_seconds=1.0) as fake,
+        trio.open_nursery() as nursery,
+    ):
+        for index, reader in enumerate(readers):
+
+            async def read(index: int = index, reader: Reader = reader) -> None:
+                await reader.read(fake, "one", request_id=f"r{index}")
+
+            nursery.start_soon(read)
+        await fake.step(2)
+        fake.break_next_step()
+        fake.core.give_step()
+        fake.wake()
+        await trio.sleep(2)
+        assert fake.stats().waiting_count == 1, "one is on trial, and the other one waits for it"
+        on_trial = next(view.id for view in fake.live_requests() if view.state == "waiting")
+        fake.abort(on_trial)
+        await fake.step()
+        fake.resume()
+    reasons = sorted(str(reader.end.finish_reason) for reader in readers)
+    assert reasons == sorted([str(FinishReason.ABORT), str(FinishReason.LENGTH)])
+
+
+async def test_meanwhile_it_is_not_ready_and_who_waits_goes_on_waiting(autojump_clock):
+    queued, late = Reader(), Reader()
+    async with (
+        open_memory_server(step_seconds=0.01, engine_restarts=1, opening_seconds=5.0, max_num_seqs=1) as server,
+        trio.open_nursery() as nursery,
+    ):
+        fake = server.engine
+        first = Reader()
+        nursery.start_soon(first.read, fake, "first")
+        await trio.sleep(0.05)
+        for reader in [queued] * 1:
+            nursery.start_soon(reader.read, fake, "queued")
+        await trio.sleep(0.05)
+        fake.break_next_step()
+        await trio.sleep(1.0)
+        client = server.client()
+        response = await client.get("/ready")
+        assert response.status == 503
+        assert (await response.json())["reason"] == "engine_reopening"
+        assert (await client.get("/health")).status == 200
+        assert (await client.get("/metrics")).status == 200
+        response = await client.post("/v1/completions", {"model": "fake", "prompt": "late"})
+        assert response.status == 503
+        assert response.headers["x-trioserve-reason"] == "engine_reopening"
+        assert response.headers["retry-after"] == "5"
+        await late.read(fake, "late")
+        assert isinstance(late.error, EngineReopening)
+        assert len(fake.live_requests()) == 2
+        await trio.sleep(10)
+        assert fake.ready
+    assert first.end.finish_reason is queued.end.finish_reason is FinishReason.LENGTH
+
+
+async def test_deadlines_aborts_and_leaving_work_while_there_is_no_engine(autojump_clock):
+    late, aborted, stays = Reader(), Reader(), Reader()
+    async with open_fake_engine(step_seconds=0.01, engine_restarts=1, opening_seconds=10.0) as fake:
+        async with trio.open_nursery() as nursery:
+
+            async def read(reader: Reader, name: str, **options: Any) -> None:
+                await reader.read(fake, name, request_id=name, **options)
+
+            nursery.start_soon(lambda: read(late, "late", deadlines=Deadlines(timeout=3.0)))
+            nursery.start_soon(read, aborted, "aborted")
+            nursery.start_soon(read, stays, "stays")
+            with trio.move_on_after(2.0):
+                async with fake.generate("left", LONG) as stream:
+                    await stream.wait_until_begun()
+                    await trio.sleep(0.05)
+                    fake.break_next_step()
+                    await trio.sleep_forever()
+            assert fake.dispatch.core.stats().leases == {"local": 3}, "whoever leaves gives the lease back at once"
+            fake.abort("aborted")
+            await trio.sleep(3.0)
+            assert late.end.finish_reason is FinishReason.DEADLINE
+            assert aborted.end.finish_reason is FinishReason.ABORT
+            assert [view.id for view in fake.live_requests()] == ["stays"]
+        assert stays.end.finish_reason is FinishReason.LENGTH
+        fake.assert_all_free()
+
+
+async def test_draining_refuses_who_has_not_begun_and_the_others_finish(autojump_clock):
+    first, queued = Reader(), Reader()
+    async with (
+        open_fake_engine(step_seconds=0.01, engine_restarts=1, opening_seconds=5.0, max_num_seqs=1) as fake,
+        trio.open_nursery() as nursery,
+    ):
+        nursery.start_soon(first.read, fake, "first")
+        await trio.sleep(0.05)
+        nursery.start_soon(queued.read, fake, "queued")
+        await trio.sleep(0.05)
+        fake.break_next_step()
+        await trio.sleep(1.0)
+        fake.drain()
+        await trio.sleep(1.0)
+        assert isinstance(queued.error, Draining)
+        await fake.wait_until_idle()
+    assert first.end.finish_reason is FinishReason.LENGTH
+
+
+async def test_closing_it_meanwhile_ends_every_reader_and_leaves_nothing(autojump_clock):
+    threads, tasks = threading.active_count(), trio.lowlevel.current_statistics().tasks_living
+    reader = Reader()
+    async with (
+        trio.open_nursery() as nursery,
+        open_fake_engine(step_seconds=0.01, engine_restarts=1, opening_seconds=5.0) as fake,
+    ):
+        nursery.start_soon(reader.read, fake, "first")
+        await trio.sleep(0.05)
+        fake.break_next_step()
+        await trio.sleep(1.0)
+    assert reader.end.finish_reason is FinishReason.ABORT
+    assert threading.active_count() == threads
+    assert trio.lowlevel.current_statistics().tasks_living == tasks
+
+
+async def test_faults_in_a_row_end_it_with_the_reason(autojump_clock):
+    class Broken(FakeModel):
+        def next_token_id(self, request: EngineRequest, tokens: Sequence[int], digest: int) -> int:
+            raise InjectedFault("the memory is bad")
+
+    readers = [Reader() for _ in range(6)]
+    with pytest.raises(EngineFault, match=r"memory is bad; 3 times in a row it broke before it had computed anything"):
+        async with (
+            open_fake_engine(engine_restarts=50, model=Broken(vocab_size=BYTE_VOCAB_SIZE - 1)) as fake,
+            trio.open_nursery() as nursery,
+        ):
+            for reader in readers:
+                nursery.start_soon(reader.read, fake, "one")
+            await trio.sleep_forever()
+    faults = [reader for reader in readers if isinstance(reader.error, EngineFault)]
+    ended = [reader for reader in readers if reader.error is None]
+    assert (len(faults), len(ended)) == (5, 1)
+
+
+async def test_an_opening_that_fails_is_tried_again(autojump_clock):
+    reader = Reader()
+    async with open_fake_engine(step_seconds=0.01, engine_restarts=5) as fake, trio.open_nursery() as nursery:
+        nursery.start_soon(reader.read, fake, "first")
+        await trio.sleep(0.05)
+        fake.break_openings(2)
+        fake.break_next_step()
+        await trio.sleep(3 * BACKOFF_SECONDS - 0.1)
+        assert not fake.ready
+        await trio.sleep(0.2)
+        assert fake.ready
+    assert reader.end.finish_reason is FinishReason.LENGTH
+
+
+async def test_an_opening_that_fails_for_good_ends_it(autojump_clock):
+    reader = Reader()
+    with pytest.raises(EngineFault, match="could not be opened anew: InjectedFault: a test broke the opening; 3 times"):
+        async with open_fake_engine(step_seconds=0.01, engine_restarts=9) as fake, trio.open_nursery() as nursery:
+            nursery.start_soon(reader.read, fake, "first")
+            await trio.sleep(0.05)
+            fake.break_openings(9)
+            fake.break_next_step()
+            await trio.sleep_forever()
+    assert isinstance(reader.error, EngineFault)
+
+
+async def test_nothing_keeps_the_engine_that_broke(autojump_clock, caplog):
+    caplog.set_level(logging.CRITICAL)  # what is captured has the frames of the step
+    import gc
+    import weakref
+
+    reader = Reader()
+    async with open_fake_engine(step_seconds=0.01, engine_restarts=1, kv_events_max=64) as fake:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(reader.read, fake, "first")
+            await trio.sleep(0.05)
+            old = weakref.ref(fake.core), weakref.ref(fake.executor), weakref.ref(fake.steps)
+            fake.break_next_step()
+            await trio.sleep(0.05)
+            gc.collect()
+            assert [ref() for ref in old] == [None, None, None]
+        assert not fake.kv_events.is_over
+    assert reader.end.finish_reason is FinishReason.LENGTH
+
+
+@asynccontextmanager
+async def pooled(fault_at: float | None) -> AsyncIterator[list[object]]:
+    got: list[object] = []
+    async with open_fake_engine(step_seconds=0.01, engine_restarts=1, max_num_seqs=4) as fake:
+        async with trio.open_nursery() as nursery:
+
+            async def embed() -> None:
+                got.append(await fake.embed([f"text {number}" for number in range(20)]))
+
+            nursery.start_soon(embed)
+            if fault_at is not None:
+                await trio.sleep(fault_at)
+                fake.break_next_step()
+        fake.assert_all_free()
+    yield got
+
+
+async def test_vectors_go_on_too(autojump_clock):
+    async with pooled(None) as undisturbed, pooled(0.035) as disturbed:
+        assert disturbed == undisturbed
+
+
+def check_budget(restarts_max: int, faults: Sequence[tuple[float, bool]], expect: Sequence[float | None]) -> str:
+    budget = RestartBudget(restarts_max)
+    assert [budget.take(at, has_progress=brought) for at, brought in faults] == list(expect)
+    return budget.ended_by
+
+
+def test_a_budget_is_of_a_period():
+    assert check_budget(0, [(0, True)], [None]) == ""
+    assert "2 times within 600 s" in check_budget(2, [(0, True), (1, True), (2, True)], [0.0, 0.0, None])
+    later = PERIOD_SECONDS + 0.5
+    assert check_budget(2, [(0, True), (1, True), (later, True)], [0.0, 0.0, 0.0]) == ""
+
+
+def test_openings_that_bring_nothing_wait_longer_each_time():
+    faults = [(0.0, True), *[(float(index), False) for index in range(1, FAULTS_IN_A_ROW_MAX + 1)]]
+    assert "3 times in a row" in check_budget(100, faults, [0.0, 1.0, 2.0, None])

@@ -1,0 +1,39 @@
+"""What of an engine goes with a fault, and is there anew when the engine is opened anew: everything else stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
+from typing import Any, NamedTuple
+
+from trioserve.contracts.kv_transfer import RunningConnector
+from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult
+from trioserve.core.engine import EngineCore
+from trioserve.core.settings import CoreSettings
+from trioserve.engine.engine_loop import StepRunner, WhenIdle
+
+__all__ = ["EngineParts", "OpenParts", "no_parts"]
+
+
+class EngineParts(NamedTuple):
+    """For their meanings see Engine and EngineLoop."""
+
+    core: EngineCore
+    steps: StepRunner
+    connector: RunningConnector | None = None
+    readers_first: bool = False
+    when_idle: WhenIdle | None = None
+
+
+OpenParts = Callable[[], AbstractAsyncContextManager[EngineParts]]
+"""Opens them, model, threads and memory included. Leaving gives all of that back, also after a fault."""
+
+
+class _NoSteps:
+    def run_step(self, plan: StepPlan, is_abandoned: IsAbandoned) -> Coroutine[Any, Any, StepResult | None]:
+        raise AssertionError(f"step {plan.step_index} of an engine that is being opened")
+
+
+def no_parts(settings: CoreSettings) -> EngineParts:
+    """Those of an engine that is being opened anew: nobody is there, and nothing is computed."""
+    return EngineParts(EngineCore(settings), _NoSteps())

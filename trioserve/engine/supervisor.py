@@ -1,0 +1,59 @@
+"""An engine's task from its first opening to its end: opens what it computes with, and opens that anew after a fault.
+
+One task, one nursery around it. What breaks ends inside of one `async with`, so that threads, KV and connections of the
+old parts are gone before the new ones are opened; requests, their queue and the front end do not notice but for the
+pause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import trio
+
+from trioserve.engine.engine import Engine
+from trioserve.engine.engine_parts import EngineParts, OpenParts
+from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
+
+__all__ = ["supervise"]
+
+EngineType = TypeVar("EngineType", bound=Engine)
+
+
+async def supervise(
+    open_parts: OpenParts,
+    make_engine: Callable[[EngineParts], EngineType],
+    *,
+    task_status: trio.TaskStatus[EngineType] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """Started with the engine, which runs then. Ends when cancelled, with every block back. Raises what opening raises
+    the first time, and EngineFault when the engine broke and is not opened anew (any more)."""
+    engine: EngineType | None = None
+    try:
+        while True:
+            try:
+                async with open_parts() as parts:
+                    is_first = engine is None
+                    if engine is None:
+                        engine = make_engine(parts)
+                    else:
+                        engine.reopen(parts)
+                    del parts  # from here on they are the engine's, which lets go of them when it breaks
+                    await (_run_first(engine, task_status) if is_first else engine.run())
+            except Exception as error:
+                if engine is None or engine.reopens_at is None:
+                    raise
+                await engine.reopening_failed(error)
+            assert engine.reopens_at is not None, "the engine has ended without a reason"
+            await trio.sleep_until(engine.reopens_at)
+    finally:
+        if engine is not None and engine.reopens_at is not None:  # cancelled while there was none
+            engine.close()
+
+
+async def _run_first(engine: EngineType, task_status: trio.TaskStatus[EngineType]) -> None:
+    with errors_unwrapped():
+        async with trio.open_nursery() as nursery:
+            await nursery.start(engine.run)
+            task_status.started(engine)
