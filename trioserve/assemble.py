@@ -99,7 +99,7 @@ async def open_engine(
     overlap_steps: bool = False,
     speculative_ngram: int = 0,
     step_timeout: float | None = None,
-    engine_restarts: int = 0,
+    engine_restarts: int = 3,
     tool_call_parser: str = "auto",
     reasoning_parser: str = "auto",
     kv_events: bool = False,
