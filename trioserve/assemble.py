@@ -257,7 +257,8 @@ class _Opening:
 
     def make_engine(self, parts: EngineParts) -> Engine:
         """To be called when they have been opened first."""
-        config, checkpoint, compiler, settings = self._config, self._checkpoint, self._compiler, parts.core.settings
+        core, steps, connector, readers_first, when_idle = parts
+        config, checkpoint, compiler, settings = self._config, self._checkpoint, self._compiler, core.settings
         assert checkpoint is not None, "nothing was opened"
         assert compiler is not None, "nothing was opened"
         self._engine = Engine(
@@ -272,8 +273,8 @@ class _Opening:
                 arithmetic=self._arithmetic,
                 batch_invariant=config.batch_invariant,
             ),
-            core=parts.core,
-            steps=parts.steps,
+            core=core,
+            steps=steps,
             tokenizer=compiler.tokenizer,
             text_threads=self._text,
             metrics=self._metrics,
@@ -284,15 +285,15 @@ class _Opening:
                 restarts_max=config.engine_restarts,
             ),
             default_sampling=_default_sampling(checkpoint),
-            connector=parts.connector,
+            connector=connector,
             role=None if self._transfers is None else self._transfers.shown_role,
             families=ResponseFamilies(
                 compiler.tokenizer,
                 tool_call_parser=config.tool_call_parser,
                 reasoning_parser=config.reasoning_parser,
             ),
-            readers_first=parts.readers_first,
-            when_idle=parts.when_idle,
+            readers_first=readers_first,
+            when_idle=when_idle,
             guides=GuideFactory(compiler),
         )
         return self._engine

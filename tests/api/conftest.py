@@ -220,6 +220,7 @@ class ScriptedEngine:
         self.ready, self.draining = True, False
         self.step_watch = StepWatch()
         self.fault: EngineFault | None = None
+        self.reopens_at: float | None = None
         self.script: Script = say("Hello", "!")
         self.enter_errors: list[Exception | None] = []
         self.queue: trio.Event | None = None

@@ -18,6 +18,7 @@ TREE = """
             ModelLoadError
         Overloaded
             Draining
+            EngineReopening
             NoEndpoint
             StepOverdue
         QueueWaitOver

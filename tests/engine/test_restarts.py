@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from collections.abc import AsyncIterator, Sequence
@@ -157,6 +158,37 @@ async def test_the_request_that_breaks_it_again_is_ended_and_the_others_go_on(au
     lines = [record for record in caplog.records if record.levelno >= logging.ERROR and "id-poison" in record.message]
     assert len(lines) == 1
     assert not [record for record in caplog.records if "id-a" in record.message]
+
+
+async def test_over_http_a_stream_goes_on_and_a_poisoned_one_says_so(autojump_clock):
+    bodies: dict[str, str] = {}
+    for model in (None, PoisonedModel()):
+        async with open_memory_server(step_seconds=0.01, engine_restarts=3, model=model) as server:
+            async with trio.open_nursery() as nursery:
+
+                async def ask(prompt: str, server: Any = server, is_first: bool = model is None) -> None:
+                    body = {"prompt": prompt, "max_tokens": 30, "stream": True, "seed": 1, "temperature": 1.0}
+                    response = await server.client().post(
+                        "/v1/completions", body, headers={"x-request-id": f"id-{prompt}"}
+                    )
+                    bodies[f"{prompt} {is_first}"] = (await response.read()).decode()
+
+                nursery.start_soon(ask, "one")
+                nursery.start_soon(ask, "poison")
+            assert server.engine.metrics.engine_restarts_total._value.get() == (0 if model is None else 2)
+
+    def told(name: str) -> list[str]:
+        return [line for line in bodies[name].splitlines() if line.startswith("data:")]
+
+    assert "".join(map(text_of, told("one False"))) == "".join(map(text_of, told("one True")))
+    assert bodies["one False"].endswith("data: [DONE]\n\n")
+    assert '"code":"request_poisoned"' in told("poison False")[-1]
+
+
+def text_of(line: str) -> str:
+    if line == "data: [DONE]":
+        return ""
+    return "".join(choice["text"] for choice in json.loads(line[6:])["choices"])
 
 
 async def test_a_suspect_that_leaves_does_not_keep_the_others_waiting(autojump_clock):

@@ -28,7 +28,7 @@ from trioserve.contracts.errors import (
     UnknownModel,
 )
 from trioserve.contracts.events import FinishReason
-from trioserve.contracts.output import Delta
+from trioserve.contracts.output import REQUEST_POISONED, Delta
 from trioserve.http.content_coding import CODINGS
 from trioserve.http.exchange import BodyTimeout, BodyTooLarge, UnknownCoding
 
@@ -167,7 +167,8 @@ def foreign_end(delta: Delta) -> TrioserveError | None:
     """The error to raise if another's hand ended this choice: clients know only the finish reasons "stop" and "length",
     and half a response must not look like a whole one."""
     if delta.finish_reason is FinishReason.ERROR:
-        return RequestFailed(delta.message or "the engine could not go on with this request")
+        kind = RequestPoisoned if delta.stop_reason == REQUEST_POISONED else RequestFailed
+        return kind(delta.message or "the engine could not go on with this request")
     if delta.finish_reason not in _ENDED:
         return None
     status, code, message = _ENDED[delta.finish_reason]

@@ -117,7 +117,8 @@ class EndpointLost(TrioserveError):
 
 
 class RequestPoisoned(EndpointLost):
-    """One endpoint after the other broke while it served this request: it is not sent to yet another one."""
+    """One endpoint after the other, or one engine again and again, broke while it served this request: nobody tries it
+    once more."""
 
 
 # --- ours -----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,11 @@ import msgspec
 from trioserve.contracts.events import FinishReason, TokenLogprob
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 
-__all__ = ["Delta"]
+__all__ = ["REQUEST_POISONED", "Delta"]
+
+
+REQUEST_POISONED = "request_poisoned"
+"""The stop_reason of a request that was ended since the engine broke whenever it was computed."""
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
@@ -16,9 +20,10 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     text: may be empty while a character or a possible stop string is incomplete; the pieces join to the whole response.
     token_ids: the tokens that arrived since the last delta, end token included; logprobs: None, or one per token.
     finish_reason: set on the choice's last delta, and on no other. stop_reason: the stop string or stop token id that
-    ended it, the name of the deadline that passed, or, of one that may go on elsewhere, "server_stopping"; None for the
-    model's own end token. message: says what happened when finish_reason is ERROR, ABORT or DEADLINE. kv_transfer: on
-    the last delta, how another engine gets at the KV of this choice, if it is held for that.
+    ended it, the name of the deadline that passed, of one that may go on elsewhere "server_stopping", of one that
+    nobody is to try once more REQUEST_POISONED; None for the model's own end token. message: says what happened when
+    finish_reason is ERROR, ABORT or DEADLINE. kv_transfer: on the last delta, how another engine gets at the KV of this
+    choice, if it is held for that.
     """
 
     index: int

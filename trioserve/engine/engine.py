@@ -34,6 +34,7 @@ from trioserve.contracts.events import (
 from trioserve.contracts.kv_transfer import EngineRole, RunningConnector, Started
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.live import LiveRequestView
+from trioserve.contracts.output import REQUEST_POISONED
 from trioserve.contracts.pooling import PoolingParams, TextPair
 from trioserve.contracts.prompt import Cut, Prompt
 from trioserve.contracts.request import EngineRequest
@@ -167,16 +168,17 @@ class Engine:
 
     def _install(self, parts: EngineParts) -> None:
         """From here on it computes with these, and nothing of those before is known any more."""
-        core, metrics, settings = parts.core, self.metrics, self._settings
+        core, steps, connector, readers_first, when_idle = parts
+        metrics, settings = self.metrics, self._settings
         self._core = core
-        self._connector = parts.connector
+        self._connector = connector
         self._delivery = Delivery(core, metrics, wake=self.wake, step_watch=self.step_watch)
         self._loop = EngineLoop(
             core,
-            parts.steps,
+            steps,
             self._delivery,
-            readers_first=parts.readers_first,
-            when_idle=parts.when_idle,
+            readers_first=readers_first,
+            when_idle=when_idle,
             after_step=self._readmission.look,
         )
         self._steps_scope = trio.CancelScope()
@@ -190,9 +192,7 @@ class Engine:
             )
         self._gauges = EngineGauges(metrics, core.stats())
         self._forget_connector()
-        self._forget_connector = (
-            (lambda: None) if parts.connector is None else show_connector(metrics, parts.connector.counts)
-        )
+        self._forget_connector = (lambda: None) if connector is None else show_connector(metrics, connector.counts)
 
     # --- the life of the engine ---
 
@@ -347,7 +347,7 @@ class Engine:
             f"the engine broke {request.fault_count} times in steps that computed this request, which was ended so "
             f"that the others go on: {fault}"
         )
-        self._delivery.end_with_final_delta(request, FinishReason.ERROR, message)
+        self._delivery.end_with_final_delta(request, FinishReason.ERROR, message, stop_reason=REQUEST_POISONED)
 
     def reopen(self, parts: EngineParts) -> None:
         """Go on with these; run is called next."""
