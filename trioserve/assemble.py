@@ -219,6 +219,7 @@ class _Opening:
         self._path: Path | None = None
         self._checkpoint: Checkpoint | EncoderDirectory | None = None
         self._arithmetic = ""
+        self._fingerprint: str | None = None
         self._compiler: FormCompiler | None = None
         self._served_names = config.served_model_name or (default_served_name(config.model),)
         self._metrics = Metrics(self._served_names[0])
@@ -272,6 +273,7 @@ class _Opening:
                 pooled=_pooled_model(checkpoint, settings),
                 arithmetic=self._arithmetic,
                 batch_invariant=config.batch_invariant,
+                fingerprint=self._fingerprint,
             ),
             core=core,
             steps=steps,
@@ -340,6 +342,18 @@ class _Opening:
                     await trio.sleep_forever()  # raises Cancelled
                 raise
         return runner
+
+    async def _note_model(self, checkpoint: Checkpoint | EncoderDirectory, runner: Runner) -> None:
+        """Raises StartupError if its files have become another model's since the engine was opened first."""
+        compiler = self._compiler
+        assert compiler is not None, "the tokenizer comes with the weights"
+        found = await self._text.run_cancellable(_fingerprint, self._config, checkpoint, runner, compiler.tokenizer)
+        if self._engine is not None and found != self._fingerprint:
+            raise StartupError(
+                f"{self._path} has changed since the engine was opened, and streams cannot go on with another model: "
+                "start the server anew"
+            )
+        self._checkpoint, self._arithmetic, self._fingerprint = checkpoint, runner.arithmetic, found
 
     async def _connector(self, checkpoint: Checkpoint | EncoderDirectory, runner: Runner) -> RunningConnector | None:
         transfers = self._transfers

@@ -12,6 +12,7 @@ TREE = """
     TrioserveError
         InvalidRequest
             ContextTooLong
+            ResumeMismatch
             UnknownModel
             AlreadyEnded
         StartupError
@@ -27,6 +28,7 @@ TREE = """
         StoreFull
         StoreFault
         EndpointLost
+            RequestPoisoned
         RequestFailed
         EngineFault
 """

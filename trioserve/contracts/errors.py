@@ -17,6 +17,7 @@ __all__ = [
     "QueueWaitOver",
     "RequestAborted",
     "RequestFailed",
+    "RequestPoisoned",
     "ResumeMismatch",
     "StartupError",
     "StepOverdue",
