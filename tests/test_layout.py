@@ -141,9 +141,9 @@ TORCH_FILES = {
         "torch_formats.py torch_step_model.py"
     ),
     "kernels": words(
-        "compile_check.py gpu_bench.py paged.py reference.py triton/activation.py "
-        "triton/attention.py triton/attention_chunks.py triton/attention_decode.py triton/norm.py triton/rotary.py "
-        "triton/sampling.py"
+        "compile_check.py gpu_bench.py paged.py reference.py reference_invariant.py triton/activation.py "
+        "triton/attention.py triton/attention_chunks.py triton/attention_decode.py triton/invariant.py triton/norm.py "
+        "triton/product.py triton/rotary.py triton/sampling.py"
     ),
 }
 

@@ -1,4 +1,5 @@
-"""What rounding costs a model's responses: each way to keep its weights, beside float32 from the same file.
+"""What rounding costs a model's responses: each way to keep its weights, batch-invariant and not, beside float32 from
+the same file.
 
     python -m trioserve.bench.inside.quality [--model smollm2] [--tokens 4096]
 
@@ -59,7 +60,13 @@ def main() -> int:
     wishes = [ModelSettings(device="cpu", dtype="float32", cpu_kernels="torch")]
     wishes.append(ModelSettings(device="cpu", dtype="bfloat16", cpu_kernels="torch"))
     names = ("none", *(("file",) if any(tensor.block_type for tensor in checkpoint.tensors()) else ()), "int8", "int4")
-    wishes += [ModelSettings(device="cpu", dtype="bfloat16", cpu_kernels="native", quantization=name) for name in names]
+    wishes += [
+        ModelSettings(
+            device="cpu", dtype="bfloat16", cpu_kernels="native", quantization=name, batch_invariant=batch_invariant
+        )
+        for name in names
+        for batch_invariant in (False, True)
+    ]
     exact: _Judged | None = None
     for settings in wishes:
         given = _judged(checkpoint, settings, pieces)
@@ -67,6 +74,7 @@ def main() -> int:
         agreeing = sum(one == other for one, other in zip(given.best, exact.best, strict=True)) / len(exact.best)
         print(
             f"{settings.cpu_kernels:6} {settings.dtype:8} {settings.quantization:4}  "
+            f"{'batch-invariant' if settings.batch_invariant else '':15}  "
             f"perplexity {math.exp(-given.logprobs.mean()):.3f}  same first choice {100 * agreeing:.2f} %  "
             f"logprobs off by {math.sqrt(np.square(given.logprobs - exact.logprobs).mean()):.4f}",
             flush=True,

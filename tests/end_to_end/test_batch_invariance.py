@@ -1,0 +1,149 @@
+"""The same greedy request to the real model as it comes, batch-invariant: its logprobs have the same bits cold, with a
+prefix hit, beside others, after a preemption, resumed, with drafts, with overlapped steps, with another number of
+threads, and on a pair of engines. Without the mode they differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import trio
+
+from trioserve import SamplingParams, open_engine
+from trioserve.contracts.events import TokenLogprob
+from trioserve.contracts.kv_transfer_params import KVTransferParams
+from trioserve.contracts.resume import Resume
+
+PROMPT = (
+    "The keeper of the lighthouse writes down each ship that passes, its flag, its colours and its captain. When the "
+    "keeper is done, the"
+)
+OTHERS = [f"{PROMPT} {number} keepers of other lighthouses" for number in range(3)]
+OTHERS += [f"A list of {number} animals, without comments: cat, dog, horse, cow," for number in range(3)]
+KERNELS = ("torch",)
+OUTPUT_TOKENS = 24
+KV_BLOCK_BYTES = 2 * 30 * 3 * 64 * 2 * 16  # in bfloat16
+
+
+class Answer:
+    def __init__(self) -> None:
+        self.prompt_token_ids: tuple[int, ...] = ()
+        self.token_ids: tuple[int, ...] = ()
+        self.logprobs: tuple[TokenLogprob, ...] = ()
+        self.cached_token_count = 0
+        self.resume: Resume | None = None
+
+
+def sampling(max_tokens: int = OUTPUT_TOKENS) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=5)
+
+
+async def ask(engine: Any, prompt: Any, *, leave_after: int | None = None, **options: Any) -> Answer:
+    answer = Answer()
+    params = options.pop("params", sampling())
+    async with engine.generate(prompt, params, **options) as stream:
+        async for delta in stream:
+            answer.token_ids += delta.token_ids
+            answer.logprobs += delta.logprobs or ()
+            answer.resume = stream.resume_state()
+            if leave_after is not None and len(answer.token_ids) >= leave_after:
+                break
+        answer.prompt_token_ids = stream.prompt_token_ids
+        answer.cached_token_count = stream.cached_token_count or 0
+    return answer
+
+
+async def ask_all(engine: Any, prompts: list[str]) -> list[Answer]:
+    answers: list[Answer | None] = [None] * len(prompts)
+
+    async def one(place: int) -> None:
+        answers[place] = await ask(engine, prompts[place])
+
+    async with trio.open_nursery() as nursery:
+        for place in range(len(prompts)):
+            nursery.start_soon(one, place)
+    return [answer for answer in answers if answer is not None]
+
+
+def engine_of(kernels: str, **options: Any) -> Any:
+    settings = {"threads": 1, "max_model_len": 256, "kv_cache_memory": 0.05, "batch_invariant": True, **options}
+    return open_engine("smollm2", cpu_kernels=kernels, **settings)
+
+
+async def answers_alone(kernels: str, prompts: list[str]) -> list[Answer]:
+    async with engine_of(kernels, enable_prefix_caching=False) as engine:
+        return [await ask(engine, prompt) for prompt in prompts]
+
+
+def check(answer: Answer, wanted: Answer) -> None:
+    assert len(wanted.logprobs) == OUTPUT_TOKENS
+    assert answer.token_ids == wanted.token_ids
+    assert answer.logprobs == wanted.logprobs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_one_request_has_the_same_bits_in_every_company(kernels: str) -> None:
+    async def main() -> None:
+        prompts = [PROMPT, *OTHERS] if kernels == "native" else [PROMPT, *OTHERS[:2]]
+        [cold, *others] = await answers_alone(kernels, prompts)
+        async with engine_of(kernels) as engine:
+            await ask(engine, PROMPT)
+            hit = await ask(engine, PROMPT)
+            assert hit.cached_token_count >= 16
+            check(hit, cold)
+            for answer, wanted in zip(await ask_all(engine, prompts), [cold, *others], strict=True):
+                check(answer, wanted)
+            begun = await ask(engine, PROMPT, leave_after=9)
+            rest = await ask(engine, PROMPT, resume=begun.resume)
+            assert begun.token_ids + rest.token_ids == cold.token_ids
+            assert begun.logprobs + rest.logprobs == cold.logprobs
+            text = (*cold.prompt_token_ids, *cold.token_ids)
+            asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=5)
+            async with engine.generate(text, asked) as stream:
+                async for _ in stream:
+                    pass
+            assert stream.prompt_logprobs is not None
+            assert tuple(stream.prompt_logprobs[len(cold.prompt_token_ids) :]) == cold.logprobs
+        small = {"kv_cache_memory": 17 * KV_BLOCK_BYTES / 2**30, "max_num_batched_tokens": 16, "max_num_seqs": 8}
+        ways = ({**small, "threads": 2}, {**small, "overlap_steps": True}, {"speculative_ngram": 4})
+        for options in ways if kernels == "native" else ways[1:2]:  # plain torch takes its time
+            async with engine_of(kernels, **options) as engine:
+                for answer, wanted in zip(await ask_all(engine, prompts), [cold, *others], strict=True):
+                    check(answer, wanted)
+                if "max_num_seqs" in options:
+                    assert engine.stats().preemptions_total > 0 or kernels == "torch"
+
+    trio.run(main)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_pair_of_engines_gives_the_same_bits(kernels: str) -> None:
+    async def main() -> None:
+        [cold] = await answers_alone(kernels, [PROMPT])
+        transfer = {"kv_connector": "tcp"}
+        async with (
+            engine_of(kernels, role="prefill", kv_transfer_config={**transfer, "kv_role": "kv_producer"}) as first,
+            engine_of(kernels, role="decode", kv_transfer_config={**transfer, "kv_role": "kv_consumer"}) as second,
+        ):
+            wish = KVTransferParams(do_remote_decode=True)
+            async with first.generate(PROMPT, sampling(1), kv_transfer=wish) as held:  # as long as its scope is entered
+                deltas = [delta async for delta in held]
+                check(await ask(second, PROMPT, kv_transfer=deltas[-1].kv_transfer), cold)
+            assert second.stats().loaded_tokens_total >= 16
+
+    trio.run(main)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_without_the_mode_company_shows(kernels: str) -> None:
+    async def main() -> None:
+        async with engine_of(kernels, batch_invariant=False) as engine:
+            cold, hit = await ask(engine, PROMPT), await ask(engine, PROMPT)
+            assert hit.cached_token_count >= 16
+            beside = (await ask_all(engine, [PROMPT, *OTHERS]))[0]
+            assert len({answer.logprobs for answer in (cold, hit, beside)}) > 1
+
+    trio.run(main)
