@@ -414,8 +414,7 @@ async def test_an_endpoint_is_emptied_on_purpose(open_pair):
         ask.begin_resumable()
         ask.group("0:1")
         await wait_all_tasks_blocked()
-        pair.router.dispatch.drain_endpoint(EndpointId(first))
-        pair.router.dispatch.move_from(EndpointId(first))
+        pair.router.dispatch.drain_endpoint(EndpointId(first), move_seconds=10)
         _, again = await the_ask(pair)
         assert ask.is_gone
         again.begin_resumable()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 import trio
@@ -46,16 +46,23 @@ class Taken(EndpointLost):
 class Dispatch:
     """One router. Every method belongs to the thread of the Trio program that runs it.
 
-    on_gone: told of an endpoint that was drained and is empty. on_wait_over: told how many seconds a request has waited
-    when it gets its lease, or is refused in the queue. on_paired: told how many seconds a disaggregated request took
+    on_gone: told of an endpoint that was drained and is empty. on_move: told of a request that has a lease elsewhere,
+    so that its endpoint may give it away; it owes `admission.take()`, unless the attempt ends before that.
+    on_wait_over: told how many seconds a request has waited when it gets its lease, or is refused in the queue. on_paired: told how many seconds a disaggregated request took
     from the end of its prompt to the first token of its response.
     """
 
     def __init__(self, settings: RouterSettings, policy: PolicyFactory, *, rng: Rng | None = None) -> None:
         self.core = RouterCore(
-            settings, policy, on_change=self._wake_admission, rng=rng or random.Random(), on_gone=self._note_gone
+            settings,
+            policy,
+            on_change=self._wake_admission,
+            rng=rng or random.Random(),
+            on_gone=self._note_gone,
+            on_move=self._move_admission,
         )
         self.on_gone: Callable[[EndpointId], None] = lambda id: None
+        self.on_move: Callable[[AdmissionScope], None] = lambda admission: admission.take()
         self.on_wait_over: Callable[[float], object] = lambda seconds: None
         self.on_paired: Callable[[float], object] = lambda seconds: None
         self._admissions: dict[int, AdmissionScope] = {}
@@ -200,8 +207,10 @@ class Dispatch:
         self.core.set_role(id, role, trio.current_time())
         self.retime()
 
-    def drain_endpoint(self, id: EndpointId) -> None:
-        self.core.drain_endpoint(id, trio.current_time())
+    def drain_endpoint(self, id: EndpointId, *, move_seconds: float | None = None) -> None:
+        """Give it nothing more. move_seconds: and empty it: what can go on elsewhere is moved there as there is room,
+        and after so long all that is left leaves that can."""
+        self.core.drain_endpoint(id, trio.current_time(), move_seconds=move_seconds)
         self.retime()
 
     def note_health(self, id: EndpointId, is_well: bool, *, hangs: bool) -> None:
@@ -214,13 +223,6 @@ class Dispatch:
             has_other = self._has_other(id)
             for admission in list(self._admissions.values()):
                 admission.take_from(id, Fault.HUNG, unbegun=was_given, streams=has_other)
-        self.retime()
-
-    def move_from(self, id: EndpointId) -> None:
-        """Take what runs at an endpoint from there, as far as it may be elsewhere: to empty it on purpose."""
-        for admission in list(self._admissions.values()):
-            if not admission.is_pinned:
-                admission.take_from(id, Fault.LEAVING, unbegun=True, streams=True)
         self.retime()
 
     def drain(self) -> None:
@@ -258,6 +260,15 @@ class Dispatch:
     def _note_gone(self, id: EndpointId) -> None:
         self.on_gone(id)
 
+    def _move_admission(self, ticket: Ticket) -> None:
+        admission = self._admissions[ticket.index]
+        if ticket.has_token and not admission.can_go_on():
+            self.core.stays(ticket, trio.current_time())
+        elif ticket.next_lease is None:
+            admission.take()
+        else:
+            self.on_move(admission)
+
     def _wake_admission(self, ticket: Ticket) -> None:
         admission = self._admissions.get(ticket.index)
         if admission is not None:  # one that is just entering looks for itself
@@ -266,7 +277,7 @@ class Dispatch:
 
 class AdmissionScope:
     """One request, from entering the queue to leaving it. can_go_on: asked, once its client has a token, whether
-    another endpoint could go on from what the client has."""
+    another endpoint could go on from what the client has. attempts: that have begun."""
 
     def __init__(
         self, dispatch: Dispatch, core: RouterCore, ticket: Ticket, *, id: str | None, owner: str | None
@@ -281,6 +292,9 @@ class AdmissionScope:
         self._attempt: trio.CancelScope | None = None
         self._end: TrioserveError | None = None
         self._taken: Fault | None = None
+        self._is_telling = False
+        self.attempts = 0
+        self._is_attempt_over = trio.Event()
 
     async def lease(self) -> EndpointId:
         """Wait for an endpoint. Raises what refuses the request: Overloaded when it waited too long here, QueueWaitOver
@@ -374,17 +388,43 @@ class AdmissionScope:
         """The request goes to its endpoint. Raises Taken if the router takes it from there, Draining if it ends the
         request."""
         self.sent()
-        self._taken = None
+        self._taken, self._is_telling = None, False
+        self.attempts += 1
+        self._is_attempt_over = trio.Event()
         with trio.CancelScope() as scope:
             self._attempt = scope
             try:
                 yield
             finally:
                 self._attempt = None  # from here on the end of the request is not the attempt's
+                self._is_attempt_over.set()
         if scope.cancelled_caught:
-            fault = self._taken or Fault.HUNG
-            said = "is being emptied" if fault is Fault.LEAVING else "does not answer any more"
-            raise self._end or Taken(f'the endpoint "{self.ticket.endpoint}" {said}', fault)
+            raise self._end or self._was_taken()
+
+    async def wait_for_end(self, attempt: int) -> None:
+        """Returns when the attempt of this number has ended; see attempts."""
+        if self.attempts == attempt:
+            await self._is_attempt_over.wait()
+
+    def check_taken(self) -> None:
+        """To be asked whenever something has come from the endpoint, before it is passed on. Raises Taken: then nobody
+        is to get it."""
+        if self._taken is not None and self._end is None:
+            raise self._was_taken()
+
+    async def tell(self, telling: Awaitable[None], *, is_last: bool = False) -> None:
+        """Pass on to the client what an endpoint has said. Meanwhile the request is not taken from its endpoint: half
+        of an event would reach the client, and the other half nobody. is_last: nor after it. Raises Taken."""
+        self._is_telling = True
+        await telling
+        if not is_last:
+            self._is_telling = False
+            self.check_taken()
+
+    def _was_taken(self) -> Taken:
+        fault = self._taken or Fault.HUNG
+        said = "is being emptied" if fault is Fault.LEAVING else "does not answer any more"
+        return Taken(f'the endpoint "{self.ticket.endpoint}" {said}', fault)
 
     def first_token(self, *, is_last: bool = False) -> None:
         """The endpoint has begun to answer. is_last: all of its response is there, so that nobody knows when it
@@ -392,7 +432,8 @@ class AdmissionScope:
         ticket, now = self.ticket, trio.current_time()
         if ticket.stage is Stage.DECODE and not ticket.has_token and not is_last:
             self._dispatch.on_paired(now - ticket.prefilled_at)
-        self._core.first_token(ticket, now)
+        self._core.first_token(ticket, now, can_go_on=self.can_go_on())
+        self._dispatch.retime()
 
     def prefilled(self, *, outcome: PairOutcome | None = None) -> None:
         """The endpoint has computed the prompt, and its slot there is free: `lease` again, for the rest. outcome: why
@@ -408,6 +449,10 @@ class AdmissionScope:
     def failed(self, fault: Fault, *, busy_seconds: float = 1.0, token_count: int = 0) -> bool:
         """The endpoint failed the request before it began to answer, or in the middle of what can go on elsewhere;
         token_count: what its client has by then. True: `lease` again; False: it has ended here, see `refusal`."""
+        if fault is Fault.LEAVING and self.ticket.next_lease is not None:
+            self._core.moved(self.ticket, trio.current_time())
+            self._dispatch.retime()
+            return True
         is_waiting = self._core.failed(
             self.ticket, fault, trio.current_time(), busy_seconds=busy_seconds, token_count=token_count
         )
@@ -423,8 +468,15 @@ class AdmissionScope:
         if self._attempt is None or self.ticket.endpoint != id:
             return
         if (streams and self.can_go_on()) if self.ticket.has_token else unbegun:
+            self.take(fault)
+
+    def take(self, fault: Fault = Fault.LEAVING) -> None:
+        """End the attempt, which raises Taken, as soon as nothing is on its way to the client. Nothing to do when there
+        is none."""
+        if self._attempt is not None:
             self._taken = fault
-            self._attempt.cancel()
+            if not self._is_telling:
+                self._attempt.cancel()
 
     @property
     def refusal(self) -> TrioserveError | None:

@@ -24,6 +24,8 @@ def show_router(metrics: Metrics, dispatch: Dispatch) -> None:
         metrics.retries_total.inc(stats.retries_total - seen.retries_total)
         metrics.stream_continuations_total.inc(stats.continuations_total - seen.continuations_total)
         metrics.continuing_requests.set(stats.continuing)
+        metrics.stream_moves_total.inc(stats.moves_total - seen.moves_total)
+        metrics.moving_requests.set(stats.moving)
         for reason, total in stats.continuations_refused_total.items():
             more = total - seen.continuations_refused_total.get(reason, 0)
             metrics.stream_continuations_refused_total.labels(reason).inc(more)

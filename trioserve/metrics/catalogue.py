@@ -763,6 +763,20 @@ CATALOGUE: tuple[Metric, ...] = (
         part="router",
     ),
     Metric(
+        name="stream_moves_total",
+        kind="counter",
+        unit="streams",
+        meaning="Streams that got a lease elsewhere, to leave an endpoint that is emptied.",
+        part="router",
+    ),
+    Metric(
+        name="moving_requests",
+        kind="gauge",
+        unit="requests",
+        meaning="Streams at endpoints that are emptied, which run there until there is room elsewhere.",
+        part="router",
+    ),
+    Metric(
         name="continuing_requests",
         kind="gauge",
         unit="requests",

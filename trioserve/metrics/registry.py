@@ -130,6 +130,8 @@ class Metrics:
     retries_total: Counter
     stream_continuations_total: Counter
     stream_continuations_refused_total: Counter
+    stream_moves_total: Counter
+    moving_requests: Gauge
     continuing_requests: Gauge
     streams_continued_total: Counter
     streams_not_resumable_total: Counter

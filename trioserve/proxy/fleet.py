@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import ssl
 from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 import trio
 
-from trioserve.admission.dispatch import Dispatch
+from trioserve.admission.dispatch import AdmissionScope, Dispatch
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import NoEndpoint, StartupError, UnknownModel
 from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.proxy.endpoint_watch import WatchSettings, watch_endpoint
+from trioserve.proxy.hand_over import hand_over
 from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteEndpoint
 from trioserve.proxy.residency_watch import watch_residency
 
 __all__ = ["EndpointSpec", "Fleet"]
+
+logger = logging.getLogger(__name__)
 
 
 class EndpointSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,7 +56,9 @@ class _Member:
 class Fleet:
     """The remote endpoints of one router. Every method belongs to the thread of the Trio program that runs it.
 
-    aliases: names that clients may use, for names that endpoints know. connect: makes the endpoint's client; for tests.
+    aliases: names that clients may use, for names that endpoints know. removal_seconds: in which an endpoint that its
+    source does not name any more is emptied; None: what runs there ends there. connect: makes the endpoint's client;
+    for tests.
     """
 
     def __init__(
@@ -62,6 +68,7 @@ class Fleet:
         watch: WatchSettings | None = None,
         aliases: Mapping[str, str] | None = None,
         ssl_context: ssl.SSLContext | None = None,
+        removal_seconds: float | None = None,
         connect: Callable[[EndpointSpec], RemoteEndpoint] | None = None,
     ) -> None:
         self.dispatch = dispatch
@@ -71,7 +78,9 @@ class Fleet:
         self._connect = connect or self._connected
         self._members: dict[EndpointId, _Member] = {}
         self._nursery: trio.Nursery | None = None
+        self._removal_seconds = removal_seconds
         dispatch.on_gone = self._forget
+        dispatch.on_move = self._begin_move
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Watch the endpoints until cancelled; then close what is idle."""
@@ -103,19 +112,22 @@ class Fleet:
         self._begin_watch(member)
         return id
 
-    def drain(self, id: EndpointId) -> bool:
-        """Give it nothing more; it is gone when its last request has ended. Whether there was such an endpoint."""
+    def drain(self, id: EndpointId, *, move_seconds: float | None = None) -> bool:
+        """Give it nothing more; it is gone when its last request has ended. move_seconds: and empty it: streams that
+        can go on elsewhere are moved there as there is room, and what is left after so long is begun anew elsewhere, as
+        far as its clients have seen nothing. Whether there was such an endpoint."""
         member = self._members.get(id)
         if member is None:
             return False
         if member.watch is not None:
             member.watch.cancel()
-        self.dispatch.drain_endpoint(id)
+        logger.info("endpoint drains endpoint=%s move_seconds=%s", id, move_seconds)
+        self.dispatch.drain_endpoint(id, move_seconds=move_seconds)
         return True
 
     def set_all(self, specs: Iterable[EndpointSpec], *, source: str) -> None:
-        """These, and no others, are what `source` knows. Those of other sources stay. One whose description has
-        changed is made anew; what runs there goes on.
+        """These, and no others, are what `source` knows. Those of other sources stay, and what runs at others is moved
+        elsewhere. One whose description has changed is made anew; what runs there goes on.
 
         Raises StartupError, before anything is changed, if two have the same id.
         """
@@ -128,7 +140,7 @@ class Fleet:
             wanted[id] = spec
         for id, member in list(self._members.items()):
             if member.source == source and wanted.get(id) != member.spec and not self.is_draining(id):
-                self.drain(id)
+                self.drain(id, move_seconds=None if id in wanted else self._removal_seconds)
         for id, spec in wanted.items():
             if id not in self._members or self.is_draining(id):
                 self.add(spec, source=source)
@@ -252,6 +264,13 @@ class Fleet:
                 await watch_endpoint(
                     member.remote, self.dispatch, self._watch_settings, learns_models=learns, on_role=note_role
                 )
+
+    def _begin_move(self, admission: AdmissionScope) -> None:
+        """It has a lease elsewhere: its endpoint may give it away."""
+        if self._nursery is None or admission.id is None or admission.endpoint is None:
+            admission.take()
+        else:
+            self._nursery.start_soon(hand_over, self._members[admission.endpoint].remote, admission)
 
     def _forget(self, id: EndpointId) -> None:
         self._members.pop(id).remote.close()

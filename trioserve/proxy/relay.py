@@ -223,7 +223,7 @@ async def _relay(
         headers.append((RESUMABLE_HEADER, "1"))
     request = context.stream.request(endpoint, context.exchange.method, context.target, headers, body)
     try:
-        response = await _begun(context, request)
+        response = await _begun(context, admission, request)
         if response.status >= 400:
             await check_status(response, admission.stage)
             if context.continuation is not None and admission.has_token:
@@ -231,6 +231,7 @@ async def _relay(
                 context.continuation.check_refusal(id, response, error_code(said))
         if (response.header("content-type") or "").startswith("text/event-stream"):
             await _relay_events(context, admission, id, response, begin)
+            await admission.tell(context.finish(), is_last=True)
             return
         if admission.has_token:
             raise NotResumed(f'the endpoint "{id}" answered with something else when it was to go on')
@@ -249,23 +250,45 @@ async def _relay(
     await context.finish()
 
 
-async def _begun(context: RouterContext, request: EndpointRequest) -> RemoteResponse:
+async def _begun(context: RouterContext, admission: AdmissionScope, request: EndpointRequest) -> RemoteResponse:
     """The head of the response. An endpoint that goes on sends it when its step is near, and the client of a stream
     that has begun hears nothing else meanwhile."""
     if not context.exchange.started:
         return await request.begin()
+    beginning = _Beginning(request)
     with errors_unwrapped():
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(_keep_alive, context)
-            response = await request.begin()
-            nursery.cancel_scope.cancel()
-    return response
+            nursery.start_soon(beginning.run)
+            # What is being sent to the client is not cut off by the head, or there would be half a comment.
+            while not beginning.is_over.is_set():
+                with trio.move_on_after(KEEP_ALIVE_SECONDS):
+                    await beginning.is_over.wait()
+                    break
+                await admission.tell(context.exchange.send(KEEP_ALIVE))
+    return beginning.response()
 
 
-async def _keep_alive(context: RouterContext) -> None:
-    while True:
-        await trio.sleep(KEEP_ALIVE_SECONDS)
-        await context.exchange.send(KEEP_ALIVE)
+class _Beginning:
+    """The head of a response on its way."""
+
+    def __init__(self, request: EndpointRequest) -> None:
+        self.is_over = trio.Event()
+        self._request = request
+        self._came: RemoteResponse | EndpointLost | None = None
+
+    async def run(self) -> None:
+        try:
+            self._came = await self._request.begin()
+        except EndpointLost as lost:
+            self._came = lost
+        self.is_over.set()
+
+    def response(self) -> RemoteResponse:
+        """Raises EndpointLost, as `begin` of the request."""
+        assert self._came is not None
+        if isinstance(self._came, EndpointLost):
+            raise self._came
+        return self._came
 
 
 def _learn(context: RouterContext, id: EndpointId, said: bytes) -> None:
@@ -294,12 +317,13 @@ async def _relay_events(
         stream = continuation.stream
         remark = continuation.begin(id, response)
         if remark:
-            await context.send_events(remark)
+            await admission.tell(context.send_events(remark))
     if not context.exchange.started:  # by an endpoint that was lost before it said anything else
-        await context.start(response.status, response_headers(context, response), is_events=True)
+        await admission.tell(context.start(response.status, response_headers(context, response), is_events=True))
     has_begun = is_over = False
     while not is_over:
         piece = await _next_piece(response, stream)
+        admission.check_taken()
         is_over = piece is None
         events = stream.end() if piece is None else stream.feed(piece)
         if stream.is_answered and not has_begun:
@@ -311,13 +335,12 @@ async def _relay_events(
             if continuation is not None:
                 continuation.note_groups(context)
         if events:
-            await context.send_events(events)
+            await admission.tell(context.send_events(events))
         if stream.failure or stream.given_away is not None:
             await _stop(context, admission, stream)
             return
     if not stream.is_complete:
         raise EndpointLost(f'the endpoint "{id}" ended its response before it {"was over" if has_begun else "began"}')
-    await context.finish()
 
 
 async def _next_piece(response: RemoteResponse, stream: ContinuedStream) -> bytes | None:
@@ -340,7 +363,7 @@ async def _stop(context: RouterContext, admission: AdmissionScope, stream: Conti
         _check_first_event(context, stream.failure)
     if not ends_on_purpose(code):
         raise StreamFailed(context.endpoint, code, stream.failure)
-    await _end_with(context, stream.failure)
+    await admission.tell(context.exchange.send(stream.failure), is_last=True)
 
 
 def _check_first_event(context: RouterContext, events: bytes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
@@ -63,6 +64,10 @@ FORWARDED = (
 ENDPOINTS_PATH = "/endpoints"
 ENDPOINT_PATH = "/endpoints/"
 """What follows is the endpoint's id, slashes included."""
+DRAIN_SUFFIX = "/drain"
+MOVE_SECONDS = 30.0
+"""In which an endpoint is emptied, if the request does not say: what finds no room elsewhere meanwhile waits there."""
+MOVE_SECONDS_MAX = 86_400
 MANAGED_BY_ADMIN = "endpoints are added and drained with the admin's API key: see --admin-api-key"
 
 
@@ -119,20 +124,54 @@ async def add_endpoint(context: RouterContext) -> None:
 
 
 async def drain_endpoint(context: RouterContext) -> None:
-    """It gets nothing more, and is gone when its last request has ended. None of them is lost."""
+    """It gets nothing more, and is gone when its last request has ended. None of them is lost. In the query: move=true
+    to have what runs there moved elsewhere, and seconds, in which that is to be done."""
     check_is_admin(context.caller, MANAGED_BY_ADMIN)
-    id = EndpointId(context.exchange.path.removeprefix(ENDPOINT_PATH))
-    if not context.fleet.drain(id):
-        raise Refusal(
-            ErrorResponse(
-                status=404,
-                type="invalid_request_error",
-                code="endpoint_not_found",
-                message=f'there is no endpoint with the id "{id}"; GET {ENDPOINTS_PATH} lists them',
-                headers=((REASON_HEADER, "endpoint_not_found"),),
+    path = context.exchange.path.removeprefix(ENDPOINT_PATH)
+    if context.exchange.method == "POST":
+        if not path.endswith(DRAIN_SUFFIX):
+            raise _endpoint_not_found(
+                f"POST {ENDPOINT_PATH}ID{DRAIN_SUFFIX} drains an endpoint, this path ends in another way"
             )
+        path = path.removesuffix(DRAIN_SUFFIX)
+    id = EndpointId(path)
+    move_seconds = _move_seconds(context)
+    if not context.fleet.drain(id, move_seconds=move_seconds):
+        raise _endpoint_not_found(f'there is no endpoint with the id "{id}"; GET {ENDPOINTS_PATH} lists them')
+    moves = {} if move_seconds is None else {"moving": True, "seconds": move_seconds}
+    await context.respond_json({"id": id, "object": "endpoint", "draining": True, **moves})
+
+
+def _endpoint_not_found(message: str) -> Refusal:
+    return Refusal(
+        ErrorResponse(
+            status=404,
+            type="invalid_request_error",
+            code="endpoint_not_found",
+            message=message,
+            headers=((REASON_HEADER, "endpoint_not_found"),),
         )
-    await context.respond_json({"id": id, "object": "endpoint", "draining": True})
+    )
+
+
+def _move_seconds(context: RouterContext) -> float | None:
+    """None: nothing is to be moved. Raises InvalidRequest."""
+    move, seconds = context.query("move"), context.query("seconds")
+    if move not in (None, "true", "false"):
+        raise InvalidRequest(f'move is "{move[:80]}", it must be true or false', param="move")
+    if seconds is not None and move != "true":
+        raise InvalidRequest("seconds says how long moving may take: send move=true with it", param="seconds")
+    if move != "true":
+        return None
+    try:
+        number = MOVE_SECONDS if seconds is None else float(seconds)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number <= MOVE_SECONDS_MAX:
+        raise InvalidRequest(
+            f'seconds is "{(seconds or "")[:80]}", it must be a number from 0 to {MOVE_SECONDS_MAX}', param="seconds"
+        )
+    return number
 
 
 async def list_requests(context: RouterContext) -> None:
@@ -208,7 +247,9 @@ TEMPLATES: tuple[Route[RouterContext], ...] = (
     Route(path="/v1/streams/{stream}", operations={"GET": forward_stream, "DELETE": forward_stream}),
 )
 """About what an endpoint keeps. Each segment in braces stands for any text."""
-ENDPOINT = Route[RouterContext](path=ENDPOINT_PATH + "{endpoint}", operations={"DELETE": drain_endpoint})
+ENDPOINT = Route[RouterContext](
+    path=ENDPOINT_PATH + "{endpoint}", operations={"DELETE": drain_endpoint, "POST": drain_endpoint}
+)
 
 
 class RouterApp(BaseApp[RouterContext]):
