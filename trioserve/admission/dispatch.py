@@ -48,8 +48,9 @@ class Dispatch:
 
     on_gone: told of an endpoint that was drained and is empty. on_move: told of a request that has a lease elsewhere,
     so that its endpoint may give it away; it owes `admission.take()`, unless the attempt ends before that.
-    on_wait_over: told how many seconds a request has waited when it gets its lease, or is refused in the queue. on_paired: told how many seconds a disaggregated request took
-    from the end of its prompt to the first token of its response.
+    on_wait_over: told how many seconds a request has waited when it gets its lease, or is refused in the queue.
+    on_paired: told how many seconds a disaggregated request took from the end of its prompt to the first token of its
+    response.
     """
 
     def __init__(self, settings: RouterSettings, policy: PolicyFactory, *, rng: Rng | None = None) -> None:

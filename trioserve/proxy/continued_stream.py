@@ -165,7 +165,8 @@ class ContinuedStream:
                 self._give_up(WhyNot.MALFORMED)  # its lines end in another way
                 break
             if match[1] == _GIVEN_AWAY:
-                event_begin = max(position, events.rfind(b"\n\n", position, match.start()) + 2)
+                before = events.rfind(b"\n\n", position, match.start())
+                event_begin = position if before < 0 else before + 2
                 pieces.append(events[position:event_begin])
                 self.given_away = _data(events[event_begin:end])
             else:

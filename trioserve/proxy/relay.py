@@ -230,8 +230,8 @@ async def _relay(
                 said = await response.whole(ERROR_BYTES_MAX) or b""
                 context.continuation.check_refusal(id, response, error_code(said))
         if (response.header("content-type") or "").startswith("text/event-stream"):
-            await _relay_events(context, admission, id, response, begin)
-            await admission.tell(context.finish(), is_last=True)
+            last = await _relay_events(context, admission, id, response, begin)
+            await admission.tell(context.finish(last), is_last=True)
             return
         if admission.has_token:
             raise NotResumed(f'the endpoint "{id}" answered with something else when it was to go on')
@@ -308,7 +308,8 @@ async def _relay_events(
     id: EndpointId,
     response: RemoteResponse,
     begin: Callable[[], None],
-) -> None:
+) -> bytes:
+    """Pass the events on. Returns the last one, if that is an error: it is still to be sent."""
     continuation = context.continuation
     if continuation is None:
         stream = ContinuedStream(choice_count=1, bytes_max=0)
@@ -337,10 +338,10 @@ async def _relay_events(
         if events:
             await admission.tell(context.send_events(events))
         if stream.failure or stream.given_away is not None:
-            await _stop(context, admission, stream)
-            return
+            return _last_event(context, admission, stream)
     if not stream.is_complete:
         raise EndpointLost(f'the endpoint "{id}" ended its response before it {"was over" if has_begun else "began"}')
+    return b""
 
 
 async def _next_piece(response: RemoteResponse, stream: ContinuedStream) -> bytes | None:
@@ -352,9 +353,9 @@ async def _next_piece(response: RemoteResponse, stream: ContinuedStream) -> byte
         raise
 
 
-async def _stop(context: RouterContext, admission: AdmissionScope, stream: ContinuedStream) -> None:
-    """The endpoint does not go on, and says so. Raises StreamFailed, GivenAway or TransferFailed where another one
-    may."""
+def _last_event(context: RouterContext, admission: AdmissionScope, stream: ContinuedStream) -> bytes:
+    """The endpoint does not go on, and says so: the event with which the stream ends. Raises StreamFailed, GivenAway or
+    TransferFailed where another one may go on."""
     assert context.endpoint is not None
     if stream.given_away is not None:
         raise GivenAway(context.endpoint, stream.given_away)
@@ -363,7 +364,7 @@ async def _stop(context: RouterContext, admission: AdmissionScope, stream: Conti
         _check_first_event(context, stream.failure)
     if not ends_on_purpose(code):
         raise StreamFailed(context.endpoint, code, stream.failure)
-    await admission.tell(context.exchange.send(stream.failure), is_last=True)
+    return stream.failure
 
 
 def _check_first_event(context: RouterContext, events: bytes) -> None:

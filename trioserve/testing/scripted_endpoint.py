@@ -18,6 +18,7 @@ from trioserve.testing.memory_stream import MemoryEnd, memory_connection
 __all__ = ["Ask", "ScriptedEndpoint"]
 
 RECEIVE_BYTES = 65_536
+HAND_OVER_SUFFIX = "/hand-over"
 
 
 class Ask:
@@ -121,8 +122,8 @@ class Ask:
 
 class ScriptedEndpoint:
     """role: what it says it is meant for; None: nothing, as servers of others do. load: beside that. asks: all that
-    came, oldest first. is_reachable, is_well, is_silent: until told otherwise. params: kv_transfer_params of what it
-    holds."""
+    came, oldest first. is_reachable, is_well, is_silent, gives_away: until told otherwise; the last: its streams, when
+    it is asked to, which servers of others do not know. params: kv_transfer_params of what it holds."""
 
     def __init__(self, nursery: trio.Nursery, *, role: EngineRole | None = None, model: str = "fake") -> None:
         self.role = role
@@ -132,6 +133,7 @@ class ScriptedEndpoint:
         self.is_reachable = True
         self.is_well = True
         self.is_silent = False
+        self.gives_away = False
         self.params: dict[str, object] = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -167,7 +169,9 @@ class ScriptedEndpoint:
                 received += data
                 while (parsed := _parsed(received)) is not None:
                     (method, path, headers, body), received = parsed
-                    if method == "POST":
+                    if method == "POST" and path.endswith(HAND_OVER_SUFFIX):
+                        self._give_away(Ask(self, end, path, headers, None))
+                    elif method == "POST":
                         ask = Ask(self, end, path, headers, json.loads(body))
                         self.asks.append(ask)
                     elif not self.is_silent:
@@ -179,6 +183,19 @@ class ScriptedEndpoint:
             if ask is not None:
                 ask.leave()
             end.close()
+
+    def _give_away(self, asked: Ask) -> None:
+        if self.is_silent:
+            return
+        id = asked.path.removesuffix(HAND_OVER_SUFFIX).rsplit("/", 1)[1]
+        found = [ask for ask in self.open if ask.headers["x-request-id"] == id]
+        if not (self.gives_away and found):
+            asked.refuse(404)
+            return
+        asked.respond({"id": id})
+        said = {"object": "hand_over", "kv_transfer_params": self.params}
+        found[0].say(f"data: {json.dumps(said)}\nid: >\n\n")
+        found[0].end()
 
     def _said(self, path: str) -> object:
         if path == "/load":

@@ -1,0 +1,209 @@
+"""An endpoint is emptied on purpose: what runs there goes on elsewhere, and no client notices."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from trioserve.contracts.endpoint import EndpointId
+
+TEXT = "/v1/completions"
+BODY = {"model": "fake", "prompt": "hello", "max_tokens": 5, "stream": True}
+
+
+async def asks_of(pair, count: int = 1):
+    """The requests that are open anywhere, and where, by the order of the endpoints."""
+    await wait_all_tasks_blocked()
+    found = [(id, ask) for id, each in pair.endpoints.items() for ask in each.open]
+    assert len(found) == count
+    return found
+
+
+async def texts(response) -> str:
+    return "".join([choice["text"] async for event in response for choice in event.get("choices", ())])
+
+
+async def empty(pair, id: str, query: str = "move=true"):
+    response = await pair.client().post(f"/endpoints/{id}/drain?{query}", {})
+    assert response.status == 200, response.body
+    return response
+
+
+def begin(ask, *groups: str) -> None:
+    ask.begin_resumable()
+    for group in groups:
+        ask.group(group)
+
+
+async def test_a_stream_goes_elsewhere_and_its_endpoint_is_gone(open_pair):
+    async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, BODY) as response:
+        [(first, ask)] = await asks_of(pair)
+        begin(ask, "0:1")
+        await wait_all_tasks_blocked()
+        answered = await empty(pair, first)
+        assert await answered.json() == {
+            "id": first,
+            "object": "endpoint",
+            "draining": True,
+            "moving": True,
+            "seconds": 30.0,
+        }
+        [(second, again)] = await asks_of(pair)
+        assert second != first
+        assert ask.is_gone
+        assert pair.leases() == {second: 1}
+        assert again.body["resume"]["token_ids"] == [[1]]
+        begin(again, "0:2")
+        again.finish_resumable()
+        assert await texts(response) == " 0:1 0:2"
+        stats = pair.router.dispatch.stats()
+        assert (stats.moves_total, stats.continuations_total) == (1, 0)
+    await pair.assert_all_free()
+
+
+async def test_an_endpoint_that_can_gives_the_stream_away_with_its_kv(open_pair):
+    async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, BODY) as response:
+        [(first, ask)] = await asks_of(pair)
+        pair[first].gives_away = True
+        begin(ask, "0:1")
+        await wait_all_tasks_blocked()
+        await empty(pair, first)
+        [(_, again)] = await asks_of(pair)
+        assert ask.is_over
+        assert not ask.is_gone
+        assert again.body["kv_transfer_params"] == pair[first].params
+        begin(again, "0:2")
+        again.finish_resumable()
+        assert await texts(response) == " 0:1 0:2"
+        assert pair.router.dispatch.stats().moves_total == 1
+    await pair.assert_all_free()
+
+
+async def test_one_that_does_not_answer_is_left_and_until_then_the_stream_goes_on(open_pair, autojump_clock):
+    async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, BODY) as response:
+        await trio.sleep(0.1)
+        [(first, ask)] = [(id, ask) for id, each in pair.endpoints.items() for ask in each.open]
+        begin(ask, "0:1")
+        await trio.sleep(0.1)
+        pair[first].is_silent = True
+        await empty(pair, first)
+        await trio.sleep(4)
+        ask.group("0:2")
+        await trio.sleep(2)
+        assert ask.is_gone
+        [again] = [ask for each in pair.endpoints.values() for ask in each.open]
+        assert again.body["resume"]["token_ids"] == [[1, 2]]
+        begin(again, "0:3")
+        again.finish_resumable()
+        assert await texts(response) == " 0:1 0:2 0:3"
+    await pair.assert_all_free()
+
+
+async def test_without_room_elsewhere_it_runs_on_and_moves_when_there_is_some(open_pair):
+    async with open_pair("w1 w2", leases_max=1) as pair:  # noqa: SIM117
+        async with pair.client().ask(TEXT, BODY) as response, pair.client().ask(TEXT, BODY) as other:
+            [(first, ask), (_, held)] = await asks_of(pair, 2)
+            begin(ask, "0:1")
+            await wait_all_tasks_blocked()
+            await empty(pair, first)
+            ask.group("0:2")
+            held.token()
+            held.finish()
+            [(_, again)] = await asks_of(pair)
+            assert again.body["resume"]["token_ids"] == [[1, 2]]
+            begin(again)
+            again.finish_resumable()
+            whole = [await texts(response), await texts(other)]
+            assert sorted(whole) == [" 0:1 0:2", "x"]
+    await pair.assert_all_free()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_at_the_deadline_what_has_shown_nothing_is_begun_anew_elsewhere(open_pair, autojump_clock, stream):
+    async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, {**BODY, "stream": stream}) as response:
+        await trio.sleep(0.1)
+        [(first, ask)] = [(id, ask) for id, each in pair.endpoints.items() for ask in each.open]
+        await empty(pair, first, "move=true&seconds=3")
+        await trio.sleep(2.5)
+        assert not ask.is_gone
+        await trio.sleep(1)
+        assert ask.is_gone
+        [again] = [ask for each in pair.endpoints.values() for ask in each.open]
+        assert "resume" not in again.body
+        again.respond({"choices": []})
+        assert await response.head() == 200
+        await response.read()
+    await pair.assert_all_free()
+
+
+async def test_a_stream_that_nobody_else_can_go_on_with_ends_where_it_is(open_pair, autojump_clock):
+    async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, BODY) as response:
+        await trio.sleep(0.1)
+        [(first, ask)] = [(id, ask) for id, each in pair.endpoints.items() for ask in each.open]
+        ask.token("a")
+        await empty(pair, first, "move=true&seconds=1")
+        await trio.sleep(5)
+        assert not ask.is_gone
+        ask.token("b")
+        ask.finish()
+        assert await texts(response) == "ab"
+        assert first not in pair.leases()
+    await pair.assert_all_free()
+
+
+@pytest.mark.parametrize(
+    "query", ["move=yes", "move=true&seconds=x", "move=true&seconds=-1", "seconds=3", "move=true&seconds=nan"]
+)
+async def test_what_is_no_order_is_refused(open_pair, query):
+    async with open_pair("w1 w2") as pair:
+        response = await pair.client().post(f"/endpoints/w1/drain?{query}", {})
+        assert response.status == 400
+        assert (await response.json())["error"]["param"] in ("move", "seconds")
+        assert sorted(pair.leases()) == ["w1", "w2"]
+
+
+async def test_an_endpoint_that_is_not_there_is_not_found(open_pair):
+    async with open_pair("w1 w2") as pair:
+        for path in ("/endpoints/w3/drain", "/endpoints/w1"):
+            assert (await pair.client().post(path, {})).status == 404
+
+
+async def test_without_move_an_endpoint_keeps_what_runs_there(open_pair):
+    async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, BODY) as response:
+        [(first, ask)] = await asks_of(pair)
+        begin(ask, "0:1")
+        await wait_all_tasks_blocked()
+        await empty(pair, first, "move=false")
+        await wait_all_tasks_blocked()
+        assert not ask.is_gone
+        ask.finish_resumable()
+        assert await texts(response) == " 0:1"
+        assert first not in pair.leases()
+    await pair.assert_all_free()
+
+
+async def test_a_request_is_not_taken_while_an_event_is_on_its_way_to_the_client(open_pair):
+    async with open_pair("w1 w2") as pair:
+        dispatch = pair.router.dispatch
+        from trioserve.admission.dispatch import Taken
+        from trioserve.contracts.endpoint import RoutedRequest
+
+        await wait_all_tasks_blocked()
+        is_told = False
+        with dispatch.enter(RoutedRequest(model="fake")) as admission:
+            first = await admission.lease()
+            admission.can_go_on = lambda: True
+
+            async def tell() -> None:
+                nonlocal is_told
+                dispatch.drain_endpoint(EndpointId(first), move_seconds=10)
+                for _ in range(5):
+                    await trio.lowlevel.checkpoint()
+                is_told = True
+
+            with pytest.raises(Taken), admission.attempt():
+                admission.first_token()
+                await admission.tell(tell())
+            assert is_told
+            assert admission.attempts == 1
