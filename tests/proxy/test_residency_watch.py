@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -53,7 +54,7 @@ class Endpoint:
     def __init__(self, *scripts: Sequence[bytes | float]) -> None:
         self.scripts = list(scripts)
         self.connected_at: list[float] = []
-        self.policy = KvAware(rng=None)  # type: ignore[arg-type]
+        self.policy = KvAware(random.Random(0))
         self.nursery: trio.Nursery
 
     async def connect(self) -> MemoryEnd:

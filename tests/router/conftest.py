@@ -13,12 +13,13 @@ from trioserve.router.core import RouterCore
 from trioserve.router.policies import POLICIES
 from trioserve.router.settings import RouterSettings
 from trioserve.router.ticket import Ticket
+from trioserve.testing.memory_router import SEED
 
 
 class Router:
     """A core, its clock, and who was told of a change or to leave its endpoint, in order."""
 
-    def __init__(self, *, policy: str = "least_loaded", seed: int = 0, **settings: object) -> None:
+    def __init__(self, *, policy: str = "least_loaded", seed: int = SEED, **settings: object) -> None:
         self.changed: list[Ticket] = []
         self.gone: list[str] = []
         self.to_move: list[Ticket] = []

@@ -269,14 +269,14 @@ def test_when_an_endpoint_dies_nobody_is_asked_for_twice(make_router, monkeypatc
     router.endpoint("b", leases_max=1)
     router.sent()
     asked = 0
-    candidates = router.core._fleet.candidates
+    give = router.core._fleet.give
 
     def counted(ticket, now):
         nonlocal asked
         asked += 1
-        return candidates(ticket, now)
+        return give(ticket, now)
 
-    monkeypatch.setattr(router.core._fleet, "candidates", counted)
+    monkeypatch.setattr(router.core._fleet, "give", counted)
     for ticket in tickets:
         break_off(router, ticket)
     assert asked <= 2 * len(tickets)

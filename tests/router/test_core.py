@@ -415,7 +415,7 @@ def test_a_stale_report_says_nothing(make_router):
 
 
 def test_a_failure_gives_the_lease_back_before_the_next_is_taken(make_router):
-    router = make_router()
+    router = make_router(policy="round_robin")
     router.endpoint("a", leases_max=1)
     router.endpoint("b", leases_max=1)
     ticket = router.sent()
@@ -426,7 +426,7 @@ def test_a_failure_gives_the_lease_back_before_the_next_is_taken(make_router):
 
 
 def test_whoever_failed_waits_for_another_endpoint_before_the_line(make_router):
-    router = make_router()
+    router = make_router(policy="round_robin")
     router.endpoint("a", leases_max=1)
     router.endpoint("b", leases_max=1)
     first, second = router.sent(), router.sent()
@@ -517,7 +517,7 @@ def test_an_endpoint_that_cannot_be_reached_is_ejected_at_once(make_router):
 
 
 def test_an_endpoint_that_says_it_is_busy_is_not_ill(make_router):
-    router = make_router(failures_max=1)
+    router = make_router(policy="round_robin", failures_max=1)
     a = router.endpoint("a")
     router.endpoint("b", leases_max=1)
     ticket = router.sent()

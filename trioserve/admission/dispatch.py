@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, KeysView
 from contextlib import contextmanager
 
 import trio
@@ -84,10 +84,8 @@ class Dispatch:
 
     def block_sizes(self, request: RoutedRequest) -> frozenset[int]:
         """In which sizes of blocks the policy wants the request named; none if it has no choice to make."""
-        given = [state for state in self.core.endpoints.values() if request.model in state.models and state.is_given]
-        stages: tuple[Stage | None, ...] = tuple(Stage) if self.core.will_be_disaggregated(request) else (None,)
-        has_choice = any(sum(state.is_meant_for(stage) for state in given) > 1 for stage in stages)
-        return self.core.policy.block_sizes() if has_choice else frozenset()
+        sizes = self.core.policy.block_sizes()
+        return sizes if sizes and self.core.has_choice(request) else frozenset()
 
     @contextmanager
     def preparing(self, request: RoutedRequest) -> Iterator[None]:
@@ -162,6 +160,15 @@ class Dispatch:
     def endpoints(self) -> Collection[EndpointState]:
         """Those that there are, to be looked at."""
         return self.core.endpoints.values()
+
+    def model_names(self) -> KeysView[str]:
+        """What the endpoints serve."""
+        return self.core.model_names()
+
+    @property
+    def is_any_nameless(self) -> bool:
+        """Whether an endpoint has not told yet what it serves."""
+        return self.core.is_any_nameless
 
     @property
     def policy(self) -> Policy:

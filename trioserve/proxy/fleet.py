@@ -198,15 +198,15 @@ class Fleet:
 
     def models(self) -> list[str]:
         """Every name that clients may ask for, sorted."""
-        served = {model for state in self.dispatch.endpoints for model in state.models}
+        served = self.dispatch.model_names()
         return sorted(served | {alias for alias, model in self.aliases.items() if model in served})
 
     def real_model(self, asked: str | None) -> str:
         """The name that endpoints go by. None is the only model that there is. Raises UnknownModel, and NoEndpoint for
         None as long as no endpoint has told what it serves."""
-        served = {model for state in self.dispatch.endpoints for model in state.models}
+        served = self.dispatch.model_names()
         if asked is None:
-            if not served and self._is_any_unknown():
+            if not served and self.dispatch.is_any_nameless:
                 raise NoEndpoint(
                     "the request names no model, and no endpoint has told yet what it serves: try again in 1 s",
                     reason="no_endpoint",
@@ -220,7 +220,7 @@ class Fleet:
                 )
             return next(iter(served))
         model = self.aliases.get(asked, asked)
-        if model not in served and not self._is_any_unknown():
+        if model not in served and not self.dispatch.is_any_nameless:
             raise UnknownModel(
                 f'the model "{asked}" is not served here; served are: {", ".join(self.models()) or "none"}',
                 param="model",
@@ -230,10 +230,6 @@ class Fleet:
     def model_at(self, id: EndpointId, model: str) -> str:
         """How the endpoint itself calls it."""
         return (self._members[id].spec.models or {}).get(model, model)
-
-    def _is_any_unknown(self) -> bool:
-        """Whether an endpoint has not told yet what it serves."""
-        return any(not state.models for state in self.dispatch.endpoints)
 
     # --- inside ---
 

@@ -29,7 +29,7 @@ lease.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, KeysView
 
 from trioserve.contracts.endpoint import EndpointId, EndpointLoad, PairOutcome, RoutedRequest, Stage
 from trioserve.contracts.errors import NoEndpoint, TrioserveError
@@ -37,8 +37,8 @@ from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.router import refusals
 from trioserve.router.continuation import Continuations
 from trioserve.router.disaggregation import Disaggregation, stage_fault
-from trioserve.router.endpoint_state import EndpointHealth, EndpointState, Fault
-from trioserve.router.endpoints import Endpoints, may_try
+from trioserve.router.endpoint_state import EndpointHealth, Fault
+from trioserve.router.endpoints import Endpoints
 from trioserve.router.moving import Moving
 from trioserve.router.policies import PolicyFactory, Rng
 from trioserve.router.queue_deadlines import QueueDeadlines
@@ -70,7 +70,7 @@ class RouterCore:
         self._on_gone = on_gone
         self._on_move = on_move
         self.policy = policy(rng)
-        self._fleet = Endpoints(settings, self.policy, on_gone=self._note_gone)
+        self._fleet = Endpoints(settings, self.policy, rng=rng, on_gone=self._note_gone)
         self.endpoints = self._fleet.by_id
         self.is_draining = False
         self.sent_total = 0
@@ -93,7 +93,7 @@ class RouterCore:
         in the queue and at the endpoints. The caller owes `prepared`. Raises as enter does, and then holds nothing."""
         self._check_open(request, now)
         model = self._queues.of_model(request.model)
-        slots = self._fleet.free_count(request.model)
+        slots = self._fleet.of_model(request.model).free_count
         queue = model.queues[Stage.PREFILL if self.will_be_disaggregated(request) else None]
         count = queue.count + model.preparing
         if count >= self.settings.queue_requests_max + slots:
@@ -115,7 +115,7 @@ class RouterCore:
         keep their place, since an ejection is short. Raises Overloaded, Draining or NoEndpoint, or InvalidRequest for
         too many sequences, and then holds nothing.
         """
-        usable = self._check_open(request, now)
+        self._check_open(request, now)
         queue_deadline = min(now + self.settings.queue_seconds_max, request.queue_deadline)
         self._next_index += 1
         ticket = Ticket(request, self._next_index, now, queue_deadline)
@@ -127,9 +127,9 @@ class RouterCore:
             self._hand_over(now)  # what it may get, those in other queues may have waited for
         if must_wait or not self._grant(ticket, now):
             if request.pinned is not None:
-                is_given = usable[0].is_given
+                pinned = self.endpoints[request.pinned]
                 is_full = refusals.pinned_is_full(request, queue, now)
-                raise self._refusals.counted(is_full if is_given else self._no_endpoint(request, now))
+                raise self._refusals.counted(is_full if pinned.is_given else self._no_endpoint(request, now))
             queue.newcomers.add(ticket)
             if must_wait:
                 self._hand_over(now)  # those before it may wait for what it does not need
@@ -274,7 +274,7 @@ class RouterCore:
     def _goes_on(self, ticket: Ticket, fault: Fault, token_count: int, next_lease: Lease | None, now: float) -> bool:
         """Whether the stream waits again, or has a lease elsewhere already. next_lease: which it was to move to."""
         self._continuations.broke_off(ticket, fault, token_count)
-        is_served = bool(self._fleet.serving(ticket.request.model))
+        is_served = self._fleet.of_model(ticket.request.model).serving_count > 0
         ticket.refusal = self._continuations.refusal(ticket, is_served=is_served)
         if ticket.refusal is not None:
             ticket.next_lease = next_lease
@@ -294,17 +294,11 @@ class RouterCore:
     def _may_try_again(self, ticket: Ticket, now: float) -> bool:
         if self.is_draining or ticket.request.pinned is not None or now >= ticket.queue_deadline:
             return False
-        if len(ticket.tried) >= self.settings.attempts_max or not self._others(ticket):
+        if len(ticket.tried) >= self.settings.attempts_max:
+            return False
+        if not self._fleet.is_any_left(ticket, unejected=True):
             return False
         return self._budget.take(now)
-
-    def _others(self, ticket: Ticket) -> list[EndpointState]:
-        """Endpoints that may still take a request that failed."""
-        return [
-            state
-            for state in self._fleet.serving(ticket.request.model)
-            if may_try(state, ticket) and state.health is not EndpointHealth.EJECTED
-        ]
 
     # --- endpoints ---
 
@@ -326,7 +320,7 @@ class RouterCore:
         state = self.endpoints.get(id)
         if state is None:
             return
-        state.models = frozenset(models)
+        self._fleet.set_models(state, frozenset(models))
         self._refuse_hopeless(now)
         self._hand_over(now)
 
@@ -334,7 +328,7 @@ class RouterCore:
         """The endpoint says what it is meant for; one that is gone by now is ignored."""
         state = self.endpoints.get(id)
         if state is not None and state.role != role:
-            state.role = role
+            state.set_role(role)
             self._hand_over(now)
 
     def drain_endpoint(self, id: EndpointId, now: float, *, move_seconds: float | None = None) -> None:
@@ -383,21 +377,19 @@ class RouterCore:
 
     def next_tick(self, now: float) -> float:
         """When `tick` has something to do, if nothing else happens before; math.inf for never."""
-        moments = [state.next_tick(now) for state in self.endpoints.values()]
         over_at = self._deadlines.first()
+        moments = [self._fleet.next_moment(), self._moving.next_deadline()]
         if over_at is not None:
             moments.append(over_at)
         if any(model.continued for model in self._queues.models.values()):
             moments.append(self._continuations.next_turn(now))
-        moments.append(self._moving.next_deadline())
-        return min(moments, default=math.inf)
+        return min(moments)
 
     def tick(self, now: float) -> None:
         """Refuse those whose wait is over, and let endpoints be probed whose ejection is."""
         while (ticket := self._deadlines.take_over(now)) is not None:
             self._refuse(ticket, refusals.wait_over(ticket, self._queues.of(ticket), now), now)
-        for state in self.endpoints.values():
-            state.tick(now)
+        self._fleet.tick(now)
         self._hand_over(now)
         for id in self._moving.take_over(now):
             self._tell_to_leave(id)
@@ -457,15 +449,7 @@ class RouterCore:
         """Give it an endpoint that has room for it. Its state is the caller's to move."""
         if ticket.stage is Stage.PREFILL and self._disaggregation.is_handover_full(ticket.request.model):
             return False
-        candidates = self._fleet.candidates(ticket, now)
-        if not any(candidate.has_room for candidate in candidates):
-            return False
-        if ticket.has_token:
-            candidates = self._fleet.alike(ticket, candidates)
-        if ticket.stage is None:
-            candidates = self._disaggregation.nearest(ticket, candidates)
-        self._fleet.give(ticket, candidates)
-        return True
+        return self._fleet.give(ticket, now)
 
     def _take_up(self, ticket: Ticket, lease: Lease) -> None:
         """Go on with a lease that it has beside what it has given back."""
@@ -544,7 +528,7 @@ class RouterCore:
         for ticket in list(self._live.values()):
             is_there = ticket.endpoint == id and ticket.is_sent and ticket.next_lease is None
             is_free = (ticket.can_go_on or not ticket.has_token) and ticket.request.pinned is None
-            if is_there and is_free and self._fleet.serving(ticket.request.model):
+            if is_there and is_free and self._fleet.of_model(ticket.request.model).serving_count:
                 self._on_move(ticket)
 
     def _note_gone(self, id: EndpointId) -> None:
@@ -590,21 +574,40 @@ class RouterCore:
 
     def is_pair_there(self, model: str) -> bool:
         """Whether one endpoint may compute a prompt and another one make the response."""
-        return self._disaggregation.is_pair_there(model)
+        return self._fleet.is_pair_there(model)
+
+    # --- which endpoints there are ---
+
+    def model_names(self) -> KeysView[str]:
+        """What the endpoints serve, those that leave counted."""
+        return self._fleet.model_names()
+
+    @property
+    def is_any_nameless(self) -> bool:
+        """Whether an endpoint has not told yet what it serves."""
+        return self._fleet.is_any_nameless
+
+    def has_choice(self, request: RoutedRequest) -> bool:
+        """Whether there is more than one endpoint for it, or for one of its stages."""
+        stages: tuple[Stage | None, ...] = tuple(Stage) if self.will_be_disaggregated(request) else (None,)
+        return any(self._fleet.has_choice(request.model, stage) for stage in stages)
 
     # --- refusing ---
 
-    def _check_open(self, request: RoutedRequest, now: float) -> list[EndpointState]:
-        """The endpoints that it may go to, one of which is not ejected. Raises Draining, NoEndpoint or
+    def _check_open(self, request: RoutedRequest, now: float) -> None:
+        """There is an endpoint that it may go to and that is not ejected. Raises Draining, NoEndpoint or
         InvalidRequest."""
         if self.is_draining:
             raise self._refusals.counted(refusals.draining())
         if not 1 <= request.sequences <= self.settings.sequences_max:
             raise refusals.too_many_sequences(request, self.settings.sequences_max)
-        usable = [state for state in self._fleet.serving(request.model) if request.pinned in (None, state.id)]
-        if all(state.health is EndpointHealth.EJECTED for state in usable):
+        if request.pinned is None:
+            is_any_usable = self._fleet.of_model(request.model).unejected_count > 0
+        else:
+            pinned = self._fleet.serves(request.pinned, request.model)
+            is_any_usable = pinned is not None and pinned.health is not EndpointHealth.EJECTED
+        if not is_any_usable:
             raise self._refusals.counted(self._no_endpoint(request, now))
-        return usable
 
     def _pushed_out(self, queue: Queue, ticket: Ticket) -> Ticket | None:
         """Whose place the one that has just joined a full queue gets, so that one tenant's burst does not keep others
@@ -628,12 +631,13 @@ class RouterCore:
             self._refuse_if_hopeless(ticket, now)
 
     def _refuse_if_hopeless(self, ticket: Ticket, now: float) -> None:
-        if ticket.state is not TicketState.WAITING:
-            return
-        serving = self._fleet.serving(ticket.request.model)
         # A stream that is read already waits for endpoints to come back, for a time.
-        if all(state.id in ticket.tried and not ticket.has_token for state in serving):
+        if ticket.state is TicketState.WAITING and not self._fleet.is_any_left(ticket):
             self._refuse(ticket, self._no_endpoint(ticket.request, now), now)
 
     def _no_endpoint(self, request: RoutedRequest, now: float) -> NoEndpoint:
-        return refusals.no_endpoint(request, self._fleet.serving(request.model), now)
+        back_at = self._fleet.of_model(request.model).first_back_at(now)
+        if request.pinned is not None:
+            pinned = self._fleet.serves(request.pinned, request.model)
+            back_at = None if pinned is None else pinned.ejected_until
+        return refusals.no_endpoint(request, back_at, now)

@@ -7,12 +7,9 @@ so whatever does not come to pass that way, one endpoint does whole: the stage b
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
-from trioserve.contracts.endpoint import EndpointId, PairOutcome, RoutedRequest, Stage
+from trioserve.contracts.endpoint import PairOutcome, RoutedRequest, Stage
 from trioserve.router.endpoint_state import Fault
-from trioserve.router.endpoints import Endpoints, may_do
-from trioserve.router.policies import Candidate
+from trioserve.router.endpoints import Endpoints
 from trioserve.router.queues import ModelQueues, Queues
 from trioserve.router.settings import RouterSettings
 from trioserve.router.ticket import Ticket
@@ -31,14 +28,7 @@ class Disaggregation:
 
     def will_be_disaggregated(self, request: RoutedRequest) -> bool:
         """Whether it would be, if it entered now."""
-        return request.can_be_disaggregated and request.pinned is None and self.is_pair_there(request.model)
-
-    def is_pair_there(self, model: str, tried: Collection[EndpointId] = ()) -> bool:
-        """Whether one endpoint may compute a prompt and another one make the response."""
-        there = [state for state in self._endpoints.serving(model) if state.is_given and state.id not in tried]
-        first = {state.id for state in there if state.is_meant_for(Stage.PREFILL)}
-        second = {state.id for state in there if state.is_meant_for(Stage.DECODE)}
-        return bool(first and second) and len(first | second) > 1
+        return request.can_be_disaggregated and request.pinned is None and self._endpoints.is_pair_there(request.model)
 
     def is_handover_full(self, model: str) -> bool:
         """Whether so many wait to be answered that no further prompt is begun."""
@@ -51,19 +41,9 @@ class Disaggregation:
             for ticket in list(queue.again.values()):
                 if not self._is_next_stage_there(ticket):
                     self._make_whole(ticket)
-            if queue.newcomers.count and not self.is_pair_there(name):
+            if queue.newcomers.count and not self._endpoints.is_pair_there(name):
                 for ticket in sorted(queue.newcomers, key=lambda ticket: ticket.index):
                     self._make_whole(ticket)
-
-    def nearest(self, ticket: Ticket, candidates: list[Candidate]) -> list[Candidate]:
-        """Of those that may do all of a request, the ones to choose from: the one that has computed its prompt already,
-        or else those that are not kept for prompts, as long as they have room."""
-        there = [candidate for candidate in candidates if candidate.has_room and candidate.id == ticket.prefilled_by]
-        if there:
-            return there
-        by_id = self._endpoints.by_id
-        beside = [candidate for candidate in candidates if by_id[candidate.id].role != "prefill"]
-        return beside if any(candidate.has_room for candidate in beside) else candidates
 
     def note_outcome(self, ticket: Ticket, outcome: PairOutcome) -> None:
         """Once for each request that was to be disaggregated."""
@@ -73,11 +53,8 @@ class Disaggregation:
 
     def _is_next_stage_there(self, ticket: Ticket) -> bool:
         if ticket.stage is Stage.PREFILL:
-            return self.is_pair_there(ticket.request.model, ticket.tried)
-        return ticket.is_held and any(
-            state.is_given and may_do(state, ticket) and state.id not in ticket.tried
-            for state in self._endpoints.serving(ticket.request.model)
-        )
+            return self._endpoints.is_pair_there(ticket.request.model, ticket.tried)
+        return ticket.is_held and self._endpoints.is_stage_there(ticket)
 
     def _make_whole(self, ticket: Ticket) -> None:
         was_elsewhere = ticket.index in self._queues.of(ticket).again

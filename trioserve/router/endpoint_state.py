@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Callable
 
 from trioserve.contracts.endpoint import EndpointId, EndpointLoad, Stage
 from trioserve.contracts.kv_transfer import EngineRole
@@ -66,11 +67,13 @@ _LEGAL_MOVES: frozenset[tuple[EndpointHealth, EndpointHealth]] = frozenset(
 class EndpointState:
     """What the router knows of one endpoint. Times are seconds of the router's clock.
 
-    models: the names under which it may be asked. leases_max: sequences. claims: sequences of the requests that have a
-    lease here; all but the leases_max first of them wait for their slot.
+    number: in the order of addition. on_change: told after each change of what others may count. models: the names
+    under which it may be asked. limit: sequences that it takes of all routers together. leases_max: of this one.
+    claims: sequences of the requests that have a lease here; all but the leases_max first of them wait for their slot.
     in_flight: sequences that were given to it and have not ended; more than the claims once these go back at the first
     token. sent: those of them that are on their way or there, by the index of their request's sending.
-    slow_start: it comes to others that run, and is to get its share little by little.
+    others: sequences that others had there by its last report. slow_start: it comes to others that run, and is to get
+    its share little by little.
     checks_total: health checks that found it well. fingerprint: of what computes there; None: it does not tell.
     role: which stages it is meant for; None: of disaggregated requests none.
     """
@@ -84,10 +87,13 @@ class EndpointState:
         leases_max: int,
         slow_start: bool = False,
         role: EngineRole | None = None,
+        number: int = 0,
+        on_change: Callable[[EndpointState], None] = lambda state: None,
     ) -> None:
         self.id = id
+        self.number = number
         self.models = models
-        self.leases_max = leases_max
+        self.limit = self.leases_max = leases_max
         self.role = role
         self.health = EndpointHealth.STARTING
         self.claims = 0
@@ -100,6 +106,8 @@ class EndpointState:
         self.ejections_total = 0
         self.checks_total = 0
         self.fingerprint: str | None = None
+        self.others = 0
+        self._on_change = on_change
         self._settings = settings
         self._load_at = 0.0
         self._known_at_load = 0  # of those in flight; what is more by now, the report may not know
@@ -163,7 +171,58 @@ class EndpointState:
         depth = self.waiting_depth(now, more=sequences)
         return depth is None or depth <= self._settings.waiting_depth_max
 
+    def load_at(self, now: float) -> tuple[float, float]:
+        """What it has, of this router and of all, relative to its limit, whichever is more; and the others' part."""
+        own = self.in_flight / self.leases_max
+        if not self.others or now >= self._load_at + self._settings.load_seconds_max:
+            return own, 0.0
+        others = self.others / self.limit
+        together = self.in_flight / self.limit + others
+        return (together, others) if together > own else (own, others)
+
+    # --- what it is given ---
+
+    def take(self, sequences: int) -> bool:
+        """A request of so many gets a lease here. Returns whether it is a probe."""
+        is_probe = self.health is EndpointHealth.PROBING
+        self.probe_out |= is_probe
+        self.claims += sequences
+        self.in_flight += sequences
+        self._on_change(self)
+        return is_probe
+
+    def end_lease(self, sequences: int) -> None:
+        """Its slots are another's, and it may still run."""
+        self.claims -= sequences
+        self._on_change(self)
+
+    def end_probe(self) -> None:
+        """Another may probe."""
+        self.probe_out = False
+        self._on_change(self)
+
+    def end_flight(self, sequences: int, sent_index: int | None) -> None:
+        """Nothing of the request is here any more."""
+        if sent_index is not None:
+            del self.sent[sent_index]
+        self.in_flight -= sequences
+        assert 0 <= self.claims <= self.in_flight
+        self._on_change(self)
+
     # --- what it tells ---
+
+    def set_models(self, models: frozenset[str]) -> None:
+        self.models = models
+        self._on_change(self)
+
+    def set_role(self, role: EngineRole | None) -> None:
+        self.role = role
+        self._on_change(self)
+
+    def set_leases_max(self, leases_max: int) -> None:
+        """This router's share of its limit is another one now. Who has a lease beyond it keeps it."""
+        self.leases_max = leases_max
+        self._on_change(self)
 
     def note_load(self, load: EndpointLoad, now: float, *, sent_when_asked: int) -> None:
         """sent_when_asked: the index of the last request that was sent anywhere when the endpoint was asked. Those sent
@@ -172,6 +231,8 @@ class EndpointState:
         self._load_at = now
         self._known_at_load = sum(count for index, count in self.sent.items() if index <= sent_when_asked)
         self._slots_seen = load.running if load.waiting else max(self._slots_seen, load.running)
+        self.others = max(0, load.running + load.waiting - self._known_at_load)
+        self._on_change(self)
 
     def note_check(self, is_well: bool, now: float) -> None:
         """A health check ended. Who was ejected by checks is back with the first good one; who failed requests while it
@@ -188,7 +249,7 @@ class EndpointState:
     def note_success(self, now: float) -> None:
         """A request got its first token there, or a health check its response."""
         self._failures_in_a_row = 0
-        if self.health in (EndpointHealth.STARTING, EndpointHealth.PROBING):
+        if self.health is EndpointHealth.STARTING or self.health is EndpointHealth.PROBING:
             if self._owes_slow_start:
                 self._share_since = now
             self._ejections_in_a_row = 0
@@ -212,16 +273,15 @@ class EndpointState:
     def note_busy(self, now: float, seconds: float) -> None:
         """It refused a request for want of room: it gets nothing for so long."""
         self.busy_until = max(self.busy_until, now + seconds)
+        self._on_change(self)
 
     def tick(self, now: float) -> None:
         """An ejection that is over by now ends; it may be probed."""
         if self.health is EndpointHealth.EJECTED and now >= self.ejected_until:
             self._move(EndpointHealth.PROBING)
 
-    def next_tick(self, now: float) -> float:
+    def opens_at(self, now: float) -> float:
         """When there may be room here without anything else happening; math.inf if only time does not bring it."""
-        if self.health is EndpointHealth.EJECTED:
-            return self.ejected_until
         moments = [self.busy_until, self._load_at + self._settings.load_seconds_max if self.load is not None else 0.0]
         if self._share_since is not None and self.share(now) < 1:
             next_limit = int(self.leases_max * self.share(now)) + 1
@@ -237,7 +297,7 @@ class EndpointState:
     def come_back(self, models: frozenset[str], *, leases_max: int, role: EngineRole | None = None) -> None:
         """It was added again while it was drained."""
         self.models = models
-        self.leases_max = leases_max
+        self.limit = self.leases_max = leases_max
         self.role = role
         self.fingerprint = None
         self._owes_slow_start = True
@@ -252,8 +312,10 @@ class EndpointState:
         self._is_ejected_by_check = False
         self._owes_slow_start = True
         self.load = None
+        self.others = 0
         self._move(EndpointHealth.EJECTED)
 
     def _move(self, health: EndpointHealth) -> None:
         assert (self.health, health) in _LEGAL_MOVES, f"{self.id} cannot go from {self.health} to {health}"
         self.health = health
+        self._on_change(self)

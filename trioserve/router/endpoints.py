@@ -1,28 +1,53 @@
-"""Which endpoints there are, what each has been given, and which is chosen of those that have room."""
+"""Which endpoints there are, what each has been given, and which is chosen of those that have room.
+
+Whatever the path of one request asks for here is counted or filed (see model_endpoints), so that it costs the same for
+ten endpoints and for ten thousand.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, KeysView
 
 from trioserve.contracts.endpoint import EndpointId, Stage
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.kv_transfer import EngineRole
+from trioserve.router.candidates import Rng
 from trioserve.router.endpoint_state import EndpointHealth, EndpointState
-from trioserve.router.policies import Candidate, Policy
+from trioserve.router.model_endpoints import Filing, Kind, ModelEndpoints, counts_of, kinds_for, kinds_of
+from trioserve.router.moments import Moments
+from trioserve.router.policies import Policy
+from trioserve.router.search import Search
 from trioserve.router.settings import RouterSettings
 from trioserve.router.ticket import Ticket
 
-__all__ = ["Endpoints", "may_do", "may_try"]
+__all__ = ["Endpoints"]
+
+NO_ENDPOINTS = ModelEndpoints()
 
 
 class Endpoints:
     """by_id: all that are not gone. on_gone: called when a drained one has nothing any more."""
 
-    def __init__(self, settings: RouterSettings, policy: Policy, *, on_gone: Callable[[EndpointId], None]) -> None:
+    def __init__(
+        self, settings: RouterSettings, policy: Policy, *, rng: Rng, on_gone: Callable[[EndpointId], None]
+    ) -> None:
         self.by_id: dict[EndpointId, EndpointState] = {}
         self._settings = settings
         self._policy = policy
+        self._rng = rng
         self._on_gone = on_gone
+        self._models: dict[str, ModelEndpoints] = {}
+        self._filings: dict[EndpointId, Filing] = {}
+        self._names: Counter[str] = Counter()  # of models, those that leave counted
+        self._nameless_count = 0
+        self._openings = Moments()
+        self._ejections = Moments()
+        self._added_count = 0
+        self._healthy_ids: set[EndpointId] = set()
+
+    # --- who there is ---
 
     def add(self, id: EndpointId, models: Iterable[str], *, leases_max: int | None, role: EngineRole | None) -> None:
         """One that is being drained is taken back. Raises StartupError for an id that is taken, or a limit below 1."""
@@ -31,114 +56,275 @@ class Endpoints:
             raise StartupError(f'there are two endpoints with the id "{id}": give each its own')
         if leases_max is not None and leases_max < 1:
             raise StartupError(f'the endpoint "{id}" may take {leases_max} requests, it must be at least 1')
+        leases_max = leases_max or self._settings.leases_max
         if known is not None:
-            known.come_back(frozenset(models), leases_max=leases_max or self._settings.leases_max, role=role)
+            self._count_names(known.models, -1)
+            self._count_names(frozenset(models), 1)
+            known.come_back(frozenset(models), leases_max=leases_max, role=role)
             return
-        self.by_id[id] = EndpointState(
+        self._added_count += 1
+        state = self.by_id[id] = EndpointState(
             id,
             frozenset(models),
             self._settings,
-            leases_max=leases_max or self._settings.leases_max,
-            slow_start=any(state.health is EndpointHealth.HEALTHY for state in self.by_id.values()),
+            leases_max=leases_max,
+            slow_start=bool(self._healthy_ids),
             role=role,
+            number=self._added_count,
+            on_change=self._changed,
         )
+        self._filings[id] = Filing()
+        self._count_names(state.models, 1)
+        self._changed(state)
+
+    def set_models(self, state: EndpointState, models: frozenset[str]) -> None:
+        self._count_names(state.models, -1)
+        self._count_names(models, 1)
+        state.set_models(models)
+
+    def model_names(self) -> KeysView[str]:
+        """Of all endpoints that are not gone."""
+        return self._names.keys()
+
+    @property
+    def is_any_nameless(self) -> bool:
+        """Whether one has not told yet what it serves."""
+        return self._nameless_count > 0
+
+    def of_model(self, model: str) -> ModelEndpoints:
+        """Those that serve the model and do not leave. To be looked at."""
+        return self._models.get(model, NO_ENDPOINTS)
 
     def serving(self, model: str) -> list[EndpointState]:
-        """Those that serve the model and do not leave."""
-        return [
-            state
-            for state in self.by_id.values()
-            if model in state.models and state.health is not EndpointHealth.DRAINING
-        ]
+        """Those that serve the model and do not leave. O(endpoints): not for what happens to every request."""
+        return list(self.of_model(model).by_number.values())
 
-    def free_count(self, model: str) -> int:
-        """Sequences that find a slot at those that are given requests."""
-        return sum(max(0, state.leases_max - state.leases) for state in self.serving(model) if state.is_given)
+    def serves(self, id: EndpointId | None, model: str) -> EndpointState | None:
+        """The endpoint, if it serves the model and does not leave."""
+        state = None if id is None else self.by_id.get(id)
+        return state if state is not None and state.number in self.of_model(model).by_number else None
+
+    def is_any_left(self, ticket: Ticket, *, unejected: bool = False) -> bool:
+        """Whether an endpoint serves its model that it may go to, now or later, so far as its own failures tell.
+        unejected: and that may be given requests soon."""
+        model = self.of_model(ticket.request.model)
+        count = model.unejected_count if unejected else model.serving_count
+        for id in ticket.tried:
+            state = self.serves(id, ticket.request.model)
+            if state is None or (unejected and state.health is EndpointHealth.EJECTED):
+                continue
+            count -= not (may_try(state, ticket) if unejected else ticket.has_token)
+        return count > 0
+
+    def is_pair_there(self, model: str, tried: Collection[EndpointId] = ()) -> bool:
+        """Whether one endpoint may compute a prompt and another one make the response."""
+        filed = self.of_model(model)
+        first, second = filed.count_of(Kind.PREFILL), filed.count_of(Kind.DECODE)
+        both = filed.both_count
+        for id in set(tried):
+            state = self.serves(id, model)
+            kinds = () if state is None else kinds_of(state)
+            first -= Kind.PREFILL in kinds
+            second -= Kind.DECODE in kinds
+            both -= Kind.PREFILL in kinds and Kind.DECODE in kinds
+        return first > 0 and second > 0 and first + second - both > 1
+
+    def is_stage_there(self, ticket: Ticket) -> bool:
+        """Whether an endpoint that has not failed it may do what is next of it."""
+        model = ticket.request.model
+        count = self.of_model(model).count_of(kinds_for(ticket.stage)[0])
+        beside = {*ticket.tried, ticket.prefilled_by} if ticket.stage is Stage.DECODE else set(ticket.tried)
+        for id in beside:
+            state = self.serves(id, model)
+            count -= state is not None and kinds_for(ticket.stage)[0] in kinds_of(state)
+        return count > 0
+
+    def has_choice(self, model: str, stage: Stage | None) -> bool:
+        """Whether more than one is given requests for that."""
+        filed = self.of_model(model)
+        return (filed.given_count if stage is None else filed.count_of(kinds_for(stage)[0])) > 1
+
+    # --- time ---
+
+    def next_moment(self) -> float:
+        """When one may have room, or may be probed, without anything else happening; math.inf for never."""
+        return min(self._openings.first(), self._ejections.first())
+
+    def open_passed(self, now: float) -> None:
+        """Those that may have room again by now are looked at again."""
+        if self._openings.first() <= now:
+            for id in self._openings.take_passed(now):
+                self._changed(self.by_id[id])
+
+    def tick(self, now: float) -> None:
+        self.open_passed(now)
+        for id in self._ejections.take_passed(now):
+            self.by_id[id].tick(now)
+
+    # --- giving and taking back ---
 
     def of(self, ticket: Ticket) -> EndpointState:
         assert ticket.endpoint is not None
         return self.by_id[ticket.endpoint]
 
-    def candidates(self, ticket: Ticket, now: float) -> list[Candidate]:
-        """The endpoints that are there for what is next of it, and which of them has room: for all of its sequences, or
-        where none has, for one of them. These need not start together: the others wait there for their slots."""
-        candidates = self._with_room_for(ticket, ticket.request.sequences, now)
-        if ticket.request.sequences > 1 and not any(candidate.has_room for candidate in candidates):
-            candidates = self._with_room_for(ticket, 1, now)
-        return candidates
-
-    def alike(self, ticket: Ticket, candidates: list[Candidate]) -> list[Candidate]:
-        """Those of them that compute what began its stream, if any has room; else all."""
-        if ticket.fingerprint is None:
-            return candidates
-        alike = [one for one in candidates if self.by_id[one.id].fingerprint == ticket.fingerprint]
-        return alike if any(candidate.has_room for candidate in alike) else candidates
-
-    def give(self, ticket: Ticket, candidates: list[Candidate]) -> None:
-        """Give it the one that the policy chooses. Its state is the caller's to move."""
+    def give(self, ticket: Ticket, now: float) -> bool:
+        """Give it the endpoint that the policy chooses of those that are there for what is next of it. Returns whether
+        one has room: for all of its sequences, or where none has, for one of them. These need not start together: the
+        others wait there for their slots. A stream goes on best where the same is computed as where it began. Its state
+        is the caller's to move."""
+        self.open_passed(now)
         request = ticket.request
-        id = self._policy.choose(request, candidates)
-        assert any(candidate.has_room and candidate.id == id for candidate in candidates), f"{id} has no room"
-        endpoint = self.by_id[id]
-        if endpoint.health is EndpointHealth.PROBING:
-            endpoint.probe_out = ticket.is_probe = True
-        endpoint.claims += request.sequences
-        endpoint.in_flight += request.sequences
-        ticket.endpoint = id
-        self._policy.note_sent(request, id)
+        state = self._running(ticket)
+        for sequences in (request.sequences, 1) if request.sequences > 1 else (1,):
+            if state is None and ticket.has_token and ticket.fingerprint is not None:
+                state = self._found(ticket, sequences, now, fingerprint=ticket.fingerprint)
+            state = state or self._found(ticket, sequences, now)
+            if state is not None:
+                ticket.is_probe = state.take(request.sequences)
+                ticket.endpoint = state.id
+                self._policy.note_sent(request, state.id)
+                return True
+        return False
+
+    def _running(self, ticket: Ticket) -> EndpointState | None:
+        """Where it runs already, as long as that has not failed it, too. It needs no room there."""
+        id = ticket.request.running_at
+        state = None if id is None or id in ticket.tried else self.by_id.get(id)
+        return state if state is not None and state.is_given else None
+
+    def _found(
+        self, ticket: Ticket, sequences: int, now: float, *, fingerprint: str | None = None
+    ) -> EndpointState | None:
+        request = ticket.request
+        stage = ticket.stage
+
+        def is_for_it(state: EndpointState) -> bool:
+            if fingerprint is not None and state.fingerprint != fingerprint:
+                return False
+            return may_try(state, ticket) and (stage is not Stage.DECODE or state.id != ticket.prefilled_by)
+
+        for id in (request.pinned,) if request.pinned is not None else (ticket.prefilled_by,) if stage is None else ():
+            state = self.serves(id, request.model)
+            if state is not None and is_for_it(state) and state.has_room(sequences, now):
+                return state
+        if request.pinned is not None:
+            return None
+        model = self.of_model(request.model)
+        for kind in kinds_for(stage):
+            if not model.open[kind]:
+                continue
+            search = Search(
+                model,
+                self.by_id,
+                kind,
+                sequences=sequences,
+                is_for_it=is_for_it,
+                now=now,
+                rng=self._rng,
+                close=self._close,
+            )
+            if search.sample(1):
+                id = self._policy.choose(request, search)
+                assert search.named((id,)), f"{id} has no room"
+                return self.by_id[id]
+        return None
 
     def end_lease(self, ticket: Ticket) -> None:
         """Its slots are another's, and it may still run."""
-        self.of(ticket).claims -= ticket.request.sequences
+        self.of(ticket).end_lease(ticket.request.sequences)
 
     def end_probe(self, ticket: Ticket) -> None:
         """If it was one, another may probe."""
         if ticket.is_probe:
-            self.of(ticket).probe_out = ticket.is_probe = False
+            ticket.is_probe = False
+            self.of(ticket).end_probe()
 
     def end_flight(self, ticket: Ticket) -> bool:
         """Nothing of it is there any more. Returns whether its model's endpoints have nothing at all to do now."""
         endpoint = self.of(ticket)
-        if ticket.sent_index is not None:
-            del endpoint.sent[ticket.sent_index]
-        endpoint.in_flight -= ticket.request.sequences
-        assert 0 <= endpoint.claims <= endpoint.in_flight
-        is_idle = endpoint.in_flight == 0 and not any(state.in_flight for state in self.serving(ticket.request.model))
+        endpoint.end_flight(ticket.request.sequences, ticket.sent_index)
+        is_idle = endpoint.in_flight == 0 and self.of_model(ticket.request.model).in_flight == 0
         self.note_drained(endpoint)
         return is_idle
 
     def note_drained(self, state: EndpointState) -> None:
         if state.health is EndpointHealth.DRAINING and state.in_flight == 0:
-            del self.by_id[state.id]
+            del self.by_id[state.id], self._filings[state.id]
+            self._openings.clear(state.id)
+            self._count_names(state.models, -1)
             self._policy.forget(state.id)
             self._on_gone(state.id)
 
-    def _with_room_for(self, ticket: Ticket, sequences: int, now: float) -> list[Candidate]:
-        request = ticket.request
-        if (running := self._running(ticket)) is not None:
-            return [Candidate(id=running.id, load=0.0, has_room=True)]
-        return [
-            Candidate(
-                id=state.id,
-                load=state.in_flight / state.leases_max,
-                has_room=(
-                    request.pinned in (None, state.id) and may_try(state, ticket) and state.has_room(sequences, now)
-                ),
-            )
-            for state in self.serving(request.model)
-            if state.is_given and (ticket.stage is None or may_do(state, ticket))
-        ]
+    # --- filing ---
 
-    def _running(self, ticket: Ticket) -> EndpointState | None:
-        """Where it runs already, as long as that has not failed it, too."""
-        id = ticket.request.running_at
-        state = None if id is None or id in ticket.tried else self.by_id.get(id)
-        return state if state is not None and state.is_given else None
+    def _changed(self, state: EndpointState) -> None:
+        """Anything about it is other than before; it is open until somebody finds that it has no room."""
+        filing = self._filings.get(state.id)
+        if filing is None or self.by_id[state.id] is not state:
+            return  # it is gone, and what it had last is being told of it
+        if state.health is not filing.health:
+            self._note_health(state, filing)
+        kinds = kinds_of(state)
+        models = frozenset() if state.health is EndpointHealth.DRAINING else state.models
+        counts = counts_of(state, kinds)
+        if models == filing.models and kinds == filing.kinds:
+            for name in models:
+                self._models[name].move(filing.counts, counts)
+                if not filing.is_open:
+                    self._models[name].set_open(state.number, kinds)
+        else:
+            self._file(state, filing, models, kinds, counts)
+        filing.counts, filing.is_open = counts, True
+        self._openings.clear(state.id)
 
+    def _note_health(self, state: EndpointState, filing: Filing) -> None:
+        filing.health = state.health
+        self._ejections.set(state.id, state.ejected_until if state.health is EndpointHealth.EJECTED else math.inf)
+        if state.health is EndpointHealth.HEALTHY:
+            self._healthy_ids.add(state.id)
+        else:
+            self._healthy_ids.discard(state.id)
 
-def may_do(state: EndpointState, ticket: Ticket) -> bool:
-    """Whether it is for this endpoint to do what is next."""
-    return state.is_meant_for(ticket.stage) and (ticket.stage is not Stage.DECODE or state.id != ticket.prefilled_by)
+    def _file(
+        self,
+        state: EndpointState,
+        filing: Filing,
+        models: frozenset[str],
+        kinds: tuple[Kind, ...],
+        counts: tuple[int, ...],
+    ) -> None:
+        nothing = (0,) * len(counts)
+        for name in filing.models:
+            model = self._models[name]
+            if filing.is_open:
+                model.set_closed(state.number, filing.kinds)
+            model.note_kinds(filing.kinds, ())
+            model.move(filing.counts, nothing)
+            model.leave(state)
+            if not model.by_number:
+                del self._models[name]
+        for name in models:
+            model = self._models.setdefault(name, ModelEndpoints())
+            model.join(state)
+            model.move(nothing, counts)
+            model.note_kinds((), kinds)
+            model.set_open(state.number, kinds)
+        filing.models, filing.kinds = models, kinds
+
+    def _close(self, state: EndpointState, now: float) -> None:
+        """It has no room for anybody."""
+        filing = self._filings[state.id]
+        for name in filing.models:
+            self._models[name].set_closed(state.number, filing.kinds)
+        filing.is_open = False
+        self._openings.set(state.id, state.opens_at(now))
+
+    def _count_names(self, models: frozenset[str], by: int) -> None:
+        self._nameless_count += 0 if models else by
+        for name in models:
+            self._names[name] += by
+            if not self._names[name]:
+                del self._names[name]
 
 
 def may_try(state: EndpointState, ticket: Ticket) -> bool:

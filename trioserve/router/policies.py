@@ -1,28 +1,27 @@
-"""Which of the endpoints that have room a request goes to. A policy is a class with one method; see Policy."""
+"""Which of the endpoints that have room a request goes to. A policy is a class with one method; see Policy.
+
+None of those here looks at more than a few endpoints, however many there are: LOOKS_MAX drawn at random, and those that
+a session, a prefix or resident blocks point to. Up to LOOKS_MAX endpoints that is all of them.
+"""
 
 from __future__ import annotations
 
 import abc
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
-
-import msgspec
+import heapq
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from trioserve.contracts.block_hash import BlockHash
 from trioserve.contracts.endpoint import PREFIX_BLOCK_TOKENS, EndpointId, RoutedRequest
+from trioserve.router.candidates import Candidate, Candidates, Rng, looked_at
 from trioserve.router.prefix_index import PrefixIndex
 from trioserve.router.residency import ResidencyIndex
 
-__all__ = ["POLICIES", "Candidate", "Rng", "Policy", "PolicyFactory"]
+__all__ = ["LOOKS_MAX", "POLICIES", "Candidate", "Candidates", "Policy", "PolicyFactory", "Rng", "looked_at"]
 
-
-class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """An endpoint as a policy sees it. load: what it has, relative to its limit: 0 idle, 1 at the limit."""
-
-    id: EndpointId
-    load: float
-    has_room: bool
+LOOKS_MAX = 12  # the least loaded of twelve drawn at random has hardly more to do than the least loaded of all
 
 
 class Policy(abc.ABC):
@@ -40,7 +39,10 @@ class Policy(abc.ABC):
     @abc.abstractmethod
     def choose(self, request: RoutedRequest, candidates: Sequence[Candidate]) -> EndpointId:
         """One of the candidates that have room; at least one has. The candidates are all endpoints that serve the
-        request's model and are healthy, in the order in which they were added."""
+        request's model and are healthy, in the order in which they were added.
+
+        The router's are Candidates: to go through the sequence looks at each endpoint, which with thousands of them
+        takes milliseconds, and the methods of Candidates find a few of them without that."""
 
     def note_sent(self, request: RoutedRequest, endpoint: EndpointId) -> None:  # noqa: B027 - most need not know
         """The request goes there."""
@@ -69,18 +71,43 @@ class Policy(abc.ABC):
         """The endpoint is gone, or lost what it had."""
 
 
-class Rng(Protocol):
-    """Where a policy takes chance from, and the only place: a run can be repeated from its seed. See random.Random."""
-
-    def randrange(self, stop: int, /) -> int:
-        """0 <= number < stop."""
-
-
 PolicyFactory = Callable[[Rng], Policy]
 
 
-def _least_loaded(candidates: Sequence[Candidate]) -> Candidate:
-    return min((candidate for candidate in candidates if candidate.has_room), key=lambda candidate: candidate.load)
+class _Calmest:
+    """Whoever has least to do. Several routers that ask themselves that at a time must not all find the same one:
+
+    - Among equals each has an order of its own, a hash of its salt and the endpoint's name.
+    - What others have at an endpoint is seen only in its next report. The more of the work is theirs, the fewer are
+      compared, down to two drawn at random (Mitzenmacher, "How Useful Is Old Information?", 2000): to go to the least
+      of all by a count that others read, too, is to go where everybody goes.
+    """
+
+    def __init__(self, rng: Rng) -> None:
+        self._rng = rng
+        self._salt = rng.randrange(1 << 64).to_bytes(8, "big")
+        self._orders: dict[EndpointId, bytes] = {}
+
+    def of(self, candidates: Candidates) -> Candidate:
+        return self.among(candidates.sample(choices_for(candidates.others_share)))
+
+    def among(self, candidates: Iterable[Candidate]) -> Candidate:
+        return min(candidates, key=lambda candidate: (candidate.load, self._order(candidate.id)))
+
+    def forget(self, endpoint: EndpointId) -> None:
+        self._orders.pop(endpoint, None)
+
+    def _order(self, id: EndpointId) -> bytes:
+        order = self._orders.get(id)
+        if order is None:
+            text = id.encode("utf-8", "surrogatepass")
+            order = self._orders[id] = hashlib.blake2b(text, digest_size=8, key=self._salt).digest()
+        return order
+
+
+def choices_for(others_share: float) -> int:
+    """How many endpoints are compared by one of several routers."""
+    return max(2, round(LOOKS_MAX * (1 - min(1.0, others_share))))
 
 
 class RoundRobin(Policy):
@@ -89,28 +116,29 @@ class RoundRobin(Policy):
     wants_prefix = False
 
     def __init__(self, rng: Rng) -> None:
+        self._rng = rng
         self._last: dict[str, EndpointId] = {}
 
     def choose(self, request: RoutedRequest, candidates: Sequence[Candidate]) -> EndpointId:
-        ids = [candidate.id for candidate in candidates]
-        last = self._last.get(request.model)
-        begin = ids.index(last) + 1 if last in ids else 0
-        turn = [*candidates[begin:], *candidates[:begin]]
-        chosen = next(candidate.id for candidate in turn if candidate.has_room)
+        chosen = looked_at(candidates, self._rng).next_after(self._last.get(request.model)).id
         self._last[request.model] = chosen
         return chosen
 
 
 class LeastLoaded(Policy):
-    """The one with the least to do."""
+    """The one with the least to do, of all or of many; beside other routers, the less loaded of few."""
 
     wants_prefix = False
 
     def __init__(self, rng: Rng) -> None:
-        pass
+        self._rng = rng
+        self._calmest = _Calmest(rng)
 
     def choose(self, request: RoutedRequest, candidates: Sequence[Candidate]) -> EndpointId:
-        return _least_loaded(candidates).id
+        return self._calmest.of(looked_at(candidates, self._rng)).id
+
+    def forget(self, endpoint: EndpointId) -> None:
+        self._calmest.forget(endpoint)
 
 
 class PowerOfTwo(Policy):
@@ -121,59 +149,68 @@ class PowerOfTwo(Policy):
 
     def __init__(self, rng: Rng) -> None:
         self._rng = rng
+        self._calmest = _Calmest(rng)
 
     def choose(self, request: RoutedRequest, candidates: Sequence[Candidate]) -> EndpointId:
-        open_ones = [candidate for candidate in candidates if candidate.has_room]
-        first = self._rng.randrange(len(open_ones))
-        second = (first + 1 + self._rng.randrange(max(1, len(open_ones) - 1))) % len(open_ones)
-        return _least_loaded([open_ones[first], open_ones[second]]).id
+        return self._calmest.among(looked_at(candidates, self._rng).sample(2)).id
+
+    def forget(self, endpoint: EndpointId) -> None:
+        self._calmest.forget(endpoint)
 
 
 class Session(Policy):
-    """A session stays where it was, by rendezvous hashing (Thaler and Ravishankar, 1998), with bounded load (Mirrokni,
-    Thorup and Zadimoghaddam, "Consistent Hashing with Bounded Loads", 2018): who is busier than LOAD_FACTOR times the
-    average is passed over, unless it is hardly busy at all. Requests without a session go to the least loaded."""
+    """A session stays where it was, by consistent hashing (see ring) with bounded load (Mirrokni, Thorup and
+    Zadimoghaddam, "Consistent Hashing with Bounded Loads", 2018): who is busier than LOAD_FACTOR times the average is
+    passed over, unless it is hardly busy at all. Requests without a session go to the least loaded, and so does one for
+    which the first LOOKS_MAX that it may go to are all too busy."""
 
     wants_prefix = False
     LOAD_FACTOR = 1.25
     LOAD_FREE = 0.25  # of its limit: with few requests one more is far beyond the average, and no burden
 
     def __init__(self, rng: Rng) -> None:
-        pass
+        self._rng = rng
+        self._calmest = _Calmest(rng)
 
     def choose(self, request: RoutedRequest, candidates: Sequence[Candidate]) -> EndpointId:
+        view = looked_at(candidates, self._rng)
         if request.session is None:
-            return _least_loaded(candidates).id
-        average = sum(candidate.load for candidate in candidates) / len(candidates)
-        bound = max(self.LOAD_FREE, self.LOAD_FACTOR * average)
-        open_ones = [candidate for candidate in candidates if candidate.has_room]
-        fitting = [candidate for candidate in open_ones if candidate.load <= bound] or open_ones
-        session = request.session
-        return max(fitting, key=lambda candidate: _rank(session, candidate.id)).id
+            return self._calmest.of(view).id
+        bound = max(self.LOAD_FREE, self.LOAD_FACTOR * view.average_load)
+        first = list(itertools.islice(view.around(f"session {request.session}"), LOOKS_MAX))
+        fitting = next((candidate for candidate in first if candidate.load <= bound), None)
+        if fitting is not None:
+            return fitting.id
+        # Where all are too busy, the next best has to do; where the first few are, there may be others.
+        return first[0].id if first and len(view) <= LOOKS_MAX else self._calmest.of(view).id
 
-
-def _rank(session: str, endpoint: EndpointId) -> bytes:
-    key = f"{len(session)}:{session}{endpoint}".encode("utf-8", "surrogatepass")
-    return hashlib.blake2b(key, digest_size=8).digest()
+    def forget(self, endpoint: EndpointId) -> None:
+        self._calmest.forget(endpoint)
 
 
 class PrefixAware(Policy):
-    """Where the longest beginning of the prompt was sent before, unless that endpoint is far busier than the rest."""
+    """Where the longest beginning of the prompt was sent before, unless that endpoint is far busier than the rest. A
+    beginning that was sent nowhere goes to the calmer of two endpoints that its name points to: on every router, and
+    after a restart, to the same two."""
 
     LOAD_MARGIN = 0.25  # of its limit: what a prefix hit may cost in evenness
 
     def __init__(self, rng: Rng) -> None:
         self._index = PrefixIndex()
+        self._rng = rng
+        self._calmest = _Calmest(rng)
 
     def choose(self, request: RoutedRequest, candidates: Sequence[Candidate]) -> EndpointId:
-        matched = self._index.match(request.prefix)
-        return _longest_match(candidates, {id: (count,) for id, count in matched.items()}, self.LOAD_MARGIN)
+        view = looked_at(candidates, self._rng)
+        matched = {id: (count,) for id, count in self._index.match(request.prefix).items()}
+        return _longest_match(self._calmest, request, view, matched, self.LOAD_MARGIN)
 
     def note_sent(self, request: RoutedRequest, endpoint: EndpointId) -> None:
         self._index.add(endpoint, request.prefix)
 
     def forget(self, endpoint: EndpointId) -> None:
         self._index.forget(endpoint)
+        self._calmest.forget(endpoint)
 
 
 class KvAware(Policy):
@@ -189,17 +226,21 @@ class KvAware(Policy):
     def __init__(self, rng: Rng) -> None:
         self._sent = PrefixIndex()
         self._resident = ResidencyIndex()
+        self._rng = rng
+        self._calmest = _Calmest(rng)
 
     def choose(self, request: RoutedRequest, candidates: Sequence[Candidate]) -> EndpointId:
         sent = self._sent.match(request.prefix)
         matched = {}
-        for candidate in candidates:
-            if not candidate.has_room:
-                continue
-            guessed_tokens = sent.get(candidate.id, 0) * PREFIX_BLOCK_TOKENS
-            known_tokens = self._resident.matched_tokens(candidate.id, request.blocks)
-            matched[candidate.id] = (guessed_tokens if known_tokens is None else known_tokens, guessed_tokens)
-        return _longest_match(candidates, matched, self.LOAD_MARGIN)
+        likely = self._resident.likely_holders(request.blocks, LOOKS_MAX)
+        for id in dict.fromkeys((*_most(sent), *likely)):
+            guessed_tokens = sent.get(id, 0) * PREFIX_BLOCK_TOKENS
+            known_tokens = self._resident.matched_tokens(id, request.blocks)
+            tokens = guessed_tokens if known_tokens is None else known_tokens
+            if tokens or guessed_tokens:
+                matched[id] = (tokens, guessed_tokens)
+        view = looked_at(candidates, self._rng)
+        return _longest_match(self._calmest, request, view, matched, self.LOAD_MARGIN)
 
     def block_sizes(self) -> frozenset[int]:
         return self._resident.block_sizes()
@@ -225,16 +266,32 @@ class KvAware(Policy):
     def forget(self, endpoint: EndpointId) -> None:
         self._sent.forget(endpoint)
         self._resident.forget(endpoint)
+        self._calmest.forget(endpoint)
+
+
+def _most(matched: Mapping[EndpointId, Any]) -> list[EndpointId]:
+    """The LOOKS_MAX endpoints with most."""
+    return heapq.nlargest(LOOKS_MAX, matched, key=matched.__getitem__) if len(matched) > LOOKS_MAX else list(matched)
 
 
 def _longest_match(
-    candidates: Sequence[Candidate], matched: Mapping[EndpointId, tuple[int, ...]], margin: float
+    calmest: _Calmest,
+    request: RoutedRequest,
+    candidates: Candidates,
+    matched: Mapping[EndpointId, tuple[int, ...]],
+    margin: float,
 ) -> EndpointId:
     """matched: what counts first, and what decides among equals; who is left out has nothing."""
-    open_ones = [candidate for candidate in candidates if candidate.has_room]
-    calmest = _least_loaded(open_ones)
-    fitting = [candidate for candidate in open_ones if candidate.load <= calmest.load + margin]
-    return max(fitting, key=lambda candidate: (matched.get(candidate.id, ()), -candidate.load)).id
+    calm = calmest.of(candidates)
+    fitting = [candidate for candidate in candidates.named(_most(matched)) if candidate.load <= calm.load + margin]
+    if fitting:
+        most = max(matched[candidate.id] for candidate in fitting)
+        return calmest.among(candidate for candidate in fitting if matched[candidate.id] == most).id
+    if matched or not request.prefix:
+        return calm.id  # whoever has it is far busier: it may spread
+    homes = list(itertools.islice(candidates.around(f"prefix {request.prefix[0].hex()}"), 2))
+    home = calmest.among(homes or [calm])
+    return home.id if home.load <= calm.load + margin else calm.id
 
 
 POLICIES: dict[str, PolicyFactory] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 from trioserve.contracts.endpoint import RoutedRequest
 from trioserve.contracts.errors import (
@@ -14,7 +13,6 @@ from trioserve.contracts.errors import (
     QueueWaitOver,
     TrioserveError,
 )
-from trioserve.router.endpoint_state import EndpointState
 from trioserve.router.queues import Queue
 from trioserve.router.settings import RouterSettings
 from trioserve.router.ticket import Ticket
@@ -116,14 +114,13 @@ def draining() -> Draining:
     )
 
 
-def no_endpoint(request: RoutedRequest, serving: Iterable[EndpointState], now: float) -> NoEndpoint:
-    """serving: those that serve its model, if any."""
+def no_endpoint(request: RoutedRequest, back_at: float | None, now: float) -> NoEndpoint:
+    """back_at: when the first of those that serve its model may be given requests again, if that is known."""
     if request.pinned is not None:
         message = f'no endpoint "{request.pinned}" takes requests for the model "{request.model}" now'
     else:
         message = f'no endpoint takes requests for the model "{request.model}" now'
-    ends = [state.ejected_until - now for state in serving]
-    seconds = max(1.0, min((end for end in ends if end > 0), default=DRAIN_RETRY_SECONDS))
+    seconds = DRAIN_RETRY_SECONDS if back_at is None or back_at <= now else max(1.0, back_at - now)
     return NoEndpoint(
         f"{message}: try again in {math.ceil(seconds)} s", reason="no_endpoint", retry_after_seconds=seconds
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from trioserve.contracts.block_hash import BlockHash
@@ -9,7 +11,7 @@ from trioserve.contracts.endpoint import EndpointId
 
 __all__ = ["BLOCKS_MAX", "ResidencyIndex"]
 
-BLOCKS_MAX = 500_000  # of one endpoint, about 100 bytes each; at 16 tokens a block, the cache of a large machine
+BLOCKS_MAX = 500_000  # of one endpoint, about 200 bytes each; at 16 tokens a block, the cache of a large machine
 
 
 class _Residency:
@@ -25,6 +27,25 @@ class ResidencyIndex:
     def __init__(self, blocks_max: int = BLOCKS_MAX) -> None:
         self._blocks_max = blocks_max
         self._by_endpoint: dict[EndpointId, _Residency] = {}
+        # Most blocks are at one endpoint alone: a dictionary for each would cost more than the names.
+        self._holders: dict[BlockHash, EndpointId | dict[EndpointId, None]] = {}
+        self._sizes: Counter[int] = Counter()
+
+    def likely_holders(self, blocks: Mapping[int, Sequence[BlockHash]], count: int) -> list[EndpointId]:
+        """So many endpoints, of each size of blocks, that have the longest leading runs of these blocks, or fewer if no
+        more have any. Of equal ones, some. O(blocks), however many endpoints there are."""
+        found: list[EndpointId] = []
+        for names in blocks.values():
+            run = list(itertools.takewhile(self._holders.__contains__, names))
+            of_size: dict[EndpointId, None] = {}
+            for name in reversed(run):
+                holders = self._holders[name]
+                more = itertools.islice(holders, count) if isinstance(holders, dict) else (holders,)
+                of_size.update(dict.fromkeys(more))
+                if len(of_size) >= count:
+                    break
+            found += itertools.islice(of_size, count)
+        return found
 
     def matched_tokens(self, endpoint: EndpointId, blocks: Mapping[int, Sequence[BlockHash]]) -> int | None:
         """Of how many leading tokens the endpoint has the blocks; None if it is unknown what it has, or how its blocks
@@ -47,11 +68,13 @@ class ResidencyIndex:
 
     def block_sizes(self) -> frozenset[int]:
         """Of all endpoints that say what they have."""
-        return frozenset(residency.block_size for residency in self._by_endpoint.values())
+        return frozenset(self._sizes)
 
     def replace(self, endpoint: EndpointId, block_size: int, hashes: Sequence[BlockHash]) -> None:
         """These, and no others, are what it has."""
+        self.forget(endpoint)
         self._by_endpoint[endpoint] = _Residency(block_size)
+        self._sizes[block_size] += 1
         self.add(endpoint, hashes)
 
     def add(self, endpoint: EndpointId, hashes: Sequence[BlockHash]) -> None:
@@ -59,14 +82,41 @@ class ResidencyIndex:
         residency = self._by_endpoint.get(endpoint)
         if residency is not None:
             room = self._blocks_max - len(residency.hashes)
-            residency.hashes.update(hashes[: max(0, room)])
+            for name in hashes[: max(0, room)]:
+                residency.hashes.add(name)
+                holders = self._holders.get(name)
+                if holders is None:
+                    self._holders[name] = endpoint
+                elif isinstance(holders, dict):
+                    holders[endpoint] = None
+                elif holders != endpoint:
+                    self._holders[name] = {holders: None, endpoint: None}
 
     def remove(self, endpoint: EndpointId, hashes: Sequence[BlockHash]) -> None:
         """It has these no longer."""
         residency = self._by_endpoint.get(endpoint)
         if residency is not None:
-            residency.hashes.difference_update(hashes)
+            for name in hashes:
+                if name in residency.hashes:
+                    residency.hashes.discard(name)
+                    self._drop(endpoint, name)
 
     def forget(self, endpoint: EndpointId) -> None:
         """It is unknown what it has."""
-        self._by_endpoint.pop(endpoint, None)
+        residency = self._by_endpoint.pop(endpoint, None)
+        if residency is None:
+            return
+        self._sizes[residency.block_size] -= 1
+        if not self._sizes[residency.block_size]:
+            del self._sizes[residency.block_size]
+        for name in residency.hashes:
+            self._drop(endpoint, name)
+
+    def _drop(self, endpoint: EndpointId, name: BlockHash) -> None:
+        holders = self._holders[name]
+        if not isinstance(holders, dict):
+            del self._holders[name]
+            return
+        del holders[endpoint]
+        if len(holders) == 1:
+            self._holders[name] = next(iter(holders))

@@ -191,10 +191,7 @@ class RouterBooks:
                 taking = alike
         check_place(entry, book, [self.endpoints[other] for other in taking])
         if self.world.policy == "least_loaded" and not (entry.stage is None and id == entry.prefilled_by):
-            calmer = [other for other in taking if self.endpoints[other].load < book.load]
-            if entry.stage is None and book.role != "prefill":
-                calmer = [other for other in calmer if self.endpoints[other].role != "prefill"]
-            assert not calmer, f"{name} gets {id}, and {calmer} have less to do"
+            self._check_least_loaded(entry, book, taking)
         book.give(name, request.sequences)
 
     def fail(self, entry: ExpectedRequest) -> bool:
@@ -349,6 +346,19 @@ class RouterBooks:
         if entering is not None and entering.is_behind and entering.request.model == model:
             return True
         return any(other.is_queued and other.request.model == model for other in self.waiting)
+
+    def _check_least_loaded(self, entry: ExpectedRequest, book: EndpointBook, taking: list[str]) -> None:
+        """Whoever is alone finds the one with the least to do. Beside others it compares two at least, so it never
+        finds the one with most."""
+        beside = [self.endpoints[other] for other in taking if other != book.id]
+        if entry.stage is None and book.role != "prefill":
+            beside = [other for other in beside if other.role != "prefill"]
+        if not any(other.others for other in self.serving(entry)):
+            calmer = [other.id for other in beside if other.load < book.load]
+            assert not calmer, f"{entry.name} gets {book.id}, and {calmer} have less to do"
+        elif beside:
+            most = max(other.load_most for other in beside)
+            assert book.load <= most, f"{entry.name} gets {book.id}, which has more to do than all others"
 
     def _is_any_left(self, entry: ExpectedRequest) -> bool:
         return any(entry.has_token or book.id not in entry.tried for book in self.serving(entry))

@@ -87,6 +87,17 @@ class EndpointBook:
         return self.in_flight / self.leases_max
 
     @property
+    def others(self) -> int:
+        """Sequences of others that it told of last."""
+        report = self._report
+        return 0 if report is None else max(0, report.load.running + report.load.waiting - report.known)
+
+    @property
+    def load_most(self) -> float:
+        """The same, with what it told of others, if that is still believed."""
+        return (self.in_flight + self.others) / self.leases_max
+
+    @property
     def is_given(self) -> bool:
         return self.health in GIVEN
 

@@ -1,0 +1,211 @@
+"""Many endpoints and many routers: a request costs a bounded number of looks, and routers do not all choose alike."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from itertools import islice
+
+import pytest
+
+from trioserve.contracts.endpoint import EndpointId, EndpointLoad, RoutedRequest
+from trioserve.router.core import RouterCore
+from trioserve.router.endpoint_state import EndpointState
+from trioserve.router.policies import LOOKS_MAX, POLICIES, Candidate, LeastLoaded, Policy
+from trioserve.router.ring import Ring
+from trioserve.router.settings import RouterSettings
+from trioserve.router.ticket import TicketState
+
+NOW = 100.0
+ROUTERS = 64
+
+
+def ids(count: int) -> list[EndpointId]:
+    return [EndpointId(f"e{index}") for index in range(count)]
+
+
+def router_of(count: int, *, policy=LeastLoaded, seed: int = 0, **settings) -> RouterCore:
+    core = RouterCore(
+        RouterSettings(slow_start_seconds=0, **settings), policy, on_change=print, rng=random.Random(seed)
+    )
+    for id in ids(count):
+        core.add_endpoint(id, ["m"], NOW)
+        core.note_health(id, True, NOW)
+    return core
+
+
+def request(**fields) -> RoutedRequest:
+    return RoutedRequest(model="m", **fields)
+
+
+# --- routers that know nothing of each other ---
+
+
+def test_routers_that_see_the_same_idle_endpoints_spread_over_them():
+    """64 of them, a request each at the same moment. With ties broken by position all of them choose the first."""
+    routers = [router_of(LOOKS_MAX, seed=seed) for seed in range(ROUTERS)]
+    taken = Counter(router.enter(request(), NOW).endpoint for router in routers)
+    assert max(taken.values()) <= 12
+    assert len(taken) == LOOKS_MAX
+
+
+def test_an_order_of_its_own_is_the_same_for_every_request_of_a_router():
+    router = router_of(8, seed=3)
+    first = router.enter(request(), NOW)
+    router.leave(first, NOW)
+    assert router.enter(request(), NOW).endpoint == first.endpoint
+
+
+@pytest.mark.parametrize("policy", ["least_loaded", "session", "prefix_aware", "kv_aware"])
+def test_routers_do_not_all_go_to_the_one_that_reports_least(policy):
+    """One of 32 endpoints is idle, by the same reports to all routers. Until its next report, what the others send
+    there is seen by none."""
+    taken: Counter[EndpointId] = Counter()
+    for seed in range(ROUTERS):
+        router = router_of(32, policy=POLICIES[policy], seed=seed)
+        for id in ids(32):
+            running = 0 if id == "e7" else 8
+            load = EndpointLoad(running=running, waiting=0, max_num_seqs=16)
+            router.note_load(id, load, NOW, sent_when_asked=0)
+        taken[router.enter(request(), NOW).endpoint] += 1
+    assert taken["e7"] < 12
+
+
+def test_a_router_that_is_alone_finds_the_least_loaded_of_all():
+    router = router_of(LOOKS_MAX)
+    endpoints = [router.enter(request(), NOW).endpoint for _ in range(3 * LOOKS_MAX)]
+    assert set(Counter(endpoints).values()) == {3}
+
+
+def test_what_others_have_at_an_endpoint_counts_as_load():
+    router = router_of(2)
+    router.note_load(ids(2)[0], EndpointLoad(running=5, waiting=0, max_num_seqs=16), NOW, sent_when_asked=0)
+    assert {router.enter(request(), NOW).endpoint for _ in range(5)} == {"e1"}
+
+
+def test_the_same_seed_makes_the_same_choices():
+    def choices(seed: int) -> list[str | None]:
+        router = router_of(40, seed=seed)
+        return [router.enter(request(), NOW).endpoint for _ in range(100)]
+
+    assert choices(5) == choices(5) != choices(6)
+
+
+@pytest.mark.parametrize("policy", ["session", "prefix_aware", "kv_aware"])
+def test_what_belongs_together_goes_to_the_same_endpoint_from_every_router(policy):
+    endpoints = set()
+    for seed in range(8):
+        router = router_of(200, policy=POLICIES[policy], seed=seed)
+        endpoints.add(router.enter(request(session="s", prefix=(b"name",)), NOW).endpoint)
+    assert len(endpoints) <= (1 if policy == "session" else 2)
+
+
+# --- what a request costs ---
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("leases_max", [1, 64])
+def test_a_request_looks_at_few_endpoints_however_many_there_are(policy, leases_max, monkeypatch):
+    looks = 0
+    has_room = EndpointState.has_room
+
+    def counted(state: EndpointState, sequences: int, now: float) -> bool:
+        nonlocal looks
+        looks += 1
+        return has_room(state, sequences, now)
+
+    router = router_of(1000, policy=POLICIES[policy], leases_max=leases_max)
+    monkeypatch.setattr(EndpointState, "has_room", counted)
+    tickets = []
+    for index in range(1100):  # with a lease each, some of them wait
+        asked = request(session=f"s{index % 300}", prefix=(b"system prompt", b"%d" % (index % 7)))
+        tickets.append(router.enter(asked, NOW))
+    for ticket in tickets:
+        if ticket.state is TicketState.LEASED:
+            router.sent(ticket)
+            router.first_token(ticket, NOW)
+        router.leave(ticket, NOW)
+    assert looks / len(tickets) < 100
+    assert router.next_tick(NOW) > NOW
+
+
+def test_the_last_free_endpoint_of_many_is_found():
+    router = router_of(300, leases_max=1)
+    taken = {router.enter(request(), NOW).endpoint for _ in range(300)}
+    assert len(taken) == 300
+    assert router.enter(request(), NOW).state is TicketState.WAITING
+
+
+def test_a_session_whose_endpoints_are_full_goes_elsewhere():
+    router = router_of(300, policy=POLICIES["session"], leases_max=1)
+    tickets = [router.enter(request(session="one and the same"), NOW) for _ in range(300)]
+    assert all(ticket.state is TicketState.LEASED for ticket in tickets)
+
+
+# --- a policy of somebody else ---
+
+
+class Watching(Policy):
+    """Goes through all candidates, as a policy of somebody else does, and takes the last that has room."""
+
+    seen: list[list[Candidate]]
+
+    def __init__(self, rng: object) -> None:
+        self.seen = []
+
+    def choose(self, request, candidates):
+        assert len(candidates) == len(list(candidates))
+        assert candidates[0] in candidates
+        self.seen.append(list(candidates))
+        return next(candidate.id for candidate in reversed(candidates) if candidate.has_room)
+
+
+def test_a_policy_may_go_through_all_candidates_in_the_order_of_their_addition():
+    router = router_of(50, policy=Watching, leases_max=1)
+    assert [router.enter(request(), NOW).endpoint for _ in range(3)] == ["e49", "e48", "e47"]
+    last = router.policy.seen[-1]
+    assert [candidate.id for candidate in last] == ids(50)
+    assert [candidate.id for candidate in last if not candidate.has_room] == ["e48", "e49"]
+
+
+class Odd(LeastLoaded):
+    """Asks another policy about some of them."""
+
+    def choose(self, request, candidates):
+        return super().choose(request, [one for one in candidates if int(one.id[1:]) % 2])
+
+
+def test_a_policy_may_hand_a_plain_list_to_another():
+    router = router_of(10, policy=Odd)
+    assert {router.enter(request(), NOW).endpoint for _ in range(20)} == {"e1", "e3", "e5", "e7", "e9"}
+
+
+# --- the ring ---
+
+
+def test_a_key_has_an_order_that_others_coming_and_going_do_not_change():
+    ring = Ring()
+    for id in ids(50):
+        ring.add(id)
+    before = {key: list(ring.around(key)) for key in "abcdefgh"}
+    assert all(sorted(order) == sorted(ids(50)) for order in before.values())
+    ring.remove(EndpointId("e13"))
+    ring.add(EndpointId("another"))
+    for key, order in before.items():
+        after = [id for id in ring.around(key) if id != "another"]
+        assert after == [id for id in order if id != "e13"]
+
+
+def test_keys_are_spread_evenly():
+    ring = Ring()
+    for id in ids(100):
+        ring.add(id)
+    homes = Counter(next(ring.around(f"session {index}")) for index in range(10_000))
+    assert len(homes) == 100
+    assert max(homes.values()) < 150
+    seconds = Counter(list(islice(ring.around(f"session {index}"), 2))[1] for index in range(3_000))
+    assert max(seconds.values()) < 100
+
+
+def test_a_ring_of_nobody_is_empty():
+    assert list(Ring().around("a")) == []

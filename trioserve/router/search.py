@@ -1,0 +1,170 @@
+"""The endpoints that may take one request, found a few at a time. See model_endpoints for what is open."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import overload
+
+from trioserve.contracts.endpoint import EndpointId
+from trioserve.router.candidates import Candidate, Candidates, Rng
+from trioserve.router.endpoint_state import EndpointState
+from trioserve.router.model_endpoints import Kind, ModelEndpoints, kinds_of
+
+__all__ = ["ENUMERATED_MAX", "Search"]
+
+ENUMERATED_MAX = 16  # open ones, of which all are looked at in their order; of more, some are drawn
+VAIN_LOOKS_MAX = 64  # at endpoints that have room, but not for this request: too few seats, or it failed there
+
+
+class Search(Candidates):
+    """Those of one kind that have room for so many sequences. is_for_it: whether the request may go there, room apart.
+    close: told of an endpoint that has no room for anybody."""
+
+    def __init__(
+        self,
+        model: ModelEndpoints,
+        by_id: Mapping[EndpointId, EndpointState],
+        kind: Kind,
+        *,
+        sequences: int,
+        is_for_it: Callable[[EndpointState], bool],
+        now: float,
+        rng: Rng,
+        close: Callable[[EndpointState, float], None],
+    ) -> None:
+        self._model = model
+        self._by_id = by_id
+        self._kind = kind
+        self._sequences = sequences
+        self._is_for_it = is_for_it
+        self._now = now
+        self._rng = rng
+        self._close = close
+        self._open = model.open[kind]
+        self._drawn: list[Candidate] = []
+        self._seen: set[int] = set()  # numbers of those that were drawn or are out of the question
+        self._is_exhausted = False
+
+    # --- the whole sequence ---
+
+    @overload
+    def __getitem__(self, index: int) -> Candidate: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Candidate]: ...
+    def __getitem__(self, index: int | slice) -> Candidate | Sequence[Candidate]:
+        return self._all[index]
+
+    def __len__(self) -> int:
+        return self._model.given_count if self._kind is Kind.PROMPTS else self._model.count_of(self._kind)
+
+    @functools.cached_property
+    def _all(self) -> list[Candidate]:
+        states = self._model.by_number
+        return [
+            self._candidate(states[number], self._is_fit(states[number]))
+            for number in sorted(states)
+            # Where nobody else has room, those that are kept for prompts come to the others.
+            if (kinds := kinds_of(states[number])) and (self._kind in kinds or self._kind is Kind.PROMPTS)
+        ]
+
+    # --- a few of them ---
+
+    @property
+    def average_load(self) -> float:  # type: ignore[override]
+        return self._model.average_load
+
+    @property
+    def others_share(self) -> float:  # type: ignore[override]
+        return self._model.others_share
+
+    def sample(self, count: int) -> list[Candidate]:
+        if len(self._drawn) < count and not self._is_exhausted:
+            if len(self._open) <= ENUMERATED_MAX:
+                self._draw_all()
+            else:
+                self._draw(count)
+        return self._drawn if len(self._drawn) <= count else self._drawn[:count]
+
+    def named(self, ids: Iterable[EndpointId]) -> list[Candidate]:
+        found = []
+        for id in ids:
+            state = self._by_id.get(id)
+            if state is not None and state.number in self._model.by_number and self._is_there(state):
+                found.append(self._candidate(state, True))
+        return found
+
+    def around(self, key: str) -> Iterator[Candidate]:
+        left = VAIN_LOOKS_MAX
+        for id in self._model.ring.around(key):
+            state = self._by_id[id]
+            if self._is_there(state):
+                yield self._candidate(state, True)
+            else:
+                left -= 1
+                if not left:
+                    return
+
+    def next_after(self, id: EndpointId | None) -> Candidate:
+        last = -1 if id is None or id not in self._by_id else self._by_id[id].number
+        for _ in range(VAIN_LOOKS_MAX):
+            if not self._open:
+                break
+            index = bisect.bisect_right(self._open, last)
+            number = self._open[index if index < len(self._open) else 0]
+            state = self._model.by_number[number]
+            if self._is_fit_or_closed(state):
+                return self._candidate(state, True)
+            last = number
+        for candidate in self.sample(1):
+            return candidate
+        raise LookupError("no endpoint has room")
+
+    # --- inside ---
+
+    def _draw_all(self) -> None:
+        states = self._model.by_number
+        for number in list(self._open):
+            if number not in self._seen and self._is_fit_or_closed(states[number]):
+                self._drawn.append(self._candidate(states[number], True))
+        self._is_exhausted = True
+
+    def _draw(self, count: int) -> None:
+        vain = 0
+        while len(self._drawn) < count:
+            if len(self._open) <= max(ENUMERATED_MAX, 2 * len(self._seen)):
+                self._draw_all()
+                return
+            number = self._open[self._rng.randrange(len(self._open))]
+            if number in self._seen:
+                continue
+            state, open_count = self._model.by_number[number], len(self._open)
+            if self._is_fit_or_closed(state):
+                self._seen.add(number)
+                self._drawn.append(self._candidate(state, True))
+            elif len(self._open) == open_count:
+                self._seen.add(number)
+                vain += 1
+                if vain > VAIN_LOOKS_MAX:
+                    self._is_exhausted = True
+                    return
+
+    def _is_there(self, state: EndpointState) -> bool:
+        kinds = kinds_of(state)
+        return (self._kind in kinds or (self._kind is Kind.PROMPTS and bool(kinds))) and self._is_fit(state)
+
+    def _is_fit(self, state: EndpointState) -> bool:
+        return self._is_for_it(state) and state.has_room(self._sequences, self._now)
+
+    def _is_fit_or_closed(self, state: EndpointState) -> bool:
+        """Whether it may be given; one that nobody may be given is left out from now on."""
+        if state.has_room(self._sequences, self._now):
+            return self._is_for_it(state)
+        if self._sequences == 1 or not state.has_room(1, self._now):
+            self._close(state, self._now)
+        return False
+
+    def _candidate(self, state: EndpointState, has_room: bool) -> Candidate:
+        load, others = state.load_at(self._now)
+        return Candidate(id=state.id, load=load, has_room=has_room, others=others)
