@@ -56,19 +56,31 @@ def test_an_order_of_its_own_is_the_same_for_every_request_of_a_router():
     assert router.enter(request(), NOW).endpoint == first.endpoint
 
 
+@pytest.mark.parametrize("count", [LOOKS_MAX, 32])
 @pytest.mark.parametrize("policy", ["least_loaded", "session", "prefix_aware", "kv_aware"])
-def test_routers_do_not_all_go_to_the_one_that_reports_least(policy):
-    """One of 32 endpoints is idle, by the same reports to all routers. Until its next report, what the others send
+def test_routers_do_not_all_go_to_the_one_that_reports_least(policy, count):
+    """One of the endpoints is idle, by the same reports to all routers. Until its next report, what the others send
     there is seen by none."""
     taken: Counter[EndpointId] = Counter()
     for seed in range(ROUTERS):
-        router = router_of(32, policy=POLICIES[policy], seed=seed)
-        for id in ids(32):
+        router = router_of(count, policy=POLICIES[policy], seed=seed)
+        for id in ids(count):
             running = 0 if id == "e7" else 8
             load = EndpointLoad(running=running, waiting=0, max_num_seqs=16)
             router.note_load(id, load, NOW, sent_when_asked=0)
         taken[router.enter(request(), NOW).endpoint] += 1
-    assert taken["e7"] < 12
+    assert taken["e7"] < 22
+    assert len(taken) > LOOKS_MAX / 2
+
+
+def test_two_choices_are_drawn_from_all_endpoints_however_few():
+    router = router_of(6, policy=POLICIES["power_of_two"])
+    taken = Counter()
+    for _ in range(300):
+        ticket = router.enter(request(), NOW)
+        taken[ticket.endpoint] += 1
+        router.leave(ticket, NOW)
+    assert len(taken) == 5  # among equals an order of its own decides, and the last of it is never the better of two
 
 
 def test_a_router_that_is_alone_finds_the_least_loaded_of_all():

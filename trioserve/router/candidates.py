@@ -45,7 +45,8 @@ class Candidates(Sequence[Candidate]):
 
     @abc.abstractmethod
     def sample(self, count: int) -> list[Candidate]:
-        """So many, drawn at random; all, if there are no more. The same ones when asked again, and then more."""
+        """So many, drawn at random; all, if there are no more. Asked again for fewer, the first of these; for more,
+        these and others."""
 
     @abc.abstractmethod
     def named(self, ids: Iterable[EndpointId]) -> list[Candidate]:

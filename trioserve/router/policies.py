@@ -1,7 +1,7 @@
 """Which of the endpoints that have room a request goes to. A policy is a class with one method; see Policy.
 
-None of those here looks at more than a few endpoints, however many there are: LOOKS_MAX drawn at random, and those that
-a session, a prefix or resident blocks point to. Up to LOOKS_MAX endpoints that is all of them.
+None of those here looks at more than a few endpoints, however many there are: all of LOOKS_MAX, of more LOOKS_OF_MANY
+drawn at random, and those that a session, a prefix or resident blocks point to.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from trioserve.router.residency import ResidencyIndex
 
 __all__ = ["LOOKS_MAX", "POLICIES", "Candidate", "Candidates", "Policy", "PolicyFactory", "Rng", "looked_at"]
 
-LOOKS_MAX = 12  # the least loaded of twelve drawn at random has hardly more to do than the least loaded of all
+LOOKS_MAX = 12
+LOOKS_OF_MANY = 6  # the least loaded of six drawn at random has hardly more to do than the least loaded of all
+NAMED_MAX = 8  # endpoints that have a beginning of the prompt, those with most of it
 
 
 class Policy(abc.ABC):
@@ -89,7 +91,7 @@ class _Calmest:
         self._orders: dict[EndpointId, bytes] = {}
 
     def of(self, candidates: Candidates) -> Candidate:
-        return self.among(candidates.sample(choices_for(candidates.others_share)))
+        return self.among(candidates.sample(choices_for(candidates.others_share, len(candidates))))
 
     def among(self, candidates: Iterable[Candidate]) -> Candidate:
         return min(candidates, key=lambda candidate: (candidate.load, self._order(candidate.id)))
@@ -105,9 +107,9 @@ class _Calmest:
         return order
 
 
-def choices_for(others_share: float) -> int:
-    """How many endpoints are compared by one of several routers."""
-    return max(2, round(LOOKS_MAX * (1 - min(1.0, others_share))))
+def choices_for(others_share: float, count: int) -> int:
+    """How many of `count` endpoints are compared by one of several routers."""
+    return max(2, round((count if count <= LOOKS_MAX else LOOKS_OF_MANY) * (1 - min(1.0, others_share))))
 
 
 class RoundRobin(Policy):
@@ -177,12 +179,13 @@ class Session(Policy):
         if request.session is None:
             return self._calmest.of(view).id
         bound = max(self.LOAD_FREE, self.LOAD_FACTOR * view.average_load)
-        first = list(itertools.islice(view.around(f"session {request.session}"), LOOKS_MAX))
-        fitting = next((candidate for candidate in first if candidate.load <= bound), None)
-        if fitting is not None:
-            return fitting.id
+        nearest: EndpointId | None = None
+        for candidate in itertools.islice(view.around(f"session {request.session}"), LOOKS_MAX):
+            if candidate.load <= bound:
+                return candidate.id
+            nearest = nearest or candidate.id
         # Where all are too busy, the next best has to do; where the first few are, there may be others.
-        return first[0].id if first and len(view) <= LOOKS_MAX else self._calmest.of(view).id
+        return nearest if nearest is not None and len(view) <= LOOKS_MAX else self._calmest.of(view).id
 
     def forget(self, endpoint: EndpointId) -> None:
         self._calmest.forget(endpoint)
@@ -232,7 +235,7 @@ class KvAware(Policy):
     def choose(self, request: RoutedRequest, candidates: Sequence[Candidate]) -> EndpointId:
         sent = self._sent.match(request.prefix)
         matched = {}
-        likely = self._resident.likely_holders(request.blocks, LOOKS_MAX)
+        likely = self._resident.likely_holders(request.blocks, NAMED_MAX)
         for id in dict.fromkeys((*_most(sent), *likely)):
             guessed_tokens = sent.get(id, 0) * PREFIX_BLOCK_TOKENS
             known_tokens = self._resident.matched_tokens(id, request.blocks)
@@ -270,8 +273,8 @@ class KvAware(Policy):
 
 
 def _most(matched: Mapping[EndpointId, Any]) -> list[EndpointId]:
-    """The LOOKS_MAX endpoints with most."""
-    return heapq.nlargest(LOOKS_MAX, matched, key=matched.__getitem__) if len(matched) > LOOKS_MAX else list(matched)
+    """The NAMED_MAX endpoints with most."""
+    return heapq.nlargest(NAMED_MAX, matched, key=matched.__getitem__) if len(matched) > NAMED_MAX else list(matched)
 
 
 def _longest_match(

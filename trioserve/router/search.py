@@ -12,9 +12,8 @@ from trioserve.router.candidates import Candidate, Candidates, Rng
 from trioserve.router.endpoint_state import EndpointState
 from trioserve.router.model_endpoints import Kind, ModelEndpoints, kinds_of
 
-__all__ = ["ENUMERATED_MAX", "Search"]
+__all__ = ["Search"]
 
-ENUMERATED_MAX = 16  # open ones, of which all are looked at in their order; of more, some are drawn
 VAIN_LOOKS_MAX = 64  # at endpoints that have room, but not for this request: too few seats, or it failed there
 
 
@@ -81,7 +80,7 @@ class Search(Candidates):
 
     def sample(self, count: int) -> list[Candidate]:
         if len(self._drawn) < count and not self._is_exhausted:
-            if len(self._open) <= ENUMERATED_MAX:
+            if len(self._open) <= count:
                 self._draw_all()
             else:
                 self._draw(count)
@@ -133,12 +132,16 @@ class Search(Candidates):
     def _draw(self, count: int) -> None:
         vain = 0
         while len(self._drawn) < count:
-            if len(self._open) <= max(ENUMERATED_MAX, 2 * len(self._seen)):
-                self._draw_all()
-                return
-            number = self._open[self._rng.randrange(len(self._open))]
-            if number in self._seen:
-                continue
+            if len(self._open) > 2 * len(self._seen):
+                number = self._open[self._rng.randrange(len(self._open))]
+                if number in self._seen:
+                    continue
+            else:
+                left = [number for number in self._open if number not in self._seen]
+                if not left:
+                    self._is_exhausted = True
+                    return
+                number = left[self._rng.randrange(len(left))]
             state, open_count = self._model.by_number[number], len(self._open)
             if self._is_fit_or_closed(state):
                 self._seen.add(number)

@@ -49,6 +49,10 @@ PARTS = {
         "the time between two forward passes, with --overlap-steps and without", "trioserve.bench.inside.step_gap"
     ),
     "gpu": Part("whole decode steps on a GPU, beside what its memory allows", "trioserve.bench.inside.gpu_bench"),
+    "router": Part(
+        "what the router's core costs a request, however many endpoints there are; no sockets",
+        "trioserve.bench.inside.router_cost",
+    ),
     "served": Part("what a step loses while its tokens go out over HTTP", "trioserve.bench.inside.served_step"),
     "step": Part(
         "whole steps on a CPU, native kernels beside plain torch or another checkout",
