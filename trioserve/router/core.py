@@ -365,6 +365,14 @@ class RouterCore:
             state.note_load(load, now, sent_when_asked=sent_when_asked)
             self._hand_over(now)
 
+    def set_lease_share(self, id: EndpointId, share: int, now: float) -> None:
+        """What of the endpoint's limit is for this router to give; one that is gone by now is ignored. More than that
+        ends by itself."""
+        state = self.endpoints.get(id)
+        if state is not None and state.lease_share != share:
+            state.set_lease_share(share)
+            self._hand_over(now)
+
     def note_health(self, id: EndpointId, is_well: bool, now: float) -> None:
         """A health check ended."""
         state = self.endpoints.get(id)

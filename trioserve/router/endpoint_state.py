@@ -68,8 +68,9 @@ class EndpointState:
     """What the router knows of one endpoint. Times are seconds of the router's clock.
 
     number: in the order of addition. on_change: told after each change of what others may count. models: the names
-    under which it may be asked. limit: sequences that it takes of all routers together. leases_max: of this one.
-    claims: sequences of the requests that have a lease here; all but the leases_max first of them wait for their slot.
+    under which it may be asked. leases_max: sequences that it takes. lease_share: what of that this router may give, where
+    others give the rest; None: all. claims: sequences of the requests that have a lease here; all but the leases_max
+    first of them wait for their slot.
     in_flight: sequences that were given to it and have not ended; more than the claims once these go back at the first
     token. sent: those of them that are on their way or there, by the index of their request's sending.
     others: sequences that others had there by its last report. slow_start: it comes to others that run, and is to get
@@ -93,7 +94,7 @@ class EndpointState:
         self.id = id
         self.number = number
         self.models = models
-        self.limit = self.leases_max = leases_max
+        self.leases_max = leases_max
         self.role = role
         self.health = EndpointHealth.STARTING
         self.claims = 0
@@ -107,6 +108,7 @@ class EndpointState:
         self.checks_total = 0
         self.fingerprint: str | None = None
         self.others = 0
+        self.lease_share: int | None = None
         self._on_change = on_change
         self._settings = settings
         self._load_at = 0.0
@@ -130,6 +132,11 @@ class EndpointState:
         return stage is None or self.role == "both" or self.role == stage.value
 
     @property
+    def leases_own_max(self) -> int:
+        """Of its limit, what is this router's."""
+        return self.leases_max if self.lease_share is None else self.lease_share
+
+    @property
     def leases(self) -> int:
         """Sequences that have a slot."""
         return min(self.claims, self.leases_max)
@@ -149,35 +156,45 @@ class EndpointState:
     def waiting_depth(self, now: float, *, more: int = 0) -> int | None:
         """Sequences that wait inside it, and would if `more` went there: as reported, moved by what was given to it and
         has ended since. None: not known, since the last report is too old."""
-        load = self.load
-        if load is None or now >= self._load_at + self._settings.load_seconds_max:
+        load, there = self.load, self._there(now)
+        if load is None or there is None:
             return None
         slots = load.max_num_seqs
         if slots is None:
             # If somebody waits, all slots are taken; if nobody does, there are at least as many as were ever taken.
             slots = load.running if load.waiting else max(load.running, self._slots_seen)
-        there = max(0, load.running + load.waiting + self.in_flight - self._known_at_load)
         if there == 0:
             return 0  # whoever comes to an idle endpoint does not wait for others, however large it is
         return max(0, there + more - slots)
+
+    def _there(self, now: float) -> int | None:
+        """Sequences that run or wait inside it, whoever has sent them. None: not known."""
+        load = self.load
+        if load is None or now >= self._load_at + self._settings.load_seconds_max:
+            return None
+        return max(0, load.running + load.waiting + self.in_flight - self._known_at_load)
 
     def has_room(self, sequences: int, now: float) -> bool:
         """Whether so many more sequences find a slot there at once."""
         if not self.is_given or now < self.busy_until or (self.health is EndpointHealth.PROBING and self.probe_out):
             return False
-        leases_max = max(1, int(self.leases_max * self.share(now)))
+        leases_max = max(1, int(self.leases_own_max * self.share(now)))
         if self.claims + sequences > leases_max:
             return False
+        if self.lease_share is not None:
+            there = self._there(now)
+            if there is not None and there + sequences > self.leases_max:
+                return False  # what other routers have there is in the way, also beyond their shares
         depth = self.waiting_depth(now, more=sequences)
         return depth is None or depth <= self._settings.waiting_depth_max
 
     def load_at(self, now: float) -> tuple[float, float]:
         """What it has, of this router and of all, relative to its limit, whichever is more; and the others' part."""
-        own = self.in_flight / self.leases_max
+        own = self.in_flight / self.leases_own_max
         if not self.others or now >= self._load_at + self._settings.load_seconds_max:
             return own, 0.0
-        others = self.others / self.limit
-        together = self.in_flight / self.limit + others
+        others = self.others / self.leases_max
+        together = self.in_flight / self.leases_max + others
         return (together, others) if together > own else (own, others)
 
     # --- what it is given ---
@@ -219,9 +236,9 @@ class EndpointState:
         self.role = role
         self._on_change(self)
 
-    def set_leases_max(self, leases_max: int) -> None:
-        """This router's share of its limit is another one now. Who has a lease beyond it keeps it."""
-        self.leases_max = leases_max
+    def set_lease_share(self, share: int | None) -> None:
+        """Who has a lease beyond it keeps it."""
+        self.lease_share = share
         self._on_change(self)
 
     def note_load(self, load: EndpointLoad, now: float, *, sent_when_asked: int) -> None:
@@ -284,8 +301,8 @@ class EndpointState:
         """When there may be room here without anything else happening; math.inf if only time does not bring it."""
         moments = [self.busy_until, self._load_at + self._settings.load_seconds_max if self.load is not None else 0.0]
         if self._share_since is not None and self.share(now) < 1:
-            next_limit = int(self.leases_max * self.share(now)) + 1
-            moment = self._share_since + self._settings.slow_start_seconds * next_limit / self.leases_max
+            next_limit = int(self.leases_own_max * self.share(now)) + 1
+            moment = self._share_since + self._settings.slow_start_seconds * next_limit / self.leases_own_max
             # Rounding may leave the share a trace below the next limit when the moment has come.
             moments.append(max(moment, math.nextafter(now, math.inf)))
         return min((moment for moment in moments if moment > now), default=math.inf)
@@ -297,7 +314,7 @@ class EndpointState:
     def come_back(self, models: frozenset[str], *, leases_max: int, role: EngineRole | None = None) -> None:
         """It was added again while it was drained."""
         self.models = models
-        self.limit = self.leases_max = leases_max
+        self.leases_max = leases_max
         self.role = role
         self.fingerprint = None
         self._owes_slow_start = True

@@ -64,11 +64,12 @@ SERVING, UNEJECTED, GIVEN, BOTH, IN_FLIGHT, FREE, LOAD, OTHERS = range(8)
 
 
 def counts_of(state: EndpointState, kinds: tuple[Kind, ...]) -> tuple[int, ...]:
-    is_unejected, in_flight, leases_max = state.health is not EndpointHealth.EJECTED, state.in_flight, state.leases_max
+    is_unejected, in_flight = state.health is not EndpointHealth.EJECTED, state.in_flight
     if not kinds:
         return (1, is_unejected, 0, 0, in_flight, 0, 0, 0)
-    own, together = in_flight * LOAD_UNIT // leases_max, (in_flight + state.others) * LOAD_UNIT // state.limit
-    free = max(0, leases_max - state.claims)
+    own_max = state.leases_own_max
+    own, together = in_flight * LOAD_UNIT // own_max, (in_flight + state.others) * LOAD_UNIT // state.leases_max
+    free = max(0, own_max - state.claims)
     return (1, is_unejected, 1, len(kinds) == 3, in_flight, free, max(own, together), state.others)
 
 
