@@ -173,6 +173,12 @@ class RouteConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields
         "token; a stream with more cannot; 0: none can", "BYTES", ge=0, le=2**30)] = CONTINUATION_BYTES_MAX
     health_interval: Annotated[float, _about(
         "seconds between two health checks of an endpoint", "SECONDS", gt=0, le=3600)] = 2.0
+    hang_timeout: Annotated[float, _about(
+        "seconds in which an endpoint that answers nothing at all is given up, and its streams go on at others",
+        "SECONDS", gt=0, le=3600)] = 6.0
+    move_timeout: Annotated[float, _about(
+        "seconds in which an endpoint that stops, or is no longer named where endpoints are found, is emptied: its "
+        "streams go on at others; 0: they end there", "SECONDS", ge=0, le=86400)] = 30.0
     load_interval: Annotated[float, _about(
         "seconds between two questions for its load", "SECONDS", gt=0, le=3600)] = 0.25
     # fmt: on

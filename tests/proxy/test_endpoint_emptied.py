@@ -6,7 +6,9 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from trioserve.contracts.endpoint import EndpointId
+from trioserve.admission.dispatch import Taken
+from trioserve.contracts.endpoint import EndpointId, RoutedRequest
+from trioserve.proxy.endpoint_watch import WatchSettings
 
 TEXT = "/v1/completions"
 BODY = {"model": "fake", "prompt": "hello", "max_tokens": 5, "stream": True}
@@ -186,9 +188,6 @@ async def test_without_move_an_endpoint_keeps_what_runs_there(open_pair):
 async def test_a_request_is_not_taken_while_an_event_is_on_its_way_to_the_client(open_pair):
     async with open_pair("w1 w2") as pair:
         dispatch = pair.router.dispatch
-        from trioserve.admission.dispatch import Taken
-        from trioserve.contracts.endpoint import RoutedRequest
-
         await wait_all_tasks_blocked()
         is_told = False
         with dispatch.enter(RoutedRequest(model="fake")) as admission:
@@ -207,3 +206,80 @@ async def test_a_request_is_not_taken_while_an_event_is_on_its_way_to_the_client
                 await admission.tell(tell())
             assert is_told
             assert admission.attempts == 1
+
+
+WATCH = WatchSettings(health_seconds=1, load_seconds=1, response_seconds_max=1, hang_seconds_max=3, move_seconds=20)
+
+
+async def a_stream(pair):
+    await trio.sleep(0.1)
+    [(first, ask)] = [(id, ask) for id, each in pair.endpoints.items() for ask in each.open]
+    begin(ask, "0:1")
+    await trio.sleep(0.1)
+    return first, ask
+
+
+@pytest.mark.parametrize("how", ["takes no connections", "says so"])
+async def test_streams_leave_a_server_that_stops_and_it_is_back_when_it_is_well(open_pair, autojump_clock, how):
+    async with open_pair("w1 w2", watch=WATCH) as pair, pair.client().ask(TEXT, BODY) as response:
+        first, ask = await a_stream(pair)
+        if how == "takes no connections":
+            pair[first].is_reachable = False
+        else:
+            pair[first].unready_reason = "draining"
+        await trio.sleep(1.5)
+        assert ask.is_gone
+        [(second, again)] = await asks_of(pair)
+        begin(again, "0:2")
+        again.finish_resumable()
+        assert await texts(response) == " 0:1 0:2"
+        assert pair.router.dispatch.stats().moves_total == 1
+        pair[first].is_reachable, pair[first].unready_reason = True, None
+        await trio.sleep(2)
+        assert {state.id for state in pair.router.dispatch.endpoints if state.is_given} == {first, second}
+    await pair.assert_all_free()
+
+
+async def test_an_endpoint_that_hangs_is_left_after_its_time(open_pair, autojump_clock):
+    async with open_pair("w1 w2", watch=WATCH, failures_max=100) as pair, pair.client().ask(TEXT, BODY) as response:
+        first, ask = await a_stream(pair)
+        pair[first].is_silent = True
+        await trio.sleep(2)
+        assert not ask.is_gone
+        await trio.sleep(4)
+        assert ask.is_gone
+        [(_, again)] = await asks_of(pair)
+        begin(again, "0:2")
+        again.finish_resumable()
+        assert await texts(response) == " 0:1 0:2"
+        assert b'endpoint_hangs_total{endpoint="%b"} 1.0' % first.encode() in pair.router.metrics.expose()
+    await pair.assert_all_free()
+
+
+async def test_an_endpoint_whose_step_does_not_end_is_left_at_once(open_pair, autojump_clock):
+    async with open_pair("w1 w2", watch=WATCH, failures_max=100) as pair, pair.client().ask(TEXT, BODY) as response:
+        first, ask = await a_stream(pair)
+        pair[first].unready_reason = "step_overdue"
+        await trio.sleep(1.5)
+        assert ask.is_gone
+        [(_, again)] = await asks_of(pair)
+        begin(again)
+        again.finish_resumable()
+        assert await texts(response) == " 0:1"
+    await pair.assert_all_free()
+
+
+async def test_a_discovered_endpoint_that_is_named_no_more_is_emptied(open_pair):
+    async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, BODY) as response:
+        [(first, ask)] = await asks_of(pair)
+        begin(ask, "0:1")
+        await wait_all_tasks_blocked()
+        fleet = pair.router.fleet
+        fleet.set_all([spec for id, spec in fleet.specs().items() if id != first], source="configured")
+        [(second, again)] = await asks_of(pair)
+        assert second != first
+        assert ask.is_gone
+        begin(again)
+        again.finish_resumable()
+        assert await texts(response) == " 0:1"
+    await pair.assert_all_free()

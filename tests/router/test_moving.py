@@ -242,3 +242,46 @@ def test_a_stream_moves_where_the_same_is_computed(make_router):
     router.core.note_fingerprint(router.endpoint("c"), "x")
     empty(router, a)
     assert ticket.next_lease.endpoint == "c"
+
+
+def test_an_endpoint_that_will_stop_gets_nothing_and_is_emptied_until_it_is_well_again(make_router):
+    router = make_router()
+    a = router.endpoint("a")
+    first, second = streaming(router), streaming(router)
+    router.endpoint("b", leases_max=1)
+    router.core.note_leaving(a, router.now, move_seconds=10)
+    assert router.to_move == [first]
+    router.after(5)
+    router.core.note_leaving(a, router.now, move_seconds=10)
+    assert router.enter().state is TicketState.WAITING
+    router.core.note_health(a, True, router.now)
+    router.leave(first)
+    assert router.to_move == [first]
+    assert second.endpoint == "a"
+    assert router.gone == []
+    assert router.core.next_tick(router.now) == math.inf
+
+
+def test_said_again_that_it_will_stop_puts_the_deadline_off_by_nothing(make_router):
+    router = make_router()
+    a = router.endpoint("a")
+    unbegun = router.sent()
+    router.endpoint("b")
+    router.core.note_leaving(a, router.now, move_seconds=10)
+    router.after(9)
+    router.core.note_leaving(a, router.now, move_seconds=10)
+    router.after(2)
+    assert router.to_move == [unbegun]
+
+
+def test_an_endpoint_that_hangs_is_left_at_once_and_back_with_a_good_check(make_router):
+    router = make_router(failures_max=3)
+    a = router.endpoint("a")
+    router.core.note_health(a, False, router.now, is_hung=True)
+    state = router.core.endpoints[a]
+    assert not state.is_given
+    assert state.hangs_total == 1
+    router.core.note_health(a, False, router.now, is_hung=True)
+    assert state.hangs_total == 1
+    router.core.note_health(a, True, router.now)
+    assert state.is_given

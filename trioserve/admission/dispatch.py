@@ -221,17 +221,27 @@ class Dispatch:
         self.core.drain_endpoint(id, trio.current_time(), move_seconds=move_seconds)
         self.retime()
 
-    def note_health(self, id: EndpointId, is_well: bool, *, hangs: bool) -> None:
+    def note_health(self, id: EndpointId, is_well: bool, *, hangs: bool, is_hung: bool = False) -> None:
         """A health check ended. hangs: it got no response, or the response that a step there does not end. What an
         endpoint that is ejected for that has not begun to answer is taken from it, to be tried elsewhere, and so is
-        what can go on elsewhere: that also later, once there is somewhere to go."""
+        what can go on elsewhere: that also later, once there is somewhere to go. is_hung: so it was for so long that
+        the endpoint is ejected at once."""
         was_given = self._is_given(id)
-        self.core.note_health(id, is_well, trio.current_time())
+        self.core.note_health(id, is_well, trio.current_time(), is_hung=is_hung)
         if hangs and not self._is_given(id):
             has_other = self._has_other(id)
             for admission in list(self._admissions.values()):
                 admission.take_from(id, Fault.HUNG, unbegun=was_given, streams=has_other)
         self.retime()
+
+    def note_leaving(self, id: EndpointId, *, move_seconds: float | None) -> None:
+        """An endpoint says that it will stop: it gets nothing, and is emptied as by drain_endpoint, until a check finds
+        it well."""
+        self.core.note_leaving(id, trio.current_time(), move_seconds=move_seconds)
+        self.retime()
+
+    def note_fingerprint(self, id: EndpointId, fingerprint: str | None) -> None:
+        self.core.note_fingerprint(id, fingerprint)
 
     def drain(self) -> None:
         """Take nothing new, refuse who waits."""

@@ -15,6 +15,7 @@ def show_router(metrics: Metrics, dispatch: Dispatch) -> None:
     dispatch.on_paired = metrics.pair_handover_seconds.observe
     seen = dispatch.stats()
     ejections_seen: dict[EndpointId, int] = {}
+    hangs_seen: dict[EndpointId, int] = {}
 
     def show() -> None:
         nonlocal seen
@@ -47,5 +48,8 @@ def show_router(metrics: Metrics, dispatch: Dispatch) -> None:
             ejections = metrics.endpoint_ejections_total.labels(state.id)
             ejections.inc(max(0, state.ejections_total - ejections_seen.get(state.id, 0)))
             ejections_seen[state.id] = state.ejections_total
+            hangs = metrics.endpoint_hangs_total.labels(state.id)
+            hangs.inc(max(0, state.hangs_total - hangs_seen.get(state.id, 0)))
+            hangs_seen[state.id] = state.hangs_total
 
     metrics.on_scrape(show)

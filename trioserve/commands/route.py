@@ -103,7 +103,12 @@ class Routing:
         self.dispatch = Dispatch(_router_settings(config), _policy(config.policy))
         self.fleet = Fleet(
             self.dispatch,
-            watch=WatchSettings(health_seconds=config.health_interval, load_seconds=config.load_interval),
+            watch=WatchSettings(
+                health_seconds=config.health_interval,
+                load_seconds=config.load_interval,
+                hang_seconds_max=config.hang_timeout,
+                move_seconds=config.move_timeout or None,
+            ),
             aliases=_aliases(config.model_alias),
             ssl_context=_endpoint_tls(config),
         )

@@ -875,6 +875,14 @@ CATALOGUE: tuple[Metric, ...] = (
         vllm=True,
         part="router",
     ),
+    Metric(
+        name="endpoint_hangs_total",
+        kind="counter",
+        unit="hangs",
+        meaning="Times the endpoint was left out because nothing came from it, or its step did not end.",
+        labels=(Label("endpoint"),),
+        part="router",
+    ),
     # --- what outlives its request ---
     Metric(
         name="store_bytes_used",

@@ -144,6 +144,7 @@ class Metrics:
     endpoint_healthy: Gauge
     endpoint_resident_blocks: Gauge
     endpoint_ejections_total: Counter
+    endpoint_hangs_total: Counter
     store_bytes_used: Gauge
     store_objects: Gauge
     store_evicted_total: Counter

@@ -15,7 +15,7 @@ from trioserve.admission.dispatch import Dispatch
 from trioserve.contracts.endpoint import EndpointLoad
 from trioserve.contracts.errors import EndpointLost, StartupError
 from trioserve.contracts.kv_transfer import EngineRole
-from trioserve.proxy.remote_endpoint import RemoteEndpoint
+from trioserve.proxy.remote_endpoint import RemoteEndpoint, Unreachable
 
 __all__ = ["WatchSettings", "load_from_metrics", "watch_endpoint"]
 
@@ -27,17 +27,21 @@ NO_SUCH_PAGE = frozenset({404, 405, 501})
 
 
 class WatchSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """health_seconds, load_seconds: between two questions. response_seconds_max: how long a response may take."""
+    """health_seconds, load_seconds: between two questions. response_seconds_max: how long a response may take.
+    hang_seconds_max: how long no question at all may be answered; then what runs there is taken elsewhere.
+    move_seconds: in which an endpoint that says that it stops is emptied; None: what runs there ends there."""
 
     health_seconds: float = 2.0
     load_seconds: float = 0.25
     response_seconds_max: float = 2.0
+    hang_seconds_max: float = 6.0
+    move_seconds: float | None = 30.0
 
     def __post_init__(self) -> None:
-        for field in msgspec.structs.fields(self):
-            value = getattr(self, field.name)
+        for name in ("health_seconds", "load_seconds", "response_seconds_max", "hang_seconds_max"):
+            value = getattr(self, name)
             if not 0 < value <= 3600:
-                raise StartupError(f"{field.name} is {value}, it must be above 0 and at most 3600 seconds")
+                raise StartupError(f"{name} is {value}, it must be above 0 and at most 3600 seconds")
 
 
 async def watch_endpoint(
@@ -71,6 +75,8 @@ class _Watch:
         self._settings = settings
         self._learns_models = learns_models
         self._was_well: bool | None = None
+        self._silent_since: float | None = None
+        self._is_refused = False
         self._health_path = "/ready"  # ours; others have /health alone
         self._load_path: str | None = "/load"
 
@@ -87,8 +93,23 @@ class _Watch:
             if is_well != self._was_well:
                 logger.info("endpoint %s endpoint=%s", "well" if is_well else "unwell", self._remote.id)
                 self._was_well = is_well
-            self._dispatch.note_health(self._remote.id, is_well, hangs=response is None or _says_it_hangs(response))
+            self._note_health(is_well, response)
             await trio.sleep(self._settings.health_seconds)
+
+    def _note_health(self, is_well: bool, response: tuple[int, bytes] | None) -> None:
+        id = self._remote.id
+        if self._is_refused or (response is not None and _says(response, "draining")):
+            # One that takes no connections has stopped, or is about to and ends what it has begun.
+            self._dispatch.note_leaving(id, move_seconds=self._settings.move_seconds)
+            return
+        is_overdue = response is not None and _says(response, "step_overdue")
+        is_hung = is_overdue or self._is_silent()
+        self._dispatch.note_health(id, is_well, hangs=is_overdue or response is None, is_hung=is_hung)
+
+    def _is_silent(self) -> bool:
+        """Whether no question was answered for so long that what runs there will not go on."""
+        since = self._silent_since
+        return since is not None and trio.current_time() >= since + self._settings.hang_seconds_max
 
     async def _learn_models(self) -> bool:
         response = await self._ask("/v1/models")
@@ -112,6 +133,9 @@ class _Watch:
                     await trio.lowlevel.checkpoint()
                 load = self._read_load(response)
                 if load is not None:
+                    self._dispatch.note_fingerprint(
+                        self._remote.id, None if load.fingerprint is UNSET else load.fingerprint
+                    )
                     self._on_role(None if load.role is UNSET else load.role)
                     self._dispatch.note_load(self._remote.id, load, sent_when_asked=sent_total)
             await trio.sleep(self._settings.load_seconds)
@@ -134,13 +158,21 @@ class _Watch:
 
     async def _ask(self, path: str) -> tuple[int, bytes] | None:
         """Status and body; None if no response came in time."""
+        asked_at = trio.current_time()
+        self._is_refused = False
         with trio.move_on_after(self._settings.response_seconds_max):
             try:
                 async with self._remote.request("GET", path, [], b"") as response:
                     body = await response.whole(RESPONSE_BYTES_MAX)
+                    self._silent_since = None
                     return response.status, body or b""
+            except Unreachable:
+                self._is_refused = True
+                return None
             except EndpointLost:
                 return None
+        if self._silent_since is None:
+            self._silent_since = asked_at
         return None
 
 
@@ -148,13 +180,13 @@ class _NotReady(msgspec.Struct):
     reason: str = ""
 
 
-def _says_it_hangs(response: tuple[int, bytes]) -> bool:
-    """Whether one of our servers says that its step is too old: nobody knows when what it was sent begins there."""
+def _says(response: tuple[int, bytes], reason: str) -> bool:
+    """Whether one of our servers gives this reason for taking no requests."""
     status, body = response
     if status != 503:
         return False
     try:
-        return msgspec.json.decode(body, type=_NotReady).reason == "step_overdue"
+        return msgspec.json.decode(body, type=_NotReady).reason == reason
     except msgspec.DecodeError:
         return False
 

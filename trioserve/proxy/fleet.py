@@ -56,9 +56,8 @@ class _Member:
 class Fleet:
     """The remote endpoints of one router. Every method belongs to the thread of the Trio program that runs it.
 
-    aliases: names that clients may use, for names that endpoints know. removal_seconds: in which an endpoint that its
-    source does not name any more is emptied; None: what runs there ends there. connect: makes the endpoint's client;
-    for tests.
+    aliases: names that clients may use, for names that endpoints know. watch: also, in which time an endpoint that its
+    source does not name any more is emptied. connect: makes the endpoint's client; for tests.
     """
 
     def __init__(
@@ -68,7 +67,6 @@ class Fleet:
         watch: WatchSettings | None = None,
         aliases: Mapping[str, str] | None = None,
         ssl_context: ssl.SSLContext | None = None,
-        removal_seconds: float | None = None,
         connect: Callable[[EndpointSpec], RemoteEndpoint] | None = None,
     ) -> None:
         self.dispatch = dispatch
@@ -78,7 +76,6 @@ class Fleet:
         self._connect = connect or self._connected
         self._members: dict[EndpointId, _Member] = {}
         self._nursery: trio.Nursery | None = None
-        self._removal_seconds = removal_seconds
         dispatch.on_gone = self._forget
         dispatch.on_move = self._begin_move
 
@@ -140,7 +137,7 @@ class Fleet:
             wanted[id] = spec
         for id, member in list(self._members.items()):
             if member.source == source and wanted.get(id) != member.spec and not self.is_draining(id):
-                self.drain(id, move_seconds=None if id in wanted else self._removal_seconds)
+                self.drain(id, move_seconds=None if id in wanted else self._watch_settings.move_seconds)
         for id, spec in wanted.items():
             if id not in self._members or self.is_draining(id):
                 self.add(spec, source=source)

@@ -339,12 +339,15 @@ class RouterCore:
         state.drain()
         self._fleet.note_drained(state)
         if move_seconds is not None and state.in_flight:
-            self._moving.begin(id, now + move_seconds)
-            for ticket in self._live.values():
-                if ticket.endpoint == id:
-                    self._moving.join(ticket)
+            self._empty(id, now + move_seconds)
         self._refuse_hopeless(now)
         self._hand_over(now)
+
+    def _empty(self, id: EndpointId, deadline: float) -> None:
+        self._moving.begin(id, deadline)
+        for ticket in self._live.values():
+            if ticket.endpoint == id:
+                self._moving.join(ticket)
 
     def is_endpoint_draining(self, id: EndpointId) -> bool:
         state = self.endpoints.get(id)
@@ -373,12 +376,31 @@ class RouterCore:
             state.set_lease_share(share)
             self._hand_over(now)
 
-    def note_health(self, id: EndpointId, is_well: bool, now: float) -> None:
-        """A health check ended."""
+    def note_health(self, id: EndpointId, is_well: bool, now: float, *, is_hung: bool = False) -> None:
+        """A health check ended. is_hung: it has not answered for so long, or says itself, that it is left at once."""
         state = self.endpoints.get(id)
         if state is None or state.health is EndpointHealth.DRAINING:
             return
-        state.note_check(is_well, now)
+        if is_hung:
+            state.note_hung(now)
+        else:
+            state.note_check(is_well, now)
+        if is_well:
+            self._moving.end(id)
+        self._hand_over(now)
+
+    def note_leaving(self, id: EndpointId, now: float, *, move_seconds: float | None = None) -> None:
+        """It says that it will stop, or takes no connections any more: it gets nothing until a check finds it well.
+        move_seconds: and is emptied, as by drain_endpoint; said again, that changes nothing."""
+        state = self.endpoints.get(id)
+        if state is None or state.health is EndpointHealth.DRAINING:
+            return
+        if state.health is EndpointHealth.STARTING:
+            self.note_health(id, False, now)  # it may be about to begin as well
+            return
+        state.note_leaving(now)
+        if move_seconds is not None and state.in_flight and not self._moving.is_emptied(id):
+            self._empty(id, now + move_seconds)
         self._hand_over(now)
 
     # --- time ---

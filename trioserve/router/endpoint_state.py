@@ -74,8 +74,8 @@ class EndpointState:
     in_flight: sequences that were given to it and have not ended; more than the claims once these go back at the first
     token. sent: those of them that are on their way or there, by the index of their request's sending.
     others: sequences that others had there by its last report. slow_start: it comes to others that run, and is to get
-    its share little by little.
-    checks_total: health checks that found it well. fingerprint: of what computes there; None: it does not tell.
+    its share little by little. checks_total: health checks that found it well. hangs_total: how often it was left out
+    since it did not answer. fingerprint: of what computes there; None: it does not tell.
     role: which stages it is meant for; None: of disaggregated requests none.
     """
 
@@ -106,6 +106,7 @@ class EndpointState:
         self.ejected_until = 0.0
         self.ejections_total = 0
         self.checks_total = 0
+        self.hangs_total = 0
         self.fingerprint: str | None = None
         self.others = 0
         self.lease_share: int | None = None
@@ -286,6 +287,20 @@ class EndpointState:
         self._failures_in_a_row += 1
         if self.health in (EndpointHealth.STARTING, EndpointHealth.HEALTHY, EndpointHealth.PROBING):
             self._eject(now)
+
+    def note_hung(self, now: float) -> None:
+        """It does not answer any more, or says that it computes nothing: one such check is enough. It is back with the
+        first good one, and not before."""
+        if self.is_given:
+            self.hangs_total += 1
+        self.note_leaving(now)
+
+    def note_leaving(self, now: float) -> None:
+        """It takes nothing new, and will stop. It is back with the first good check, and not before."""
+        self.note_lost(now)
+        self._is_ejected_by_check = True
+        self.ejected_until = math.inf
+        self._on_change(self)
 
     def note_busy(self, now: float, seconds: float) -> None:
         """It refused a request for want of room: it gets nothing for so long."""

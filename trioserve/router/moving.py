@@ -36,6 +36,9 @@ class Moving:
         """The endpoint is emptied. Those that are there are the caller's to `join`."""
         self._deadlines[id] = deadline
 
+    def is_emptied(self, id: EndpointId) -> bool:
+        return id in self._deadlines
+
     def end(self, id: EndpointId) -> None:
         """It is gone, or back. Who has a lease elsewhere already still goes."""
         if self._deadlines.pop(id, None) is not None:

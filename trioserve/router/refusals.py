@@ -120,7 +120,9 @@ def no_endpoint(request: RoutedRequest, back_at: float | None, now: float) -> No
         message = f'no endpoint "{request.pinned}" takes requests for the model "{request.model}" now'
     else:
         message = f'no endpoint takes requests for the model "{request.model}" now'
-    seconds = DRAIN_RETRY_SECONDS if back_at is None or back_at <= now else max(1.0, back_at - now)
+    seconds = DRAIN_RETRY_SECONDS
+    if back_at is not None and now < back_at < math.inf:  # one that has stopped is back when it is well, whenever
+        seconds = max(1.0, back_at - now)
     return NoEndpoint(
         f"{message}: try again in {math.ceil(seconds)} s", reason="no_endpoint", retry_after_seconds=seconds
     )

@@ -122,8 +122,9 @@ class Ask:
 
 class ScriptedEndpoint:
     """role: what it says it is meant for; None: nothing, as servers of others do. load: beside that. asks: all that
-    came, oldest first. is_reachable, is_well, is_silent, gives_away: until told otherwise; the last: its streams, when
-    it is asked to, which servers of others do not know. params: kv_transfer_params of what it holds."""
+    came, oldest first. is_reachable, is_well, unready_reason, is_silent, gives_away: until told otherwise; the last:
+    its streams, when it is asked to, which servers of others do not know. params: kv_transfer_params of what it
+    holds."""
 
     def __init__(self, nursery: trio.Nursery, *, role: EngineRole | None = None, model: str = "fake") -> None:
         self.role = role
@@ -133,6 +134,7 @@ class ScriptedEndpoint:
         self.is_reachable = True
         self.is_well = True
         self.is_silent = False
+        self.unready_reason: str | None = None
         self.gives_away = False
         self.params: dict[str, object] = {
             "do_remote_prefill": True,
@@ -174,9 +176,13 @@ class ScriptedEndpoint:
                     elif method == "POST":
                         ask = Ask(self, end, path, headers, json.loads(body))
                         self.asks.append(ask)
+                    elif not self.is_reachable:
+                        return  # as one that stops closes what is idle
                     elif not self.is_silent:
-                        status = 200 if self.is_well else 503
-                        Ask(self, end, path, headers, None).respond(self._said(path), status=status)
+                        is_ready = self.unready_reason is None or path != "/ready"
+                        status = 200 if self.is_well and is_ready else 503
+                        said = self._said(path) if is_ready else {"ready": False, "reason": self.unready_reason}
+                        Ask(self, end, path, headers, None).respond(said, status=status)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             pass
         finally:

@@ -6,6 +6,8 @@ what the router must not go beyond, `must_take` what it must not leave lying.
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from trioserve.contracts.endpoint import EndpointLoad, Stage
@@ -103,8 +105,8 @@ class EndpointBook:
 
     @property
     def ejection_ends_at(self) -> float | None:
-        """None: it is not ejected."""
-        return self._ejected_until if self.health == "ejected" else None
+        """None: it is not ejected, or until a check finds it well."""
+        return self._ejected_until if self.health == "ejected" and self._ejected_until < math.inf else None
 
     def serves(self, model: str) -> bool:
         return model in self.models and self.health != "draining"
@@ -242,6 +244,13 @@ class EndpointBook:
         self._failures += 1
         if self.health not in ("ejected", "draining"):
             self._eject(now)
+
+    def note_left(self, now: float) -> None:
+        """It hangs, or will stop: a good check brings it back, and no time."""
+        if self.health != "draining":
+            self.note_lost(now)
+            self._fails_checks = True
+            self._ejected_until = math.inf
 
     def note_busy(self, now: float, seconds: float) -> None:
         self._busy_until = max(self._busy_until, now + seconds)

@@ -22,6 +22,7 @@ from trioserve.simulation.router.history import (
     Crowd,
     Drain,
     Fail,
+    Hang,
     Leave,
     Lose,
     Models,
@@ -34,6 +35,7 @@ from trioserve.simulation.router.history import (
     RouterWorld,
     Send,
     Stay,
+    Stopping,
     Store,
     Token,
     Wait,
@@ -239,7 +241,9 @@ class RouterGenerator:
             return self._drawn_endpoint(id)
         if not books[id].is_given or self._chance() < 0.3:
             return Check(id=id)
-        return Remove(id=id, move_seconds=self._one((None, 0.0, self._pace, 20 * self._pace)))
+        move_seconds = self._one((None, 0.0, self._pace, 20 * self._pace))
+        events: tuple[RouterEvent, ...] = (Stopping(id=id, move_seconds=move_seconds), Hang(id=id))
+        return self._one(events) if self._chance() < 0.5 else Remove(id=id, move_seconds=move_seconds)
 
     def _crash(self, simulation: RouterSimulation) -> Crash | None:
         there = [book.id for book in simulation.books.endpoints.values() if book.there]

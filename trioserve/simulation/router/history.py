@@ -25,6 +25,7 @@ __all__ = [
     "Crowd",
     "Drain",
     "Fail",
+    "Hang",
     "Leave",
     "Lose",
     "Models",
@@ -37,6 +38,7 @@ __all__ = [
     "RouterWorld",
     "Send",
     "Stay",
+    "Stopping",
     "Store",
     "Token",
     "Wait",
@@ -93,6 +95,19 @@ class Check(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
 
     id: str
     is_well: bool = True
+
+
+class Hang(msgspec.Struct, frozen=True, kw_only=True, tag="hang"):
+    """It has not answered for so long that it is left at once."""
+
+    id: str
+
+
+class Stopping(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="stopping"):
+    """It says that it will stop. move_seconds: as of Remove."""
+
+    id: str
+    move_seconds: float | None = None
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True, tag="ask"):
@@ -226,6 +241,8 @@ RouterEvent = (
     | Role
     | Remove
     | Check
+    | Hang
+    | Stopping
     | Ask
     | Response
     | Note

@@ -29,6 +29,7 @@ from trioserve.simulation.router.history import (
     Crowd,
     Drain,
     Fail,
+    Hang,
     Leave,
     Lose,
     Models,
@@ -41,6 +42,7 @@ from trioserve.simulation.router.history import (
     RouterWorld,
     Send,
     Stay,
+    Stopping,
     Store,
     Token,
     Wait,
@@ -342,9 +344,7 @@ class RouterSimulation:
             endpoints[event.id] = EndpointBook(event, self.world, starts_slowly=has_others)
         else:
             book.come_back(event)
-            self.books.continued.deadlines.pop(event.id, None)
-            for entry in self.books.moving:
-                entry.is_moving = entry.is_moving and entry.endpoint != event.id
+            self._stop_moving(event.id)
             self._count("endpoints come back")
         self.core.add_endpoint(
             EndpointId(event.id), event.models, self.books.now, leases_max=event.leases_max, role=event.role
@@ -368,17 +368,43 @@ class RouterSimulation:
         if book is not None:
             book.drain()
             self.books.note_drained(book)
-            if event.move_seconds is not None and book.in_flight:
-                self.books.continued.deadlines[event.id] = self.books.now + event.move_seconds
-                for entry in self.books.live.values():
-                    self.books.continued.note_movable(entry)
+            self._begin_moving(book, event.move_seconds)
             self.core.drain_endpoint(EndpointId(event.id), self.books.now, move_seconds=event.move_seconds)
 
     def _check_health(self, event: Check) -> None:
         book = self.books.endpoints.get(event.id)
         if book is not None and book.health != "draining":
             book.note_check(event.is_well, self.books.now)
+            if event.is_well:
+                self._stop_moving(event.id)
         self.core.note_health(EndpointId(event.id), event.is_well, self.books.now)
+
+    def _hang(self, event: Hang) -> None:
+        book = self.books.endpoints.get(event.id)
+        if book is not None:
+            book.note_left(self.books.now)
+        self.core.note_health(EndpointId(event.id), False, self.books.now, is_hung=True)
+
+    def _stopping(self, event: Stopping) -> None:
+        book = self.books.endpoints.get(event.id)
+        if book is not None and book.health == "starting":
+            book.note_check(False, self.books.now)
+        elif book is not None and book.health != "draining":
+            book.note_left(self.books.now)
+            if event.id not in self.books.continued.deadlines:
+                self._begin_moving(book, event.move_seconds)
+        self.core.note_leaving(EndpointId(event.id), self.books.now, move_seconds=event.move_seconds)
+
+    def _begin_moving(self, book: EndpointBook, seconds: float | None) -> None:
+        if seconds is not None and book.in_flight:
+            self.books.continued.deadlines[book.id] = self.books.now + seconds
+            for entry in self.books.live.values():
+                self.books.continued.note_movable(entry)
+
+    def _stop_moving(self, id: str) -> None:
+        self.books.continued.deadlines.pop(id, None)
+        for entry in self.books.moving:
+            entry.is_moving = entry.is_moving and entry.endpoint != id
 
     def _ask(self, event: Ask) -> None:
         book = self.books.endpoints.get(event.id)
@@ -610,6 +636,8 @@ _HANDLERS: dict[type[RouterEvent], Callable[[RouterSimulation, Any], None]] = {
     Role: RouterSimulation._role,
     Remove: RouterSimulation._remove,
     Check: RouterSimulation._check_health,
+    Hang: RouterSimulation._hang,
+    Stopping: RouterSimulation._stopping,
     Ask: RouterSimulation._ask,
     Response: RouterSimulation._response,
     Note: RouterSimulation._note,
