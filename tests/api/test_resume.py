@@ -3,6 +3,7 @@ stream that was not cut."""
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,11 +12,17 @@ from typing import Any
 import pytest
 import trio
 
+from trioserve.testing.byte_tokenizer import byte_tokenizer
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
+from trioserve.testing.preferred_text import PreferringModel, UncheckedExecutor
+from trioserve.testing.scripted_chat import FAMILIES, Call, Rule, ScriptedChat, chat_template
+
+from .resume_client import ASKED, USAGE, groups_of, resume_behind, said, said_as_message, said_as_response
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
-ASKED = {"x_trioserve_resumable": "1", "x_request_id": "mine"}
+MESSAGES = "/v1/messages"
+RESPONSES = "/v1/responses"
 USER = {"role": "user", "content": "Weather in Oslo?"}
 WEATHER = {
     "type": "function",
@@ -24,8 +31,19 @@ WEATHER = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     },
 }
+WASH = {
+    "type": "function",
+    "function": {
+        "name": "wash",
+        "parameters": {
+            "type": "object",
+            "properties": {"colour": {"enum": ["blue", "red"]}},
+            "required": ["colour"],
+            "additionalProperties": False,
+        },
+    },
+}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
-USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 
 
 @asynccontextmanager
@@ -38,76 +56,6 @@ async def opened(make_api: Any, response: Any = None, **options: Any) -> AsyncIt
         yield api, engine
         await trio.testing.wait_all_tasks_blocked()
         engine.assert_all_free()
-
-
-async def groups_of(api: Any, path: str, body: dict[str, Any], headers: dict[str, str] = ASKED) -> tuple[Any, list]:
-    """What was asked, and its events in groups: (events, the id with which they end)."""
-    exchange = await api.context("POST", path, body, **headers)
-    assert exchange.status == 200, exchange.data
-    groups: list[tuple[list[Any], str]] = []
-    events: list[Any] = []
-    for event in exchange.data.decode().removesuffix("\n\n").split("\n\n"):
-        lines = event.split("\n")
-        data = "".join(line.removeprefix("data: ") for line in lines if line.startswith("data: "))
-        events.append(data if data == "[DONE]" else json.loads(data))
-        ids = [line.removeprefix("id: ") for line in lines if line.startswith("id: ")]
-        if ids:
-            groups.append((events, *ids))
-            events = []
-    assert not events, "events behind the last group"
-    return exchange, groups
-
-
-def resume_behind(head: Any, groups: list, choice_count: int) -> dict[str, Any]:
-    """As whoever kept the stream's groups asks for the rest."""
-    token_ids: list[list[int]] = [[] for _ in range(choice_count)]
-    finished = [False] * choice_count
-    for _, group_id in groups:
-        if group_id == ".":
-            continue
-        choice, _, ids = group_id.partition(":")
-        finished[int(choice)] |= ids.endswith("!")
-        token_ids[int(choice)] += [int(token_id) for token_id in ids.removesuffix("!").split(",") if token_id]
-    return {"token_ids": token_ids, "finished": finished, **json.loads(head["x-trioserve-resume"])}
-
-
-def said(groups: list) -> dict[str, Any]:
-    """All that a client makes of the events, however they were split."""
-    response: dict[str, Any] = {"usage": None, "done": False, "heads": set(), "choices": {}}
-    for events, _ in groups:
-        for event in events:
-            assert not response["done"], "nothing follows the end"
-            if event == "[DONE]":
-                response["done"] = True
-                continue
-            assert "error" not in event, event
-            response["heads"].add((event["id"], event["object"], event["created"], event["model"]))
-            response["usage"] = event.get("usage") or response["usage"]
-            for choice in event["choices"]:
-                _say(response["choices"].setdefault(choice["index"], {"text": "", "roles": 0}), choice)
-    if response["usage"]:
-        response["usage"].pop("prompt_tokens_details")  # what was cached is another thing
-    return response
-
-
-def _say(made: dict[str, Any], choice: dict[str, Any]) -> None:
-    assert "finish_reason" not in made, "a choice ends once"
-    delta = choice.get("delta", {})
-    made["text"] += choice.get("text") or delta.get("content") or ""
-    made["roles"] += "role" in delta
-    for name in ("token_ids", "prompt_token_ids"):
-        made[name] = made.get(name, []) + choice.get(name, [])
-    made["reasoning"] = made.get("reasoning", "") + (delta.get("reasoning_content") or "")
-    for name, entries in (choice["logprobs"] or {}).items():
-        made[name] = made.get(name, []) + (entries or [])
-    for call in delta.get("tool_calls", ()):
-        calls = made.setdefault("calls", {})
-        own = calls.setdefault(call["index"], {"arguments": "", "name": "", "id": ""})
-        own["arguments"] += call["function"].get("arguments", "")
-        own["name"] += call["function"].get("name", "")
-        own["id"] += call.get("id", "")
-    if choice["finish_reason"] is not None:
-        made["finish_reason"], made["stop_reason"] = choice["finish_reason"], choice.get("stop_reason")
 
 
 CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
@@ -124,6 +72,27 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "a chat with logprobs": (CHAT, "Hello you!", {"messages": [USER], "logprobs": True, "top_logprobs": 1, "n": 2}),
     "a call": (CHAT, f"Let me see.\n{CALL}", {"messages": [USER], "tools": [WEATHER]}),
     "calls and token ids": (CHAT, CALL + CALL, {"messages": [USER], "tools": [WEATHER], "return_token_ids": True}),
+    "functions": (CHAT, CALL, {"messages": [USER], "functions": [WEATHER["function"]]}),
+    "a call that is forced": (CHAT, None, {"messages": [USER], "tools": [WASH], "tool_choice": "required"}),
+    "calls of two choices": (CHAT, f"Well.{CALL}", {"messages": [USER], "tools": [WEATHER], "n": 2, "logprobs": True}),
+    "an echo in a chat": (
+        CHAT,
+        "lo",
+        {
+            "messages": [USER, {"role": "assistant", "content": "Hel"}],
+            "continue_final_message": True,
+            "add_generation_prompt": False,
+            "echo": True,
+        },
+    ),
+    "a schema": (
+        CHAT,
+        None,
+        {
+            "messages": [USER],
+            "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["yes", "no"]}}},
+        },
+    ),
     "a form": (CHAT, None, {"messages": [USER], "structured_outputs": {"regex": "[a-c]{7}é"}}),
 }
 
@@ -149,6 +118,117 @@ async def test_a_stream_that_is_cut_behind_any_group_goes_on(make_api: Any, name
             assert other.response_headers["x-trioserve-resume"] == head["x-trioserve-resume"]
             told = resume_behind(head, begun + rest, choice_count)
             assert told == resume_behind(head, groups, choice_count)
+
+
+THOUGHT = f"<think>\nHm, Öl?\n</think>\n\nSee.\n{CALL}"
+INPUT_TOOL = {"name": "weather", "input_schema": WEATHER["function"]["parameters"]}
+OTHERS: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "a message": (MESSAGES, "Hello you, 🍎 STOP it", {"stop_sequences": ["STOP"]}),
+    "a message that is cut": (MESSAGES, None, {"max_tokens": 7, "temperature": 1.0}),
+    "a message with a thought and a call": (MESSAGES, THOUGHT, {"tools": [INPUT_TOOL]}),
+    "an empty message": (MESSAGES, "", {}),
+    "a response": (RESPONSES, "Hello you, 🍎", {}),
+    "a response that is cut": (RESPONSES, None, {"max_output_tokens": 7, "temperature": 1.0}),
+    "a response with a thought and a call": (
+        RESPONSES,
+        THOUGHT,
+        {"tools": [{"type": "function", **WEATHER["function"]}], "reasoning": {"summary": "auto"}},
+    ),
+    "an empty response": (RESPONSES, "", {}),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+async def test_streams_of_other_apis_go_on(make_api: Any, name: str) -> None:
+    path, response, fields = OTHERS[name]
+    made_of = said_as_message if path == MESSAGES else said_as_response
+    asked = (
+        {"messages": [USER], "max_tokens": 200}
+        if path == MESSAGES
+        else {"model": "fake", "input": "Oslo?", "store": False}
+    )
+    body = {"stream": True, **asked, **fields}
+    async with opened(make_api, response, reasoning_parser="qwen3") as (api, _):
+        exchange, groups = await groups_of(api, path, body)
+        head = exchange.response_headers
+        whole = made_of(copy.deepcopy(groups))
+        assert groups[-1][1] == "."
+    async with opened(make_api, response, reasoning_parser="qwen3") as (api, _):
+        for cut in range(len(groups)):
+            again = {**body, "resume": resume_behind(head, groups[:cut], 1)}
+            _, rest = await groups_of(api, path, again)
+            assert made_of(copy.deepcopy(groups[:cut] + rest)) == whole, f"cut behind group {cut}"
+
+
+@pytest.mark.parametrize(("thinks", "family"), [(thinks, family) for thinks in (False, True) for family in FAMILIES])
+async def test_calls_and_thoughts_of_every_family_go_on(make_api: Any, family: str, thinks: bool) -> None:
+    rules = [Rule(says="Oslo", calls=[Call(name="weather", arguments={"city": "Oslo"})])]
+    options = {
+        "model": PreferringModel(ScriptedChat(family, rules, thinks=thinks).drafts),
+        "tokenizer": byte_tokenizer(chat_template(family)),
+        "new_executor": UncheckedExecutor,
+        "reasoning_parser": "qwen3" if thinks and family != "openai" else "auto",
+    }
+    body = {**USAGE, "messages": [USER], "tools": [WEATHER]}
+    async with opened(make_api, block_size=64, **options) as (api, _):
+        exchange, groups = await groups_of(api, CHAT, body)
+        whole = said(copy.deepcopy(groups))
+        [choice] = whole["choices"].values()
+        assert choice["finish_reason"] == "tool_calls"
+        for cut in range(0, len(groups), 1 + len(groups) // 12):
+            resume = resume_behind(exchange.response_headers, groups[:cut], 1)
+            _, rest = await groups_of(api, CHAT, {**body, "resume": resume})
+            assert said(copy.deepcopy(groups[:cut] + rest)) == whole, f"cut behind group {cut}"
+
+
+async def test_a_stopping_server_says_so_in_every_api(make_api: Any) -> None:
+    for path, fields in (
+        (TEXT, {"prompt": "hello"}),
+        (CHAT, {"messages": [USER]}),
+        (MESSAGES, {"messages": [USER]}),
+        (RESPONSES, {"model": "fake", "input": "hello", "store": False}),
+    ):
+        async with opened(make_api, "and so on", paused=True) as (api, engine):
+            name = "max_output_tokens" if path == RESPONSES else "max_tokens"
+            headers = {key.replace("_", "-"): value for key, value in ASKED.items()}
+            exchange = api.exchange("POST", path, {"stream": True, name: 50, **fields}, headers)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(api.app, exchange)
+                await engine.step(4)
+                engine.abort_all("the server leaves")
+            *_, failed = exchange.data.decode().removesuffix("\n\n").split("\n\n")
+            assert "id: " not in failed
+            event = json.loads(failed.partition("data: ")[2])
+            error = event["response"]["error"] if path == RESPONSES else event["error"]
+            assert error["code"] == "server_stopping"
+
+
+async def test_a_response_with_logprobs_cannot_go_on(make_api: Any) -> None:
+    body = {"model": "fake", "input": "hello", "store": False, "top_logprobs": 1, "stream": True}
+    async with opened(make_api) as (api, _):
+        exchange = await api.context("POST", RESPONSES, body, **ASKED)
+        assert "x-trioserve-resume" not in exchange.response_headers
+        assert b"id: " not in exchange.data
+        exchange = await api.context("POST", RESPONSES, {**body, "resume": {"token_ids": [[65]], "finished": [False]}})
+        assert exchange.status == 400
+        assert exchange.json()["error"]["param"] == "logprobs"
+
+
+@pytest.mark.parametrize(
+    ("fields", "change", "param"),
+    [
+        ({}, {"id": "../x"}, "resume.id"),
+        ({}, {"id": "x", "state": "-1"}, "resume.state"),
+        ({"background": True, "store": True}, {"id": "x"}, "resume"),
+    ],
+)
+async def test_a_response_is_named_by_who_began_it(make_api: Any, fields: Any, change: Any, param: str) -> None:
+    body = {"model": "fake", "input": "hello", "store": False, "stream": True, **fields}
+    async with opened(make_api) as (api, _):
+        resume = {"token_ids": [[65]], "finished": [False], **change}
+        exchange = await api.context("POST", RESPONSES, {**body, "resume": resume})
+        assert exchange.status == 400, exchange.data
+        assert exchange.json()["error"]["param"] == param
 
 
 async def test_a_stream_goes_on_twice(make_api: Any) -> None:

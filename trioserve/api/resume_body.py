@@ -8,12 +8,13 @@ __all__ = ["ResumeBody"]
 
 
 class ResumeBody(msgspec.Struct, frozen=True, kw_only=True):
-    """`resume` of a request: the response so far. token_ids: of each choice, in the order of their indices, all tokens
-    that the client has. finished: whether it has ended. The rest comes from the head of the response that began."""
+    """token_ids: of each choice, in the order of their indices, all tokens that the client has. finished: whether it
+    has ended. state: that of the last group that had one. The rest comes from the head of the response that began."""
 
     token_ids: list[list[int]]
     finished: list[bool]
     prompt_digest: str | None = None
     seed: int | None = None
     created: int | None = None
+    id: str | None = None
     state: str | None = None

@@ -5,6 +5,7 @@ tokens themselves in the `id:` lines of the events: each group of events, which 
 
     id: 0:12,7        the client has these tokens more of choice 0; tokens that made no event come with the next group
     id: 0:12!         and with this group the choice has ended
+    id: 0:12 41       41 is a state of the API's own
     id: .             the group of usage and [DONE]: there is nothing to go on with
 
 The same request with `resume` in its body then goes on behind the last group that arrived. Everything that a client
@@ -118,11 +119,17 @@ class Resumption:
                 param="resume.prompt_digest",
             )
 
-    def headers(self, streams: Sequence[RequestStream]) -> tuple[tuple[str, str], ...]:
-        """Of the head of the response, where it was asked for. streams: all of them, entered."""
+    @property
+    def state(self) -> str | None:
+        """That of the last group that the client has, where the response goes on."""
+        return None if self.body is None else self.body.state
+
+    def headers(self, streams: Sequence[RequestStream], **more: str) -> tuple[tuple[str, str], ...]:
+        """Of the head of the response, where it was asked for. streams: all of them, entered. more: what the API wants
+        to be told again."""
         if not self.is_asked:
             return ()
-        known = {"prompt_digest": _digest(streams), "seed": self._seed, "created": self.created}
+        known = {"prompt_digest": _digest(streams), "seed": self._seed, "created": self.created, **more}
         headers = [(RESUME_HEADER, encode(known).decode())]
         fingerprint = self._context.engine.model.fingerprint
         if fingerprint is not None:
@@ -190,9 +197,13 @@ class GroupIds:
     def __init__(self) -> None:
         self._untold: dict[int, list[int]] = {}  # tokens that made no event yet
 
-    def group(self, events: bytes, choice_index: int, delta: Delta) -> bytes:
-        """These events, which are all that this delta of the choice has made, as a group. Nothing where there are
-        none."""
+    def begin(self, events: bytes, state: bytes) -> bytes:
+        """These events, which come before any token, as a group. state: the API's own."""
+        return b"%bid: 0: %b\n\n" % (events[:-1], state)
+
+    def group(self, events: bytes, choice_index: int, delta: Delta, state: bytes = b"") -> bytes:
+        """These events, which are all that this delta of the choice has made, as a group. Nothing where there are none.
+        state: the API's own, with a space before it."""
         token_ids: Sequence[int] = delta.token_ids
         if not events:
             self._untold.setdefault(choice_index, []).extend(token_ids)
@@ -201,14 +212,14 @@ class GroupIds:
             token_ids = (*untold, *token_ids)
         end = b"" if delta.finish_reason is None else b"!"
         ids = str(token_ids[0]).encode() if len(token_ids) == 1 else b",".join([b"%d" % one for one in token_ids])
-        return b"%bid: %d:%b%b\n\n" % (events[:-1], choice_index, ids, end)
+        return b"%bid: %d:%b%b%b\n\n" % (events[:-1], choice_index, ids, end, state)
 
     def last(self, events: bytes) -> bytes:
         """The group that closes the response."""
         return events[:-1] + LAST_ID
 
 
-async def skip_known(streams: Sequence[RequestStream], skip: Callable[[int, Delta], None]) -> None:
+async def skip_known(streams: Sequence[RequestStream], skip: Callable[[int, Delta], object]) -> None:
     """Give `skip` what the client has already: as if it had just come, and without showing it. The event loop gets its
     turns meanwhile."""
     for stream_index, stream in enumerate(streams):

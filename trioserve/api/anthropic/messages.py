@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from trioserve.api.anthropic.content_blocks import BlockEvents, ContentBlocks
 from trioserve.api.anthropic.request_types import CountTokensBody, MessagesBody
-from trioserve.api.anthropic.surface import event
+from trioserve.api.anthropic.surface import ResumableSurface, event
 from trioserve.api.anthropic.turn import counted_turn, message_turn
 from trioserve.api.generation import KeepAlive
 from trioserve.api.request_context import RequestContext
+from trioserve.api.resumption import Resumption
 from trioserve.api.turn.chat_turn import ChatTurn, chat_turn
 from trioserve.contracts.output import Delta
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["count_message_tokens", "create_message"]
 
 PING = event("ping", {"type": "ping"})
+BEGUN = b"1"
+"""The state of a stream whose message has begun."""
 
 
 async def create_message(context: RequestContext) -> None:
@@ -33,31 +36,51 @@ async def create_message(context: RequestContext) -> None:
     )
     shows_thoughts = body.thinking is None or body.thinking.display != "omitted"
     response = _Response(context, body, model)
-    async with chat_turn(context, request) as turn:
+    resumption = Resumption(context, body.resume, request.sampling, is_streamed=bool(body.stream))
+    async with chat_turn(context, request, resumption) as turn:
         if body.stream:
             events = BlockEvents(shows_thoughts=shows_thoughts)
             await turn.wait_until_begun()
-            await context.start_events()
-            await context.exchange.send(response.start(turn) + PING)
+            ids = resumption.group_ids()
+            if ids is not None:
+                context.surface = ResumableSurface()
+            await context.start_events(resumption.headers([turn.stream]))
+            if resumption.state is None:
+                start = response.start(turn) + PING
+                await context.exchange.send(start if ids is None else ids.begin(start, BEGUN))
 
-            async def send(_index: int, parts: list[ResponsePart], delta: Delta) -> None:
+            async def send(index: int, parts: list[ResponsePart], delta: Delta) -> None:
                 response.note(delta)
-                if piece := events.of(parts):
+                piece = events.of(parts)
+                if ids is not None:
+                    piece = ids.group(piece, index, delta)
+                if piece:
                     await context.exchange.send(piece)
 
-            keep_alive = KeepAlive(lambda: context.exchange.send(PING), engine.call_at)
-            await turn.read(send, keep_alive=keep_alive)
+            def skip(parts: list[ResponsePart], delta: Delta) -> None:
+                response.note(delta)
+                events.of(parts)
+
+            await turn.skip_known(skip)
+            # Between two groups there may be comments, and no events.
+            ping = KeepAlive(lambda: context.exchange.send(PING), engine.call_at)
+            await turn.read(send, keep_alive=ping if ids is None else context.keep_alive)
         else:
             blocks = ContentBlocks(shows_thoughts=shows_thoughts)
 
-            async def take(_index: int, parts: list[ResponsePart], delta: Delta) -> None:
+            def take_known(parts: list[ResponsePart], delta: Delta) -> None:
                 response.note(delta)
                 blocks.take(parts)
 
+            async def take(_index: int, parts: list[ResponsePart], delta: Delta) -> None:
+                take_known(parts, delta)
+
+            await turn.skip_known(take_known)
             await turn.read(take)
     # The engine's part is over, and its scope left: a slow client keeps nothing but its own bytes waiting.
     if body.stream:
-        await context.finish(events.end() + response.end(turn))
+        end = events.end() + response.end(turn)
+        await context.finish(end if ids is None else ids.last(end))
     else:
         await context.respond_json(response.whole(turn, blocks.whole()))
 

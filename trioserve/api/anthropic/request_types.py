@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from trioserve.api.openai.request_types import Int32
+from trioserve.api.resume_body import ResumeBody
 from trioserve.contracts.sampling import SAMPLING_RANGES, Range
 
 __all__ = [
@@ -200,3 +201,4 @@ class MessagesBody(CountTokensBody, frozen=True, kw_only=True):
     queue_timeout: float | None = None
     ttft_timeout: float | None = None
     timeout: float | None = None
+    resume: ResumeBody | None = None

@@ -3,7 +3,7 @@ version header."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trioserve.api.error_responses import ErrorResponse
 from trioserve.api.sse import encode, one_line_json
@@ -12,7 +12,7 @@ from trioserve.api.surface import OPENAI, REQUEST_ID_HEADER, Surface
 if TYPE_CHECKING:
     from trioserve.http.exchange import Exchange
 
-__all__ = ["ANTHROPIC", "MESSAGES_PATH", "AnthropicSurface", "error_type", "event", "surface_of"]
+__all__ = ["ANTHROPIC", "MESSAGES_PATH", "AnthropicSurface", "ResumableSurface", "error_type", "event", "surface_of"]
 
 MESSAGES_PATH = "/v1/messages"
 VERSION_HEADER = "anthropic-version"
@@ -48,12 +48,21 @@ class AnthropicSurface:
     def event(self, error: ErrorResponse, request_id: str) -> bytes:
         return event("error", self._described(error, request_id))
 
-    def _described(self, error: ErrorResponse, request_id: str) -> dict[str, object]:
+    def _described(self, error: ErrorResponse, request_id: str) -> dict[str, Any]:
         message = error.message
         if error.param is not None and not message.startswith(error.param):
             message = f"{error.param}: {message}"  # there is no field of its own for the place
         kind = error_type(self.status(error))
         return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+
+
+class ResumableSurface(AnthropicSurface):
+    """Of a stream that may go on elsewhere: whoever sees to that goes by the code."""
+
+    def event(self, error: ErrorResponse, request_id: str) -> bytes:
+        described = self._described(error, request_id)
+        described["error"]["code"] = error.code
+        return event("error", described)
 
 
 ANTHROPIC = AnthropicSurface()

@@ -27,6 +27,7 @@ from trioserve.api.streams.event_log import EventLogFull
 from trioserve.api.streams.followed_log import FollowedLog
 from trioserve.contracts.deadlines import NO_DEADLINES, Deadlines
 from trioserve.contracts.errors import InvalidRequest, Overloaded, RequestFailed, StoreFault, StoreFull, TrioserveError
+from trioserve.contracts.output import Delta
 from trioserve.store.store import Store
 from trioserve.store.stored_objects import AppendBlob, PutObject, ReplaceObject
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
@@ -97,7 +98,7 @@ class BackgroundResponse:
         self.log.append_last(map(event_bytes, self._ended[0]))
         return self.log.everything()
 
-    async def _take(self, events: list[Event]) -> None:
+    async def _take(self, events: list[Event], _: Delta) -> None:
         self.publish(events)
 
 

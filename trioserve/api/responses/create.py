@@ -9,48 +9,96 @@ from __future__ import annotations
 from trioserve.api.error_responses import ErrorResponse
 from trioserve.api.request_context import RequestContext
 from trioserve.api.responses.events import Event, event_bytes
-from trioserve.api.responses.items import response_id
+from trioserve.api.responses.items import item_id, item_place, response_id
 from trioserve.api.responses.plan import plan_prompt, plan_response
 from trioserve.api.responses.request_types import InputTokensBody, ResponsesBody
 from trioserve.api.responses.response_run import ResponseRun
 from trioserve.api.responses.stored_responses import KIND, stored_bytes
+from trioserve.api.resumption import Resumption
 from trioserve.api.surface import OpenAISurface
-from trioserve.store.stored_objects import PutObject
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.output import Delta
+from trioserve.store.stored_objects import DeleteObject, PutObject
 
 __all__ = ["count_input_tokens", "create_response"]
+
+NUMBER_DIGITS_MAX = 9
 
 
 async def create_response(context: RequestContext) -> None:
     body = await context.body(ResponsesBody)
-    planned = await plan_response(context, body, response_id(context.clock_and_ids.new_request_id()))
+    key = _key(context, body)
+    planned = await plan_response(context, body, response_id(key))
     if body.background:
         await context.background.begin(context, planned)
         return
-    run = ResponseRun(context, planned)
+    # The last event repeats all log probabilities, and nobody keeps those of tokens that are known.
+    is_streamed = bool(body.stream) and not body.wants_logprobs
+    resumption = Resumption(context, body.resume, planned.turn.sampling, is_streamed=is_streamed)
+    run = ResponseRun(context, planned, resumption)
     async with run.turn as turn:
+        begun = run.events.begin()
         if body.stream:
             await turn.wait_until_begun()
             context.surface = _StreamSurface(run)
-            await context.start_events()
+            ids = resumption.group_ids()
+            await context.start_events(resumption.headers([turn.stream], id=key))
+            if resumption.state is None:
+                start = b"".join(map(event_bytes, begun))
+                await context.exchange.send(start if ids is None else ids.begin(start, b"%d" % run.events.next_number))
 
-            async def send(events: list[Event]) -> None:
-                await context.exchange.send(b"".join(map(event_bytes, events)))
+            async def send(events: list[Event], delta: Delta) -> None:
+                piece = b"".join(map(event_bytes, events))
+                if ids is not None:
+                    piece = ids.group(piece, 0, delta, b" %d" % run.events.next_number)
+                if piece:
+                    await context.exchange.send(piece)
 
-            await send(run.events.begin())
+            await run.skip_known()
+            if resumption.state is not None:
+                run.events.go_on_at(_number(resumption.state))
             await run.read(send, keep_alive=context.keep_alive)
         else:
-            run.events.begin()
+            await run.skip_known()
             await run.read(None)
     # The engine's part is over, and its scope left.
     last, response = run.complete()
     if planned.head.stores:
         assert context.store is not None
         kept = PutObject(kind=KIND, id=planned.head.id, owner=context.owner, body=stored_bytes(run.stored(response)))
-        await context.store.write(kept)
+        if body.resume is not None and await context.store.get(KIND, kept.id, owner=context.owner) is not None:
+            await context.store.write(DeleteObject(kind=KIND, id=kept.id), kept)  # it was complete, and its client lost
+        else:
+            await context.store.write(kept)
     if body.stream:
-        await context.finish(b"".join(map(event_bytes, last)))
+        end = b"".join(map(event_bytes, last))
+        await context.finish(end if ids is None else ids.last(end))
     else:
         await context.respond_json(response)
+
+
+def _key(context: RequestContext, body: ResponsesBody) -> str:
+    """Of the response's id. Raises InvalidRequest."""
+    resume = body.resume
+    if resume is None:
+        return context.clock_and_ids.new_request_id()
+    if body.background:
+        raise InvalidRequest(
+            "resume is set, but a background response goes on by itself: leave one out", param="resume"
+        )
+    if resume.id is None:
+        return context.clock_and_ids.new_request_id()
+    if item_place(item_id("message", response_id(resume.id), 0)) is None:
+        raise InvalidRequest("resume.id is not what the head of the response said", param="resume.id")
+    _number(resume.state or "0")
+    return resume.id
+
+
+def _number(state: str) -> int:
+    """Raises InvalidRequest."""
+    if not (state.isascii() and state.isdigit() and len(state) <= NUMBER_DIGITS_MAX):
+        raise InvalidRequest(f"resume.state is {state[:80]!r}, allowed is what the last id said", param="resume.state")
+    return int(state)
 
 
 async def count_input_tokens(context: RequestContext) -> None:

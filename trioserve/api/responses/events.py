@@ -64,6 +64,15 @@ class ResponseEvents:
             self._text.fill("in_progress")
         return [dict(item) for item in self._items if item is not None]
 
+    @property
+    def next_number(self) -> int:
+        """Of the event that comes next."""
+        return self._number
+
+    def go_on_at(self, number: int) -> None:
+        """The events so far were sent by another server, which split them in its own way."""
+        self._number = number
+
     # --- the life of a response ---
 
     def begin(self) -> list[Event]:

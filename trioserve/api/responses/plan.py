@@ -57,7 +57,7 @@ async def plan_response(context: RequestContext, body: ResponsesBody, response: 
     )
     head = ResponseHead(
         id=response,
-        created_at=context.clock_and_ids.unix_seconds(),
+        created_at=_created_at(context, body),
         model=model,
         body=body,
         tools=tools,
@@ -65,6 +65,12 @@ async def plan_response(context: RequestContext, body: ResponsesBody, response: 
         stores=body.stores and context.store is not None,
     )
     return PlannedResponse(head=head, turn=turn, input=with_ids(own, response))
+
+
+def _created_at(context: RequestContext, body: ResponsesBody) -> int:
+    if body.resume is not None and body.resume.created is not None:
+        return body.resume.created
+    return context.clock_and_ids.unix_seconds()
 
 
 async def plan_prompt(context: RequestContext, body: InputTokensBody) -> TurnRequest:

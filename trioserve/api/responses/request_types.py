@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from trioserve.api.openai.request_types import Int32, check_cache_salt
+from trioserve.api.resume_body import ResumeBody
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
@@ -115,6 +116,7 @@ class ResponsesBody(PromptBody, frozen=True, kw_only=True):
     queue_timeout: float | None = None
     ttft_timeout: float | None = None
     timeout: float | None = None
+    resume: ResumeBody | None = None
     moderation: Any = None
 
     @property

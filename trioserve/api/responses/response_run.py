@@ -12,6 +12,7 @@ from trioserve.api.openai.logprobs import chat_logprobs
 from trioserve.api.responses.events import Event, ResponseEvents
 from trioserve.api.responses.plan import PlannedResponse
 from trioserve.api.responses.stored_responses import StoredResponse
+from trioserve.api.resumption import Resumption
 from trioserve.api.turn.chat_turn import ChatTurn, chat_turn
 from trioserve.contracts.output import Delta
 from trioserve.text.response_parts import ResponsePart
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ResponseRun"]
 
+Send = Callable[[list[Event], Delta], Awaitable[None]]
+
 Ended = tuple[list[Event], dict[str, Any]]
 """The last events, and the whole response."""
 
@@ -28,9 +31,9 @@ Ended = tuple[list[Event], dict[str, Any]]
 class ResponseRun:
     """turn: to be entered by whoever runs it. Raises InvalidRequest for what the caller may not ask for."""
 
-    def __init__(self, context: RequestContext, planned: PlannedResponse) -> None:
+    def __init__(self, context: RequestContext, planned: PlannedResponse, resumption: Resumption | None = None) -> None:
         self.planned = planned
-        self.turn: ChatTurn = chat_turn(context, planned.turn)
+        self.turn: ChatTurn = chat_turn(context, planned.turn, resumption)
         self._clock = context.clock_and_ids
         tokenizer = context.engine.tokenizer
 
@@ -42,18 +45,20 @@ class ResponseRun:
             planned.head, logprobs_of=logprobs_of if planned.head.body.wants_logprobs else None
         )
 
-    async def read(
-        self, send: Callable[[list[Event]], Awaitable[None]] | None, *, keep_alive: KeepAlive | None = None
-    ) -> None:
-        """To the end of the turn, which is entered. send: gets the events of each piece, if there are some; None:
-        nobody wants them. Raises what ChatTurn.read raises."""
+    async def read(self, send: Send | None, *, keep_alive: KeepAlive | None = None) -> None:
+        """To the end of the turn, which is entered. send: gets the events of each
+        piece, perhaps none, and the piece; None: nobody wants them. Raises what ChatTurn.read raises."""
 
         async def take(_: int, parts: list[ResponsePart], delta: Delta) -> None:
             events = self.events.take(parts, delta)
-            if events and send is not None:
-                await send(events)
+            if send is not None:
+                await send(events, delta)
 
         await self.turn.read(take, keep_alive=keep_alive)
+
+    async def skip_known(self) -> None:
+        """Put the events where they stood, where the response goes on."""
+        await self.turn.skip_known(self.events.take)
 
     def complete(self) -> Ended:
         return self.events.complete(self.turn.choices[0].finish_reason, self.turn.usage(), self._clock.unix_seconds())

@@ -120,7 +120,7 @@ class ChatTurn:
         queue."""
         await wait_until_begun(self.stream)
 
-    async def skip_known(self, skip: Callable[[list[ResponsePart], Delta], None]) -> None:
+    async def skip_known(self, skip: Callable[[list[ResponsePart], Delta], object]) -> None:
         """Give `skip` what the response so far gave, where it goes on: as `read` would, and without showing it."""
         await skip_known([self.stream], lambda _, delta: skip(self.choices[delta.index].take(delta), delta))
 
